@@ -1487,6 +1487,34 @@ def not_a_filter():
     statetx.states(Block(), 3)
 
 
+# -- chunks --------------------------------------------------------------------------------------------------------------
+
+
+@mistake("chunked: a loss for each example", StateValueError, "chunked(chunked_vector", "f32[2]", 'reduce="concat"')
+def chunked_vector():
+    statetx.chunked(lambda x: x**2, size=2)(X)
+
+
+for text, (word, run) in {
+    "weight that is an array": ("weight=", lambda: statetx.chunked(jnp.sum, size=2, weight=lambda x: x)(X)),
+    "reduce of another structure": ("reduce=", lambda: statetx.chunked(jnp.sum, size=2, reduce=("sum", "sum"))(X)),
+    "concat of a number": ("reduce=", lambda: statetx.chunked(jnp.sum, size=2, reduce="concat")(X)),
+    "unequal chunks": ("reduce=", lambda: statetx.chunked(lambda x: x, size=3, reduce="sum")(jnp.ones(5))),
+    "unknown reduction": ("reduce=", lambda: statetx.chunked(jnp.sum, size=3, reduce="max")),
+    "unknown dtype": ("accumulate=", lambda: statetx.chunked(jnp.sum, size=3, accumulate="int8")),
+    "unknown path": ("states=", lambda: statetx.chunked(jnp.sum, size=2, states={"typo": Carry})(X)),
+    "unknown rule": ("states=", lambda: statetx.chunked(jnp.sum, size=2, states={Param: "carry"})(X)),
+}.items():
+
+    @mistake(f"chunked: {text}", (TypeError, ValueError), "chunked", word)
+    def wrong_chunks(run=run):
+        try:
+            run()
+        except (TypeError, ValueError) as e:
+            assert "microbatch" not in str(e), e
+            raise
+
+
 # -- paths that select nothing ---------------------------------------------------------------------------------------------
 
 

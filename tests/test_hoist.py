@@ -153,7 +153,7 @@ WITH_RULES = {
     "jit": lambda f, x: statetx.jit(f)(x) + x,
     "cond in scan": lambda f, x: stepwise(Levels(1))(lambda h: statetx.cond(h > 0, f, jnp.tanh, h), x),
     "microbatch": lambda f, x: statetx.microbatch(lambda x: f(x[0]) + x[0], 2)(jnp.stack([x, x])),
-    "chunked": lambda f, x: statetx.chunked(lambda x: f(x[0]) + x[0], size=1)(jnp.stack([x, x])),
+    "chunked": lambda f, x: statetx.chunked(lambda x: f(x[0]) + x[0], size=1, reduce="mean")(jnp.stack([x, x])),
     "vector in parts": lambda f, x: statetx.microbatch(f, 2, reduce="concat")(jnp.stack([x, x]))[1] + x,
 }
 

@@ -374,7 +374,7 @@ TRANSFORMS = {
     "cond": lambda step: times(lambda x: statetx.cond(x < 1, step, step, x)),
     "switch": lambda step: times(lambda x: statetx.switch(jnp.int32(1), [step, step], x)),
     "microbatch": lambda step: times(lambda x: statetx.microbatch(lambda xs: step(xs[0]), 1)(x[None])),
-    "chunked": lambda step: times(lambda x: statetx.chunked(lambda xs: step(xs[0]))(x[None])),
+    "chunked": lambda step: times(lambda x: statetx.chunked(lambda xs: step(xs[0]), reduce="mean")(x[None])),
     "shard_map": lambda step: times(statetx.jit(on_a_device(step))),
     "brainstate's jit": lambda step: times(bs.jit(step)),
     "brainstate's for_loop": lambda step: bs.for_loop(step, XS),

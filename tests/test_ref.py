@@ -464,7 +464,7 @@ IN_LOOPS = {
         lambda c: c[0] < 3, lambda c: (c[0] + 1, f(c[1])), (0, x), checkpoint=Slots(2)
     )[1],
     "microbatch": lambda f, x: statetx.microbatch(lambda x: f(f(f(x[0]))), 2)(jnp.stack([x, x])),
-    "chunked": lambda f, x: statetx.chunked(lambda x: f(f(f(x[0]))), size=1)(jnp.stack([x, x])),
+    "chunked": lambda f, x: statetx.chunked(lambda x: f(f(f(x[0]))), size=1, reduce="mean")(jnp.stack([x, x])),
 }
 
 
@@ -505,7 +505,7 @@ STASHING = {
     "scan(slots)": lambda r, x: statetx.scan(stashing_body(r), x, None, 1, checkpoint=Slots(1))[0],
     "scan(size)": lambda r, x: statetx.scan(stashing_body(r), x, None, 1, checkpoint="1MiB")[0],
     "microbatch": lambda r, x: statetx.microbatch(lambda x: stashing(r, x[0]), 1)(jnp.stack([x])),
-    "chunked": lambda r, x: statetx.chunked(lambda x: stashing(r, x[0]), size=1)(jnp.stack([x])),
+    "chunked": lambda r, x: statetx.chunked(lambda x: stashing(r, x[0]), size=1, reduce="mean")(jnp.stack([x])),
     "jit(remat(jit))": lambda r, x: statetx.jit(lambda x: statetx.remat(lambda x: statetx.jit(stashing)(r, x))(x))(x),
 }
 DERIVED = {

@@ -166,7 +166,7 @@ def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) ->
         leaf = leaf_names(read)[drift]
         a, b = avals[drift], out_avals[drift]
         changed = [type_str(a), type_str(b)]
-        if body.name == "microbatch" and a.shape[1:] == b.shape[1:] and a.shape[:1] > b.shape[:1] > ():
+        if body.name in ("microbatch", "chunked") and a.shape[1:] == b.shape[1:] and a.shape[:1] > b.shape[:1] > ():
             fix = f"if it has a value for each example, states={{{paths(effect.state)!r}: 0}}, or a type in place of the path, gives each part its own"
     else:
         changed = structure_strs([(read, avals), (written, out_avals)])

@@ -22,7 +22,7 @@ from .._objects.paths import argument_names
 from .._text import brief, type_str
 from .._tree import as_array, flatten, is_array, partition
 from .._typing import Filter, PyTree
-from .microbatch import microbatch
+from .microbatch import Microbatch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,7 +53,7 @@ def chunked(
     axis: int | Sequence[int | None] = 0,
     size: int = 1024,
     *,
-    reduce: PyTree = "mean",
+    reduce: PyTree = None,
     weight: Callable[..., Any] | None = None,
     states: Mapping[Filter, Any] | None = None,
     interleave: bool | None = None,
@@ -72,7 +72,7 @@ def chunked(
             that is passed whole.
         size: elements of a chunk along the axis, at most. ``ceil(length / size)`` chunks, whose sizes differ by at most one.
         reduce: how the outputs of the chunks are combined: ``"mean"`` (each chunk counts with its size), ``"sum"``, or for
-            parts of the output as in `microbatch`.
+            parts of the output as in `microbatch`. The default, a mean, is for losses that are one number, and for tuples and dicts.
         weight: called as `loss`, returns the weight of a chunk in a mean, in place of its size. A loss that is a mean over the true entries of
             a mask needs ``weight=lambda hidden, labels, mask: mask.sum()``.
         states: from filters to rules for the states that they select, as in `microbatch`.
@@ -90,6 +90,7 @@ def chunked(
         each differentiated argument and state. Other outputs, and higher derivatives, have each chunk rematerialized: it is computed twice.
 
     Raises:
+        StateValueError: the loss returns an array with dimensions, and `reduce` is not given.
         StaticArgumentError: `size` is not a whole number of at least 1, or `axis` does not fit the arguments.
         ValueError: an array lacks the axis, or lengths along it differ.
 
@@ -125,6 +126,10 @@ def chunked(
     return as_decorator(Chunked, loss, options)
 
 
+class _Chunks(Microbatch):
+    transform = "chunked"
+
+
 class Chunked(Wrapper):
     """Made by `chunked`."""
 
@@ -133,7 +138,7 @@ class Chunked(Wrapper):
         self._axis = _check_axis(axis)
         self._size = _check_size(size)
         self._of_parts = options
-        microbatch(fun, 1, **options)  # checks them
+        _Chunks(fun, num=1, budget=None, argnums=None, argnames=(), **options)  # checks them
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun, axes = self.__wrapped__, self._axes(len(args))
@@ -149,10 +154,10 @@ class Chunked(Wrapper):
 
             return call
 
-        options = {**self._of_parts, "argnums": tuple(split)}
+        options = {**self._of_parts, "argnums": tuple(split), "argnames": (), "budget": None}
         if options["weight"] is not None:
             options["weight"] = of_chunk(options["weight"])
-        return microbatch(of_chunk(fun), max(1, num), **options)(*moved)
+        return _Chunks(of_chunk(fun), num=max(1, num), **options)(*moved)
 
     def _axes(self, num_args: int) -> tuple[int | None, ...]:
         """For each positional argument the axis of the chunks."""

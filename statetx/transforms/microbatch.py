@@ -28,7 +28,7 @@ from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
 from .._objects.walk import Walk
 from .._text import brief, suggestion, type_str
-from .._tree import is_argument, is_array_or_number, partition
+from .._tree import ARRAY, is_argument, is_array_or_number, partition
 from .._typing import Filter, Indices, Names, PyTree
 from .functionalize import trace_states
 from .grad import ValueAndGrad
@@ -153,18 +153,24 @@ def microbatch(
 
 
 class Microbatch(Wrapper):
-    """Made by `microbatch`."""
+    """Made by `microbatch`; `chunked` has a subclass.
+
+    Attributes:
+        transform: the transform that the user called, for messages.
+    """
+
+    transform = "microbatch"
 
     def __init__(self, fun: Callable, **options: Any):
         super().__init__(fun, options)
         self._num, self._budget = _check_num(options["num"], options["budget"]), options["budget"]
         diff_argnums = functools.partial(_diff_argnums, fun)
-        self.batch = BatchArguments("microbatch", fun, options["argnums"], options["argnames"], diff_argnums)
+        self.batch = BatchArguments(self.transform, fun, options["argnums"], options["argnames"], diff_argnums)
         self._fits = Programs(_MAX_FITS)  # what was chosen for the budget, by what the choice depends on
         for how in jax.tree.leaves(options["reduce"]):
-            _check_reduction(how)
-        _check_accumulate(options["accumulate"])
-        Rules("microbatch", options["states"], fun, RULES)
+            _check_reduction(self.transform, how)
+        _check_accumulate(self.transform, options["accumulate"])
+        Rules(self.transform, options["states"], fun, RULES)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if _jax.is_jit_disabled():
@@ -177,12 +183,12 @@ class Microbatch(Wrapper):
             choice = self.fit(*args, **kwargs)
             fun, num = choice.fun, choice.num
         if not batch.size:
-            raise ValueError(f"microbatch({name_of(fun)}): the batch has no examples.")
+            raise ValueError(f"{self.transform}({name_of(fun)}): the batch has no examples.")
         if batch.size < num:
             raise ValueError(
-                f"microbatch({name_of(fun)}): {batch.size} examples cannot be split into {num} parts.\nFix: give at most {batch.size} parts."
+                f"{self.transform}({name_of(fun)}): {batch.size} examples cannot be split into {num} parts.\nFix: give at most {batch.size} parts."
             )
-        return _Call(fun, batch, num, self._options).run(args, kwargs)
+        return _Call(self.transform, fun, batch, num, self._options).run(args, kwargs)
 
     def fit(self, /, *args: Any, **kwargs: Any) -> Any:
         """For ``num="fit"``: what is chosen for arguments of these types. Prints as text; nothing is run."""
@@ -202,25 +208,27 @@ class Microbatch(Wrapper):
 
     def with_num(self, num: int, fun: Callable | None = None) -> Microbatch:
         """The same transform of the same function, or of another, with a number of parts."""
-        return Microbatch(fun or self.__wrapped__, **{**self._options, "num": num, "budget": None})
+        return type(self)(fun or self.__wrapped__, **{**self._options, "num": num, "budget": None})
 
 
 class _Call:
     """One call of a function on the parts of a batch."""
 
-    def __init__(self, fun: Callable, batch: Batch, num: int, options: dict[str, Any]):
+    def __init__(self, transform: str, fun: Callable, batch: Batch, num: int, options: dict[str, Any]):
+        self._transform = transform
+        self._name = f"{transform}({name_of(fun)})"
         self._fun = fun
         self._batch = batch
         self._num = num
         self._reduce = options["reduce"]
         self._weight = options["weight"]
-        self._dtype = _check_accumulate(options["accumulate"])
+        self._dtype = _check_accumulate(transform, options["accumulate"])
         interleave = options["interleave"]
         self._is_interleaved = batch.is_sharded() if interleave is None else bool(interleave)
         self._states = options["states"]
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        rules = Rules("microbatch", self._states, self._fun, RULES, args, kwargs)
+        rules = Rules(self._transform, self._states, self._fun, RULES, args, kwargs)
         groups = self._groups()
         examples = [self._examples(parts, first) for parts, first in groups]
         weights = self._weights(examples)
@@ -273,15 +281,17 @@ class _Call:
             return (jnp.asarray(weight(*args, **kwargs), float),)
 
         avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in examples]
-        staged = Staged("microbatch", weight, call, avals, traced_for="statetx.microbatch", arguments=batch.arguments)
+        staged = Staged(
+            self._transform, weight, call, avals, traced_for="statetx.microbatch", arguments=batch.arguments
+        )
         for effect in staged.effects:
             raise StateAccessError(
-                f"microbatch({name_of(self._fun)}): weight= may read states, and wrote {_states.describe(effect.state)} at {effect.site}.\n"
+                f"{self._name}: weight= may read states, and wrote {_states.describe(effect.state)} at {effect.site}.\n"
                 f"Fix: write the state in the function itself."
             )
         if [aval.shape for aval in staged.out_avals] != [()]:
             raise StateValueError(
-                f"microbatch({name_of(self._fun)}): weight= must return a number for each part, and returned "
+                f"{self._name}: weight= must return a number for each part, and returned "
                 f"{', '.join(map(type_str, staged.out_avals))}.\nFix: reduce it, as in weight=lambda x, mask: mask.sum()."
             )
         reads = list(staged.inputs.values())
@@ -305,7 +315,7 @@ class _Call:
             # Not "scan": forward and backward pass of a part are in one body, where XLA merges a recomputation with the first computation
             # unless it is prevented.
             return Staged(
-                "microbatch",
+                self._transform,
                 fun,
                 call,
                 avals,
@@ -322,7 +332,7 @@ class _Call:
         for effect in staged.effects:
             if effect.stepped:
                 raise FunctionError(
-                    f"microbatch({name_of(self._fun)}) would run a training step on each part: {name_of(self._fun)} differentiates "
+                    f"{self._name} would run a training step on each part: {name_of(self._fun)} differentiates "
                     f"{_states.describe(effect.state, effect.kind)}, and writes it at {effect.site}. So each part would update it, by its own gradient.\n"
                     f"Fix: take the gradient in parts, and update once after it: "
                     f"statetx.microbatch(statetx.value_and_grad(loss, wrt=...), {self._num})(x). A step for each part is a statetx.scan over parts."
@@ -331,25 +341,31 @@ class _Call:
     def _reductions(self, staged: Staged, larger: Sequence[Any] | None) -> list[str]:
         """For each leaf of the output, how it is reduced; `larger` are the outputs of parts with one more example, if there are such."""
         out = staged.outs[1]
+        reduce = "mean" if self._reduce is None else self._reduce
+        if self._reduce is None and out.treedef == ARRAY.treedef and staged.out_avals[0].shape:
+            raise StateValueError(
+                f"{self._name} is for a loss, and {name_of(self._fun)} returns {type_str(staged.out_avals[0])} for a part, not a number.\n"
+                f'Fix: reduce it, with .mean(); or say how the parts are combined: reduce="concat" for a value for each example, "mean" or "sum".'
+            )
         skeleton = out.combine(range(out.num_dynamic))
         try:
-            tree = jax.tree.map(lambda how, subtree: jax.tree.map(lambda _: how, subtree), self._reduce, skeleton)
+            tree = jax.tree.map(lambda how, subtree: jax.tree.map(lambda _: how, subtree), reduce, skeleton)
         except ValueError as e:
             raise StateValueError(
-                f"microbatch({name_of(self._fun)}): reduce={brief(self._reduce)} is not a tree prefix of the output, {jax.tree.structure(skeleton)}.\n"
+                f"{self._name}: reduce={brief(self._reduce)} is not a tree prefix of the output, {jax.tree.structure(skeleton)}.\n"
                 f'Fix: give a word for each part of the output, as in reduce=(("mean", "concat"), "mean") for ((loss, outputs), gradients).'
             ) from e
         reductions = jax.tree.leaves(tree)
         for how, aval in zip(reductions, staged.out_avals, strict=True):
             if how == "concat" and not aval.shape:
                 raise StateValueError(
-                    f'microbatch({name_of(self._fun)}): reduce="concat" is for outputs with a value for each example, and an output of a '
+                    f'{self._name}: reduce="concat" is for outputs with a value for each example, and an output of a '
                     f'part is {type_str(aval)}.\nFix: reduce="stack" for one value for each part, or "mean", "sum".'
                 )
         for how, aval, other in zip(reductions, staged.out_avals, larger or staged.out_avals, strict=True):
             if how != "concat" and aval.shape != other.shape:
                 raise StateValueError(
-                    f"microbatch({name_of(self._fun)}): {self._num} parts of {self._batch.size} examples are not equal, and an output is "
+                    f"{self._name}: {self._num} parts of {self._batch.size} examples are not equal, and an output is "
                     f"{type_str(other)} for the larger ones and {type_str(aval)} for the others; reduce={how!r} needs equal shapes.\n"
                     f'Fix: reduce="concat" for outputs with a value for each example, or a number of parts that divides the batch.'
                 )
@@ -419,13 +435,15 @@ def _check_num(num: Any, budget: Any) -> int | str:
     return value
 
 
-def _check_reduction(how: Any) -> None:
+def _check_reduction(transform: str, how: Any) -> None:
     if how not in REDUCTIONS:
         hint = suggestion(how, REDUCTIONS) if isinstance(how, str) else ""
-        raise StaticArgumentError(f"microbatch: reduce={how!r} is not one of {', '.join(map(repr, REDUCTIONS))}.{hint}")
+        raise StaticArgumentError(
+            f"{transform}: reduce={how!r} is not one of {', '.join(map(repr, REDUCTIONS))}.{hint}"
+        )
 
 
-def _check_accumulate(dtype: Any) -> Any:
+def _check_accumulate(transform: str, dtype: Any) -> Any:
     """The dtype of ``accumulate=``, as JAX has it under the present setting of x64; None for None."""
     if dtype is None:
         return None
@@ -435,7 +453,7 @@ def _check_accumulate(dtype: Any) -> Any:
         checked = None
     if checked is None or not jnp.issubdtype(checked, jnp.floating):
         raise StaticArgumentError(
-            f"microbatch: accumulate={brief(dtype)} is not a dtype of floats.\n"
+            f"{transform}: accumulate={brief(dtype)} is not a dtype of floats.\n"
             f'Fix: accumulate="float32", or None to add up gradients in their own dtype.'
         )
     return jax.dtypes.canonicalize_dtype(checked)
