@@ -50,14 +50,13 @@ WORDS = {
     "max",
     "min",
 }
-# Tables that say something else: rules of a rewrite, JAX's own parameters, opcodes.
+# Tables that say something else: rules of a rewrite, JAX's own parameters.
 TABLES_ELSEWHERE = {
     "_equations/hoist.py",
     "_jax/meshes.py",
     "_jax/rules.py",
     "_jax/traces.py",
     "kinds/misuse.py",  # special methods of Python
-    "transforms/jit/straight.py",
 }
 
 

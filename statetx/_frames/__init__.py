@@ -30,7 +30,6 @@ from .frame import enclosing_frame as enclosing_frame
 from .frame import end_differentiated as end_differentiated
 from .frame import forget_differentiated as forget_differentiated
 from .frame import note_step as note_step
-from .frame import num_references as num_references
 from .frame import undone as undone
 from .leaks import check_write as check_write
 from .leaks import refuse_created as refuse_created

@@ -49,12 +49,9 @@ class Frame:
         outer_trace: the trace around the transform, if the transform's own trace does not name it.
 
     Attributes:
-        on_created: called with each state that is made in the call, by its constructor; inner frames inherit it.
         differentiated: by id, the trainable states that the call has differentiated so far, and the values; of those that an inner call
             has differentiated no values, which are of a trace that has ended.
     """
-
-    on_created: Callable[[Any], None] | None = None
 
     def __init__(
         self,
@@ -104,8 +101,6 @@ class Frame:
 
     def _open(self) -> None:
         self.parent = _local.frame
-        if self.on_created is None and self.parent is not None:
-            self.on_created = self.parent.on_created
         self.trace = _jax.current_trace()
         self.thread = threading.get_ident()
         self._kinds = list(kinds())
@@ -145,7 +140,7 @@ class Frame:
         )
         del replaced
 
-        self.trace = self.on_created = None
+        self.trace = None
         end_differentiated(self)
         self._created.clear()
         self._copies.clear()
@@ -230,8 +225,6 @@ class Frame:
 
     def mark_created(self, state: Any, kind: Kind, ref: Callable[[], Any] | None = None) -> None:
         """Record a state made in the call; `ref` replaces the weak reference for states that allow none."""
-        if self.on_created is not None:
-            self.on_created(state)
         commit([self.creation(state, kind, ref)])
 
     def creation(self, state: Any, kind: Kind, ref: Callable[[], Any] | None = None) -> Store:
@@ -408,8 +401,3 @@ def _note_differentiated(primals: list[Any]) -> None:
 
 
 _jax.note_differentiated(_note_differentiated)
-
-
-def num_references(state: Any, frame: Frame) -> int:
-    """Count the references of an open frame to a state: its access, and a strong one where the kind has no weak ones."""
-    return (id(state) in frame.accesses) + sum(getattr(ref, "state", None) is state for ref, _ in frame._created)

@@ -25,7 +25,6 @@ class WatchedKind(Kind):
     """
 
     is_watched = True
-    deterministic_paths = ()
     bookkeeping = frozenset()
 
     def owns(self, obj: Any) -> bool:

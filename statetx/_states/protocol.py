@@ -22,9 +22,6 @@ class Kind(Protocol):
     base: type
     """The class of all its states."""
 
-    deterministic_paths: tuple[str, ...]
-    """The library's files and folders whose code calls a user's code in the same way every time; see `transforms.jit.straight`."""
-
     bookkeeping: frozenset[str]
     """Names of a state's attributes that belong to the library, not to the user."""
 

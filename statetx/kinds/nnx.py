@@ -221,9 +221,6 @@ class _Nnx(_frames.WatchedKind):
 
     name = "flax.nnx"
     base = nnx.Variable
-    deterministic_paths = tuple(
-        os.path.join(os.path.dirname(nnx.__file__), f) for f in ("variablelib.py", "pytreelib.py")
-    )
     folder = os.path.join(os.path.dirname(flax.__file__), "")
 
     def owns(self, obj: Any) -> bool:

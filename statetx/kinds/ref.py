@@ -27,7 +27,6 @@ class _RefKind:
     name = "jax.Ref"
     base = jax.Ref
     is_watched = False
-    deterministic_paths = ()
     bookkeeping: frozenset[str] = frozenset()
     folder = _jax.JAX_FOLDER
 

@@ -30,7 +30,6 @@ class Bridge:
         self.name = f"a transform of brainstate ({stack.name or 'StateTraceStack'})"
         self.stack = stack
         self.parent = _frames.current_frame()
-        self.on_created = None if self.parent is None else self.parent.on_created
         self.differentiated: dict[int, tuple[Any, list[Any]]] = {}
         self.trace = _jax.current_trace()
         self.thread = threading.get_ident()
@@ -75,8 +74,6 @@ class Bridge:
         return [*strays, (_frames.set_current_frame, self)]
 
     def mark_created(self, state: Any, kind: Any) -> None:
-        if self.on_created is not None:
-            self.on_created(state)
         if _is_catching_new_states():
             _private.record_state_init(view_of(state, len(context.state_stack)))
         commit([self.creation(state, kind)])

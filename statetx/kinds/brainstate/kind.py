@@ -28,7 +28,6 @@ _NAME = itertools.repeat("_value")
 _put: Any = operator.setitem
 _environment: Any = brainstate.environ._ENV_STATE
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
-_DETERMINISTIC = "_state.py transform graph random util nn/_collective_ops.py nn/_common.py nn/_module.py".split()
 _SMALL = 4096  # bytes; larger arrays in `environ` are compared by identity
 
 
@@ -37,9 +36,6 @@ class _Brainstate(_frames.WatchedKind):
 
     name = "brainstate"
     base = brainstate.State
-    deterministic_paths = tuple(
-        os.path.join(os.path.dirname(brainstate.__file__), *f.split("/")) for f in _DETERMINISTIC
-    )
     bookkeeping = frozenset("_trace_state _value _level _source_info _hooks_manager _name _been_writen _backup".split())
     folder = os.path.join(os.path.dirname(brainstate.__file__), "")
 

@@ -11,6 +11,7 @@ function raises `Restage`: the user's Python may do something else for them and 
 
 from __future__ import annotations
 
+import logging
 import types
 import warnings
 import weakref
@@ -28,6 +29,7 @@ from ..._lift.options import with_checked_options
 from ..._lift.run import run_eagerly
 from ..._lift.signature import StaticArguments
 from ..._lift.wrapper import Wrapper, as_decorator, name_of
+from ..._objects.attributes import created_undone
 from ..._objects.paths import as_predicate
 from ..._text import brief
 from ..._tree import as_array, flatten, is_argument
@@ -40,6 +42,8 @@ from .static_keys import Programs, static_key
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_log = logging.getLogger("statetx")
 
 
 class JitOptions(TypedDict, total=False):
@@ -232,24 +236,33 @@ class Jit(Wrapper[P, R]):
 
     def _stage(self, call: Call, tried: Sequence[Program], *, is_run: bool = True) -> Program:
         program = Program(self, call, tried)
-        # References of this program must be known before those of the user are counted.
-        program.register_references()
-        program.created.record_references()
-        # A call that is only looked at, or within another trace, such as that of a report, says nothing of later ones.
-        if not is_run or not _frames.is_idle():
-            program.created.was_used = True
-        elif program.created.states:
-            self._warn(program.created, [p.created for p in tried[:1] if p.is_for(call)])
-        if program.is_reusable:
+        created = program.created
+        # A call that is only inspected, or within another trace, such as that of a report, says nothing of later ones.
+        if is_run and created.is_second and _frames.is_idle():
+            self._say_second(created, [p.created for p in tried if p.created.is_awaiting() and p.is_for(call)])
+        if program.is_reusable and (is_run or not created.states):
             locked(self.cache.lock, self._keep, call, program)
         return program
 
-    def _warn(self, created_states: CreatedStates, previous: Sequence[CreatedStates]) -> None:
-        """Warn once if calls are staged repeatedly because of the states that they create."""
-        created_states.num_unused = sum(m.num_unused + 1 for m in previous if m.states and not m.was_used)
-        if created_states.num_unused >= (3 if created_states.is_repeated else 1) and not self.cache.has_warned:
+    def _say_second(self, created: CreatedStates, earlier: Sequence[CreatedStates]) -> None:
+        """Say once that the function is staged a second time, and once if it is staged in every call, because of the states it creates."""
+        created.num_stagings += max(c.num_stagings for c in earlier)
+        name = f"jit({name_of(self.__wrapped__)})"
+        if created.num_stagings == 2 and not self.cache.has_logged:
+            self.cache.has_logged = True
+            _log.warning(
+                "%s is traced, and may be compiled, a second time: its first call created %s. Later calls run the second program, which "
+                "writes the states that this call creates. To trace it once, create the states before the call.",
+                name,
+                earlier[0].site(),
+            )
+        elif created.num_stagings > 2 and created.states and not self.cache.has_warned:
             self.cache.has_warned = True
-            advice = created_states.advice(f"jit({name_of(self.__wrapped__)})")
+            advice = (
+                f"{name} is staged again in every call: it returns {created.site()}, a new one each time.\n"
+                f"Fix: create the state before the call and write it there, or assign it to an attribute of an object that exists "
+                f"before the call."
+            )
             warnings.warn(advice, StagingWarning, stacklevel=_states.user_stacklevel())
 
     def _keep(self, call: Call, program: Program) -> None:
@@ -258,7 +271,11 @@ class Jit(Wrapper[P, R]):
         self.cache.fast_path = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
 
     def _put_first(self, call: Call, program: Program) -> None:
-        other_programs = [p for p in self.cache.programs.get(call.key, ()) if p is not program and p.created.can_run()]
+        other_programs = [
+            p
+            for p in self.cache.programs.get(call.key, ())
+            if p is not program and (p.created.can_run() or not p.is_for(call))
+        ]
         self.cache.programs.keep(call.key, [program, *other_programs[: _MAX_PROGRAMS - 1]])
 
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Traced:
@@ -287,7 +304,11 @@ class Jit(Wrapper[P, R]):
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, Call]:
         call = self._read(args, kwargs)
         programs = self.cache.programs.get(call.key, [])
-        return next((p for p in programs if p.accepts(call)), None) or self._stage(call, programs, is_run=False), call
+        program = next((p for p in programs if p.accepts(call)), None)
+        if program is None:
+            with created_undone(self.__wrapped__, args, kwargs):
+                program = self._stage(call, programs, is_run=False)
+        return program, call
 
     def clear_cache(self) -> None:
         """Drop every program of the function, as ``jax.clear_caches`` does for all functions."""
@@ -341,7 +362,7 @@ class _Cache:
         layouts: `Layout` by structure and types of the arguments.
         programs: for each key of calls, its programs, most recently used first.
         fast_path: the program and its modes, if it is the only one and JAX can take the arguments unchanged; else None.
-        has_warned: whether a `StagingWarning` was issued.
+        has_logged, has_warned: whether it was said that the function is staged a second time, and that it is in every call.
         lock: held while the programs of a key are reordered.
         staging: held by a thread that stages, so that other threads wait for its program.
     """
@@ -350,7 +371,7 @@ class _Cache:
         self.layouts: dict[Hashable, Layout] = {}
         self.programs = Programs(_MAX_KEYS)
         self.fast_path: tuple[Program, Hashable] | None = None
-        self.has_warned = False
+        self.has_logged = self.has_warned = False
         self.lock = new_lock()
         self.staging = new_lock()
         _jax.register_cache(self, "statetx.jit")

@@ -1,308 +1,342 @@
-"""States that a jitted function creates in each of its calls.
+"""States that a jitted function creates in its calls.
 
-A function may create a state and store it in an attribute, as `brainstate.nn.init_all_states` in a training step does. When
-Python runs the function again, it creates a new state, which replaces the first. A compiled program creates none: the state
-from the staging stays and receives the value. The two are equivalent under two conditions (decision 16).
+A function may create a state and store it in an object, as `brainstate.nn.init_all_states` in a training step does. When Python runs
+the function again, it creates a new state, which replaces the first. A compiled program creates none. One rule decides (decision 16):
 
-- Python would create the state again. There are two proofs. The code creates it without a condition (`straight`); or a second
-  staging found the state of an earlier call in that place, did not touch it, kept no reference to it, and put a new state
-  there (`_obstacle`). A function that creates a state only if there is none yet passes neither: its next program reads the
-  existing state.
-- Nobody can distinguish the two states. The attribute still holds the state, and nothing refers to it that did not when it was
-  staged (`Created.is_current`). Otherwise somebody has kept it and expects its value to stay, or has put another one in its
-  place. Python's reference counts show this, after references of programs are subtracted. An error in the count costs
-  another staging, not a wrong value.
+    If a staging has created states that live on, the next call stages once more, and the program of that staging is kept.
+
+The second staging finds the states of the first call where the third would find those of the second. So the kept program reads and
+writes *places*, attributes and items of objects: a state that the staging replaced at a place is read from its successor there
+(`Places.successors`), and a call puts the created states back where others have replaced them (`CreatedStates.stores`).
+
+The objects are those that the function and its arguments hold before the staging. A created state that none of them holds afterwards
+receives its value in every call, too. A state that only the result holds belongs to the caller: such a function is staged in every call.
 """
 
 from __future__ import annotations
 
-import collections
-import gc
-import sys
+import functools
+import operator
+import threading
 import types
 import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ... import _frames
+from ... import _frames, _states
 from ..._atomic import Store
-from ..._objects.contents import package_of
+from ..._objects.contents import is_base, is_wrapper, module_of, package_of
+from ..._objects.walk import Walk
 from ..._states import Kind
-from .straight import Notes
+
+_NONE = object()
+Contents = dict[Any, Any]
 
 
-class States(list):
-    """A program's list of states; the type distinguishes it from a user's list when referrers are searched."""
-
-    __slots__ = ()
-
-
-class AttributePlace:
-    """An attribute of an object, which holds a state or a container.
+class Place:
+    """An attribute, an item of a list or dict, or a variable, and the object that it held at the end of a staging.
 
     Attributes:
-        key: the owner's id and the attribute's name.
+        key: the owner's id and the name, index or key.
+        obj: a reference to the object, weak where possible.
     """
 
-    __slots__ = ("_owner", "_slot", "key", "name")
+    __slots__ = ("_name", "_owner", "key", "obj")
 
-    def __init__(self, owner: Any, name: str):
-        # A `types.SimpleNamespace` allows no weak references; the function that stores into it keeps it alive anyway.
-        self._owner: Any = weakref.ref(owner) if type(owner).__weakrefoffset__ else lambda: owner
-        self._slot = _slots(type(owner)).get(name)
+    def __init__(self, owner: Any, name: Any, obj: Any):
+        self._owner, self.obj = _weak(owner), _weak(obj)
+        self._name = name
         self.key = (id(owner), name)
-        self.name = name
-
-    def get(self) -> Any:
-        owner = self._owner()
-        if owner is None:
-            return None
-        return vars(owner).get(self.name) if self._slot is None else _read(self._slot, owner)
-
-    def store(self, obj: Any) -> Store:
-        return object.__setattr__, self._owner(), self.name, obj
-
-    def is_same(self, other: Any) -> bool:
-        return isinstance(other, AttributePlace) and self.key == other.key
-
-
-class ItemPlace:
-    """An item of a list, tuple or dict that an attribute holds."""
-
-    __slots__ = ("_index", "container")
-    key = None  # only an `AttributePlace` has a key
-
-    def __init__(self, container: Created, index: Any):
-        self.container = container
-        self._index = index
-
-    def get(self) -> Any:
-        try:
-            return self.container.obj[self._index]
-        except LookupError:
-            return None
-
-
-class Created:
-    """A state that a jitted call created, or a container that holds such states.
-
-    Attributes:
-        places: the attributes and items that hold it.
-        num_program_refs: number of references from programs.
-        num_user_refs: number of all other references when it was last staged, except those of open frames.
-    """
-
-    __slots__ = ("__weakref__", "num_program_refs", "num_user_refs", "obj", "places")
-
-    def __init__(self, obj: Any):
-        self.obj = obj
-        self.places: list[AttributePlace | ItemPlace] = []
-        self.num_program_refs = 0
-        self.num_user_refs = 0
-        _created_by_id[id(obj)] = self
-
-    def count_user_refs(self) -> int:
-        """The present number of references, except those of programs and open frames."""
-        num, frame = sys.getrefcount(self.obj) - _ALONE - self.num_program_refs, _frames.current_frame()
-        while frame is not None:
-            num -= _frames.num_references(self.obj, frame)
-            frame = frame.parent
-        return num - sum(c.count_user_refs() == 0 for c in self.containers())  # containers held by us only
-
-    def roots(self) -> Iterator[AttributePlace]:
-        """The attributes that hold it, directly or through containers."""
-        for place in self.places:
-            yield from (place,) if isinstance(place, AttributePlace) else place.container.roots()
-
-    def add(self, place: AttributePlace | ItemPlace) -> None:
-        if not (isinstance(place, AttributePlace) and any(place.is_same(p) for p in self.places)):
-            self.places.append(place)
-
-    def containers(self) -> list[Created]:
-        return [place.container for place in self.places if isinstance(place, ItemPlace)]
-
-    def record_references(self) -> None:
-        """Record the present number of references as the expected one."""
-        self.num_user_refs = self.count_user_refs()
-        for container in self.containers():
-            container.record_references()
 
     def is_in_place(self) -> bool:
-        """Whether all its places still hold it."""
-        return all(place.get() is self.obj for place in self.places) and all(
-            container.is_in_place() for container in self.containers()
-        )
+        """Whether it still holds the object."""
+        owner = self._owner()
+        return owner is not None and _get(owner, self._name) is self.obj()
 
-    def is_current(self) -> bool:
-        """Whether all its places still hold it, and nobody has kept another reference."""
-        num = self.count_user_refs()
-        if num == len(self.places):  # every place, and nothing else
-            self.num_user_refs = num  # other referrers have been collected
-        return num == self.num_user_refs and self.is_in_place() and all(c.is_current() for c in self.containers())
-
-    def restoring_stores(self) -> list[Store] | None:
-        """Stores that put it back in place of the state of another program's call; None if anything else has changed."""
-        if len(self.places) != self.num_user_refs or self.containers():
-            return None
-        emptied = [place for place in self.places if isinstance(place, AttributePlace) and place.get() is not self.obj]
-        if self.count_user_refs() != len(self.places) - len(emptied) or any(
-            type(place.get()) is not type(self.obj) for place in emptied
-        ):
-            return None
-        return [place.store(self.obj) for place in emptied]
-
-
-_created_by_id: weakref.WeakValueDictionary[int, Created] = weakref.WeakValueDictionary()  # by id of the object
-# References to an object that only its `Created` holds. Measured: the number depends on how Python passes arguments.
-_ALONE = 0
-_ALONE = Created(object()).count_user_refs()
-
-
-def find(obj: Any) -> Created | None:
-    """The record of an object that a jitted call has created; None for another object."""
-    created = _created_by_id.get(id(obj))
-    return created if created is not None and created.obj is obj else None
-
-
-def all_in_place() -> list[tuple[Created, int]]:
-    """All created objects that still are in their places, with the number of references to each."""
-    return [
-        (created, created.count_user_refs())
-        for created in list(_created_by_id.values())
-        if created.places and created.is_in_place()
-    ]
-
-
-def _obstacle(created: Created, earlier: Sequence[tuple[Created, int]], touched: Set[int]) -> str:
-    """Why a second staging does not prove that every call creates this state; "" if it does prove it.
-
-    It does if the call found the state of an earlier call in the same place, did not touch it (`touched`: ids of states), and
-    dropped it: of the references in `earlier`, which were counted before the call, those recorded by the earlier call are gone.
-    """
-    roots = list(created.roots())
-    if not roots:
-        return "and no attribute keeps it"
-    replaced = [(old, num) for old, num in earlier if any(a.is_same(b) for a in roots for b in old.roots())]
-    replaced = [(old, num) for old, num in replaced if isinstance(old.obj, type(created.obj)) and old is not created]
-    if not replaced:
-        return "and keeps it in an object that it also creates"
-    if any(id(old.obj) in touched for old, _ in replaced):
-        return "and reads or writes the state of the previous call"
-    if any(num - old.count_user_refs() != old.num_user_refs for old, num in replaced):
-        return "and something still holds the state of the previous call"
-    return ""
-
-
-def _are_unconditional(new_states: Sequence[Created], notes: Notes) -> bool:
-    """Whether the code creates all these in every run, whatever their places hold before it."""
-    names = {place.name for created in new_states for place in created.places if isinstance(place, AttributePlace)}
-    for created in new_states:
-        note = notes.get(id(created.obj))
-        if note is None or {p.key for p in created.places} != note.stores or note.names & names or not note.holds():
+    def is_lost(self) -> bool:
+        """Whether the object cannot be put back: it was collected, or the list has become shorter."""
+        owner = self._owner()
+        if owner is None:  # nobody can look at the place
             return False
-    return True
+        return self.obj() is None or (isinstance(owner, list) and self._name >= len(owner))
+
+    def store(self) -> Store:
+        owner = self._owner()
+        if isinstance(owner, (dict, list)):
+            return operator.setitem, owner, self._name, self.obj()
+        return object.__setattr__, owner, self._name, self.obj()
+
+    def exists(self) -> bool:
+        return self._owner() is not None
 
 
-def notes_for_staging() -> Notes:
-    """The notes of the enclosing staged function, so that it sees states created inside; else new notes."""
-    outer = _frames.current_frame()
-    return outer.on_created if outer is not None and isinstance(outer.on_created, Notes) else Notes()
+def _weak(obj: Any) -> Callable[[], Any]:
+    """A weak reference: a program must not keep a model alive. Containers and a few other objects allow none."""
+    return weakref.ref(obj) if type(obj).__weakrefoffset__ else lambda: obj
+
+
+def _get(owner: Any, name: Any) -> Any:
+    if isinstance(owner, dict):
+        return owner.get(name, _NONE)
+    if isinstance(owner, list):
+        return owner[name] if name < len(owner) else _NONE
+    return _attributes(owner).get(name, _NONE)
+
+
+# -- what objects hold ----------------------------------------------------------------------------------------
+
+
+def _attributes(obj: Any) -> Contents:
+    if isinstance(obj, types.CellType):
+        try:
+            return {"cell_contents": obj.cell_contents}
+        except ValueError:  # an empty cell
+            return {}
+    members = [(k, v) for c in reversed(type(obj).__mro__) for k, v in vars(c).items()]
+    slots = {k: v.__get__(obj) for k, v in members if _is_set(v, obj)}
+    try:
+        return slots | object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return slots
+
+
+def _is_set(member: Any, obj: Any) -> bool:
+    try:
+        return isinstance(member, types.MemberDescriptorType) and (member.__get__(obj), True)[1]
+    except AttributeError:
+        return False
+
+
+def _items(obj: Any) -> Contents:
+    return dict(obj) if isinstance(obj, dict) else dict(enumerate(obj))
+
+
+def _variables(fun: types.FunctionType) -> Contents:
+    """The variables of its module that a function may read or bind."""
+    return {name: fun.__globals__[name] for name in fun.__code__.co_names if name in fun.__globals__}
+
+
+def _readers(obj: Any) -> Iterator[tuple[Any, Callable[[], Contents]]]:
+    """The owners of an object's places, each with the function that reads them all."""
+    if isinstance(obj, (type, types.ModuleType)) or _states.kind_of(obj) is not None:
+        return
+    if isinstance(obj, types.FunctionType):
+        for cell in obj.__closure__ or ():
+            yield cell, functools.partial(_attributes, cell)
+        if not is_base(module_of(obj)):
+            yield obj.__globals__, functools.partial(_variables, obj)
+    elif isinstance(obj, (dict, list, tuple)):
+        yield obj, functools.partial(_items, obj)
+    if not (is_wrapper(obj) and package_of(type(obj).__module__) == "statetx"):  # the caches of a transform
+        yield obj, functools.partial(_attributes, obj)
+
+
+def _states_in(obj: Any) -> dict[int, Any]:
+    return {id(state): state for _, state in Walk(follows_classes=False).held([obj], is_called=False)}
+
+
+class Places:
+    """The places that a call of a function may change, with what they hold before it.
+
+    Attributes:
+        changed: the places that hold a created state after the call, and did not before.
+        successors: by id, for a state that the call has replaced at its place, the state that is there now.
+        moved: states of earlier calls that took the place of another one.
+    """
+
+    def __init__(self, *roots: Any):
+        walk = Walk(follows_classes=False)
+        for root in roots:
+            for _ in walk.held(root):
+                pass
+        self._owners = [(owner, read, read()) for obj in walk.visited for owner, read in _readers(obj)]
+        self._before: dict[int, Contents] = {}
+        for owner, _, contents in self._owners:
+            self._before.setdefault(id(owner), {}).update(contents)
+        self.changed: list[Place] = []
+        self.successors: dict[int, Any] = {}
+        self.moved: list[Any] = []
+
+    def compare(self, created: dict[int, Any]) -> None:
+        """Find what the call has changed; `created` are the states that it made, by id."""
+        changes = [(owner, name, old, new) for owner, name, old, new in self._changes() if _states_in(new)]
+        seen: set[int] = set()
+        pairs = [pair for *_, old, new in changes for pair in self._pairs(old, new, seen)]
+        self.successors = {id(old): new for old, new in pairs if id(new) in created}
+        moved = [(old, new) for old, new in pairs if id(new) in self.successors]
+        self.successors = {id(old): new for old, new in moved} | self.successors
+        self.moved = [new for _, new in moved]
+        current = created.keys() | map(id, self.moved)
+        self.changed = [Place(owner, name, new) for owner, name, _, new in changes if _states_in(new).keys() & current]
+
+    def _changes(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+        for owner, read, before in self._owners:
+            for name, new in read().items():
+                old = before.get(name, _NONE)
+                if new is not old:
+                    yield owner, name, old, new
+
+    def _pairs(self, old: Any, new: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+        """Each state inside `new` with the one that was at the same place inside `old`."""
+        pending = [(old, new)]
+        while pending:
+            old, new = pending.pop()
+            if old is new or id(new) in seen or type(old) is not type(new):
+                continue
+            seen.add(id(new))
+            if _states.kind_of(new) is not None:
+                yield old, new
+                continue
+            for owner, read in _readers(new):
+                before = self._before.get(id(old), {}) if owner is new else {}
+                pending += [(before[name], x) for name, x in read().items() if name in before]
+
+
+# -- of one program -------------------------------------------------------------------------------------------
+
+
+class _Placed:
+    """A state that a jitted call has created, with its places; programs that read it check these."""
+
+    __slots__ = ("__weakref__", "places", "state")
+
+    def __init__(self, state: Any, places: list[Place]):
+        self.state = state
+        self.places = places
+        _placed_by_id[id(state)] = self
+
+    def is_in_place(self) -> bool:
+        return all(place.is_in_place() for place in self.places)
+
+
+_placed_by_id: weakref.WeakValueDictionary[int, _Placed] = weakref.WeakValueDictionary()
+
+
+class _Stagings(threading.local):
+    """The `CreatedStates` of the stagings of this thread that have not returned, outermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[CreatedStates] = []
+
+
+_stagings = _Stagings()
 
 
 class CreatedStates:
-    """The states that a program creates, and those created by other programs that it uses.
+    """The states that a program creates, and the places of those that it reads.
 
     Args:
-        new_states: the states that the staged call created and that outlive it; `notes` say how they were created.
-        states: all states that the program reads and writes, with their kinds.
-        earlier: `all_in_place` before the staging.
+        roots: the function and its arguments.
+        is_second: whether an earlier staging for the same types has created states, and its call has returned.
 
     Attributes:
-        states: the created states, with their kinds.
-        used: states created by other programs that this one reads or writes.
-        is_repeated: whether every call would create these states again and put them in the same places.
-        was_used: whether a call other than the staged one has run the program; True for a program that is staged to be looked at.
-        num_unused: number of programs staged in a row before this one that were run by their staged call only.
+        states: the created states that live on, with their kinds.
+        is_kept: whether later calls run the program: it creates no states, or it is the second one.
+        is_run: whether the staged call has returned.
+        is_returned: whether a created state is in the result and in no object that existed before.
+        num_stagings: the number of stagings in a row that created states and served one call each, with this one.
     """
 
-    def __init__(
-        self,
-        new_states: list[Created],
-        states: dict[int, tuple[Any, Kind]],
-        earlier: Sequence[tuple[Created, int]],
-        notes: Notes,
-    ):
-        ids = {id(created.obj) for created in new_states}
-        self.states = [(created, states[id(created.obj)][1]) for created in new_states]
-        used = [find(state) for key, (state, _) in states.items() if key not in ids]
-        self.used = [created for created in used if created is not None and created.places and created.is_in_place()]
-        self._obstacles = {id(created): _obstacle(created, earlier, states.keys() - ids) for created in new_states}
-        self._is_straight = bool(new_states) and _are_unconditional(new_states, notes)
-        self.is_repeated = not any(self._obstacles.values())
-        self.was_used = False
-        self.num_unused = 0
+    def __init__(self, *roots: Any, is_second: bool):
+        self.states: list[tuple[Any, Kind]] = []
+        self.is_second = is_second
+        self.is_kept = False
+        self.is_run = False
+        self.is_returned = False
+        self.was_reused = False
+        self.num_stagings = 1
+        self._before: Places | None = Places(*roots)  # until the staged function has returned
+        self._successors: dict[int, Any] = {}
+        self._places: dict[tuple[int, Any], Place] = {}
+        self._placed: list[_Placed] = []
+        self._read: list[_Placed] = []
 
     def __bool__(self) -> bool:
-        return bool(self.states or self.used)
+        return bool(self.states or self._places or self._read)
 
-    def register_references(self, program: Any, references: Sequence[Any]) -> None:
-        """Count a program's references separately from the user's until the program is collected."""
-        counts = collections.Counter(map(id, references))
-        for created in (*(created for created, _ in self.states), *self.used):
-            num = counts[id(created.obj)]
-            created.num_program_refs += num
-            weakref.finalize(program, _unregister, created, num).atexit = False
+    def run(self, frame: _frames.Frame, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the function in the staging's frame, and find where the states are that it creates."""
+        _stagings.open.append(self)
+        try:
+            out = fun(*args, **kwargs)
+        finally:
+            _stagings.open.pop()
+        places, self._before = self._before, None
+        created = {id(state): state for state, _ in frame.created()}
+        if created and places is not None:
+            places.compare(created)
+            for state in places.moved if self.is_second else ():
+                kind = _states.kind_of_state(state)
+                kind.write(
+                    state, kind.read(state)
+                )  # an output of the program, whose input is its predecessor at the place
+            self._successors = places.successors
+            self._add(places.changed)
+            placed = {key for place in places.changed for key in _states_in(place.obj())}
+            self.is_returned = bool(_states_in(out).keys() & (created.keys() - placed))
+        return out
 
-    def advice(self, name: str) -> str:
-        """The warning for a function that is staged in every call."""
-        created, kind = next((x for x in self.states if self._obstacles[id(x[0])]), self.states[0])
-        obstacle = self._obstacles[id(created)] or "and the caller keeps the state of the previous call"
-        return (
-            f"{name} is staged again in every call: it creates {type(created.obj).__name__} (at {kind.site_of(created.obj)}) each time, "
-            f"{obstacle}.\nA program that is staged once would give its values to the state of the previous call, which differs "
-            f"from plain Python here.\nFix: create the state before the call and write it there; or assign it to an attribute "
-            f"of an object that exists before the call, and keep it nowhere else."
-        )
+    def _add(self, places: Sequence[Place]) -> None:
+        self._places |= {place.key: place for place in places}
 
-    def record_references(self) -> None:
-        """Record the present references to the states as the expected ones."""
-        for created, _ in self.states:
-            created.record_references()
-        if not self.is_repeated and self._is_straight:  # garbage may still refer to a state: collect it only if needed
-            self.is_repeated = self._are_unshared() or bool(gc.collect()) and self._are_unshared()
+    def finish(self, inputs: Sequence[Any], effects: Sequence[_frames.Effect]) -> None:
+        """Take the states that the staged program reads and writes; to be called when its trace has ended."""
+        self.states = [(e.state, e.kind) for e in effects if e.created]
+        self.is_kept = not self.states or (self.is_second and not self.is_returned)
+        for state, _ in self.states:
+            places = [p for p in self._places.values() if id(state) in _states_in(p.obj())]
+            if places:
+                self._placed.append(_Placed(state, places))
+        ids = {id(i.state) for i in inputs}
+        inherited = {id(s) for p in self._places.values() for s in _states_in(p.obj()).values()}
+        ids |= {id(e.state) for e in effects if not e.created and id(e.state) not in inherited}
+        self._check(ids)
 
-    def _are_unshared(self) -> bool:
-        return all(created.count_user_refs() == len(created.places) for created, _ in self.states)
+    def _check(self, ids: set[int]) -> None:
+        found = [_placed_by_id.get(key) for key in ids]
+        self._read = [placed for placed in found if placed is not None and placed.is_in_place()]
+
+    def settle(self, inputs: Sequence[Any]) -> bool:
+        """Let inputs read the successors of replaced states, once the staged call has returned; whether one does."""
+        self.is_run = True
+        replaced = [i for i in inputs if self.is_kept and id(i.state) in self._successors]
+        for i in replaced:
+            i.state = self._successors[id(i.state)]
+        if replaced:
+            self._check({id(i.state) for i in inputs})
+        self._successors = {}
+        return bool(replaced)
+
+    def report(self) -> None:
+        """Tell the staging around a call of the program where its states are: the outer program puts them there, too."""
+        if _stagings.open:
+            _stagings.open[-1]._add(list(self._places.values()))
+
+    def is_awaiting(self) -> bool:
+        """Whether the next call stages once more on its account."""
+        return self.is_run and not self.is_kept
 
     def can_run(self) -> bool:
-        """Whether the program can run another call, with the states that it creates put back in their places."""
-        return not self.states or self.attribute_stores() is not None
+        """Whether later calls may run the program, outside of other transforms."""
+        return self.is_kept and not any(place.is_lost() for place in self._places.values())
 
-    def attribute_stores(self) -> list[Store] | None:
-        """The attribute stores of a call, after which every created state is in the place where Python would put it.
-
-        None: not possible, Python has to run.
-        """
-        if not (self.is_repeated and all(created.is_in_place() for created in self.used)):
+    def stores(self) -> list[Store] | None:
+        """The stores after which every created state is in its places. None: Python has to run."""
+        if not self.can_run() or not all(placed.is_in_place() for placed in self._read):
             return None
         frame = _frames.current_frame()
         if self.states and frame is not None and not (_is_transparent(frame) and self._have_values()):
             return None
-        stores: list[Store] = []
-        for created, _ in self.states:
-            state_stores = [] if created.is_current() else created.restoring_stores()
-            if state_stores is None:
-                return None
-            stores += state_stores
-        return stores
+        return [p.store() for p in self._places.values() if p.exists() and not p.is_in_place()]
 
     def _have_values(self) -> bool:
         # A state without a value belongs to a call that failed, or to a trace of brainstate that has ended.
-        return not any(kind.is_invalidated(created.obj) for created, kind in self.states)
+        return not any(kind.is_invalidated(state) for state, kind in self.states)
 
-
-def _unregister(created: Created, num: int) -> None:
-    created.num_program_refs -= num
+    def site(self) -> str:
+        state, kind = self.states[0]
+        more = f" and {len(self.states) - 1} more" if len(self.states) > 1 else ""
+        return f"{type(state).__name__} (at {kind.site_of(state)}){more}"
 
 
 # Transforms that treat created states like written states.
@@ -315,89 +349,3 @@ def _is_transparent(frame: Any) -> bool:
             return False
         frame = frame.parent
     return frame is None
-
-
-# -- places of the states --------------------------------------------------------------------------------------
-
-_DEPTH = 3  # levels of places: a state in a tuple in a dict in an attribute
-
-
-def created_by(frame: _frames.Frame, notes: Notes) -> list[Created]:
-    """The states that a call has created and that outlive it; to be called when its function has returned."""
-    created = _locate(frame)
-    if not _are_unconditional(created, notes):
-        created.clear()
-        gc.collect()  # a state that only a reference cycle holds is not an effect of the call
-        created = _locate(frame)
-    return created
-
-
-def _locate(frame: _frames.Frame) -> list[Created]:
-    """The states created under a frame, with their places."""
-    states = [find(state) or Created(state) for state, _ in frame.created()]
-    by_id = {id(created.obj): created for created in states}
-    for created in states:
-        created.places = []
-    level = states
-    for _ in range(_DEPTH):
-        level = _add_places(level, by_id) if level else []
-    for created in by_id.values():
-        created.places = [
-            p for p in created.places if isinstance(p, AttributePlace) or any(True for _ in p.container.roots())
-        ]
-    return states
-
-
-def _add_places(level: Sequence[Created], by_id: dict[int, Created]) -> list[Created]:
-    """Record the places of objects; returns the containers among them that are new in `by_id`."""
-    objs = {id(created.obj): created for created in level}
-    containers: list[Created] = []
-    for holder, owner in _holders(level):
-        if type(owner) not in (dict, list, tuple):
-            for name, x in _attributes(owner):
-                if id(x) in objs:
-                    objs[id(x)].add(AttributePlace(owner, name))
-            continue
-        container = by_id.get(id(holder))
-        if container is None:
-            container = by_id[id(holder)] = find(holder) or Created(holder)
-            container.places = []
-            containers.append(container)
-        for key, x in holder.items() if isinstance(holder, dict) else enumerate(holder):
-            if id(x) in objs:
-                objs[id(x)].add(ItemPlace(container, key))
-    return containers
-
-
-def _holders(level: Sequence[Created]) -> list[tuple[Any, Any]]:
-    """The referrers of objects, each with its owner: for an attribute dict the object that it belongs to, else itself."""
-    holders = gc.get_referrers(*(created.obj for created in level))
-    dicts = [holder for holder in holders if type(holder) is dict]
-    owners = {id(_dict_of(owner)): owner for owner in gc.get_referrers(*dicts)} if dicts else {}
-    pairs = [(holder, owners.get(id(holder), holder) if type(holder) is dict else holder) for holder in holders]
-    return [(holder, owner) for holder, owner in pairs if package_of(type(owner).__module__) != "statetx"]
-
-
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    yield from list((_dict_of(owner) or {}).items())
-    for name, slot in _slots(type(owner)).items():
-        yield name, _read(slot, owner)
-
-
-def _dict_of(obj: Any) -> Any:
-    try:
-        return object.__getattribute__(obj, "__dict__")
-    except AttributeError:
-        return None
-
-
-def _slots(cls: type) -> dict[str, Any]:
-    slots = [(k, v) for c in reversed(cls.__mro__) for k, v in vars(c).items()]
-    return {k: v for k, v in slots if isinstance(v, types.MemberDescriptorType)}
-
-
-def _read(slot: Any, owner: Any) -> Any:
-    try:
-        return slot.__get__(owner)
-    except AttributeError:
-        return None

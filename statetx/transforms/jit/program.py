@@ -31,7 +31,7 @@ from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import _Invalidated
 from .arguments import Call
-from .created import CreatedStates, States, all_in_place, created_by, notes_for_staging
+from .created import CreatedStates
 from .placement import StateShardings, has_tracer, is_on_mesh, names_mesh
 
 
@@ -47,7 +47,7 @@ class _Group:
     def __init__(self, kind: Any, inputs: list[Input]):
         self.kind = kind
         self.inputs = inputs
-        self.states = States(i.state for i in inputs)
+        self.states = [i.state for i in inputs]
 
 
 class Program:
@@ -74,22 +74,17 @@ class Program:
         lifting = Lifting(is_array_or_number)
         arrays = [*call.kept, *call.donated]
         num_kept = len(call.kept)
-        earlier, new_states, notes = all_in_place(), [], notes_for_staging()
-
-        def run_jitted(frame: Any, *args: Any, **kwargs: Any) -> Any:  # see `straight.BODY`
-            out = fun(*args, **kwargs)
-            new_states.extend(created_by(frame, notes))
-            return out
+        is_second = any(p.created.is_awaiting() and p.is_for(call) for p in tried)
+        self.created = CreatedStates(fun, call.args, call.kwargs, is_second=is_second)
 
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
             return call.with_arrays(leaves[:num_kept], leaves[num_kept:])
 
         def body(*tracers: Any) -> tuple[list, Any]:
-            frame = frame_for("jit", fun, on_read=lifting.on_read)
-            frame.on_created = notes
+            frame = frame_for("jit", fun, on_read=lifting.on_read, frees_cycles=True)
             note_shardings(tracers, arrays)
             args, kwargs = arguments(tracers)
-            out = frame.run(run_jitted, frame, *args, **kwargs)
+            out = frame.run(self.created.run, frame, fun, args, kwargs)
             for effect in frame.effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
             return pack(out, frame.effects, is_array_or_number)
@@ -124,17 +119,9 @@ class Program:
         self._init_writers()
 
         self._created_effects = [e for e in outcome.effects if e.created]
-        states = {id(x.state): (x.state, x.kind) for x in (*self._inputs(), *outcome.effects)}
-        self.created = CreatedStates(new_states, states, earlier, notes)
+        self.created.finish(self._inputs(), outcome.effects)
         is_simple = self._writers is not None and not (self._shardings.is_open or self._shardings.is_partial)
         self.is_direct = is_simple and not (self.guards or self.donated or outcome.out.static or self.created)
-
-    def register_references(self) -> None:
-        """Register this program's references to created states, which do not count as kept by the user."""
-        inputs, effects = self._inputs(), self.outcome.effects
-        written = [state for _, states, _ in self._writers or () for state in states]
-        listed = [*_states_of(self.kept), *_states_of(self.donated), *written]
-        self.created.register_references(self, [*(x.state for x in (*inputs, *effects)), *listed])
 
     def _init_compiled(
         self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any, tried: Sequence[Program]
@@ -177,9 +164,15 @@ class Program:
 
         # Programs of a function that creates states differ in these states only. They share what JAX compiles.
         self._body = Body(jaxpr, operands)
-        self._signature = (operand_tree, treedefs, out_part.treedef, len(_states_of(self.kept)), self.settings)
+        self._signature = (
+            operand_tree,
+            treedefs,
+            out_part.treedef,
+            sum(len(g.states) for g in self.kept),
+            self.settings,
+        )
         self._is_unshareable = bool(self.guards or out_part.static or output_shardings is not None)
-        equal_program = next((p for p in tried if p.created and self._can_share_compiled(p)), None)
+        equal_program = next((p for p in tried if p.created and self.can_share_compiled(p)), None)
         if equal_program is not None:
             self.compiled = equal_program.compiled
         else:
@@ -187,7 +180,7 @@ class Program:
         for i in inputs:
             i.values = []  # else the program would keep the staged values alive
 
-    def _can_share_compiled(self, other: Program) -> bool:
+    def can_share_compiled(self, other: Program) -> bool:
         """Whether the other program's compiled function is also correct for this one."""
         if self._is_unshareable or other._is_unshareable or self._signature != other._signature:
             return False
@@ -214,7 +207,7 @@ class Program:
         if all(p.num_dynamic == 1 and jax.tree_util.treedef_is_leaf(p.treedef) for p in self.outcome.values):
             groups: dict[int, tuple[Any, list, list[int]]] = {}
             for n, e in enumerate(self.outcome.effects):
-                kind, states, indices = groups.setdefault(id(e.kind), (e.kind, States(), []))
+                kind, states, indices = groups.setdefault(id(e.kind), (e.kind, [], []))
                 states.append(e.state)
                 indices.append(n)
             self._writers = list(groups.values())
@@ -261,10 +254,10 @@ class Program:
 
     def _attribute_stores(self) -> list[Store]:
         """`CreatedStates.attribute_stores`, or `Restage` if the program cannot run this call."""
-        attribute_stores = self.created.attribute_stores() if self.created else []
+        attribute_stores = self.created.stores() if self.created else []
         if attribute_stores is None:
             raise Restage
-        self.created.was_used = True
+        self.created.was_reused = True
         return attribute_stores
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -375,11 +368,17 @@ class Program:
         else:
             out, writes = self.compiled(*operands)
             self._publish(writes, [] if self.guards else operands[0], attribute_stores, live=live)
+        self.created.report()
         return self.outcome.out.combine(out) if self.outcome.out.static else out
 
     def first_run(self, call: Call) -> Any:
         """Run for the staged call, whose frames have already seen the body touch its states."""
-        return self._run_watched(call, live=True)
+        out = self._run_watched(call, live=True)
+        if self.created.settle(self._inputs()):
+            for group in (*self.kept, *self.donated):
+                group.states = [i.state for i in group.inputs]
+            self._init_writers()
+        return out
 
     def operands_of(self, call: Call) -> tuple[list, list, PyTree, list]:
         """The compiled function's operands. States are read as by a user, so that open frames see it."""
@@ -397,7 +396,7 @@ class Program:
         """Whether argument types, settings, and the states' types and shardings are the staged ones."""
         if not self.is_for(call):
             return False
-        if self.created and self.created.attribute_stores() is None:
+        if self.created and self.created.stores() is None:
             return False
         values = [self._retry_when_released(i.kind.read, i.state) for i in self._inputs()]
         if self._shardings and not self._accepts_shardings(values, call):
@@ -443,10 +442,6 @@ def _values_of(groups: list[_Group]) -> list:
     if len(groups) == 1:
         return groups[0].kind.get_all(groups[0].states)
     return [v for group in groups for v in group.kind.get_all(group.states)]
-
-
-def _states_of(groups: list[_Group]) -> list[Any]:
-    return [state for group in groups for state in group.states]
 
 
 def _group(inputs: list[Input]) -> list[_Group]:
