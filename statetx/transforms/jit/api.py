@@ -195,7 +195,7 @@ class Jit(Wrapper[P, R]):
         if _jax.is_jit_disabled():
             return run_eagerly(f"jit({name_of(self.__wrapped__)})", self.__wrapped__, args, kwargs)
 
-        call = self._read(args, kwargs)
+        call = self.read(args, kwargs)
         programs = self.cache.programs.get(call.key)
         if programs:
             program = programs[0]
@@ -248,18 +248,18 @@ class Jit(Wrapper[P, R]):
         """Say once that the function is staged a second time, and once if it is staged in every call, because of the states it creates."""
         created.num_stagings += max(c.num_stagings for c in earlier)
         name = f"jit({name_of(self.__wrapped__)})"
-        if created.num_stagings == 2 and not self.cache.has_logged:
+        if not (created.is_returned or self.cache.has_logged):
             self.cache.has_logged = True
             _log.warning(
-                "%s is traced, and may be compiled, a second time: its first call created %s. Later calls run the second program, which "
-                "writes the states that this call creates. To trace it once, create the states before the call.",
+                "%s is traced, and may be compiled, a second time: its first call created %s. Later calls run this program, and write the "
+                "states that this call creates. To trace it once, create the states before the call.",
                 name,
-                earlier[0].site(),
+                earlier[0].summary,
             )
-        elif created.num_stagings > 2 and created.states and not self.cache.has_warned:
+        elif created.is_returned and created.num_stagings > 2 and not self.cache.has_warned:
             self.cache.has_warned = True
             advice = (
-                f"{name} is staged again in every call: it returns {created.site()}, a new one each time.\n"
+                f"{name} is staged again in every call: it returns {created.summary}, a new one each time.\n"
                 f"Fix: create the state before the call and write it there, or assign it to an attribute of an object that exists "
                 f"before the call."
             )
@@ -285,7 +285,7 @@ class Jit(Wrapper[P, R]):
             As ``jax.stages.Traced``: ``.jaxpr``, ``.out_info``, ``.lower()``.
         """
         program, call = self._program_for(args, kwargs)
-        return Traced(program.compiled.trace(*program.operands_of(call)), program, self._read, call)
+        return Traced(program.compiled.trace(*program.operands_of(call)), program, self, call)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Stage and lower the function for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
@@ -295,14 +295,14 @@ class Jit(Wrapper[P, R]):
             writes states as the jitted function does, and never compiles.
         """
         program, call = self._program_for(args, kwargs)
-        return Lowered(program.compiled.lower(*program.operands_of(call)), program, self._read, call)
+        return Lowered(program.compiled.lower(*program.operands_of(call)), program, self, call)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
         """Return the output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state changes."""
         return self._program_for(args, kwargs)[0].out_info()
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, Call]:
-        call = self._read(args, kwargs)
+        call = self.read(args, kwargs)
         programs = self.cache.programs.get(call.key, [])
         program = next((p for p in programs if p.accepts(call)), None)
         if program is None:
@@ -310,11 +310,15 @@ class Jit(Wrapper[P, R]):
                 program = self._stage(call, programs, is_run=False)
         return program, call
 
+    def stage(self, call: Call, compiled: Program) -> Program:
+        """Stage a call of a program that was compiled ahead of time."""
+        return locked(self.cache.staging, self._stage, call, [compiled, *self.cache.programs.get(call.key, ())])
+
     def clear_cache(self) -> None:
         """Drop every program of the function, as ``jax.clear_caches`` does for all functions."""
         self.cache.cache_clear()
 
-    def _read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+    def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, merge = self.static.split(args, kwargs)
         # Flattening a module reads its states, which open frames would record, and does not end if the module is cyclic. So
         # modules are leaves inside a frame, and if an argument is one. For modules in other containers see `Layout.is_split`.

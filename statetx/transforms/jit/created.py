@@ -37,74 +37,66 @@ class Place:
     """An attribute, an item of a list or dict, or a variable, and the object that it held at the end of a staging.
 
     Attributes:
-        key: the owner's id and the name, index or key.
-        obj: a reference to the object, weak where possible.
+        obj: the object.
+        key: the owner's id, the name, index or key, and whether this is one of an item.
     """
 
-    __slots__ = ("_name", "_owner", "key", "obj")
+    __slots__ = ("_is_item", "_name", "_owner", "key", "obj")
 
-    def __init__(self, owner: Any, name: Any, obj: Any):
-        self._owner, self.obj = _weak(owner), _weak(obj)
-        self._name = name
-        self.key = (id(owner), name)
+    def __init__(self, owner: Any, name: Any, obj: Any, is_item: bool):
+        # A program keeps no model alive. Containers and a few other objects allow no weak reference.
+        self._owner: Any = weakref.ref(owner) if type(owner).__weakrefoffset__ else lambda: owner
+        self._name, self._is_item = name, is_item
+        self.obj = obj
+        self.key = (id(owner), name, is_item)
 
     def is_in_place(self) -> bool:
-        """Whether it still holds the object."""
-        owner = self._owner()
-        return owner is not None and _get(owner, self._name) is self.obj()
+        """Whether it holds the object."""
+        owner, name = self._owner(), self._name
+        if owner is None:
+            return False
+        if not self._is_item:
+            return _attribute(owner, name) is self.obj
+        try:
+            return owner[name] is self.obj
+        except LookupError:
+            return False
 
     def is_lost(self) -> bool:
-        """Whether the object cannot be put back: it was collected, or the list has become shorter."""
+        """Whether the object cannot be put back, since the list has become shorter."""
         owner = self._owner()
-        if owner is None:  # nobody can look at the place
-            return False
-        return self.obj() is None or (isinstance(owner, list) and self._name >= len(owner))
+        return self._is_item and isinstance(owner, list) and self._name >= len(owner)
 
-    def store(self) -> Store:
+    def stores(self) -> list[Store]:
+        """Put the object back, unless it is there or nobody can look at the place any more."""
         owner = self._owner()
-        if isinstance(owner, (dict, list)):
-            return operator.setitem, owner, self._name, self.obj()
-        return object.__setattr__, owner, self._name, self.obj()
-
-    def exists(self) -> bool:
-        return self._owner() is not None
-
-
-def _weak(obj: Any) -> Callable[[], Any]:
-    """A weak reference: a program must not keep a model alive. Containers and a few other objects allow none."""
-    return weakref.ref(obj) if type(obj).__weakrefoffset__ else lambda: obj
-
-
-def _get(owner: Any, name: Any) -> Any:
-    if isinstance(owner, dict):
-        return owner.get(name, _NONE)
-    if isinstance(owner, list):
-        return owner[name] if name < len(owner) else _NONE
-    return _attributes(owner).get(name, _NONE)
+        if owner is None or self.is_in_place():
+            return []
+        return [(operator.setitem if self._is_item else object.__setattr__, owner, self._name, self.obj)]
 
 
 # -- what objects hold ----------------------------------------------------------------------------------------
 
 
+def _attribute(obj: Any, name: str) -> Any:
+    """An attribute of the instance, not of its class; without the user's ``__getattr__``."""
+    try:
+        if name in (namespace := object.__getattribute__(obj, "__dict__")):
+            return namespace[name]
+    except AttributeError:
+        pass
+    try:
+        return object.__getattribute__(obj, name)
+    except (AttributeError, ValueError):  # an empty slot, an empty cell
+        return _NONE
+
+
 def _attributes(obj: Any) -> Contents:
-    if isinstance(obj, types.CellType):
-        try:
-            return {"cell_contents": obj.cell_contents}
-        except ValueError:  # an empty cell
-            return {}
-    members = [(k, v) for c in reversed(type(obj).__mro__) for k, v in vars(c).items()]
-    slots = {k: v.__get__(obj) for k, v in members if _is_set(v, obj)}
-    try:
-        return slots | object.__getattribute__(obj, "__dict__")
-    except AttributeError:
-        return slots
-
-
-def _is_set(member: Any, obj: Any) -> bool:
-    try:
-        return isinstance(member, types.MemberDescriptorType) and (member.__get__(obj), True)[1]
-    except AttributeError:
-        return False
+    slots = [k for c in type(obj).__mro__ for k, v in vars(c).items() if isinstance(v, types.MemberDescriptorType)]
+    namespace = _attribute(obj, "__dict__")
+    names = [*slots, *(() if namespace is _NONE else namespace), *["cell_contents"] * isinstance(obj, types.CellType)]
+    values = {name: _attribute(obj, name) for name in names}
+    return {name: value for name, value in values.items() if value is not _NONE}
 
 
 def _items(obj: Any) -> Contents:
@@ -116,7 +108,7 @@ def _variables(fun: types.FunctionType) -> Contents:
     return {name: fun.__globals__[name] for name in fun.__code__.co_names if name in fun.__globals__}
 
 
-def _readers(obj: Any) -> Iterator[tuple[Any, Callable[[], Contents]]]:
+def _readers(obj: Any) -> Iterator[tuple[Any, functools.partial[Contents]]]:
     """The owners of an object's places, each with the function that reads them all."""
     if isinstance(obj, (type, types.ModuleType)) or _states.kind_of(obj) is not None:
         return
@@ -159,22 +151,23 @@ class Places:
 
     def compare(self, created: dict[int, Any]) -> None:
         """Find what the call has changed; `created` are the states that it made, by id."""
-        changes = [(owner, name, old, new) for owner, name, old, new in self._changes() if _states_in(new)]
+        changes = [(place, old) for place, old in self._changes() if _states_in(place.obj)]
         seen: set[int] = set()
-        pairs = [pair for *_, old, new in changes for pair in self._pairs(old, new, seen)]
+        pairs = [pair for place, old in changes for pair in self._pairs(old, place.obj, seen)]
         self.successors = {id(old): new for old, new in pairs if id(new) in created}
         moved = [(old, new) for old, new in pairs if id(new) in self.successors]
         self.successors = {id(old): new for old, new in moved} | self.successors
         self.moved = [new for _, new in moved]
         current = created.keys() | map(id, self.moved)
-        self.changed = [Place(owner, name, new) for owner, name, _, new in changes if _states_in(new).keys() & current]
+        self.changed = [place for place, _ in changes if _states_in(place.obj).keys() & current]
 
-    def _changes(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _changes(self) -> Iterator[tuple[Place, Any]]:
+        """The places that hold another object than before, which comes second."""
         for owner, read, before in self._owners:
             for name, new in read().items():
                 old = before.get(name, _NONE)
                 if new is not old:
-                    yield owner, name, old, new
+                    yield Place(owner, name, new, read.func is not _attributes), old
 
     def _pairs(self, old: Any, new: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         """Each state inside `new` with the one that was at the same place inside `old`."""
@@ -231,20 +224,19 @@ class CreatedStates:
 
     Attributes:
         states: the created states that live on, with their kinds.
-        is_kept: whether later calls run the program: it creates no states, or it is the second one.
         is_run: whether the staged call has returned.
         is_returned: whether a created state is in the result and in no object that existed before.
-        num_stagings: the number of stagings in a row that created states and served one call each, with this one.
+        num_stagings: the number of stagings in a row, with this one, that created states and served one call each.
+        summary: the states and where they are made, for messages.
     """
 
     def __init__(self, *roots: Any, is_second: bool):
         self.states: list[tuple[Any, Kind]] = []
         self.is_second = is_second
-        self.is_kept = False
         self.is_run = False
         self.is_returned = False
-        self.was_reused = False
         self.num_stagings = 1
+        self.summary = ""
         self._before: Places | None = Places(*roots)  # until the staged function has returned
         self._successors: dict[int, Any] = {}
         self._places: dict[tuple[int, Any], Place] = {}
@@ -272,7 +264,7 @@ class CreatedStates:
                 )  # an output of the program, whose input is its predecessor at the place
             self._successors = places.successors
             self._add(places.changed)
-            placed = {key for place in places.changed for key in _states_in(place.obj())}
+            placed = {key for place in places.changed for key in _states_in(place.obj)}
             self.is_returned = bool(_states_in(out).keys() & (created.keys() - placed))
         return out
 
@@ -282,13 +274,16 @@ class CreatedStates:
     def finish(self, inputs: Sequence[Any], effects: Sequence[_frames.Effect]) -> None:
         """Take the states that the staged program reads and writes; to be called when its trace has ended."""
         self.states = [(e.state, e.kind) for e in effects if e.created]
-        self.is_kept = not self.states or (self.is_second and not self.is_returned)
+        if self.states:
+            state, kind = self.states[0]
+            others = f" and {len(self.states) - 1} more" * (len(self.states) > 1)
+            self.summary = f"{type(state).__name__} (at {kind.site_of(state)}){others}"
         for state, _ in self.states:
-            places = [p for p in self._places.values() if id(state) in _states_in(p.obj())]
+            places = [p for p in self._places.values() if id(state) in _states_in(p.obj)]
             if places:
                 self._placed.append(_Placed(state, places))
         ids = {id(i.state) for i in inputs}
-        inherited = {id(s) for p in self._places.values() for s in _states_in(p.obj()).values()}
+        inherited = {id(s) for p in self._places.values() for s in _states_in(p.obj).values()}
         ids |= {id(e.state) for e in effects if not e.created and id(e.state) not in inherited}
         self._check(ids)
 
@@ -299,7 +294,7 @@ class CreatedStates:
     def settle(self, inputs: Sequence[Any]) -> bool:
         """Let inputs read the successors of replaced states, once the staged call has returned; whether one does."""
         self.is_run = True
-        replaced = [i for i in inputs if self.is_kept and id(i.state) in self._successors]
+        replaced = [i for i in inputs if self.is_kept() and id(i.state) in self._successors]
         for i in replaced:
             i.state = self._successors[id(i.state)]
         if replaced:
@@ -312,13 +307,17 @@ class CreatedStates:
         if _stagings.open:
             _stagings.open[-1]._add(list(self._places.values()))
 
+    def is_kept(self) -> bool:
+        """Whether later calls run the program: it creates no states, or it is the second one."""
+        return not self.states or (self.is_second and self.is_run and not self.is_returned)
+
     def is_awaiting(self) -> bool:
         """Whether the next call stages once more on its account."""
-        return self.is_run and not self.is_kept
+        return self.is_run and not self.is_kept()
 
     def can_run(self) -> bool:
         """Whether later calls may run the program, outside of other transforms."""
-        return self.is_kept and not any(place.is_lost() for place in self._places.values())
+        return self.is_kept() and not any(place.is_lost() for place in self._places.values())
 
     def stores(self) -> list[Store] | None:
         """The stores after which every created state is in its places. None: Python has to run."""
@@ -327,16 +326,11 @@ class CreatedStates:
         frame = _frames.current_frame()
         if self.states and frame is not None and not (_is_transparent(frame) and self._have_values()):
             return None
-        return [p.store() for p in self._places.values() if p.exists() and not p.is_in_place()]
+        return [store for place in self._places.values() for store in place.stores()]
 
     def _have_values(self) -> bool:
         # A state without a value belongs to a call that failed, or to a trace of brainstate that has ended.
         return not any(kind.is_invalidated(state) for state, kind in self.states)
-
-    def site(self) -> str:
-        state, kind = self.states[0]
-        more = f" and {len(self.states) - 1} more" if len(self.states) > 1 else ""
-        return f"{type(state).__name__} (at {kind.site_of(state)}){more}"
 
 
 # Transforms that treat created states like written states.

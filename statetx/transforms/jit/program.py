@@ -257,7 +257,6 @@ class Program:
         attribute_stores = self.created.stores() if self.created else []
         if attribute_stores is None:
             raise Restage
-        self.created.was_reused = True
         return attribute_stores
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -7,27 +7,30 @@ take the function's arguments differ, since the program also takes the values of
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ... import _jax
 from ..._errors import StateAccessError
 from ..._frames import is_idle
+from ..._objects.attributes import created_undone
 from ..._text import tree_type_str
 from ..._typing import PyTree
 from .arguments import Call
 from .program import Program, Restage
 
+if TYPE_CHECKING:
+    from .api import Jit
+
 
 class _Stage:
     """Forwards to JAX's stage the attributes that it does not have itself."""
 
-    def __init__(self, jax_stage: Any, program: Program, read: Callable[[tuple, dict[str, Any]], Call], call: Call):
+    def __init__(self, jax_stage: Any, program: Program, jit: Jit, call: Call):
         self._jax_stage = jax_stage
         self._program = program
-        self._read = read
+        self._jit = jit
         self._call = call
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +70,7 @@ class Traced(_Stage):
 
     def lower(self, **options: Any) -> Lowered:
         """Lower the program; options as for ``jax.stages.Traced.lower``."""
-        return Lowered(self._jax_stage.lower(**options), self._program, self._read, self._call)
+        return Lowered(self._jax_stage.lower(**options), self._program, self._jit, self._call)
 
 
 class Lowered(_Stage):
@@ -75,19 +78,24 @@ class Lowered(_Stage):
 
     def compile(self, **options: Any) -> Compiled:
         """Compile the program; options as for ``jax.stages.Lowered.compile``."""
-        return Compiled(self._jax_stage.compile(**options), self._program, self._read, self._call)
+        return Compiled(self._jax_stage.compile(**options), self._program, self._jit, self._call)
 
 
 class Compiled(_Stage):
     """A program compiled ahead of time; as ``jax.stages.Compiled``.
 
-    A call with arguments of the compiled types reads and writes states as the jitted function does, and never compiles.
+    A call with arguments of the compiled types reads and writes states as the jitted function does, and never compiles. If the function
+    creates states, the first two calls run its Python, as those of the jitted function.
     """
 
-    def __init__(self, jax_stage: Any, program: Program, read: Callable[[tuple, dict[str, Any]], Call], call: Call):
-        super().__init__(jax_stage, program, read, call)
-        self._runner = copy.copy(program)
-        self._runner.compiled = jax_stage
+    def __init__(self, jax_stage: Any, program: Program, jit: Jit, call: Call):
+        super().__init__(jax_stage, program, jit, call)
+        self._runner = self._with_executable(program)
+
+    def _with_executable(self, program: Program) -> Program:
+        runner = copy.copy(program)
+        runner.compiled = self._jax_stage
+        return runner
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not is_idle() or any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves((args, kwargs))):
@@ -95,12 +103,19 @@ class Compiled(_Stage):
                 f"{self._program.name} was compiled ahead of time, and cannot be differentiated, mapped or traced.\n"
                 f"Fix: call the jitted function itself."
             )
-        call = self._read(args, kwargs)
+        call = self._jit.read(args, kwargs)
         if call.key == self._call.key and self._runner.accepts(call):
             try:
                 return self._runner.run(call)
             except Restage:
                 pass
+        elif call.key == self._call.key and not self._runner.created.is_kept() and self._runner.is_for(call):
+            # The function creates states: Python runs in its first two calls (decision 16), and must find the compiled equations.
+            with created_undone(self._jit.__wrapped__, args, kwargs):
+                program = self._jit.stage(call, self._program)
+                if program.can_share_compiled(self._program):
+                    self._runner = self._with_executable(program)
+                    return self._runner.first_run(call)
         raise TypeError(
             f"{self._program.name} was compiled for arguments {tree_type_str((self._call.args, self._call.kwargs))} and the "
             f"states of that time, and is called with {tree_type_str((args, kwargs))}: types, static arguments, or types of "
