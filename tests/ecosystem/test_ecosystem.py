@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import statetx
 from helpers import compilations
 
 for library in ("braintools", "brainpy", "braincell", "braintrace"):
@@ -15,6 +16,7 @@ for library in ("braintools", "brainpy", "braincell", "braintrace"):
 import brainstate  # noqa: E402
 import braintools  # noqa: E402
 import braintrace  # noqa: E402
+import created_programs  # noqa: E402
 
 from brain_programs import OURS, PROGRAMS, THEIRS, start, values  # noqa: E402
 
@@ -92,6 +94,43 @@ MIXED = {
 def test_results_equal_with_some_transforms_exchanged(name, theirs):
     result, _ = run(name, MIXED[theirs])
     assert_equal_numbers(result, expected(name))
+
+
+# -- states and learners made in the step ----------------------------------------------------------------------
+
+
+def run_created(name, jit):
+    """Outputs and states after each of four calls, and the number of times that Python ran."""
+    runs, seen = [], []
+
+    def counting(fun):
+        def counted(*args):
+            runs.append(1)
+            return fun(*args)
+
+        return jit(counted)
+
+    program = created_programs.start(name, OURS._replace(jit=counting))
+    for _ in range(4):
+        seen.append((program.step(), values(*program.roots)))
+    return seen, len(runs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [p if p in ("nn.Map", "optimizer") else pytest.param(p, marks=pytest.mark.slow) for p in created_programs.PROGRAMS],
+)
+def test_step_that_creates_states_equals_plain_python_with_two_stagings(name):
+    result, num_runs = run_created(name, statetx.jit)
+    plain, _ = run_created(name, lambda fun: fun)
+    assert_equal_numbers(result, plain)
+    assert num_runs <= 2
+    last, before = (jax.tree.leaves(states) for _, states in plain[:1:-1])
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(last, before, strict=True) if is_number(a))
+
+
+def is_number(x):
+    return not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 # -- braintools ------------------------------------------------------------------------------------------------
