@@ -117,4 +117,4 @@ class PolicyWarning(Explained, UserWarning):
 
 @public
 class StagingWarning(Explained, UserWarning):
-    """A jitted function is staged again in every call, because of states that it creates."""
+    """A jitted function is staged again in every call, because it returns states that it creates."""

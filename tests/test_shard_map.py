@@ -359,3 +359,17 @@ def test_error_names_the_function_and_the_argument_of_the_user(mistake):
         run(m)
     for path, state in statetx.states(m).items():
         np.testing.assert_array_equal(state.value, before[path])
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "words"),
+    [
+        ((double, "mesh"), {}, r"the mesh is given by keyword.\nFix: statetx.shard_map\(f, mesh=mesh, .* states=...\)"),
+        ((double,), {"state_in_specs": {}}, r"no state_in_specs=: .* states=\{state: PartitionSpec"),
+        ((double,), {"in_spec": P()}, "Did you mean 'in_specs'"),
+    ],
+    ids=["mesh by position", "specs as in brainstate", "misspelled"],
+)
+def test_calls_in_the_form_of_brainstate_name_the_options(args, options, words):
+    with pytest.raises(TypeError, match=words):
+        statetx.shard_map(*args, **options, in_specs=P("d"), out_specs=P("d"))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
-from .._lift.options import check_flags
+from .._lift.options import check_flags, with_checked_options
 from .._lift.outcome import Groups
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, as_decorator, name_of, place_of
@@ -43,6 +43,14 @@ def shard_map(f: F, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMap
 def shard_map(
     f: None = None, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMapOptions]
 ) -> Callable[[F], F]: ...
+@with_checked_options(
+    {
+        "state_in_specs": "a state goes in and comes out with the same spec, states={state: PartitionSpec(...)}",
+        "state_out_specs": "give it by states=",
+    },
+    call=" As in jax.shard_map, the mesh is given by keyword.",
+    fix="statetx.shard_map(f, mesh=mesh, in_specs=..., out_specs=..., states=...).",
+)
 def shard_map(
     f: Callable[..., Any] | None = None,
     *,

@@ -123,10 +123,10 @@ def jit(
 
     State:
         A written state keeps its sharding and its weak type, so that the second call finds the program of the first.
-        A state that every call creates and stores in an attribute is created once, when the function is staged, and
-        receives the values of later calls. If plain Python would behave differently (the state is created only if there is
-        none yet, or the caller has kept the state of the previous call), the function is staged again, with a
-        `StagingWarning` if this repeats. After an exception or an interrupt every state holds its old value, unless it was
+        If a call creates states that live on, the next call stages the function once more, which the logger ``statetx`` says once.
+        Later calls run the second program: they write the states that the second call has created, and put them back into the
+        objects that held them. A state that is created only if there is none yet keeps its value. A function that returns states
+        that it creates is staged in every call, with a `StagingWarning`. After an exception or an interrupt every state holds its old value, unless it was
         donated. Threads may share the function and the states that it reads: while one thread stages it, the others wait.
         If another thread writes a state after a call has read it and before the call writes it, the call raises
         `ForeignStateError` and writes nothing; guard such calls by a lock.
