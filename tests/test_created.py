@@ -367,12 +367,13 @@ def test_functions_that_create_and_read_one_state(kind):
 
 
 @each_kind
-def test_state_made_from_the_one_it_replaces(kind):
+@pytest.mark.parametrize("donate_states", [False, True])
+def test_state_made_from_the_one_it_replaces(kind, donate_states):
     """The program reads the state of the last call, not that of the first: in attributes, items and variables."""
     box, runs, variable = SimpleNamespace(h=kind(jnp.zeros(())), d={}, learner=Box()), [], kind(jnp.zeros(()))
     box.d["h"], box.learner.h = kind(jnp.zeros(())), kind(jnp.zeros(()))
 
-    @statetx.jit
+    @statetx.jit(donate_states=donate_states)
     def step(x):
         nonlocal variable
         runs.append(1)

@@ -20,7 +20,7 @@ import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ... import _frames, _states
@@ -38,16 +38,17 @@ class Place:
 
     Attributes:
         obj: the object.
+        states: the states in the object, by id.
         key: the owner's id, the name, index or key, and whether this is one of an item.
     """
 
-    __slots__ = ("_is_item", "_name", "_owner", "key", "obj")
+    __slots__ = ("_is_item", "_name", "_owner", "key", "obj", "states")
 
-    def __init__(self, owner: Any, name: Any, obj: Any, is_item: bool):
+    def __init__(self, owner: Any, name: Any, obj: Any, *, is_item: bool):
         # A program keeps no model alive. Containers and a few other objects allow no weak reference.
         self._owner: Any = weakref.ref(owner) if type(owner).__weakrefoffset__ else lambda: owner
         self._name, self._is_item = name, is_item
-        self.obj = obj
+        self.obj, self.states = obj, _states_in(obj)
         self.key = (id(owner), name, is_item)
 
     def is_in_place(self) -> bool:
@@ -151,7 +152,7 @@ class Places:
 
     def compare(self, created: dict[int, Any]) -> None:
         """Find what the call has changed; `created` are the states that it made, by id."""
-        changes = [(place, old) for place, old in self._changes() if _states_in(place.obj)]
+        changes = [(place, old) for place, old in self._changes() if place.states]
         seen: set[int] = set()
         pairs = [pair for place, old in changes for pair in self._pairs(old, place.obj, seen)]
         self.successors = {id(old): new for old, new in pairs if id(new) in created}
@@ -159,7 +160,7 @@ class Places:
         self.successors = {id(old): new for old, new in moved} | self.successors
         self.moved = [new for _, new in moved]
         current = created.keys() | map(id, self.moved)
-        self.changed = [place for place, _ in changes if _states_in(place.obj).keys() & current]
+        self.changed = [place for place, _ in changes if place.states.keys() & current]
 
     def _changes(self) -> Iterator[tuple[Place, Any]]:
         """The places that hold another object than before, which comes second."""
@@ -167,7 +168,7 @@ class Places:
             for name, new in read().items():
                 old = before.get(name, _NONE)
                 if new is not old:
-                    yield Place(owner, name, new, read.func is not _attributes), old
+                    yield Place(owner, name, new, is_item=read.func is not _attributes), old
 
     def _pairs(self, old: Any, new: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         """Each state inside `new` with the one that was at the same place inside `old`."""
@@ -239,7 +240,7 @@ class CreatedStates:
         self.summary = ""
         self._before: Places | None = Places(*roots)  # until the staged function has returned
         self._successors: dict[int, Any] = {}
-        self._places: dict[tuple[int, Any], Place] = {}
+        self._places: dict[Any, Place] = {}
         self._placed: list[_Placed] = []
         self._read: list[_Placed] = []
 
@@ -257,18 +258,19 @@ class CreatedStates:
         created = {id(state): state for state, _ in frame.created()}
         if created and places is not None:
             places.compare(created)
-            for state in places.moved if self.is_second else ():
-                kind = _states.kind_of_state(state)
-                kind.write(
-                    state, kind.read(state)
-                )  # an output of the program, whose input is its predecessor at the place
-            self._successors = places.successors
+            if self.is_second:
+                self._successors = places.successors
+                for state in places.moved:  # an output of the program, whose input is its predecessor at the place
+                    kind = _states.kind_of_state(state)
+                    kind.write(state, kind.read(state))
             self._add(places.changed)
-            placed = {key for place in places.changed for key in _states_in(place.obj)}
+            placed = {key for place in places.changed for key in place.states}
             self.is_returned = bool(_states_in(out).keys() & (created.keys() - placed))
+        # Those of inner calls, too, unless the function has put something else there.
+        self._places = {key: place for key, place in self._places.items() if place.is_in_place()}
         return out
 
-    def _add(self, places: Sequence[Place]) -> None:
+    def _add(self, places: Iterable[Place]) -> None:
         self._places |= {place.key: place for place in places}
 
     def finish(self, inputs: Sequence[Any], effects: Sequence[_frames.Effect]) -> None:
@@ -278,34 +280,33 @@ class CreatedStates:
             state, kind = self.states[0]
             others = f" and {len(self.states) - 1} more" * (len(self.states) > 1)
             self.summary = f"{type(state).__name__} (at {kind.site_of(state)}){others}"
-        for state, _ in self.states:
-            places = [p for p in self._places.values() if id(state) in _states_in(p.obj)]
-            if places:
-                self._placed.append(_Placed(state, places))
-        ids = {id(i.state) for i in inputs}
-        inherited = {id(s) for p in self._places.values() for s in _states_in(p.obj).values()}
-        ids |= {id(e.state) for e in effects if not e.created and id(e.state) not in inherited}
-        self._check(ids)
+        places: dict[int, list[Place]] = {}
+        for place in self._places.values():
+            for key in place.states:
+                places.setdefault(key, []).append(place)
+        self._placed = [_Placed(state, places[id(state)]) for state, _ in self.states if id(state) in places]
+        ids = {id(e.state) for e in effects if not e.created} - places.keys()
+        self._check(ids | {id(i.state) for i in inputs})
 
     def _check(self, ids: set[int]) -> None:
         found = [_placed_by_id.get(key) for key in ids]
         self._read = [placed for placed in found if placed is not None and placed.is_in_place()]
 
-    def settle(self, inputs: Sequence[Any]) -> bool:
-        """Let inputs read the successors of replaced states, once the staged call has returned; whether one does."""
-        self.is_run = True
-        replaced = [i for i in inputs if self.is_kept() and id(i.state) in self._successors]
-        for i in replaced:
-            i.state = self._successors[id(i.state)]
-        if replaced:
+    def successor(self, state: Any) -> Any:
+        """The state that later calls read in place of one that the staged call has read."""
+        return self._successors.get(id(state), state)
+
+    def settle(self, inputs: Sequence[Any]) -> None:
+        """Take the inputs of later calls, once the staged call has returned."""
+        if self._successors:
             self._check({id(i.state) for i in inputs})
         self._successors = {}
-        return bool(replaced)
+        self.is_run = True
 
     def report(self) -> None:
         """Tell the staging around a call of the program where its states are: the outer program puts them there, too."""
         if _stagings.open:
-            _stagings.open[-1]._add(list(self._places.values()))
+            _stagings.open[-1]._add(self._places.values())
 
     def is_kept(self) -> bool:
         """Whether later calls run the program: it creates no states, or it is the second one."""

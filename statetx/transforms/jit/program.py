@@ -373,11 +373,18 @@ class Program:
     def first_run(self, call: Call) -> Any:
         """Run for the staged call, whose frames have already seen the body touch its states."""
         out = self._run_watched(call, live=True)
-        if self.created.settle(self._inputs()):
+        self.settle()
+        return out
+
+    def settle(self) -> None:
+        """Let later calls read the states that have replaced others in the staged call."""
+        if self.created.states:
             for group in (*self.kept, *self.donated):
+                for i in group.inputs:
+                    i.state = self.created.successor(i.state)
                 group.states = [i.state for i in group.inputs]
             self._init_writers()
-        return out
+        self.created.settle(self._inputs())
 
     def operands_of(self, call: Call) -> tuple[list, list, PyTree, list]:
         """The compiled function's operands. States are read as by a user, so that open frames see it."""

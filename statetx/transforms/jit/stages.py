@@ -115,7 +115,9 @@ class Compiled(_Stage):
                 program = self._jit.stage(call, self._program)
                 if program.can_share_compiled(self._program):
                     self._runner = self._with_executable(program)
-                    return self._runner.first_run(call)
+                    out = self._runner.first_run(call)
+                    program.settle()
+                    return out
         raise TypeError(
             f"{self._program.name} was compiled for arguments {tree_type_str((self._call.args, self._call.kwargs))} and the "
             f"states of that time, and is called with {tree_type_str((args, kwargs))}: types, static arguments, or types of "
