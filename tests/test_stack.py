@@ -559,3 +559,17 @@ def test_copy_of_a_brainstate_module_with_a_state_of_statetx_is_refused():
         statetx.StateValueError, match=r"state 'scale'.*\n.*in modules of brainstate use states of brainstate"
     ):
         layers[0]
+
+
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
+def test_exception_in_a_hook_leaves_the_layers_unchanged():
+    def refuse(*_):
+        raise ZeroDivisionError
+
+    def layer(**hooks):
+        return {"a": nnx.Param(jnp.ones(2)), "b": nnx.Param(jnp.ones(2), **hooks)}
+
+    layers = [layer(on_add_axis=refuse) for _ in range(3)]
+    with pytest.raises(ZeroDivisionError):
+        statetx.stack(layers)
+    assert [p[...].shape for one in layers for p in one.values()] == [(2,)] * 6

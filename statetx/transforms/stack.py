@@ -195,7 +195,8 @@ class Stack(Generic[T]):
             )
 
         copies = states(layer)
-        _annotate([copies[path] for path in values], self.axis, "delete_axis")
+        stacked = [copies[path] for path in values]
+        _annotate(stacked, [_states.kind_of_state(s).get(s) for s in stacked], self.axis, "delete_axis")
         commit([_states.kind_of_state(copies[path]).store(copies[path], value) for path, value in values.items()])
         return layer
 
@@ -252,16 +253,16 @@ def _stack_states(layer: Any, partners: list[dict[int, Any]], axis: int, shared:
 
         stacked.append(first)
         values.append(_stack_values([kind.read(state) for state in states_of_layers], path, axis))
+    _annotate(stacked, values, axis, "insert_axis")  # first: it runs the user's hooks
     commit([_states.kind_of_state(state).store(state, value) for state, value in zip(stacked, values, strict=True)])
-    _annotate(stacked, axis, "insert_axis")
     return stacked
 
 
-def _annotate(stacked: Sequence[Any], axis: int, change: str) -> None:
-    """Update the axis metadata of states for the layer axis: `change` is ``"insert_axis"`` or ``"delete_axis"``."""
-    for state in stacked:
+def _annotate(stacked: Sequence[Any], values: Sequence[PyTree], axis: int, change: str) -> None:
+    """Update the axis metadata of states for the layer axis of `values`: `change` is ``"insert_axis"`` or ``"delete_axis"``."""
+    for state, value in zip(stacked, values, strict=True):
         kind = _states.kind_of_state(state)
-        leaves = jax.tree.leaves(kind.get(state))
+        leaves = jax.tree.leaves(value)
         if isinstance(kind, _states.Annotated):
             getattr(kind, change)(state, axis if axis >= 0 or not leaves else axis + jnp.ndim(leaves[0]))
 
