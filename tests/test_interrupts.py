@@ -367,6 +367,23 @@ def test_interrupted_plan_leaves_states_and_stored_plans_as_they_were(num, tmp_p
     assert plan(f"interrupted {num - 1}")[0] == expected
 
 
+def test_interrupted_save_of_a_plan_leaves_the_old_file(tmp_path):
+    plans = [statetx.plan(lambda x: jnp.tanh(c * x).sum(), jnp.ones(64), budget="1MiB", argnums=0) for c in (1, 2)]
+    path, num, nth = tmp_path / "plan.json", 0, 1
+    plans[0].save(path)
+    while True:
+        try:
+            with interrupted_at(nth, [0]):
+                plans[1].save(path)
+        except KeyboardInterrupt:
+            assert statetx.Plan.load(path) == plans[0]
+            assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+        else:
+            break
+        num, nth = num + 1, nth + 61
+    assert num > 5 and statetx.Plan.load(path) == plans[1]
+
+
 def test_callback_exception_in_a_donating_program_names_lost_states():
     state = statetx.State(jnp.ones(3))
 
