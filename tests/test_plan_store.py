@@ -347,6 +347,38 @@ def test_entry_sets_no_other_compiler_options_than_the_call_allows(folder, damag
         assert not planner._is_for_program(fields | more, budget)
 
 
+FAR = 10**6
+NOT_THERE = {
+    "cuts": lambda program, region, loop: program.update(cuts=[*program["cuts"], FAR]),
+    "parts": lambda program, region, loop: program.update(parts=[*program["parts"][1:], FAR]),
+    "fewer parts": lambda program, region, loop: program["parts"].pop(),
+    "order": lambda program, region, loop: program.update(order=[[FAR, [], 0, 0]]),
+    "last_input": lambda program, region, loop: program.update(last_input=FAR),
+    "kept": lambda program, region, loop: region["kept"].append([FAR, 0]),
+    "offloaded": lambda program, region, loop: region["offloaded"].append(region["kept"].pop()),
+    "stored_inputs": lambda program, region, loop: region["stored_inputs"].append([FAR, "bits"]),
+    "inner": lambda program, region, loop: region.update(kept=[], inner=[[0, FAR]]),
+    "loop of a region": lambda program, region, loop: region.update(loop=["Slots", 2, 1]),
+    "length": lambda program, region, loop: loop.update(loop=["Lengths", "turn", 7]),
+    "groups": lambda program, region, loop: loop.update(loop=["Groups", [], [3, None, 0, "turn"]]),
+    "values of groups": lambda program, region, loop: loop.update(loop=["Groups", [], [8, [[FAR, 0]], 0, "turn"]]),
+    "xs of groups": lambda program, region, loop: loop.update(loop=["Groups", [FAR], [8, None, 0, "turn"]]),
+    "carries": lambda program, region, loop: loop.update(carries=[[0, "bits"]]),
+}
+
+
+@pytest.mark.parametrize("change", NOT_THERE.values(), ids=NOT_THERE)
+def test_entry_that_decides_about_what_is_not_there_is_a_miss(damaged_plan, change):
+    planner, budget, fields, _ = damaged_plan
+    changed = json.loads(json.dumps(fields))
+    (program,) = changed["programs"]
+    decisions = program["treatments"]
+    region = next(d for d in decisions if d["kept"] and not d["loop"])
+    change(program, region, next(d for d in decisions if d["loop"]))
+    PLAN(changed, "")
+    assert planner._is_for_program(fields, budget) and not planner._is_for_program(changed, budget)
+
+
 def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
     """A valid decision for values that are not 0 or 1 would change the gradient."""
     planner, budget, fields, _ = damaged_plan
