@@ -78,7 +78,6 @@ from .loops import bind_scan as bind_scan
 from .loops import counted as counted
 from .loops import counted_fori_loop as counted_fori_loop
 from .loops import empty as empty
-from .loops import inputs_with_tangents as inputs_with_tangents
 from .loops import known_runs as known_runs
 from .loops import runs_primitive as runs_primitive
 from .loops import scan_counts as scan_counts
@@ -167,6 +166,7 @@ from .staging import new_input as new_input
 from .staging import num_devices_of as num_devices_of
 from .staging import outputs_with_tangents as outputs_with_tangents
 from .staging import stage as stage
+from .staging import steps_with_tangents as steps_with_tangents
 from .staging import variable_of as variable_of
 from .traces import JAX_FOLDER as JAX_FOLDER
 from .traces import LEAVES as LEAVES

@@ -21,9 +21,8 @@ try:
 except ImportError:
     _flattree = None
 from . import patches
-from .equations import ClosedJaxpr, Jaxpr, open_jaxpr
+from .equations import ClosedJaxpr, open_jaxpr
 from .meshes import replicated
-from .staging import outputs_with_tangents
 
 
 def bind_scan(
@@ -83,24 +82,6 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(list, eqn.params["ft_in"].unpack())  # from jax 0.12 on
     return len(consts), len(carry)
-
-
-def inputs_with_tangents(eqn: Any, jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[bool]:
-    """For each input of a scan's body, whether its tangent may be nonzero in some step; `has_tangent` says it of the scan's operands.
-
-    A fixed point, as in JAX's own rule: a carry whose tangent becomes nonzero in one step may make others nonzero in the next.
-
-    Args:
-        jaxpr: the body, or equations in its place.
-    """
-    first, num_carry = scan_counts(eqn)
-    flags = list(has_tangent)
-    while True:  # flags only change from False to True
-        outs = outputs_with_tangents(jaxpr, flags)[:num_carry]
-        carry = [a or b for a, b in zip(flags[first : first + num_carry], outs, strict=True)]
-        if carry == flags[first : first + num_carry]:
-            return flags
-        flags[first : first + num_carry] = carry
 
 
 def with_scan_constants(eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any]) -> Any:

@@ -80,6 +80,22 @@ def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[boo
     return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(has_tangent), instantiate=False)[1])
 
 
+def steps_with_tangents(
+    jaxpr: Jaxpr, has_tangent: Sequence[bool], num_constants: int, num_carry: int
+) -> tuple[list[bool], list[bool]]:
+    """For each input and output of a loop's body, whether its tangent may be nonzero in some step; `has_tangent` says it of what the loop begins with.
+
+    A fixed point, as in JAX's own rule for `scan`: a carry whose tangent becomes nonzero in one step may make others nonzero in the next.
+    """
+    flags, first, last = list(has_tangent), num_constants, num_constants + num_carry
+    while True:  # flags only change from False to True, so it ends after at most one turn for each carry
+        outs = outputs_with_tangents(jaxpr, flags)
+        carry = [a or b for a, b in zip(flags[first:last], outs, strict=False)]
+        if carry == flags[first:last]:
+            return flags, outs
+        flags[first:last] = carry
+
+
 def compile_settings(lowered: Any) -> list[str]:
     """What the compiler is told of a lowered program (``jax.stages.Lowered``) beside its text."""
     computation = lowered._lowering

@@ -135,21 +135,12 @@ class Step:
         return jax.default_backend() == "cpu" and has_independent_products(self.body.jaxpr)
 
     def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
-        """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have one.
-
-        A fixed point, as in JAX's own rule for `scan`: a carry whose tangent becomes nonzero in one step may make others nonzero in the next.
-        """
-        has_tangent = [False] * len(self.body.jaxpr.invars)
-        for i in diff_indices:
-            has_tangent[i] = True
-        first, last = self.num_constants, self.num_constants + self.num_carry
-        # Flags only change from False to True, so it ends after at most one turn for each carry.
-        while True:
-            outs = _jax.outputs_with_tangents(self.body.jaxpr, has_tangent)
-            carry = [a or b for a, b in zip(has_tangent[first:last], outs, strict=False)]
-            if carry == has_tangent[first:last]:
-                return [*carry, *outs[self.num_carry :]]
-            has_tangent[first:last] = carry
+        """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have one."""
+        given, jaxpr = set(diff_indices), self.body.jaxpr
+        flags = [i in given for i in range(len(jaxpr.invars))]
+        of_inputs, of_outs = _jax.steps_with_tangents(jaxpr, flags, self.num_constants, self.num_carry)
+        carry = of_inputs[self.num_constants : self.num_constants + self.num_carry]
+        return [*carry, *of_outs[self.num_carry :]]
 
     def diff_carry(self, diff_indices: Iterable[int]) -> list[int]:
         """The float carries with a nonzero tangent in some step, if the body's inputs at `diff_indices` have one."""

@@ -221,7 +221,8 @@ def front_of(
         # A step's carry comes from the step before, so it may have tangents, and has cotangents, from the second step on.
         num_constants, num_carry = _jax.scan_counts(part.eqn)
         is_computed = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
-        is_differentiated = _frames.undone(_jax.inputs_with_tangents)(part.eqn, part.jaxpr, is_differentiated)
+        find = _frames.undone(_jax.steps_with_tangents)
+        is_differentiated, _ = find(part.jaxpr, is_differentiated, num_constants, num_carry)
         has_cotangent = [c or i < num_carry for i, c in enumerate(has_cotangent)]
 
         # No value of a step is offloaded: `LoopOptions` makes those of nested loops without the offloaded subset, whose bytes
