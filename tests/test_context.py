@@ -1,5 +1,7 @@
 """Sizes and plans count bytes of one device: under shardings, `vmap` and `shard_map`."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from statetx._lift.context import TraceContext, note_shardings, sharding_of
+from statetx.planner import fit
 from statetx.policies import Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
@@ -299,3 +302,37 @@ def test_sharding_notes_do_not_outlive_tracers():
     gc.collect()
     assert len(context._noted_shardings) <= num
     assert TraceContext.of([jnp.ones(3)]) == TraceContext() and note_shardings([], []) is None
+
+
+@pytest.mark.parametrize("spec", [P("d"), P()], ids=["sharded weights", "replicated weights"])
+def test_fit_counts_no_gradient_that_is_not_taken(spec):
+    """Of the batch. As an output of the measured program it would lend its memory to temporary values, and the budget would be exceeded."""
+    mesh, data = jax.make_mesh((8,), ("d",), axis_types=(AUTO,)), np.random.default_rng(0)
+    put = lambda spec, *shape: jax.device_put(  # noqa: E731
+        jnp.asarray(data.normal(size=shape) / 12, jnp.float32), NamedSharding(mesh, spec)
+    )
+    x, layers = put(P("d"), 512, 64), [(put(spec, 64, 128), put(spec, 128, 64)) for _ in range(4)]
+
+    def loss(layers, x):
+        for up, down in layers:
+            x = x + jnp.sin(jax.nn.silu(x @ up)) @ down
+        return jnp.mean(x**2)
+
+    def temp_bytes(fun):
+        return statetx.jit(jax.value_and_grad(fun)).lower(layers, x).compile().memory_analysis().temp_size_in_bytes
+
+    unplanned, plans = temp_bytes(loss), []
+    found = fit.warn_if_expensive
+    with mock.patch.object(fit, "warn_if_expensive", lambda plan: plans.append(plan) or found(plan)):
+        budget = unplanned // 2
+        assert temp_bytes(statetx.remat(loss, policy=f"fit:{budget}")) == plans[0].temp_bytes <= budget
+
+
+def test_fit_made_without_a_gradient_is_differentiated_with_it():
+    """Plans of the inner gradient, by the weights, leave out the batch, by which the outer one differentiates."""
+    loss = lambda w, x: jnp.sin(jnp.tanh(x @ w)).sum()  # noqa: E731
+    of_batch = lambda fun: jax.grad(lambda x, w: (jax.grad(fun)(w, x) ** 2).sum())  # noqa: E731
+    args = jnp.linspace(-1, 1, 128).reshape(16, 8), jnp.eye(8)
+    planned = of_batch(statetx.remat(loss, policy="fit:1MiB"))
+    np.testing.assert_allclose(planned(*args), of_batch(loss)(*args), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(statetx.jit(planned)(*args), of_batch(loss)(*args), rtol=1e-5, atol=1e-6)

@@ -30,7 +30,7 @@ from .planner import DEFAULT_TIME_LIMIT, fit, warn_if_expensive
 
 
 class Fit(Rewriter):
-    """``policy="fit:2GiB"``: plan each function it is used on, for the gradient with respect to all its float inputs that may have one.
+    """``policy="fit:2GiB"``: plan each function it is used on, for the gradient that is taken of it.
 
     Each function has the budget to itself. Functions of one program share one with ``policy="fit"`` and `statetx.budget`.
 
@@ -77,8 +77,7 @@ class Fit(Rewriter):
 
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
             context = TraceContext.of([*operands, *args])
-            # Values that the function closes over and that are not traced have no gradient.
-            fixed = tuple(i for i, x in enumerate(operands) if not isinstance(x, _jax.Tracer))
+            fixed = _without_gradient(operands, args)
             if (context, fixed) not in planned:
                 with unobserved():  # the search takes gradients itself
                     plan = self._plan(body, name, num_out, context, fixed)
@@ -88,8 +87,7 @@ class Fit(Rewriter):
         return run
 
     def _plan(self, body: Body, name: str, num_out: int, context: TraceContext, fixed: Sequence[int]) -> Plan:
-        # The derivative that will be taken is not known yet. With respect to all float inputs it takes the most memory, so the
-        # plan errs towards saving less than it could. A custom_vjp refuses to be differentiated by what it closes over.
+        # Of inputs that may have a gradient all are differentiated. A custom_vjp refuses to be differentiated by what it closes over.
         assert self.budget is not None
         without = {*fixed, *closed_over_by_rules(flatten(body.jaxpr))}
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval) and i not in without]
@@ -105,3 +103,16 @@ class Fit(Rewriter):
             fields = fields_of(whole, choice, name, self.budget, self._options) | shown_fields(whole, choice)
             _store.save(key, fields)
         return warn_if_expensive(Plan(fields))
+
+
+def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int, ...]:
+    """The inputs, by number, that the derivative around the call leaves out.
+
+    A gradient that is not asked for would be an output of the measured program, whose memory XLA also uses for temporary values. In a `jax.jit` inside of the
+    derivative nothing shows which inputs it takes: then only arrays that the function closes over are left out.
+    """
+    inputs = [*operands, *args]
+    if any(map(_jax.is_differentiated, inputs)):
+        known = lambda x: isinstance(x, _jax.Tracer) and _jax.is_derivative_or_batching(x._trace)  # noqa: E731
+        return tuple(i for i, x in enumerate(inputs) if not known(x))
+    return tuple(i for i, x in enumerate(operands) if not isinstance(x, _jax.Tracer))
