@@ -155,8 +155,7 @@ def on_current_mesh(x: Any) -> Any:
         if v in new:
             return new[v]
         sharding = v.aval.sharding if isinstance(v.aval, jax.core.ShapedArray) else None
-        is_other = sharding is not None and sharding.mesh != mesh and sharding.mesh.axis_names == mesh.axis_names
-        if not is_other:
+        if sharding is None or sharding.mesh == mesh or sharding.mesh.axis_names != mesh.axis_names:
             return v
         new[v] = Var(v.aval.update(sharding=sharding.update(mesh=mesh)))
         return new[v]

@@ -247,7 +247,7 @@ class Turns:
             if is_loss and self._reductions[n] in ("mean", "sum"):
                 weight = (None if is_weighted else self._share) if self._reductions[n] == "mean" else 1.0
                 return Accumulated(1 + position, weight, self._dtype)
-        constants = [v.aval for v in body.jaxpr.invars[: body.num_operands + self._num_constants]]
+        constants: list[Any] = [v.aval for v in body.jaxpr.invars[: body.num_operands + self._num_constants]]
         is_widened = any(sum_dtype(a, self._dtype) != a.dtype for a in constants)
         return Accumulated(None, dtype=self._dtype) if is_widened else Levels(1)
 
