@@ -106,7 +106,7 @@ def by_ref(x: Any) -> Any:
 @by_ref.defjvp
 def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    return by_ref(x), jnp.float32(0.8) * jnp.cos(x) * t
+    return jnp.float32(0.8) * jnp.sin(x), jnp.float32(0.8) * jnp.cos(x) * t
 
 
 def in_parts(fun: Callable, xs: Any) -> Any:
@@ -190,8 +190,8 @@ class Plain(World):
             "bs_jit": r.jit,
             "run_pure": lambda f, *args: r.jit(f)(*args),
             "look_at": lambda name, f, *args: None,
-            "by_state": lambda x: 0.8 * jnp.sin(x),
-            "by_ref": lambda x: 0.8 * jnp.sin(x),
+            "by_state": lambda x: jnp.float32(0.8) * jnp.sin(x),
+            "by_ref": lambda x: jnp.float32(0.8) * jnp.sin(x),
             "in_parts": lambda f, xs: r.map(f, xs).sum(0),
             "in_chunks": lambda f, xs: r.map(f, xs).sum(0),
             "bs_cond": lambda *args: r.jit(lambda: r.cond(*args))(),

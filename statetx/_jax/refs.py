@@ -15,7 +15,7 @@ from jax._src.state.types import AbstractRef as _AbstractRef
 from . import patches
 from .editing import map_jaxprs, rebuild
 from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
-from .rules import _RULES, has_rule, num_closed_over
+from .rules import _RULES, has_rule, num_unseen
 from .staging import stage
 from .traces import Tracer, is_eager
 
@@ -124,7 +124,7 @@ def _with_values_of_refs(x: Any) -> Any:
     eqns = []
     for eqn in open_jaxpr(x)[0].eqns:
         eqn = map_jaxprs(_with_values_of_refs, eqn)
-        num = num_closed_over(eqn) if has_rule(eqn) else 0
+        num = num_unseen(eqn) if has_rule(eqn) else 0
         is_ref = [i < num and isinstance(v.aval, _AbstractRef) for i, v in enumerate(eqn.invars)]
         if any(is_ref):
             call = open_jaxpr(_discharge_state(eqn.params["call_jaxpr"], should_discharge=is_ref, lower=False))[0]

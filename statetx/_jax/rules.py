@@ -75,6 +75,21 @@ def num_closed_over(eqn: Any) -> int:
     return eqn.params["num_consts"]
 
 
+def num_unseen(eqn: Any) -> int:
+    """How many of the first operands the rule of a call does not get.
+
+    Where JAX binds a call again, such as one in a rule, what its function closes over become operands like others; the wrapper of the rule drops them.
+    """
+
+    def dropped(fun: Any, depth: int = 6) -> int:
+        names = getattr(getattr(fun, "__code__", None), "co_freevars", ())
+        own = fun.__closure__[names.index("num_consts")].cell_contents if "num_consts" in names else 0
+        inner = [x.f for x in _closed_over(fun) if isinstance(x, _lu.WrappedFun)] if depth else ()
+        return own + max((dropped(f, depth - 1) for f in inner), default=0)
+
+    return num_closed_over(eqn) + dropped(eqn.params[_RULES[eqn.primitive.name]].f)
+
+
 def results_of_rule(eqn: Any, rule: Jaxpr) -> list[int]:
     """The indices of the outputs of a rule that are the function's results."""
     num = len(eqn.outvars)

@@ -73,10 +73,11 @@ def stage(
 
 def close_derivative(jaxpr: Any, consts: list[Any]) -> Body:
     """The body of staged equations that may hold derivative rules: a Ref that a rule reads is read now."""
-    if not _jax.touches_refs(jaxpr, consts):
-        return Body.close(jaxpr, consts)
-    body, effects = _with_explicit_refs(jaxpr, consts, None, _read)
-    return Body.close(jaxpr, consts) if effects else body
+    body = Body.close(jaxpr, consts)  # nested equations may hold the Ref
+    if not _jax.touches_refs(body.jaxpr, body.operands):
+        return body
+    explicit, effects = _with_explicit_refs(body.jaxpr, body.operands, None, _read)
+    return body if effects else explicit
 
 
 def _with_explicit_refs(
