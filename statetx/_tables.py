@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, Literal, NamedTuple
 
-from ._text import format_table
+from ._text import filled, format_table, text_width
 
 HEX = {"green": "#009e73", "cyan": "#56b4e9", "yellow": "#e69f00", "red": "#d55e00"}
 """The colors in HTML and plots, by their names in rich: a palette for the color-blind (Okabe and Ito)."""
 
 _CSS = {"": "", "bold": ";font-weight:bold", "dim": ";opacity:0.7", "bold magenta": ";font-weight:bold"}
+
+
+_LEAST_WIDTH = 12  # of a column of texts that are shortened
 
 
 class Column(NamedTuple):
@@ -59,15 +62,25 @@ class Table:
     notes: Sequence[tuple[str, str]] = ()
 
     def text(self) -> str:
-        header, *rows = self._texts()
+        header, *rows = self._narrowed(text_width())._texts()
         right = [c.name for c in self.columns if c.align == "right"]
-        return "\n".join(
-            [
-                self.title,
-                *([format_table(header, rows, right)] if rows else []),
-                *(" ".join(filter(None, note)) for note in self.notes),
-            ]
-        )
+        notes = [filled(" ".join(filter(None, note)), "    ") for note in self.notes]
+        return "\n".join([filled(self.title), *([format_table(header, rows, right)] if rows else []), *notes])
+
+    def _narrowed(self, width: int) -> Table:
+        """Without the columns of the highest ranks until it fits; then with the widest text shortened to its end."""
+        widths = [max(map(len, texts)) for texts in zip(*self._texts(), strict=True)]
+        shown = list(range(len(widths)))
+        excess = lambda: sum(widths[i] + 2 for i in shown) - 2 - width  # noqa: E731
+        while excess() > 0 and (rank := max(self.columns[i].rank for i in shown)):
+            shown = [i for i in shown if self.columns[i].rank < rank]
+
+        lefts = [i for i in shown if self.columns[i].align == "left"]
+        widest = max(lefts, key=lambda i: widths[i], default=None)
+        length = 0 if widest is None else max(widths[widest] - excess(), _LEAST_WIDTH)
+        short = lambda i, x: x._replace(text=f"…{x.text[1 - length :]}") if i == widest and len(x.text) > length else x  # noqa: E731
+        rows = [[short(i, row[i]) for i in shown] for row in self.rows]
+        return dataclasses.replace(self, columns=[self.columns[i] for i in shown], rows=rows)
 
     def _texts(self) -> list[list[str]]:
         """The header and the rows."""

@@ -7,6 +7,9 @@ import numbers
 import os
 import re
 import reprlib
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,6 +60,20 @@ def format_flops(n: int) -> str:
             break
         size /= 1000
     return f"{size:.3g} {unit}".rstrip()
+
+
+_FILE_WIDTH = 120
+
+
+def text_width() -> int:
+    """The columns of the terminal, or ``COLUMNS``; a constant where output goes to a file or a notebook."""
+    return shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
+
+
+def filled(text: str, indent: str = "") -> str:
+    """A paragraph, wrapped at words where it is printed to a terminal; its further lines are indented."""
+    is_terminal = sys.__stdout__ is not None and sys.__stdout__.isatty()
+    return textwrap.fill(text, text_width(), subsequent_indent=indent) if is_terminal else text
 
 
 def short_path(source: str) -> str:

@@ -35,6 +35,7 @@ if "STATETX_TESTS_CACHE" in os.environ:
 
 # Plans are made, not read, and the user's own cache stays unchanged. Tests of the cache set a folder.
 os.environ["STATETX_CACHE"] = ""
+os.environ["COLUMNS"] = "160"  # reports are as wide as the terminal that the tests run in, else
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

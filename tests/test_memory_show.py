@@ -14,6 +14,7 @@ import pytest
 import rich.console
 
 import statetx
+from statetx._tables import Cell, Column, Table
 from statetx._text import format_bytes
 from statetx.memory import _chrome, _plot, _show
 from statetx.memory.buffer import Buffer, Change, Loop, Step
@@ -299,10 +300,13 @@ def test_sparkline_names_a_phase_that_is_as_long_as_its_name():
     assert _show.sparkline(made).splitlines()[1] == "forward ".ljust(44, "─") + "backward" + "┄update "
 
 
-def test_text_fits_a_terminal():
+def test_text_fits_a_terminal(monkeypatch):
     change = Change("remat", "a", "Rematerialize what takes most of the memory of this long program " * 3, 60 * KIB)
     made = profile(layers(region="TransformerBlock.__call__"), changes=[change])
-    wide, narrow = _show.text(made), _show.text(made, 80)
+    wide = _show.text(made)
+    monkeypatch.setattr(sys, "__stdout__", Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = _show.text(made)
     assert max(map(len, wide.splitlines())) > 200
     assert max(map(len, narrow.splitlines())) <= 80
     header = next(line for line in narrow.splitlines() if "share" in line)
@@ -530,3 +534,56 @@ def test_names_with_brackets_are_no_markup():
         console = rich.console.Console(file=io.StringIO(), width=100)
         console.print(printed)
         assert "f[/x]" in console.file.getvalue()
+
+
+class Terminal:
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        raise OSError
+
+
+def long_named(x):
+    """A loss in whose reports paths, lines and notes are long."""
+    w = statetx.Param(jnp.eye(64) / 2)
+    layers = {"encoder_of_images": {"attention_projection": [{"multi_layer_perceptron": w}]}}
+
+    def read(layers):
+        return layers["encoder_of_images"]["attention_projection"][0]["multi_layer_perceptron"].value
+
+    def loss(x):
+        x = statetx.remat(lambda x: jnp.sin(jnp.tanh(x @ read(layers))))(x)
+        return jnp.mean(
+            statetx.scan(lambda h, _: (jnp.tanh(h @ read(layers)), None), x, None, 200, checkpoint=8)[0] ** 2
+        )
+
+    return [
+        statetx.memory_profile(loss, x),
+        statetx.memory_report(loss, x),
+        statetx.explain_oom(loss, x, limit="64KiB"),
+        statetx.loop_report(loss, x),
+        statetx.trace_states(loss)(x),
+    ]
+
+
+def test_reports_fit_the_terminal_and_tables_fit_files(monkeypatch):
+    reports = long_named(jnp.ones((64, 64)))
+    longest = lambda report: max(map(len, str(report).splitlines()))  # noqa: E731
+    is_table = lambda line: "  " in line.strip()  # noqa: E731
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for report in reports:  # not to a terminal: prose has any length
+        assert max(len(line) for line in str(report).splitlines() if is_table(line)) <= 120
+    assert max(map(longest, reports)) > 150
+    monkeypatch.setattr(sys, "__stdout__", Terminal())
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for report in reports:
+            assert longest(report) <= width, str(report)
+
+
+def test_text_that_stays_too_wide_is_shortened_to_its_end(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    table = Table("title", [Column("path"), Column("bytes", "right")], [[Cell("a." * 40 + "weight"), Cell("12 KiB")]])
+    line = table.text().splitlines()[-1]
+    assert len(line) == 40 and line.startswith("…") and "weight  12 KiB" in line

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import sys
 from collections.abc import Callable
 from html import escape
 from typing import Any, NamedTuple
@@ -28,9 +26,8 @@ def memory(target: Target, options: argparse.Namespace) -> Output:
     from ..memory.measure import memory_profile
 
     profile = memory_profile(target.fun, *target.args, gradient=options.gradient, **target.kwargs)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Output(
-        text(profile, width),
+        text(profile),
         {
             "html": profile.to_html,
             "json": lambda path: _write_json(path, profile.to_dict()),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._tables import Cell, Column, Table
-from .._text import format_bytes, short_path
+from .._text import filled, format_bytes, short_path
 from ._plot import family, phase_spans, sample_steps, svg
 from .buffer import Buffer, Change, Group, Kind, Loop
 
@@ -333,34 +332,14 @@ def _notes(profile: MemoryProfile, changes: Sequence[Change]) -> list[tuple[str,
 # -- forms -------------------------------------------------------------------------------------------------------------
 
 
-def text(profile: MemoryProfile, width: int | None = None) -> str:
-    """The first line, the timeline, and the table.
-
-    Args:
-        profile: the profile.
-        width: of the terminal: the text is wrapped, and the table loses columns until it fits. Lines have any length if None.
-    """
+def text(profile: MemoryProfile) -> str:
+    """The first line, the timeline, and the table."""
     shown = table(profile)
-    first, kinds, notes = headline(profile), kinds_line(profile), [" ".join(note) for note in shown.notes]
-    shown = dataclasses.replace(shown, notes=())
-    if width is not None:
-        shown = _narrowed(shown, width)
-        first, kinds = (textwrap.fill(line, width) for line in (first, kinds))
-        notes = [textwrap.fill(note, width, subsequent_indent="    ") for note in notes]
-    return "\n\n".join(filter(None, [first, sparkline(profile), kinds, shown.text(), "\n".join(notes)]))
-
-
-def _narrowed(table: Table, width: int) -> Table:
-    """Without the columns of the highest ranks, until it fits."""
-    while max(map(len, table.text().splitlines()[1:]), default=0) > width:
-        highest = max(column.rank for column in table.columns)
-        if highest == 0:
-            return table
-        kept = [i for i, column in enumerate(table.columns) if column.rank < highest]
-        table = dataclasses.replace(
-            table, columns=[table.columns[i] for i in kept], rows=[[row[i] for i in kept] for row in table.rows]
-        )
-    return table
+    notes = "\n".join(filled(" ".join(note), "    ") for note in shown.notes)
+    shown = dataclasses.replace(shown, notes=()).text()
+    return "\n\n".join(
+        filter(None, [filled(headline(profile)), sparkline(profile), filled(kinds_line(profile)), shown, notes])
+    )
 
 
 def html(profile: MemoryProfile) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html as html_
 import itertools
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from .. import _jax
 from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value
-from .._text import counted, format_bytes
+from .._text import counted, format_bytes, text_width
 from .._typing import Filter, PyTree
 from ._printer import Line, Piece, Printer
 from ._trace import Passes, differentiate
@@ -77,7 +76,7 @@ class FwdBwd:
         return f"{self.name}: {counted(num, 'value')}, {size}, {verb} from the forward to the backward pass"
 
     def __str__(self) -> str:
-        return self.text(shutil.get_terminal_size((160, 24)).columns)
+        return self.text(text_width())
 
     def __repr__(self) -> str:
         return f"FwdBwd({self._title()})"

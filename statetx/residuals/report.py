@@ -263,7 +263,7 @@ def memory_report(
     regions: dict[str, list[Region]] = {}
     for label in labels:
         f = fun if is_wrapped or label in (BASELINE, AS_WRITTEN) else remat(fun)
-        settings = override(policies_by_name.get(label), suppress_warnings=True)
+        settings: Any = override(policies_by_name.get(label), suppress_warnings=True)
         with override.nothing_checkpointed() if label == BASELINE else settings as visited:
             residuals[label] = residuals_of(f, args, kwargs, may_be_step=not gradient)
             step = (without_gradient if takes_gradients else with_gradient)(f, args, kwargs)
