@@ -64,7 +64,7 @@ class _Scope:
     def _own(self, array: Any) -> Any:
         """The variable of an array that is a value of this jaxpr; None for another array."""
         own = _jax.variable_of(array)
-        return own if own is not None and own in self._defined else None
+        return own if isinstance(own, _jax.Var) and own in self._defined else None  # not the literal of a constant
 
     def atom(self, atom: Any) -> Any:
         if not isinstance(atom, Literal):
