@@ -263,12 +263,14 @@ def memory_report(
     regions: dict[str, list[Region]] = {}
     for label in labels:
         f = fun if is_wrapped or label in (BASELINE, AS_WRITTEN) else remat(fun)
-        settings: Any = override(policies_by_name.get(label), suppress_warnings=True)
-        with override.nothing_checkpointed() if label == BASELINE else settings as visited:
+        is_baseline = label == BASELINE
+        own: Any = override(policies_by_name.get(label), suppress_warnings=True)
+        settings: Any = override.nothing_checkpointed() if is_baseline else own
+        with settings as visited:
             residuals[label] = residuals_of(f, args, kwargs, may_be_step=not gradient)
             step = (without_gradient if takes_gradients else with_gradient)(f, args, kwargs)
             inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options)
-        regions[label] = [] if label == BASELINE else visited
+        regions[label] = [] if is_baseline else visited
 
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
     rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]
