@@ -11,6 +11,22 @@ from ._typing import public
 ERRORS_PAGE = "https://statetx.readthedocs.io/en/latest/errors/"
 
 
+def printable(text: str) -> str:
+    r"""Text for a terminal or a page, with an escape in place of each control and format character of a name. Lines stay lines.
+
+    Names of states, functions and files are the user's. An escape sequence, or a change of direction, would change what is shown
+    around the name.
+
+    Example:
+        >>> print(printable("w\x1b[31m\u202e, size:\n4"))
+        w\x1b[31m\u202e, size:
+        4
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class Explained(Exception):
     """An exception whose message ends with the address of its explanation: a heading of docs/errors.md.
 
@@ -19,7 +35,7 @@ class Explained(Exception):
     """
 
     def __str__(self) -> str:
-        message = super().__str__()
+        message = printable(super().__str__())
         if ERRORS_PAGE in message:  # made from the message of another error, which has its own address
             return message
         documented = next(cls for cls in type(self).__mro__ if cls.__module__ == "statetx")  # users derive their own

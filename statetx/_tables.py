@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, Literal, NamedTuple
 
+from ._errors import printable
 from ._text import filled, format_table, text_width
 
 HEX = {"green": "#009e73", "cyan": "#56b4e9", "yellow": "#e69f00", "red": "#d55e00"}
@@ -60,6 +61,14 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        rows = [
+            [cell._replace(text=printable(cell.text), hint=printable(cell.hint)) for cell in row] for row in self.rows
+        ]
+        notes = [(printable(heading), printable(text)) for heading, text in self.notes]
+        for name, value in {"title": printable(self.title), "rows": rows, "notes": notes}.items():
+            object.__setattr__(self, name, value)
 
     def text(self) -> str:
         header, *rows = self._narrowed(text_width())._texts()

@@ -15,6 +15,7 @@ import pytest
 
 import statetx
 from statetx import Param, State, _states, policies
+from statetx._lift.wrapper import place_of
 from statetx._remat.parse import as_policy
 
 W = Param(jnp.ones((2, 3)), name="w")
@@ -222,3 +223,48 @@ def test_a_plan_given_to_jax_checkpoint_says_what_to_use():
 def test_beginning_of_a_name_is_completed():
     with pytest.raises(statetx.PlanError, match=r"Did you mean 'temporaries'\?"):
         statetx.plan(lambda x: (x**2).sum(), jnp.ones(3), budget=100, of="temp")
+
+
+# -- names with characters that a terminal obeys -------------------------------------------------------------------------
+
+X = jnp.ones(4)
+ESCAPE, OVERRIDE = "\x1b[31m", "\u202e"
+
+
+def shown_with(name):
+    """What reports and errors show of a state and a function of this name."""
+    states = {name: Param(X)}
+
+    def f(x):
+        return jnp.sin(states[name].value * jnp.sin(x)).sum()
+
+    f.__name__ = f.__qualname__ = name
+    reports = {
+        "trace_states": statetx.trace_states(f)(X),
+        "saved_residuals": statetx.saved_residuals(f, X),
+        "print_fwd_bwd": statetx.print_fwd_bwd(f, X),
+        "memory_profile": statetx.memory_profile(f, X),
+        "memory_report": statetx.memory_report(f, X),
+    }
+    for report, value in reports.items():
+        yield report, str(value)
+        yield report, repr(value)
+        yield report, value._repr_html_()
+    variables = {"statetx": statetx, "X": X}
+    exec(compile("state = statetx.State(X)\ndef g(): return state.value", f"{name}.py", "exec"), variables)
+    yield "file of a state", _states.describe(variables["state"])
+    yield "file of a function", place_of(variables["g"])
+    yield "repr", repr(State(X, name=name))
+    try:
+        statetx.grad(f, wrt="typo")(X)
+    except statetx.StateFilterError as e:
+        yield "error", str(e)
+
+
+@pytest.mark.parametrize("character", [ESCAPE, OVERRIDE, "\x9b", "\x07"])
+def test_names_reach_terminals_and_notebooks_without_control_characters(character, capsys):
+    texts = [*shown_with(f"a{character}b"), ("printed", capsys.readouterr().out)]
+    assert len(texts) > 15
+    for source, text in texts:
+        assert all(c.isprintable() or c == "\n" for c in text), (source, text)
+    assert sum("a\\" in text for _, text in texts) > 8  # the name is there

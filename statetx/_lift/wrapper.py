@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._errors import FunctionError
+from .._errors import FunctionError, printable
 from .._objects.opaque import refuse_function
 from .._text import brief, type_str
 from .subclass import is_object
@@ -112,16 +112,16 @@ def _is_call_of_object(fun: Any) -> bool:
 def name_of(fun: Any) -> str:
     """A short name for messages and traces; for the call of an object, the name of its class."""
     if _is_call_of_object(fun):
-        return type(fun.__self__).__name__
+        return printable(type(fun.__self__).__name__)
     while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
-    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
+    return printable(getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__)
 
 
 def place_of(fun: Any) -> str:
     """The name of a function, with the line that defines it."""
     code = getattr(inspect.unwrap(fun), "__code__", None)
-    return name_of(fun) + (f" at {code.co_filename}:{code.co_firstlineno}" if code else "")
+    return name_of(fun) + (printable(f" at {code.co_filename}:{code.co_firstlineno}") if code else "")
 
 
 def short_name(name: str) -> str:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from .. import _jax
-from .._errors import StateAccessError, StateValueError
+from .._errors import StateAccessError, StateValueError, printable
 from .._text import short_tree_type_str
 from .protocol import Kind
 from .registry import _kinds, is_array_state, kind_of
@@ -29,7 +29,7 @@ def library_folders() -> tuple[str, ...]:
 def call_site() -> str:
     """``file:line`` of the nearest caller that is not a library."""
     frame, _ = _user_frame()
-    return "unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "unknown place" if frame is None else printable(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 
 def user_stacklevel() -> int:
@@ -57,9 +57,7 @@ def describe(state: Any, kind: Kind | None = None, path: str | None = None, valu
     label = path or kind.name_of(state)
     label = f" {label!r}" if label else ""
     value = kind.get(state) if value is None else value
-    return (
-        f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at {kind.site_of(state)}{history(state)})"
-    )
+    return f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at {printable(kind.site_of(state))}{history(state)})"
 
 
 def refuse_states(argument: str, *objects: Any) -> None:

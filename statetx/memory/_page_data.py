@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .._errors import printable
 from .._text import short_path
 from .buffer import KINDS, Buffer, Step, replacements
 
@@ -28,6 +29,7 @@ _PHASES = ("forward", "backward", "update")
 
 
 def clipped(text: str, width: int = _MAX_TEXT) -> str:
+    text = printable(text)
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

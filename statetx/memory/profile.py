@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _files
+from .._errors import printable
 from .._tables import Table, Tabular
 from .._typing import public
 from .buffer import KINDS, Buffer, Change, Group, Step, replacements
@@ -123,15 +124,15 @@ class MemoryProfile:
     def __str__(self) -> str:
         from ._show import text
 
-        return text(self)
+        return printable(text(self))
 
     def __repr__(self) -> str:
-        return f"<MemoryProfile of {self.name}: {len(self.buffers)} buffers, {self.peak_bytes} bytes at the peak>"
+        return f"<MemoryProfile of {printable(self.name)}: {len(self.buffers)} buffers, {self.peak_bytes} bytes at the peak>"
 
     def _repr_html_(self) -> str:
         from ._show import html
 
-        return html(self)
+        return printable(html(self))
 
     def compare(self, after: MemoryProfile) -> Comparison:
         """This profile beside another: the peak, its parts, and the owners with their difference. It prints.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
+from .._errors import printable
 from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value
 from .._text import counted, format_bytes, text_width
@@ -49,8 +50,7 @@ class FwdBwd:
 
         # Forward first: it gives names to values that the backward pass refers to.
         printer = Printer(passes)
-        self.forward = printer.forward()
-        self.backward = printer.backward()
+        self.forward, self.backward = map(_printable, (printer.forward(), printer.backward()))
         self.residuals = printer.crossing
 
     def text(self, width: int) -> str:
@@ -225,6 +225,10 @@ def print_fwd_bwd(
     if not _in_notebook():
         _print(result)
     return result
+
+
+def _printable(lines: list[Line]) -> list[Line]:
+    return [[piece._replace(text=printable(piece.text)) for piece in line] for line in lines]
 
 
 def _in_notebook() -> bool:
