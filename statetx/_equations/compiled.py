@@ -169,7 +169,7 @@ class Program:
         self.lowered = lower(traced)
         # XLA removes dead equations, so they are not counted, nor are the arguments that only these read.
         jaxpr = _jax.without_dead_code(traced.jaxpr)
-        self.flops = count(jaxpr)
+        self.flops, self._largest = count(jaxpr), _largest_value(jaxpr)
         read = {v for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in atoms if isinstance(v, Var)}
         self._read_bytes = num_bytes([v.aval for v in jaxpr.invars if v in read])
         self.compiler_options = compiler_options
@@ -195,11 +195,11 @@ class Program:
         compiled = self.compiled
         with self._lock:
             if self._cost is None:
-                self._cost = _cost_of(compiled, self.flops)
+                self._cost = _cost_of(compiled, self.flops, self._largest)
             return self._cost
 
 
-def _cost_of(compiled: Any, num_flops: int) -> Cost:
+def _cost_of(compiled: Any, num_flops: int, largest: int) -> Cost:
     memory, analysis = compiled.memory_analysis(), compiled.cost_analysis()
     assert memory is not None
     return Cost(
@@ -208,9 +208,26 @@ def _cost_of(compiled: Any, num_flops: int) -> Cost:
         compiled_flops=float((analysis or {}).get("flops", 0.0)),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
+        temp_bytes=temp_bytes_of(memory, largest),
         alias_bytes=memory.alias_size_in_bytes,
     )
+
+
+def temp_bytes_of(memory: Any, largest: int) -> int:
+    """The temporary bytes in ``Compiled.memory_analysis()``.
+
+    A figure below the size of the largest value of the program was seen to be wrong. It may be right, since XLA computes values within the
+    kernels that read them, and in the memory of outputs: there the buffer assignment itself is read, and counts if it is more.
+    """
+    told = memory.temp_size_in_bytes
+    return told if told >= largest else max(told, _jax.reserved_bytes(memory))
+
+
+def _largest_value(jaxpr: Jaxpr) -> int:
+    """The size of the largest value that the equations of a jaxpr compute, and those of the jaxprs in them."""
+    own = (num_bytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
+    inner = (_largest_value(_jax.open_jaxpr(x)[0]) for eqn in jaxpr.eqns for x in _jax.inner_jaxprs(eqn))
+    return max((*own, *inner), default=0)
 
 
 def lower(traced: Any) -> Any:

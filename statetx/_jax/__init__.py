@@ -28,6 +28,7 @@ from .buffers import StackFrame as StackFrame
 from .buffers import compiled_program as compiled_program
 from .buffers import options_to_write as options_to_write
 from .buffers import product_of as product_of
+from .buffers import reserved_bytes as reserved_bytes
 from .buffers import without_new_cache_entries as without_new_cache_entries
 from .buffers import written_program as written_program
 from .custom_loop import CustomLoop as CustomLoop

@@ -167,6 +167,15 @@ def compiled_program(compiled: Any) -> CompiledProgram | None:
     return decode(module, assignment) if assignment else None
 
 
+def reserved_bytes(memory: Any) -> int:
+    """What the buffer assignment of ``Compiled.memory_analysis()`` reserves for temporaries; 0 if the backend tells none."""
+    assignment = getattr(memory, "serialized_buffer_assignment_proto", None)
+    if not assignment:
+        return 0
+    is_fixed = lambda a: a.parameter is not None or a.is_output or a.is_constant or a.is_thread_local or a.is_on_host  # noqa: E731
+    return sum(a.num_bytes for a in _assignment(_message(assignment))[1] if not is_fixed(a))
+
+
 # -- a file that XLA writes: JAX asks backends that are plugins (GPUs, TPUs) through an interface without the buffer assignment --------
 
 

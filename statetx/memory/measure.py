@@ -18,6 +18,7 @@ from .._equations.compiled import (
     is_out_of_memory,
     lower,
     memory_analysis_options,
+    temp_bytes_of,
 )
 from .._errors import FunctionError
 from .._jax import CompiledProgram
@@ -101,7 +102,7 @@ def profile_of(program: CompiledProgram, memory: Any, traced: _Traced, num_devic
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
+        temp_bytes=temp_bytes_of(memory, max((v.num_bytes for v in program.values.values()), default=0)),
         constant_bytes=sum(b.num_bytes for b in buffers if b.kind == "constant"),
         num_devices=num_devices,
         backend=backend,
