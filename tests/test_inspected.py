@@ -122,7 +122,7 @@ def test_value_of_a_created_state_is_an_output(kind):
 
 
 def test_estimate_without_the_compiler_counts_a_created_state():
-    outputs = [b for b in estimate(Cell("statetx").loss, (X,), {}).buffers if b.kind == "output"]
+    outputs = [b for b in estimate(Cell("statetx").loss, (X,), {}, False).buffers if b.kind == "output"]
     assert sum(b.num_bytes for b in outputs) == X.nbytes + 4
 
 

@@ -44,7 +44,7 @@ class _Value(NamedTuple):
     is_output: bool
 
 
-def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> MemoryProfile:
+def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool | None = None) -> MemoryProfile:
     """The profile of a step without compiling it: a value is alive from its equation to the last one that reads it.
 
     Args:
