@@ -10,7 +10,7 @@ import pytest
 
 import statetx
 from statetx._equations.hoist import hoist
-from statetx.policies import Levels, Slots
+from statetx.policies import Levels, Slots, everything
 
 X = jnp.linspace(-1.0, 1.0, 5)
 
@@ -143,10 +143,14 @@ def stepwise(checkpoint):
     return lambda f, x: statetx.scan(lambda h, _: (h + f(h), h + f(h)), x, None, 2, checkpoint=checkpoint)[1][0]
 
 
+BITS = Slots(2, policy=everything.stored_as("bits"))
+UNIT = jax.new_ref(jnp.float32(1.0))
 WITH_RULES = {
     "scan": stepwise(None),
     "slots": stepwise(Slots(2)),
     "levels": stepwise(Levels(2)),
+    "policy": lambda f, x: stepwise(None)(lambda h: stepwise(BITS)(f, h) - h, x),
+    "beside a Ref": lambda f, x: stepwise(Levels(2))(lambda h: stepwise(None)(f, h) * UNIT[...] - h, x),
     "truncated": stepwise(statetx.Truncated(1)),
     "cond": lambda f, x: statetx.cond(x > 0, f, jnp.tanh, x) + x,
     "switch": lambda f, x: statetx.switch(jnp.int32(x > 0), [jnp.tanh, f], x) + x,

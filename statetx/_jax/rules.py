@@ -67,8 +67,15 @@ def rule_of(eqn: Any) -> Jaxpr:
     num = len(eqn.invars) - num_closed_over(eqn)
     is_jvp = eqn.primitive.name == "custom_jvp_call"
     # One flag an operand: custom_jvp asks whether the tangent is zero, custom_vjp whether it is nonzero.
+    rule, flags = eqn.params[_RULES[eqn.primitive.name]], (not is_jvp,) * num
     with rule_kept(eqn):
-        return eqn.params[_RULES[eqn.primitive.name]].call_wrapped(*[not is_jvp] * num)[0]
+        jaxpr, consts, *_ = rule.call_wrapped(*flags)
+    if any(isinstance(x, jax.core.Tracer) for x in consts):
+        # What the rule has read belongs to a trace that may end before JAX differentiates: let it read again then.
+        for cache in _closed_over(rule.f):
+            if isinstance(cache, dict):
+                cache.pop(flags, None)
+    return jaxpr
 
 
 def num_closed_over(eqn: Any) -> int:

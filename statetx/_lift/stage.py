@@ -65,10 +65,11 @@ def stage(
 
     names.num_arguments, names.lifting = len(avals), lifting
     jaxpr, consts = _jax.stage(run, avals, traced_for=traced_for, name=name_of(names.fun), names=names)
-    if _jax.touches_refs(jaxpr, consts):
-        body, effects = _with_explicit_refs(jaxpr, consts, lifting, read)
+    body = Body.close(jaxpr, consts)  # first: a discharge renames the values that nested equations hold
+    if _jax.touches_refs(body.jaxpr, body.operands):
+        body, effects = _with_explicit_refs(body.jaxpr, body.operands, lifting, read)
         return body, aux, effects
-    return Body.close(jaxpr, consts), aux, []
+    return body, aux, []
 
 
 def close_derivative(jaxpr: Any, consts: list[Any]) -> Body:
