@@ -27,6 +27,7 @@ from ._errors import StateFilterError as StateFilterError
 from ._errors import StatetxError as StatetxError
 from ._errors import StateValueError as StateValueError
 from ._errors import StaticArgumentError as StaticArgumentError
+from ._errors import TargetError as TargetError
 from ._errors import TraceLeakError as TraceLeakError
 from ._objects.paths import Not as Not
 from ._objects.paths import states as states
@@ -46,6 +47,8 @@ if _TYPE_CHECKING:
     from ._lift.rules import Mean as Mean
     from ._lift.rules import Split as Split
     from ._loops.truncated import Truncated as Truncated
+    from ._targets.current import target as target
+    from ._targets.target import Target as Target
     from .caches import CacheInfo as CacheInfo
     from .caches import cache_info as cache_info
     from .caches import clear_cache as clear_cache
@@ -103,6 +106,8 @@ _PUBLIC = {
     ".training.optimizer": "Optimizer",
     "._lift.rules": "Broadcast Carry First Last Mean Split",
     "._loops.truncated": "Truncated",
+    "._targets.current": "target",
+    "._targets.target": "Target",
     ".training.checkpointer": "Checkpointer",
     ".caches": "CacheInfo cache_info clear_cache",
     ".memory.measure": "memory_profile",

@@ -127,6 +127,11 @@ class CheckpointError(StatetxError, ValueError):
 
 
 @public
+class TargetError(StatetxError, ValueError):
+    """A target is unknown, or programs cannot be compiled for it on this machine, or this program cannot."""
+
+
+@public
 class PolicyWarning(Explained, UserWarning):
     """A rematerialization policy makes no difference, or names values that do not occur; a plan is expensive; or a `budget` is around no code."""
 

@@ -14,9 +14,12 @@ import jax
 
 from .. import _jax
 from .._atomic import new_lock
+from .._errors import TargetError
 from .._jax import Jaxpr, Literal, Var
 from .._tables import Cell, Column, Table
-from .._text import format_bytes, format_flops
+from .._targets import current
+from .._targets.target import Target
+from .._text import counted, format_bytes, format_flops
 from .._tree import num_bytes
 from .flops import count
 
@@ -72,40 +75,38 @@ def memory_analysis_options() -> dict[str, Any]:
     for small programs. XLA assigns memory before that step, so the memory is exact.
     """
     on_cpu = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-    return on_cpu if jax.default_backend() == "cpu" else {}
+    return on_cpu if current.platform() == "cpu" else {}
 
 
 _WITHOUT_TIMING = {"xla_gpu_autotune_level": 0}
 
 
-@functools.cache
 def fast_compile_options() -> dict[str, Any]:
     """Faster compiler options for the same purpose; reported memory may differ a little, on CPUs by a few hundred bytes.
 
     On a GPU they leave out that XLA times kernels, which takes two thirds of a compilation.
     """
     on_cpu = {**memory_analysis_options(), "xla_cpu_use_fusion_emitters": False}  # jaxlib 0.12 no longer has it
-    options = {"cpu": on_cpu, "gpu": _WITHOUT_TIMING}.get(jax.default_backend())
+    options = {"cpu": on_cpu, "gpu": _WITHOUT_TIMING}.get(current.platform())
     return options if options and _is_known(options) else memory_analysis_options()
 
 
 def full_device_options() -> dict[str, Any]:
     """Compiler options for the same purpose where a program does not fit, or other arrays fill the device."""
-    return {**memory_analysis_options(), **(_WITHOUT_TIMING if jax.default_backend() == "gpu" else {})}
+    return {**memory_analysis_options(), **(_WITHOUT_TIMING if current.platform() == "gpu" else {})}
 
 
 LOW_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """The options that statetx may set in the program of a user."""
 
 
-@functools.cache
 def low_memory_options() -> dict[str, Any]:
     """Compiler options under which most programs take less memory; empty where the backend is not known to have any.
 
     XLA:CPU orders the operations of a program so that many of them can run at the same time. With these options it orders them so
     that little memory is in use at a time.
     """
-    return dict(LOW_MEMORY) if jax.default_backend() == "cpu" and _is_known(LOW_MEMORY) else {}
+    return dict(LOW_MEMORY) if current.platform() == "cpu" and _is_known(LOW_MEMORY) else {}
 
 
 def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) -> Any:
@@ -113,13 +114,31 @@ def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) ->
 
     XLA times kernels while it compiles for a GPU, with copies of their operands in the device's memory. What does not fit there
     is compiled without that: the choice of kernels changes little of the memory, and a program that does not fit is asked for most.
+    Nothing can be timed for a target.
     """
+    if isinstance(lowered, ForTarget):
+        return lowered.compile(compiler_options)
     try:
         return lowered.compile(compiler_options)
     except jax.errors.JaxRuntimeError as e:
-        if jax.default_backend() != "gpu" or not is_out_of_memory(e):
+        if current.platform() != "gpu" or not is_out_of_memory(e):
             raise
     return lowered.compile({**(compiler_options or {}), **_WITHOUT_TIMING})
+
+
+class ForTarget:
+    """A ``jax.stages.Lowered`` of a program that is compiled for a target; as such, but for `compile`."""
+
+    def __init__(self, lowered: Any, target: Target):
+        self._lowered, self.target = lowered, target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
+        without_timing = _WITHOUT_TIMING if self.target.platform == "gpu" else {}
+        with _jax.without_compilation_cache():
+            return self._lowered.compile({**(compiler_options or {}), **without_timing} or None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -127,9 +146,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_known(compiler_options: dict[str, Any]) -> bool:
+    return _is_known_to(current.platform(), tuple(compiler_options.items()))
+
+
+@functools.cache
+def _is_known_to(platform: str, compiler_options: tuple[tuple[str, Any], ...]) -> bool:
     # A jaxlib that lacks one of them raises.
     try:
-        jax.jit(lambda x: x).lower(0.0).compile(compiler_options)
+        lower(jax.jit(lambda x: x).trace(0.0)).compile(dict(compiler_options))
     except jax.errors.JaxRuntimeError:
         return False
     return True
@@ -231,10 +255,21 @@ def _largest_value(jaxpr: Jaxpr) -> int:
 
 
 def lower(traced: Any) -> Any:
-    """Lower a traced function, without a warning of donated arguments that no output can take: the user's jit says so."""
+    """Lower a traced function for the current target, without a warning of donated arguments that no output can take: the user's jit says so."""
+    target = current.current()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return traced.lower()
+        return traced.lower() if target is None else _lowered_for(target, traced)
+
+
+def _lowered_for(target: Target, traced: Any) -> ForTarget:
+    try:
+        return ForTarget(_jax.lowered_for(traced, target.platform, target.devices), target)
+    except _jax.TooFewDevices as e:
+        raise TargetError(
+            f"The program is for {counted(e.needed, 'device')}, by the shardings of its arguments or its mesh, and the target {target.name} has "
+            f"{target.num_devices}.\nFix: name as many, as in target='{target.name.partition(':')[0]}:{e.needed}'."
+        ) from e
 
 
 def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:

@@ -135,7 +135,6 @@ from .remat import has_side_effects as has_side_effects
 from .remat import ir_type as ir_type
 from .remat import is_jax_policy as is_jax_policy
 from .remat import memory_of as memory_of
-from .remat import memory_spaces as memory_spaces
 from .remat import name_primitive as name_primitive
 from .remat import named as named
 from .remat import names_in_policy as names_in_policy
@@ -169,6 +168,9 @@ from .staging import outputs_with_tangents as outputs_with_tangents
 from .staging import stage as stage
 from .staging import steps_with_tangents as steps_with_tangents
 from .staging import variable_of as variable_of
+from .topology import TooFewDevices as TooFewDevices
+from .topology import lowered_for as lowered_for
+from .topology import without_compilation_cache as without_compilation_cache
 from .traces import JAX_FOLDER as JAX_FOLDER
 from .traces import LEAVES as LEAVES
 from .traces import LITERALS as LITERALS

@@ -44,7 +44,7 @@ def concrete_mesh(mesh: Any) -> Any:
     # Axes are manual only inside a shard_map. A program that is compiled by itself has them automatic.
     auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
     types = tuple([auto if t == manual else t for t in mesh.axis_types])
-    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=jax.devices()[: mesh.size])
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=current.first_devices(mesh.size))
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

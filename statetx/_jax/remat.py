@@ -247,13 +247,6 @@ def memory_of(aval: Any) -> str:
     return HOST_MEMORY if getattr(aval, "memory_space", None) is jax.memory.Space.Host else ""
 
 
-def memory_spaces() -> list[str]:
-    """The memories that devices of the default backend can address, their default memory first."""
-    device = jax.local_devices()[0]
-    names = [device.default_memory().kind, *(m.kind for m in device.addressable_memories())]
-    return list(dict.fromkeys(names))
-
-
 def policy_answer(answer: Any) -> bool | tuple[str, str]:
     """The answer of a JAX policy: whether to save the value, or the memories to offload it from and to."""
     if isinstance(answer, Offloadable):

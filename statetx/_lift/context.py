@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _jax
 from .._equations.compiled import Program
+from .._targets import current
 from .._tree import num_bytes
 
 Map = tuple[Any, tuple[bool, ...]]
@@ -191,7 +192,7 @@ def _in_memory(aval: Any, sharding: NamedSharding | None, is_sharded: bool) -> j
     if not kind or (sharding is None and is_sharded):  # one of several devices: which, is not known
         return sharding
     if sharding is None:
-        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
+        return jax.sharding.SingleDeviceSharding(current.local_device(), memory_kind=kind)
     return sharding.with_memory_kind(kind)
 
 

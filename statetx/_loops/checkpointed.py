@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from .. import _jax
 from .._lift.staged import as_types
 from .._positions import replaced
+from .._targets import current
 from .._tree import has_known_sizes, is_float
 from .backward import BackwardStep, starts_early
 from .cpu_concurrency import concurrent_fori_loop
@@ -347,7 +348,7 @@ class _Reversal:
     @property
     def _starts_early(self) -> bool:
         """Whether much of the step that is differentiated at once would be in memory while steps before it are run ahead and kept."""
-        is_cpu = jax.default_backend() == "cpu"
+        is_cpu = current.platform() == "cpu"
         return self._plan.is_mixed and is_cpu and starts_early(self._step)
 
     def _reverse_in_loop(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
@@ -369,7 +370,7 @@ class _Reversal:
         index = self._loop.index(i)
 
         def read(n: int, awaited: list) -> Any:
-            held = _jax.hold(index, awaited) if awaited and jax.default_backend() == "cpu" else index
+            held = _jax.hold(index, awaited) if awaited and current.platform() == "cpu" else index
             return jax.lax.dynamic_index_in_dim(self._xs[n], held, 0, keepdims=False)
 
         backward = functools.partial(self._two_parts.backward_reading, self._constants, read)

@@ -16,6 +16,7 @@ from .._lift.staged import as_types
 from .._remat import decide, mark
 from .._remat.policy import Policy
 from .._remat.stored import StoredType
+from .._targets import current
 from .._tree import is_float
 from . import bind
 from .cpu_concurrency import has_independent_products
@@ -132,7 +133,7 @@ class Step:
     @functools.cached_property
     def has_independent_products(self) -> bool:
         """Whether a loop of it is faster with `cpu_concurrency.concurrent_fori_loop`."""
-        return jax.default_backend() == "cpu" and has_independent_products(self.body.jaxpr)
+        return current.platform() == "cpu" and has_independent_products(self.body.jaxpr)
 
     def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
         """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have one."""

@@ -19,6 +19,7 @@ from .._errors import PlanError, PolicyError
 from .._lift.options import check_flags
 from .._records import Check, headed, one_of, row, whole
 from .._remat.parse import as_value_policy
+from .._targets import current
 from .._text import brief, size_literal
 from .._tree import is_integer
 from .._typing import Policy
@@ -166,7 +167,7 @@ def _exact_bytes(name: str, value: Any) -> Fraction:
 
 
 def _check_offload(strategy: Strategy, step: Step) -> None:
-    if strategy.offload and _jax.HOST_MEMORY not in _jax.memory_spaces():
+    if strategy.offload and _jax.HOST_MEMORY not in current.memory_kinds():
         raise PolicyError(f"{step.name}: {strategy!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
 
 

@@ -20,6 +20,7 @@ from .. import _jax
 from .._errors import PolicyError
 from .._lift.context import Map, TraceContext, device_bytes
 from .._remat.parse import as_value_policy
+from .._targets import current
 from .._text import format_bytes, parse_bytes, type_str
 from .._tree import has_known_sizes, is_float
 from .._typing import Policy
@@ -268,7 +269,7 @@ class _Watch(Differentiated):
 
 def _waits_for_loops() -> bool:
     """Whether XLA waits for the device before each turn of a loop of unknown length, of which a schedule of slots is made (decision 47)."""
-    return jax.default_backend() == "gpu"
+    return current.platform() == "gpu"
 
 
 # -- maps around a loop ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from .. import _jax, _states
 from .._equations.primitives import Runs, row_of
 from .._errors import PolicyError, PolicyWarning
 from .._jax import Jaxpr
+from .._targets import current
 from .._tree import is_float
 from . import declared, mark
 from .atoms import JaxPolicy, Marks, Masks, everything, names_of, nothing
@@ -184,7 +185,7 @@ def _has_masks(eqn: Any) -> bool:
 def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -> dict[Address, mark.Label]:
     """The labels of the values that a policy saves or offloads."""
     verdicts = [(site, policy.judge(site.value)) for site in sites]
-    spaces = _jax.memory_spaces() if any(v.decision is Decision.OFFLOAD for _, v in verdicts) else ()
+    spaces = current.memory_kinds() if any(v.decision is Decision.OFFLOAD for _, v in verdicts) else ()
     labels = {}
     for site, verdict in verdicts:
         if verdict.decision is not Decision.RECOMPUTE:

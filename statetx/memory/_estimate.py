@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from .. import _jax
@@ -15,6 +14,7 @@ from .._equations.inline import inline
 from .._equations.primitives import INLINED, row_of
 from .._jax import Jaxpr, Literal, Var
 from .._lift.wrapper import name_of
+from .._targets import current
 from .._text import type_str
 from .._tree import num_bytes
 from ..residuals._trace import user_line
@@ -69,7 +69,7 @@ def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool
         temp_bytes=0,
         constant_bytes=0,
         num_devices=1,
-        backend=jax.default_backend(),
+        backend=current.platform(),
         note=_NOTE,
         gradient=gradient,
     )

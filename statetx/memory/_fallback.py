@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr
 
+from .._targets import current
 from .._text import type_str
 from ..residuals.table import Residuals
 from .buffer import Buffer, Step
@@ -66,11 +67,11 @@ def without_assignment(
         temp_bytes=told[3] or sizes[2],
         constant_bytes=0,
         num_devices=1,
-        backend=jax.default_backend(),
+        backend=current.platform(),
         backward_step=1,
         gradient=residuals is not None,
         note=(
-            f"The backend {jax.default_backend()!r} does not tell where {'compiled programs' if was_compiled else 'programs'} have their "
+            f"The backend {current.platform()!r} does not tell where {'compiled programs' if was_compiled else 'programs'} have their "
             f"buffers, so these are arguments, residuals and outputs, without working memory."
             + (" Pass the function, or the lowered program." if was_compiled else "")
         ),

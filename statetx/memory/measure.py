@@ -13,6 +13,7 @@ import jax
 
 from .. import _jax, _states
 from .._equations.compiled import (
+    ForTarget,
     compile_to_measure,
     full_device_options,
     is_out_of_memory,
@@ -26,6 +27,7 @@ from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._objects.attributes import created_undone
 from .._objects.paths import argument_names
+from .._targets import current
 from .._text import brief
 from .._tree import is_float
 from ..residuals.measure import ArrayProgram, is_step, with_gradient, without_gradient
@@ -88,7 +90,8 @@ def profiled(
         return without_assignment(traced.name, compiled, traced.residuals, was_compiled=was_compiled)
     memory = compiled.memory_analysis()
     assert memory is not None  # the program was decoded from it, or beside it
-    return profile_of(program, memory, traced, _num_devices(compiled), _backend(compiled))
+    backend = traced.stage.target.platform if isinstance(traced.stage, ForTarget) else _backend(compiled)
+    return profile_of(program, memory, traced, _num_devices(compiled), backend)
 
 
 def profile_of(program: CompiledProgram, memory: Any, traced: _Traced, num_devices: int, backend: str) -> MemoryProfile:
@@ -142,10 +145,14 @@ def _compiled_and_written(stage: Any, options: dict[str, Any]) -> tuple[Any, Com
     return compiled, program
 
 
-@functools.cache
 def _tells_buffers() -> bool:
-    """Whether the backend tells where a compiled program has its buffers."""
-    compiled = compile_to_measure(jax.jit(lambda x: x + 1).lower(0.0), full_device_options())
+    """Whether a compiled program tells where it has its buffers."""
+    return _tells(current.environment())
+
+
+@functools.lru_cache(maxsize=16)
+def _tells(environment: Any) -> bool:
+    compiled = compile_to_measure(lower(jax.jit(lambda x: x + 1).trace(0.0)), full_device_options())
     return _jax.compiled_program(compiled) is not None
 
 
@@ -194,8 +201,10 @@ _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax
 
 def _staged(stage: Any) -> _Traced:
     """Of a traced, lowered or compiled function."""
+    if isinstance(stage, Traced):
+        return _Traced(stage.name, lower(stage.jax_stage), Inputs(stage.state_names), None)
     if hasattr(stage, "lower"):
-        stage = stage.lower()
+        stage = lower(stage)
     if isinstance(stage, (Lowered, Compiled)):
         return _Traced(stage.name, stage.jax_stage, Inputs(stage.state_names), None)
     return _Traced(getattr(stage, "fun_name", "") or "the program", stage, Inputs(), None)

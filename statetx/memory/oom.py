@@ -14,6 +14,7 @@ from .._equations.compiled import full_device_options, is_out_of_memory
 from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Cell, Column, Table, Tabular
+from .._targets import current
 from .._text import format_bytes, parse_bytes, short_path
 from ..transforms.functionalize import functionalize
 from ._advice import _candidates
@@ -304,13 +305,13 @@ def _bytes_of(number: str, prefix: str) -> int:
 
 
 def _memory_stats() -> dict[str, int] | None:
-    """What the first device tells of its memory; None on a CPU."""
-    return jax.local_devices()[0].memory_stats()
+    """What the first device, or the target, tells of its memory; None on a CPU."""
+    return current.memory_stats()
 
 
 def _bytes_of_inputs(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
     """Bytes in the memory of the first device of the arguments and states that exist."""
-    device = jax.local_devices()[0]
+    device = current.local_device()
     memories = (None, device.default_memory().kind)  # not the host's, where offloaded arrays are
     arrays = [
         x

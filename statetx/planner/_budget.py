@@ -7,10 +7,9 @@ import numbers
 import os
 from typing import Any, NamedTuple
 
-import jax
-
 from .._errors import PlanError
 from .._lift.wrapper import name_of, short_name
+from .._targets import current
 from .._text import MOST_BYTES, brief, format_bytes, parse_bytes, suggestion
 
 STEP = "step"
@@ -94,7 +93,10 @@ def device_memory() -> int:
         if size == 0:
             raise PlanError(f"STATETX_DEVICE_MEMORY={brief(pretended)} is not a size, such as 16GiB.")
         return size
-    devices = jax.local_devices()
+    chosen = current.current()
+    if chosen is not None:
+        return chosen.memory_bytes
+    devices = current.local_devices()
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
     if all(limits):
         return min(limits)

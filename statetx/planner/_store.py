@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.backend import get_backend
 
 from .. import _files, _jax, _records
 from .._equations.compiled import Program
 from .._jax import Jaxpr
 from .._records import Check
 from .._states.messages import library_folders
+from .._targets import current
 from ._fields import PEAK, VERSION
 
 _MAX_BYTES = 64 * 2**20  # of all stored plans together
@@ -169,12 +169,11 @@ def _digest(*values: Any) -> Any:
 
 
 def _environment() -> list[Any]:
-    backend, devices = get_backend(), jax.devices()
     return [
         VERSION,
         _sources(),
         (jax.__version__, importlib.metadata.version("jaxlib")),
-        (backend.platform, backend.platform_version, devices[0].device_kind, len(devices)),
+        current.environment(),
         [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         jax.config.values.get("jax_remat3"),
     ]

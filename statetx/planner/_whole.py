@@ -20,6 +20,7 @@ from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._remat.stored import BITS
+from .._targets import current
 from ..residuals.report import BASELINE
 from ._baseline import ProgramOf
 from ._candidate import Candidate, predicted_bytes, with_gradient
@@ -96,7 +97,7 @@ def start_search(
     kept_byte_cost = 0.0
     if options.objective == "time":
         equation_cost, kept_byte_cost = cost_model().seconds, 2 / cost_model().bytes_per_second
-    if options.offload and _jax.HOST_MEMORY in _jax.memory_spaces():
+    if options.offload and _jax.HOST_MEMORY in current.memory_kinds():
         per_byte = 1 / cost_model().host_bytes_per_second if options.objective == "time" else 0.0
     return Search(
         recorded.jaxpr,

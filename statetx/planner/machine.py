@@ -19,6 +19,7 @@ from .._equations.compiled import is_out_of_memory
 from .._equations.flops import flops
 from .._equations.primitives import row_of
 from .._errors import PolicyWarning
+from .._targets import current
 from .._text import format_bytes
 from .._tree import num_bytes
 from . import _store
@@ -101,7 +102,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
         True
     """
     # On a CPU a product of the larger size, 1.1e12 operations, would take longer than the second promised above.
-    n = size or (1024 if jax.default_backend() == "cpu" else 8192)
+    n = size or (1024 if current.platform() == "cpu" else 8192)
     limit = time_limit / 4
 
     def measured(n: int) -> tuple[_Measured, ...]:
@@ -177,7 +178,7 @@ def _num_entries(n: int) -> int:
 
 
 def _device_kind() -> str:
-    return jax.local_devices()[0].device_kind
+    return current.device_kind()
 
 
 def _path(device: str) -> pathlib.Path | None:

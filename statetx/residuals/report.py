@@ -22,6 +22,7 @@ from .._remat.atoms import names_of
 from .._remat.override import Region, override
 from .._remat.parse import as_policy, as_sequence
 from .._tables import Cell, Column, Table, Tabular
+from .._targets import current
 from .._text import format_bytes, format_flops
 from .._typing import Policy
 from ..transforms.abstract import staged_jaxpr
@@ -447,14 +448,14 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
 def _barrier(row: Measured, is_ours: bool, lowered: Any, baseline_lowered: Any) -> str | None:
     """The text about a barrier that the compiler removes, as on CPUs; None if the memory would not fall with it."""
     # Elsewhere barriers last (measured on GPUs), and operations are missing for another reason: XLA counts none in the calls of cuBLAS and cuDNN.
-    if jax.default_backend() != "cpu":
+    if current.platform() != "cpu":
         return None
     fix = (
         "Leave fence= at 'auto'" if is_ours else "Use statetx.remat in place of jax.checkpoint, whose fence holds there"
     )
     text = (
         f"The equations recompute and keep {format_bytes(row.residual_bytes)}, but the compiled program does not recompute all of it: on the "
-        f"{jax.default_backend()} backend the compiler removes the barrier that delays the recomputation, so that unrolled "
+        f"{current.platform()} backend the compiler removes the barrier that delays the recomputation, so that unrolled "
         f"code is merged with the first computation. {fix}, or put the repeated part into a loop (scan)"
     )
     # The removal can be switched off, which shows the memory that other devices would take.

@@ -1,0 +1,51 @@
+"""Lower programs for devices that are not there.
+
+A program is traced for the devices of this machine: its arguments, meshes and constraints name them. `lowered_for` lowers it by the
+rules of another platform and exchanges the devices of the module, which names devices by their number only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src import config
+from jax._src.interpreters import pxla
+
+_LOWERING_NAMES = {"gpu": "cuda"}
+
+
+class TooFewDevices(ValueError):
+    """A program is for more devices (`needed`) than it can be compiled for."""
+
+    def __init__(self, needed: int):
+        super().__init__(needed)
+        self.needed = needed
+
+
+def lowered_for(traced: Any, platform: str, devices: Sequence[Any]) -> Any:
+    """Lower a ``jax.stages.Traced`` for compile-only devices of a platform.
+
+    Raises:
+        TooFewDevices: the program is for more devices.
+    """
+    lowered = traced.lower(lowering_platforms=(_LOWERING_NAMES.get(platform, platform),))
+    # JAX may keep both for another target.
+    lowered, computation = copy.copy(lowered), copy.copy(lowered._lowering)
+    num = computation.compile_args["num_devices"]
+    if num > len(devices):
+        raise TooFewDevices(num)
+    computation.compile_args = {**computation.compile_args, "backend": devices[0].client}
+    computation._device_list = pxla._create_device_list(tuple(devices[:num]))
+    computation._executable = None
+    lowered._lowering = computation
+    return lowered
+
+
+def without_compilation_cache() -> Any:
+    """A context in which JAX neither reads nor writes its cache of compiled programs on the disk.
+
+    The cache's key lacks the figures of a compile-only GPU, so that it would give one card's program for another.
+    """
+    return config.enable_compilation_cache(False)

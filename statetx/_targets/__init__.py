@@ -1,0 +1,1 @@
+"""Devices to compile for: the machine's own, or a GPU or TPU that is not there."""

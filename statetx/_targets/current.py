@@ -1,0 +1,140 @@
+"""The device that programs are compiled for: the only module that asks JAX for its backend and its devices.
+
+`statetx.target` replaces the machine's devices for a block, ``STATETX_TARGET`` for a process. What is decided by device, wherever it
+is decided, asks here. The target is part of JAX's cache keys (``jax.make_user_context``), so nothing traced or compiled for one device
+is used for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend.backend import get_backend
+
+from .._errors import TargetError
+from .._text import brief
+from .target import Target
+
+_VARIABLE = "STATETX_TARGET"
+_context: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def target(target: Target | str | os.PathLike[str] | None) -> Iterator[Target | None]:
+    """Compile for a device that may not be here, in every call of the block that measures, profiles or plans.
+
+    Inside, `plan`, `measure`, `memory_report`, `memory_profile`, `explain_oom`, `loop_report`, `max_batch`, `microbatch` with
+    ``budget=`` and `saved_residuals` compile for the target, and what depends on the device is chosen for it. Arrays stay where they
+    are, and what runs, runs here.
+
+    Args:
+        target: a `Target`, the name of one, or None for the devices of this machine.
+
+    Raises:
+        TargetError: the name is not known, or its compiler is not installed.
+
+    Example:
+        >>> import statetx
+        >>> with statetx.target(None):
+        ...     print(statetx.measure(lambda x: (x * x).sum(), 3.0, gradient=False).temp_bytes >= 0)
+        True
+    """
+    chosen = as_target(target)
+    with _context(_HERE if chosen is None else chosen):
+        yield chosen
+
+
+_HERE = "here"  # unlike None, it also takes the place of STATETX_TARGET
+
+
+def as_target(target: Target | str | os.PathLike[str] | None) -> Target | None:
+    """The `Target` of an argument ``target=``; its compiler is there, or `TargetError` is raised."""
+    if target is None:
+        return None
+    chosen = target if isinstance(target, Target) else Target(target)
+    if chosen.missing:
+        raise TargetError(f"target={brief(chosen.name)}: this machine cannot compile for it: {chosen.missing}.")
+    return chosen
+
+
+def current() -> Target | None:
+    """The target of the running block or of ``STATETX_TARGET``; None for the devices of this machine."""
+    value = _context.value
+    if value is None:
+        named = os.environ.get(_VARIABLE)
+        return _of_environment(named) if named else None
+    return None if value == _HERE else value
+
+
+def _of_environment(name: str) -> Target | None:
+    try:
+        return as_target(name)
+    except TargetError as e:
+        raise TargetError(f"{_VARIABLE}: {e.args[0]}") from e
+
+
+def platform() -> str:
+    """The platform of the device that programs are compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+    chosen = current()
+    return jax.default_backend() if chosen is None else chosen.platform
+
+
+def device_kind() -> str:
+    """The kind of the device that programs are compiled for, such as ``"NVIDIA H100 80GB HBM3"``."""
+    chosen = current()
+    return jax.local_devices()[0].device_kind if chosen is None else chosen.kind
+
+
+def memory_kinds() -> list[str]:
+    """The memories that the device can address, its default memory first."""
+    chosen = current()
+    if chosen is not None and chosen.platform != "cpu":
+        return ["device", "pinned_host"]  # a compile-only GPU does not list its own
+    device = jax.local_devices()[0]
+    names = [device.default_memory().kind, *(m.kind for m in device.addressable_memories())]
+    return list(dict.fromkeys(names))
+
+
+def local_device() -> Any:
+    """A device of this machine, for the shardings of programs: `lower` exchanges it for the target's."""
+    return jax.local_devices()[0]
+
+
+def memory_stats() -> dict[str, int] | None:
+    """What the first device tells of its memory; of a target, its size; None on a CPU."""
+    chosen = current()
+    return local_device().memory_stats() if chosen is None else {"bytes_limit": chosen.memory_bytes}
+
+
+def local_devices() -> list[Any]:
+    """The devices of this machine and process."""
+    return jax.local_devices()
+
+
+def first_devices(num: int) -> list[Any]:
+    """Devices of this machine, for a mesh of a program."""
+    return jax.devices()[:num]
+
+
+def environment() -> tuple[Any, ...]:
+    """What a compiled program depends on beside its equations and options: the backend, or the target."""
+    chosen = current()
+    if chosen is not None and chosen.platform != "cpu":
+        return (chosen.platform, *chosen.key, _versions(chosen.platform))
+    backend, devices = get_backend(), jax.devices()
+    return (backend.platform, backend.platform_version, devices[0].device_kind, len(devices))
+
+
+def _versions(platform_name: str) -> tuple[str, ...]:
+    import importlib.metadata  # noqa: PLC0415
+
+    names = ("libtpu",) if platform_name == "tpu" else ("jax-cuda12-plugin", "jax-cuda13-plugin")
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return tuple(found)

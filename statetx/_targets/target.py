@@ -1,0 +1,307 @@
+"""`Target`: a device, or several, that programs are compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._errors import TargetError
+from .._text import brief, format_bytes, suggestion
+from .._typing import public
+from . import plugins
+from .spec import Cpu, Gpu, Spec, Tpu, read_spec, table
+
+_FRACTION = 0.75  # of a GPU's memory: what JAX reserves for programs
+_FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+@public
+class Target:
+    """A device, or several, that statetx measures and plans for; it need not be there.
+
+    Pass it, or its name, as ``target=`` of `plan`, `measure`, `memory_profile` and the others, or put the calls into
+    ``with statetx.target("h100"):``. Compiling for GPUs needs Linux and ``pip install "statetx[target-cuda]"``, for TPUs
+    ``"statetx[target-tpu]"``; neither needs the device. Nothing ever runs on a target.
+
+    Args:
+        name: a device, such as ``"h100"``, ``"a100-40gb"`` or ``"tpu v5e"`` (``python -m statetx targets`` lists them); several,
+            ``"h100:8"`` on one host or ``"h100:2x8"`` on two; a grid of TPU chips, ``"tpu v5e:2x4"``; or the path of a file that
+            `save` wrote.
+
+    Attributes:
+        name: as given, in lower case.
+        platform: ``"gpu"``, ``"tpu"`` or ``"cpu"``.
+        kind: JAX's name of the device, ``device_kind``.
+        num_devices: number of devices.
+
+    Raises:
+        TargetError: the name, the number of devices or the file is not known.
+
+    Example:
+        >>> import statetx
+        >>> target = statetx.Target("h100:2x8")
+        >>> target.platform, target.num_devices, target.kind
+        ('gpu', 16, 'NVIDIA H100 80GB HBM3')
+    """
+
+    def __init__(self, name: str | os.PathLike[str]):
+        if not isinstance(name, (str, os.PathLike)):
+            raise TargetError(f"A target is a name, such as 'h100' or 'tpu v5e:2x4', or a file; got {brief(name)}.")
+        text = os.fspath(name)
+        if isinstance(name, os.PathLike) or text.endswith(".json"):
+            loaded = Target.load(text)
+            self._set(loaded.name, loaded._spec, loaded._hosts, loaded._shape)
+            return
+        device, _, amount = text.strip().lower().partition(":")
+        device = " ".join(device.replace("_", "-").split())
+        spec = table().get(device)
+        if spec is None:
+            raise TargetError(
+                f"There is no target named {brief(text)}.{suggestion(device, table())}\nTargets: {', '.join(table())}; or a file that Target.save wrote."
+            )
+        hosts, shape = _parse_shape(spec, amount.strip(), text)
+        self._set(device + (f":{amount.strip()}" if amount else ""), spec, hosts, shape)
+
+    def _set(self, name: str, spec: Spec, hosts: int, shape: tuple[int, ...]) -> None:
+        self.name = name
+        self._spec, self._hosts, self._shape = spec, hosts, shape
+
+    @classmethod
+    def _of(cls, name: str, spec: Spec, hosts: int, shape: tuple[int, ...]) -> Target:
+        target = cls.__new__(cls)
+        target._set(name, spec, hosts, shape)
+        return target
+
+    @classmethod
+    def here(cls) -> Target:
+        """The device that JAX uses here, for `save`; all its devices.
+
+        Raises:
+            TargetError: a kind of GPU or TPU that is not in the table of common devices.
+        """
+        devices = jax.devices()
+        first, hosts = devices[0], len({d.process_index for d in devices})
+        local = len(devices) // hosts
+        if first.platform == "cpu":
+            spec = Cpu(first.device_kind, max(_machine_memory() // len(jax.local_devices()), 2**20), "this machine")
+            return cls._of(f"cpu:{len(devices)}", spec, 1, (len(devices),))
+        for name, spec in table().items():
+            if spec.platform == first.platform and _is_kind(first, spec):
+                limit = (first.memory_stats() or {}).get("bytes_limit", 0)
+                if isinstance(spec, Gpu):
+                    shape = (local,)
+                    if limit:  # another size of the same GPU
+                        spec = dataclasses.replace(spec, memory_bytes=int(limit / _fraction()), source="this machine")
+                else:
+                    shape = _default_grid(spec, len(devices)) or (len(devices), *(1,) * (spec.dimensions - 1))
+                    spec = dataclasses.replace(spec, memory_bytes=limit or spec.memory_bytes)
+                return cls._of(f"{name}:{len(devices)}", spec, hosts, shape)
+        raise TargetError(
+            f"{first.device_kind} is not in the table of common devices: {', '.join(table())}.\nFix: save the nearest of them, and edit the "
+            f"figures in the file."
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Target:
+        """Read a target from a file that `save` wrote, or that was written by hand after one.
+
+        Raises:
+            TargetError: the file cannot be read, or has other fields.
+        """
+        where = os.fspath(path)
+        try:
+            if os.path.getsize(path) > 2**16:
+                raise TargetError(f"{where} is not the file of a target: it is larger than 64 KiB.")
+            fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as e:
+            if isinstance(e, TargetError):
+                raise
+            raise TargetError(
+                f"{where} cannot be read as a target: {brief(str(e))}. Target.save(path) writes such a file."
+            ) from e
+        expected = {"name", "platform", "hosts", "shape", "device"}
+        if not isinstance(fields, dict) or fields.keys() != expected:
+            raise TargetError(f"{where} is not the file of a target: it has the fields {', '.join(sorted(expected))}.")
+        spec = read_spec(fields["platform"], fields["device"], where)
+        name, hosts, shape = fields["name"], fields["hosts"], fields["shape"]
+        numbers = [hosts, *shape] if isinstance(shape, list) and 1 <= len(shape) <= 3 else [0]
+        if not all(type(n) is int and 1 <= n <= 10_000 for n in numbers) or math.prod(numbers) > _MOST_DEVICES:
+            raise TargetError(f"{where}: hosts={brief(hosts)}, shape={brief(shape)} are not numbers of devices.")
+        if len(shape) != (spec.dimensions if isinstance(spec, Tpu) else 1):
+            raise TargetError(f"{where}: shape={brief(shape)} does not suit {spec.kind}.")
+        if not isinstance(name, str) or len(name) > 200 or not name.isprintable():
+            raise TargetError(f"{where}: name={brief(name)} is not a short text.")
+        return cls._of(name, spec, hosts, tuple(shape))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the figures to a JSON file, for `Target.load` on another machine."""
+        device = dataclasses.asdict(self._spec)
+        fields = {
+            "name": self.name,
+            "platform": self.platform,
+            "hosts": self._hosts,
+            "shape": self._shape,
+            "device": device,
+        }
+        beside = pathlib.Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+        try:
+            beside.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @property
+    def platform(self) -> str:
+        return self._spec.platform
+
+    @property
+    def kind(self) -> str:
+        return self._spec.kind
+
+    @property
+    def num_devices(self) -> int:
+        return self._hosts * math.prod(self._shape)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes that a program may use on one device: of a GPU 75% of its memory, or the fraction in ``XLA_CLIENT_MEM_FRACTION``."""
+        if isinstance(self._spec, Gpu):
+            return int(self._spec.memory_bytes * _fraction())
+        return self._spec.memory_bytes
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """JAX devices that programs can be compiled for; of a GPU or TPU nothing runs on them.
+
+        Raises:
+            TargetError: the compiler for them is not installed.
+        """
+        if self.platform == "cpu":
+            devices = jax.devices("cpu")
+            if len(devices) < self.num_devices:
+                raise TargetError(
+                    f"{self.name} has {self.num_devices} devices, and JAX has {len(devices)} here: start Python with XLA_FLAGS=--xla_force_host_platform_device_count={self.num_devices}."
+                )
+            return tuple(devices[: self.num_devices])
+        # XLA has no grid of one chip for TPUs in three dimensions; the first of a host's four serves.
+        hosts, shape = self._hosts, self._shape
+        if isinstance(self._spec, Tpu) and self._spec.dimensions == 3 and shape == (1, 1, 1):
+            shape = (2, 2, 1)
+        return plugins.compile_only_devices(self._spec, hosts, shape)[: self.num_devices]
+
+    @property
+    def missing(self) -> str:
+        """What keeps this machine from compiling for the target; "" if nothing does."""
+        return plugins.missing(self._spec)
+
+    def mesh(self, shape: Sequence[int], names: Sequence[str], axis_types: Any = None) -> jax.sharding.Mesh:
+        """A mesh of the target's devices, for shardings of `jax.ShapeDtypeStruct` arguments.
+
+        Args:
+            shape, names: sizes and names of its axes.
+            axis_types: as in ``jax.make_mesh``.
+
+        Raises:
+            TargetError: it needs more devices than there are.
+        """
+        size = math.prod(shape)
+        if size > self.num_devices:
+            raise TargetError(
+                f"A mesh of {'x'.join(map(str, shape))} needs {size} devices, and {self.name} has {self.num_devices}.\nFix: name more, as in Target({self._name_of(size)!r})."
+            )
+        return jax.make_mesh(tuple(shape), tuple(names), axis_types, devices=self.devices[:size])
+
+    def _name_of(self, size: int) -> str:
+        return f"{self.name.partition(':')[0]}:{size}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Everything that what is compiled for the target depends on."""
+        return (self._spec, self._hosts, self._shape)
+
+    def __eq__(self, other: object) -> bool:
+        return self.key == other.key if isinstance(other, Target) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Target({self.name!r})"
+
+    def __str__(self) -> str:
+        num = f"{self.num_devices} x " if self.num_devices > 1 else ""
+        return f"{num}{self.kind} ({format_bytes(self.memory_bytes)} for programs)"
+
+
+_MOST_DEVICES = 10_000
+_GRIDS = {
+    2: {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)},
+    3: {
+        1: (1, 1, 1),
+        4: (2, 2, 1),
+        8: (2, 2, 2),
+        16: (2, 2, 4),
+        32: (2, 4, 4),
+        64: (4, 4, 4),
+        128: (4, 4, 8),
+        256: (4, 8, 8),
+    },
+}
+
+
+def _default_grid(spec: Tpu, num: int) -> tuple[int, ...] | None:
+    return _GRIDS[spec.dimensions].get(num)
+
+
+def _parse_shape(spec: Spec, amount: str, text: str) -> tuple[int, tuple[int, ...]]:
+    """The hosts and the shape of what follows the colon: ``""``, ``"8"``, ``"2x8"``, ``"2x4"``."""
+    if amount and not re.fullmatch(r"[0-9]{1,5}(x[0-9]{1,5}){0,2}", amount):
+        raise TargetError(
+            f"{brief(text)}: {brief(amount)} is not a number of devices. Use 'h100:8', 'h100:2x8' (two hosts of eight) or 'tpu v5e:2x4'."
+        )
+    numbers = tuple(map(int, amount.split("x"))) if amount else (1,)
+    if 0 in numbers or math.prod(numbers) > _MOST_DEVICES:
+        raise TargetError(f"{brief(text)}: a target has 1 to {_MOST_DEVICES} devices.")
+    if isinstance(spec, Tpu):
+        if len(numbers) == spec.dimensions:
+            return 1, numbers
+        grid = _default_grid(spec, numbers[0]) if len(numbers) == 1 else None
+        if grid is None:
+            example = "x".join(map(str, _GRIDS[spec.dimensions][8]))
+            counts = ", ".join(map(str, _GRIDS[spec.dimensions]))
+            raise TargetError(
+                f"{brief(text)}: {spec.kind} has grids of {spec.dimensions} dimensions, such as {example}, or one of {counts} chips."
+            )
+        return 1, grid
+    if len(numbers) > 2:
+        raise TargetError(f"{brief(text)}: name hosts and the devices of each, as in '2x8'.")
+    return (numbers[0], numbers[1:]) if len(numbers) == 2 else (1, numbers)
+
+
+def _fraction() -> float:
+    for name in _FRACTION_NAMES:
+        try:
+            fraction = float(os.environ.get(name, ""))
+        except ValueError:
+            continue
+        if 0 < fraction <= 1:
+            return fraction
+    return _FRACTION
+
+
+def _is_kind(device: Any, spec: Spec) -> bool:
+    return device.device_kind.lower().startswith(spec.kind.lower()) or spec.kind.lower().startswith(
+        device.device_kind.lower()
+    )
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**30
