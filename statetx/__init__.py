@@ -11,7 +11,11 @@ from typing import Any as _Any
 
 from ._atomic import new_lock as _new_lock
 from ._environment import flag as _flag
-from ._errors import CarryTypeError as CarryTypeError
+from ._targets.absent import load_jax as _load_jax
+
+_load_jax()
+
+from ._errors import CarryTypeError as CarryTypeError  # noqa: E402
 from ._errors import CheckpointError as CheckpointError
 from ._errors import CreatedStateError as CreatedStateError
 from ._errors import EffectError as EffectError

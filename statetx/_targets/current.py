@@ -8,9 +8,12 @@ is used for another.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
+import inspect
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.extend.backend import get_backend
@@ -20,11 +23,12 @@ from .._text import brief
 from .target import Target
 
 _VARIABLE = "STATETX_TARGET"
+F = TypeVar("F", bound=Callable[..., Any])
 _context: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def target(target: Target | str | os.PathLike[str] | None) -> Iterator[Target | None]:
+def target(device: Target | str | os.PathLike[str] | None, /) -> Iterator[Target | None]:
     """Compile for a device that may not be here, in every call of the block that measures, profiles or plans.
 
     Inside, `plan`, `measure`, `memory_report`, `memory_profile`, `explain_oom`, `loop_report`, `max_batch`, `microbatch` with
@@ -32,7 +36,7 @@ def target(target: Target | str | os.PathLike[str] | None) -> Iterator[Target | 
     are, and what runs, runs here.
 
     Args:
-        target: a `Target`, the name of one, or None for the devices of this machine.
+        device: a `Target`, the name of one, or None for the devices of this machine.
 
     Raises:
         TargetError: the name is not known, or its compiler is not installed.
@@ -43,7 +47,7 @@ def target(target: Target | str | os.PathLike[str] | None) -> Iterator[Target | 
         ...     print(statetx.measure(lambda x: (x * x).sum(), 3.0, gradient=False).temp_bytes >= 0)
         True
     """
-    chosen = as_target(target)
+    chosen = as_target(device)
     with _context(_HERE if chosen is None else chosen):
         yield chosen
 
@@ -51,14 +55,36 @@ def target(target: Target | str | os.PathLike[str] | None) -> Iterator[Target | 
 _HERE = "here"  # unlike None, it also takes the place of STATETX_TARGET
 
 
-def as_target(target: Target | str | os.PathLike[str] | None) -> Target | None:
+def as_target(device: Target | str | os.PathLike[str] | None) -> Target | None:
     """The `Target` of an argument ``target=``; its compiler is there, or `TargetError` is raised."""
-    if target is None:
+    if device is None:
         return None
-    chosen = target if isinstance(target, Target) else Target(target)
+    chosen = device if isinstance(device, Target) else Target(device)
     if chosen.missing:
         raise TargetError(f"target={brief(chosen.name)}: this machine cannot compile for it: {chosen.missing}.")
     return chosen
+
+
+def takes_target(fun: F) -> F:
+    """Give a function the keyword ``target=``, under which it runs.
+
+    The keywords of the functions that measure belong to the measured function, which may have a `target` of its own, such as labels: a
+    name, a path and a `Target` are ours, anything else is passed on.
+    """
+    signature = inspect.signature(fun)
+    parameters = list(signature.parameters.values())
+    at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
+    own = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Target | str | None")
+
+    @functools.wraps(fun)
+    def with_target(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get("target"), (Target, str, os.PathLike)):
+            return fun(*args, **kwargs)
+        with target(kwargs.pop("target")):
+            return fun(*args, **kwargs)
+
+    with_target.__signature__ = signature.replace(parameters=[*parameters[:at], own, *parameters[at:]])  # pyright: ignore[reportAttributeAccessIssue]
+    return cast("F", with_target)
 
 
 def current() -> Target | None:
@@ -130,8 +156,6 @@ def environment() -> tuple[Any, ...]:
 
 
 def _versions(platform_name: str) -> tuple[str, ...]:
-    import importlib.metadata  # noqa: PLC0415
-
     names = ("libtpu",) if platform_name == "tpu" else ("jax-cuda12-plugin", "jax-cuda13-plugin")
     found = []
     for name in names:

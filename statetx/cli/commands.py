@@ -55,6 +55,30 @@ def plan(target: Target, options: argparse.Namespace) -> Output:
     return Output(str(made), {"html": _html_writer(made), "json": made.save})
 
 
+def targets() -> str:
+    """The table of common devices."""
+    from .._targets.spec import table
+    from .._targets.target import Target as Device
+    from .._text import format_bytes, format_table
+
+    rows, reasons = [], {}
+    for name, spec in table().items():
+        device = Device(name)
+        here = "yes"
+        if device.missing:
+            reasons.setdefault(device.missing, len(reasons) + 1)
+            here = f"no ({reasons[device.missing]})"
+        rows.append([name, device.kind, format_bytes(device.memory_bytes), here, spec.source])
+    notes = [f"({number}) {reason}." for reason, number in reasons.items()]
+    return "\n".join(
+        [
+            format_table(["target", "device", "for programs", "here", "figures"], rows, right=["for programs"]),
+            *notes,
+            "Several: 'h100:8', 'h100:2x8' (two hosts of eight), 'tpu v5e:2x4' (a grid of chips); or a file that Target.save wrote.",
+        ]
+    )
+
+
 def _output(result: Any) -> Output:
     return Output(str(result), {"html": _html_writer(result), "json": lambda path: _write_json(path, result.to_dict())})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -28,6 +29,8 @@ examples:
   python -m statetx residuals train:model.loss --shapes 'f32[8,64], {"mask": bool[8]}'
   python -m statetx report train:loss --shapes "f32[32,128], key<fry>[]" --json report.json
   python -m statetx plan train:loss --shapes "f32[32,128]" --budget 64MiB
+  python -m statetx plan train:loss --shapes "f32[32,128]" --target h100 --budget device
+  python -m statetx targets
 
 MODULE is a module that can be imported from here, or a path to a .py file; FUNCTION may be dotted (model.loss). Of a class
 that needs no arguments, a method is called on a new instance (Model.loss).
@@ -61,6 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"Show {summary}.", epilog=_EXAMPLES, **style)
         _add_options(command, name)
+    summary = "the devices that --target knows, and which can be compiled for here"
+    commands.add_parser("targets", help=summary, description=f"Show {summary}.", **style)
     return parser
 
 
@@ -68,6 +73,12 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("target", metavar="MODULE:FUNCTION", help="the function, such as train:loss or train.py:loss")
     command.add_argument(
         "--shapes", metavar="TYPES", help="its arguments, such as \"f32[32,128], {'y': i32[32]}, scale=f32[]\""
+    )
+    command.add_argument(
+        "--target",
+        dest="device",
+        metavar="DEVICE",
+        help="compile for a device that may not be here: h100, 'tpu v5e:2x4' (see targets)",
     )
     command.add_argument("--factory", action="store_true", help="FUNCTION makes the function and its arguments")
     command.add_argument("--html", metavar="FILE", help="write a page")
@@ -140,6 +151,8 @@ def _execute(options: argparse.Namespace) -> None:
     from . import commands
     from .target import load_target
 
+    if options.command == "targets":
+        return _print(commands.targets())
     if options.command == "plan":
         _check_budget(options.budget, options.of)
     files = {name: path for name in ("html", "json", "perfetto") if (path := getattr(options, name, None)) is not None}
@@ -149,8 +162,9 @@ def _execute(options: argparse.Namespace) -> None:
     if len({*real}) < len(real):
         raise BadInput(f"{' and '.join(f'--{name}' for name in files)} write to the same file")
 
-    target = load_target(options.target, options.shapes, options.factory)
-    output = getattr(commands, options.command)(target, options)
+    with _device(options.device):
+        target = load_target(options.target, options.shapes, options.factory)
+        output = getattr(commands, options.command)(target, options)
     _print(output.text)
     for name, path in files.items():
         try:
@@ -158,6 +172,18 @@ def _execute(options: argparse.Namespace) -> None:
         except OSError as e:
             raise BadInput(f"--{name}: cannot write {path}: {e.strerror or e}") from e
         _print(f"Wrote {path}")
+
+
+def _device(name: str | None) -> contextlib.AbstractContextManager[Any]:
+    from .._errors import TargetError
+    from .._targets import current
+
+    if name is None:
+        return contextlib.nullcontext()
+    try:
+        return current.target(current.as_target(name))
+    except TargetError as e:
+        raise BadInput(f"--target: {e.args[0]}") from None
 
 
 def _check_budget(budget: str, of: str) -> None:

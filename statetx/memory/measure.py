@@ -40,6 +40,7 @@ from .profile import MemoryProfile
 
 @_jax.api_boundary
 @notes_shapes
+@current.takes_target
 def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwargs: Any) -> MemoryProfile:
     """Compile a function, and show what fills its memory at each step of the compiled program.
 

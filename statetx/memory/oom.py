@@ -181,6 +181,7 @@ _OTHER_CAUSES = (
 
 @_jax.api_boundary
 @notes_shapes
+@current.takes_target
 def explain_oom(
     step: Callable[..., Any],
     /,

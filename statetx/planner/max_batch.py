@@ -18,6 +18,7 @@ from .._lift.wrapper import name_of, refuse_value, short_name
 from .._loops.parts import part_type
 from .._objects.attributes import created_undone
 from .._tables import Cell, Column, Table, Tabular
+from .._targets import current
 from .._text import brief, format_bytes
 from .._tree import num_bytes
 from .._typing import Filter, Indices, Names
@@ -87,6 +88,7 @@ class MaxBatch(Tabular):
 
 @_jax.api_boundary
 @notes_shapes
+@current.takes_target
 def max_batch(
     step: Callable[..., Any],
     /,

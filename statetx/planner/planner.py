@@ -18,6 +18,8 @@ from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.gradients import unobserved
 from .._text import format_bytes, suggestion
+from .._targets import current
+from .._text import suggestion
 from . import _store
 from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, impossible, no_plan
@@ -40,6 +42,7 @@ _EXPENSIVE = 0.5  # added operations, of the baseline's: more are worth a warnin
 
 @_jax.api_boundary
 @notes_shapes
+@current.takes_target
 def plan(
     fun: Callable[..., Any],
     /,

@@ -31,6 +31,7 @@ from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
 from .._remat.rewriter import Seen
 from .._tables import Cell, Column, Table, Tabular
+from .._targets import current
 from .._text import format_bytes
 from .._tree import is_array_or_type, is_float, partition
 from .._typing import Policy
@@ -118,6 +119,7 @@ class LoopReport(Tabular):
 
 @_jax.api_boundary
 @notes_shapes
+@current.takes_target
 def loop_report(
     fun: Callable[..., Any],
     /,

@@ -17,6 +17,7 @@ from .._lift.wrapper import refuse_value
 from .._objects.attributes import created_undone
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Seen, is_training_step
+from .._targets import current
 from .._tree import is_array_or_type, is_float, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.functionalize import Functionalize
@@ -24,6 +25,7 @@ from ..transforms.functionalize import Functionalize
 
 @_jax.api_boundary
 @notes_shapes
+@current.takes_target
 def measure(
     fun: Callable[..., Any],
     /,

@@ -191,6 +191,7 @@ def _ratio(a: float, b: float) -> str:
 
 @_jax.api_boundary
 @notes_shapes
+@current.takes_target
 def memory_report(
     fun: Callable[..., Any],
     /,

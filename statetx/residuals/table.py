@@ -13,6 +13,7 @@ from .._jax import Literal
 from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Table, Tabular
+from .._targets import current
 from .._text import type_str
 from .._tree import num_bytes
 from .._typing import Filter, PyTree, public
@@ -159,6 +160,7 @@ class Residuals(Tabular, Sequence[Residual]):
 
 @_jax.api_boundary
 @notes_shapes
+@current.takes_target
 def saved_residuals(
     fun: Callable[..., Any],
     /,
