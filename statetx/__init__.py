@@ -15,7 +15,7 @@ from ._targets.absent import load_jax as _load_jax
 
 _load_jax()
 
-from ._errors import CarryTypeError as CarryTypeError  # noqa: E402
+from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CheckpointError as CheckpointError
 from ._errors import CreatedStateError as CreatedStateError
 from ._errors import EffectError as EffectError

@@ -18,6 +18,7 @@ from .._errors import TargetError
 from .._jax import Jaxpr, Literal, Var
 from .._tables import Cell, Column, Table
 from .._targets import current
+from .._targets.absent import quiet_stderr
 from .._targets.target import Target
 from .._text import counted, format_bytes, format_flops
 from .._tree import num_bytes
@@ -137,7 +138,7 @@ class ForTarget:
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
         without_timing = _WITHOUT_TIMING if self.target.platform == "gpu" else {}
-        with _jax.without_compilation_cache():
+        with _jax.without_compilation_cache(), quiet_stderr():
             return self._lowered.compile({**(compiler_options or {}), **without_timing} or None)
 
 
@@ -263,6 +264,13 @@ def lower(traced: Any) -> Any:
 
 
 def _lowered_for(target: Target, traced: Any) -> ForTarget:
+    called = _jax.callbacks(traced.jaxpr.jaxpr)
+    if called and target.platform != "cpu":
+        listed = "; ".join(dict.fromkeys(f"{name} at {line}" for name, line in called))
+        raise TargetError(
+            f"The program calls Python functions on the host, which exist on this machine only: {listed}. It cannot be compiled for the target "
+            f"{target.name}.\nFix: leave them out while you measure."
+        )
     try:
         return ForTarget(_jax.lowered_for(traced, target.platform, target.devices), target)
     except _jax.TooFewDevices as e:

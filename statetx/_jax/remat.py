@@ -293,7 +293,7 @@ def _callback(eqn: Any) -> tuple[str, str]:
 
 def callbacks(jaxpr: Jaxpr) -> list[tuple[str, str]]:
     """The functions that a jaxpr calls on the host: name and source line of each call."""
-    calls = [_callback(eqn) for eqn in jaxpr.eqns if eqn.primitive.name.endswith("_callback")]
+    calls = [_callback(eqn) for eqn in jaxpr.eqns if eqn.primitive.name.endswith(("_callback", "debug_print"))]
     for eqn in jaxpr.eqns:
         for sub in inner_jaxprs(eqn):
             calls += callbacks(sub)

@@ -12,6 +12,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -74,25 +75,59 @@ def _has_started() -> bool:
     return bool(getattr(backend, "backends_are_initialized", lambda: False)())
 
 
+class _Silence:
+    """Standard error sent to a file while blocks of any threads run: the first redirects it, the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._saved = self._written = -1
+
+    def enter(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            try:
+                sys.stderr.flush()
+                self._saved = os.dup(2)
+            except (OSError, ValueError, AttributeError):  # no standard error to write to
+                self._saved = -1
+                return
+            self._written, path = tempfile.mkstemp()
+            os.unlink(path)
+            os.dup2(self._written, 2)
+
+    def leave(self, *, show: bool) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._saved < 0 or self._depth:
+                return
+            os.dup2(self._saved, 2)
+            if show:
+                os.lseek(self._written, 0, os.SEEK_SET)
+                with contextlib.suppress(OSError):
+                    os.write(2, os.read(self._written, 2**20))
+            os.close(self._written)
+            os.close(self._saved)
+            self._saved = -1
+
+
+_silence = _Silence()
+
+
 @contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Keep what C++ libraries write to standard error from the terminal; it is written after all if the block raises."""
+def quiet_stderr(*, show_on_error: bool = False) -> Iterator[None]:
+    """Keep what C++ libraries write to standard error from the terminal.
+
+    Args:
+        show_on_error: whether it is written after all if the block raises.
+    """
+    _silence.enter()
     try:
-        sys.stderr.flush()
-        saved = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # no standard error to write to
         yield
-        return
-    with tempfile.TemporaryFile() as written:
-        os.dup2(written.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            os.dup2(saved, 2)
-            written.seek(0)
-            with contextlib.suppress(OSError):
-                os.write(2, written.read())
-            raise
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
+    except BaseException:
+        _silence.leave(show=show_on_error)
+        raise
+    else:
+        _silence.leave(show=False)

@@ -1,0 +1,286 @@
+"""Targets: names, files, the table of devices, what depends on the device. Compiling for them is in test_target_programs.py."""
+
+import ast
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import statetx
+from statetx import Target, TargetError
+from statetx._targets import absent, current, plugins
+from statetx._targets.spec import Gpu, read_spec, table
+
+SOURCES = pathlib.Path(statetx.__file__).parent
+
+
+@pytest.mark.parametrize(
+    "name, platform, num, hosts",
+    [
+        ("h100", "gpu", 1, 1),
+        ("H100:8", "gpu", 8, 1),
+        ("h100:2x8", "gpu", 16, 2),
+        ("a100-40gb", "gpu", 1, 1),
+        ("a100_40gb", "gpu", 1, 1),
+        ("tpu v5e", "tpu", 1, 1),
+        ("tpu v5e:2x4", "tpu", 8, 1),
+        ("tpu v5e:16", "tpu", 16, 1),
+        ("tpu v4:2x2x2", "tpu", 8, 1),
+    ],
+)
+def test_name(name, platform, num, hosts):
+    target = Target(name)
+    assert (target.platform, target.num_devices, target._hosts) == (platform, num, hosts)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("h10", "There is no target named 'h10'. Did you mean 'h100'?"),
+        ("tpu v5", "Did you mean"),
+        ("", "There is no target named ''."),
+        ("h100:", None),
+        ("h100:0", "1 to 10000 devices"),
+        ("h100:8x", "'8x' is not a number of devices"),
+        ("h100:1x2x3", "name hosts and the devices of each"),
+        ("h100:99999", "1 to 10000 devices"),
+        ("tpu v5e:3", "grids of 2 dimensions, such as 2x4"),
+        ("tpu v4:2x2", "grids of 3 dimensions"),
+        (8, "A target is a name"),
+        ("missing.json", "missing.json cannot be read as a target"),
+    ],
+)
+def test_name_that_is_not_known(name, message):
+    if message is None:
+        assert Target(name) == Target("h100")
+        return
+    with pytest.raises(TargetError) as e:
+        Target(name)
+    assert message in str(e.value)
+
+
+def test_table_of_devices_has_sources_and_usable_memory(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    devices = table()
+    assert set(devices) == set("t4 v100 a10 l4 l40s rtx4090 a100-40gb a100-80gb h100 h200 b200".split()) | {
+        f"tpu {v}" for v in ("v4", "v5e", "v5p", "v6e")
+    }
+    for name, spec in devices.items():
+        assert spec.source and Target(name).memory_bytes > 8 * 2**30
+    assert Target("h200").memory_bytes == 151397597184 * 3 // 4
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", ".9")
+    assert Target("h200").memory_bytes == int(151397597184 * 0.9)
+    assert Target("tpu v5e").memory_bytes == int(15.75 * 2**30)  # XLA's own figure, which the variable does not change
+
+
+def test_save_and_load(tmp_path):
+    for name in ("h100:2x8", "tpu v5e:2x4"):
+        path = tmp_path / "target.json"
+        Target(name).save(path)
+        assert Target.load(path) == Target(path) == Target(str(path)) == Target(name)
+        assert hash(Target.load(path)) == hash(Target(name)) and repr(Target(path)) == f"Target({name!r})"
+    assert [p.name for p in tmp_path.iterdir()] == ["target.json"]
+
+
+def _damaged(path, change):
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda f: f.pop("hosts"), "it has the fields device, hosts, name, platform, shape"),
+        (lambda f: f.update(hosts=0), "are not numbers of devices"),
+        (lambda f: f.update(hosts=True), "are not numbers of devices"),
+        (lambda f: f.update(shape=[10**9]), "are not numbers of devices"),
+        (lambda f: f.update(shape=[2, 4]), "does not suit"),
+        (lambda f: f.update(shape="8"), "are not numbers of devices"),
+        (lambda f: f.update(platform="quantum"), "the platform of a device is one of gpu, tpu, cpu"),
+        (lambda f: f.update(platform=["gpu"]), "the platform of a device"),
+        (lambda f: f.update(name="a\x1b[2J"), "is not a short text"),
+        (lambda f: f["device"].update(cores=-1), "cores=-1 is not a number from 1"),
+        (lambda f: f["device"].update(cores=True), "cores=True is not a number"),
+        (lambda f: f["device"].update(memory_bytes=10**30), "is not a number"),
+        (lambda f: f["device"].update(clock_ghz="1.98}"), "clock_ghz='1.98}' is not a number"),
+        (lambda f: f["device"].update(clock_ghz=float("nan")), "is not a number"),
+        (lambda f: f["device"].update(capability=[9]), "is not a compute capability"),
+        (lambda f: f["device"].update(kind="}\n"), "is not a short text"),
+        (lambda f: f["device"].update(more=1), "has an unknown field 'more'"),
+        (lambda f: f["device"].pop("cores"), "lacks field 'cores'"),
+        (lambda f: f.update(device=3), "the platform of a device"),
+    ],
+)
+def test_load_refuses_damaged_file(tmp_path, change, message):
+    path = tmp_path / "target.json"
+    Target("h100").save(path)
+    _damaged(path, change)
+    with pytest.raises(TargetError) as e:
+        Target.load(path)
+    assert message in str(e.value) and str(path) in str(e.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 5000, b" " * 2**17])
+def test_load_refuses_other_content(tmp_path, content):
+    path = tmp_path / "target.json"
+    path.write_bytes(content)
+    with pytest.raises(TargetError):
+        Target.load(path)
+
+
+def test_here_describes_this_machine(tmp_path):
+    here = Target.here()
+    assert (here.platform, here.num_devices) == ("cpu", len(jax.devices())) and here.memory_bytes > 2**20
+    here.save(tmp_path / "here.json")
+    assert Target.load(tmp_path / "here.json") == here
+
+
+def test_mesh_of_too_many_devices():
+    with pytest.raises(TargetError, match="needs 8 devices, and h100:4 has 4") as e:
+        Target("h100:4").mesh((2, 4), ("data", "model"))
+    assert "Target('h100:8')" in str(e.value)
+
+
+def test_mesh_of_this_machine():
+    mesh = Target.here().mesh((2, 4), ("data", "model"))
+    assert mesh.shape_tuple == (("data", 2), ("model", 4))
+
+
+# -- what keeps a machine from compiling ------------------------------------------------------------------------------
+
+
+def test_missing_compiler_names_the_command(monkeypatch):
+    monkeypatch.setattr(plugins, "is_installed", lambda platform: False)
+    for name, extra in (("h100", "target-cuda"), ("tpu v5e", "target-tpu")):
+        assert Target(name).missing == f'the compiler is not installed: pip install "statetx[{extra}]"'
+        with pytest.raises(TargetError, match=r"this machine cannot compile for it: the compiler is not installed"):
+            statetx.measure(jnp.sin, 1.0, target=name)
+        with pytest.raises(TargetError, match="This machine cannot compile for"):
+            Target(name).devices  # noqa: B018
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_are_told(monkeypatch, system):
+    monkeypatch.setattr(sys, "platform", system)
+    assert "exist for Linux only" in Target("h100").missing
+
+
+def test_cuda_13_has_no_compiler_for_volta(monkeypatch):
+    monkeypatch.setattr(plugins, "is_installed", lambda platform: True)
+    monkeypatch.setattr(plugins, "cuda_plugin", lambda: absent.CUDA_PLUGINS[0])
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert "CUDA 12" in Target("v100").missing and not Target("h100").missing
+
+
+# -- the current target ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Targets are accepted; nothing is compiled for them."""
+    monkeypatch.setattr(plugins, "missing", lambda spec: "")
+
+
+def test_questions_are_answered_for_the_target(installed):
+    assert current.current() is None and current.platform() == "cpu"
+    with statetx.target("tpu v5e") as chosen:
+        assert current.current() == chosen == Target("tpu v5e")
+        assert (current.platform(), current.device_kind()) == ("tpu", "TPU v5 lite")
+        assert current.memory_stats() == {"bytes_limit": chosen.memory_bytes}
+        with statetx.target(None):
+            assert current.platform() == "cpu"
+        with statetx.target("h100"):
+            assert current.memory_kinds() == ["device", "pinned_host"]
+        environment = current.environment()
+    assert current.platform() == "cpu" and environment != current.environment()
+
+
+def test_target_of_the_environment(installed, monkeypatch):
+    monkeypatch.setenv("STATETX_TARGET", "h100")
+    assert current.platform() == "gpu"
+    with statetx.target(None):
+        assert current.platform() == "cpu"
+    monkeypatch.setenv("STATETX_TARGET", "h10")
+    with pytest.raises(TargetError, match="STATETX_TARGET: There is no target named 'h10'"):
+        current.platform()
+
+
+def test_traces_for_a_target_are_not_reused(installed):
+    traced = []
+
+    @jax.jit
+    def plain(x):
+        traced.append(current.platform())
+        return x + 1
+
+    @statetx.jit
+    def ours(x):
+        traced.append(current.platform())
+        return x + 1
+
+    for fun in (plain, ours):
+        for _ in range(2):
+            fun(1.0)
+            with statetx.target("h100"):
+                fun(1.0)
+    assert traced == ["cpu", "gpu"] * 2
+
+
+def test_keyword_target_of_the_measured_function_is_its_own():
+    def loss(x, target):
+        return ((x - target) ** 2).sum()
+
+    cost = statetx.measure(loss, jnp.ones(4), target=jnp.zeros(4))
+    assert cost.argument_bytes == 32
+    with pytest.raises(TargetError, match="no target named"):
+        statetx.measure(loss, jnp.ones(4), jnp.zeros(4), target="h1000")
+
+
+def test_budget_of_the_device_is_the_target(installed, monkeypatch):
+    from statetx.planner._budget import device_memory
+
+    monkeypatch.delenv("STATETX_DEVICE_MEMORY", raising=False)
+    with statetx.target("a100-40gb") as chosen:
+        assert device_memory() == chosen.memory_bytes
+        monkeypatch.setenv("STATETX_DEVICE_MEMORY", "1GiB")
+        assert device_memory() == 2**30
+
+
+def test_no_other_module_asks_for_devices():
+    """One module knows for which device is compiled."""
+    names = {"default_backend", "devices", "local_devices"}
+    found = []
+    for path in sorted(SOURCES.rglob("*.py")):
+        if path.relative_to(SOURCES).parts[0] == "_targets":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in names
+                and ast.unparse(node.value) in ("jax", "xla_bridge", "backend")
+            ):
+                found.append(f"{path.relative_to(SOURCES)}:{node.lineno}")
+            elif isinstance(node, ast.ImportFrom) and any(
+                a.name == "get_backend" or a.name in names for a in node.names
+            ):
+                found.append(f"{path.relative_to(SOURCES)}:{node.lineno}")
+    assert not found
+
+
+def test_configuration_of_a_gpu_has_the_figures_of_the_table():
+    spec = table()["h100"]
+    assert isinstance(spec, Gpu)
+    text = spec.config()
+    assert (
+        "core_count: 132" in text and "device_memory_size: 84942979072" in text and text.count("{") == text.count("}")
+    )
+
+
+def test_figures_are_checked_by_their_types():
+    with pytest.raises(TargetError, match="here: generation=3 is not a short text"):
+        read_spec("tpu", {"kind": "x", "generation": 3, "dimensions": 2, "memory_bytes": 2**30, "source": ""}, "here")
