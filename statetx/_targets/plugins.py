@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 
 from .._errors import TargetError
@@ -54,16 +58,36 @@ def compile_only_devices(spec: Spec, hosts: int, shape: tuple[int, ...]) -> tupl
     if problem:
         raise TargetError(f"This machine cannot compile for {spec.kind}: {problem}.")
     try:
-        with quiet_stderr():
-            if isinstance(spec, Tpu):
-                return _tpu_devices(spec, shape)
-            assert isinstance(spec, Gpu)
-            return _gpu_devices(spec, hosts, shape[0])
-    except (RuntimeError, NotImplementedError, ValueError) as e:
+        with quiet_stderr(), _flags_for(spec.platform):
+            devices = _tpu_devices(spec, shape) if isinstance(spec, Tpu) else _gpu_devices(spec, hosts, shape[0])
+            _start(devices[0], spec.platform)
+            return devices
+    except (RuntimeError, NotImplementedError, ValueError, AttributeError, ImportError) as e:
         raise TargetError(
-            f"XLA's compiler for {spec.kind} does not start: {str(e).splitlines()[0]}\nFix: install the plugin of the same version as "
-            f"jaxlib {_version('jaxlib')}: {install_line(spec.platform)} --upgrade"
+            f"XLA's compiler for {spec.kind} does not start: {(str(e).splitlines() or [repr(e)])[0]}\nFix: install the plugin of the same "
+            f"version as jaxlib {_version('jaxlib')}: {install_line(spec.platform)} --upgrade"
         ) from e
+
+
+@contextlib.contextmanager
+def _flags_for(platform_name: str) -> Iterator[None]:
+    """Hide flags of other platforms in ``XLA_FLAGS``: a compiler ends the process at one that it does not know, and reads them once."""
+    before = os.environ.get("XLA_FLAGS")
+    others = tuple(f"--xla_{name}_" for name in ("cpu", "gpu", "tpu") if name != platform_name)
+    if before is not None:
+        os.environ["XLA_FLAGS"] = " ".join(flag for flag in before.split() if not flag.startswith(others))
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["XLA_FLAGS"] = before
+
+
+def _start(device: Any, platform_name: str) -> None:
+    """Compile a program, so that what is missing shows here: ``exp`` needs CUDA's mathematical functions."""
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+    options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if platform_name == "gpu" else None
+    jax.jit(lambda x: jnp.exp(x @ x.T)).lower(x).compile(options)
 
 
 def _gpu_devices(spec: Gpu, hosts: int, devices: int) -> tuple[Any, ...]:

@@ -1,0 +1,201 @@
+"""Programs compiled for GPUs and TPUs that are not there (`make test-targets`): what the library says of such devices, checked on every commit."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import statetx
+from statetx import Target, TargetError, policies
+from statetx._equations.compiled import Program
+
+pytestmark = [
+    pytest.mark.targets,
+    pytest.mark.skipif(
+        bool(Target("h100").missing or Target("tpu v5e").missing), reason="no compilers for GPUs and TPUs"
+    ),
+]
+DEVICES = ["h100", "a100-40gb", "tpu v5e"]
+
+
+def f32(*shape, sharding=None):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+WEIGHTS, X = [f32(512, 512)] * 8, f32(8192, 512)
+
+
+def blocks(ws, x, wrap=lambda f: f):
+    """Each block keeps three arrays of 16 MiB; with remat one."""
+    for w in ws:
+        x = wrap(lambda x, w=w: jnp.sin(jnp.tanh(x @ w) @ w.T))(x)
+    return jnp.mean(x**2)
+
+
+def temp(fun, *args, **options):
+    return statetx.measure(fun, *args, **options).temp_bytes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_remat_of_unrolled_blocks_lowers_the_memory(device):
+    """Without the branch that CPUs need."""
+    with statetx.target(device):
+        plain, rematerialized = temp(blocks, WEIGHTS, X), temp(lambda ws, x: blocks(ws, x, statetx.remat), WEIGHTS, X)
+        by_jax = temp(lambda ws, x: blocks(ws, x, jax.checkpoint), WEIGHTS, X)
+    assert rematerialized <= 0.75 * plain and rematerialized <= 1.02 * by_jax
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_profile_sums_to_the_figures_of_the_compiler(device):
+    profile = statetx.memory_profile(blocks, WEIGHTS, X, target=device)
+    cost = statetx.measure(blocks, WEIGHTS, X, target=device)
+    assert profile.backend == Target(device).platform and profile.temp_bytes == cost.temp_bytes
+    assert profile.peak_bytes == cost.peak_bytes + profile.constant_bytes
+    if not profile.note:
+        assert sum(group.num_bytes for group in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
+
+
+@pytest.mark.parametrize("device", ["h100", "tpu v5e"])
+def test_plan_keeps_its_budget_in_the_users_program(device, tmp_path, monkeypatch):
+    """Compiled for the target; read again from the store, which has one entry for each device."""
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    with statetx.target(device) as target:
+        unplanned = statetx.measure(blocks, WEIGHTS, X)
+        plan = statetx.plan(blocks, WEIGHTS, X, budget=0.6)
+        gradient = jax.grad(plan.apply(blocks), argnums=(0, 1))
+        users = statetx.measure(lambda ws, x: gradient(ws, x), WEIGHTS, X, gradient=False)
+        assert users.peak_bytes <= 0.6 * unplanned.peak_bytes and plan.extra_flops < 0.35
+        again = statetx.plan(blocks, WEIGHTS, X, budget=0.6)
+    assert str(again) == str(plan) and len(list((tmp_path / "plans").iterdir())) == 1
+    with pytest.raises(statetx.PlanError, match="smallest|cannot|needs"):
+        statetx.plan(blocks, WEIGHTS, X, budget="64KiB", target=target)
+
+
+def gru_loss(w, xs, checkpoint=None):
+    def step(h, x):
+        h = jnp.tanh(h @ w + x)
+        return h, (h**2).mean()
+
+    return statetx.scan(step, jnp.zeros((64, 128)), xs, checkpoint=checkpoint)[1].mean()
+
+
+@pytest.mark.parametrize("device", ["h100", "tpu v5e"])
+def test_checkpointed_loops_take_a_fraction(device):
+    args = f32(128, 128), f32(1024, 64, 128)
+    with statetx.target(device):
+        plain = temp(gru_loss, *args)
+        for strategy in (policies.Levels(2), policies.Slots(16), "auto"):
+            assert temp(lambda w, xs, s=strategy: gru_loss(w, xs, s), *args) < 0.7 * plain
+
+
+def test_sizes_take_loops_of_known_length_on_gpus():
+    """XLA waits for a GPU before each turn of a loop of unknown length; a TPU's and a CPU's are slots."""
+    args = f32(128, 128), f32(1024, 64, 128)
+
+    def has_unknown_length(device):
+        with statetx.target(device):
+            jaxpr = jax.make_jaxpr(jax.grad(lambda w, xs: gru_loss(w, xs, "auto")))(*args)
+        return "while[" in str(jaxpr)
+
+    assert not has_unknown_length("h100") and has_unknown_length(None)
+
+
+@pytest.mark.parametrize("device", ["h100", "tpu v5e"])
+def test_offloaded_carries_leave_the_memory_of_the_device(device):
+    args = f32(512, 512), f32(64, 4096, 512)
+
+    def loss(w, xs, offload):
+        def step(h, x):
+            h = jnp.tanh(h @ w + x)
+            return h, (h**2).mean()
+
+        strategy = policies.Levels(1, offload=offload)
+        return statetx.scan(step, jnp.zeros((4096, 512)), xs, checkpoint=strategy)[1].mean()
+
+    with statetx.target(device):
+        on_device, offloaded = (temp(lambda w, xs, o=o: loss(w, xs, o), *args) for o in (False, True))
+    assert offloaded < 0.5 * on_device
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("device", ["h100:8", "h100:2x4", "tpu v5e:2x4"])
+def test_sharded_program_is_compiled_for_as_many_devices(device, axis_type):
+    """A mesh of this machine's eight CPU devices; arguments are one device's."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    x = f32(8192, 512, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    weights = [f32(512, 512, sharding=NamedSharding(mesh, PartitionSpec()))] * 4
+    with jax.set_mesh(mesh):
+        cost = statetx.measure(blocks, weights, x, target=device)
+        alone = statetx.measure(blocks, WEIGHTS[:4], X, target=device.partition(":")[0])
+    assert cost.argument_bytes == 4 * 2**20 + 2 * 2**20 and cost.temp_bytes < 0.25 * alone.temp_bytes
+
+
+def test_abstract_mesh():
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = f32(8192, 512, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    assert statetx.measure(lambda x: jnp.sin(x).sum(), x, target="h100:8").argument_bytes == 2 * 2**20
+
+
+def test_mesh_of_the_target():
+    target = Target("h100:8")
+    mesh = target.mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    assert mesh.size == 8 and {d.platform for d in mesh.devices.flat} == {"gpu"}
+
+
+@pytest.mark.parametrize("device", ["h100", "tpu v5e"])
+def test_program_that_cannot_be_compiled(device):
+    def calls_python(x):
+        return jax.pure_callback(lambda x: x, f32(4), x).sum()
+
+    def prints(x):
+        jax.debug.print("{}", x[0])
+        return x.sum()
+
+    for fun, word in ((calls_python, "pure_callback"), (prints, "debug")):
+        with pytest.raises(TargetError, match=f"calls Python functions on the host.*{word}.*test_target_programs.py"):
+            statetx.measure(fun, jnp.ones(4), target=device, gradient=False)
+    sharding = NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
+    with pytest.raises(TargetError, match="is for 8 devices.*has 1") as e:
+        statetx.measure(jnp.sum, f32(64, sharding=sharding), target=device, gradient=False)
+    assert f"target='{device}:8'" in str(e.value)
+
+
+def test_explain_oom_compares_with_the_target():
+    large = f32(100_000, 4096)
+    for device in ("a100-40gb", "tpu v5e"):
+        report = statetx.explain_oom(lambda x: jnp.sort(x @ x.T).sum(), large, target=device)
+        assert report.limit_bytes == Target(device).memory_bytes and report.short_bytes > 2**30
+
+
+def test_nothing_runs_on_a_target():
+    """A jitted step inside the block runs here."""
+    with statetx.target("h100"):
+        out = statetx.jit(statetx.grad(lambda x: (statetx.remat(jnp.sin)(x) ** 2).sum()))(jnp.ones(4))
+    assert out.devices() == {jax.devices()[0]} and jnp.allclose(out, jnp.sin(2.0))
+
+
+def test_programs_of_two_gpus_are_not_mixed():
+    """Their description is not in the key of JAX's cache of compiled programs."""
+    costs = {}
+    for device in ("h100", "t4", "h100"):
+        with statetx.target(device):
+            program = Program(lambda x: jnp.tanh(x @ x).sum(), [f32(256, 256)])
+            costs.setdefault(device, []).append(program.compiled.as_text())
+    assert costs["h100"][0] == costs["h100"][1] != costs["t4"][0]
+
+
+QUIET = """
+import statetx, jax.numpy as jnp
+for device in ("h100", "tpu v5e"):
+    print(statetx.measure(lambda x: jnp.tanh(x @ x).sum(), jnp.ones((64, 64)), target=device).argument_bytes)
+"""
+
+
+def test_terminal_stays_clean():
+    """Plugins for devices that are not there print tracebacks and warnings."""
+    environment = {"PATH": "/usr/bin:/bin", "STATETX_CACHE": ""}
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "16384\n16384\n")
