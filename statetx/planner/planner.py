@@ -17,9 +17,8 @@ from .._errors import PlanError, PolicyWarning
 from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.gradients import unobserved
-from .._text import format_bytes, suggestion
 from .._targets import current
-from .._text import suggestion
+from .._text import format_bytes, suggestion
 from . import _store
 from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, impossible, no_plan
