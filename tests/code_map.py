@@ -13,6 +13,7 @@ _typing
 _errors
 _text _atomic _positions _extras _environment
 _files _records _tables
+_targets
 _jax
 _states
 _tree

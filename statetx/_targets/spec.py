@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from .._errors import TargetError
+from .._records import Check, real, record, row, text, whole
 from .._text import brief
 
 _DEVICES = pathlib.Path(__file__).with_name("devices.toml")
@@ -106,70 +106,46 @@ class Cpu:
 
 
 Spec = Gpu | Tpu | Cpu
-KINDS: dict[str, type] = {"gpu": Gpu, "tpu": Tpu, "cpu": Cpu}
 
 
 @functools.cache
 def table() -> dict[str, Spec]:
     """The common devices, by name."""
     groups = tomllib.loads(_DEVICES.read_text(encoding="utf-8"))
-    return {
-        name: read_spec(platform, fields, _DEVICES.name)
-        for platform, group in groups.items()
-        for name, fields in group.items()
-    }
+    return {name: make_spec(platform, fields) for platform, group in groups.items() for name, fields in group.items()}
+
+
+def make_spec(platform: str, fields: Mapping[str, Any]) -> Spec:
+    """The figures of a device of a platform, which `CHECKS` accepts."""
+    if platform == "gpu":
+        return Gpu(**{**fields, "capability": tuple(fields["capability"])})
+    return (Tpu if platform == "tpu" else Cpu)(**fields)
+
+
+def short_text(x: Any, at: str) -> None:
+    """Check a name: a file of a target goes into messages and into XLA's text."""
+    text(x, at)
+    if len(x) > 200 or not x.isprintable() or set(x) & set('{}"\\'):
+        raise ValueError(f"{at} must be a short name, got {brief(x)}")
 
 
 # Upper bounds keep the numbers of a damaged file away from XLA, which allocates by some of them.
-_RANGES = {
-    "cores": (1, 10_000),
-    "fpus_per_core": (1, 10_000),
-    "threads_per_core": (32, 100_000),
-    "shared_memory_per_core": (1024, 2**30),
-    "shared_memory_per_block_optin": (1024, 2**30),
-    "memory_bytes": (2**20, 2**50),
-    "memory_bandwidth": (10**6, 10**16),
-    "l2_cache_bytes": (1, 2**40),
-    "clock_ghz": (0.01, 100),
-    "dimensions": (2, 3),
+_COMMON = {"kind": short_text, "memory_bytes": whole(2**20, 2**50), "source": short_text}
+CHECKS: dict[str, Check] = {
+    "gpu": record(
+        _COMMON
+        | {
+            "capability": row(whole(1, 99), whole(0, 99)),
+            "cores": whole(1, 10_000),
+            "fpus_per_core": whole(1, 10_000),
+            "threads_per_core": whole(32, 100_000),
+            "shared_memory_per_core": whole(1024, 2**30),
+            "shared_memory_per_block_optin": whole(1024, 2**30),
+            "memory_bandwidth": whole(10**6, 10**16),
+            "l2_cache_bytes": whole(1, 2**40),
+            "clock_ghz": real(0.01, 100),
+        }
+    ),
+    "tpu": record(_COMMON | {"generation": short_text, "dimensions": whole(2, 3)}),
+    "cpu": record(_COMMON),
 }
-
-
-def read_spec(platform: Any, fields: Any, where: str) -> Spec:
-    """Check the figures of a device that a file names.
-
-    Raises:
-        TargetError: a figure is missing, unknown, of another type or out of range; `where` names the file.
-    """
-    kind = KINDS.get(platform) if isinstance(platform, str) else None
-    if kind is None or not isinstance(fields, Mapping):
-        raise TargetError(
-            f"{where}: the platform of a device is one of {', '.join(KINDS)}, and this file has {brief(platform)}."
-        )
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
-    for problem, names in (("lacks", types.keys() - fields.keys()), ("has an unknown", fields.keys() - types.keys())):
-        if names:
-            raise TargetError(
-                f"{where}: the device {problem} field {brief(min(map(str, names)))}; its fields are {', '.join(types)}."
-            )
-    values = {name: _checked(name, types[name], fields[name], where) for name in types}
-    return kind(**values)
-
-
-def _checked(name: str, declared: str, value: Any, where: str) -> Any:
-    if name == "capability":
-        is_pair = (
-            isinstance(value, (list, tuple)) and len(value) == 2 and all(type(n) is int and 0 <= n < 100 for n in value)
-        )
-        if not is_pair:
-            raise TargetError(f"{where}: capability={brief(value)} is not a compute capability, such as [9, 0].")
-        return tuple(value)
-    if declared == "str":
-        if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
-            raise TargetError(f"{where}: {name}={brief(value)} is not a short text.")
-        return value
-    low, high = _RANGES[name]
-    is_number = type(value) is int or (declared == "float" and type(value) is float)
-    if not is_number or not low <= value <= high:
-        raise TargetError(f"{where}: {name}={brief(value)} is not a number from {low} to {high}.")
-    return float(value) if declared == "float" else value

@@ -6,18 +6,19 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from .. import _files
 from .._errors import TargetError
+from .._records import many, one_of, parse, record, whole
 from .._text import brief, format_bytes, suggestion
 from .._typing import public
 from . import plugins
-from .spec import Cpu, Gpu, Spec, Tpu, read_spec, table
+from .spec import CHECKS, Cpu, Gpu, Spec, Tpu, make_spec, short_text, table
 
 _FRACTION = 0.75  # of a GPU's memory: what JAX reserves for programs
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -116,30 +117,16 @@ class Target:
         Raises:
             TargetError: the file cannot be read, or has other fields.
         """
-        where = os.fspath(path)
         try:
-            if os.path.getsize(path) > 2**16:
-                raise TargetError(f"{where} is not the file of a target: it is larger than 64 KiB.")
-            fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as e:
-            if isinstance(e, TargetError):
-                raise
+            fields = parse(_files.read(path, _MOST_BYTES))
+            _check(fields)
+        except (OSError, ValueError) as e:
+            reason = e.strerror if isinstance(e, OSError) else e
             raise TargetError(
-                f"{where} cannot be read as a target: {brief(str(e))}. Target.save(path) writes such a file."
+                f"{os.fspath(path)} cannot be read as a target: {reason}.\nFix: write such a file with Target.save(path)."
             ) from e
-        expected = {"name", "platform", "hosts", "shape", "device"}
-        if not isinstance(fields, dict) or fields.keys() != expected:
-            raise TargetError(f"{where} is not the file of a target: it has the fields {', '.join(sorted(expected))}.")
-        spec = read_spec(fields["platform"], fields["device"], where)
-        name, hosts, shape = fields["name"], fields["hosts"], fields["shape"]
-        numbers = [hosts, *shape] if isinstance(shape, list) and 1 <= len(shape) <= 3 else [0]
-        if not all(type(n) is int and 1 <= n <= 10_000 for n in numbers) or math.prod(numbers) > _MOST_DEVICES:
-            raise TargetError(f"{where}: hosts={brief(hosts)}, shape={brief(shape)} are not numbers of devices.")
-        if len(shape) != (spec.dimensions if isinstance(spec, Tpu) else 1):
-            raise TargetError(f"{where}: shape={brief(shape)} does not suit {spec.kind}.")
-        if not isinstance(name, str) or len(name) > 200 or not name.isprintable():
-            raise TargetError(f"{where}: name={brief(name)} is not a short text.")
-        return cls._of(name, spec, hosts, tuple(shape))
+        spec = make_spec(fields["platform"], fields["device"])
+        return cls._of(fields["name"], spec, fields["hosts"], tuple(fields["shape"]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the figures to a JSON file, for `Target.load` on another machine."""
@@ -151,12 +138,7 @@ class Target:
             "shape": self._shape,
             "device": device,
         }
-        beside = pathlib.Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
-        try:
-            beside.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        _files.write(path, json.dumps(fields, indent=1) + "\n")
 
     @property
     def platform(self) -> str:
@@ -242,6 +224,26 @@ class Target:
 
 
 _MOST_DEVICES = 10_000
+_MOST_BYTES = 2**16  # of the file of a target
+_FIELDS = record(
+    {
+        "name": short_text,
+        "platform": one_of(*CHECKS),
+        "hosts": whole(1, _MOST_DEVICES),
+        "shape": many(whole(1, _MOST_DEVICES), 1),
+        "device": lambda x, at: None,  # its fields depend on the platform
+    }
+)
+
+
+def _check(fields: dict[str, Any]) -> None:
+    _FIELDS(fields, "")
+    CHECKS[fields["platform"]](fields["device"], "device")
+    dimensions = fields["device"]["dimensions"] if fields["platform"] == "tpu" else 1
+    if len(fields["shape"]) != dimensions or math.prod(fields["shape"]) * fields["hosts"] > _MOST_DEVICES:
+        raise ValueError(f"shape must be {dimensions} numbers of devices, got {brief(fields['shape'])}")
+
+
 _GRIDS = {
     2: {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)},
     3: {
