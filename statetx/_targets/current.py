@@ -55,6 +55,11 @@ def target(device: Target | str | os.PathLike[str] | None, /) -> Iterator[Target
 _HERE = "here"  # unlike None, it also takes the place of STATETX_TARGET
 
 
+def within(device: Target | str | os.PathLike[str] | None) -> contextlib.AbstractContextManager[Any]:
+    """The block of an argument ``target=``; None leaves the target that is in force."""
+    return contextlib.nullcontext() if device is None else target(device)
+
+
 def as_target(device: Target | str | os.PathLike[str] | None) -> Target | None:
     """The `Target` of an argument ``target=``; its compiler is there, or `TargetError` is raised."""
     if device is None:

@@ -27,6 +27,8 @@ from .._lift.targets import resolve_argnums
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
 from .._objects.walk import Walk
+from .._targets import current
+from .._targets.target import Target
 from .._text import brief, suggestion, type_str
 from .._tree import ARRAY, is_argument, is_array_or_number, partition
 from .._typing import Filter, Indices, Names, PyTree
@@ -52,6 +54,7 @@ class MicrobatchOptions(TypedDict, total=False):
     weight: Callable[..., Any] | None
     interleave: bool | None
     accumulate: Any
+    target: Target | str | None
 
 
 @overload
@@ -73,6 +76,7 @@ def microbatch(
     weight: Callable[..., Any] | None = None,
     interleave: bool | None = None,
     accumulate: Any = "float32",
+    target: Target | str | None = None,
 ) -> Callable[..., Any]:
     """Split a batch into parts, run a function on one part after the other, and take the mean of its outputs.
 
@@ -105,6 +109,7 @@ def microbatch(
             stays on its devices then. By default only if the batch is known to be sharded so.
         accumulate: the dtype in which sums and means, and gradients of a loss in parts, are added up where their own has fewer bits: bfloat16,
             float16 and float8. They are rounded to their own once, after the last part. None adds them up in their own.
+        target: the device that `budget` is for, if not this machine's: see `statetx.Target`.
 
     Returns:
         A function of the same arguments, for the whole batch.
@@ -148,6 +153,7 @@ def microbatch(
         "weight": weight,
         "interleave": interleave,
         "accumulate": accumulate,
+        "target": target,
     }
     return as_decorator(Microbatch, fun, options)
 
@@ -194,6 +200,10 @@ class Microbatch(Wrapper):
         """For ``num="fit"``: what is chosen for arguments of these types. Prints as text; nothing is run."""
         # This module is below the planner, which compiles the candidates.
         fit = pkgutil.resolve_name("statetx.planner.microbatches:fit")
+        with current.within(self._options["target"]):
+            return self._fit(fit, args, kwargs)
+
+    def _fit(self, fit: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = self.batch.of(args, kwargs)
         # A flag, or what a state holds, may change the program as types of arguments do.
         touched = trace_states(self.__wrapped__)(*args, **kwargs)
