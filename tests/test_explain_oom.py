@@ -10,7 +10,8 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 import statetx
-from statetx._equations.compiled import fast_compile_options, low_memory_options
+from statetx._equations import compiled
+from statetx._equations.compiled import fast_compile_options
 from statetx.memory import oom
 from statetx.memory._estimate import estimate
 from statetx.memory._show import rows_at_peak
@@ -323,15 +324,12 @@ def full_gpu(monkeypatch):
             raise JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to get configs for: 3 out of 9 instructions.")
         return compile(lowered, compiler_options)
 
-    cached = fast_compile_options, low_memory_options
-    for fun in cached:
-        fun.cache_clear()
+    compiled._is_known_to.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", refusing)
         patch.setattr(jax, "default_backend", lambda: "gpu")
         yield options
-    for fun in cached:
-        fun.cache_clear()
+    compiled._is_known_to.cache_clear()
 
 
 def test_programs_that_do_not_fit_are_measured_without_timing_kernels(full_gpu):

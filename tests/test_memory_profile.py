@@ -581,9 +581,9 @@ def test_a_compiled_program_without_buffer_assignment(monkeypatch):
 def untold(monkeypatch):
     """A backend that tells no buffer assignment, but writes it, as those of GPUs."""
     monkeypatch.setattr(_jax, "compiled_program", lambda compiled: None)
-    measure._tells_buffers.cache_clear()
+    measure._tells.cache_clear()
     yield
-    measure._tells_buffers.cache_clear()
+    measure._tells.cache_clear()
 
 
 @pytest.mark.parametrize("gradient", [True, False])

@@ -42,10 +42,11 @@ def target(device: Target | str | os.PathLike[str] | None, /) -> Iterator[Target
         TargetError: the name is not known, or its compiler is not installed.
 
     Example:
-        >>> import statetx
+        >>> import jax.numpy as jnp, statetx
         >>> with statetx.target(None):
-        ...     print(statetx.measure(lambda x: (x * x).sum(), 3.0, gradient=False).temp_bytes >= 0)
-        True
+        ...     cost = statetx.measure(lambda x: (x * x).sum(), jnp.ones(4), gradient=False)
+        >>> cost.argument_bytes
+        16
     """
     chosen = as_target(device)
     with _context(_HERE if chosen is None else chosen):
