@@ -38,9 +38,9 @@ def enclosing_shard_map() -> Manual | None:
 
 def concrete_mesh(mesh: Any) -> Any:
     """A mesh of devices for an abstract mesh: the current mesh if its shape is the same, else one of the first devices."""
-    current = _mesh.get_concrete_mesh()
-    if current.shape_tuple == mesh.shape_tuple:
-        return current
+    in_force = _mesh.get_concrete_mesh()
+    if in_force.shape_tuple == mesh.shape_tuple:
+        return in_force
     # Axes are manual only inside a shard_map. A program that is compiled by itself has them automatic.
     auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
     types = tuple([auto if t == manual else t for t in mesh.axis_types])

@@ -59,7 +59,11 @@ def compile_only_devices(spec: Spec, hosts: int, shape: tuple[int, ...]) -> tupl
         raise TargetError(f"This machine cannot compile for {spec.kind}: {problem}.")
     try:
         with quiet_stderr(), _flags_for(spec.platform):
-            devices = _tpu_devices(spec, shape) if isinstance(spec, Tpu) else _gpu_devices(spec, hosts, shape[0])
+            if isinstance(spec, Tpu):
+                devices = _tpu_devices(spec, shape)
+            else:
+                assert isinstance(spec, Gpu)
+                devices = _gpu_devices(spec, hosts, shape[0])
             _start(devices[0], spec.platform)
             return devices
     except (RuntimeError, NotImplementedError, ValueError, AttributeError, ImportError) as e:

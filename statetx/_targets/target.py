@@ -102,6 +102,7 @@ class Target:
                     if limit:  # another size of the same GPU
                         spec = dataclasses.replace(spec, memory_bytes=int(limit / _fraction()), source="this machine")
                 else:
+                    assert isinstance(spec, Tpu)
                     shape = _default_grid(spec, len(devices)) or (len(devices), *(1,) * (spec.dimensions - 1))
                     spec = dataclasses.replace(spec, memory_bytes=limit or spec.memory_bytes)
                 return cls._of(f"{name}:{len(devices)}", spec, hosts, shape)
