@@ -20,6 +20,7 @@ from statetx._remat.atoms import Everything
 from statetx._remat.rewriter import Rewriter
 from statetx._remat.survey import Survey
 from statetx._remat.value import Decision, Value, Verdict
+from statetx._targets import current
 from statetx._text import parse_bytes
 
 A, B, OFF = policies.names("a"), policies.names("b"), policies.offload("a")
@@ -621,7 +622,7 @@ def test_value_of_undifferentiated_operands_is_saved():
 
 def test_named_view_or_full_offload_is_not_everything():
     views = statetx.remat(lambda x: jnp.sin(statetx.checkpoint_name(x.reshape(2, 2), "v")), policy=policies.names("v"))
-    elsewhere = policies.offload(policies.everything, dst=_jax.memory_spaces()[0])
+    elsewhere = policies.offload(policies.everything, dst=current.memory_kinds()[0])
     away = statetx.remat(lambda x: jnp.sin(jnp.sin(x)), policy=elsewhere)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -15,6 +15,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
 
+from .._targets import current
 from .editing import bind_equation, interpret, map_jaxprs
 from .equations import ClosedJaxpr, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
 from .traces import _context, _eval_trace
