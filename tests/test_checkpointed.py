@@ -1006,7 +1006,7 @@ def num_tanh(jaxpr):
 
 
 def test_offload_without_host_memory_raises(monkeypatch):
-    monkeypatch.setattr("statetx._jax.memory_spaces", lambda: ["device"])
+    monkeypatch.setattr("statetx._targets.current.memory_kinds", lambda: ["device"])
     with pytest.raises(statetx.PolicyError, match="have no 'pinned_host' memory"):
         scan(Slots(2, offload=True))
 

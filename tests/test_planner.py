@@ -30,6 +30,7 @@ from statetx._equations.structure import Body
 from statetx._loops import strategy
 from statetx._loops.strategy import Strategy, recorded
 from statetx._records import many, whole
+from statetx._targets import current
 from statetx.planner import (
     CostModel,
     Planner,
@@ -800,7 +801,7 @@ def test_time_is_an_objective(tmp_path, monkeypatch):
 
 
 def test_offload():
-    memories = _jax.memory_spaces()
+    memories = current.memory_kinds()
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), flops, [False, True], [True, True], [True])
     front = graph.front(offload=0.0)
     assert (
