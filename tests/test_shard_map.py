@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from helpers import Counted, compilations
+from helpers import REMAT3, Counted, compilations
 from statetx.policies import Levels, Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
@@ -112,6 +112,9 @@ def temporary_bytes(f, *args):
     return f.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.skipif(
+    REMAT3 and jax.__version__.startswith("0.10."), reason="jax_remat3: jax.checkpoint itself fails in this program"
+)
 def test_replicated_weights_take_the_memory_of_a_handwritten_program():
     """Closed over, they took as many bytes again on each device."""
     weights = jax.device_put(jnp.ones((8, 64, 64)), NamedSharding(mesh(), P()))
