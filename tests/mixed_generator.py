@@ -572,6 +572,8 @@ class Generator(Statements):
             turns.append(
                 Turn(Expr((SIZE,), f"jnp.asarray({self.pick(([0.3, -0.7, 1.1], [-0.2, 0.4, 0.9], [0.8, 0.1, -0.5]))})"))
             )
+        if not flags and any(isinstance(s, Make) and s.is_left for s in walk_called(main.body)):
+            turns += [Turn(Expr((SIZE,), f"jnp.asarray({xs})")) for xs in ([0.6, 0.2, -0.4], [-0.1, 0.9, 0.5])]
         aliases = [(f"k.{name}", f"m.{name}") for name in ("both", "calls")] if self.helpers and not twins else []
         return Program(self.seed, cells, self.helpers, main, wrap, turns, aliases)
 

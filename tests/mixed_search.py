@@ -51,6 +51,13 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
     "exception raised where a flag says so": has(lambda s: isinstance(s, If) and "fail" in s.test),
     "inspection of a function that is then called": has(lambda s: isinstance(s, Call) and bool(s.before)),
     "state left on an attribute": has(lambda s: isinstance(s, Make) and s.place.startswith("m.new")),
+    "learner left on an attribute": has(lambda s: isinstance(s, Make) and ".learner" in s.place),
+    "learner called": lambda p: any(f"learner{n}(" in source(p, "statetx") for n in (0, 1)),
+    "compiled main that leaves a state, called thrice": lambda p: (
+        "jit" in p.wrap
+        and has(lambda s: isinstance(s, Make) and s.is_left)(p)
+        and sum(t.x is not None for t in p.turns) > 2
+    ),
     "state appended to a list": has(lambda s: isinstance(s, Make) and s.appended),
     "state dropped": has(lambda s: isinstance(s, Make) and s.place.startswith("t")),
     "state deleted": has(lambda s: isinstance(s, Do) and s.template.startswith("del")),

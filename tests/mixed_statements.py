@@ -114,6 +114,7 @@ class Statements:
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
+        self.rng_learners = random.Random(f"{seed}, learners")  # of its own: other programs stay what they are
         self.seed = seed
         self.calls = self.rng.choice((3, 4, 5, 6))
         self.compiled = self.rng.choice((0, 0, 1, 1, 1, 2, 2, 3))
@@ -220,6 +221,8 @@ class Statements:
             }.get(cell.sort, [])
         elif shape == (SIZE,):
             templates += {"tree": ["{cell}['a']"], "list": ["{cell}[0]"]}.get(cell.sort, [])
+        if cell.place.endswith(".h"):
+            templates += [f"{cell.place.removesuffix('.h')}({t})" for t in templates]
         return [Expr(shape, t, cell=cell) for t in templates]
 
     # -- statements --
@@ -353,7 +356,11 @@ class Statements:
         if scope.once and scope.flags and self.chance(0.3):
             return [Make(f"{model}.items", "statetx", "statetx.State", self.expr(scope, ()), True)], scope
         place = self.pick((f"{model}.new{n}", f"{model}.bag['new{n}']"))
-        make, view = self.made(scope, f"{model}.new{n}" if scope.inspected else place)
+        if scope.inspected:  # no learner: equations that nobody runs may keep it alive
+            place = f"{model}.new{n}"
+        elif self.rng_learners.random() < 0.3:
+            place = f"{model}.learner{n}.h"
+        make, view = self.made(scope, place)
         if make.place in scope.kept:
             return [], scope
         views = tuple(v for v in scope.views if v.cell.place != make.place)

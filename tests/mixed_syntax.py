@@ -150,7 +150,10 @@ class Do:
 
 @dataclasses.dataclass
 class Make:
-    """A state made while the program runs; `place` is an attribute, an item, a list to append to, or a variable."""
+    """A state made while the program runs; `place` is an attribute, an item, a list to append to, or a variable.
+
+    The place ``m.learner0.h`` is in an object that is made with it.
+    """
 
     place: str
     kind: str
@@ -165,6 +168,8 @@ class Make:
 
     def text(self, world: str) -> str:
         made = f"{self.cls if world == 'statetx' else 'Cell'}({self.expr.text(world)})"
+        if self.place.endswith(".h"):
+            return f"{self.place.removesuffix('.h')} = Learner({made})"
         return f"{self.place}.append({made})" if self.appended else f"{self.place} = {made}"
 
 
