@@ -49,9 +49,12 @@ def inline(
             # JAX caches the jaxprs of its own functions with the source lines of the first caller: take the line of this call.
             return run(inner, values, operands, eqn, same_line or _jax.is_written_by_jax(inner))
 
-        literals = [Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)]
+        # From jax 0.12 on, constants of a trace may be its first inputs.
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        literals = [Literal(c, v.aval) for v, c in zip(variables, consts, strict=False)]
         return _jax.interpret(jaxpr, [*literals, *operands], rule, literal=lambda atom: atom)
 
-    invars = [_jax.Var(v.aval) for v in jaxpr.invars]
-    outvars = run(jaxpr, consts or closed_consts, invars, None, False)
+    consts = consts or closed_consts
+    invars = [_jax.Var(v.aval) for v in jaxpr.invars[len(consts) - len(jaxpr.constvars) :]]
+    outvars = run(jaxpr, consts, invars, None, False)
     return _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
