@@ -273,7 +273,8 @@ def test_saved_value_is_not_recomputed():
         return counts["dot_general"], counts["tanh"], counts["exp"]
 
     keep = jax.checkpoint_policies.save_only_these_names("kept")
-    assert num_backward(lambda f: jax.checkpoint(f, policy=keep)) == (3, 1, 1)
+    theirs = (2, 0, 0) if REMAT3 and not jax.__version__.startswith("0.10.") else (3, 1, 1)
+    assert num_backward(lambda f: jax.checkpoint(f, policy=keep)) == theirs
     assert num_backward(lambda f: statetx.remat(f, policy=policies.names("kept"))) == (3, 1, 0)
     both = policies.names("kept") | policies.primitives("tanh")
     assert num_backward(lambda f: statetx.remat(f, policy=both)) == (2, 0, 0)
