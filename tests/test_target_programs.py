@@ -1,5 +1,6 @@
 """Programs compiled for GPUs and TPUs that are not there (`make test-targets`): what the library says of such devices, checked on every commit."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import statetx
 from statetx import Target, TargetError, policies
 from statetx._equations.compiled import Program
+from statetx.planner.machine import cost_model
 
 pytestmark = [
     pytest.mark.targets,
@@ -199,3 +201,64 @@ def test_terminal_stays_clean():
     environment = {"PATH": "/usr/bin:/bin", "STATETX_CACHE": ""}
     done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "16384\n16384\n")
+
+
+# -- times ----------------------------------------------------------------------------------------------------------------
+
+
+def recurrent_loss(w, x, length):
+    return jnp.sum(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=length)[0] ** 2)
+
+
+def test_estimated_time_of_a_loop_counts_its_steps():
+    w, x = f32(512, 512), f32(2048, 512)
+    with statetx.target("h100"):
+        few, many = (statetx.measure(lambda w, x, n=n: recurrent_loss(w, x, n), w, x) for n in (8, 64))
+        plain = Program(lambda w, x: jax.grad(recurrent_loss)(w, x, 8), [w, x])
+    assert few.seconds is not None and 7.5 < many.seconds / few.seconds < 8.1
+    assert "; estimated " in str(few) and "estimated time" in few._repr_html_()
+    assert plain.cost.seconds is None, "asked for only where it is shown"
+
+
+def test_estimated_time_of_recomputation_is_longer():
+    report = statetx.memory_report(lambda ws, x: blocks(ws, x, statetx.remat), WEIGHTS, X, target="h100")
+    plain, rematerialized = report.rows
+    assert 1.1 < rematerialized.seconds / plain.seconds < 2 and not plain.was_run
+    assert "estimated time" in str(report)
+
+
+def test_estimated_time_on_a_tpu():
+    cost = statetx.measure(
+        lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), f32(1024, 1024), f32(4096, 1024), target="tpu v5e"
+    )
+    assert 5e-5 < cost.seconds < 5e-3
+    assert statetx.measure(blocks, WEIGHTS, X, target="tpu v5e").seconds is None  # XLA tells a negative time
+
+
+def test_time_is_not_estimated_where_it_is_not_known():
+    def until(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 1e6, lambda x: x * 2, x)
+
+    assert statetx.measure(until, X, gradient=False, target="h100").seconds is None
+    assert (
+        statetx.measure(recurrent_loss, f32(512, 512), X, 8, target="tpu v5e").seconds is None
+    )  # loop bodies count once
+    assert statetx.measure(blocks, WEIGHTS, X).seconds is None  # a CPU
+
+
+def test_estimates_leave_the_program_unchanged():
+    with statetx.target("h100"):
+        asked, not_asked = (Program(jax.grad(blocks), [WEIGHTS, X], estimates=e).cost for e in (True, False))
+    assert asked.seconds and not_asked.seconds is None
+    assert dataclasses.replace(asked, seconds=None) == not_asked
+
+
+@pytest.mark.parametrize("device", ["h100", "tpu v5e"])
+def test_plan_for_time_uses_the_rates_of_the_target(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    with statetx.target(device) as target:
+        rates = cost_model()
+        plan = statetx.plan(blocks, WEIGHTS, X, budget=0.6, objective="time")
+    assert rates.device == target.kind and 5e13 < rates.flops_per_second < 2e15 and 5e11 < rates.bytes_per_second < 6e12
+    assert plan.total_bytes <= 0.6 * plan.unplanned_total_bytes
+    assert not list(tmp_path.glob("*.json")), "what was not measured is not stored"

@@ -78,9 +78,13 @@ class Instruction:
         return self._frames[number] if number < len(self._frames) else ()
 
     @property
+    def backend_config(self) -> str:
+        """A JSON text, as in ``{"known_trip_count":{"n":"16"}}``, or ""."""
+        return _text(self._fields, _Instruction.BACKEND_CONFIG)
+
+    @property
     def trip_count(self) -> int | None:
-        # The configuration is a text: {"known_trip_count":{"n":"16"}, ...}.
-        config = _text(self._fields, _Instruction.BACKEND_CONFIG) if self.opcode == "while" else ""
+        config = self.backend_config if self.opcode == "while" else ""
         _, found, rest = config.partition('"known_trip_count":{"n":"')
         return int(rest.partition('"')[0]) if found else None
 
@@ -217,14 +221,9 @@ def written_program(folder: Path, compiled: Any) -> CompiledProgram | None:
 def decode(module_proto: Any, assignment_proto: Any) -> CompiledProgram | None:
     """The program in these two messages; None if the module has no schedule."""
     module = _message(module_proto)
-    if not module[_Module.SCHEDULE]:
+    computations = _computations(module)
+    if computations is None:
         return None
-    frames = _stack_frames(module[_Module.STACK_FRAMES])
-    order = {
-        _int(entry, 1): _ints(_message(entry[2][0])[1])
-        for entry in map(_message, _message(module[_Module.SCHEDULE][0])[1])
-    }
-    computations = _Computations(map(_message, module[_Module.COMPUTATIONS]), frames, order)
     values, allocations = _assignment(_message(assignment_proto))
     return CompiledProgram(
         name=_text(module, _Module.NAME),
@@ -234,6 +233,27 @@ def decode(module_proto: Any, assignment_proto: Any) -> CompiledProgram | None:
         values=values,
         allocations=allocations,
     )
+
+
+def scheduled_computations(compiled: Any) -> tuple[int, _Computations] | None:
+    """The entry of a ``jax.stages.Compiled``, and its computations by their ids; None if its backend tells no schedule."""
+    try:
+        module = _message(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    except _NOT_TOLD:
+        return None
+    computations = _computations(module)
+    return None if computations is None else (_int(module, _Module.ENTRY), computations)
+
+
+def _computations(module: _Fields) -> _Computations | None:
+    if not module[_Module.SCHEDULE]:
+        return None
+    frames = _stack_frames(module[_Module.STACK_FRAMES])
+    order = {
+        _int(entry, 1): _ints(_message(entry[2][0])[1])
+        for entry in map(_message, _message(module[_Module.SCHEDULE][0])[1])
+    }
+    return _Computations(map(_message, module[_Module.COMPUTATIONS]), frames, order)
 
 
 # -- the messages --------------------------------------------------------------------------------------------------
