@@ -40,6 +40,7 @@ COMPUTATIONS = {
         ([instruction("call", BODY), instruction("async-start", OTHER), instruction("async-done")], 25 + 3 * US),
         ([kernel(3.0), instruction("call", UNKNOWN)], None),
         ([instruction("all-reduce-start"), instruction("all-reduce-done")], None),
+        ([instruction("copy-start"), instruction("copy-done")], None),
         ([kernel(7.0, "all-reduce-start"), instruction("all-reduce-done")], 7 + US),
     ],
 )

@@ -32,7 +32,7 @@ def estimated_seconds(compiled: Any, platform: str) -> float | None:
 
 _MODEL = "sol"  # "speed of light": operations at the rate of the GPU, bytes at the bandwidth of its memory
 _LAUNCH = 1.0  # microseconds to start a kernel, in XLA's own model of fusions (kKernelLaunchOverhead)
-_COLLECTIVES = ("all-", "ragged-all-", "collective-", "reduce-scatter")
+_TRANSFERS = ("all-", "ragged-all-", "collective-", "reduce-scatter", "copy-start")  # between devices, and to the host
 _CALLS = ("while", "conditional", "call", "async-start")
 
 
@@ -52,7 +52,7 @@ class _Sum:
         told = _told(instruction.backend_config)
         if told is not None:
             return told + _LAUNCH
-        if product_of(instruction) or instruction.opcode.startswith(_COLLECTIVES):
+        if product_of(instruction) or instruction.opcode.startswith(_TRANSFERS):
             return None if not instruction.opcode.endswith("-done") else 0.0
         if instruction.opcode not in _CALLS:
             return 0.0

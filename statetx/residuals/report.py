@@ -170,10 +170,9 @@ class MemoryReport(Tabular):
                 Cell(_ratio(r.flops, baseline.flops)),
             ]
             if shows_time:
-                known = r.seconds is not None and baseline.seconds is not None
                 cells += [
                     Cell("unknown" if r.seconds is None else format_seconds(r.seconds)),
-                    Cell(_ratio(r.seconds, baseline.seconds) if known else ""),
+                    Cell("" if r.seconds is None or baseline.seconds is None else _ratio(r.seconds, baseline.seconds)),
                 ]
             rows.append(cells)
         stored = [(r.policy, in_fewer_bits(r.residuals)) for r in self.rows]
