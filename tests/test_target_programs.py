@@ -258,7 +258,7 @@ def test_plan_for_time_uses_the_rates_of_the_target(device, tmp_path, monkeypatc
     monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
     with statetx.target(device) as target:
         rates = cost_model()
-        plan = statetx.plan(blocks, WEIGHTS, X, budget=0.6, objective="time")
+        plan = statetx.plan(blocks, WEIGHTS, X, budget=0.6, objective="time", time_limit=20)
     assert rates.device == target.kind and 5e13 < rates.flops_per_second < 2e15 and 5e11 < rates.bytes_per_second < 6e12
     assert plan.total_bytes <= 0.6 * plan.unplanned_total_bytes
     assert not list(tmp_path.glob("*.json")), "what was not measured is not stored"

@@ -179,7 +179,7 @@ class Program:
 
     Args:
         donated: positions of the arguments whose memory the outputs may take.
-        estimates: whether XLA is asked for the time of a run, which takes a twentieth of the time of a compilation.
+        estimates: whether XLA is asked for the time of a run, which takes a hundredth of the time of a compilation.
 
     Attributes:
         lowered, compiled: the ``jax.stages`` objects.
