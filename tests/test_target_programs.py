@@ -244,6 +244,9 @@ def test_time_is_not_estimated_where_it_is_not_known():
         statetx.measure(recurrent_loss, f32(512, 512), X, 8, target="tpu v5e").seconds is None
     )  # loop bodies count once
     assert statetx.measure(blocks, WEIGHTS, X).seconds is None  # a CPU
+    assert statetx.measure(blocks, WEIGHTS, X, target="a100-40gb").seconds is None  # XLA has no model of its products
+    with statetx.target("a100-40gb"), pytest.raises(TargetError, match="XLA tells no times for the target a100-40gb"):
+        cost_model()
 
 
 def test_estimates_leave_the_program_unchanged():

@@ -35,7 +35,8 @@ class Cost:
         compiled_flops: operations as XLA counts them: the body of a loop once.
         argument_bytes, output_bytes, temp_bytes: memory, by XLA's memory analysis.
         alias_bytes: of the outputs, those in the memory of donated arguments.
-        seconds: XLA's estimate of the time of a run on a GPU or TPU; None on CPUs, and where XLA does not know how often a loop runs.
+        seconds: XLA's estimate of the time of a run on a GPU or TPU; None on CPUs, and where XLA does not know
+            the device, or how often a loop runs.
     """
 
     flops: int
@@ -233,8 +234,18 @@ class Program:
     def compiled(self) -> Any:
         with self._lock:
             if self._compiled is None:
-                self._compiled = compile_to_measure(self.lowered, self.compiler_options)
+                self._compiled = self._compile()
             return self._compiled
+
+    def _compile(self) -> Any:
+        try:
+            return compile_to_measure(self.lowered, self.compiler_options)
+        except jax.errors.JaxRuntimeError as e:
+            # XLA's models of time know some GPUs only: "Cannot find key: sm_80".
+            rest = {k: v for k, v in (self.compiler_options or {}).items() if k not in _jax.ESTIMATES}
+            if not self._platform or is_out_of_memory(e) or len(rest) == len(self.compiler_options or ()):
+                raise
+            return compile_to_measure(self.lowered, rest or None)
 
     @property
     def cost(self) -> Cost:
