@@ -109,7 +109,17 @@ def full_device_options() -> dict[str, Any]:
 
 def estimate_options() -> dict[str, Any]:
     """Compiler options with which XLA tells the time that it expects; they change neither the program nor its memory."""
-    return dict(_jax.ESTIMATES) if current.platform() == "gpu" and _is_known(_jax.ESTIMATES) else {}
+    return dict(_jax.ESTIMATES) if current.platform() == "gpu" and _tells_times(current.environment()) else {}
+
+
+@functools.cache
+def _tells_times(environment: tuple[Any, ...]) -> bool:
+    # XLA's models of products know some GPUs only, and a compilation for others fails: "Cannot find key: sm_80".
+    try:
+        lower(jax.jit(lambda x: x @ x).trace(jax.ShapeDtypeStruct((256, 256), "float32"))).compile(dict(_jax.ESTIMATES))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 LOW_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -241,7 +251,7 @@ class Program:
         try:
             return compile_to_measure(self.lowered, self.compiler_options)
         except jax.errors.JaxRuntimeError as e:
-            # XLA's models of time know some GPUs only: "Cannot find key: sm_80".
+            # A model of time that lacks what this program has, though it has what `_tells_times` tried.
             rest = {k: v for k, v in (self.compiler_options or {}).items() if k not in _jax.ESTIMATES}
             if not self._platform or is_out_of_memory(e) or len(rest) == len(self.compiler_options or ()):
                 raise
