@@ -322,18 +322,18 @@ def test_saved_values_are_not_recomputed():
         assert abs(added - candidate.predicted_cost) <= 0.01 * candidate.compiled.flops
 
 
-def test_front_of_values_of_gibibytes_prints_nothing(capfd):
+def test_plan_of_values_of_gibibytes_prints_nothing(capfd):
     """The solver printed that it repairs a solution: one byte in gigabytes was less than its tolerance."""
-    large = jax.ShapeDtypeStruct((2**18, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
 
-    def loss(x, w):
-        for _ in range(3):
+    def loss(w, x):
+        for _ in range(2):
             x = jnp.sin(jnp.tanh(x @ w) @ w.T)
-        return x.sum()
+        return jnp.mean(x**2)
 
-    front = Graph(staged(loss, *large), flops, [False, False], [True, True], [True]).front()
+    large = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((2**18, 1024), jnp.float32)
+    statetx.plan(loss, *large, budget=1.0)
     ctypes.CDLL(None).fflush(None)
-    assert capfd.readouterr().out == "" and {n * 2**30 for n in range(9)} <= {option.saved_bytes for option in front}
+    assert capfd.readouterr().out == ""
 
 
 def test_backward_bytes_are_measured():
