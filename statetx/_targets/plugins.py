@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -64,7 +65,8 @@ def compile_only_devices(spec: Spec, hosts: int, shape: tuple[int, ...]) -> tupl
             else:
                 assert isinstance(spec, Gpu)
                 devices = _gpu_devices(spec, hosts, shape[0])
-            _start(devices[0], spec.platform)
+            with concurrent.futures.ThreadPoolExecutor(1) as other_thread:  # where the user's mesh is not set
+                other_thread.submit(_start, devices[0], spec.platform).result()
             return devices
     except (RuntimeError, NotImplementedError, ValueError, AttributeError, ImportError) as e:
         raise TargetError(
