@@ -28,8 +28,8 @@ from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_
 
 from .. import _jax
 from .._atomic import locked, new_lock
-from .._targets import current
 from .._jax import Jaxpr, Literal
+from .._targets import current
 from .._tree import Identity, freeze
 from .hoist import hoist
 
