@@ -132,7 +132,11 @@ def _variable(name: str) -> Iterator[None]:
 def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
     name = f"{spec.generation}:{'x'.join(map(str, shape))}"
     # The two cores of a TPU v4 are one device.
-    options = {"chip_config_name": "megacore"} if spec.generation == "v4" else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if spec.generation == "v4" else {}
+    # A host has 2x2 chips unless it is said that it has fewer; newer versions of libtpu find out.
+    bounds = [2 if n % 2 == 0 else 1 for n in shape[:2]] + [1]
+    if bounds != [2, 2, 1]:
+        options["chips_per_host_bounds"] = bounds
     # Of a TPU that is there one process is the owner, and libtpu locks a file. Where none is there, any number of processes compile.
     is_shared = contextlib.nullcontext() if is_visible("tpu") else _variable("ALLOW_MULTIPLE_LIBTPU_LOAD")
     with is_shared:
