@@ -133,6 +133,9 @@ def surrogate(width, kind):
     if kind == "custom_vjp":
         spike = jax.custom_vjp(lambda x: (x > 0).astype(x.dtype))
         spike.defvjp(lambda x: (spike(x), width.value), lambda w, g: (g * w,))
+    elif kind == "backward":
+        spike = jax.custom_vjp(lambda x: (x > 0).astype(x.dtype))
+        spike.defvjp(lambda x: (spike(x), None), lambda _, g: (g * width.value,))
     else:
         spike = jax.custom_jvp(lambda x: (x > 0).astype(x.dtype))
         spike.defjvp(lambda primals, tangents: (spike(*primals), tangents[0] * width.value))
@@ -173,6 +176,75 @@ def test_derivative_rules_read_states(name, kind):
     assert gradient() == jitted() == 3
     width.value = jnp.float32(5.0)
     assert gradient() == jitted() == 6
+
+
+@pytest.mark.parametrize("library", [jax, statetx])
+@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
+def test_rules_of_a_jitted_function_see_a_state_change(rule, library):
+    """JAX runs the rules of a compiled function once. A program whose rules have read other values is staged again."""
+    width, stagings = statetx.State(jnp.float32(2.0)), []
+    spike = surrogate(width, rule)
+
+    @statetx.jit
+    def inner(x):
+        stagings.append(x)
+        return spike(x) + 0.0
+
+    outer = statetx.jit(lambda x: inner(x) * 10.0)
+    gradients = [library.grad(f) for f in (inner, outer)]
+    gradients += [statetx.jit(gradients[0])]
+    assert outer(1.0) == 10 and [g(1.0) for g in gradients[:2]] == [g(1.0) for g in gradients[:2]] == [2, 20]
+    assert len(stagings) <= 2, "nothing has changed"
+    for value in (3, 4):
+        width.value = jnp.float32(value)
+        assert [g(1.0) for g in gradients] == [value, 10 * value, value]
+    assert outer(1.0) == 10 and inner(-1.0) == 0
+
+
+def test_second_derivatives_of_a_jitted_function_see_a_state_change():
+    width = statetx.State(jnp.float32(2.0))
+    growth = jax.custom_jvp(jnp.square)
+    growth.defjvp(lambda primals, tangents: (growth(*primals), width.value * growth(*primals) * tangents[0]))
+    curvature = jax.grad(jax.grad(statetx.jit(lambda x: growth(x))))
+    assert curvature(1.0) == 4
+    width.value = jnp.float32(3.0)
+    assert curvature(1.0) == 9
+
+
+WITH_WRITES = {
+    "scan": lambda f, x: statetx.scan(lambda c, _: (f(c), None), x, None, 2)[0],
+    "slots": lambda f, x: statetx.scan(lambda c, _: (f(c), None), x, None, 2, checkpoint=Slots(1))[0],
+    "while_loop": lambda f, x: statetx.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, f(c[1])), (0, x), checkpoint=Slots(2), max_steps=2
+    )[1],
+    "cond": lambda f, x: statetx.cond(x > 0, f, jnp.tanh, x),
+    "microbatch": lambda f, x: statetx.microbatch(lambda x: f(x[0]), 2)(jnp.stack([x, x])),
+    "remat": lambda f, x: statetx.remat(f)(x),
+    "jit": lambda f, x: statetx.jit(f)(x),
+    "jit in scan": lambda f, x: statetx.scan(lambda c, _: (statetx.jit(f)(c), None), x, None, 2)[0],
+}
+
+
+@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
+@pytest.mark.parametrize("name", WITH_WRITES)
+def test_rules_that_read_a_state_the_body_writes_are_refused(name, rule):
+    width, other = (statetx.State(jnp.float32(2.0), name=name) for name in ("width", "other"))
+    spike = surrogate(width, rule)
+
+    def loss(x, written=width):
+        def body(x):
+            written.value = written.value + 1.0
+            return x + spike(x)
+
+        return WITH_WRITES[name](body, x)
+
+    message = r"the derivative rule of .* read State 'width' .* made at .*test_hoist.py:\d+\), which .* writes at .*test_hoist.py:\d+"
+    for gradient in (statetx.grad(loss), statetx.jit(jax.grad(loss))):
+        with pytest.raises(statetx.StateAccessError, match=message) as error:
+            gradient(1.0)
+        assert "Fix: pass the value as an argument" in str(error.value)
+    assert width.value == 2 and loss(jnp.float32(1.0)) >= 2
+    assert statetx.grad(lambda x: loss(x, other))(1.0) > 2 and other.value > 2
 
 
 @pytest.mark.slow

@@ -69,8 +69,6 @@ from .equations import scope as scope
 from .equations import with_weak_type as with_weak_type
 from .equations import zero_tangent as zero_tangent
 from .equations import zeros as zeros
-from .estimates import ESTIMATES as ESTIMATES
-from .estimates import estimated_seconds as estimated_seconds
 from .gradients import differentiated_function as differentiated_function
 from .gradients import in_backward_pass as in_backward_pass
 from .gradients import note_differentiated as note_differentiated
@@ -152,12 +150,14 @@ from .remat import with_sharding as with_sharding
 from .remat import without_remat3 as without_remat3
 from .rules import derivative_rule as derivative_rule
 from .rules import has_rule as has_rule
+from .rules import has_users_rule as has_users_rule
 from .rules import is_written_by_jax as is_written_by_jax
 from .rules import num_closed_over as num_closed_over
 from .rules import results_of_rule as results_of_rule
 from .rules import rule_kept as rule_kept
 from .rules import rule_of as rule_of
 from .rules import with_rule as with_rule
+from .rules import with_watched_rules as with_watched_rules
 from .staging import compile_settings as compile_settings
 from .staging import evaluate as evaluate
 from .staging import evaluate_checked as evaluate_checked

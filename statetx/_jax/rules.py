@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -12,7 +12,8 @@ import jax
 import jax.core
 from jax._src import linear_util as _lu
 
-from .equations import Jaxpr
+from .editing import map_jaxprs, with_equations
+from .equations import Jaxpr, inner_jaxprs, open_jaxpr
 from .traces import JAX_FOLDER
 
 
@@ -72,9 +73,12 @@ def rule_of(eqn: Any) -> Jaxpr:
         jaxpr, consts, *_ = rule.call_wrapped(*flags)
     if any(isinstance(x, jax.core.Tracer) for x in consts):
         # What the rule has read belongs to a trace that may end before JAX differentiates: let it read again then.
-        for cache in _closed_over(rule.f):
-            if isinstance(cache, dict):
-                cache.pop(flags, None)
+        fun = rule.f
+        while fun is not None:
+            for cache in _closed_over(fun):
+                if isinstance(cache, dict):
+                    cache.pop(flags, None)
+            fun = getattr(fun, "__wrapped__", None)
     return jaxpr
 
 
@@ -116,6 +120,80 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
 
     changes = {key: _lu.wrap_init(edited, debug_info=rule.debug_info), "call_jaxpr": call}
     return eqn.replace(params={**eqn.params, **changes})
+
+
+Watch = Callable[..., Any]
+"""Called as ``watch(rule, *args)`` in place of ``rule(*args)``."""
+
+
+def has_users_rule(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr calls, at any depth, a function with a derivative rule that may read anything."""
+    return any(
+        is_users_rule(eqn) if has_rule(eqn) else any(map(has_users_rule, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+    )
+
+
+def is_users_rule(eqn: Any) -> bool:
+    """Whether the rule of a call is neither JAX's own nor declared to read nothing: see `derivative_rule`."""
+    return derivative_rule(eqn.params[_RULES[eqn.primitive.name]]) is None
+
+
+def with_watched_rules(x: Any, watch_for: Callable[[str, Sequence[Any]], Watch]) -> Any:
+    """Let the users' derivative rules in a jaxpr, closed or not, run through a `Watch`, at any depth.
+
+    Args:
+        watch_for: ``(place of the function that has the rule, watches that the rule runs through already) -> watch``. JAX keeps what a rule gave,
+            so that it may run through an earlier watch only.
+    """
+    edited: dict[int, Any] = {}  # by id of a nested jaxpr: JAX's caches go by identity
+
+    def edit(x: Any) -> Any:
+        if id(x) not in edited:
+            jaxpr, _ = open_jaxpr(x)
+            edited[id(x)] = with_equations(x, [of_equation(e) for e in jaxpr.eqns]) if has_users_rule(jaxpr) else x
+        return edited[id(x)]
+
+    def of_equation(eqn: Any) -> Any:
+        if not has_rule(eqn):
+            return map_jaxprs(edit, eqn)
+        if not is_users_rule(eqn):
+            return eqn
+        key = _RULES[eqn.primitive.name]
+        place = eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
+        watch = watch_for(place, list(_watches(eqn.params[key].f)))
+        changes = {key: _watched_rule(eqn.params[key], watch, watch_for)}
+        if "bwd" in eqn.params:
+            changes["bwd"] = _watched(eqn.params["bwd"], watch)
+        return eqn.replace(params={**eqn.params, **changes})
+
+    return edit(x)
+
+
+def _watched_rule(rule: Any, watch: Watch, watch_for: Any) -> Any:
+    results: dict[tuple[bool, ...], Any] = {}  # JAX's rule is cached, too: see `with_rule`
+
+    @functools.wraps(rule.f)
+    def watched(*flags: bool) -> Any:
+        if flags not in results:
+            jaxpr, *extra = watch(rule.call_wrapped, *flags)
+            results[flags] = (with_watched_rules(jaxpr, watch_for), *extra)  # second derivatives run the rules in it
+        return results[flags]
+
+    watched.watch = watch  # type: ignore[attr-defined]
+    return _lu.wrap_init(watched, debug_info=rule.debug_info)
+
+
+def _watched(fun: Any, watch: Watch) -> Any:
+    return _lu.wrap_init(lambda *args: watch(fun.call_wrapped, *args), debug_info=fun.debug_info)
+
+
+def _watches(fun: Any, depth: int = 6) -> Iterator[Watch]:
+    """The watches of a rule and of those that it wraps: JAX wraps it again wherever it binds the call again."""
+    if hasattr(fun, "watch"):
+        yield fun.watch
+    for inner in _closed_over(fun) if depth else ():
+        if isinstance(inner, _lu.WrappedFun):
+            yield from _watches(inner.f, depth - 1)
 
 
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:

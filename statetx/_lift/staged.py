@@ -17,6 +17,7 @@ from .._frames import Effect, refuse_created
 from .._states import kind_of
 from .._tree import Partition, is_array_or_number, partition
 from .inputs import Input, InputNames, Lifting
+from .late_rules import guarded
 from .outcome import partition_output
 from .rules import Broadcast, Carry, Rules, Split
 from .run import frame_for
@@ -100,10 +101,11 @@ class Staged:
                 effect.value = None
             return leaves, frame.effects
 
-        self._body, effects, refs = stage(
+        staged, effects, refs = stage(
             body, avals, traced_for=traced_for, names=InputNames(fun, arguments), lifting=lifting
         )
         self.effects: list[Effect] = [*effects, *refs]
+        self._body = guarded(f"{name}({name_of(fun)})", staged, self.effects)
         self.values += [partition(0, is_loop_leaf)[1] for _ in refs]
         self.inputs: dict[int, Input] = lifting.inputs
         self._num_added = lifting.num_variables

@@ -16,6 +16,7 @@ from .. import _jax, _states
 from .._equations.structure import Body, table
 from .._errors import EffectError, StateAccessError
 from .._lift.inputs import InputNames
+from .._lift.late_rules import guarded
 from .._lift.linen import refuse_linen_variables
 from .._lift.options import with_checked_options
 from .._lift.outcome import pack
@@ -221,11 +222,10 @@ class Remat(Wrapper):
         fun = self.__wrapped__
         if _jax.is_eager():  # nothing is differentiated: run the function, and undo its writes if it fails
             return run_eagerly(f"remat({name_of(fun)})", fun, args, kwargs, allow=self._guard(args, kwargs))
-        policy = self._policy
-        if override.visited_regions is not None and override.is_off:  # the planner, or a report, tries something
+        is_visited = override.visited_regions is not None  # the planner, or a report, tries something
+        if is_visited and override.is_off:
             return fun(*args, **kwargs)
-        if override.visited_regions is not None:
-            policy = policy if override.policy is None else override.policy
+        policy = override.policy if is_visited and override.policy is not None else self._policy
         dyn_args, dyn_kwargs, merge = self._static.split(args, kwargs)
         arrays, args_part = partition((dyn_args, dyn_kwargs))
         arrays = [as_array(x) for x in arrays]
@@ -254,7 +254,7 @@ class Remat(Wrapper):
         names = InputNames(fun, arguments)
         with _inner_policies(policy):
             staged, outcome, refs = stage(body, avals, traced_for="statetx.remat", names=names, read=read)
-        outcome.add(refs)
+        staged = guarded(f"remat({name_of(fun)})", staged, outcome.add(refs).effects)
         self._refuse_effects(staged)
         refuse_linen_variables(fun, args, kwargs)
 

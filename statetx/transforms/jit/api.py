@@ -274,7 +274,7 @@ class Jit(Wrapper[P, R]):
         other_programs = [
             p
             for p in self.cache.programs.get(call.key, ())
-            if p is not program and (p.created.can_run() or not p.is_for(call))
+            if p is not program and (p.created.can_run() or not p.is_for(call)) and not p.is_stale()
         ]
         self.cache.programs.keep(call.key, [program, *other_programs[: _MAX_PROGRAMS - 1]])
 

@@ -91,3 +91,16 @@ class Call:
         leaves = replaced(self.leaves, (*self.layout.kept, *self.layout.donated), (*kept, *donated))
         dyn_args, dyn_kwargs = jax.tree.unflatten(self.layout.treedef, leaves)
         return self.merge(dyn_args, dyn_kwargs)
+
+
+def copy_aliased_donations(kept: list, donated: list, call: Call) -> tuple[list, list]:
+    """Copy arrays to be donated that are also another operand of the call: JAX must not donate an aliased array."""
+    seen = {id(x) for x in jax.tree.leaves((kept, call.kept, call.donated))}
+
+    def copy_if_aliased(x: Any) -> Any:
+        if id(x) in seen and isinstance(x, jax.Array):
+            return x.copy()
+        seen.add(id(x))
+        return x
+
+    return kept, jax.tree.map(copy_if_aliased, donated)

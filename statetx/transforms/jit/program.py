@@ -21,6 +21,7 @@ from ..._equations.structure import Body
 from ..._errors import ForeignStateError
 from ..._lift.context import note_shardings
 from ..._lift.inputs import Input, InputNames, Lifting
+from ..._lift.late_rules import are_current, watched
 from ..._lift.outcome import Outcome, pack
 from ..._lift.run import frame_for
 from ..._lift.stage import stage
@@ -30,7 +31,7 @@ from ..._text import brief
 from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import _Invalidated
-from .arguments import Call
+from .arguments import Call, copy_aliased_donations
 from .created import CreatedStates
 from .placement import StateShardings, has_tracer, is_on_mesh, names_mesh
 
@@ -96,6 +97,7 @@ class Program:
             body, self.avals, traced_for="jit", names=InputNames(fun, arguments), lifting=lifting
         )
         self.outcome: Outcome = outcome.add(refs)
+        staged, self._rules = watched(self.name, staged, self.outcome.effects)
 
         written = {id(e.state) for e in outcome.effects}
         paths = Paths(fun, call.args, call.kwargs)
@@ -238,7 +240,7 @@ class Program:
 
         kept = self._open_guards(kept_values)
         if donated:
-            kept, donated = _copy_aliased_donations(kept, donated, call)
+            kept, donated = copy_aliased_donations(kept, donated, call)
             operands = (kept, donated, call.operand, call.donated)
             out = self._run_donating(operands, lambda writes: self._store(writes, [], attribute_stores))
         else:
@@ -357,6 +359,8 @@ class Program:
 
     def _run_watched(self, call: Call, *, live: bool = False) -> Any:
         attribute_stores = [] if live else self._attribute_stores()
+        if self.is_stale():
+            raise Restage
         for effect in self._created_effects:
             effect.created = live  # in later calls the state exists already
         operands = self.operands_of(call)
@@ -391,16 +395,20 @@ class Program:
         kept = self._open_guards([self._retry_when_released(i.kind.read, i.state) for g in self.kept for i in g.inputs])
         donated = [self._retry_when_released(i.kind.read, i.state) for g in self.donated for i in g.inputs]
         if donated:
-            kept, donated = _copy_aliased_donations(kept, donated, call)
+            kept, donated = copy_aliased_donations(kept, donated, call)
         return kept, donated, call.operand, call.donated
 
     def is_for(self, call: Call) -> bool:
         """Whether argument types and settings are the staged ones."""
         return self.settings == _jax.trace_context() and _same_types([*call.kept, *call.donated], self.avals)
 
+    def is_stale(self) -> bool:
+        """Whether a derivative rule in it has read states that hold other values now. JAX runs a rule of the program once."""
+        return bool(self._rules) and not (_frames.is_idle() or are_current(self._rules))
+
     def accepts(self, call: Call) -> bool:
         """Whether argument types, settings, and the states' types and shardings are the staged ones."""
-        if not self.is_for(call):
+        if not self.is_for(call) or self.is_stale():
             return False
         if self.created and self.created.stores() is None:
             return False
@@ -483,16 +491,3 @@ def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
 
 def _is_deleted(value: PyTree) -> bool:
     return any(isinstance(x, _jax.ArrayImpl) and x.is_deleted() for x in jax.tree.leaves(value))
-
-
-def _copy_aliased_donations(kept: list, donated: list, call: Call) -> tuple[list, list]:
-    """Copy arrays to be donated that are also another operand of the call: JAX must not donate an aliased array."""
-    seen = {id(x) for x in jax.tree.leaves((kept, call.kept, call.donated))}
-
-    def copy_if_aliased(x: Any) -> Any:
-        if id(x) in seen and isinstance(x, jax.Array):
-            return x.copy()
-        seen.add(id(x))
-        return x
-
-    return kept, jax.tree.map(copy_if_aliased, donated)
