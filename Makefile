@@ -12,6 +12,9 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/const
 STAMP := $(VENV)/.statetx-installed
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 EXTRAS := all,ecosystem
+GROUP := dev
+# XLA's compilers for GPUs and TPUs, 1 GB, of the version of jax.
+TARGETS := $(VENV)/.statetx-targets-installed
 # The benchmarks alone want other libraries to compare with.
 BENCH := $(VENV)/.statetx-bench-installed
 
@@ -19,7 +22,7 @@ BENCH := $(VENV)/.statetx-bench-installed
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-figure example test smoke test-slow test-outside test-remat3 test-py312 test-py313 check format docs figures bench bench-quick clean
+.PHONY: help demo demo-figure example test smoke test-slow test-outside test-remat3 test-py312 test-py313 test-targets run-test-targets check format docs figures bench bench-quick clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -34,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
 	@{ sed -E '$(if $(JAX),/^jax(lib)?==/d)' constraints.txt; $(if $(JAX),echo "jax==$(JAX)"; echo "jaxlib==$(JAX)";) } > $(VENV)/constraints.txt
 	@$(PY) -m pip install --help | grep -q -e --group || $(PIP) --upgrade pip  # Python 3.11 and 3.12 bring older ones
-	@$(PIP) -e '.[$(EXTRAS)]' --group dev
+	@$(PIP) -e '.[$(EXTRAS)]' --group $(GROUP)
 	@touch $@
 
 demo: $(STAMP)  ## train a recurrent model on real text with and without checkpointing (writes out/demo)
@@ -72,6 +75,18 @@ test-py312:  ## run the tests on Python 3.12 with jax 0.11.2, in an environment 
 test-py313:  ## run the tests on Python 3.13 with the newest jax, in an environment of their own
 	$(MAKE) test PYTHON=python3.13 VENV=.venv-py313
 
+$(TARGETS): $(STAMP)
+	@echo "downloading XLA's compilers for GPUs and TPUs (1 GB)"
+	@$(PIP) -e '.[target-cuda,target-tpu]' || { \
+	  echo "XLA's compilers for GPUs and TPUs could not be installed: no test for a target was run" >&2; exit 2; }
+	@touch $@
+
+test-targets:  ## run the tests for GPUs and TPUs that are not there, in an environment of their own
+	$(MAKE) run-test-targets VENV=.venv-targets EXTRAS=flax GROUP=test
+
+run-test-targets: $(TARGETS)
+	$(PY) -m pytest tests/test_target_programs.py -m targets $(ARGS)
+
 check: $(STAMP)  ## lint, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -100,5 +115,5 @@ bench-quick: $(BENCH)  ## the fast benchmarks at small sizes, in under two minut
 	$(PY) benchmarks/run.py --quick $(ARGS)
 
 clean:  ## remove the environment, outputs and caches
-	rm -rf .venv .venv-py312 .venv-py313 out build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-py312 .venv-py313 .venv-targets out build dist .pytest_cache .ruff_cache .hypothesis
 	find statetx tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -156,6 +156,12 @@ def one(kind: str, name: str, quick: bool) -> dict[str, Any]:
 def start_process(option: str, kind: str, name: str, quick: bool) -> subprocess.Popen:
     """Start a process of this script for one implementation."""
     command = [sys.executable, __file__, option, kind, name] + (["--quick"] if quick else [])
+    env = environment_of(name)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """The environment variables of the process of an implementation."""
     caches = Path(tempfile.gettempdir()) / "statetx-gpu-benchmark"
     # By default XLA waits for the device before each turn of a loop of unknown length.
     flags = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE"} if "device loops" in name else {}
@@ -164,7 +170,7 @@ def start_process(option: str, kind: str, name: str, quick: bool) -> subprocess.
         "JAX_COMPILATION_CACHE_DIR": str(caches / "jax"),  # the choices of kernels
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",  # but no compiled program
     }
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env | os.environ)
+    return env | os.environ
 
 
 def result(process: subprocess.Popen) -> dict[str, Any]:

@@ -36,6 +36,23 @@ def _normal(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
 
 
+def of_types(make: Callable[[], Program]) -> Program:
+    """A program with the types of its parameters and data in place of values, which take time and memory to make."""
+    global _dense, _normal  # noqa: PLW0603
+    before, made = (_dense, _normal), []
+    _dense = _normal = lambda rng, *shape: jnp.zeros(shape)
+
+    def inputs() -> Any:
+        made.append(make())
+        return made[0].params, made[0].data
+
+    try:
+        params, data = jax.eval_shape(inputs)
+    finally:
+        _dense, _normal = before
+    return Program(made[0].loss, params, data)
+
+
 def norm(x: jax.Array) -> jax.Array:
     return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
 

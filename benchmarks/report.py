@@ -455,6 +455,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
             "microbatch",
         )
     },
+    "targets": lambda: log("targets", lambda m, results: [(m.COLUMNS, m.rows(results, load("gpu")["results"]))]),
     "loops": log_loops,
     "planner": log_planner,
     "whole_plans": log_whole_plans,

@@ -62,6 +62,16 @@ def format_flops(n: int) -> str:
     return f"{size:.3g} {unit}".rstrip()
 
 
+def format_seconds(x: float) -> str:
+    """Format a short time.
+
+    Example:
+        >>> format_seconds(0.0285), format_seconds(2e-4)
+        ('28.5 ms', '200 us')
+    """
+    return f"{1e6 * x:.3g} us" if x < 1e-3 else f"{1e3 * x:.3g} ms"
+
+
 _FILE_WIDTH = 120
 
 

@@ -316,16 +316,17 @@ def test_targets_of_calls_of_libraries():
         assert _jax.product_of(types.SimpleNamespace(opcode="custom-call", target=target)) == name
 
 
-def test_allocations_on_the_host():
-    """As GPUs tell offloaded values; a CPU has one memory."""
+def test_allocations_in_other_memories():
+    """As GPUs tell offloaded values, and TPUs those in the memory of a core; a CPU has one memory."""
 
     def message(*memory_space):
         allocation = bytes([0x08, 0, 0x10, 100, *memory_space])  # index 0, 100 bytes
         return buffers._message(bytes([0x1A, len(allocation)]) + allocation)
 
-    for memory_space, is_on_host in (((), False), ((0x40, 1), False), ((0x40, 5), True)):
-        _, (allocation,) = buffers._assignment(message(*memory_space))
-        assert (allocation.num_bytes, allocation.is_on_host) == (100, is_on_host)
+    for memory_space, on_gpu, on_tpu in (((), False, False), ((0x40, 1), False, True), ((0x40, 5), True, True)):
+        for platform, is_elsewhere in (("gpu", on_gpu), ("tpu", on_tpu)):
+            _, (allocation,) = buffers._assignment(message(*memory_space), platform)
+            assert (allocation.num_bytes, allocation.is_elsewhere) == (100, is_elsewhere)
 
 
 def test_program_without_buffer_assignment():

@@ -212,6 +212,12 @@ def test_axis_that_a_scan_runs_over_is_no_batch():
             None,
             int(15.5 * GIB),
         ),
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries "
+            "(86.97G) exceeds available HBM (15.75G). HLO module: jit__lambda.",
+            None,
+            int(15.75 * GIB),
+        ),
         ("Ran out of memory in memory space vmem. Used 19.50M of 16.00M vmem.", None, None),
         ("something else", None, None),
     ],

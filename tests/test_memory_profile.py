@@ -78,7 +78,7 @@ def check_profile(profile, program, memory):
     for b in profile.buffers:
         by_place.setdefault(b.allocation, []).append(b)
     for a in program.allocations:  # every byte of an allocation is some buffer's
-        if not (a.is_thread_local or a.is_on_host) and a.num_bytes:
+        if not (a.is_thread_local or a.is_elsewhere) and a.num_bytes:
             assert max(b.offset + b.num_bytes for b in by_place[a.index]) == a.num_bytes
     # Each step alone: the buffers alive take no byte twice.
     for step in range(0, len(profile.steps), max(1, len(profile.steps) // 20)):
@@ -94,7 +94,7 @@ def test_values_on_the_host_take_none_of_the_devices_memory():
         if a.parameter is None and not (a.is_output or a.is_constant or a.is_thread_local)
     ]
     assert sum(a.num_bytes for a in temporary) == memory.temp_size_in_bytes > 0
-    offloaded = [a._replace(is_on_host=a in temporary) for a in program.allocations]
+    offloaded = [a._replace(is_elsewhere=a in temporary) for a in program.allocations]
     on_device, on_both = (
         {b.allocation for b in Assembly(dataclasses.replace(program, allocations=allocations), Inputs()).buffers()}
         for allocations in (offloaded, program.allocations)
@@ -555,7 +555,7 @@ def test_sizes_of_a_sharded_program_are_those_of_a_device():
 def test_backend_without_buffer_assignment(monkeypatch):
     exact = statetx.memory_profile(lambda x: Net()(x).sum(), X)
     monkeypatch.setattr(_jax, "compiled_program", lambda compiled: None)
-    monkeypatch.setattr(_jax, "written_program", lambda folder, compiled: None)
+    monkeypatch.setattr(_jax, "written_program", lambda folder, compiled, platform: None)
     monkeypatch.setattr(measure, "_tells_buffers", lambda: False)
     profile = statetx.memory_profile(lambda x: Net()(x).sum(), X)
     assert "does not tell" in profile.note and profile.note in str(profile) and "lowered" not in profile.note

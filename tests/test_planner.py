@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import io
@@ -319,6 +320,20 @@ def test_saved_values_are_not_recomputed():
     for candidate in list(planner._search.candidates)[1:]:
         added = candidate.compiled.flops - planner._search.candidates.compile_baseline().compiled.flops
         assert abs(added - candidate.predicted_cost) <= 0.01 * candidate.compiled.flops
+
+
+def test_plan_of_values_of_gibibytes_prints_nothing(capfd):
+    """The solver printed that it repairs a solution: one byte in gigabytes was less than its tolerance."""
+
+    def loss(w, x):
+        for _ in range(2):
+            x = jnp.sin(jnp.tanh(x @ w) @ w.T)
+        return jnp.mean(x**2)
+
+    large = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((2**18, 1024), jnp.float32)
+    statetx.plan(loss, *large, budget=1.0)
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == ""
 
 
 def test_backward_bytes_are_measured():

@@ -78,7 +78,7 @@ BREAKAGES = {
     "an inspection takes a state's value for an attribute of the model": (
         "_objects.attributes._attributes",
         lambda obj: getattr(obj, "__dict__", None),
-        "look_at('call', f12, ",
+        "look_at('saved_residuals', f1017, ",
     ),
     "what a call writes is forgotten": ("_frames.Frame._collect", lambda self: [], "jvp("),
 }

@@ -1,5 +1,6 @@
 """Programs compiled for GPUs and TPUs that are not there (`make test-targets`): what the library says of such devices, checked on every commit."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import statetx
 from statetx import Target, TargetError, policies
 from statetx._equations.compiled import Program
+from statetx.planner.machine import cost_model
 
 pytestmark = [
     pytest.mark.targets,
@@ -25,13 +27,14 @@ def f32(*shape, sharding=None):
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
-WEIGHTS, X = [f32(512, 512)] * 8, f32(8192, 512)
+# A compilation for a TPU takes seconds, the more the wider the products; arrays are larger than the memory of its core.
+WEIGHTS, X = [f32(128, 128)] * 3, f32(131072, 128)
 
 
 def blocks(ws, x, wrap=lambda f: f):
-    """Each block keeps three arrays of 16 MiB; with remat one."""
+    """Each block keeps two arrays of 64 MiB; with remat one."""
     for w in ws:
-        x = wrap(lambda x, w=w: jnp.sin(jnp.tanh(x @ w) @ w.T))(x)
+        x = wrap(lambda x, w=w: jnp.cos(jnp.sin(jnp.tanh(x @ w))))(x)
     return jnp.mean(x**2)
 
 
@@ -45,7 +48,7 @@ def test_remat_of_unrolled_blocks_lowers_the_memory(device):
     with statetx.target(device):
         plain, rematerialized = temp(blocks, WEIGHTS, X), temp(lambda ws, x: blocks(ws, x, statetx.remat), WEIGHTS, X)
         by_jax = temp(lambda ws, x: blocks(ws, x, jax.checkpoint), WEIGHTS, X)
-    assert rematerialized <= 0.75 * plain and rematerialized <= 1.02 * by_jax
+    assert rematerialized <= 0.8 * plain and rematerialized <= 1.02 * by_jax
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -53,25 +56,32 @@ def test_profile_sums_to_the_figures_of_the_compiler(device):
     profile = statetx.memory_profile(blocks, WEIGHTS, X, target=device)
     cost = statetx.measure(blocks, WEIGHTS, X, target=device)
     assert profile.backend == Target(device).platform and profile.temp_bytes == cost.temp_bytes
-    assert profile.peak_bytes == cost.peak_bytes + profile.constant_bytes
-    if not profile.note:
-        assert sum(group.num_bytes for group in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
+    assert profile.peak_bytes == cost.peak_bytes and profile.note == ""
+    assert sum(group.num_bytes for group in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
+    assert 0 <= profile.unused_bytes <= 0.15 * profile.peak_bytes, "no value counts that has no memory of its own there"
 
 
 @pytest.mark.parametrize("device", ["h100", "tpu v5e"])
-def test_plan_keeps_its_budget_in_the_users_program(device, tmp_path, monkeypatch):
-    """Compiled for the target; read again from the store, which has one entry for each device."""
-    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
-    with statetx.target(device) as target:
+def test_plan_keeps_its_budget_in_the_users_program(device):
+    with statetx.target(device):
         unplanned = statetx.measure(blocks, WEIGHTS, X)
-        plan = statetx.plan(blocks, WEIGHTS, X, budget=0.6)
+        plan = statetx.plan(blocks, WEIGHTS, X, budget=0.85)
         gradient = jax.grad(plan.apply(blocks), argnums=(0, 1))
         users = statetx.measure(lambda ws, x: gradient(ws, x), WEIGHTS, X, gradient=False)
-        assert users.peak_bytes <= 0.6 * unplanned.peak_bytes and plan.extra_flops < 0.35
-        again = statetx.plan(blocks, WEIGHTS, X, budget=0.6)
-    assert str(again) == str(plan) and len(list((tmp_path / "plans").iterdir())) == 1
-    with pytest.raises(statetx.PlanError, match="smallest|cannot|needs"):
-        statetx.plan(blocks, WEIGHTS, X, budget="64KiB", target=target)
+    assert users.peak_bytes <= 0.85 * unplanned.peak_bytes and plan.extra_flops < 0.35
+
+
+def test_plans_for_a_target_are_stored(tmp_path, monkeypatch):
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    plans = [
+        statetx.plan(blocks, WEIGHTS[:1], X, budget=1.0, target=device) for device in ("h100", "h100", "a100-40gb")
+    ]
+    assert str(plans[0]) == str(plans[1]) and len(list((tmp_path / "plans").iterdir())) == 2
+
+
+def test_budget_that_is_too_small_for_a_target():
+    with pytest.raises(statetx.PlanError, match="64.0 KiB"):
+        statetx.plan(blocks, WEIGHTS[:1], X, budget="64KiB", target="h100")
 
 
 def gru_loss(w, xs, checkpoint=None):
@@ -79,12 +89,12 @@ def gru_loss(w, xs, checkpoint=None):
         h = jnp.tanh(h @ w + x)
         return h, (h**2).mean()
 
-    return statetx.scan(step, jnp.zeros((64, 128)), xs, checkpoint=checkpoint)[1].mean()
+    return statetx.scan(step, jnp.zeros(xs.shape[1:]), xs, checkpoint=checkpoint)[1].mean()
 
 
 @pytest.mark.parametrize("device", ["h100", "tpu v5e"])
 def test_checkpointed_loops_take_a_fraction(device):
-    args = f32(128, 128), f32(1024, 64, 128)
+    args = f32(128, 128), f32(1024, 512, 128)
     with statetx.target(device):
         plain = temp(gru_loss, *args)
         for strategy in (policies.Levels(2), policies.Slots(16), "auto"):
@@ -92,20 +102,20 @@ def test_checkpointed_loops_take_a_fraction(device):
 
 
 def test_sizes_take_loops_of_known_length_on_gpus():
-    """XLA waits for a GPU before each turn of a loop of unknown length; a TPU's and a CPU's are slots."""
-    args = f32(128, 128), f32(1024, 64, 128)
+    """XLA waits for a GPU before each turn of a loop of unknown length; on CPUs slots have one."""
+    args = f32(128, 128), f32(1024, 512, 128)
 
     def has_unknown_length(device):
         with statetx.target(device):
             jaxpr = jax.make_jaxpr(jax.grad(lambda w, xs: gru_loss(w, xs, "auto")))(*args)
-        return "while[" in str(jaxpr)
+        return "while[" in str(jaxpr).replace(" ", "")
 
     assert not has_unknown_length("h100") and has_unknown_length(None)
 
 
 @pytest.mark.parametrize("device", ["h100", "tpu v5e"])
 def test_offloaded_carries_leave_the_memory_of_the_device(device):
-    args = f32(512, 512), f32(64, 4096, 512)
+    args = f32(128, 128), f32(64, 16384, 128)
 
     def loss(w, xs, offload):
         def step(h, x):
@@ -113,24 +123,29 @@ def test_offloaded_carries_leave_the_memory_of_the_device(device):
             return h, (h**2).mean()
 
         strategy = policies.Levels(1, offload=offload)
-        return statetx.scan(step, jnp.zeros((4096, 512)), xs, checkpoint=strategy)[1].mean()
+        return statetx.scan(step, jnp.zeros((16384, 128)), xs, checkpoint=strategy)[1].mean()
 
     with statetx.target(device):
         on_device, offloaded = (temp(lambda w, xs, o=o: loss(w, xs, o), *args) for o in (False, True))
     assert offloaded < 0.5 * on_device
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("device", ["h100:8", "h100:2x4", "tpu v5e:2x4"])
+@pytest.mark.parametrize(
+    "device, axis_type",
+    [
+        *((device, axis_type) for device in ("h100:8", "h100:2x4") for axis_type in (AxisType.Auto, AxisType.Explicit)),
+        ("tpu v5e:2x4", AxisType.Auto),
+    ],
+)
 def test_sharded_program_is_compiled_for_as_many_devices(device, axis_type):
     """A mesh of this machine's eight CPU devices; arguments are one device's."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    x = f32(8192, 512, sharding=NamedSharding(mesh, PartitionSpec("data")))
-    weights = [f32(512, 512, sharding=NamedSharding(mesh, PartitionSpec()))] * 4
+    x = f32(*X.shape, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    weights = [f32(*w.shape, sharding=NamedSharding(mesh, PartitionSpec())) for w in WEIGHTS]
     with jax.set_mesh(mesh):
         cost = statetx.measure(blocks, weights, x, target=device)
-        alone = statetx.measure(blocks, WEIGHTS[:4], X, target=device.partition(":")[0])
-    assert cost.argument_bytes == 4 * 2**20 + 2 * 2**20 and cost.temp_bytes < 0.25 * alone.temp_bytes
+    alone = statetx.measure(blocks, WEIGHTS, X, target=device.partition(":")[0])
+    assert cost.argument_bytes == 3 * 2**16 + 8 * 2**20 and cost.temp_bytes < 0.25 * alone.temp_bytes
 
 
 def test_abstract_mesh():
@@ -190,7 +205,7 @@ def test_programs_of_two_gpus_are_not_mixed():
 QUIET = """
 import statetx, jax.numpy as jnp
 for device in ("h100", "tpu v5e"):
-    print(statetx.measure(lambda x: jnp.tanh(x @ x).sum(), jnp.ones((64, 64)), target=device).argument_bytes)
+    print(statetx.measure(lambda x: jnp.tanh(x @ x).sum(), jnp.ones((128, 128)), target=device).argument_bytes)
 """
 
 
@@ -198,4 +213,78 @@ def test_terminal_stays_clean():
     """Plugins for devices that are not there print tracebacks and warnings."""
     environment = {"PATH": "/usr/bin:/bin", "STATETX_CACHE": ""}
     done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "65536\n65536\n")
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "16384\n16384\n")
+
+
+# -- times ----------------------------------------------------------------------------------------------------------------
+
+WIDE, ROWS = [f32(512, 512)] * 2, f32(8192, 512)
+
+
+def wide(ws, x, wrap=lambda f: f):
+    """Products take longer than reading and writing."""
+    for w in ws:
+        x = wrap(lambda x, w=w: jnp.sin(jnp.tanh(x @ w) @ w.T))(x)
+    return jnp.mean(x**2)
+
+
+def recurrent_loss(w, x, length):
+    return jnp.sum(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=length)[0] ** 2)
+
+
+def test_estimated_time_of_a_loop_counts_its_steps():
+    w, x = f32(512, 512), f32(2048, 512)
+    with statetx.target("h100"):
+        few, many = (statetx.measure(lambda w, x, n=n: recurrent_loss(w, x, n), w, x) for n in (8, 64))
+        plain = Program(lambda w, x: jax.grad(recurrent_loss)(w, x, 8), [w, x])
+    assert few.seconds is not None and 7.5 < many.seconds / few.seconds < 8.1
+    assert "; estimated " in str(few) and "estimated time" in few._repr_html_()
+    assert plain.cost.seconds is None, "asked for only where it is shown"
+
+
+def test_estimated_time_of_recomputation_is_longer():
+    report = statetx.memory_report(lambda ws, x: wide(ws, x, statetx.remat), WIDE, ROWS, target="h100")
+    plain, rematerialized = report.rows
+    assert 1.1 < rematerialized.seconds / plain.seconds < 2 and not plain.was_run
+    assert "estimated time" in str(report)
+
+
+def test_estimated_time_on_a_tpu():
+    cost = statetx.measure(
+        lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), f32(1024, 1024), f32(4096, 1024), target="tpu v5e"
+    )
+    assert 5e-5 < cost.seconds < 5e-3
+    assert statetx.measure(wide, WIDE, ROWS, target="tpu v5e").seconds is None  # XLA tells a negative time
+
+
+def test_time_is_not_estimated_where_it_is_not_known():
+    def until(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 1e6, lambda x: x * 2, x)
+
+    assert statetx.measure(until, ROWS, gradient=False, target="h100").seconds is None
+    assert (
+        statetx.measure(recurrent_loss, f32(512, 512), ROWS, 8, target="tpu v5e").seconds is None
+    )  # loop bodies count once
+    assert statetx.measure(wide, WIDE, ROWS).seconds is None  # a CPU
+    assert statetx.measure(wide, WIDE, ROWS, target="a100-40gb").seconds is None  # XLA has no model of its products
+    with statetx.target("a100-40gb"), pytest.raises(TargetError, match="XLA tells no times for the target a100-40gb"):
+        cost_model()
+
+
+def test_estimates_leave_the_program_unchanged():
+    with statetx.target("h100"):
+        asked, not_asked = (Program(jax.grad(wide), [WIDE, ROWS], estimates=e).cost for e in (True, False))
+    assert asked.seconds and not_asked.seconds is None
+    assert dataclasses.replace(asked, seconds=None) == not_asked
+
+
+@pytest.mark.parametrize("device", ["h100", "tpu v5e"])
+def test_plan_for_time_uses_the_rates_of_the_target(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    with statetx.target(device) as target:
+        rates = cost_model()
+        plan = statetx.plan(blocks, WEIGHTS, X, budget=0.85, objective="time", time_limit=20)
+    assert rates.device == target.kind and 5e13 < rates.flops_per_second < 2e15 and 5e11 < rates.bytes_per_second < 6e12
+    assert plan.total_bytes <= 0.85 * plan.unplanned_total_bytes
+    assert not list(tmp_path.glob("*.json")), "what was not measured is not stored"

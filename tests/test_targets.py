@@ -214,6 +214,16 @@ def test_target_of_the_environment(installed, monkeypatch):
         current.platform()
 
 
+def test_what_runs_programs_refuses_a_target(installed):
+    with statetx.target("h100"):
+        with pytest.raises(TargetError, match="calibrate runs programs, and nothing runs on the target h100"):
+            statetx.calibrate(save=False)
+        with pytest.raises(TargetError, match=r"Fix: use objective='time'"):
+            statetx.plan(jnp.sin, jnp.ones(4), budget=0.5, objective="measured")
+        with statetx.target(None):
+            assert statetx.calibrate(save=False, size=256, repeats=1).flops_per_second > 0
+
+
 def test_traces_for_a_target_are_not_reused(installed):
     traced = []
 

@@ -20,7 +20,7 @@ from .._tables import Cell, Column, Table
 from .._targets import current
 from .._targets.absent import quiet_stderr
 from .._targets.target import Target
-from .._text import counted, format_bytes, format_flops
+from .._text import counted, format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
 from .flops import count
 
@@ -35,6 +35,8 @@ class Cost:
         compiled_flops: operations as XLA counts them: the body of a loop once.
         argument_bytes, output_bytes, temp_bytes: memory, by XLA's memory analysis.
         alias_bytes: of the outputs, those in the memory of donated arguments.
+        seconds: XLA's estimate of the time of a run on a GPU or TPU; None on CPUs, and where XLA does not know
+            the device, or how often a loop runs.
     """
 
     flops: int
@@ -43,6 +45,7 @@ class Cost:
     output_bytes: int
     temp_bytes: int
     alias_bytes: int
+    seconds: float | None = None
 
     @property
     def fixed_bytes(self) -> int:
@@ -57,7 +60,12 @@ class Cost:
     def __str__(self) -> str:
         sizes = {"arguments": self.argument_bytes, "outputs": self.output_bytes, "temporaries": self.temp_bytes}
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
-        return f"{format_flops(self.flops)} operations; {listed}; {format_bytes(self.peak_bytes)} in all"
+        time = "" if self.seconds is None else f"; {self._kind_of_time} {format_seconds(self.seconds)}"
+        return f"{format_flops(self.flops)} operations; {listed}; {format_bytes(self.peak_bytes)} in all{time}"
+
+    @property
+    def _kind_of_time(self) -> str:
+        return "estimated"
 
     def _repr_html_(self) -> str:
         return self._table().html()
@@ -66,6 +74,8 @@ class Cost:
         sizes = (self.argument_bytes, self.output_bytes, self.temp_bytes, self.peak_bytes)
         names = ("operations", "arguments", "outputs", "temporaries", "in all")
         cells = [Cell(format_flops(self.flops)), *(Cell(format_bytes(size)) for size in sizes)]
+        if self.seconds is not None:
+            names, cells = (*names, "estimated time"), [*cells, Cell(format_seconds(self.seconds))]
         return Table("Cost of the compiled program", [Column(name, "right") for name in names], [cells])
 
 
@@ -95,6 +105,21 @@ def fast_compile_options() -> dict[str, Any]:
 def full_device_options() -> dict[str, Any]:
     """Compiler options for the same purpose where a program does not fit, or other arrays fill the device."""
     return {**memory_analysis_options(), **(_WITHOUT_TIMING if current.platform() == "gpu" else {})}
+
+
+def estimate_options() -> dict[str, Any]:
+    """Compiler options with which XLA tells the time that it expects; they change neither the program nor its memory."""
+    return dict(_jax.ESTIMATES) if current.platform() == "gpu" and _tells_times(current.environment()) else {}
+
+
+@functools.cache
+def _tells_times(environment: tuple[Any, ...]) -> bool:
+    # XLA's models of products know some GPUs only, and a compilation for others fails: "Cannot find key: sm_80".
+    try:
+        lower(jax.jit(lambda x: x @ x).trace(jax.ShapeDtypeStruct((256, 256), "float32"))).compile(dict(_jax.ESTIMATES))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 LOW_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -165,6 +190,7 @@ class Program:
 
     Args:
         donated: positions of the arguments whose memory the outputs may take.
+        estimates: whether XLA is asked for the time of a run, which takes a hundredth of the time of a compilation.
 
     Attributes:
         lowered, compiled: the ``jax.stages`` objects.
@@ -180,13 +206,19 @@ class Program:
         args: Sequence[Any],
         compiler_options: dict[str, Any] | None = None,
         donated: Sequence[int] = (),
+        *,
+        estimates: bool = False,
     ):
+        if estimates:
+            compiler_options = {**estimate_options(), **(compiler_options or {})} or None
+        self._platform = current.platform() if estimates else ""
         self._set(jax.jit(fun, donate_argnums=tuple(donated)).trace(*args), compiler_options)
 
     @classmethod
     def of_traced(cls, traced: Any, compiler_options: dict[str, Any] | None = None) -> Program:
         """The program of a jitted function that is traced already (``jax.stages.Traced``)."""
         program = cls.__new__(cls)
+        program._platform = ""
         program._set(traced, compiler_options)
         return program
 
@@ -212,19 +244,30 @@ class Program:
     def compiled(self) -> Any:
         with self._lock:
             if self._compiled is None:
-                self._compiled = compile_to_measure(self.lowered, self.compiler_options)
+                self._compiled = self._compile()
             return self._compiled
+
+    def _compile(self) -> Any:
+        try:
+            return compile_to_measure(self.lowered, self.compiler_options)
+        except jax.errors.JaxRuntimeError as e:
+            # A model of time that lacks what this program has, though it has what `_tells_times` tried.
+            rest = {k: v for k, v in (self.compiler_options or {}).items() if k not in _jax.ESTIMATES}
+            if not self._platform or is_out_of_memory(e) or len(rest) == len(self.compiler_options or ()):
+                raise
+            return compile_to_measure(self.lowered, rest or None)
 
     @property
     def cost(self) -> Cost:
         compiled = self.compiled
         with self._lock:
             if self._cost is None:
-                self._cost = _cost_of(compiled, self.flops, self._largest)
+                seconds = _jax.estimated_seconds(compiled, self._platform)
+                self._cost = _cost_of(compiled, self.flops, self._largest, seconds)
             return self._cost
 
 
-def _cost_of(compiled: Any, num_flops: int, largest: int) -> Cost:
+def _cost_of(compiled: Any, num_flops: int, largest: int, seconds: float | None) -> Cost:
     memory, analysis = compiled.memory_analysis(), compiled.cost_analysis()
     assert memory is not None
     return Cost(
@@ -235,6 +278,7 @@ def _cost_of(compiled: Any, num_flops: int, largest: int) -> Cost:
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=temp_bytes_of(memory, largest),
         alias_bytes=memory.alias_size_in_bytes,
+        seconds=seconds,
     )
 
 

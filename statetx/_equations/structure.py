@@ -29,6 +29,7 @@ from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_
 from .. import _jax
 from .._atomic import locked, new_lock
 from .._jax import Jaxpr, Literal
+from .._targets import current
 from .._tree import Identity, freeze
 from .hoist import hoist
 
@@ -281,7 +282,8 @@ class Table:
         if _bypass.active or any(body.key.is_incomparable for body in bodies):
             locked(self._lock, self._count, use, False)
             return build(*bodies)
-        key = (use, *(body.key for body in bodies))
+        # What is built may depend on the device that it is built for.
+        key = (use, current.current(), *(body.key for body in bodies))
         entry = locked(self._lock, self._lookup, key, use)
         if entry is not None:
             return entry

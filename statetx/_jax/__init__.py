@@ -69,6 +69,8 @@ from .equations import scope as scope
 from .equations import with_weak_type as with_weak_type
 from .equations import zero_tangent as zero_tangent
 from .equations import zeros as zeros
+from .estimates import ESTIMATES as ESTIMATES
+from .estimates import estimated_seconds as estimated_seconds
 from .gradients import differentiated_function as differentiated_function
 from .gradients import in_backward_pass as in_backward_pass
 from .gradients import note_differentiated as note_differentiated

@@ -78,9 +78,13 @@ class Instruction:
         return self._frames[number] if number < len(self._frames) else ()
 
     @property
+    def backend_config(self) -> str:
+        """A JSON text, as in ``{"known_trip_count":{"n":"16"}}``, or ""."""
+        return _text(self._fields, _Instruction.BACKEND_CONFIG)
+
+    @property
     def trip_count(self) -> int | None:
-        # The configuration is a text: {"known_trip_count":{"n":"16"}, ...}.
-        config = _text(self._fields, _Instruction.BACKEND_CONFIG) if self.opcode == "while" else ""
+        config = self.backend_config if self.opcode == "while" else ""
         _, found, rest = config.partition('"known_trip_count":{"n":"')
         return int(rest.partition('"')[0]) if found else None
 
@@ -128,7 +132,7 @@ class Allocation(NamedTuple):
     Attributes:
         parameter: the number of the program's parameter that it holds, or None.
         is_output, is_constant, is_thread_local: its use; a temporary allocation has none of these.
-        is_on_host: whether it is in the host's memory, as offloaded values are.
+        is_elsewhere: whether it is not in the device's main memory: in the host's, as offloaded values are, or in a TPU's core.
     """
 
     index: int
@@ -137,7 +141,7 @@ class Allocation(NamedTuple):
     is_output: bool
     is_constant: bool
     is_thread_local: bool
-    is_on_host: bool
+    is_elsewhere: bool
     values: Sequence[tuple[int, int, int]]
 
 
@@ -172,7 +176,7 @@ def reserved_bytes(memory: Any) -> int:
     assignment = getattr(memory, "serialized_buffer_assignment_proto", None)
     if not assignment:
         return 0
-    is_fixed = lambda a: a.parameter is not None or a.is_output or a.is_constant or a.is_thread_local or a.is_on_host  # noqa: E731
+    is_fixed = lambda a: a.parameter is not None or a.is_output or a.is_constant or a.is_thread_local or a.is_elsewhere  # noqa: E731
     return sum(a.num_bytes for a in _assignment(_message(assignment))[1] if not is_fixed(a))
 
 
@@ -193,7 +197,7 @@ def without_new_cache_entries() -> Any:
     return config.persistent_cache_min_compile_time_secs(float("inf"))
 
 
-def written_program(folder: Path, compiled: Any) -> CompiledProgram | None:
+def written_program(folder: Path, compiled: Any, platform: str) -> CompiledProgram | None:
     """The program of a ``jax.stages.Compiled`` that was compiled with `options_to_write`.
 
     None if XLA has not written it: a cache of compiled programs had it, or the backend writes none.
@@ -207,25 +211,20 @@ def written_program(folder: Path, compiled: Any) -> CompiledProgram | None:
         message = _message(path.read_bytes())
         module, assignment = message[_Program.MODULE], message[_Program.ASSIGNMENT]
         if module and assignment and _text(_message(module[0]), _Module.NAME) == name:
-            return decode(module[0], assignment[0])
+            return decode(module[0], assignment[0], platform)
     return None
 
 
 # -- decoding ------------------------------------------------------------------------------------------------------
 
 
-def decode(module_proto: Any, assignment_proto: Any) -> CompiledProgram | None:
-    """The program in these two messages; None if the module has no schedule."""
+def decode(module_proto: Any, assignment_proto: Any, platform: str = "") -> CompiledProgram | None:
+    """The program in these two messages, for a platform; None if the module has no schedule."""
     module = _message(module_proto)
-    if not module[_Module.SCHEDULE]:
+    computations = _computations(module)
+    if computations is None:
         return None
-    frames = _stack_frames(module[_Module.STACK_FRAMES])
-    order = {
-        _int(entry, 1): _ints(_message(entry[2][0])[1])
-        for entry in map(_message, _message(module[_Module.SCHEDULE][0])[1])
-    }
-    computations = _Computations(map(_message, module[_Module.COMPUTATIONS]), frames, order)
-    values, allocations = _assignment(_message(assignment_proto))
+    values, allocations = _assignment(_message(assignment_proto), platform)
     return CompiledProgram(
         name=_text(module, _Module.NAME),
         entry=_int(module, _Module.ENTRY),
@@ -234,6 +233,27 @@ def decode(module_proto: Any, assignment_proto: Any) -> CompiledProgram | None:
         values=values,
         allocations=allocations,
     )
+
+
+def scheduled_computations(compiled: Any) -> tuple[int, _Computations] | None:
+    """The entry of a ``jax.stages.Compiled``, and its computations by their ids; None if its backend tells no schedule."""
+    try:
+        module = _message(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    except _NOT_TOLD:
+        return None
+    computations = _computations(module)
+    return None if computations is None else (_int(module, _Module.ENTRY), computations)
+
+
+def _computations(module: _Fields) -> _Computations | None:
+    if not module[_Module.SCHEDULE]:
+        return None
+    frames = _stack_frames(module[_Module.STACK_FRAMES])
+    order = {
+        _int(entry, 1): _ints(_message(entry[2][0])[1])
+        for entry in map(_message, _message(module[_Module.SCHEDULE][0])[1])
+    }
+    return _Computations(map(_message, module[_Module.COMPUTATIONS]), frames, order)
 
 
 # -- the messages --------------------------------------------------------------------------------------------------
@@ -326,10 +346,11 @@ def _stack_frames(index: Sequence[Any]) -> list[tuple[StackFrame, ...]]:
     return stacks
 
 
-_HOST = 5  # the number of the host's memory among memory spaces (``Layout::kHostMemorySpace``)
+# Numbers of memory spaces. Others than the main one are parts of it on GPUs (of collectives), and memories of the core on TPUs.
+_MAIN, _HOST = 0, 5  # ``Layout::kHostMemorySpace``
 
 
-def _assignment(message: _Fields) -> tuple[dict[int, Value], list[Allocation]]:
+def _assignment(message: _Fields, platform: str = "") -> tuple[dict[int, Value], list[Allocation]]:
     values = {}
     for value in map(_message, message[1]):
         defined_at = _message(value[3][0])
@@ -343,7 +364,7 @@ def _assignment(message: _Fields) -> tuple[dict[int, Value], list[Allocation]]:
             is_output=bool(_int(a, 7)),
             is_constant=bool(_int(a, 12)),
             is_thread_local=bool(_int(a, 3)),
-            is_on_host=_int(a, 8) == _HOST,
+            is_elsewhere=_int(a, 8) == _HOST or (platform == "tpu" and _int(a, 8) != _MAIN),
             values=[(_int(v, 1), _int(v, 2), _int(v, 3)) for v in map(_message, a[9])],
         )
         for a in map(_message, message[3])

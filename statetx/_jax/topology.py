@@ -12,6 +12,7 @@ from typing import Any
 
 from jax._src import config
 from jax._src.interpreters import pxla
+from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 
 _LOWERING_NAMES = {"gpu": "cuda"}
 
@@ -36,7 +37,9 @@ def lowered_for(traced: Any, platform: str, devices: Sequence[Any]) -> Any:
     num = computation.compile_args["num_devices"]
     if num > len(devices):
         raise TooFewDevices(num)
-    computation.compile_args = {**computation.compile_args, "backend": devices[0].client}
+    # The module has the shardings of outputs. JAX would compare these with memories that a compile-only GPU does not list.
+    outputs = [UNSPECIFIED for _ in computation.compile_args["out_shardings"]]
+    computation.compile_args = {**computation.compile_args, "backend": devices[0].client, "out_shardings": outputs}
     computation._device_list = pxla._create_device_list(tuple(devices[:num]))
     computation._executable = None
     lowered._lowering = computation

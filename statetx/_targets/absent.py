@@ -43,7 +43,7 @@ def load_jax() -> None:
     ``JAX_PLATFORMS`` is set, where a package for another kind of device is installed, or where the devices are there.
     """
     installed = {name for name in _DEVICE_FILES if is_installed(name)} if sys.platform == "linux" else set()
-    absent = {name for name in installed if not _is_visible(name)}
+    absent = {name for name in installed if not is_visible(name)}
     with quiet_stderr() if absent and "jax" not in sys.modules else contextlib.nullcontext():
         jax = importlib.import_module("jax")
     if not absent or jax.config.jax_platforms or _other_plugins() or _has_started():
@@ -56,7 +56,8 @@ def load_jax() -> None:
         topologies.get_topology_desc(platform="no such platform")
 
 
-def _is_visible(platform_name: str) -> bool:
+def is_visible(platform_name: str) -> bool:
+    """Whether this machine has a device of a platform."""
     return any(next(pathlib.Path("/dev").glob(pattern), None) is not None for pattern in _DEVICE_FILES[platform_name])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from .._errors import TargetError
-from .absent import CUDA_PLUGINS, cuda_plugin, is_installed, quiet_stderr
+from .absent import CUDA_PLUGINS, cuda_plugin, is_installed, is_visible, quiet_stderr
 from .spec import Gpu, Spec, Tpu
 
 _EXTRAS = {"gpu": "target-cuda", "tpu": "target-tpu"}
@@ -64,7 +65,8 @@ def compile_only_devices(spec: Spec, hosts: int, shape: tuple[int, ...]) -> tupl
             else:
                 assert isinstance(spec, Gpu)
                 devices = _gpu_devices(spec, hosts, shape[0])
-            _start(devices[0], spec.platform)
+            with concurrent.futures.ThreadPoolExecutor(1) as other_thread:  # where the user's mesh is not set
+                other_thread.submit(_start, devices[0], spec.platform).result()
             return devices
     except (RuntimeError, NotImplementedError, ValueError, AttributeError, ImportError) as e:
         raise TargetError(
@@ -109,11 +111,17 @@ def _gpu_devices(spec: Gpu, hosts: int, devices: int) -> tuple[Any, ...]:
 
 
 def _register_cuda() -> None:
-    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # of the driver, which the compiler does not need
+    with _variable("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):  # of the driver, which the compiler does not need
+        importlib.import_module(cuda_plugin()).initialize()
+
+
+@contextlib.contextmanager
+def _variable(name: str) -> Iterator[None]:
+    """Set a variable of the environment to "1"."""
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        importlib.import_module(cuda_plugin()).initialize()
+        yield
     finally:
         if before is None:
             del os.environ[name]
@@ -124,8 +132,15 @@ def _register_cuda() -> None:
 def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
     name = f"{spec.generation}:{'x'.join(map(str, shape))}"
     # The two cores of a TPU v4 are one device.
-    options = {"chip_config_name": "megacore"} if spec.generation == "v4" else {}
-    return tuple(topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices)
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if spec.generation == "v4" else {}
+    # A host has 2x2 chips unless it is said that it has fewer; newer versions of libtpu find out.
+    bounds = [2 if n % 2 == 0 else 1 for n in shape[:2]] + [1]
+    if bounds != [2, 2, 1]:
+        options["chips_per_host_bounds"] = bounds
+    # Of a TPU that is there one process is the owner, and libtpu locks a file. Where none is there, any number of processes compile.
+    is_shared = contextlib.nullcontext() if is_visible("tpu") else _variable("ALLOW_MULTIPLE_LIBTPU_LOAD")
+    with is_shared:
+        return tuple(topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices)
 
 
 def _version(package: str) -> str:

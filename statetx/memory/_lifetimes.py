@@ -175,7 +175,7 @@ def lifetimes(program: CompiledProgram, schedule: Schedule, flow: Flow) -> list[
     return [
         Lifetime(value, allocation.index, offset, size, starts[value], ends[value])
         for allocation in program.allocations
-        if not (allocation.is_thread_local or allocation.is_on_host)  # on the stack of a fused operation; offloaded
+        if not (allocation.is_thread_local or allocation.is_elsewhere)  # on the stack of a fused operation; offloaded
         for value, offset, size in allocation.values
         if value in starts
     ]

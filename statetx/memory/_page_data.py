@@ -29,7 +29,10 @@ _PHASES = ("forward", "backward", "update")
 
 
 def clipped(text: str, width: int = _MAX_TEXT) -> str:
-    text = printable(text)
+    return _cut(printable(text), width)
+
+
+def _cut(text: str, width: int = _MAX_TEXT) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
@@ -71,7 +74,7 @@ _MARK = "\x01"
 @functools.lru_cache(100_000)
 def pattern(name: str) -> tuple[str, list[int]]:
     """A name without its numbers, each replaced by a mark: names of instructions are few words with many numbers."""
-    name = name.replace(_MARK, "?")
+    name = printable(name)  # a mark of its own, too
     return _NUMBER.sub(_MARK, name), [int(digits) for digits in _NUMBER.findall(name)]
 
 
@@ -82,10 +85,16 @@ def short_source(source: str) -> str:
 
 class _Strings:
     """Columns of strings, and the table of strings that they index. Frequent strings come first, so that they take a byte; the
-    empty string is 0."""
+    empty string is 0.
 
-    def __init__(self, columns: dict[str, list[str]]):
+    Args:
+        columns: of strings of users, escaped here.
+        patterns: columns of what `pattern` returns.
+    """
+
+    def __init__(self, columns: dict[str, list[str]], patterns: dict[str, list[str]]):
         short = {name: [clipped(text) for text in texts] for name, texts in columns.items()}
+        short |= {name: [_cut(text) for text in texts] for name, texts in patterns.items()}
         counts = Counter(text for texts in short.values() for text in texts)
         self.table = ["", *(text for text, _ in counts.most_common() if text)]
         index = {text: n for n, text in enumerate(self.table)}
@@ -150,13 +159,15 @@ def _encode(profile: MemoryProfile, taken: dict[int, int], listed: Sequence[int]
     step_patterns, buffer_patterns = [pattern(s.name) for s in steps], [pattern(name) for name in buffer_names]
     strings = _Strings(
         {
-            "steps.pattern": [text for text, _ in step_patterns],
             "steps.primitive": [s.primitive for s in steps],
             "steps.source": [short_source(s.source) for s in steps],
-            "buffers.pattern": [text for text, _ in buffer_patterns],
             "loops.text": [loop.text for loop in loops],
         }
-        | {f"buffers.{name}": [text(b) for b in buffers] for name, text in _BUFFER_TEXTS.items()}
+        | {f"buffers.{name}": [text(b) for b in buffers] for name, text in _BUFFER_TEXTS.items()},
+        {
+            "steps.pattern": [text for text, _ in step_patterns],
+            "buffers.pattern": [text for text, _ in buffer_patterns],
+        },
     )
     return {
         "name": clipped(profile.name),

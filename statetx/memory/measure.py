@@ -132,17 +132,18 @@ def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram
 
 
 def _compiled_and_written(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram | None]:
+    platform = stage.target.platform if isinstance(stage, ForTarget) else current.platform()
     with tempfile.TemporaryDirectory(prefix="statetx-", ignore_cleanup_errors=True) as folder:
         options = options | _jax.options_to_write(Path(folder))
         compiled = compile_to_measure(stage, options)
-        program = _jax.written_program(Path(folder), compiled)
+        program = _jax.written_program(Path(folder), compiled, platform)
         if program is None and jax.config.values.get("jax_compilation_cache_dir"):
             # The program may come from the cache of JAX, whose key leaves out where XLA writes to. This option, about a program
             # that runs, makes another key.
             unique = {"xla_gpu_executable_warn_stuck_timeout_seconds": random.randrange(10, 2**30)}
             with _jax.without_new_cache_entries():  # nothing would find it
                 compiled = compile_to_measure(stage, {**options, **unique})
-            program = _jax.written_program(Path(folder), compiled)
+            program = _jax.written_program(Path(folder), compiled, platform)
     return compiled, program
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -285,18 +285,18 @@ _SIZE = r"([0-9][0-9.,]*) ?([KMGTP]?)(?:i?B|bytes?)?\b"
 # bottom of memory."
 _REQUESTS = (rf"allocate (?:request for )?{_SIZE}", rf"memory allocating {_SIZE}", rf"Attempting to reserve {_SIZE}")
 
-# TPUs, when they compile: "Ran out of memory in memory space hbm. Used 19.33G of 15.48G hbm. Exceeded hbm capacity by 3.85G."
-_CAPACITY = rf"Used {_SIZE} of {_SIZE} hbm"
+# TPUs, when they compile: "Ran out of memory in memory space hbm. Used 19.33G of 15.48G hbm. Exceeded hbm capacity by 3.85G.";
+# newer ones: "Ran out of memory on HBM, the total memory required for HLO temporaries (86.97G) exceeds available HBM (15.75G)."
+_CAPACITIES = (rf"Used [0-9.,]+ ?[KMGTP]?(?:i?B)? of {_SIZE} hbm", rf"exceeds available HBM \({_SIZE}\)")
 
 
 def _read_error(text: str) -> _Told:
-    requests = (re.search(pattern, text, re.IGNORECASE) for pattern in _REQUESTS)
-    request = next(filter(None, requests), None)
-    capacity = re.search(_CAPACITY, text, re.IGNORECASE)
-    return _Told(
-        None if request is None else _bytes_of(request[1], request[2]),
-        None if capacity is None else _bytes_of(capacity[3], capacity[4]),
-    )
+    return _Told(_first_size(_REQUESTS, text), _first_size(_CAPACITIES, text))
+
+
+def _first_size(patterns: Iterable[str], text: str) -> int | None:
+    found = next(filter(None, (re.search(pattern, text, re.IGNORECASE) for pattern in patterns)), None)
+    return None if found is None else _bytes_of(found[1], found[2])
 
 
 def _bytes_of(number: str, prefix: str) -> int:

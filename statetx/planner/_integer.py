@@ -5,6 +5,7 @@ It is Checkmate's (Jain et al., MLSys 2020), within one region.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -101,9 +102,16 @@ class IntegerProgram:
         for r, entries in enumerate(rows):
             for c, x in entries:
                 matrix[r, c] += x
-        for kind in ("keep", "store"):  # offloaded values take no bytes on the device
-            for address, storage in storages[kind].items():
-                matrix[len(rows), column[kind, address]] = storage.num_bytes
+        # Offloaded values take no bytes on the device. In units of the common divisor the row keeps its exact meaning: HiGHS lets a
+        # binary variable be off by 1e-6, so that with large numbers it took a byte too much for allowed, and printed that it tries again.
+        num_bytes = {
+            column[kind, address]: storage.num_bytes
+            for kind in ("keep", "store")
+            for address, storage in storages[kind].items()
+        }
+        self._unit = math.gcd(*num_bytes.values()) or 1
+        for c, size in num_bytes.items():
+            matrix[len(rows), c] = size // self._unit
         self._matrix, self._lower = matrix.tocsr(), np.array([*lower, -np.inf])
 
         # The objective is scaled to the most expensive equation, so that small terms in proportion to it can break ties: of equal
@@ -133,7 +141,7 @@ class IntegerProgram:
         if limit < 0:
             return None
         upper = np.full(len(self._lower), np.inf)
-        upper[-1] = limit
+        upper[-1] = np.floor(limit / self._unit)  # of infinity, infinity
         constraint = LinearConstraint(self._matrix, self._lower, upper)  # pyright: ignore[reportArgumentType]
         options = {"node_limit": _MAX_NODES, "mip_rel_gap": _GAP}
         result = milp(

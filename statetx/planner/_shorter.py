@@ -59,7 +59,7 @@ class Shorter:
             return None
         steps = (self._count - _COUNTS[2]) / (_COUNTS[1] - _COUNTS[0])
         at = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))  # noqa: E731
-        return Cost(**{name: at(name) for name in third})
+        return Cost(**{name: at(name) for name in third if third[name] is not None})
 
 
 def is_long(program: Flat) -> bool:

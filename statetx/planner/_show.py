@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .._extras import require
 from .._files import write_figure
 from .._tables import Cell, Column, Table
-from .._text import format_bytes, format_flops
+from .._text import format_bytes, format_flops, format_seconds
 from ..residuals._show import see_profile
 from ..residuals.report import BASELINE
 from ._budget import STEP
@@ -43,7 +43,7 @@ def table(plan: Plan) -> Table:
 
     # Rows below half a percent of the baseline's memory tell nothing.
     large = [row for row in planned if 200 * row.bytes * row.times >= plan.unplanned_bytes][:_MAX_ROWS]
-    unit = _format_seconds if plan.objective == "time" else lambda x: format_flops(int(x))
+    unit = format_seconds if plan.objective == "time" else lambda x: format_flops(int(x))
     most = max((r.bytes * r.times for r in large), default=1)
     rows = [
         [
@@ -112,7 +112,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else unchanged
     yield from _options_note(plan)
     if plan.seconds is not None:
-        yield f"Measured: {_format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
+        yield f"Measured: {format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
     if not plan.complete:
         yield "The time limit ended the search; this is the best plan so far."
 
@@ -154,10 +154,6 @@ def _bound_note(plan: Plan) -> Iterator[str]:
 def _counted(plan: Plan, temp_bytes: int) -> int:
     """What the budget counts of a program with these temporaries."""
     return temp_bytes + (plan.fixed_bytes if plan.of == STEP else 0)
-
-
-def _format_seconds(x: float) -> str:
-    return f"{1e6 * x:.3g} us" if x < 1e-3 else f"{1e3 * x:.3g} ms"
 
 
 def plot(plan: Plan, path: str | os.PathLike | None) -> Any:

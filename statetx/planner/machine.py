@@ -1,4 +1,4 @@
-"""`calibrate`: measure the machine's rates of matrix products, memory traffic and host transfers."""
+"""`calibrate`: measure the machine's rates of matrix products, memory traffic and host transfers; those of a target as XLA estimates them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import _files, _jax, _records, _states
-from .._equations.compiled import is_out_of_memory
+from .._equations.compiled import Program, is_out_of_memory
 from .._equations.flops import flops
 from .._equations.primitives import row_of
-from .._errors import PolicyWarning
+from .._errors import PolicyWarning, TargetError
 from .._targets import current
+from .._targets.target import Target
 from .._text import format_bytes
 from .._tree import num_bytes
 from . import _store
@@ -94,6 +95,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
 
     Raises:
         PolicyWarning: the runs did not agree within the time limit.
+        TargetError: inside `statetx.target` of a device that is not here.
 
     Example:
         >>> import statetx
@@ -101,6 +103,7 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
         >>> model.flops_per_second > 0 and model.bytes_per_second > 0
         True
     """
+    current.refuse_to_run("calibrate")
     # On a CPU a product of the larger size, 1.1e12 operations, would take longer than the second promised above.
     n = size or (1024 if current.platform() == "cpu" else 8192)
     limit = time_limit / 4
@@ -154,22 +157,46 @@ def calibrate(*, save: bool = True, size: int | None = None, repeats: int = 5, t
 
 
 def cost_model() -> CostModel:
-    """The stored result of `calibrate` for this kind of device, or a new one, which this process keeps."""
+    """The stored result of `calibrate` for this kind of device, or a new one, which this process keeps.
+
+    For a target that is not here: a stored result for such a device, or XLA's estimates of what `calibrate` runs.
+    """
     device = _device_kind()
     path = _path(device)
     try:
         if path is None:
-            return _model_of_process(device)
+            return _model_of_process(device, current.absent())
         fields = _records.parse(_files.read(path, _MAX_BYTES, follow_links=False))
         return CostModel(**_records.verified(fields, rates_of(device, _STABLE)))
     except (OSError, ValueError):
-        return _model_of_process(device)
+        return _model_of_process(device, current.absent())
 
 
 @functools.cache
-def _model_of_process(device: str) -> CostModel:
+def _model_of_process(device: str, target: Target | None) -> CostModel:
     # All plans of a process use the same rates, also where none can be stored.
-    return calibrate()
+    return calibrate() if target is None else _estimated_model(target)
+
+
+_HOST_BYTES_PER_SECOND = 23e9  # of an H200: 2.6 GiB to the host and back in 240 ms (benchmarks/gpu.py)
+
+
+def _estimated_model(target: Target) -> CostModel:
+    n = 8192
+    matrix, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, n), (_num_entries(n),)))
+    asked = [(lambda x: x @ x, matrix), (lambda x: x + 1, large), (jnp.exp, large)]
+    times = [Program(fun, [x], estimates=True).cost.seconds for fun, x in asked]
+    product, sweep, exponential = (t or 0.0 for t in times)
+    if not all(times):
+        raise TargetError(f"XLA tells no times for the target {target.name}.\nFix: use objective='flops'.")
+    num = _num_entries(n)
+    return CostModel(
+        device=_device_kind(),
+        flops_per_second=2 * n**3 / product,
+        bytes_per_second=8 * num / sweep,
+        host_bytes_per_second=_HOST_BYTES_PER_SECOND,
+        transcendentals_per_second=num / exponential if exponential > (1 + _STABLE) * sweep else float("inf"),
+    )
 
 
 def _num_entries(n: int) -> int:

@@ -80,8 +80,8 @@ def plan(
         of: what counts. ``"step"``: arguments, outputs and temporaries of the compiled program; an output in the memory of a
             donated argument counts once, so plan the jitted step if it donates. For a loss the program is its gradient,
             whose outputs are the gradients. ``"temporaries"``: what the program takes beyond arguments and outputs.
-        objective: the cost to minimize: ``"flops"``; ``"time"`` by the rates that `calibrate` measured, where a kept value costs a
-            write and a read; or ``"measured"``: the cheapest compiled candidates and the stock policies within the budget are
+        objective: the cost to minimize: ``"flops"``; ``"time"`` by the rates that `calibrate` measured, or by XLA's estimates for a target, where a
+            kept value costs a write and a read; or ``"measured"``: the cheapest compiled candidates and the stock policies within the budget are
             run, and the fastest is taken.
         offload: whether values may be stored in host memory, where the backend has it.
         stored_as: formats in which values may be stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact, and taken only
@@ -167,6 +167,10 @@ class Planner:
         if objective not in OBJECTIVES:
             raise ValueError(
                 f"objective must be 'flops', 'time' or 'measured', got {objective!r}.{suggestion(objective, OBJECTIVES)}"
+            )
+        if objective == "measured":
+            current.refuse_to_run(
+                "plan(objective='measured')", "use objective='time', which takes XLA's estimates for the target"
             )
         self.name = short_name(name_of(fun))
         self._of = of

@@ -50,7 +50,8 @@ def measure(
     Returns:
         `Cost`, with ``temp_bytes``, ``argument_bytes``, ``output_bytes`` and ``peak_bytes`` in bytes, ``flops`` with
         each loop body counted as often as it runs (once for a while loop of unknown length), and ``compiled_flops``,
-        XLA's own figure, which counts the body of every loop once. Arguments are the function's arrays and the states
+        XLA's own figure, which counts the body of every loop once; on a GPU or TPU, or for one as target, also ``seconds``, XLA's
+        estimate of the time. Arguments are the function's arrays and the states
         that it reads; outputs are its own, the states that it writes or creates, and the gradients.
 
     Source:
@@ -68,7 +69,7 @@ def measure(
     if gradient is None:
         gradient = not is_step(fun, args, kwargs)
     program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
-    return program.for_types(program.arrays, compiler_options).cost
+    return program.for_types(program.arrays, compiler_options, estimates=True).cost
 
 
 def is_step(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -101,9 +102,11 @@ class ArrayProgram(NamedTuple):
     keys: list[tuple[Any, ...]]
     donates: bool
 
-    def for_types(self, types: Sequence[Any], compiler_options: dict[str, Any] | None) -> Program:
-        """The program for arrays of these types, to be compiled."""
-        return Program(self.run, types, compiler_options, self.donated(types))
+    def for_types(
+        self, types: Sequence[Any], compiler_options: dict[str, Any] | None, *, estimates: bool = False
+    ) -> Program:
+        """The program for arrays of these types, to be compiled; `estimates` as in `Program`."""
+        return Program(self.run, types, compiler_options, self.donated(types), estimates=estimates)
 
     def donated(self, types: Sequence[Any]) -> tuple[int, ...]:
         """Positions of the arrays whose memory the outputs may take. JAX caches the trace."""

@@ -23,7 +23,7 @@ from .._remat.override import Region, override
 from .._remat.parse import as_policy, as_sequence
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
-from .._text import format_bytes, format_flops
+from .._text import format_bytes, format_flops, format_seconds
 from .._typing import Policy
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import remat
@@ -41,19 +41,20 @@ _SAME = 0.05  # a smaller relative reduction of memory counts as none
 _RECOMPUTED = 0.8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured(Cost):
     """A function and its derivative, compiled under one policy; a `Cost`, and
 
     Attributes:
         policy: its name; "no remat" for the baseline without rematerialization, "as written" for each function's own policy.
         residuals: the residuals before compilation.
-        seconds: median time of a run; None if it was not run.
+        seconds: median time of a run; as in `Cost` if it was not run.
+        was_run: whether the time was measured.
     """
 
     policy: str
     residuals: Residuals
-    seconds: float | None
+    was_run: bool = False
 
     @property
     def residual_bytes(self) -> int:
@@ -61,6 +62,10 @@ class Measured(Cost):
 
     def __str__(self) -> str:
         return f"{self.policy}: {super().__str__()}; {format_bytes(self.residual_bytes)} of residuals"
+
+    @property
+    def _kind_of_time(self) -> str:
+        return "measured" if self.was_run else super()._kind_of_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +150,10 @@ class MemoryReport(Tabular):
     def _table(self) -> Table:
         baseline, largest = self.rows[0], max(row.temp_bytes for row in self.rows)
         worse = {d.policy for d in self.diagnoses}
+        shows_time = any(row.seconds is not None for row in self.rows)
+        columns = list(_COLUMNS[: None if shows_time else -2])
+        if shows_time and not baseline.was_run:
+            columns[-2] = columns[-2]._replace(name="estimated time")
 
         rows = []
         for r in self.rows:
@@ -160,15 +169,18 @@ class MemoryReport(Tabular):
                 Cell(format_flops(r.flops)),
                 Cell(_ratio(r.flops, baseline.flops)),
             ]
-            if r.seconds is not None and baseline.seconds is not None:
-                cells += [Cell(f"{1e3 * r.seconds:.3g} ms"), Cell(_ratio(r.seconds, baseline.seconds))]
+            if shows_time:
+                cells += [
+                    Cell("unknown" if r.seconds is None else format_seconds(r.seconds)),
+                    Cell("" if r.seconds is None or baseline.seconds is None else _ratio(r.seconds, baseline.seconds)),
+                ]
             rows.append(cells)
         stored = [(r.policy, in_fewer_bits(r.residuals)) for r in self.rows]
         notes = [(f"{d.policy}: {d.category}.", d.text) for d in self.diagnoses]
         notes += [(f"{policy}:", f"residuals in fewer bits: {types}.") for policy, types in stored if types]
         notes += self.notes
         notes.append(see_profile())
-        return Table(self._title, _COLUMNS[: len(rows[0])], rows, notes)
+        return Table(self._title, columns, rows, notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, for JSON."""
@@ -271,7 +283,7 @@ def memory_report(
         with settings as visited:
             residuals[label] = residuals_of(f, args, kwargs, may_be_step=not gradient)
             step = (without_gradient if takes_gradients else with_gradient)(f, args, kwargs)
-            inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options)
+            inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options, estimates=True)
         regions[label] = [] if is_baseline else visited
 
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
@@ -304,7 +316,8 @@ def _notes(regions: Sequence[Region], undone: Sequence[str]) -> list[tuple[str, 
 
 
 def _measured(label: str, residuals: Residuals, cost: Cost, seconds: float | None) -> Measured:
-    return Measured(**vars(cost), policy=label, residuals=residuals, seconds=seconds)
+    values = vars(cost) if seconds is None else {**vars(cost), "seconds": seconds}
+    return Measured(**values, policy=label, residuals=residuals, was_run=seconds is not None)
 
 
 def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) -> dict[str, float]:

@@ -1,0 +1,84 @@
+"""XLA's own estimates of the time of a compiled program.
+
+XLA:GPU writes one beside each kernel when it is asked to. Of XLA:TPU ``cost_analysis()`` has one for the whole program, in which the
+body of a loop counts once, and each instruction whose time it does not know as -1 second: most larger programs have no time there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .buffers import Computation, Instruction, product_of, scheduled_computations
+
+ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
+"""The compiler options with which XLA:GPU writes its estimates into the program."""
+
+
+def estimated_seconds(compiled: Any, platform: str) -> float | None:
+    """The estimated time of a run of a ``jax.stages.Compiled``; None where XLA does not tell one, or not how often a loop runs."""
+    program = scheduled_computations(compiled) if platform in ("gpu", "tpu") else None
+    if program is None:
+        return None
+    entry, computations = program
+    if platform == "gpu":
+        microseconds = _Sum(computations).of(computations[entry])
+        return microseconds / 1e6 if microseconds else None
+    has_loop = any(i.opcode == "while" for c in list(computations.values()) for i in c.instructions)
+    seconds = 0.0 if has_loop else (compiled.cost_analysis() or {}).get("optimal_seconds", 0.0)
+    return seconds if seconds > 0 else None
+
+
+_MODEL = "sol"  # "speed of light": operations at the rate of the GPU, bytes at the bandwidth of its memory
+_LAUNCH = 1.0  # microseconds to start a kernel, in XLA's own model of fusions (kKernelLaunchOverhead)
+_TRANSFERS = ("all-", "ragged-all-", "collective-", "reduce-scatter", "copy-start")  # between devices, and to the host
+_CALLS = ("while", "conditional", "call", "async-start")
+
+
+class _Sum:
+    """Microseconds of the kernels of computations, one after another, loops counted with their lengths; None if a part is not known."""
+
+    def __init__(self, computations: Mapping[int, Computation]):
+        self._computations = computations
+        self._found: dict[int, float | None] = {}
+
+    def of(self, computation: Computation) -> float | None:
+        if computation.id not in self._found:
+            self._found[computation.id] = _sum(map(self._of_instruction, computation.instructions))
+        return self._found[computation.id]
+
+    def _of_instruction(self, instruction: Instruction) -> float | None:
+        told = _told(instruction.backend_config)
+        if told is not None:
+            return told + _LAUNCH
+        if product_of(instruction) or instruction.opcode.startswith(_TRANSFERS):
+            return None if not instruction.opcode.endswith("-done") else 0.0
+        if instruction.opcode not in _CALLS:
+            return 0.0
+        called = [self.of(self._computations[number]) for number in instruction.called]
+        once = None if None in called else max(called, default=0.0)  # pyright: ignore[reportArgumentType]
+        if instruction.opcode == "conditional":
+            return once
+        once = _sum(called)
+        if instruction.opcode != "while":
+            return once
+        return None if once is None or instruction.trip_count is None else instruction.trip_count * once
+
+
+def _sum(parts: Iterable[float | None]) -> float | None:
+    total = 0.0
+    for part in parts:
+        if part is None:
+            return None
+        total += part
+    return total
+
+
+def _told(backend_config: str) -> float | None:
+    if "reification_cost" not in backend_config:
+        return None
+    costs = [
+        float(c["exec_time_us"]) for c in json.loads(backend_config)["reification_cost"] if c.get("name") == _MODEL
+    ]
+    return sum(costs) if costs else None
