@@ -626,7 +626,7 @@ def test_damaged_rates_are_measured_again(folder, monkeypatch, num):
     monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.05))
     stable = statetx.calibrate(size=64)
     measured = dataclasses.replace(stable, flops_per_second=1.0)
-    monkeypatch.setattr(machine, "_model_of_process", lambda device: measured)
+    monkeypatch.setattr(machine, "_model_of_process", lambda device, target: measured)
     (path,) = folder.glob("*.json")
     fields = dataclasses.asdict(stable)
     for name, put in damaged.every_damage(fields, num, compress=False):
