@@ -3,10 +3,12 @@
 import gc
 import itertools
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import statetx
 from statetx._equations.hoist import hoist
@@ -245,6 +247,43 @@ def test_rules_that_read_a_state_the_body_writes_are_refused(name, rule):
         assert "Fix: pass the value as an argument" in str(error.value)
     assert width.value == 2 and loss(jnp.float32(1.0)) >= 2
     assert statetx.grad(lambda x: loss(x, other))(1.0) > 2 and other.value > 2
+
+
+@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp"])
+def test_policy_looks_into_a_rule_of_a_jitted_body_that_writes(rule):
+    """A policy runs the rule while jit stages the body: what it reads then belongs to that trace."""
+    width, count = statetx.State(jnp.float32(2.0)), statetx.State(jnp.float32(0.0))
+    spike = surrogate(width, rule)
+
+    def body(x):
+        count.value = count.value + 1.0
+        return spike(x) + x
+
+    f = statetx.jit(statetx.remat(body, policy=statetx.policies.path("count", missing="ignore")))
+    gradient = statetx.jit(statetx.grad(f))
+    assert [statetx.grad(f)(1.0), statetx.remat(f)(1.0), gradient(1.0), count.value] == [3, 2, 3, 3]
+    width.value = jnp.float32(5.0)
+    assert [statetx.grad(f)(1.0), gradient(1.0), f(1.0), count.value] == [6, 6, 2, 6]
+
+
+@pytest.mark.parametrize("make", [statetx.State, brainstate.State, nnx.Param])
+def test_rule_beside_writes_keeps_no_state_of_the_body_alive(make):
+    read = nnx.Param.get_value if make is nnx.Param else lambda s: s.value
+    write = nnx.Param.set_value if make is nnx.Param else lambda s, x: setattr(s, "value", x)
+    spike = surrogate(statetx.State(jnp.float32(2.0)), "custom_jvp")
+
+    def step(x):
+        own = make(jnp.float32(0.0))
+
+        def body(c, _):
+            write(own, read(own) + c)
+            return spike(c), None
+
+        return statetx.scan(body, x, None, 2)[0] + read(own)
+
+    mesh = jax.make_mesh((1,), ("i",))
+    mapped = statetx.shard_map(step, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    assert statetx.jit(lambda x: mapped(x))(jnp.float32(1.0)) == 3
 
 
 @pytest.mark.slow

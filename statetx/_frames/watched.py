@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ class WatchedKind(Kind):
 
     def is_opaque(self, obj: Any) -> bool:
         return self.owns(obj)
+
+    def token(self, state: Any) -> object:
+        return weakref.ref(state)
 
     # -- several states at once --
 

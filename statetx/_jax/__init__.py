@@ -153,6 +153,7 @@ from .remat import without_remat3 as without_remat3
 from .rules import derivative_rule as derivative_rule
 from .rules import has_rule as has_rule
 from .rules import has_users_rule as has_users_rule
+from .rules import is_rule_inspected as is_rule_inspected
 from .rules import is_written_by_jax as is_written_by_jax
 from .rules import num_closed_over as num_closed_over
 from .rules import results_of_rule as results_of_rule

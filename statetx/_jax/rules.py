@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
@@ -69,8 +70,12 @@ def rule_of(eqn: Any) -> Jaxpr:
     is_jvp = eqn.primitive.name == "custom_jvp_call"
     # One flag an operand: custom_jvp asks whether the tangent is zero, custom_vjp whether it is nonzero.
     rule, flags = eqn.params[_RULES[eqn.primitive.name]], (not is_jvp,) * num
-    with rule_kept(eqn):
-        jaxpr, consts, *_ = rule.call_wrapped(*flags)
+    was_inspected, _inspection.is_open = is_rule_inspected(), True
+    try:
+        with rule_kept(eqn):
+            jaxpr, consts, *_ = rule.call_wrapped(*flags)
+    finally:
+        _inspection.is_open = was_inspected
     if any(isinstance(x, jax.core.Tracer) for x in consts):
         # What the rule has read belongs to a trace that may end before JAX differentiates: let it read again then.
         fun = rule.f
@@ -80,6 +85,14 @@ def rule_of(eqn: Any) -> Jaxpr:
                     cache.pop(flags, None)
             fun = getattr(fun, "__wrapped__", None)
     return jaxpr
+
+
+_inspection = threading.local()
+
+
+def is_rule_inspected() -> bool:
+    """Whether a rule runs for `rule_of`, not since JAX differentiates."""
+    return getattr(_inspection, "is_open", False)
 
 
 def num_closed_over(eqn: Any) -> int:

@@ -28,11 +28,10 @@ class Watch:
         reads: each state that the rule has read, with the leaves of its value.
     """
 
-    def __init__(self, name: str, effects: Sequence[Effect], place: str, inner: Sequence[Any]):
+    def __init__(self, name: str, written: dict[int, tuple[object, str]], place: str, inner: Sequence[Any]):
         self.reads: list[tuple[Any, Kind, list[Any]]] = []
         self._name = name
-        # With the states, whose ids must stay valid.
-        self._written = {id(e.state): (e.state, e.site) for e in effects}
+        self._written = written
         self._place = place
         self._inner = inner
 
@@ -51,13 +50,16 @@ class Watch:
 
     def _on_read(self, state: Any, kind: Kind, value: Any) -> Any:
         self._refuse_written(state, kind)
+        if _jax.is_rule_inspected() and any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(value)):
+            return value  # JAX reads again when it differentiates: `rule_of`
         if not any(s is state and _is_same(leaves, value) for s, _, leaves in self.reads):
             self.reads.append((state, kind, [_saved(x) for x in jax.tree.leaves(value)]))
         return value
 
     def _refuse_written(self, state: Any, kind: Kind) -> None:
-        if id(state) in self._written:
-            _, site = self._written[id(state)]
+        token = kind.token(state)
+        if id(token) in self._written:
+            _, site = self._written[id(token)]
             raise StateAccessError(
                 f"{self._name}: the derivative rule of {self._place} read {_states.describe(state, kind)}, which {self._name} writes at {site}. "
                 f"JAX runs the rule when it differentiates the whole {self._name.partition('(')[0]}, where the state has its value from before.\n"
@@ -75,9 +77,12 @@ def watched(name: str, body: Body, effects: Sequence[Effect]) -> tuple[Body, lis
     if not _jax.has_users_rule(body.jaxpr):
         return body, []
     watches: list[Watch] = []
+    # By token: a state made in the call must not live on because a rule might read it.
+    tokens = [(e.kind.token(e.state), e.site) for e in effects]
+    written = {id(token): (token, site) for token, site in tokens}
 
     def watch_for(place: str, inner: Sequence[Any]) -> Watch:
-        watch = Watch(name, effects, place, inner)
+        watch = Watch(name, written, place, inner)
         watches.append(watch)
         return watch
 

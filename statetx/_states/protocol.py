@@ -88,6 +88,10 @@ class Kind(Protocol):
         """The store that makes a frame the owner, so that other threads are refused; None: no owner."""
         ...
 
+    def token(self, state: Any) -> object:
+        """An object of this state alone, which does not keep it alive. Each call returns the same object."""
+        ...
+
     def is_random(self, state: Any) -> bool:
         """Whether the state holds a random key that advances with every draw."""
         ...

@@ -40,6 +40,7 @@ from .native import _Invalidated
 _local = _frames._local
 _value: Any = nnx.Variable.__dict__["_raw_value"]
 _trace: Any = nnx.Variable.__dict__["_trace_state"]
+_metadata: Any = nnx.Variable.__dict__["_var_metadata"]
 _module_trace: Any = pytreelib.PytreeState.__dict__["_trace_state"]
 
 # The innermost open frame that has touched a Variable made before it, by the Variable's id; the frame's accesses keep the
@@ -302,6 +303,9 @@ class _Nnx(_frames.WatchedKind):
 
     def holds_other_arrays(self, obj: Any) -> bool:
         return isinstance(obj, nnx.Pytree) and any(isinstance(x, jax.Array) for _, x in nnx.iter_graph(obj))
+
+    def token(self, state: nnx.Variable) -> object:
+        return _metadata.__get__(state)  # a dict of its own: Variables allow no weak reference
 
     def is_random(self, state: nnx.Variable) -> bool:
         # The key of an RngStream, into which every draw folds the stream's count. Not an array of keys: it was split already.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -78,6 +79,9 @@ class _RefKind:
 
     def set_owner(self, state: Any, frame: Any) -> Store:
         raise AssertionError("frames hold no Refs")
+
+    def token(self, state: Any) -> object:
+        return weakref.ref(state)
 
     def is_random(self, state: Any) -> bool:
         return jnp.issubdtype(state.dtype, jax.dtypes.prng_key)
