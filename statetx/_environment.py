@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 
-_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off", "none")
+
+
+def switch(word: str) -> bool | None:
+    """Whether a word means on or off; None if it means neither."""
+    word = word.strip().lower()
+    return True if word in _ON else False if word in _OFF else None
 
 
 def flag(name: str) -> bool:
@@ -13,10 +19,10 @@ def flag(name: str) -> bool:
     Raises:
         ValueError: the word means neither yes nor no. It is not guessed: what it switches on has a cost in every call.
     """
-    word = os.environ.get(name, "").strip().lower()
-    if word not in (*_ON, *_OFF):
+    is_on = switch(os.environ.get(name, ""))
+    if is_on is None:
         raise ValueError(
             f"{name}={os.environ[name][:80]!r} is neither on ({', '.join(_ON)}) nor off ({', '.join(filter(None, _OFF))} or empty).\n"
             f"Fix: set {name}=1, or unset it."
         )
-    return word in _ON
+    return is_on

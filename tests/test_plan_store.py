@@ -410,12 +410,16 @@ def test_failed_plan_is_not_stored(folder):
     assert not entries(folder)
 
 
-def test_store_is_off(monkeypatch, tmp_path):
-    monkeypatch.setenv("STATETX_CACHE", "")
+@pytest.mark.parametrize("word", ["", "off", "OFF", "0", "false", "no", " none "])
+def test_store_is_off(word, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STATETX_CACHE", word)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert _store.folder() is None and _store.load(KEY, anything) is None
     _store.save(KEY, {})
     assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("STATETX_CACHE", "on")
+    assert _store.folder() == tmp_path / "statetx"
     monkeypatch.delenv("STATETX_CACHE")
     assert _store.folder() == tmp_path / "statetx"
     _store.save(KEY, {"n": 1})

@@ -1,6 +1,6 @@
 """Plans on disk, by the structure of the program: the second run of a script reads its plans. And the bytes of measured programs.
 
-``STATETX_CACHE`` names the folder; by default it is ``$XDG_CACHE_HOME/statetx``, and the empty string switches the store off.
+``STATETX_CACHE`` names the folder; by default it is ``$XDG_CACHE_HOME/statetx``, and the empty string, 0, off, no, none or false switch the store off.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from .. import _files, _jax, _records
+from .._environment import switch
 from .._equations.compiled import Program
 from .._jax import Jaxpr
 from .._records import Check
@@ -41,8 +42,8 @@ _MAX_DEPTH = 8  # of functions within a derivative rule
 def folder() -> pathlib.Path | None:
     """The cache folder of statetx; None if it is switched off."""
     chosen = os.environ.get("STATETX_CACHE")
-    if chosen is not None:
-        return pathlib.Path(chosen) if chosen else None
+    if chosen is not None and (is_on := switch(chosen)) is not True:
+        return pathlib.Path(chosen) if is_on is None else None
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     except RuntimeError:  # the user has no home folder
