@@ -199,6 +199,24 @@ def test_budget_that_no_plan_can_keep_is_not_searched_for(budget, num_compiled, 
     assert abs(e.value.smallest_bytes - arguments - outputs) < 1024
 
 
+@pytest.mark.parametrize("of", ["step", "temporaries"])
+@pytest.mark.parametrize("budget", [1.0, 0.999, None])
+def test_program_without_temporaries_keeps_a_budget_that_leaves_none(of, budget):
+    def double(x):
+        return (2 * x).sum()
+
+    sizes = statetx.measure(double, jnp.ones(4))
+    assert sizes.temp_bytes == 0
+    budget = budget or (sizes.argument_bytes + sizes.output_bytes if of == "step" else 1)
+    plan = statetx.plan(double, jnp.ones(4), budget=budget, of=of)
+    assert plan.temp_bytes == plan.extra_flops == 0
+
+
+def test_small_program_keeps_a_budget_below_what_is_predicted():
+    plan = statetx.plan(lambda x: jnp.sin(jnp.sin(x)).sum(), jnp.ones(4), budget=1, of="temporaries")
+    assert plan.temp_bytes == 0 < plan.predicted_bytes
+
+
 def test_error_says_what_donated_arguments_and_constants_take():
     def loss_of_constant(ws):
         return loss(ws, X)

@@ -116,7 +116,7 @@ def unit_question(amount: int | float) -> str:
 
 
 def impossible(name: str, budget: Budget, budget_bytes: int, fixed: Any, constant_bytes: int) -> PlanError:
-    """The error that arguments and outputs alone take as much as the budget, or more.
+    """The error that arguments and outputs leave nothing of the budget for temporaries.
 
     Args:
         constant_bytes: of the arrays that are constants of the program, which the budget does not count.

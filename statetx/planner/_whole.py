@@ -268,11 +268,11 @@ class Whole:
         return not self.is_late() and not any(search.lacks_regions for search in self.searches)
 
 
-def fixed_at_least(captured: Captured, budget: int) -> Fixed | None:
-    """Bytes of arguments and outputs, if these take a budget or more; without a search."""
+def fixed_above(captured: Captured, budget: int) -> Fixed | None:
+    """Bytes of arguments and outputs, if these take more than a budget; without a search."""
     fixed = captured.fixed
-    if fixed.bytes < budget or fixed.argument_bytes >= budget:
-        return None if fixed.bytes < budget else fixed
+    if fixed.bytes <= budget or fixed.argument_bytes > budget:
+        return None if fixed.bytes <= budget else fixed
 
     # Outputs are estimated: their shardings, and whether two of them are one.
     gradient, options = captured.gradients[0], fast_compile_options()
@@ -282,7 +282,7 @@ def fixed_at_least(captured: Captured, budget: int) -> Fixed | None:
         else:
             program = captured.step.compiled_with({}, options)
         fixed = _fixed_of(program.cost)
-    return fixed if fixed.bytes >= budget else None
+    return fixed if fixed.bytes > budget else None
 
 
 def _fixed_of(compiled: Cost) -> Fixed:

@@ -31,7 +31,7 @@ from ._record import bytes_of, described, fields_of, full_fingerprint, shown_fie
 from ._spinner import spinner
 from ._stored import read_formats
 from ._timing import Timer
-from ._whole import Choice, Options, Whole, fixed_at_least, whole_of
+from ._whole import Choice, Options, Whole, fixed_above, whole_of
 from .machine import cost_model
 from .plan import Plan
 
@@ -255,7 +255,7 @@ class Planner:
             return warn_if_expensive(self._as_plan(stored, key))
         with self._show_progress(), unobserved():  # a search takes gradients itself
             if budget_.of == STEP and isinstance(budget_.amount, int):
-                fixed = fixed_at_least(self._captured, budget_.amount)
+                fixed = fixed_above(self._captured, budget_.amount)
                 if fixed is not None:
                     raise impossible(self.name, budget_, budget_.amount, fixed, self._captured.constant_bytes)
             self._start(compile_baseline=isinstance(budget_.amount, float))
@@ -444,15 +444,20 @@ def fit(whole: Whole, budget: Budget, name: str) -> Choice:
 
     def left() -> int:
         num_left = bytes_left(whole, budget)
-        if num_left <= 0 and any(whole.choices()):  # arguments and outputs are exact once something is compiled
+        # Arguments and outputs are exact once something is compiled. Where these are the whole budget, a program without temporaries keeps it.
+        if any(whole.choices()) and (num_left < 0 or (num_left == 0 and whole.best(0) is None)):
             raise impossible(name, budget, bytes_of(whole, budget), whole.fixed(), whole.captured.constant_bytes)
         return max(num_left, 1)
 
     with whole.time_left.running():
         choice = whole.fit(left)
-    if choice is not None and bytes_left(whole, budget) > 0:
+    smallest = 0
+    if choice is None:  # a small program may keep the budget without a plan, whatever was predicted
+        smallest = whole.smallest_bytes()
+        choice = whole.best(left())
+    if choice is not None and choice.temp_bytes <= left():
         return choice
     fixed = whole.fixed()
-    smallest = whole.smallest_bytes() + (fixed.bytes if budget.of == STEP else 0)
+    smallest += fixed.bytes if budget.of == STEP else 0
     is_late, may_be_loss = not whole.is_complete(), whole.captured.is_step and not whole.has_saving()
     raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=is_late, may_be_loss=may_be_loss)
