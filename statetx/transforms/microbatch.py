@@ -292,7 +292,7 @@ class _Call:
 
         avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in examples]
         staged = Staged(
-            self._transform, weight, call, avals, traced_for="statetx.microbatch", arguments=batch.arguments
+            self._transform, weight, call, avals, traced_for=f"statetx.{self._transform}", arguments=batch.arguments
         )
         for effect in staged.effects:
             raise StateAccessError(
@@ -329,7 +329,7 @@ class _Call:
                 fun,
                 call,
                 avals,
-                traced_for="statetx.microbatch",
+                traced_for=f"statetx.{self._transform}",
                 arguments=batch.arguments,
                 slice=slice,
                 enter=enter,
@@ -339,13 +339,15 @@ class _Call:
         return settle(stage, [], partition(())[1], is_carried=keeps_type)[0]
 
     def _refuse_step(self, staged: Staged) -> None:
+        gradient = f"statetx.microbatch(statetx.value_and_grad(loss, wrt=...), {self._num})"
+        if self._transform == "chunked":
+            gradient = "statetx.value_and_grad(statetx.chunked(loss, size=...), wrt=...)"
         for effect in staged.effects:
             if effect.stepped:
                 raise FunctionError(
                     f"{self._name} would run a training step on each part: {name_of(self._fun)} differentiates "
                     f"{_states.describe(effect.state, effect.kind)}, and writes it at {effect.site}. So each part would update it, by its own gradient.\n"
-                    f"Fix: take the gradient in parts, and update once after it: "
-                    f"statetx.microbatch(statetx.value_and_grad(loss, wrt=...), {self._num})(x). A step for each part is a statetx.scan over parts."
+                    f"Fix: take the gradient in parts, and update once after it: {gradient}(x). A step for each part is a statetx.scan over parts."
                 )
 
     def _reductions(self, staged: Staged, larger: Sequence[Any] | None) -> list[str]:
@@ -459,7 +461,7 @@ def _check_accumulate(transform: str, dtype: Any) -> Any:
         return None
     try:
         checked = jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         checked = None
     if checked is None or not jnp.issubdtype(checked, jnp.floating):
         raise StaticArgumentError(
