@@ -590,14 +590,9 @@ def gradient_of_nothing():
     statetx.grad(lambda: w.value.sum())()
 
 
-@mistake("grad(f, x)", TypeError, "argnums", "f32[4]", "grad(f)(x)")
+@mistake("grad(f, argnums=x)", TypeError, "argnums", "f32[4]", "grad(f)(x)")
 def argument_as_argnums():
-    statetx.grad(loss_of, X)
-
-
-@mistake("jit(f, x)", TypeError, "jit", "(double)(x)")
-def argument_to_jit():
-    statetx.jit(double, X)
+    statetx.grad(loss_of, argnums=X)
 
 
 @mistake("argnums=3", ValueError, "argnums=3", "called with 1")
@@ -1415,11 +1410,33 @@ def checkpointer_swapped():
 
 # -- functions that take a function and its arguments, and those that return one -----------------------------------------
 
-for name in ("trace_states", "functionalize"):
+RETURNING = (
+    "jit remat grad value_and_grad jacfwd jacrev hessian vmap make_jaxpr trace_states functionalize chunked microbatch"
+)
+for transform in RETURNING.split():
+    for given in (X, N[None], (X, X), State(X, name="h")):
 
-    @mistake(f"{name}(f, x)", TypeError, name, "2 positional arguments", f"statetx.{name}(double)(x)")
-    def called_at_once(name=name):
-        getattr(statetx, name)(double, X)
+        @mistake(
+            f"{transform}(f, {given})",
+            TypeError,
+            transform,
+            "Fix: give the arguments",
+            f"statetx.{transform}(double)(x)",
+        )
+        def called_with_arguments(transform=transform, given=given):
+            getattr(statetx, transform)(double, given)
+
+
+@mistake(
+    "make_jaxpr(f, model)", StaticArgumentError, "static_argnums", "Block", "to the function that the transform returns"
+)
+def staged_with_model():
+    statetx.make_jaxpr(double, Block())
+
+
+@mistake("jacfwd(f, model)", TypeError, "argnums", "Block", "to the function that the transform returns")
+def differentiated_with_model():
+    statetx.jacfwd(double, Block())
 
 
 for name in ("measure", "memory_profile", "memory_report", "saved_residuals", "explain_oom", "eval_shape"):
@@ -1495,6 +1512,12 @@ def chunked_vector():
     statetx.chunked(lambda x: x**2, size=2)(X)
 
 
+def stepped(x):
+    W.value = W.value - statetx.grad(lambda x: (W.value * x).sum(), wrt=W)(x)
+    return x.sum()
+
+
+W = Param(jnp.ones(()))
 for text, (word, run) in {
     "weight that is an array": ("weight=", lambda: statetx.chunked(jnp.sum, size=2, weight=lambda x: x)(X)),
     "reduce of another structure": ("reduce=", lambda: statetx.chunked(jnp.sum, size=2, reduce=("sum", "sum"))(X)),
@@ -1502,6 +1525,13 @@ for text, (word, run) in {
     "unequal chunks": ("reduce=", lambda: statetx.chunked(lambda x: x, size=3, reduce="sum")(jnp.ones(5))),
     "unknown reduction": ("reduce=", lambda: statetx.chunked(jnp.sum, size=3, reduce="max")),
     "unknown dtype": ("accumulate=", lambda: statetx.chunked(jnp.sum, size=3, accumulate="int8")),
+    "no dtype": ("accumulate=", lambda: statetx.chunked(jnp.sum, size=3, accumulate={"w": "float32"})),
+    "branch on an array": ("statetx.chunked.", lambda: statetx.chunked(lambda x: x.sum() or 0.0, size=2)(X)),
+    "weight that branches": (
+        "statetx.chunked.",
+        lambda: statetx.chunked(jnp.sum, size=2, weight=lambda x: x.sum() or 1)(X),
+    ),
+    "training step": ("value_and_grad(statetx.chunked(loss", lambda: statetx.chunked(stepped, size=2)(X)),
     "unknown path": ("states=", lambda: statetx.chunked(jnp.sum, size=2, states={"typo": Carry})(X)),
     "unknown rule": ("states=", lambda: statetx.chunked(jnp.sum, size=2, states={Param: "carry"})(X)),
 }.items():

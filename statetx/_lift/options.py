@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from .. import _states
 from .._errors import StatetxError
 from .._objects.paths import argument_names
 from .._text import brief, counted, suggestion, type_str
@@ -23,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def with_checked_options(
     hints: Mapping[str, str] | None = None, call: str = "", fix: str | None = None
 ) -> Callable[[F], F]:
-    """Decorate a transform: an unknown option, or a positional argument too many, raises an error with the fix.
+    """Decorate a transform: an unknown option, or an argument of the function in place of an option, raises an error with the fix.
 
     Args:
         hints: what to do, by name of an option that other libraries have.
@@ -36,6 +37,7 @@ def with_checked_options(
         accepted = {p.name for p in parameters}
         num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
         flags = {p.name: i for i, p in enumerate(parameters) if p.annotation in ("bool", "bool | None")}
+        positional = [p.name for p in parameters][:num_positional]
 
         @functools.wraps(transform)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -44,6 +46,8 @@ def with_checked_options(
             if not kwargs.keys() <= accepted:
                 options = [p.name for p in parameters if p.name != "fun"]
                 raise TypeError(_unknown(transform.__name__, sorted(kwargs.keys() - accepted), options, hints or {}))
+            if fix is None:
+                _refuse_arrays(transform.__name__, args, positional)
             given = {name: args[i] for name, i in flags.items() if i < len(args)}
             check_flags(transform.__name__, **given, **{name: kwargs[name] for name in flags if name in kwargs})
             return transform(*args, **kwargs)
@@ -66,12 +70,32 @@ def check_flags(transform: str, error: type[Exception] = TypeError, /, **flags: 
 def _too_many(transform: str, args: tuple, num: int, call: str, fix: str | None) -> str:
     if fix is not None:
         return f"{transform} takes {counted(num, 'positional argument')}, got {len(args)}.{call}\nFix: {fix}"
-    fun = name_of(args[0]).rpartition(".")[2] if callable(args[0]) else "f"
     expected = "the function" if num == 1 else f"the function and {num - 1} option{'s' if num > 2 else ''}"
     return (
         f"{transform} takes {expected} by position, got {len(args)} positional arguments.{call}\n"
-        f"Fix: give the arguments to the function that it returns: statetx.{transform}({fun})(x)."
+        f"{_fix_of_call(transform, args[0])}"
     )
+
+
+def _refuse_arrays(transform: str, args: tuple, names: list[str]) -> None:
+    """Raise if an option that is given by position is an array or a state, or has one in it: an argument of the function.
+
+    An array of integers of NumPy may be positions, as in ``argnums``.
+    """
+    for name, option in zip(names[1:], args[1:], strict=False):
+        for x in jax.tree.leaves(option):
+            is_data = is_array(x) and np.ndim(x) and not (isinstance(x, np.ndarray) and x.dtype.kind in "iu")
+            if is_data or _states.kind_of(x) is not None:
+                got = type_str(x) if is_array(x) else _states.describe(x)
+                raise TypeError(
+                    f"{transform} takes the function, and then the option {name}, which cannot be or hold {got}.\n"
+                    f"{_fix_of_call(transform, args[0])}"
+                )
+
+
+def _fix_of_call(transform: str, fun: Any) -> str:
+    fun = name_of(fun).rpartition(".")[2] if callable(fun) else "f"
+    return f"Fix: give the arguments to the function that it returns: statetx.{transform}({fun})(x)."
 
 
 def _unknown(transform: str, unknown: list[str], options: list[str], hints: Mapping[str, str]) -> str:

@@ -142,4 +142,7 @@ def _as_indices(argnums: Indices | None, option: str) -> list[int]:
     try:
         return [operator.index(i) for i in items]  # type: ignore[arg-type]
     except TypeError:
-        raise StaticArgumentError(f"{option} must be an int or a sequence of ints, got {brief(argnums)}.") from None
+        raise StaticArgumentError(
+            f"{option} must be an int or a sequence of ints, got {brief(argnums)}.\n"
+            f"Fix: {option}=0, or {option}=(0, 2); arguments of the function go to the function that the transform returns."
+        ) from None

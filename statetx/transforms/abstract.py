@@ -11,7 +11,7 @@ import jax
 from .. import _jax, _states
 from .._lift.context import note_shardings
 from .._lift.inputs import InputNames
-from .._lift.options import notes_shapes
+from .._lift.options import notes_shapes, with_checked_options
 from .._lift.outcome import Outcome, pack
 from .._lift.run import frame_for
 from .._lift.signature import StaticArguments
@@ -83,6 +83,7 @@ def _is_typed(x: Any) -> bool:
     return is_array_or_number(x) or (has_type and not isinstance(x, type) and not _states.is_opaque(x))
 
 
+@with_checked_options()
 def make_jaxpr(
     fun: Callable[..., PyTree], static_argnums: Indices = (), *, return_shape: bool = False
 ) -> Callable[..., Any]:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
-from .._lift.options import check_flags
+from .._lift.options import check_flags, with_checked_options
 from .._lift.outcome import partition_output
 from .._lift.run import Run
-from .._lift.targets import Targets, refuse_arguments, refuse_types, resolve_argnums
+from .._lift.targets import Targets, parse_argnums, refuse_arguments, refuse_types, resolve_argnums
 from .._lift.wrapper import Wrapper, as_decorator, name_of
 from .._positions import replaced
 from .._text import type_str
@@ -198,6 +198,7 @@ def _typed(fun: Callable) -> JacobianTransform:
 
 
 @_typed
+@with_checked_options()
 def jacfwd(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -255,6 +256,7 @@ def jacrev(
     *,
     wrt: PyTree | Filter = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
+@with_checked_options()
 def jacrev(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -277,6 +279,7 @@ def jacrev(
 
 
 @_typed
+@with_checked_options()
 def hessian(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -300,9 +303,9 @@ def hessian(
 
 
 def _jacobian(transform: Callable, fun: Any, argnums: Any, wrt: Any, name: str = "", **options: Any) -> Any:
-    check_flags(name or transform.__name__, **options)
     if argnums is None and wrt is None:
         argnums = 0
+    parse_argnums(argnums)  # an error is raised here, not at the first call
     options |= {"transform": transform, "argnums": argnums, "wrt": wrt, "name": name or transform.__name__}
     return as_decorator(Jacobian, fun, options)
 
