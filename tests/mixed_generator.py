@@ -10,26 +10,9 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
+import mixed_syntax
 from mixed_statements import NOWHERE, Maps, Scope, Statements, View
-from mixed_syntax import (
-    SHAPES,
-    SIZE,
-    Call,
-    Cell,
-    Do,
-    Expr,
-    Fun,
-    If,
-    Make,
-    Program,
-    Raise,
-    Shape,
-    Statement,
-    Turn,
-    Write,
-    walk,
-    walk_called,
-)
+from mixed_syntax import SIZE, Call, Cell, Expr, Fun, Make, Program, Raise, Shape, Statement, Turn, walk, walk_called
 
 POLICIES = (
     "None",
@@ -531,11 +514,11 @@ class Generator(Statements):
         s, n = (dataclasses.replace(c, place=f"model.{c.place.partition('.')[2]}") for c in cells)
         name = self.fresh("f")
         read = Expr((), "jnp.mean(jnp.asarray({cell}))", cell=s)
-        body: list[Statement] = [Write(n, Expr((), "{cell} + 1", cell=n))]
+        body: list[Statement] = [mixed_syntax.Write(n, Expr((), "{cell} + 1", cell=n))]
         if self.chance(0.5):
-            body.append(Write(s, Expr((), "0.9 * {cell}", cell=s)))
+            body.append(mixed_syntax.Write(s, Expr((), "0.9 * {cell}", cell=s)))
         if self.chance(0.3):
-            body.append(If("model.fail", [Raise("Boom")], []))
+            body.append(mixed_syntax.If("model.fail", [Raise("Boom")], []))
         result = Expr((SIZE,), "jnp.tanh({0} * {1})", [Expr((SIZE,), "x", name="x"), read])
         return Fun(name, [("model", ()), ("x", (SIZE,))], body, [result])
 
@@ -554,7 +537,9 @@ class Generator(Statements):
             if twins:
                 cells += [dataclasses.replace(c, place=c.place.replace("m.", "k.")) for c in shared]
         views = tuple(
-            View(c, SHAPES.get(c.sort)) for c in cells if c.place not in ("m.both", "k.both", "m.calls", "k.calls")
+            View(c, mixed_syntax.SHAPES.get(c.sort))
+            for c in cells
+            if c.place not in ("m.both", "k.both", "m.calls", "k.calls")
         )
         flags = "jit" not in wrap
         scope = Scope(self.pick((2, 3, 3, 4)), (), views, flags=flags, once=flags)
@@ -582,7 +567,9 @@ def lasts(statement: Statement) -> bool:
     """Whether a statement changes containers of a model, which an inspection does not undo."""
     if isinstance(statement, Make):
         return statement.is_left and ".new" not in statement.place
-    return isinstance(statement, Do) and statement.template.startswith(("del ", "m.items", "k.items", "model.items"))
+    return isinstance(statement, mixed_syntax.Do) and statement.template.startswith(
+        ("del ", "m.items", "k.items", "model.items")
+    )
 
 
 def foreign(scope: Scope) -> Scope:
