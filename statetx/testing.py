@@ -1,8 +1,9 @@
-"""Assertions for tests of code that uses statetx: equal results under rematerialization, saved residuals, number of traces."""
+"""Assertions for tests of code that uses statetx: equal results under rematerialization, memory, saved residuals, number of traces."""
 
 from __future__ import annotations
 
 import collections
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,22 +12,102 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _jax
+from . import _environment, _jax
 from ._errors import FunctionError
 from ._lift.wrapper import Wrapper, name_of
 from ._remat import declared
 from ._remat.override import override
-from ._text import type_str
+from ._targets import current
+from ._text import format_bytes, parse_bytes, type_str
 from ._tree import is_array_or_type, is_float, is_integer, partition
+from .memory.baseline import TOLERANCE, UPDATE, Baseline, Difference, find, key_of, read_tolerance, save
+from .memory.measure import memory_profile
+from .memory.profile import MemoryProfile
 from .residuals.table import Residual, saved_residuals
 from .transforms.functionalize import Functionalize
 from .transforms.remat import remat
 
-__all__ = ["assert_remat_equivalent", "assert_residuals", "count_traces"]
+__all__ = ["assert_memory", "assert_remat_equivalent", "assert_residuals", "count_traces"]
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+@current.takes_target
+def assert_memory(
+    fun: Any,
+    /,
+    *args: Any,
+    at_most: int | str | None = None,
+    against: str | os.PathLike[str] | None = None,
+    tolerance: float | str = TOLERANCE,
+    gradient: bool | None = None,
+    **kwargs: Any,
+) -> None:
+    """Check what a function takes when it is compiled: at most a size, or no more than a file says.
+
+    Nothing is computed and no state changes. With ``target="h100"`` it is compiled for a device that need not be there, such as in CI.
+
+    The file has what each program took when it was saved: with ``STATETX_UPDATE_MEMORY=1`` in the environment, this function writes it, and compares
+    nothing; `python -m statetx memory module:fun --save memory.json` does the same. It is JSON, to be kept under version control. A
+    file has many programs, by name and device. What grew is named by owner and line: a renamed variable or another order is no
+    difference.
+
+    Args:
+        fun: as for `memory_profile`: a function, a jitted one, or a program that is compiled already.
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
+        at_most: bytes, or a size such as ``"3GiB"``, of one device: arguments, outputs and temporaries.
+        against: the file.
+        tolerance: by how much the peak may grow, relative to that of the file: ``0.01``, ``"1%"``.
+        gradient: as for `memory_profile`.
+        target: a `Target` or the name of one, for which it is compiled; by default the devices of this machine.
+
+    Raises:
+        AssertionError: it takes more; with the parts of the peak, or those that grew, and the libraries of another version.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged or has no such program; or neither `at_most` nor `against` is given.
+        TargetError: the target is not known, or its compiler is not installed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> loss = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+        >>> x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+        >>> statetx.testing.assert_memory(loss, jnp.eye(64), x, at_most="8MiB")
+    """
+    if at_most is None and against is None:
+        raise ValueError(
+            "assert_memory has nothing to compare with.\nFix: give a size, at_most='3GiB', or a file, against='memory.json'."
+        )
+    most, allowed = None if at_most is None else parse_bytes(at_most), read_tolerance(tolerance)
+    profile = memory_profile(fun, *args, gradient=gradient, **kwargs)
+    now = Baseline.of(profile)
+    if most is not None and now.peak_bytes > most:
+        raise AssertionError(_above(profile, now, most))
+    if against is None:
+        return
+    key = key_of(profile.name, now)
+    if _environment.flag(UPDATE):
+        save(against, key, now)
+        return
+    difference = Difference(profile.name, find(against, key), now, allowed)
+    if difference.is_regression:
+        raise AssertionError(
+            f"{difference}\nFix: statetx.memory_profile(...) shows all that is alive, and what would lower it. If the program shall take this much, run "
+            f"the test with {UPDATE}=1, which writes {os.fspath(against)}."
+        )
+
+
+def _above(profile: MemoryProfile, now: Baseline, most: int) -> str:
+    """The message that a program takes more than a size."""
+    over = format_bytes(now.peak_bytes - most)
+    parts = "\n".join(f"  {part}: {format_bytes(part.num_bytes)}" for part in now.parts[:5])
+    changes = [f"{c.text.rstrip('.')} (predicted: {format_bytes(c.saved_bytes)} less)" for c in profile.changes[:2]]
+    fix = "; or ".join([*changes, "statetx.memory_profile(...) shows all that is alive"])
+    return (
+        f"{profile.name} on {now.device} takes {format_bytes(now.peak_bytes)} at its peak, {over} more than {format_bytes(most)}. The largest parts:\n{parts}\n"
+        f"Fix: {fix}."
+    )
 
 
 def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any) -> None:

@@ -28,9 +28,9 @@ policies
 transforms
 caches
 residuals
-testing
 planner
 memory
+testing
 training
 cli
 __main__

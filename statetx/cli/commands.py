@@ -6,34 +6,66 @@ import argparse
 import json
 from collections.abc import Callable
 from html import escape
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _files
+from .bad_input import BadInput
 from .target import Target
+
+if TYPE_CHECKING:
+    from ..memory.baseline import Baseline
 
 Writer = Callable[[str], None]
 
 
 class Output(NamedTuple):
-    """The text that a command prints, and the functions that write its files: option to writer."""
+    """The text that a command prints, and the functions that write its files: option to writer.
+
+    Attributes:
+        is_failed: whether the exit status shall say so.
+    """
 
     text: str
     writers: dict[str, Writer]
+    is_failed: bool = False
 
 
 def memory(target: Target, options: argparse.Namespace) -> Output:
+    from ..memory import baseline
     from ..memory._show import text
     from ..memory.measure import memory_profile
 
     profile = memory_profile(target.fun, *target.args, gradient=options.gradient, **target.kwargs)
+    now = baseline.Baseline.of(profile)
+    key = baseline.key_of(profile.name, now)
+    shown, is_failed = text(profile), False
+    if options.against is not None:
+        try:
+            before, tolerance = baseline.find(options.against, key), baseline.read_tolerance(options.tolerance)
+        except (OSError, ValueError) as e:
+            raise BadInput(f"--against: {e}") from None
+        difference = baseline.Difference(profile.name, before, now, tolerance)
+        shown = "\n".join(difference.annotations()) if options.format == "github" else str(difference)
+        is_failed = difference.is_regression
     return Output(
-        text(profile),
+        shown,
         {
             "html": profile.to_html,
             "json": lambda path: _write_json(path, profile.to_dict()),
             "perfetto": profile.to_perfetto,
+            "save": lambda path: _save(path, key, now),
         },
+        is_failed,
     )
+
+
+def _save(path: str, key: str, now: Baseline) -> None:
+    from ..memory.baseline import save
+
+    try:
+        save(path, key, now)
+    except ValueError as e:
+        raise BadInput(f"--save: {e}") from None
 
 
 def residuals(target: Target, options: argparse.Namespace) -> Output:

@@ -26,6 +26,7 @@ _EXAMPLES = """\
 examples:
   python -m statetx memory train:loss --shapes "f32[32,128], i32[32]"
   python -m statetx memory train.py:step --factory --html memory.html
+  python -m statetx memory train.py:step --factory --target h100 --against memory.json
   python -m statetx residuals train:model.loss --shapes 'f32[8,64], {"mask": bool[8]}'
   python -m statetx report train:loss --shapes "f32[32,128], key<fry>[]" --json report.json
   python -m statetx plan train:loss --shapes "f32[32,128]" --budget 64MiB
@@ -38,7 +39,7 @@ that needs no arguments, a method is called on a new instance (Model.loss).
 With --factory, FUNCTION is called without arguments and returns (fun, args) or (fun, args, kwargs), or a function alone,
 to call with --shapes. Arrays in args may be jax.ShapeDtypeStruct: nothing is computed.
 
-exit status: 0; 1 if your code fails, or no plan keeps the budget; 2 for bad input.
+exit status: 0; 1 if your code fails, no plan keeps the budget, or the memory grew; 2 for bad input.
 """
 
 
@@ -95,6 +96,19 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument(
             "--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev and chrome://tracing"
         )
+        command.add_argument("--save", metavar="FILE", help="put the size into a file, for --against and assert_memory")
+        command.add_argument(
+            "--against", metavar="FILE", help="compare with such a file: what grew, and exit status 1 if the peak did"
+        )
+        command.add_argument(
+            "--tolerance", default="1%", metavar="PART", help="by how much the peak may grow (default: %(default)s)"
+        )
+        command.add_argument(
+            "--format",
+            default="text",
+            choices=("text", "github"),
+            help="of what --against prints: text, or annotations that GitHub shows beside the source",
+        )
     if name == "plan":
         command.add_argument(
             "--budget",
@@ -117,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; those of the process if None.
 
     Returns:
-        The exit status: 0; 1 if the user's code fails or no plan keeps the budget; 2 for bad input, with one line on stderr.
+        The exit status: 0; 1 if the user's code fails, no plan keeps the budget, or the memory grew; 2 for bad input, with one line
+        on stderr.
     """
     try:
         options = make_parser().parse_args(argv)
@@ -132,7 +147,7 @@ def _run(options: argparse.Namespace) -> int:
     from .._errors import PlanError
 
     try:
-        _execute(options)
+        return _execute(options)
     except BadInput as e:
         return _fail(str(e), BAD_INPUT)
     except PlanError as e:
@@ -144,18 +159,19 @@ def _run(options: argparse.Namespace) -> int:
     except Exception as e:
         traceback.print_exception(type(e), e, _users_part(e))
         return FAILED
-    return 0
 
 
-def _execute(options: argparse.Namespace) -> None:
+def _execute(options: argparse.Namespace) -> int:
     from . import commands
     from .target import load_target
 
     if options.command == "targets":
-        return _print(commands.targets())
+        _print(commands.targets())
+        return 0
     if options.command == "plan":
         _check_budget(options.budget, options.of)
-    files = {name: path for name in ("html", "json", "perfetto") if (path := getattr(options, name, None)) is not None}
+    names = ("html", "json", "perfetto", "save")
+    files = {name: path for name in names if (path := getattr(options, name, None)) is not None}
     for name, path in files.items():
         _check_writable(name, path)
     real = [os.path.realpath(path) for path in files.values() if os.path.isfile(path) or not os.path.exists(path)]
@@ -172,6 +188,7 @@ def _execute(options: argparse.Namespace) -> None:
         except OSError as e:
             raise BadInput(f"--{name}: cannot write {path}: {e.strerror or e}") from e
         _print(f"Wrote {path}")
+    return FAILED if output.is_failed else 0
 
 
 def _device(name: str | None) -> contextlib.AbstractContextManager[Any]:

@@ -143,7 +143,7 @@ def _peak_place(profile: MemoryProfile) -> str:
     return text + (f" in a {_loop(step.loop)}" if step.loop else "")
 
 
-_SUBJECTS = {
+SUBJECTS = {
     "state": ("the state", "the states"),
     "argument": ("the argument", "the arguments"),
     "output": ("the output", "the outputs"),
@@ -158,7 +158,7 @@ def _subject(rows: Sequence[Row]) -> str:
     """What the rows of one owner are. Not every layer has a buffer of every line."""
     num_owners = max(row.num_owners for row in rows)
     number = f" ({num_owners} of them)" if num_owners > 1 else ""
-    return f"{_SUBJECTS[rows[0].kind][num_owners > 1]} {rows[0].owner}{number}"
+    return f"{SUBJECTS[rows[0].kind][num_owners > 1]} {rows[0].owner}{number}"
 
 
 def _line_of(rows: Sequence[Row]) -> str:
@@ -195,11 +195,13 @@ def _percent(part: int, whole: int) -> str:
 def kinds_line(profile: MemoryProfile) -> str:
     """The bytes of each kind at the peak, and of what is unused."""
     parts = [f"{kind} {format_bytes(n)} ({_percent(n, profile.peak_bytes)})" for kind, n in _by_kind(profile).items()]
-    parts += [f"{name} {format_bytes(n)} ({_percent(n, profile.peak_bytes)})" for name, n in _unused(profile).items()]
+    parts += [
+        f"{name} {format_bytes(n)} ({_percent(n, profile.peak_bytes)})" for name, n in unused_parts(profile).items()
+    ]
     return "At the peak: " + ", ".join(parts) if parts else ""
 
 
-def _unused(profile: MemoryProfile) -> dict[str, int]:
+def unused_parts(profile: MemoryProfile) -> dict[str, int]:
     """The parts of ``profile.unused_bytes``."""
     used = {b.allocation for b in profile.alive(profile.peak_step)}
     unwritten = sum(b.num_bytes for b in profile.buffers if b.kind == "output" and b.allocation not in used)
@@ -280,7 +282,7 @@ def table(profile: MemoryProfile) -> Table:
     cells = [_cells(row, profile, changes) for row in shown]
     if rest:
         cells.append(_total(sum(row.num_bytes for row in rest), f"{len(rest)} more groups", profile))
-    cells += [_total(n, name, profile) for name, n in _unused(profile).items()]
+    cells += [_total(n, name, profile) for name, n in unused_parts(profile).items()]
 
     # A column that no row fills, such as "in" without loops, would only take width.
     filled = [i for i, column in enumerate(_COLUMNS) if column.rank == 0 and i < 4 or any(row[i].text for row in cells)]
@@ -411,7 +413,7 @@ def _xla_parts(profile: MemoryProfile) -> dict[str, int]:
 
 def _kind_parts(profile: MemoryProfile) -> dict[str, int]:
     parts = {f"at the peak, {kind}": n for kind, n in _by_kind(profile).items()}
-    return parts | {f"at the peak, {name}": n for name, n in _unused(profile).items()}
+    return parts | {f"at the peak, {name}": n for name, n in unused_parts(profile).items()}
 
 
 def _owner_parts(profile: MemoryProfile) -> dict[str, int]:

@@ -205,11 +205,12 @@ def _staged(stage: Any) -> _Traced:
     """Of a traced, lowered or compiled function."""
     if isinstance(stage, Traced):
         return _Traced(stage.name, lower(stage.jax_stage), Inputs(stage.state_names), None)
+    name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell
     if hasattr(stage, "lower"):
         stage = lower(stage)
     if isinstance(stage, (Lowered, Compiled)):
         return _Traced(stage.name, stage.jax_stage, Inputs(stage.state_names), None)
-    return _Traced(getattr(stage, "fun_name", "") or "the program", stage, Inputs(), None)
+    return _Traced(name, stage, Inputs(), None)
 
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:

@@ -1,0 +1,301 @@
+"""Memory as a number in tests: what programs take, in a file, and what grew since."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _files, _records
+from .._records import many, mapping, one_of, record, row, text, whole
+from .._targets import current
+from .._text import format_bytes, short_path
+from ._plot import family
+from ._show import SUBJECTS, unused_parts
+from .buffer import KINDS
+
+if TYPE_CHECKING:
+    from .profile import MemoryProfile
+
+UPDATE = "STATETX_UPDATE_MEMORY"
+"""The environment variable under which `statetx.testing.assert_memory` writes its file, and compares nothing."""
+
+TOLERANCE = 0.01  # of the peak before: compilers of one release differ by less
+_VERSION = 1
+_MAX_BYTES = 2**26  # of a file
+_MAX_ROWS = 10  # that a message lists
+UNUSED = "unused"  # the kind of what the program reserves beside what is alive
+_PACKAGES = ("statetx", "jax", "jaxlib", "brainstate", "flax", "equinox", "optax", "haiku")
+
+
+class Part(NamedTuple):
+    """What is alive at the peak with one role, of one owner and function. Layers of a model count together.
+
+    Attributes:
+        source: the line that makes the largest of it, ``file:line``; no part of what is compared.
+    """
+
+    kind: str
+    owner: str
+    function: str
+    source: str
+    num_bytes: int
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kind, self.owner, self.function
+
+    def __str__(self) -> str:
+        line = f" at {self.source}" if self.source else ""
+        function = f" ({self.function})" if self.function else ""
+        if self.kind == UNUSED:
+            return self.owner
+        return f"{SUBJECTS[self.kind][0]} {self.owner or 'the program'}{line}{function}"
+
+
+_size = whole()
+_PROGRAM = record(
+    {
+        "device": text,
+        "num_devices": whole(1),
+        "peak_bytes": _size,
+        "argument_bytes": _size,
+        "output_bytes": _size,
+        "alias_bytes": _size,
+        "temp_bytes": _size,
+        "constant_bytes": _size,
+        "versions": mapping(text),
+        "parts": many(row(one_of(*KINDS, UNUSED), text, text, text, _size)),
+    }
+)
+_FILE = record({"version": one_of(_VERSION), "programs": mapping(_PROGRAM)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """What a compiled program takes, as a file keeps it.
+
+    Attributes:
+        device: that it is compiled for: the name of a target, or of the backend here.
+        peak_bytes, argument_bytes, output_bytes, alias_bytes, temp_bytes, constant_bytes: as in `MemoryProfile`.
+        versions: of the libraries that may change it.
+        parts: what is alive at the peak and the constants, the largest first.
+    """
+
+    device: str
+    num_devices: int
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    constant_bytes: int
+    versions: Mapping[str, str]
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The peak and the constants beside it: an array that is captured moves from one to the other."""
+        return self.peak_bytes + self.constant_bytes
+
+    @classmethod
+    def of(cls, profile: MemoryProfile) -> Baseline:
+        """The record of a profile, made under the target that is in force."""
+        target = current.current()
+        return cls(
+            device=profile.backend if target is None else target.name,
+            num_devices=profile.num_devices,
+            peak_bytes=profile.peak_bytes,
+            argument_bytes=profile.argument_bytes,
+            output_bytes=profile.output_bytes,
+            alias_bytes=profile.alias_bytes,
+            temp_bytes=profile.temp_bytes,
+            constant_bytes=profile.constant_bytes,
+            versions=_versions(),
+            parts=_parts(profile),
+        )
+
+
+def _parts(profile: MemoryProfile) -> tuple[Part, ...]:
+    from .profile import group as group_buffers
+
+    found: dict[tuple[str, str, str], list[Any]] = {}
+    constants = group_buffers(b for b in profile.buffers if b.kind == "constant")
+    for group in (*profile.at_peak, *constants):
+        found.setdefault((group.kind, family(group.owner), group.function), []).append(group)
+    parts = []
+    for key, groups in found.items():
+        largest = max(groups, key=lambda g: g.num_bytes)
+        parts.append(Part(*key, short_path(largest.source), sum(g.num_bytes for g in groups)))
+    parts += [Part(UNUSED, name, "", "", num_bytes) for name, num_bytes in unused_parts(profile).items()]
+    return tuple(sorted(parts, key=lambda p: (-p.num_bytes, p.key)))
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        if name in sys.modules:
+            try:
+                versions[name] = importlib.metadata.version("dm-haiku" if name == "haiku" else name)
+            except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+                versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return versions
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def key_of(name: str, baseline: Baseline) -> str:
+    """The name of a program in a file: a function may be there once for each device."""
+    return f"{name} on {baseline.device}"
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Baseline]:
+    """The programs of a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not a file of this kind, or of another version.
+    """
+    try:
+        fields = _records.parse(_files.read(path, _MAX_BYTES))
+        _FILE(fields, "")
+    except ValueError as e:
+        raise ValueError(
+            f"{os.fspath(path)} is not a file of memory baselines: {e}.\n"
+            f"Fix: name a file that `python -m statetx memory ... --save FILE` or {UPDATE}=1 has written."
+        ) from None
+    programs = fields["programs"]
+    return {key: Baseline(**p | {"parts": tuple(Part(*part) for part in p["parts"])}) for key, p in programs.items()}
+
+
+def save(path: str | os.PathLike[str], key: str, baseline: Baseline) -> None:
+    """Put a program into a file, which keeps the others that it has."""
+    programs = load(path) if os.path.exists(path) else {}
+    programs[key] = baseline
+    fields = {key: dataclasses.asdict(programs[key]) for key in sorted(programs)}
+    # Without a checksum: such a file is under version control, and may be merged by hand.
+    _files.write(path, json.dumps({"version": _VERSION, "programs": fields}, indent=1) + "\n")
+
+
+def find(path: str | os.PathLike[str], key: str) -> Baseline:
+    """A program of a file.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: the file is damaged, or has no program of this name and device.
+    """
+    programs = load(path)
+    if key not in programs:
+        known = ", ".join(sorted(programs)) or "none"
+        raise ValueError(
+            f"{os.fspath(path)} has no program {key!r}; it has {known}.\nFix: add it, by `python -m statetx memory ... --save {os.fspath(path)}` "
+            f"or by {UPDATE}=1 in the test."
+        )
+    return programs[key]
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+class Growth(NamedTuple):
+    """A part of the peak that takes more than before."""
+
+    part: Part
+    before: int
+
+    def __str__(self) -> str:
+        return f"{self.part}: {format_bytes(self.before)} before, {format_bytes(self.part.num_bytes)} now"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What a program takes now, beside what a file says.
+
+    Attributes:
+        tolerance: by how much the peak may grow, relative to the peak before.
+    """
+
+    name: str
+    before: Baseline
+    after: Baseline
+    tolerance: float = TOLERANCE
+
+    @property
+    def is_regression(self) -> bool:
+        return self.after.num_bytes > self.before.num_bytes * (1 + self.tolerance)
+
+    def grown(self) -> list[Growth]:
+        """The parts that take more, those that grew most first."""
+        before = {part.key: part.num_bytes for part in self.before.parts}
+        grown = [Growth(p, before.get(p.key, 0)) for p in self.after.parts if p.num_bytes > before.get(p.key, 0)]
+        return sorted(grown, key=lambda g: g.before - g.part.num_bytes)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def summary(self) -> str:
+        old, new = self.before.num_bytes, self.after.num_bytes
+        change = f"{100 * (new - old) / max(old, 1):+.1f}%"
+        constants = ", constants included" if self.before.constant_bytes or self.after.constant_bytes else ""
+        return f"{self.name} on {self.after.device} takes {format_bytes(new)} at the peak{constants}, and took {format_bytes(old)} ({change})"
+
+    def _lines(self) -> Iterator[str]:
+        allowed = f"; {100 * self.tolerance:g}% more is allowed" if self.is_regression else ""
+        yield f"{self.summary()}{allowed}."
+        if self.is_regression:
+            yield "At the peak take more than before:"
+            grown = self.grown()
+            yield from (f"  {growth}" for growth in grown[:_MAX_ROWS])
+            if len(grown) > _MAX_ROWS:
+                yield f"  and {len(grown) - _MAX_ROWS} more"
+            old, new = self.before.alias_bytes, self.after.alias_bytes
+            if new < old:
+                yield f"Of the outputs, {format_bytes(new)} take the memory of donated arguments, and {format_bytes(old)} did before."
+        elif self.after.num_bytes < self.before.num_bytes * (1 - self.tolerance):
+            yield "It takes less than before: save it again, so that it stays so."
+        changed = list(self.changed_versions())
+        if changed:
+            yield f"Versions: {', '.join(changed)}."
+
+    def changed_versions(self) -> Iterator[str]:
+        old, new = self.before.versions, self.after.versions
+        for name in dict.fromkeys([*new, *old]):
+            if old.get(name) != new.get(name):
+                yield f"{name} {old.get(name, 'not there')} before, {new.get(name, 'not there')} now"
+
+    def annotations(self) -> Iterator[str]:
+        """Lines that hosted CI of GitHub shows beside the source: one for the program, and one for each part that grew."""
+        level = "error" if self.is_regression else "notice"
+        yield f"::{level} title=statetx memory::{_escaped(self.summary())}"
+        for growth in self.grown()[:_MAX_ROWS] if self.is_regression else ():
+            file, _, line = growth.part.source.rpartition(":")
+            place = f" file={_escaped(file, is_property=True)},line={line}," if file else " "
+            yield f"::error{place}title=statetx memory::{_escaped(str(growth))}"
+
+
+def _escaped(text: str, *, is_property: bool = False) -> str:
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if is_property else text
+
+
+def read_tolerance(tolerance: float | str) -> float:
+    """A relative difference: ``0.01`` or ``"1%"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        if isinstance(tolerance, str):
+            found = float(tolerance.removesuffix("%")) / (100 if tolerance.endswith("%") else 1)
+        else:
+            found = float(tolerance)
+    except (TypeError, ValueError):
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ValueError(f"tolerance={tolerance!r} is not a relative difference, such as 0.01 or '1%'.")
+    return found
