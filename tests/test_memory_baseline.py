@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def loss(ws, x, layer=rematerialized):
 LEVELS = Levels(2)
 
 
-def recurrent(w, xs, checkpoint=LEVELS):
+def recurrent(w, xs, checkpoint: Any = LEVELS):
     def cell(h, x):
         for _ in range(8):
             h = jnp.tanh(h @ w + x)
