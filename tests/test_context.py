@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import statetx
 from statetx._lift.context import TraceContext, note_shardings, sharding_of
 from statetx.planner import fit
+from statetx.planner._capture import capture
 from statetx.policies import Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
@@ -336,3 +337,18 @@ def test_fit_made_without_a_gradient_is_differentiated_with_it():
     planned = of_batch(statetx.remat(loss, policy="fit:1MiB"))
     np.testing.assert_allclose(planned(*args), of_batch(loss)(*args), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(statetx.jit(planned)(*args), of_batch(loss)(*args), rtol=1e-5, atol=1e-6)
+
+
+# -- meshes without devices --
+
+
+@KINDS
+def test_types_on_an_abstract_mesh_count_for_one_device(kind):
+    """Of more devices than this machine has."""
+    mesh = jax.sharding.AbstractMesh((16,), ("data",), axis_types=(kind,))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    captured = capture(lambda x: jnp.sum(jnp.sin(x) ** 2), (x,), {}, None)
+    assert captured.fixed.argument_bytes == 64 * 8 * 4 // 16
+    (gradient,) = captured.gradients
+    (typed,) = gradient.context.types([v.aval for v in gradient.jaxpr.invars])
+    assert typed.sharding.shard_shape(x.shape) == (4, 8)

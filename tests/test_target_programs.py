@@ -167,6 +167,48 @@ def test_abstract_mesh():
     assert statetx.measure(lambda x: jnp.sin(x).sum(), x, target="h100:8").argument_bytes == 2 * 2**20
 
 
+def attention(weights, x, explicit, wrap=lambda f: f):
+    """Blocks whose weights are gathered over "data" (FSDP) and whose heads are divided over "model" (tensor parallelism)."""
+    place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    rows = PartitionSpec("data", None, None)
+    summed = {"out_sharding": rows} if explicit else {}
+
+    @wrap
+    def block(w, x):
+        y = jnp.einsum("btw,whd->bthd", x, place(w["in"], PartitionSpec(None, "model", None)))
+        scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", y, y))
+        y = jnp.einsum("bhts,bshd->bthd", scores, y)
+        out = place(w["out"], PartitionSpec("model", None, None))
+        return x + place(jnp.einsum("bthd,hdw->btw", y, out, **summed), rows)
+
+    for w in weights:
+        x = block(w, x)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("device, axis_type", [("h100:8", AxisType.Auto), ("h100:2x8", AxisType.Explicit)])
+def test_plan_of_a_program_on_an_abstract_mesh(device, axis_type):
+    """Also of sixteen devices, where this machine has eight. Budgets and sizes are one device's."""
+    sizes = (Target(device).num_devices // 4, 4)
+    mesh = jax.sharding.AbstractMesh(sizes, ("data", "model"), axis_types=(axis_type,) * 2)
+    on_mesh = lambda shape, *axes: f32(*shape, sharding=NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
+    w = {"in": on_mesh((128, 8, 16), "data", "model", None), "out": on_mesh((8, 16, 128), "model", None, "data")}
+    args = [w, w], on_mesh((32, 512, 128), "data", None, None)
+    explicit = axis_type is AxisType.Explicit
+
+    def by_hand(weights, x):
+        return attention(weights, x, explicit, jax.checkpoint)
+
+    with statetx.target(device), jax.sharding.use_abstract_mesh(mesh):
+        budget = 2**20 + statetx.measure(jax.grad(by_hand), *args, gradient=False).peak_bytes
+        plan = statetx.plan(attention, *args, explicit, argnums=0, budget=budget, time_limit=10)
+        planned = jax.grad(plan.apply(attention))
+        users = statetx.measure(lambda ws, x: planned(ws, x, explicit), *args, gradient=False)
+    x_bytes = 32 * 512 * 128 * 4 // sizes[0]
+    assert plan.argument_bytes == users.argument_bytes == x_bytes + 2 * 2 * 4 * 128**2 // sizes[0] // sizes[1]
+    assert max(users.peak_bytes, plan.total_bytes) <= budget
+
+
 def test_mesh_of_the_target():
     target = Target("h100:8")
     mesh = target.mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -38,14 +38,20 @@ def enclosing_shard_map() -> Manual | None:
 
 
 def concrete_mesh(mesh: Any) -> Any:
-    """A mesh of devices for an abstract mesh: the current mesh if its shape is the same, else one of the first devices."""
+    """A mesh of devices for an abstract mesh: the current mesh if its shape is the same, else one of the first devices.
+
+    Where this machine has fewer devices, the program is for a target, which needs none of them: the mesh stays abstract.
+    """
     in_force = _mesh.get_concrete_mesh()
     if in_force.shape_tuple == mesh.shape_tuple:
         return in_force
     # Axes are manual only inside a shard_map. A program that is compiled by itself has them automatic.
     auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
     types = tuple([auto if t == manual else t for t in mesh.axis_types])
-    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=current.first_devices(mesh.size))
+    devices = current.first_devices(mesh.size)
+    if len(devices) < mesh.size:
+        return jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=types, devices=devices)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

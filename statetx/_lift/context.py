@@ -270,10 +270,6 @@ def _dims_of(x: Any) -> tuple[Any, list, list] | None:
         sharding: Any = noted[1]
     else:
         sharding = getattr(x, "sharding", None)
-    if (
-        not isinstance(sharding, NamedSharding)
-        or not isinstance(sharding.mesh, jax.sharding.Mesh)
-        or sharding.mesh.size == 1
-    ):
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
     return sharding.mesh, [], [*sharding.spec, *[None] * (jnp.ndim(x) - len(sharding.spec))]
