@@ -191,25 +191,38 @@ def test_extras_that_messages_and_pages_name_exist():
     assert named - removed <= set(project_table()["optional-dependencies"]) and "saving" in named
 
 
-def test_readme_links_are_absolute_and_lead_to_files():
-    """A package index shows the README, where relative links lead nowhere."""
-    urls = project_table()["urls"]
+def links_of(text):
+    return [link or source for link, source in re.findall(r'\]\(([^()]*)\)|(?:src|srcset)="(.*?)"', text)]
+
+
+def test_readme_links_lead_to_files_of_the_clone():
+    links = [link for link in links_of((ROOT / "README.md").read_text()) if "://" not in link]
+    assert len(links) > 25
+    for link in links:
+        assert link.startswith("#") or (ROOT / link.partition("#")[0]).is_file(), link
+
+
+def test_readme_in_a_wheel_has_links_to_the_site():
+    """A package index shows the README, where relative links lead nowhere: the build replaces them."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    urls = pyproject["project"]["urls"]
     text = (ROOT / "README.md").read_text()
-    links = re.findall(r'\]\((.*?)\)|(?:src|srcset)="(.*?)"', text)
-    links = [link or source for link, source in links]
+    for rule in pyproject["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
     raw = urls["Repository"].replace("github.com", "raw.githubusercontent.com") + "/main/"
     checked = 0
-    for link in links:
-        assert link.startswith("https://"), link
+    for link in links_of(text):
+        assert link.startswith(("https://", "#")), link
         if link.startswith(urls["Documentation"]):
             page = link.removeprefix(urls["Documentation"]).split("#")[0].rstrip("/")
             assert any((ROOT / "docs" / p).is_file() for p in (f"{page}.md", f"{page}/index.md")), link
+            assert "//" not in link.removeprefix("https://"), link
             checked += 1
         for base in (urls["Repository"] + "/blob/main/", raw):
             if link.startswith(base):
                 assert (ROOT / link.removeprefix(base)).is_file(), link
                 checked += 1
-    assert checked > 15
+    assert checked > 25
 
 
 SMOKE = """
@@ -257,9 +270,12 @@ def test_built_distributions_install_and_import(tmp_path):
 
     inside = set(zipfile.ZipFile(wheel).namelist())
     pages = [path for pattern in ("*.html", "*.css", "*.js") for path in ROOT.glob(f"statetx/**/{pattern}")]
-    own = {str(path.relative_to(ROOT)) for path in (*SOURCES, *pages)} | {"statetx/py.typed"}
+    own = {str(path.relative_to(ROOT)) for path in (*SOURCES, *pages)} | {"statetx/py.typed", "statetx/cli/errors.md"}
     assert {name for name in inside if ".dist-info/" not in name} == own
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
+    (metadata,) = (name for name in inside if name.endswith(".dist-info/METADATA"))
+    shown = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "# statetx" in shown and all(link.startswith(("https://", "#")) for link in links_of(shown))
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "Makefile", "constraints.txt"}
