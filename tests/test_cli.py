@@ -135,7 +135,6 @@ def test_a_file_with_the_name_of_a_loaded_module(capsys, tmp_path):
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "no command": ([], "the following arguments are required: COMMAND"),
     "unknown command": (["memroy", "m:f"], "invalid choice: 'memroy'"),
     "unknown option": (["memory", *LOSS, "--budget", "1"], "unrecognized arguments: --budget 1"),
     "no colon": (["memory", "cli_model"], "'cli_model' is not of the form MODULE:FUNCTION"),
@@ -331,3 +330,31 @@ def test_as_a_program(tmp_path):
 
     bad = subprocess.run([*command[:4], "train:nothing"], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert bad.returncode == 2 and bad.stderr == "python -m statetx: error: train has no attribute 'nothing'\n"
+
+
+def test_help_shows_the_section_of_an_error(capsys):
+    assert main(["help", "TraceLeakError"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        shown.startswith("TraceLeakError: A write would leave a tracer")
+        and "**Cause.**" in shown
+        and "**Fix.**" in shown
+    )
+    assert "ForeignStateError" not in shown and ":::" not in shown
+    assert main(["help", "statetx.testing.assert_memory"]) == 0
+    assert "at_most: bytes" in capsys.readouterr().out
+    assert main(["help", "TraceLeekError"]) == 2
+    assert "Did you mean 'TraceLeakError'?" in capsys.readouterr().err
+
+
+def test_every_error_has_a_section_in_the_help(capsys):
+    errors = [name for name in dir(statetx) if name.endswith(("Error", "Warning")) and name != "StatetxError"]
+    assert len(errors) > 12
+    for name in errors:
+        assert main(["help", name]) == 0
+        assert len(capsys.readouterr().out.split()) > 60, name
+
+
+def test_no_command_shows_the_help(capsys):
+    assert main([]) == 0
+    assert "COMMAND" in capsys.readouterr().out

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import pathlib
+import pydoc
 from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _files
+from .._text import suggestion
 from .bad_input import BadInput
 from .target import Target
 
@@ -109,6 +113,36 @@ def targets() -> str:
             "Several: 'h100:8', 'h100:2x8' (two hosts of eight), 'tpu v5e:2x4' (a grid of chips); or a file that Target.save wrote.",
         ]
     )
+
+
+def explain(name: str) -> str:
+    """What the errors page says of an error, else the signature and the docstring of a public name."""
+    import statetx
+
+    found: Any = statetx
+    for part in name.removeprefix("statetx.").split("."):
+        known = [n for n in dir(found) if not n.startswith("_")]
+        if part not in known:
+            raise BadInput(f"help: statetx has no {name}.{suggestion(part, known)}")
+        found = getattr(found, part)
+    if isinstance(found, type) and issubclass(found, Exception) and (section := _section(found.__name__)):
+        return f"{found.__name__}: {inspect.getdoc(found)}\n\n{section}"
+    return "\n".join(pydoc.plain(pydoc.render_doc(found)).splitlines()[2:])
+
+
+def _section(error: str) -> str:
+    """The part of docs/errors.md under the heading of an error; empty if there is none."""
+    for page in (
+        pathlib.Path(__file__).with_name("errors.md"),
+        pathlib.Path(__file__).parents[2] / "docs" / "errors.md",
+    ):
+        if page.is_file():
+            _, heading, rest = page.read_text(encoding="utf-8").partition(f"\n## {error}\n")
+            lines = rest.split("\n## ")[0].splitlines()
+            # Without the lines that are for the generator of the site.
+            kept = [line for line in lines if not line.startswith((":::", "    options:", "      ", "```"))]
+            return "\n".join(kept).strip() if heading else ""
+    return ""
 
 
 def _output(result: Any) -> Output:

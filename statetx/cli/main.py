@@ -32,6 +32,7 @@ examples:
   python -m statetx plan train:loss --shapes "f32[32,128]" --budget 64MiB
   python -m statetx plan train:loss --shapes "f32[32,128]" --target h100 --budget device
   python -m statetx targets
+  python -m statetx help TraceLeakError
 
 MODULE is a module that can be imported from here, or a path to a .py file; FUNCTION may be dotted (model.loss). Of a class
 that needs no arguments, a method is called on a new instance (Model.loss).
@@ -67,6 +68,11 @@ def make_parser() -> argparse.ArgumentParser:
         _add_options(command, name)
     summary = "the devices that --target knows, and which can be compiled for here"
     commands.add_parser("targets", help=summary, description=f"Show {summary}.", **style)
+    summary = "what an error means and how to mend it, or what a function does"
+    command = commands.add_parser("help", help=summary, description=f"Show {summary}.", **style)
+    command.add_argument(
+        "name", metavar="NAME", help="an error or another public name, such as TraceLeakError or remat"
+    )
     return parser
 
 
@@ -135,7 +141,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         on stderr.
     """
     try:
-        options = make_parser().parse_args(argv)
+        parser = make_parser()
+        words = sys.argv[1:] if argv is None else argv
+        if not words:
+            parser.print_help()
+            return 0
+        options = parser.parse_args(words)
     except BadInput as e:
         return _fail(str(e), BAD_INPUT)
     except SystemExit as e:  # --help and --version
@@ -165,8 +176,8 @@ def _execute(options: argparse.Namespace) -> int:
     from . import commands
     from .target import load_target
 
-    if options.command == "targets":
-        _print(commands.targets())
+    if options.command in ("targets", "help"):
+        _print(commands.targets() if options.command == "targets" else commands.explain(options.name))
         return 0
     if options.command == "plan":
         _check_budget(options.budget, options.of)
