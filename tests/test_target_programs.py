@@ -1,6 +1,7 @@
 """Programs compiled for GPUs and TPUs that are not there (`make test-targets`): what the library says of such devices, checked on every commit."""
 
 import dataclasses
+import pathlib
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import statetx
 from statetx import Target, TargetError, policies
 from statetx._equations.compiled import Program
+from statetx._targets import plugins
 from statetx.planner.machine import cost_model
 
 pytestmark = [
@@ -72,6 +74,21 @@ def test_profile_sums_to_the_figures_of_the_compiler(device):
     assert profile.peak_bytes == cost.peak_bytes and profile.note == ""
     assert sum(group.num_bytes for group in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
     assert 0 <= profile.unused_bytes <= 0.15 * profile.peak_bytes, "no value counts that has no memory of its own there"
+
+
+def test_kernels_are_assembled_once():
+    """Half of a compilation for a GPU: programs of other numbers of layers have the same kernels."""
+
+    def known_bytes():
+        with plugins.kernel_file() as path:
+            return pathlib.Path(path).stat().st_size
+
+    def compiled(num):
+        return temp(wide, [WIDE[0]] * num, f32(64, 512), target="h100")
+
+    compiled(4)
+    before = known_bytes()
+    assert compiled(5) > 0 and known_bytes() == before > 0
 
 
 @pytest.mark.parametrize("device", ["h100", "tpu v5e"])

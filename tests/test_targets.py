@@ -4,7 +4,9 @@ import ast
 import dataclasses
 import json
 import pathlib
+import subprocess
 import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -293,3 +295,34 @@ def test_configuration_of_a_gpu_has_the_figures_of_the_table():
     assert (
         "core_count: 132" in text and "device_memory_size: 84942979072" in text and text.count("{") == text.count("}")
     )
+
+
+def test_one_compilation_at_a_time_has_a_file_of_kernels():
+    with plugins.kernel_file() as first:
+        with plugins.kernel_file() as second:
+            assert first != second
+    with pytest.raises(KeyError), plugins.kernel_file() as again:
+        raise KeyError
+    assert again == first
+    with plugins.kernel_file() as again:
+        assert again == first
+
+
+def test_files_of_kernels_go_when_the_process_ends():
+    """And not when one that was forked from it does, which has its own."""
+    program = """
+        import os
+        from statetx._targets.plugins import kernel_file
+        with kernel_file() as path:
+            folder = os.path.dirname(path)
+        if not (child := os.fork()):
+            with kernel_file() as own:
+                raise SystemExit(os.path.dirname(own) == folder)
+        print(folder, os.waitpid(child, 0)[1], os.path.isdir(folder))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
+    folder, status, is_there = done.stdout.split()
+    assert (status, is_there) == ("0", "True"), done.stderr
+    assert not pathlib.Path(folder).exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
@@ -19,6 +20,7 @@ from .._jax import Jaxpr, Literal, Var
 from .._tables import Cell, Column, Table
 from .._targets import current
 from .._targets.absent import quiet_stderr
+from .._targets.plugins import kernel_file
 from .._targets.target import Target
 from .._text import counted, format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
@@ -162,9 +164,11 @@ class ForTarget:
         return getattr(self._lowered, name)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
-        without_timing = _WITHOUT_TIMING if self.target.platform == "gpu" else {}
-        with _jax.without_compilation_cache(), quiet_stderr():
-            return self._lowered.compile({**(compiler_options or {}), **without_timing} or None)
+        is_gpu = self.target.platform == "gpu"
+        with kernel_file() if is_gpu else contextlib.nullcontext() as path:
+            own = {**_WITHOUT_TIMING, "xla_gpu_kernel_cache_file": path} if is_gpu else {}
+            with _jax.without_compilation_cache(), quiet_stderr():
+                return self._lowered.compile({**(compiler_options or {}), **own} or None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import platform
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +145,41 @@ def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
     is_shared = contextlib.nullcontext() if is_visible("tpu") else _variable("ALLOW_MULTIPLE_LIBTPU_LOAD")
     with is_shared:
         return tuple(topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+class _KernelFiles:
+    """The files of one process in which XLA:GPU keeps kernels; they go when it ends."""
+
+    def __init__(self, process: int):
+        self._folder = tempfile.mkdtemp(prefix="statetx-kernels-")
+        self._unused: list[str] = []
+        self._numbers = itertools.count()
+        atexit.register(lambda: os.getpid() == process and shutil.rmtree(self._folder, ignore_errors=True))
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[str]:
+        try:
+            path = self._unused.pop()  # the one used last has the most kernels
+        except IndexError:
+            path = os.path.join(self._folder, f"{next(self._numbers)}.pb")
+        try:
+            yield path
+        finally:
+            self._unused.append(path)
+
+
+_kernel_files = functools.cache(_KernelFiles)
+
+
+def kernel_file() -> contextlib.AbstractContextManager[str]:
+    """A file for a compilation to find kernels in that others have assembled, which takes up to half of the time, and to add its own.
+
+    Candidates of a plan have most kernels in common. XLA appends to the file, so one compilation at a time has it.
+    """
+    return _kernel_files(os.getpid()).one()
 
 
 def _version(package: str) -> str:
