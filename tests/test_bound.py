@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx.planner import Planner, _turn
+from statetx._targets import current
+from statetx.planner import Planner, _bound, _turn
 from statetx.planner._bound import lower_bound
 from statetx.planner._capture import capture
 from statetx.planner._dataflow import Dataflow
@@ -32,6 +33,26 @@ def flow_of(fun, *args, argnums=0):
 
 def ones(*shape):
     return jnp.ones(shape)
+
+
+def test_nothing_is_said_of_tpus(monkeypatch):
+    """They hold values in memory that does not count as temporary: a plan may take fewer bytes than are held."""
+    plan = Planner(chain, *CHAIN, argnums=0, of="temporaries").plan(1.0)
+    assert "Lower bound" in str(plan)
+    monkeypatch.setattr(current, "platform", lambda: "tpu")
+    plan._bound, bound = lambda baseline: bound_of(chain, *CHAIN), bound_of(chain, *CHAIN)
+    assert (bound.bytes_at(0.0), bound.operations_at(0), bound.status) == (0, 0.0, "relaxed")
+    vars(plan).pop("lower_bound")
+    assert "Lower bound" not in str(plan)
+
+
+def test_bound_is_of_the_target_that_the_plan_was_made_for(monkeypatch):
+    seen, here, problem = [], statetx.Target.here(), _bound._problem
+    monkeypatch.setattr(_bound, "_problem", lambda *args: seen.append(current.current()) or problem(*args))
+    with statetx.target(here):
+        planner = Planner(chain, *CHAIN, argnums=0, of="temporaries")
+    plan = planner.plan(1.0)
+    assert plan.lower_bound.bytes_at(0.0) > 0 and seen == [here]
 
 
 # -- values known by hand ----------------------------------------------------------------------------------------------

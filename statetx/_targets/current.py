@@ -61,6 +61,23 @@ def within(device: Target | str | os.PathLike[str] | None) -> contextlib.Abstrac
     return contextlib.nullcontext() if device is None else target(device)
 
 
+def bind(fun: F) -> F:
+    """A function that runs for the target that is in force now, wherever it is called."""
+    chosen = current()
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with kept(chosen):
+            return fun(*args, **kwargs)
+
+    return cast("F", run)
+
+
+def kept(chosen: Target | None) -> contextlib.AbstractContextManager[Any]:
+    """The block of what `current` was before. Where it still is, JAX's caches stay as they are."""
+    return contextlib.nullcontext() if current() == chosen else target(chosen)
+
+
 def as_target(device: Target | str | os.PathLike[str] | None) -> Target | None:
     """The `Target` of an argument ``target=``; its compiler is there, or `TargetError` is raised."""
     if device is None:

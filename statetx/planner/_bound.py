@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from .._lift.context import device_bytes
+from .._targets import current
 from .._text import format_bytes
 from ._dataflow import Dataflow
 from ._stored import Formats
@@ -50,7 +51,8 @@ class LowerBound:
 
     Attributes:
         status: "exact" if each bound so far is the optimum of its integer program; "relaxed" if one is only a bound of that, since the
-            program has loops or HiGHS met its limit, which errs low. It is zero bytes for a gradient that JAX cannot trace again.
+            program has loops or HiGHS met its limit, which errs low. It is zero bytes for a gradient that JAX cannot trace again, and on TPUs,
+            which hold values in memory that does not count as temporary.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -127,8 +129,11 @@ def lower_bound(
         formats: in which values may be held.
         shardings: of the inputs of the step that takes the gradients.
     """
-    find = lambda gradient: _problem(gradient, output_bytes, baseline_operations, formats, shardings)  # noqa: E731
-    found = [_Record() for _ in gradients] if records is None else map(_Record.from_json, records)
+    # What XLA:TPU holds in the vector memory of a core is not among its temporaries, so nothing need be.
+    is_known = current.platform() != "tpu"
+    find = lambda g: _problem(g, output_bytes, baseline_operations, formats, shardings) if is_known else None  # noqa: E731
+    find = current.bind(find)  # which traces the gradient when it is asked
+    found = [_Record(is_exact=is_known) for _ in gradients] if records is None else map(_Record.from_json, records)
     bounds = [_GradientBound(functools.partial(find, g), record) for g, record in zip(gradients, found, strict=True)]
     return LowerBound(bounds)
 

@@ -168,8 +168,9 @@ def plot(plan: Plan, path: str | os.PathLike | None) -> Any:
 
     curve = plan.curve()
     axes.plot([at(b) for b, _ in curve], [100 * x for _, x in curve], color="#0072b2", label="model", zorder=1)
-    bound = [(at(b), 100 * x) for b, x in plan.lower_bound.curve()]
-    if bound:
+    points = plan.lower_bound.curve()
+    if any(b for b, _ in points):
+        bound = [(at(b), 100 * x) for b, x in points]
         # As far right as the bound itself goes: beyond it no operations are needed, as far as it tells.
         axes.plot(*zip(*bound, strict=True), color="#009e73", linestyle=":", label="lower bound", zorder=1)
         axes.fill_betweenx(

@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from .. import _jax, _states
 from .._equations.compiled import low_memory_options
@@ -34,6 +34,8 @@ from ._timing import Timer
 from ._whole import Choice, Options, Whole, fixed_above, whole_of
 from .machine import cost_model
 from .plan import Plan
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_TIME_LIMIT = 60.0
 _EXPENSIVE = 0.5  # added operations, of the baseline's: more are worth a warning if the search was not complete
@@ -129,10 +131,21 @@ def plan(
     return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(budget)
 
 
+def _for_target(method: F) -> F:
+    """Let a method of `Planner` run for the target that the planner was made for."""
+
+    @functools.wraps(method)
+    def run(self: Planner, *args: Any, **kwargs: Any) -> Any:
+        with current.kept(self._target):
+            return method(self, *args, **kwargs)
+
+    return cast("F", run)
+
+
 class Planner:
     """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
 
-    The time limit is for each plan; by default there is none.
+    The time limit is for each plan; by default there is none. The target is the one in force when the planner is made.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -173,6 +186,7 @@ class Planner:
                 "plan(objective='measured')", "use objective='time', which takes XLA's estimates for the target"
             )
         self.name = short_name(name_of(fun))
+        self._target = current.current()
         self._of = of
         self._allowed_options = _allowed(compiler_options)
         formats = read_formats(stored_as)
@@ -236,6 +250,7 @@ class Planner:
         """The search for the only gradient."""
         return self._whole.searches[0]
 
+    @_for_target
     def ends(self) -> tuple[int, int]:
         """The least bytes reached so far, and the baseline's, of what the budget counts."""
         ends = []
@@ -246,6 +261,7 @@ class Planner:
         fixed = self._whole.fixed().bytes if self._of == STEP else 0
         return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
 
+    @_for_target
     def plan(self, budget: int | float | str) -> Plan:
         """The best plan for a budget."""
         budget_ = Budget.read(budget, self._of)
@@ -272,6 +288,7 @@ class Planner:
             if whole is not None:
                 whole.time_left.renew()
 
+    @_for_target
     def best(self, budget: int) -> Plan | None:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
         budget_ = Budget(int(budget), self._of)
@@ -350,8 +367,10 @@ class Planner:
             if key is not None and records is None:
                 _store.save(key, fields | {"lower_bound": found})
 
-        return Plan(fields | {"name": self.name}, bound, describe, keep)
+        # Both may be asked for outside of the block of the target.
+        return Plan(fields | {"name": self.name}, current.bind(bound), current.bind(describe), keep)
 
+    @_for_target
     def key(self, *settings: Any) -> str:
         """A digest of the program, the options of its plans, and other settings, in the store."""
         captured, options = self._captured, self._options
