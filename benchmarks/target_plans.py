@@ -1,0 +1,315 @@
+"""Plans for a CPU, an H100 and a TPU v5e: budgets, operations, compilations and the time of planning.
+
+Programs
+    The nine of ``programs.py``, those of ``models.py``, which are written with other libraries, those of ``unseen_models.py``, and the transformer of 12
+    layers of ``gpu.py``. Each is planned for three budgets of temporary memory: what it takes with the policy "dots" on its blocks, with its blocks
+    rematerialized, and half of what it takes without rematerialization. Their blocks are marked by `statetx.remat`; with ``--unmarked``, and in the
+    transformer of ``gpu.py``, they are not.
+
+Measured
+    Each row in a process of its own. The budget is kept if the gradient of the planned loss, compiled as its user compiles it, keeps it. Operations
+    are counted from the equations and compared with the program without rematerialization; seconds of a step are XLA's estimate. Compilations are all
+    that planning takes, those of parts of the program too; the time of planning is the CPU time of all threads, and the time that passed, on a
+    machine that may be busy. The time limit is generous, so that plans do not depend on the machine; rows of more than 60 seconds are those that the
+    default limit may end.
+
+The rows of the file given by ``--json`` are kept: an interrupted run goes on, and with ``--limit 500`` it starts no process after 500 seconds. For
+GPUs and TPUs it needs ``pip install "statetx[target-cuda,target-tpu]"``. ``--without copies`` plans without one of the planner's treatments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gpu
+import jax
+import programs
+from _common import environment, header, parse_args, show, write_json
+from models import MODELS, Model, of_program
+from unseen_models import UNSEEN
+from whole_plans import error_of, mib, percent
+
+import statetx
+from statetx.planner import _lattice, _search, _shorter
+from statetx.planner._fronts import Front
+
+DEVICES = ("h100", "tpu v5e", "cpu")
+BLOCKS = "remat on the blocks"
+BUDGETS = (BLOCKS, "dots on the blocks", "half")
+TIME_LIMIT, TIMEOUT = 600.0, 3600
+LONG = "transformer, 12 layers"
+
+ALL: dict[str, Callable[..., Model]] = {
+    **{
+        name: (lambda *args, make=make, **sizes: of_program(make(*args, **sizes)))
+        for name, make in programs.PROGRAMS.items()
+    },
+    **MODELS,
+    **UNSEEN,
+    LONG: lambda wrap=programs.identity, **sizes: _of_types(lambda: gpu.transformer(bool(sizes), wrap)),
+}
+UNMARKED = (LONG,)
+QUICK: dict[str, dict[str, int]] = {
+    "MLP": {"layers": 2, "width": 128, "batch": 1024},
+    "graph network": {"layers": 2, "width": 16, "nodes": 64, "edges": 512},
+}
+
+
+def _of_types(make: Callable[[], programs.Program]) -> Model:
+    loss, params, data = programs.of_types(make)
+    return Model(loss, params, data, loss, (params, *data))
+
+
+# -- treatments that can be left out ---------------------------------------------------------------------------------
+
+
+def _no_values(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return {}
+
+
+WITHOUT: dict[str, Callable[[], Any]] = {
+    "copies": lambda: mock.patch.object(_lattice.Lattice, "_copying", lambda *args: None),
+    "stored": lambda: mock.patch.object(_lattice, "formats_of_variables", _no_values),
+    "order of backward passes": lambda: mock.patch.object(_lattice.Lattice, "_order", lambda *args: []),
+    "order of inputs": lambda: mock.patch.object(_search.Search, "_try_inputs_first", lambda self, budget, _: budget),
+    "nested regions": lambda: mock.patch.object(Front, "nest", lambda *args: None),
+    "refinement": lambda: mock.patch.object(_search.Search, "_refine", lambda *args: None),
+    "short versions": lambda: mock.patch.object(_shorter, "_LEAST_EQUATIONS", 10**9),
+}
+
+
+# -- one row, in a process of its own --------------------------------------------------------------------------------
+
+
+def cost_of(model: Model, loss: Callable) -> dict[str, Any]:
+    """What the user's program takes: the value and the gradient, compiled for the target."""
+    cost = statetx.measure(statetx.value_and_grad(loss), model.params, *model.data, gradient=False)
+    return {"bytes": cost.temp_bytes, "flops": cost.flops, "seconds": cost.seconds}
+
+
+def references(name: str, **sizes: int) -> dict[str, Any]:
+    """The program without rematerialization, and two policies on its blocks."""
+    make = functools.partial(ALL[name], **sizes)
+    found = {"no remat": cost_of(model := make(), model.loss)}
+    for title, policy in ((BLOCKS, "nothing"), ("dots on the blocks", "dots")):
+        found[title] = cost_of(model, make(functools.partial(statetx.remat, policy=policy)).loss)
+    return found
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[float]]:
+    """The seconds of each compilation within, by XLA's own account."""
+    seconds: list[float] = []
+
+    def note(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield seconds
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def cpu_seconds() -> float:
+    """Of all threads, and of ended processes, such as assemblers."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def planned(name: str, device: str, budget: int, base_flops: int, marked: bool, **sizes: int) -> dict[str, Any]:
+    model = ALL[name](*[statetx.remat] * marked, **sizes)
+    row: dict[str, Any] = {"budget": budget}
+    begin, cpu = time.perf_counter(), cpu_seconds()
+    with counted() as compilations:
+        try:
+            plan = statetx.plan(
+                model.loss, model.params, *model.data, budget=budget, of="temporaries", argnums=0, time_limit=TIME_LIMIT
+            )
+        except statetx.PlanError as e:
+            row |= error_of(e)
+        row |= {"wall": time.perf_counter() - begin, "cpu": cpu_seconds() - cpu}
+    row |= {"compilations": len(compilations), "compiling": sum(compilations)}
+    if "error" in row:
+        return row
+    own = cost_of(model, plan.apply(model.loss))
+    row |= {"bytes": own["bytes"], "seconds": own["seconds"], "extra": own["flops"] / base_flops - 1}
+    row |= {"planned bytes": plan.temp_bytes, "planned extra": plan.extra_flops, "stock": plan.stock}
+    row |= {"candidates": len(plan.measured()), "complete": plan.complete}
+    bound = plan.lower_bound.operations_at(budget)
+    return row | {"bound": bound if bound > 0 else None}
+
+
+def one(spec: dict[str, Any]) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        for treatment in spec["without"]:
+            stack.enter_context(WITHOUT[treatment]())
+        stack.enter_context(statetx.target(None if spec["device"] == "cpu" else spec["device"]))
+        name, sizes = spec["program"], spec["sizes"]
+        if "budget" not in spec:
+            return references(name, **sizes)
+        return planned(name, spec["device"], spec["budget"], spec["flops"], spec["marked"], **sizes)
+
+
+def in_own_process(spec: dict[str, Any]) -> dict[str, Any]:
+    """`one` in a process of its own; ``{"failed": ...}`` where it ends without a result."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "row.json"
+        words = [sys.executable, __file__, "--one", json.dumps(spec), "--json", str(path)]
+        environ = {**os.environ, "STATETX_CACHE": ""}  # plans are made, not read
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, env=environ)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {TIMEOUT} s"}
+        return json.loads(path.read_text()) if not done.returncode else {"failed": done.stderr[-1000:]}
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    "program and budget",
+    "no remat",
+    "budget",
+    "plan",
+    "kept",
+    "added operations",
+    "the policy's",
+    "lower bound",
+    "estimated time, of no remat",
+    "CPU seconds",
+    "compilations",
+    "candidates",
+    "complete",
+)
+
+
+def budget_of(found: dict[str, Any], title: str) -> int:
+    return found["no remat"]["bytes"] // 2 if title == "half" else found[title]["bytes"]
+
+
+def is_kept(row: dict[str, Any]) -> bool:
+    return "failed" not in row and "error" not in row and row["bytes"] <= row["budget"]
+
+
+def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The rows of one device."""
+    lines = []
+    for name, found in by_program.items():
+        refs = found["references"]
+        base = refs.get("no remat")
+        for title in BUDGETS:
+            row = found["plans"].get(title)
+            if row is None or base is None:
+                continue
+            cells = [f"{name}: {title}", mib(base["bytes"])]
+            if "failed" in row:
+                lines.append([*cells, "", "did not end", "NO", *[""] * 8])
+                continue
+            policy = percent(refs[title]["flops"] / base["flops"] - 1) if title in refs else ""
+            time_text = ""
+            if row.get("seconds") and base["seconds"]:
+                time_text = f"{row['seconds'] / base['seconds']:.2f}"
+            smallest = row.get("smallest")
+            plan = mib(row["bytes"]) if "bytes" in row else f"none; least {mib(smallest)}" if smallest else "none"
+            extra = percent(row["extra"]) if "extra" in row else ""
+            bound = percent(row["bound"]) if row.get("bound") else ""
+            complete = {True: "yes", False: "NO"}.get(row.get("complete"), "")  # pyright: ignore[reportArgumentType]
+            cells += [mib(row["budget"]), plan, "yes" if is_kept(row) else "NO", extra, policy, bound, time_text]
+            lines.append(
+                [*cells, f"{row['cpu']:.0f}", str(row["compilations"]), str(row.get("candidates", "")), complete]
+            )
+    return lines
+
+
+def verdicts(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    lines = []
+    for device, by_program in results.items():
+        done = [row for found in by_program.values() for row in found["plans"].values()]
+        made = [row for row in done if "bytes" in row]
+        if not made:
+            continue
+        expensive = [
+            (name, title)
+            for name, found in by_program.items()
+            for title, row in found["plans"].items()
+            if title in found["references"] and "extra" in row
+            if row["extra"] > found["references"][title]["flops"] / found["references"]["no remat"]["flops"] - 1 + 1e-9
+        ]
+        lines.append(
+            f"{device}: {sum(map(is_kept, done))} of {len(done)} budgets kept, at a median of {percent(statistics.median(r['extra'] for r in made))} "
+            f"operations; {sum(r['complete'] for r in made)} of {len(made)} searches complete; {statistics.median(r['cpu'] for r in made):.0f} CPU seconds and "
+            f"{statistics.median(r['compilations'] for r in made):.0f} compilations at the median, {max(r['cpu'] for r in made):.0f} and "
+            f"{max(r['compilations'] for r in made)} at most; more expensive than the policy at its memory: {len(expensive)}"
+        )
+    return lines
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = parse_args(
+        __doc__ or "",
+        only={"nargs": "+", "choices": list(ALL), "help": "these programs alone"},
+        device={"nargs": "+", "choices": DEVICES, "default": ["h100", "tpu v5e"], "help": "default: %(default)s"},
+        budget={"nargs": "+", "choices": BUDGETS, "default": list(BUDGETS), "help": "these budgets alone"},
+        without={"nargs": "+", "choices": list(WITHOUT), "default": [], "help": "leave out treatments of the planner"},
+        unmarked={"action": "store_true", "help": "blocks are not marked"},
+        limit={"type": float, "metavar": "SECONDS", "help": "start no further process after this time"},
+        one={"metavar": "SPEC", "help": argparse.SUPPRESS},
+    )
+    if options.one:
+        options.json.write_text(json.dumps(one(json.loads(options.one))))
+        return
+    start = time.monotonic()
+    env = environment() | {"without": options.without, "unmarked": options.unmarked, "quick": options.quick}
+    print(header(env))
+    results: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        written = json.loads(options.json.read_text())
+        if {**written["environment"], "date": env["date"], "cpus": env["cpus"]} != env:
+            raise SystemExit(f"{options.json} is from another version or with other options: name another file")
+        results = written["results"]
+    names = options.only or list(QUICK if options.quick else ALL)
+
+    def run(found: dict[str, Any], key: str, spec: dict[str, Any]) -> None:
+        found[key] = in_own_process(spec)
+        tail = found[key].get("failed", "").strip().splitlines()[-1:]
+        print(f"{spec['device']}, {spec['program']}, {key}: {time.monotonic() - start:.0f} s", *tail, flush=True)
+        if options.json:  # after each row: a later one may take too long
+            write_json(options.json, env, {"results": results, "verdict": verdicts(results)})
+
+    for title in options.budget:
+        for device in options.device:
+            for name in names:
+                if options.limit is not None and time.monotonic() - start > options.limit:
+                    break
+                found = results.setdefault(device, {}).setdefault(name, {"plans": {}})
+                spec = {"device": device, "program": name, "sizes": QUICK.get(name, {}) if options.quick else {}}
+                spec |= {"without": options.without, "marked": not options.unmarked and name not in UNMARKED}
+                if "no remat" not in found.get("references", {}):
+                    run(found, "references", spec)
+                refs = found["references"]
+                if "no remat" in refs and "failed" in found["plans"].get(title, {"failed": True}):
+                    more = {"budget": budget_of(refs, title), "flops": refs["no remat"]["flops"]}
+                    run(found["plans"], title, spec | more)
+    for device, by_program in results.items():
+        show(f"For {device}", COLUMNS, rows(by_program))
+    print("\n".join(verdicts(results)))
+
+
+if __name__ == "__main__":
+    main()
