@@ -7,7 +7,7 @@ Programs
     transformer of ``gpu.py``, they are not.
 
 Measured
-    Each row in a process of its own. The budget is kept if the gradient of the planned loss, compiled as its user compiles it, keeps it. Operations
+    Each plan in a process of its own. The budget is kept if the gradient of the planned loss, compiled as its user compiles it, keeps it. Operations
     are counted from the equations and compared with the program without rematerialization; seconds of a step are XLA's estimate. Compilations are all
     that planning takes, those of parts of the program too; the time of planning is the CPU time of all threads, and the time that passed, on a
     machine that may be busy. The time limit is generous, so that plans do not depend on the machine; rows of more than 60 seconds are those that the
@@ -44,12 +44,14 @@ from unseen_models import UNSEEN
 from whole_plans import error_of, mib, percent
 
 import statetx
+from statetx._targets import plugins
 from statetx.planner import _lattice, _search, _shorter
 from statetx.planner._fronts import Front
 
 DEVICES = ("h100", "tpu v5e", "cpu")
 BLOCKS = "remat on the blocks"
-BUDGETS = (BLOCKS, "dots on the blocks", "half")
+POLICIES = {BLOCKS: "nothing", "dots on the blocks": "dots"}
+BUDGETS = (*POLICIES, "half")
 TIME_LIMIT, TIMEOUT = 600.0, 3600
 LONG = "transformer, 12 layers"
 
@@ -101,13 +103,10 @@ def cost_of(model: Model, loss: Callable) -> dict[str, Any]:
     return {"bytes": cost.temp_bytes, "flops": cost.flops, "seconds": cost.seconds}
 
 
-def references(name: str, **sizes: int) -> dict[str, Any]:
-    """The program without rematerialization, and two policies on its blocks."""
-    make = functools.partial(ALL[name], **sizes)
-    found = {"no remat": cost_of(model := make(), model.loss)}
-    for title, policy in ((BLOCKS, "nothing"), ("dots on the blocks", "dots")):
-        found[title] = cost_of(model, make(functools.partial(statetx.remat, policy=policy)).loss)
-    return found
+def reference(name: str, title: str, **sizes: int) -> dict[str, Any]:
+    """The program without rematerialization, or with a policy on its blocks."""
+    wrap = functools.partial(statetx.remat, policy=POLICIES[title]) if title in POLICIES else programs.identity
+    return cost_of(model := ALL[name](wrap, **sizes), model.loss)
 
 
 @contextlib.contextmanager
@@ -130,7 +129,7 @@ def cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def planned(name: str, device: str, budget: int, base_flops: int, marked: bool, **sizes: int) -> dict[str, Any]:
+def planned(name: str, budget: int, base_flops: int, marked: bool, **sizes: int) -> dict[str, Any]:
     model = ALL[name](*[statetx.remat] * marked, **sizes)
     row: dict[str, Any] = {"budget": budget}
     begin, cpu = time.perf_counter(), cpu_seconds()
@@ -154,14 +153,20 @@ def planned(name: str, device: str, budget: int, base_flops: int, marked: bool, 
 
 
 def one(spec: dict[str, Any]) -> dict[str, Any]:
+    """A plan, and the references that are not known yet; of these nothing is kept that would make planning faster."""
+    name, title, sizes, refs = spec["program"], spec["budget"], spec["sizes"], spec["references"]
     with contextlib.ExitStack() as stack:
         for treatment in spec["without"]:
             stack.enter_context(WITHOUT[treatment]())
         stack.enter_context(statetx.target(None if spec["device"] == "cpu" else spec["device"]))
-        name, sizes = spec["program"], spec["sizes"]
-        if "budget" not in spec:
-            return references(name, **sizes)
-        return planned(name, spec["device"], spec["budget"], spec["flops"], spec["marked"], **sizes)
+        for needed in ("no remat", title):
+            if needed not in refs and needed != "half":
+                refs[needed] = reference(name, needed, **sizes)
+        statetx.clear_cache()
+        jax.clear_caches()
+        plugins._kernel_files.cache_clear()
+        plan = planned(name, budget_of(refs, title), refs["no remat"]["flops"], spec["marked"], **sizes)
+        return {"references": refs, "plan": plan}
 
 
 def in_own_process(spec: dict[str, Any]) -> dict[str, Any]:
@@ -209,15 +214,15 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
     lines = []
     for name, found in by_program.items():
         refs = found["references"]
-        base = refs.get("no remat")
+        base = refs.get("no remat", {})
         for title in BUDGETS:
             row = found["plans"].get(title)
-            if row is None or base is None:
+            if row is None:
+                continue
+            if "failed" in row:
+                lines.append([f"{name}: {title}", *[""] * 2, "did not end", "NO", *[""] * 8])
                 continue
             cells = [f"{name}: {title}", mib(base["bytes"])]
-            if "failed" in row:
-                lines.append([*cells, "", "did not end", "NO", *[""] * 8])
-                continue
             policy = percent(refs[title]["flops"] / base["flops"] - 1) if title in refs else ""
             time_text = ""
             if row.get("seconds") and base["seconds"]:
@@ -285,27 +290,23 @@ def main() -> None:
         results = written["results"]
     names = options.only or list(QUICK if options.quick else ALL)
 
-    def run(found: dict[str, Any], key: str, spec: dict[str, Any]) -> None:
-        found[key] = in_own_process(spec)
-        tail = found[key].get("failed", "").strip().splitlines()[-1:]
-        print(f"{spec['device']}, {spec['program']}, {key}: {time.monotonic() - start:.0f} s", *tail, flush=True)
-        if options.json:  # after each row: a later one may take too long
-            write_json(options.json, env, {"results": results, "verdict": verdicts(results)})
-
     for title in options.budget:
         for device in options.device:
             for name in names:
                 if options.limit is not None and time.monotonic() - start > options.limit:
                     break
-                found = results.setdefault(device, {}).setdefault(name, {"plans": {}})
+                found = results.setdefault(device, {}).setdefault(name, {"references": {}, "plans": {}})
                 spec = {"device": device, "program": name, "sizes": QUICK.get(name, {}) if options.quick else {}}
                 spec |= {"without": options.without, "marked": not options.unmarked and name not in UNMARKED}
-                if "no remat" not in found.get("references", {}):
-                    run(found, "references", spec)
-                refs = found["references"]
-                if "no remat" in refs and "failed" in found["plans"].get(title, {"failed": True}):
-                    more = {"budget": budget_of(refs, title), "flops": refs["no remat"]["flops"]}
-                    run(found["plans"], title, spec | more)
+                if "failed" not in found["plans"].get(title, {"failed": True}):
+                    continue
+                done = in_own_process(spec | {"budget": title, "references": found["references"]})
+                found["references"] |= done.get("references", {})
+                found["plans"][title] = done.get("plan", done)
+                tail = done.get("failed", "").strip().splitlines()[-1:]
+                print(f"{device}, {name}, {title}: {time.monotonic() - start:.0f} s", *tail, flush=True)
+                if options.json:  # after each row: a later one may take too long
+                    write_json(options.json, env, {"results": results, "verdict": verdicts(results)})
     for device, by_program in results.items():
         show(f"For {device}", COLUMNS, rows(by_program))
     print("\n".join(verdicts(results)))

@@ -28,7 +28,7 @@ def _ei_module() -> Any:
             super().__init__()
             self.num_exc, num = num_exc, num_exc + num_inh
             self.spike = braintools.surrogate.ReluGrad()
-            self.w_in = brainstate.ParamState(2 * _dense(1, num_in, num))
+            self.w_in = brainstate.ParamState(6 * _dense(1, num_in, num))
             self.w_exc = brainstate.ParamState(0.5 * _dense(2, num_exc, num))
             self.w_inh = brainstate.ParamState(_dense(3, num_inh, num))
             self.w_out = brainstate.ParamState(_dense(4, num_exc, num_out))

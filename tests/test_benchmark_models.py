@@ -30,6 +30,7 @@ def harness():
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.MODELS |= importlib.import_module("unseen_models").UNSEEN
     yield module
     sys.path[:] = path
     for name in names & set(sys.modules):
@@ -54,6 +55,9 @@ SMALL = {
     "graph network": {"layers": 2, "width": 8, "nodes": 16, "edges": 48},
     "meta-learning": {"layers": 2, "width": 8, "tasks": 2, "points": 8},
     "flash attention, bfloat16": {"layers": 2, "width": 16, "time": 8, "batch": 2},
+    "EI network (brainstate)": {"steps": 24, "exc": 16, "inh": 4, "batch": 4, "inputs": 8},
+    "state space, S5": {"layers": 1, "width": 8, "state": 4, "time": 8, "batch": 2},
+    "diffusion U-Net": {"channels": 4, "size": 8, "batch": 2, "heads": 2},
 }
 
 
