@@ -76,6 +76,9 @@ class Generator(Statements):
     inspecting = 4
     """How many more calls may be inspected."""
 
+    parts = 0
+    """How many functions of parts enclose what is drawn: a derivative by a state that is also written is a training step, which they refuse."""
+
     def __init__(self, seed: int):
         super().__init__(seed)
         self.rng_aside = random.Random(f"{seed}, aside")
@@ -151,7 +154,7 @@ class Generator(Statements):
     def targets(self, scope: Scope) -> list[Cell]:
         views = [v for v in scope.views if v.shape is not None and v.cell.kind != "ref" and v.cell.sort != "numpy"]
         cells = [v.cell for v in self.rng.sample(views, min(len(views), self.rng.randint(0, 2)))]
-        return cells
+        return [] if self.parts else cells
 
     def call_grad(self, scope: Scope) -> Call:
         inner = scope.differentiated(reverse=scope.reverse + 1)
@@ -396,7 +399,9 @@ class Generator(Statements):
     def call_parts(self, scope: Scope) -> Call:
         """A sum over the parts of a batch, with one in half precision beside it."""
         shape, name, out = self.pick(((), (SIZE,))), self.fresh("v"), self.pick(((), (), (SIZE,)))
+        self.parts += 1
         fun = self.fun(scope.inside(once=False, typed=True), [(shape, scope.maps)], [out], 2)
+        self.parts -= 1
         fun.style = "closure"
         template = f"{name} = {self.pick(('in_parts', 'in_chunks'))}({{f}}, {{0}})"
         return Call("parts", template, [fun], [self.expr(scope, (SIZE, *shape), depth=1)], [(name, out)])
