@@ -14,11 +14,14 @@ The semantics of the reference:
 - Both branches of a cond are traced: an exception in the one not taken is raised too.
 - A random state is split over the examples of a vmap and carried through a scan unless the node says otherwise; it
   advances if the traced body draws from it, whichever branch is taken.
+- A function that is inspected leaves no trace.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,7 +64,7 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Unary:
-    op: str  # "sin", "tanh", "neg", "mean"
+    op: str  # "sin", "tanh", "neg", "mean"; "ruled": a sine with a derivative rule of its own, which reads a state
     arg: Any
 
 
@@ -147,6 +150,15 @@ class Call:
     rng: str = "default"  # scan: or "split"; vmap: or "broadcast"
 
 
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """A block that is inspected, and not called."""
+
+    how: str  # of `INSPECTIONS`
+    block: Block
+    arg: Expr
+
+
 class Boom(Exception):
     """The exception that programs raise."""
 
@@ -192,7 +204,7 @@ def _expr(draw: Any, scope: _Scope, depth: int = 2) -> Expr:
     if kind == "read":
         return Read(draw(st.sampled_from(tuple(OBJECTS))))
     if kind == "unary":
-        return Unary(draw(st.sampled_from(("sin", "tanh", "neg", "mean"))), _expr(draw, scope, depth - 1))
+        return Unary(draw(st.sampled_from(("sin", "tanh", "neg", "mean", "ruled"))), _expr(draw, scope, depth - 1))
     left = _expr(draw, scope, depth - 1)
     right = Const(draw(_constants)) if draw(st.booleans()) else _expr(draw, scope, depth - 1)
     return Binary(draw(st.sampled_from(("mid", "diff", "mul"))), left, right)
@@ -216,10 +228,14 @@ def _write(draw: Any, scope: _Scope) -> Any:
 
 
 def _statement(draw: Any, scope: _Scope, budget: _Budget) -> Any:
-    kinds = ["let", "write", "write", "draw", "call", "call", "call", "call", "call"]
+    kinds = ["let", "write", "write", "draw", "inspect", "call", "call", "call", "call", "call"]
     kind = draw(st.sampled_from(kinds))
     if kind == "call" and scope.depth and budget.calls > 0:
         return _call(draw, scope, budget)
+    if kind == "inspect" and scope.depth and budget.calls > 0:
+        budget.calls -= 1
+        inner = dataclasses.replace(scope, depth=scope.depth - 1, num_locals=scope.num_locals + 1)
+        return Inspect(draw(st.sampled_from(tuple(INSPECTIONS))), _block(draw, inner, budget), _expr(draw, scope, 1))
     if kind == "draw" and scope.draws:
         return Draw(draw(st.sampled_from(((), (SIZE,)))))
     if kind == "write" or (kind == "call" and draw(st.booleans())):
@@ -318,6 +334,36 @@ def count_calls(block: Block | None) -> dict[str, int]:
 # -- the system under test -------------------------------------------------------------------------------------
 
 
+WIDTH = statetx.State(0.8)
+
+
+@jax.custom_jvp
+def ruled(x: Any) -> Any:
+    return WIDTH.value * jnp.sin(x)
+
+
+@ruled.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return ruled(x), WIDTH.value * jnp.cos(x) * t
+
+
+def _call_pure(fun: Callable, x: Any) -> None:
+    pure = statetx.functionalize(fun)
+    pure(pure.values(x), x)
+
+
+INSPECTIONS: dict[str, Callable[[Callable, Any], Any]] = {
+    "states": lambda fun, x: statetx.functionalize(fun).states(x),
+    "call": _call_pure,
+    "saved_residuals": statetx.saved_residuals,
+    "trace_states": lambda fun, x: statetx.trace_states(fun)(x),
+    "eval_shape": statetx.eval_shape,
+    "make_jaxpr": lambda fun, x: statetx.make_jaxpr(fun)(x),
+    "lower": lambda fun, x: statetx.jit(fun).lower(x),
+}
+
+
 class Model:
     """An object with states; some attributes share one."""
 
@@ -363,6 +409,10 @@ class System:
                     local.append(jnp.tanh(jax.random.normal(self.model.k.next(), shape)))
                 case Raise():
                     raise Boom
+                case Inspect(how):
+                    fun = lambda x, block=s.block: self._run(block, [*local, x])  # noqa: E731
+                    with contextlib.suppress(Boom):
+                        INSPECTIONS[how](fun, jnp.asarray(self._eval(s.arg, local)))
                 case Call():
                     arg = jnp.asarray(self._eval(s.arg, local))
                     try:
@@ -395,8 +445,8 @@ class System:
                     return jnp.sin(1.0 * value)
                 return jnp.mean(value, axis=0) if jnp.ndim(value) == 2 else value
             case Unary(op, arg):
-                function = {"sin": jnp.sin, "tanh": jnp.tanh, "neg": jnp.negative, "mean": jnp.mean}[op]
-                return function(self._eval(arg, local))
+                functions = {"sin": jnp.sin, "tanh": jnp.tanh, "neg": jnp.negative, "mean": jnp.mean, "ruled": ruled}
+                return functions[op](self._eval(arg, local))
             case Binary(op, left, right):
                 a, b = self._eval(left, local), self._eval(right, local)
                 return a * b if op == "mul" else 0.5 * (a + b) if op == "mid" else 0.5 * (a - b)
@@ -517,6 +567,8 @@ def run_block(block: Block, env: Env, temps: tuple, *, traced: bool) -> Any:
     for statement in block.body:
         if isinstance(statement, Raise):
             raise Boom
+        if isinstance(statement, Inspect):
+            continue
         if isinstance(statement, Let):
             temps += (evaluate(statement.expr, env, temps),)
         elif isinstance(statement, Draw):
@@ -560,8 +612,8 @@ def evaluate(expr: Expr, env: Env, temps: tuple) -> Any:
         return value.mean(0) if jnp.ndim(value) == 2 else value
     if isinstance(expr, Unary):
         inner = jnp.asarray(evaluate(expr.arg, env, temps))
-        if expr.op == "neg":
-            return -inner
+        if expr.op in ("neg", "ruled"):
+            return -inner if expr.op == "neg" else 0.8 * jnp.sin(inner)
         return inner.mean() if expr.op == "mean" else getattr(jnp, expr.op)(inner)
     a, b = evaluate(expr.left, env, temps), evaluate(expr.right, env, temps)
     if expr.op == "mul":

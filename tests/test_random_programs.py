@@ -18,7 +18,22 @@ import pytest
 import random_programs
 from hypothesis import HealthCheck, Phase, example, given, settings
 from laws import WORDS
-from random_programs import Binary, Block, Call, Const, Draw, Let, Local, Raise, Read, Unary, Write, check, programs
+from random_programs import (
+    Binary,
+    Block,
+    Call,
+    Const,
+    Draw,
+    Inspect,
+    Let,
+    Local,
+    Raise,
+    Read,
+    Unary,
+    Write,
+    check,
+    programs,
+)
 
 import statetx
 from helpers import undo_the_owner_only
@@ -43,6 +58,13 @@ NUMBER_TO_MAPPED_STATE = Block(
 @given(programs())
 def test_random_program_equals_its_reference(program):
     check(program)
+
+
+@settings(max_examples=3, **COMMON)
+@given(programs())
+def test_random_program_under_the_checks_of_jax(program):
+    with jax.enable_checks(True):
+        check(program)
 
 
 @pytest.mark.slow
@@ -178,6 +200,10 @@ def has(test: Any) -> Any:
     return lambda program: any(test(part) for part in parts(program))
 
 
+def inspects(how: str) -> Any:
+    return has(lambda part: isinstance(part, Inspect) and part.how == how)
+
+
 WANTED = {
     **{kind: has(lambda p, kind=kind: isinstance(p, Call) and p.kind == kind) for kind in random_programs.MEANINGS},
     "depth 4": lambda program: random_programs.count_calls(program)["depth"] == 4,
@@ -189,6 +215,13 @@ WANTED = {
     "gradient of a state": has(lambda p: isinstance(p, Call) and p.kind == "grad" and "s" in p.wrt),
     "mapped state in a scan": has(lambda p: isinstance(p, Call) and p.kind == "scan" and "m" in p.mapped),
     "Python number written": has(lambda p: isinstance(p, Write) and p.raw),
+    "derivative of a rule that reads a state": has(
+        lambda p: isinstance(p, Call) and p.kind == "grad" and has(lambda e: getattr(e, "op", "") == "ruled")(p.block)
+    ),
+    **{
+        f"{how} inside a transform": has(lambda p, how=how: isinstance(p, Call) and inspects(how)((p.block, p.other)))
+        for how in random_programs.INSPECTIONS
+    },
 }
 
 
