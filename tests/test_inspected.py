@@ -68,6 +68,22 @@ each_inspection = pytest.mark.parametrize("inspect", INSPECTIONS)
 
 
 @each_inspection
+def test_inspection_runs_no_program(inspect):
+    runs, w = [], statetx.Param(jnp.eye(4))
+
+    def loss(x):
+        jax.debug.callback(lambda: runs.append(1))
+        return jnp.tanh(jnp.tanh(x @ w.value) @ w.value).sum()
+
+    INSPECTIONS[inspect](loss, jnp.ones((4, 4)))
+    jax.effects_barrier()
+    assert not runs
+    loss(jnp.ones((4, 4)))
+    jax.effects_barrier()
+    assert runs
+
+
+@each_inspection
 @pytest.mark.parametrize(
     ("kind", "is_jitted"),
     [*((kind, True) for kind in KINDS), *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in KINDS)],

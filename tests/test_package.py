@@ -100,6 +100,25 @@ def test_private_jax_names_only_in_their_modules():
             assert not re.search(r"^\s*(import|from) (brainstate|flax)", text, re.M), path
 
 
+# What SECURITY.md promises of all files, and the network.
+RUNS_OR_WRITES = re.compile(
+    r"(?<![.\w])(?<!def )(open|eval|exec)\(|\.write_(text|bytes)\(|^(?!.*``).*savefig\(|\b(pickle|marshal)\.loads?\(|"
+    r"^\s*(import|from) (socket|ssl|urllib|http|requests|webbrowser)\b",
+    re.M,
+)
+
+
+def test_one_module_writes_files_and_none_runs_what_it_reads_or_connects():
+    found = {path.name for path in SOURCES if RUNS_OR_WRITES.search(path.read_text())}
+    assert found == {"_files.py"}
+
+
+def test_environment_variables_are_those_of_the_security_page():
+    page = (ROOT / "SECURITY.md").read_text()
+    read = {name for path in SOURCES for name in re.findall(r"\bSTATETX_[A-Z_]+", path.read_text())}
+    assert read == set(re.findall(r"\bSTATETX_[A-Z_]+", page)) and len(read) > 3
+
+
 def test_import_side_effects_are_documented():
     """Each change, in a program that loads everything, has a row of the page."""
     code = (
