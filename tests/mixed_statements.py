@@ -176,7 +176,7 @@ class Statements:
             lambda: Expr(shape, "{0} * {1}", [e(()), Expr(shape, "jnp.cos({0})", [e()])]),
             lambda: Expr(shape, "checkpoint_name({0}, 'h')", [Expr(shape, "jnp.sin({0})", [e()])]),
             lambda: Expr(shape, "jax.nn.softplus({0})", [e()]),
-            lambda: Expr(shape, f"{self.pick(('by_state', 'by_ref'))}({{0}})", [e()]),
+            lambda: Expr(shape, f"{self.with_rule(scope)}({{0}})", [e()]),
             lambda: Expr(shape, "jax.nn.relu({0})", [e()]),
             lambda: Expr(shape, "jnp.where({0} > 0.0765, {1}, {2})", [e(()), e(), e()]),
             lambda: Expr(shape, "(({0} > 0.0765) * {1})", [e(), e()]),
@@ -194,6 +194,12 @@ class Statements:
         if len(shape) == 2:
             forms.append(lambda: Expr(shape, "jnp.outer({0}, {1})", [e((SIZE,)), e((SIZE,))]))
         return self.pick(forms)()
+
+    def with_rule(self, scope: Scope) -> str:
+        """A function with a derivative rule."""
+        name = self.pick(("by_state", "by_ref"))
+        # JAX itself has no rule to discharge a Ref in a `custom_jvp`: `jax.jit(by_ref)(x)` raises NotImplementedError.
+        return "by_state" if scope.foreign else name
 
     def leaf(self, scope: Scope, shape: Shape, allowed: Maps) -> Expr:
         leaves = [Expr(shape, name, name=name) for name, s, maps in scope.names if s == shape and maps <= allowed]
