@@ -364,6 +364,28 @@ def test_error_names_the_function_and_the_argument_of_the_user(mistake):
         np.testing.assert_array_equal(state.value, before[path])
 
 
+@pytest.mark.parametrize("make", [statetx.Param, brainstate.ParamState])
+def test_state_that_the_enclosing_trace_has_created_is_read_and_written(make):
+    """JAX does not link the trace of a shard_map in a compiled function to the traces around it."""
+    m = Model()
+
+    def loss(x):
+        m.w = make(2.0 * x)
+
+        def f(x):
+            y = jnp.sin(m.w.value) * x
+            m.w.value = m.w.value + 1.0
+            return y
+
+        shards = statetx.shard_map(f, mesh=mesh(), in_specs=P("d"), out_specs=P("d"))
+        return shards(jnp.broadcast_to(x, 4)).sum() + m.w.value
+
+    for gradient in (statetx.jit(statetx.grad(loss)), statetx.grad(statetx.jit(statetx.remat(loss)))):
+        for _ in range(2):
+            np.testing.assert_allclose(gradient(1.0), 4 * (jnp.sin(2.0) + 2 * jnp.cos(2.0)) + 2, rtol=1e-6)
+            np.testing.assert_allclose(m.w.value, 3.0)
+
+
 @pytest.mark.parametrize(
     ("args", "options", "words"),
     [

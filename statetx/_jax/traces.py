@@ -127,9 +127,10 @@ _TRANSFORM_OF_BODY = {
 
 
 def is_live(trace: Any) -> bool:
-    """Whether a trace is the current one or a parent of it; errs towards True where JAX does not link traces."""
-    live = list(_parents(_context.trace))
-    return any(_tag(t) is _tag(trace) for t in live) or any(not hasattr(t, "parent_trace") for t in live)
+    """Whether a trace is the current one or a parent of it; errs towards True in a shard_map, whose trace JAX does not link."""
+    if any(_tag(t) is _tag(trace) for t in _parents(_context.trace)):
+        return True
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def ends_with_current_trace(tracer: Any) -> bool:
