@@ -180,6 +180,17 @@ def test_derivative_rules_read_states(name, kind):
     assert gradient() == jitted() == 6
 
 
+@pytest.mark.parametrize("name", ["slots", "cond"])
+def test_derivative_rules_read_states_in_forward_mode(name):
+    """JAX runs the forward mode of a loop with slots when it lowers the program, after the call."""
+    width = statetx.State(jnp.float32(2.0))
+    spike = surrogate(width, "custom_jvp")
+    slope = statetx.jit(lambda x: statetx.jvp(lambda x: WITH_RULES[name](spike, x), (x,), (jnp.float32(1.0),))[1])
+    assert slope(1.0) == 3
+    width.value = jnp.float32(5.0)
+    assert slope(1.0) == 6
+
+
 @pytest.mark.parametrize("library", [jax, statetx])
 @pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
 def test_rules_of_a_jitted_function_see_a_state_change(rule, library):

@@ -20,6 +20,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _jax
+from .._equations.structure import Body
 from .._lift.context import TraceContext
 from .._positions import replaced
 from .._tree import is_float, num_bytes
@@ -190,7 +191,15 @@ def linear_in_tangents(
         return reverse(primals, stored, diff_indices, cts)
 
     types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
-    return _jax.linear_call(jvp, transpose, leaves, list(tangents.values()), types)
+    diff, num = list(tangents.values()), len(leaves)
+    linear, operands = jvp, []
+    if not _jax.is_eager() and _jax.has_users_rule(note.loop.step.body.jaxpr):
+        # JAX runs `jvp` when it lowers the program. What a rule reads is a value of the running trace: it becomes a residual.
+        run = lambda *xs: jvp(list(xs[:num]), list(xs[num:]))  # noqa: E731
+        avals = [_jax.abstract(x) for x in (*leaves, *diff)]
+        body = Body.close(*_jax.stage(run, avals, traced_for="scan", name=note.loop.step.name))
+        linear, operands = lambda res, ts: body(res[num:], *res[:num], *ts), body.operands  # noqa: E731
+    return _jax.linear_call(linear, lambda res, cts: transpose(res[:num], cts), [*leaves, *operands], diff, types)
 
 
 def whole(fun: Callable, name: str) -> Callable:
