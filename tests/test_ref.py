@@ -465,20 +465,42 @@ IN_LOOPS = {
     )[1],
     "microbatch": lambda f, x: statetx.microbatch(lambda x: f(f(f(x[0]))), 2)(jnp.stack([x, x])),
     "chunked": lambda f, x: statetx.chunked(lambda x: f(f(f(x[0]))), size=1, reduce="mean")(jnp.stack([x, x])),
+    "cond": lambda f, x: statetx.cond(x > 0, lambda x: f(f(f(x))), jnp.tanh, x),
+    "cond in scan": lambda f, x: statetx.scan(lambda c, _: (statetx.cond(c > 0, f, jnp.tanh, c), None), x, None, 3)[0],
+    "remat": lambda f, x: statetx.remat(lambda x: f(f(f(x))))(x),
+    "jit": lambda f, x: statetx.jit(lambda x: f(f(f(x))))(x),
 }
 
 
-# JAX has no rule to discharge a Ref in a `custom_jvp` that a derivative rule calls in a while loop.
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [(n, k) for n in IN_LOOPS for k in ("custom_vjp", "custom_jvp") if (n, k) != ("while_loop", "custom_jvp")],
-)
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+@pytest.mark.parametrize("name", IN_LOOPS)
 def test_ref_read_in_a_function_with_a_rule(name, kind):
     ref = jax.new_ref(jnp.float32(2.0))
-    gradient = statetx.grad(lambda x: IN_LOOPS[name](scaled_by(ref, kind), x))
-    assert gradient(1.0) == statetx.jit(gradient)(1.0) == 8.0
+    f = lambda x: IN_LOOPS[name](scaled_by(ref, kind), x)  # noqa: E731
+    gradients = [statetx.grad(f), statetx.jit(statetx.grad(f))]
+    if name != "while_loop":
+        gradients += [statetx.grad(statetx.jit(f)), jax.grad(f)]
+    if kind == "custom_jvp":
+        gradients += [lambda x: statetx.jvp(f, (x,), (1.0,))[1]]
+    assert [gradient(1.0) for gradient in gradients] == [8.0] * len(gradients)
     ref[...] = 3.0
-    assert gradient(1.0) == 27.0
+    assert [gradient(1.0) for gradient in gradients] == [27.0] * len(gradients)
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+@pytest.mark.parametrize("name", ["call", *IN_LOOPS])
+def test_rule_that_reads_a_ref_which_the_body_writes_is_refused(name, kind):
+    ref = jax.new_ref(jnp.float32(2.0))
+
+    def body(x):
+        ref[...] += 1.0
+        return scaled_by(ref, kind)(x)
+
+    call = IN_LOOPS.get(name, lambda f, x: f(x))
+    for gradient in (statetx.grad(lambda x: call(body, x)), statetx.jit(statetx.grad(lambda x: call(body, x)))):
+        with pytest.raises(statetx.StateAccessError, match=r"the derivative rule of .* read Ref .*, which .* writes"):
+            gradient(1.0)
+    assert ref[...] == 2.0
 
 
 @jax.custom_vjp

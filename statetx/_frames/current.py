@@ -36,7 +36,7 @@ def is_idle() -> bool:
 
 def idle_modes() -> Hashable | None:
     """`modes` if the thread is idle, else None: the one check of the fast path of a compiled function."""
-    if _local.frame is not None or _jax._context.trace is not _jax._eval_trace:
+    if _local.frame is not None or _jax._context.trace is not _jax.eager_trace:
         return None
 
     # Load the kind of a library that the program has imported since the last call.

@@ -47,6 +47,7 @@ class Frame:
         frees_cycles: whether the transform must know which of the states made in the call outlive it. States that only
             reference cycles hold are then freed first; a jitted function that closes over a local state is such a cycle.
         outer_trace: the trace around the transform, if the transform's own trace does not name it.
+        is_kept: whether the equations that the call records serve other calls, too.
 
     Attributes:
         differentiated: by id, the trainable states that the call has differentiated so far, and the values; of those that an inner call
@@ -62,6 +63,7 @@ class Frame:
         is_undo: bool = False,
         frees_cycles: bool = False,
         outer_trace: Any = None,
+        is_kept: bool = False,
     ):
         self.name = name
         self.on_read = on_read
@@ -69,6 +71,7 @@ class Frame:
         self.is_undo = is_undo
         self.frees_cycles = frees_cycles
         self.outer_trace = outer_trace
+        self.is_kept = is_kept
         self.accesses: dict[int, Access] = {}
         self.effects: list[Effect] = []
         self.is_open = False

@@ -122,6 +122,7 @@ from .order import note_primitive as note_primitive
 from .order import set_hold_lowering as set_hold_lowering
 from .refs import discharge_refs as discharge_refs
 from .refs import has_made_refs as has_made_refs
+from .refs import ref_buffer as ref_buffer
 from .refs import ref_store as ref_store
 from .refs import ref_value as ref_value
 from .refs import takes_refs as takes_refs
@@ -183,11 +184,11 @@ from .traces import ArrayImpl as ArrayImpl
 from .traces import Tracer as Tracer
 from .traces import TraceState as TraceState
 from .traces import _context as _context
-from .traces import _eval_trace as _eval_trace
 from .traces import api_boundary as api_boundary
 from .traces import cache_key_context as cache_key_context
 from .traces import checks_keys as checks_keys
 from .traces import current_trace as current_trace
+from .traces import eager_trace as eager_trace
 from .traces import ends_with_current_trace as ends_with_current_trace
 from .traces import eval_context as eval_context
 from .traces import in_loop_body as in_loop_body
@@ -206,6 +207,7 @@ from .traces import leaked_tracers as leaked_tracers
 from .traces import primal_of as primal_of
 from .traces import refuse_as_value as refuse_as_value
 from .traces import register_cache as register_cache
+from .traces import staging_trace as staging_trace
 from .traces import trace_context as trace_context
 from .traces import trace_ref as trace_ref
 from .traces import traceback_frame as traceback_frame

@@ -18,7 +18,7 @@ from jax._src import mesh as _mesh
 from .._targets import current
 from .editing import bind_equation, interpret, map_jaxprs
 from .equations import ClosedJaxpr, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
-from .traces import _context, _eval_trace
+from .traces import _context, eager_trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def outside_all_transforms() -> Iterator[None]:
     # The trace alone is not enough: axis names, the abstract mesh and `check_vma` are settings of their own.
     mesh = _mesh.get_concrete_mesh().abstract_mesh
     axes = _context.axis_env
-    with _core.set_current_trace(_eval_trace), jax.sharding.use_abstract_mesh(mesh), _config._check_vma(False):
+    with _core.set_current_trace(eager_trace), jax.sharding.use_abstract_mesh(mesh), _config._check_vma(False):
         _context.set_axis_env(_core.top_axis_env)
         try:
             yield

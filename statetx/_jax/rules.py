@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.core
@@ -135,8 +135,14 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
     return eqn.replace(params={**eqn.params, **changes})
 
 
-Watch = Callable[..., Any]
-"""Called as ``watch(rule, *args)`` in place of ``rule(*args)``."""
+class Watch(Protocol):
+    """What users' derivative rules run through."""
+
+    def __call__(self, rule: Callable, *args: Any) -> Any:
+        """Called in place of ``rule(*args)``."""
+
+    def explicit(self, jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
+        """Called with the equations that a rule gave, and the values that they close over; returns others in their place."""
 
 
 def has_users_rule(jaxpr: Jaxpr) -> bool:
@@ -188,8 +194,13 @@ def _watched_rule(rule: Any, watch: Watch, watch_for: Any) -> Any:
     @functools.wraps(rule.f)
     def watched(*flags: bool) -> Any:
         if flags not in results:
-            jaxpr, *extra = watch(rule.call_wrapped, *flags)
-            results[flags] = (with_watched_rules(jaxpr, watch_for), *extra)  # second derivatives run the rules in it
+            jaxpr, consts, *extra = watch(rule.call_wrapped, *flags)
+            jaxpr, consts = watch.explicit(jaxpr, consts)
+            results[flags] = (
+                with_watched_rules(jaxpr, watch_for),
+                consts,
+                *extra,
+            )  # second derivatives run the rules in it
         return results[flags]
 
     watched.watch = watch  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ LEAVES |= frozenset([_pe.DynamicJaxprTracer, _pe.JaxprTracer])
 """Types that are always leaves of a tree: arrays and tracers."""
 
 _context = _core.trace_ctx
-_eval_trace = _core.eval_trace
+eager_trace = _core.eval_trace
 
 # JAX's labels for traces of loop bodies (`DebugInfo.traced_for`); statetx gives the same ones to `stage`.
 _LOOP_BODIES = frozenset({"scan", "while_body", "fori_loop"})
@@ -80,12 +80,12 @@ def current_trace() -> Any:
 
 def is_eager() -> bool:
     """Whether nothing is being traced: operations execute at once."""
-    return _context.trace is _eval_trace
+    return _context.trace is eager_trace
 
 
 def trace_ref(trace: Any) -> weakref.ref | None:
     """A weak reference to a trace; None for the eager trace."""
-    return None if trace is _eval_trace else weakref.ref(trace)
+    return None if trace is eager_trace else weakref.ref(trace)
 
 
 def _tag(trace: Any) -> Any:
@@ -95,7 +95,7 @@ def _tag(trace: Any) -> Any:
 
 def _parents(trace: Any) -> Iterator[Any]:
     """The trace and its parents, innermost first, as far as JAX links them (shard_map's trace has no link)."""
-    while trace is not None and trace is not _eval_trace:
+    while trace is not None and trace is not eager_trace:
         yield trace
         trace = getattr(trace, "parent_trace", None)
 
@@ -107,7 +107,7 @@ def leaked_tracers(value: Any, anchor: Any | None) -> list[Any]:
         return []
     # The anchor's own tracers may stay: the owner of that trace removes them. So may tracers of its parents, which
     # outlive it.
-    outer = {id(_tag(t)) for t in _parents(_eval_trace if anchor is None else anchor)}
+    outer = {id(_tag(t)) for t in _parents(eager_trace if anchor is None else anchor)}
     return [t for t in tracers if id(_tag(t._trace)) not in outer]
 
 
@@ -154,6 +154,13 @@ def is_derivative_or_batching(trace: Any) -> bool:
     return type(trace).__name__ in _TRANSFORM_OF_TRACE
 
 
+def staging_trace(trace: Any) -> Any:
+    """The trace, or the nearest one around it that is not of a derivative or a vmap: it records operations, or executes them."""
+    while type(trace).__name__ in _TRANSFORM_OF_TRACE and hasattr(trace, "parent_trace"):
+        trace = trace.parent_trace
+    return trace
+
+
 def in_loop_body() -> bool:
     """Whether the current trace is itself the trace of a loop body, not of a transform inside one."""
     # Only traces that stage have a frame: inside grad or vmap in a loop body the answer is no.
@@ -182,7 +189,7 @@ def trace_context() -> Any:
 
 def eval_context() -> Any:
     """A context in which nothing is being traced."""
-    return _core.set_current_trace(_eval_trace)
+    return _core.set_current_trace(eager_trace)
 
 
 def primal_of(x: Any) -> Any:
@@ -202,7 +209,7 @@ def _identity(x: Any) -> Any:
 def in_parent_trace(trace: Any) -> Any:
     """A context in which the parent of this trace is the current trace."""
     # The trace of a shard_map that is not compiled has no parent: it runs in eager code.
-    return _core.set_current_trace(getattr(trace, "parent_trace", _eval_trace))
+    return _core.set_current_trace(getattr(trace, "parent_trace", eager_trace))
 
 
 def in_trace(trace: Any) -> Any:

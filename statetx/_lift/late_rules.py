@@ -1,7 +1,8 @@
 """Derivative rules that run late: JAX runs those of staged equations when it differentiates these, after the call that staged them.
 
 What such a rule reads then may have changed since, or lack what the staged function itself has written. `watched` sees what the rules read and refuses a
-state that the function writes; `are_current` tells whether the states still hold what was read.
+state that the function writes; `are_current` tells whether the states still hold what was read. A Ref that a rule closes over is read when the rule
+runs, like a state: JAX cannot close over one in a branch, nor discharge one in a `custom_jvp`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,22 @@ import numpy as np
 from .. import _jax, _states
 from .._equations.structure import Body
 from .._errors import StateAccessError
-from .._frames import Effect, Frame
+from .._frames import Effect, Frame, current_frame
 from .._states import Kind
 from .outcome import publish
+from .stage import with_read_refs
+
+
+class _RuleFrame(Frame):
+    """The frame of a derivative rule that runs."""
+
+
+def _enclosing_frame() -> Frame | None:
+    """The frame of the innermost call that runs, rules left out: a rule may run in another rule, in a trace that ends with it."""
+    frame = current_frame()
+    while isinstance(frame, _RuleFrame):
+        frame = frame.parent
+    return frame
 
 
 class Watch:
@@ -28,20 +42,70 @@ class Watch:
         reads: each state that the rule has read, with the leaves of its value.
     """
 
-    def __init__(self, name: str, written: dict[int, tuple[object, str]], place: str, inner: Sequence[Any]):
+    def __init__(
+        self, name: str, written: dict[int, tuple[object, str]], place: str, inner: Sequence[Any], is_framed: bool
+    ):
         self.reads: list[tuple[Any, Kind, list[Any]]] = []
         self._name = name
         self._written = written
         self._place = place
         self._inner = inner
+        self._is_framed = is_framed
+        self.enter()
+
+    def enter(self) -> None:
+        """Note the traces in which a Ref may be read for the equations that are bound now: those of calls that end with nothing but the call around.
+
+        In a loop of JAX in a call, say, a Ref has values of its own, which the trace of the call does not know.
+        """
+        self._homes: list[Any] = []
+        trace, frame = _jax.staging_trace(_jax.current_trace()), _enclosing_frame()
+        while trace is _jax.staging_trace(_trace_of(frame)):
+            self._homes.append(_jax.trace_ref(trace))
+            if frame is None or frame.is_kept:
+                break
+            while frame is not None and _jax.staging_trace(frame.trace) is trace:
+                frame = frame.parent
+            trace = _jax.staging_trace(getattr(trace, "parent_trace", None))
 
     def __call__(self, rule: Callable, *args: Any) -> Any:
-        frame = Frame(f"the derivative rule of {self._place}", on_read=self._on_read)
+        if not self._is_framed:
+            return rule(*args)
+        frame = _RuleFrame(f"the derivative rule of {self._place}", on_read=self._on_read)
         out = frame.run(rule, *args)
         publish(frame.effects)
         for state, kind, _ in self.all_reads():  # JAX may have kept what the rule gave earlier
             self._refuse_written(state, kind)
         return out
+
+    def explicit(self, jaxpr: Any, consts: list[Any]) -> tuple[Any, list[Any]]:
+        """The equations that a rule gave, in which the Refs that it reads are values, if they can be read now."""
+        if not _jax.has_made_refs():
+            return jaxpr, consts
+        body = Body.close(jaxpr, consts)  # nested equations may hold a Ref
+        refs = [x for x in body.operands if isinstance(x, jax.Ref)]
+        for ref in refs:
+            self._refuse_written(ref, _states.kind_of_state(ref))
+        if not refs or any(isinstance(x, _jax.Tracer) for x in refs) or not self._is_bound_here():
+            return jaxpr, consts
+        body = with_read_refs(body, self._read_ref)
+        return _jax.open_jaxpr(_jax.close(body.jaxpr, body.operands))[0], body.operands
+
+    def _is_bound_here(self) -> bool:
+        frame = _enclosing_frame()
+        home = _jax.staging_trace(_trace_of(frame))
+        if _jax.trace_ref(home) not in self._homes or _jax.enclosing_shard_map() is not None:
+            return False
+        while frame is not None and frame.trace is not home:
+            frame = frame.parent
+        return frame is not None or home is _jax.eager_trace  # else a trace of JAX's own, such as that of `jax.jit`
+
+    def _read_ref(self, ref: Any, kind: Kind) -> Any:
+        with _jax.in_trace(_trace_of(_enclosing_frame())):
+            value, buffer = kind.get(ref), _jax.ref_buffer(ref)
+        if not (_jax.is_rule_inspected() and isinstance(value, _jax.Tracer)):  # as in `_on_read`
+            self.reads.append((ref, kind, [object() if buffer is None else buffer]))
+        return value
 
     def all_reads(self) -> Iterator[tuple[Any, Kind, list[Any]]]:
         yield from self.reads
@@ -67,12 +131,13 @@ class Watch:
             )
 
 
-def watched(name: str, body: Body, effects: Sequence[Effect]) -> tuple[Body, list[Watch]]:
+def watched(name: str, body: Body, effects: Sequence[Effect], *, is_framed: bool = True) -> tuple[Body, list[Watch]]:
     """The body, in which each derivative rule of a user runs through a `Watch`; and the watches, more of them once rules have run.
 
     Args:
         name: the call that was staged, for messages.
         effects: what it writes. The rules must not read these states.
+        is_framed: whether to see what the rules read of states other than Refs.
     """
     if not _jax.has_users_rule(body.jaxpr):
         return body, []
@@ -82,7 +147,7 @@ def watched(name: str, body: Body, effects: Sequence[Effect]) -> tuple[Body, lis
     written = {id(token): (token, site) for token, site in tokens}
 
     def watch_for(place: str, inner: Sequence[Any]) -> Watch:
-        watch = Watch(name, written, place, inner)
+        watch = Watch(name, written, place, inner, is_framed)
         watches.append(watch)
         return watch
 
@@ -91,16 +156,22 @@ def watched(name: str, body: Body, effects: Sequence[Effect]) -> tuple[Body, lis
 
 def guarded(name: str, body: Body, effects: Sequence[Effect]) -> Body:
     """The body, whose derivative rules must not read the states that it writes; arguments as of `watched`."""
-    return watched(name, body, effects)[0] if effects else body
+    is_framed = any(e.kind.is_watched for e in effects)
+    return watched(name, body, effects, is_framed=is_framed)[0] if is_framed or _jax.has_made_refs() else body
 
 
 def are_current(watches: Sequence[Watch]) -> bool:
     """Whether the states that rules have read hold now what was read."""
     return all(
-        not kind.is_invalidated(state) and _is_same(leaves, kind.read(state))
+        not kind.is_invalidated(state)
+        and _is_same(leaves, kind.read(state) if kind.is_watched else _jax.ref_buffer(state))
         for watch in watches
         for state, kind, leaves in watch.all_reads()
     )
+
+
+def _trace_of(frame: Frame | None) -> Any:
+    return _jax.eager_trace if frame is None else frame.trace
 
 
 def _saved(leaf: Any) -> Any:

@@ -20,6 +20,7 @@ from .._objects.paths import Paths, reaches_unwatched
 from .._states import Kind
 from .._typing import PyTree
 from .inputs import InputNames
+from .late_rules import guarded
 from .outcome import Outcome, pack, publish
 from .stage import stage
 from .targets import Targets, refuse_lost_writes, split_aux
@@ -107,6 +108,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
 
     transform = frame.name.partition("(")[0]
     staged, outcome, refs = stage(body, (), traced_for=f"statetx.{transform}", names=InputNames(fun), read=read)
+    staged = guarded(frame.name, staged, refs)
     if _jax.enclosing_shard_map() is not None:
         staged = Body(_jax.on_current_mesh(staged.jaxpr), staged.operands)
     outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]

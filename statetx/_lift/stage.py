@@ -74,10 +74,14 @@ def stage(
 
 def close_derivative(jaxpr: Any, consts: list[Any]) -> Body:
     """The body of staged equations that may hold derivative rules: a Ref that a rule reads is read now."""
-    body = Body.close(jaxpr, consts)  # nested equations may hold the Ref
+    return with_read_refs(Body.close(jaxpr, consts))  # nested equations may hold the Ref
+
+
+def with_read_refs(body: Body, read: Callable[[Any, Kind], Any] = _read) -> Body:
+    """The body, in which the Refs that it closes over are values, read now by `read`; the body itself if it writes one."""
     if not _jax.touches_refs(body.jaxpr, body.operands):
         return body
-    explicit, effects = _with_explicit_refs(body.jaxpr, body.operands, None, _read)
+    explicit, effects = _with_explicit_refs(body.jaxpr, body.operands, None, read)
     return body if effects else explicit
 
 

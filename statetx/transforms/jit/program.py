@@ -82,7 +82,7 @@ class Program:
             return call.with_arrays(leaves[:num_kept], leaves[num_kept:])
 
         def body(*tracers: Any) -> tuple[list, Any]:
-            frame = frame_for("jit", fun, on_read=lifting.on_read, frees_cycles=True)
+            frame = frame_for("jit", fun, on_read=lifting.on_read, frees_cycles=True, is_kept=True)
             note_shardings(tracers, arrays)
             args, kwargs = arguments(tracers)
             out = frame.run(self.created.run, frame, fun, args, kwargs)
@@ -361,6 +361,8 @@ class Program:
         attribute_stores = [] if live else self._attribute_stores()
         if self.is_stale():
             raise Restage
+        for watch in self._rules:
+            watch.enter()
         for effect in self._created_effects:
             effect.created = live  # in later calls the state exists already
         operands = self.operands_of(call)
