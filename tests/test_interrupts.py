@@ -134,6 +134,7 @@ HOW = {
     "scan": lambda f: lambda x: statetx.scan(lambda c, _: (c, f(x)), 0, None, 1),
     "fori_loop": lambda f: lambda x: statetx.fori_loop(0, 1, lambda i, c: f(x), 0.0),
     "cond": lambda f: lambda x: statetx.cond(jnp.array(True), f, lambda x: x, x),
+    "inspected": lambda f: lambda x: (statetx.saved_residuals(f, x), statetx.remat(f)(x))[1],
 }
 
 
@@ -211,7 +212,7 @@ def check_every_line(model, make, step=1, start=1, folders=(PACKAGE,)):
 
 
 # The fast suite interrupts every line of calls that compile nothing, and some lines of the others.
-FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad(remat)": 41, "functionalize": 41}
+FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad(remat)": 41, "functionalize": 41, "inspected": 397}
 # Each kind alone in a compiled call; in the others the fast suite has all four together.
 CASES = [
     *[pytest.param(how, k, marks=pytest.mark.slow) for how in ("remat, eager", "grad") for k in KINDS],
