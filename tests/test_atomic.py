@@ -258,3 +258,16 @@ def test_transform_of_brainstate_inside_an_eager_call():
         return y + brainstate.transform.for_loop(add, jnp.full(2, x)).sum()
 
     assert float(f(1.0)) == 9.0 and float(n.value) == 4.0
+
+
+@pytest.mark.parametrize("wrap", [statetx.jit, statetx.remat])
+def test_list_inside_of_two_containers_is_two_lists_in_a_transform(wrap):
+    """As docs/features.md says: only the containers that states hold themselves are compared."""
+    inner = [jnp.zeros(2)]
+    state = statetx.State({"a": inner, "b": inner})
+
+    def grow():
+        state.value["a"].append(jnp.ones(2))
+        return len(state.value["b"])
+
+    assert wrap(grow)() == 1 and len(state.value["a"]) == 2

@@ -1026,3 +1026,10 @@ def test_change_in_place_reaches_the_transform_of_brainstate(outside, inside):
     run = OUTSIDE[outside](INSIDE[inside](f))
     assert [float(run(2.0)), float(run(2.0))] == [2.0, 4.0]
     assert float(s.value["a"]) == 2.0
+
+
+def test_gradient_of_brainstate_takes_states_of_its_own():
+    """As docs/features.md says."""
+    w = statetx.State(jnp.ones(3))
+    with pytest.raises(TypeError, match="grad_states must be State"):
+        brainstate.transform.grad(lambda: (w.value**2).sum(), grad_states={"w": w})()

@@ -82,3 +82,10 @@ def test_checks_in_parts_of_a_batch():
     for fun in (statetx.chunked(loss, axis=0, size=4), statetx.microbatch(jax.value_and_grad(loss), 2)):
         assert "too large: 16.0" in error_of(fun)
         assert error_of(fun, X / 8) is None
+
+
+@pytest.mark.parametrize("remat", [jax.checkpoint, statetx.remat])
+def test_index_checks_fail_in_jax_itself(remat):
+    """As docs/features.md says; if this no longer fails, that sentence goes."""
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        error_of(remat(lambda x: x[jnp.argmax(x)].sum()), errors=checkify.index_checks)
