@@ -489,6 +489,26 @@ def test_inspection_in_a_transform_of_a_call_that_makes_states(inspect, transfor
     assert cell.h is h
 
 
+@pytest.mark.parametrize("make", [statetx.State, brainstate.HiddenState, nnx.Variable])
+@pytest.mark.parametrize("inspect", ["saved_residuals", "trace_states", "measure"])
+def test_state_of_an_inspected_call_that_something_keeps_alive_is_no_state_of_the_loop(inspect, make):
+    """The equations of a learner, such as those of braintrace, hold its states."""
+    kept = []
+
+    def call(x):
+        kept.append(make(2.0 * x))
+        return get_value(kept[-1])
+
+    def body(carry, _):
+        INSPECTIONS[inspect](call, carry)
+        return 2.0 * carry, None
+
+    assert statetx.scan(body, jnp.float32(1.0), None, 3)[0] == 8
+    assert statetx.cond(True, lambda x: body(x, None)[0], jnp.sin, jnp.float32(1.0)) == 2
+    with pytest.raises(Exception, match="inspected|created inside a traced function"):
+        get_value(kept[0])
+
+
 def test_brainstate_does_not_take_an_inspected_write_for_a_write():
     h, kept = brainstate.ShortTermState(jnp.float32(1)), brainstate.ShortTermState(jnp.float32(1))
 
