@@ -364,6 +364,17 @@ def test_error_names_the_function_and_the_argument_of_the_user(mistake):
         np.testing.assert_array_equal(state.value, before[path])
 
 
+def test_jit_names_the_state_that_is_on_other_devices_than_the_mesh():
+    h = statetx.State(X)
+    f = statetx.jit(statetx.shard_map(lambda x: h.value.sum() * x, mesh=mesh(), in_specs=P("d"), out_specs=P("d")))
+    f(X)
+    h.value = jax.device_put(X, jax.devices()[0])
+    with pytest.raises(ValueError, match=r"(?s)Got h of .*<lambda> with shape float32\[8\].*\nFix: place"):
+        f(X)
+    h.value = X
+    assert f(X).shape == X.shape
+
+
 @pytest.mark.parametrize("make", [statetx.Param, brainstate.ParamState])
 def test_state_that_the_enclosing_trace_has_created_is_read_and_written(make):
     """JAX does not link the trace of a shard_map in a compiled function to the traces around it."""

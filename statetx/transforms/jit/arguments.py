@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ... import _states
+from ..._objects.paths import Paths, argument_names
 from ..._positions import replaced
 from ..._tree import as_array, is_argument, partition
 
@@ -104,3 +105,33 @@ def copy_aliased_donations(kept: list, donated: list, call: Call) -> tuple[list,
         return x
 
     return kept, jax.tree.map(copy_if_aliased, donated)
+
+
+def input_names(owner: Any, call: Call, inputs: Sequence[Any], operands: tuple, paths: Paths) -> list[str]:
+    """The names of a program's inputs, for profilers and messages: paths of the states, and argument names."""
+    kept, donated, _, _ = operands
+    states: list[str] = []
+    for i, value in zip(inputs, [*kept, *donated], strict=True):
+        leaves = jax.tree_util.tree_flatten_with_path(value)[0]
+        states += [paths(i.state) + jax.tree_util.keystr(keys) for keys, _ in leaves]
+    dynamic = [n for n, is_static in enumerate(owner.static.mask(len(call.args))) if not is_static]
+    split = owner.static.split(call.args, call.kwargs)[:2]
+    name = argument_names(owner.__wrapped__, call.args, dynamic)
+    leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=_states.is_opaque)[0]
+    arguments = [name(keys) for keys, _ in leaves]
+    return [*states, *(arguments[n] for n in (*call.layout.kept, *call.layout.donated))]
+
+
+def name_operands(error: ValueError, names: Sequence[str], operands: tuple) -> None:
+    """Let JAX's error about the devices of an operand name the state or the argument of the user."""
+    text = str(error)
+    if not text.startswith("Received incompatible devices"):
+        return
+    parameters = ("kept", "donated", "operand", "donated_args")  # of the function that JAX compiles
+    leaves = jax.tree_util.tree_flatten_with_path(operands)[0]
+    for (keys, _), name in zip(leaves, names, strict=True):
+        jax_name = parameters[keys[0].idx] + jax.tree_util.keystr(keys[1:])
+        text = text.replace(f"argument {jax_name} of ", f"{name} of ")
+    error.args = (
+        f"{text}\nFix: place each state and argument on the devices of the mesh, by jax.device_put(x, jax.NamedSharding(mesh, spec)).",
+    )

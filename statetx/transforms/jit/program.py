@@ -26,12 +26,12 @@ from ..._lift.outcome import Outcome, pack
 from ..._lift.run import frame_for
 from ..._lift.stage import stage
 from ..._lift.wrapper import name_of
-from ..._objects.paths import Paths, argument_names, check_paths
+from ..._objects.paths import Paths, check_paths
 from ..._text import brief
 from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import _Invalidated
-from .arguments import Call, copy_aliased_donations
+from .arguments import Call, copy_aliased_donations, input_names, name_operands
 from .created import CreatedStates
 from .placement import StateShardings, has_tracer, is_on_mesh, names_mesh
 
@@ -115,7 +115,7 @@ class Program:
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
         self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand), tried)
         operands = self.operands_of(call)
-        names = self._input_names(owner, call, operands, paths)
+        self._names = names = input_names(owner, call, self._inputs(), operands, paths)
         self.state_names = frozenset(names[: len(names) - len(self.avals)])
         _jax.name_inputs(self.compiled, operands, names)
         self._init_writers()
@@ -189,20 +189,6 @@ class Program:
         body, other_body = self._body, other._body
         return [*map(id, body.operands)] == [*map(id, other_body.operands)] and body.key == other_body.key
 
-    def _input_names(self, owner: Any, call: Call, operands: tuple, paths: Paths) -> list[str]:
-        """The inputs' names for profilers: paths of the states, and argument names."""
-        kept, donated, _, _ = operands
-        states: list[str] = []
-        for i, value in zip(self._inputs(), [*kept, *donated], strict=True):
-            leaves = jax.tree_util.tree_flatten_with_path(value)[0]
-            states += [paths(i.state) + jax.tree_util.keystr(keys) for keys, _ in leaves]
-        dynamic = [n for n, is_static in enumerate(owner.static.mask(len(call.args))) if not is_static]
-        split = owner.static.split(call.args, call.kwargs)[:2]
-        name = argument_names(owner.__wrapped__, call.args, dynamic)
-        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=_states.is_opaque)[0]
-        arguments = [name(keys) for keys, _ in leaves]
-        return [*states, *(arguments[n] for n in (*call.layout.kept, *call.layout.donated))]
-
     def _init_writers(self) -> None:
         """Group the written states by kind. `_writers` is None if a value is not a single array."""
         self._writers: list[tuple[Any, list, list[int]]] | None = None
@@ -244,9 +230,16 @@ class Program:
             operands = (kept, donated, call.operand, call.donated)
             out = self._run_donating(operands, lambda writes: self._store(writes, [], attribute_stores))
         else:
-            out, writes = self.compiled(kept, donated, call.operand, call.donated)
+            out, writes = self._call(kept, donated, call.operand, call.donated)
             self._store(writes, kept_values, attribute_stores)
         return self.outcome.out.combine(out) if self.outcome.out.static else out
+
+    def _call(self, *operands: Any) -> Any:
+        try:
+            return self.compiled(*operands)
+        except ValueError as e:
+            name_operands(e, self._names, operands)
+            raise
 
     def out_info(self) -> Any:
         """The output with a ``jax.ShapeDtypeStruct`` for each array."""
@@ -270,7 +263,7 @@ class Program:
             kept = self._retry_when_released(_values_of, groups)
         if self._shardings and not self._shardings.accept(kept):
             raise Restage
-        out, writes = self.compiled(kept, [], (args, kwargs), [])
+        out, writes = self._call(kept, [], (args, kwargs), [])
         if writes:
             # Values are compared only if the process has several threads (decision 18).
             if self._writer is None or threading.active_count() > 1:
@@ -371,7 +364,7 @@ class Program:
         if operands[1]:
             out = self._run_donating(operands, lambda writes: self._publish(writes, [], attribute_stores, live=live))
         else:
-            out, writes = self.compiled(*operands)
+            out, writes = self._call(*operands)
             self._publish(writes, [] if self.guards else operands[0], attribute_stores, live=live)
         self.created.report()
         return self.outcome.out.combine(out) if self.outcome.out.static else out
