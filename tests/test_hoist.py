@@ -214,6 +214,18 @@ def test_rules_of_a_jitted_function_see_a_state_change(rule, library):
     assert outer(1.0) == 10 and inner(-1.0) == 0
 
 
+@pytest.mark.parametrize("outer", [lambda f: f, statetx.jit])
+def test_rule_of_a_jitted_function_that_reads_a_differentiated_state_is_refused(outer):
+    width = statetx.Param(jnp.float32(2.0), name="width")
+    f = statetx.jit(surrogate(width, "custom_jvp"))
+    message = (
+        r"jit.*: the derivative rule of .* read Param 'width' .* whose value is differentiated.*\n.*pass the value"
+    )
+    with pytest.raises(statetx.StateAccessError, match=message):
+        outer(lambda x: statetx.grad(f, 0, wrt=width)(x))(1.0)
+    assert width.value == 2 and statetx.grad(f)(1.0) == 2
+
+
 def test_second_derivatives_of_a_jitted_function_see_a_state_change():
     width = statetx.State(jnp.float32(2.0))
     growth = jax.custom_jvp(jnp.square)

@@ -114,6 +114,12 @@ class Watch:
 
     def _on_read(self, state: Any, kind: Kind, value: Any) -> Any:
         self._refuse_written(state, kind)
+        if self._name.startswith("jit(") and any(map(_jax.is_differentiated, jax.tree.leaves(value))):
+            raise StateAccessError(
+                f"{self._name}: the derivative rule of {self._place} read {_states.describe(state, kind)}, whose value is differentiated. JAX cannot "
+                f"differentiate a compiled function with respect to what its rules close over.\n"
+                f"Fix: pass the value as an argument to the function that has the rule; its rule gets that, with its tangent."
+            )
         if _jax.is_rule_inspected() and any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(value)):
             return value  # JAX reads again when it differentiates: `rule_of`
         if not any(s is state and _is_same(leaves, value) for s, _, leaves in self.reads):
