@@ -5,19 +5,27 @@ XLA's ``HloProto`` of an optimized program with its buffer assignment. It contai
 
 ``rematerialized_by_xla`` is a step of gradient descent of the transformer in ``benchmarks/programs.py`` with 24 layers of width 1,024 and 16 heads, for a batch of 32 times 2,048
 tokens. It needs 260 GiB, so that XLA computes values again on its own. It was written by `explain_oom`, without timing kernels.
+
+The two ``..._for_target`` are compiled for an H200 that is not there, and traced with numbered calls (`statetx.memory._scopes`): the transformer step, and the step of gradient descent with 6
+layers of width 256 and 4 heads, for a batch of 8 times 256 tokens and a device of 96 MiB. ``python - --target < tests/gpu_programs.py`` writes them.
 """
 
 from __future__ import annotations
 
+import json
 import lzma
+import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 import statetx
 from statetx import _jax
+from statetx._equations.compiled import compile_to_measure, full_device_options, lower
+from statetx.memory._scopes import numbered_calls
 from statetx.policies import Levels
 
 FOLDER = Path("tests/gpu_programs")
@@ -83,6 +91,48 @@ def programs():
     }
 
 
+def programs_for_target():
+    """``name -> (target, function that traces the program)``."""
+    layer = {"qkv": (256, 768), "out": (256, 256), "up": (256, 1024), "down": (1024, 256)}
+    types = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in layer.items()}
+    x = jax.ShapeDtypeStruct((8, 256, 256), jnp.float32)
+    benchmark = ModuleType("programs")
+    sys.modules["programs"] = benchmark
+    exec(compile(Path("benchmarks/programs.py").read_text(), "<stdin>", "exec"), vars(benchmark))
+    sizes = {"layers": 6, "width": 256, "heads": 4, "batch": 8, "time": 256}
+    model = benchmark.of_types(lambda: benchmark.transformer(**sizes))
+
+    def step(params, *data):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(model.loss)(params, *data))
+
+    small = Path(tempfile.gettempdir()) / "statetx-small-h200.json"
+    statetx.Target("h200").save(small)
+    fields = json.loads(small.read_text())
+    fields["device"]["memory_bytes"] = 96 * 2**20
+    small.write_text(json.dumps(fields))
+    return {
+        "transformer_step_for_target": (
+            "h200",
+            lambda: jax.jit(transformer_step, donate_argnums=0).trace([types] * 2, x),
+        ),
+        "rematerialized_for_target": (small, lambda: jax.jit(step).trace(model.params, *model.data)),
+    }
+
+
+def main_for_target():
+    for name, (target, trace) in programs_for_target().items():
+        with tempfile.TemporaryDirectory() as folder, statetx.target(target):
+            with numbered_calls():
+                stage = lower(trace())
+            memory = compile_to_measure(
+                stage, full_device_options() | _jax.options_to_write(Path(folder))
+            ).memory_analysis()
+            path = max(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_size)
+            (FOLDER / f"{name}.hlo.pb.xz").write_bytes(lzma.compress(path.read_bytes(), preset=9))
+        sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes
+        print(f'    "{name}": {(*sizes, memory.temp_size_in_bytes)},')
+
+
 def main():
     FOLDER.mkdir(exist_ok=True)
     for name, lowered in programs().items():
@@ -97,4 +147,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main_for_target() if "--target" in sys.argv else main()

@@ -6,13 +6,15 @@ rules of another platform and exchanges the devices of the module, which names d
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax._src import config
 from jax._src.interpreters import pxla
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 _LOWERING_NAMES = {"gpu": "cuda"}
 
@@ -46,9 +48,17 @@ def lowered_for(traced: Any, platform: str, devices: Sequence[Any]) -> Any:
     return lowered
 
 
-def without_compilation_cache() -> Any:
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
     """A context in which JAX neither reads nor writes its cache of compiled programs on the disk.
 
-    The cache's key lacks the figures of a compile-only GPU, so that it would give one card's program for another.
+    The cache's key lacks the figures of a compile-only GPU, so that it would give one card's program for another; and it lacks the names
+    of functions.
     """
-    return config.enable_compilation_cache(False)
+    # JAX asks its setting once in a process, and remembers the answer until it is reset.
+    with config.enable_compilation_cache(False):
+        reset_cache()
+        try:
+            yield
+        finally:
+            reset_cache()

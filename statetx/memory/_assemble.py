@@ -71,6 +71,7 @@ class Assembly:
             self.module(instruction.id),
             origin.frames,
             origin.is_recomputed,
+            origin.calls,
         )
 
     def _loop(self, instruction: Instruction) -> Loop | None:

@@ -20,6 +20,8 @@ from .._text import type_str
 from .._tree import num_bytes
 from ..residuals._trace import user_line
 from ..residuals.measure import is_step, with_gradient, without_gradient
+from ._names import calls_of
+from ._scopes import numbered_calls
 from .buffer import Buffer, Kind, Loop, Phase, Step
 from .measure import input_names
 from .profile import MemoryProfile
@@ -53,8 +55,9 @@ def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool
     """
     if gradient is None:
         gradient = not is_step(step, args, kwargs)
-    program = (with_gradient if gradient else without_gradient)(step, args, kwargs)
-    closed = jax.make_jaxpr(program.run)(*program.arrays)
+    with numbered_calls():
+        program = (with_gradient if gradient else without_gradient)(step, args, kwargs)
+        closed = jax.make_jaxpr(program.run)(*program.arrays)
     jaxpr = inline(_jax.close(_jax.without_dead_code(closed), closed.consts), calls=INLINED)
     steps = tuple(_steps(jaxpr))
     buffers = [*_inputs(jaxpr, *input_names(step, args, program)), *_computed(jaxpr, steps)]
@@ -143,7 +146,7 @@ def _steps(jaxpr: Jaxpr) -> Iterator[Step]:
         loop = (
             Loop("scan", eqn.params["length"], source) if name == "scan" else None
         )  # the step stands for those of its body
-        yield Step(name, name, phase, source, loop, frames=frames)
+        yield Step(name, name, phase, source, loop, frames=frames, calls=calls_of(str(eqn.source_info.name_stack)))
 
 
 def _buffer(

@@ -28,6 +28,8 @@ AGAIN = re.compile(r"\.remat\d*(\.|$)")
 _CONVERTS = ("bitcast", "reshape", "convert", "copy")
 _REARRANGES = (*_CONVERTS, "transpose")
 PRODUCTS = frozenset(PRIMITIVES.values())
+_CALL = re.compile(r".*~\d*")  # the scope of a call, by `_scopes`
+_NUMBER = re.compile(r"~\d+")
 _PATH_STEP = re.compile(r"(\.\w+|\[[^\[\]]*\])$")
 
 
@@ -36,6 +38,7 @@ class Origin(NamedTuple):
 
     Attributes:
         scopes: names that the user or a library gave (``jax.named_scope``, flax's modules), joined by slashes.
+        calls: the calls of the user's functions around it, outermost first, as in ``Block.__call__~7`` (`_scopes`).
     """
 
     primitive: str
@@ -46,6 +49,7 @@ class Origin(NamedTuple):
     function: str
     source: str
     frames: tuple[StackFrame, ...]
+    calls: tuple[str, ...] = ()
 
 
 NOWHERE = Origin("", "forward", False, "", "", "", "", ())
@@ -291,7 +295,13 @@ def _not_copied(instruction: Instruction, primitive: str) -> str:
 
 def _origin(op_name: str, frames: Sequence[StackFrame]) -> Origin:
     function, source = innermost(frames)
-    return _parsed(op_name)._replace(function=function, source=source, frames=_of_user(tuple(frames)))
+    found = _parsed(op_name)
+    return found._replace(
+        function=function,
+        source=source,
+        frames=_of_user(tuple(frames)),
+        calls=calls_of(op_name) if "~" in op_name else (),
+    )
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -300,9 +310,15 @@ def _of_user(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
     return tuple(f for f in frames if not is_library(f.file))
 
 
-@functools.lru_cache(maxsize=10_000)
 def _parsed(op_name: str) -> Origin:
-    parts = _split(op_name.partition(";")[0])  # XLA joins the names of operations that it merges
+    """The parts of a name without its calls, whose numbers no other program has."""
+    return _parsed_without_numbers(_NUMBER.sub("~", op_name))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _parsed_without_numbers(op_name: str) -> Origin:
+    op_name = op_name.partition(";")[0]  # XLA joins the names of operations that it merges
+    parts = [p for p in _split(op_name) if not _CALL.fullmatch(_unwrapped(p))]
     # A copy of an argument is called as the argument.
     primitive = parts[-1] if len(parts) > 1 and "(" not in parts[-1] else ""
     is_recomputed = "rematted_computation" in parts
@@ -313,7 +329,19 @@ def _parsed(op_name: str) -> Origin:
     # An einsum names its operations after its formula.
     scopes = [_unwrapped(p) for p in parts[:-1] if not _ADDED.fullmatch(p) and "->" not in p]
     distinct = [s for n, s in enumerate(scopes) if s and s not in scopes[:n]]
-    return NOWHERE._replace(primitive=primitive, is_recomputed=is_recomputed, region=region, scopes="/".join(distinct))
+    return NOWHERE._replace(
+        primitive=primitive,
+        is_recomputed=is_recomputed,
+        region=region,
+        scopes="/".join(distinct),
+        calls=calls_of(op_name),
+    )
+
+
+def calls_of(name_stack: str) -> tuple[str, ...]:
+    """The calls of the user's functions in a name stack; see `Origin.calls`."""
+    parts = map(_unwrapped, _split(name_stack.partition(";")[0]))
+    return tuple(p for p in parts if _CALL.fullmatch(p))
 
 
 def _split(op_name: str) -> list[str]:

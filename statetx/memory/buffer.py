@@ -106,6 +106,8 @@ class Step(NamedTuple):
         owner: the module, a path; empty if unknown.
         frames: the user's functions that run it with their lines, innermost first.
         is_recomputed: whether a rematerialized region computes it again.
+        calls: the calls of the user's functions that run it, outermost first: the function and a number, as in ``Block.__call__~7``. Empty
+            for a program that was traced before it was profiled.
     """
 
     name: str
@@ -116,6 +118,7 @@ class Step(NamedTuple):
     owner: str = ""
     frames: tuple[StackFrame, ...] = ()
     is_recomputed: bool = False
+    calls: tuple[str, ...] = ()
 
     @property
     def stack(self) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from ..residuals.table import Residuals, residuals_of
 from ..transforms.jit.stages import Compiled, Lowered, Traced
 from ._assemble import Assembly, Inputs
 from ._fallback import without_assignment
+from ._scopes import numbered_calls
 from .profile import MemoryProfile
 
 
@@ -84,7 +85,8 @@ def profiled(
     fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None, compiler_options: dict[str, Any]
 ) -> MemoryProfile:
     """`memory_profile` of a program that is compiled with these options, unless it is compiled already."""
-    traced = _trace(fun, args, kwargs, gradient)
+    with numbered_calls():
+        traced = _trace(fun, args, kwargs, gradient)
     compiled, program = _compiled(traced.stage, compiler_options)
     if program is None:
         was_compiled = isinstance(traced.stage, jax.stages.Compiled)
@@ -120,7 +122,8 @@ def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram
     if isinstance(stage, jax.stages.Compiled):
         return stage, _jax.compiled_program(stage)
     if _tells_buffers():
-        compiled = compile_to_measure(stage, options)
+        with _jax.without_compilation_cache():  # it may have the program with the names of other functions
+            compiled = compile_to_measure(stage, options)
         return compiled, _jax.compiled_program(compiled)
     try:
         return _compiled_and_written(stage, options)

@@ -1,0 +1,61 @@
+"""Calls of the user's functions, each with a number of its own in the names of its operations.
+
+Two calls at one line, as in a loop over layers, have equal frames. So while a function is traced for a profile, each call of a function of the
+user opens a ``jax.named_scope`` with a number, which XLA keeps in the name of each operation. A program that was traced before has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import jax
+
+from ._names import is_library
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+_numbers = itertools.count()  # of all calls of the process: JAX keeps what it traces, with the numbers
+# Part of the keys of JAX's caches: what was traced without numbers is traced again.
+_context: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def numbered_calls() -> Iterator[None]:
+    """Number the calls of the user's functions that this thread makes in the block."""
+    if sys.getprofile() is not None:  # of a profiler: this one would take its place
+        yield
+        return
+    opened: list[tuple[FrameType, Any]] = []
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            if _is_users(frame.f_code):
+                name = frame.f_code.co_qualname.replace("<locals>.", "")  # as in the frames of XLA
+                scope = jax.named_scope(f"{name}~{next(_numbers)}")
+                scope.__enter__()
+                opened.append((frame, scope))
+        elif event == "return" and opened and opened[-1][0] is frame:  # by an exception, too
+            opened.pop()[1].__exit__(None, None, None)
+
+    with _context("numbered"):
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_users(code: CodeType) -> bool:
+    """Whether it is a function of the user; not a generator, which other calls interrupt."""
+    file = code.co_filename
+    return not (code.co_flags & _SUSPENDED or is_library(file) or file.startswith(_OWN))
