@@ -59,7 +59,6 @@ if _TYPE_CHECKING:
     from .memory.measure import memory_profile as memory_profile
     from .memory.oom import explain_oom as explain_oom
     from .memory.profile import MemoryProfile as MemoryProfile
-    from .planner.machine import calibrate as calibrate
     from .planner.max_batch import max_batch as max_batch
     from .planner.plan import Plan as Plan
     from .planner.planner import plan as plan
@@ -117,7 +116,6 @@ _PUBLIC = {
     ".memory.measure": "memory_profile",
     ".memory.oom": "explain_oom",
     ".memory.profile": "MemoryProfile",
-    ".planner.machine": "calibrate",
     ".planner.max_batch": "max_batch",
     ".planner.plan": "Plan",
     ".planner.planner": "plan",

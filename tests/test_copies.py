@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from statetx import _jax
-from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx.planner import _decision, _layout, _parts
@@ -107,7 +106,7 @@ def test_a_decision_to_copy_is_stored():
 
 def test_paths_that_copy_are_cheaper_by_the_model():
     program = flat(stream, WS, X)
-    options = {"equation_cost": flops, "policies": [], "offload": None, "deadline": lambda: False}
+    options = {"policies": [], "offload": False, "deadline": lambda: False}
     families = Lattice(program, range(9), 1, **options, context=TraceContext()).families
     assert [f.kind for f in families] == [HOLDS] * (len(families) - 1) + [COPIES]
     limit = 1.3 * families[0].least_peak()

@@ -12,7 +12,6 @@ import pytest
 
 import statetx
 from statetx import _jax
-from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._remat.mark import RULE
 from statetx._remat.stored import BITS
@@ -246,7 +245,7 @@ def test_inputs_are_counted_beside_the_arrays_of_a_rule(rule):
         return (rule(h) + bias).sum() + large.sum()
 
     arrays = jnp.ones(()), jnp.ones(DIM), jnp.ones((64, DIM))
-    graph = Graph(staged(region, *arrays), flops, [True] * 3, [True] * 3, [True])
+    graph = Graph(staged(region, *arrays), [True] * 3, [True] * 3, [True])
     baseline, nothing = graph.baseline(), graph.option(frozenset())
     assert [graph.inputs_read(option) for option in (baseline, nothing)] == [{1}, {1}]
     held = [graph.storing(baseline, {i: BITS}, {}).saved_bytes - baseline.saved_bytes for i in range(3)]

@@ -85,7 +85,7 @@ def test_cheaper_of_both_searches_is_taken(budget):
 @pytest.mark.slow
 def test_measured_programs_have_their_options(budget):
     """Each is timed as it would be compiled."""
-    plan = statetx.plan(gradient, WS, X, of="temporaries", budget=budget, objective="measured", compiler_options=True)
+    plan = statetx.plan(gradient, WS, X, of="temporaries", budget=budget, objective="time", compiler_options=True)
     assert temp_bytes(plan.apply(gradient), plan.compiler_options) <= budget
     assert plan.seconds in [seconds for _, _, seconds in plan.timed()]
     assert any(name == "no remat" for name, _, _ in plan.timed()), "fits with the options only"

@@ -1,6 +1,5 @@
 """Plans on disk: found again by the structure of the program, checked, bounded, and never in the way."""
 
-import dataclasses
 import gc
 import gzip
 import json
@@ -17,9 +16,8 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _records
 from statetx._equations import compiled
-from statetx.planner import Planner, _bound, _store, machine
+from statetx.planner import Planner, _bound, _store
 from statetx.planner._fields import PLAN
 
 KEY = "0" * 64
@@ -434,7 +432,7 @@ def test_store_is_off_without_a_home_folder(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(_store.pathlib.Path, "home", home)
-    assert _store.folder() is None and machine._path("cpu") is None
+    assert _store.folder() is None
     _store.save(KEY, {"n": 1})
     assert _store.load(KEY, anything) is None
 
@@ -445,8 +443,6 @@ def test_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setenv("STATETX_CACHE", str(file / "below"))
     _store.save(KEY, {"n": 1})
     assert _store.load(KEY, anything) is None
-    monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.05))
-    assert statetx.calibrate(size=64).spread == 0.05
 
 
 def test_oldest_entries_are_removed(folder, monkeypatch):
@@ -581,34 +577,6 @@ def test_bytes_are_found_by_what_the_compiler_gets(folder, compilations):
     assert tried() == first and len(compilations) == len(first)
 
 
-# -- calibrate --------------------------------------------------------------------------------------------------------
-
-
-def test_calibration_is_repeated_until_the_fastest_runs_agree(folder, monkeypatch):
-    times = iter([5.0, 3.0, 1.0, 4.0, 1.05, 1.02])
-    clock = [0.0]
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
-
-    def run(x):
-        clock[0] += next(times, 1.0)
-        return x
-
-    jump = machine._measure(lambda x: run(x) if times else x, jnp.ones(()), 3, 1000.0)
-    assert jump.seconds == pytest.approx(1.02) and jump.spread == pytest.approx(0.05)
-
-
-def test_unstable_calibration_warns_and_is_not_stored(folder, monkeypatch):
-    monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.5))
-    with pytest.warns(statetx.PolicyWarning, match="differ by 50%, so the rates are not stable"):
-        model = statetx.calibrate(size=64)
-    assert model.spread == 0.5 and "to within 50%" in str(model) and not list(folder.iterdir())
-
-    monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.05))
-    stable = statetx.calibrate(size=64)
-    assert machine.cost_model() == stable and list(folder.glob("*.json"))
-    assert dataclasses.replace(stable, spread=0.0) != stable
-
-
 def test_plans_keep_no_arrays_alive():
     """Of a step, and of a loss that closes over an array. JAX's caches keep what the settings of a trace hold."""
 
@@ -623,31 +591,3 @@ def test_plans_keep_no_arrays_alive():
     kept = [make(loss_of), make(lambda array: jax.grad(loss_of(array)))]
     gc.collect()
     assert [ref() is None for ref in kept] == [True, True]
-
-
-@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damaged_rates_are_measured_again(folder, monkeypatch, num):
-    monkeypatch.setattr(machine, "_measure", lambda *_: machine._Measured(1e-3, 0.05))
-    stable = statetx.calibrate(size=64)
-    measured = dataclasses.replace(stable, flops_per_second=1.0)
-    monkeypatch.setattr(machine, "_model_of_process", lambda device, target: measured)
-    (path,) = folder.glob("*.json")
-    fields = dataclasses.asdict(stable)
-    for name, put in damaged.every_damage(fields, num, compress=False):
-        damaged.clear(path)
-        put(path)
-        model = machine.cost_model()
-        rates = (model.flops_per_second, model.bytes_per_second, model.host_bytes_per_second)
-        assert all(1 <= rate < 1e22 for rate in rates) and 0 <= model.spread <= 0.1, name
-        assert model in (measured, stable) or name == "poison"  # another rate within the range
-    damaged.clear(path)
-    for wrong in (
-        {"flops_per_second": 0.0},
-        {"bytes_per_second": float("nan")},
-        {"device": "another"},
-        {"spread": 0.5},
-    ):
-        path.write_bytes(_records.dump(fields | wrong))
-        assert machine.cost_model() == measured
-    path.write_bytes(_records.dump(fields))
-    assert machine.cost_model() == stable

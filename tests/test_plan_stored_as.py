@@ -144,7 +144,7 @@ def test_layers_with_loops_reach_what_remat_of_the_layers_takes():
 
 def graph_of(fun, *args, formats=(BITS,)):
     program = flat(fun, *args).jaxpr
-    return Graph(program, flops, [False] * len(args), [True] * len(args), [True], formats=formats)
+    return Graph(program, [False] * len(args), [True] * len(args), [True], formats=formats)
 
 
 def random_region(seed):

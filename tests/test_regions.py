@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx._remat.stored import BITS
@@ -39,7 +38,7 @@ def flat(fun, *args):
 
 
 def lattice(program, diff_indices=(0,), **more):
-    options = {"equation_cost": flops, "policies": [], "offload": None, "deadline": lambda: False}
+    options = {"policies": [], "offload": False, "deadline": lambda: False}
     return Lattice(program, diff_indices, 1, **options, **more, context=TraceContext())
 
 

@@ -496,7 +496,7 @@ def test_fastest_measured_candidate_is_chosen(monkeypatch):
     # The choice follows the clock, not the operations: each program is faster than the one before it.
     times = iter([1e-3 * n for n in range(10_000, 0, -1)])
     monkeypatch.setattr(_timing.statistics, "median", lambda _: next(times))
-    plan = Planner(jax.jit(step, donate_argnums=(0, 1)), *ARGS, objective="measured").plan(0.85)
+    plan = Planner(jax.jit(step, donate_argnums=(0, 1)), *ARGS, objective="time").plan(0.85)
     timed = plan.timed()
     assert len(timed) >= 2 and plan.seconds == min(s for _, _, s in timed) == timed[-1][2]
     assert plan.total_bytes <= plan.budget_bytes and "the fastest of" in str(plan)
@@ -511,7 +511,7 @@ def test_stock_policies_within_the_budget_are_measured():
         return jax.grad(lambda ws: (functools.reduce(lambda x, w: block(w, x), ws, x) ** 2).mean())(ws)
 
     dots = statetx.measure(functools.partial(gradient, policy="dots"), WS, X, gradient=False).temp_bytes
-    plan = statetx.plan(gradient, WS, X, of="temporaries", budget=dots, objective="measured")
+    plan = statetx.plan(gradient, WS, X, of="temporaries", budget=dots, objective="time")
     assert {"dots", "nothing"} <= {name for name, _, _ in plan.timed()}
     assert plan.seconds == min(seconds for _, _, seconds in plan.timed())
 
@@ -522,7 +522,7 @@ def test_keys_and_shapes_can_be_timed():
         return jax.grad(lambda ws: loss(ws, x * jax.random.bernoulli(key, 0.9, x.shape)))(ws)
 
     plan = statetx.plan(
-        noisy, WS, jax.random.key(0), jax.ShapeDtypeStruct(X.shape, X.dtype), budget=0.9, objective="measured"
+        noisy, WS, jax.random.key(0), jax.ShapeDtypeStruct(X.shape, X.dtype), budget=0.9, objective="time"
     )
     assert plan.seconds is not None and plan.total_bytes <= plan.budget_bytes
 

@@ -257,7 +257,7 @@ class Program:
         except jax.errors.JaxRuntimeError as e:
             # A model of time that lacks what this program has, though it has what `_tells_times` tried.
             rest = {k: v for k, v in (self.compiler_options or {}).items() if k not in _jax.ESTIMATES}
-            if not self._platform or is_out_of_memory(e) or len(rest) == len(self.compiler_options or ()):
+            if is_out_of_memory(e) or len(rest) == len(self.compiler_options or ()):
                 raise
             return compile_to_measure(self.lowered, rest or None)
 

@@ -49,7 +49,6 @@ class Row:
         is_inlined: a listing or the planner's graph may show its equations in its place.
         flops: operations of an equation; None: one for each entry of the largest result.
         is_linear: the result is linear in its float operands together, as a sum is.
-        is_transcendental: an elementwise function that takes many machine instructions an entry.
         bits: the operands that make a result of zeros and ones if they have no other entries, ``slice(0)`` if any do; None if the
             operands alone do not.
     """
@@ -66,7 +65,6 @@ class Row:
     is_inlined: bool = False
     flops: Callable[[Any], float] | None = None
     is_linear: bool = False
-    is_transcendental: bool = False
     bits: slice | None = None
 
 
@@ -252,11 +250,6 @@ _set(
     "add add_any sub neg convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims reduce_sum concatenate slice "
     "dynamic_slice pad rev copy gather scatter-add cumsum real imag select_n",
     is_linear=True,
-)
-_set(
-    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erfc erf_inv exp exp2 expm1 lgamma log log1p log2 logistic pow rsqrt sin "
-    "sinh sqrt tan tanh",
-    is_transcendental=True,
 )
 
 

@@ -132,20 +132,6 @@ def absent() -> Target | None:
     return None if chosen is None or chosen.platform == "cpu" else chosen
 
 
-def refuse_to_run(what: str, instead: str = "call it on the device") -> None:
-    """Refuse to measure times while the target is not here.
-
-    Raises:
-        TargetError: it is not here.
-    """
-    chosen = absent()
-    if chosen is not None:
-        raise TargetError(
-            f"{what} runs programs, and nothing runs on the target {chosen.name}.\nFix: {instead}, or put it into "
-            f"`with statetx.target(None):` to measure this machine."
-        )
-
-
 def platform() -> str:
     """The platform of the device that programs are compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
     chosen = current()

@@ -3,8 +3,6 @@
 from ._bound import LowerBound as LowerBound
 from ._record import PlanRow as PlanRow
 from .fit import Fit as Fit
-from .machine import CostModel as CostModel
-from .machine import calibrate as calibrate
 from .plan import Plan as Plan
 from .planner import Planner as Planner
 from .planner import plan as plan

@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import _frames, _jax
 from .._equations.compiled import Program, fast_compile_options
+from .._equations.flops import flops
 from .._equations.primitives import row_of
 from .._jax import Jaxpr, Var
 from .._lift.context import TraceContext, device_bytes
@@ -31,9 +32,6 @@ from ._option import Interval, Option, pareto_front
 from ._regions import with_inner_regions
 from ._stored import Formats, format_of, stored_bytes, storing_cost
 from ._values import Address, labels_of, values_of
-
-EquationCost = Callable[[Any], float]
-"""The cost of running an equation, in operations or seconds."""
 
 _PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
 _MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of the dynamic program over the parts
@@ -50,12 +48,10 @@ class Graph:
 
     Args:
         jaxpr: the region.
-        equation_cost: see `EquationCost`.
         is_computed: for each input, whether the program computes it, so that its cotangent takes temporary memory.
         is_differentiated: for each input, whether it has a tangent.
         has_cotangent: for each output, whether it gets a cotangent.
         context: the transforms and shardings that the region runs under.
-        kept_byte_cost: of writing a saved value that would otherwise not be in memory, and of reading it again.
         formats: in which saved values may be stored.
         is_step: whether the region is a step of a loop. A loop stacks what its steps save, also if it stacks their outputs.
     """
@@ -63,12 +59,10 @@ class Graph:
     def __init__(
         self,
         jaxpr: Jaxpr,
-        equation_cost: EquationCost,
         is_computed: Sequence[bool],
         is_differentiated: Sequence[bool],
         has_cotangent: Sequence[bool],
         context: TraceContext = TraceContext(),  # noqa: B008
-        kept_byte_cost: float = 0.0,
         formats: Formats = (),
         is_step: bool = False,
     ):
@@ -106,25 +100,15 @@ class Graph:
             value = self.sites[address].value
             if (format := format_of(value.type, formats, value.is_bits)) is not None:
                 self._formats[address] = format
-        self._equation_cost = equation_cost
         self._programs: dict[tuple[Any, ...], Program] = {}  # that `measure` is to read
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
-        self.costs = {i: equation_cost(self._forward.jaxpr.eqns[i]) for i in needed}
+        self.costs = {i: flops(self._forward.jaxpr.eqns[i]) for i in needed}
         self.residual_cost = sum(self.costs.values())
-
-        # The baseline keeps its residuals. All costs are relative to it.
-        fused = _fused_variables(jaxpr)
-        self._kept_byte_cost = kept_byte_cost
-        self._fused_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[-1]] in fused}
-        of_baseline = (_fused_variables(plain.jaxpr) - {v for v in plain.outs if isinstance(v, Var)}).intersection(
-            self._baseline_residuals
-        )
-        self._baseline_kept_cost = kept_byte_cost * sum(device_bytes(v.aval) for v in of_baseline)
 
     # -- options --
 
-    def front(self, *, offload: float | None = None, deadline: Callable[[], bool] = lambda: False) -> list[Option]:
+    def front(self, *, offload: bool = False, deadline: Callable[[], bool] = lambda: False) -> list[Option]:
         """The Pareto front, from the option that saves all it needs to the one that saves nothing.
 
         Points are missing after a `deadline`, in the front of a region with many values, which is sampled, and where
@@ -133,19 +117,17 @@ class Graph:
         option are always those of its own set of values.
 
         Args:
-            offload: the cost of fetching a byte from host memory; None if nothing is offloaded.
+            offload: whether values may be stored in host memory.
             deadline: whether time is up.
         """
         return self.front_finder(offload, deadline)()
 
-    def front_finder(self, offload: float | None, deadline: Callable[[], bool]) -> Callable[[], list[Option]]:
+    def front_finder(self, offload: bool, deadline: Callable[[], bool]) -> Callable[[], list[Option]]:
         """A function that finds the `front`. It traces nothing, so that another thread may call it."""
         program = self._integer_program(offload) if self.sites and self.costs else None
         return functools.partial(self._front, program, offload, deadline)
 
-    def _front(
-        self, program: IntegerProgram | None, offload: float | None, deadline: Callable[[], bool]
-    ) -> list[Option]:
+    def _front(self, program: IntegerProgram | None, offload: bool, deadline: Callable[[], bool]) -> list[Option]:
         options = [self.baseline(), self.option(frozenset())]
         if program is None:
             return pareto_front(options)
@@ -156,7 +138,7 @@ class Graph:
             solution = program.solve(limit)
             if solution is None:
                 break
-            option = self.option(*solution, per_byte=offload or 0.0)
+            option = self.option(*solution)
             options.append(option)
             total = total or max(option.saved_bytes, 1)
             if option.saved_bytes == 0:
@@ -166,16 +148,16 @@ class Graph:
             limit = option.saved_bytes - max(1, total // _MAX_OPTIONS if is_sampled else 1)
         return pareto_front(options)
 
-    def _integer_program(self, offload: float | None) -> IntegerProgram:
+    def _integer_program(self, offload: bool) -> IntegerProgram:
         addresses, smaller = sorted(set(self._address_of.values())), self.smaller
         num_bytes = {a: self.bytes_of(a) for a in addresses}
         return IntegerProgram(
             self._forward,
             self.costs,
             self._address_of,
-            kept={a: Storage(n, self.kept_cost(a)) for a, n in num_bytes.items()},
+            kept={a: Storage(n, 0.0) for a, n in num_bytes.items()},
             smaller={a: Storage(self.stored_bytes(a), self.storing_cost(a)) for a in addresses if a in smaller},
-            offloaded={} if offload is None else {a: Storage(n, n * offload) for a, n in num_bytes.items()},
+            offloaded={a: Storage(n, 0.0) for a, n in num_bytes.items()} if offload else {},
         )
 
     def option(
@@ -183,16 +165,13 @@ class Graph:
         saved: frozenset[Address],
         offloaded: frozenset[Address] = frozenset(),
         smaller: frozenset[Address] = frozenset(),
-        per_byte: float = 0.0,
     ) -> Option:
         """The region, saving these values; those of `smaller` are stored in fewer bits."""
         recomputed = self._recomputed(saved)
         stored = frozenset((address, self._formats[address]) for address in smaller)
         saved_bytes = sum(self.bytes_of(address) for address in saved - offloaded - smaller)
         saved_bytes += sum(map(self.stored_bytes, smaller))
-        cost = sum(self.costs[i] for i in recomputed) + per_byte * sum(self.bytes_of(address) for address in offloaded)
-        cost += sum(map(self.kept_cost, saved - offloaded - smaller)) + sum(map(self.storing_cost, smaller))
-        cost -= self._baseline_kept_cost
+        cost = sum(self.costs[i] for i in recomputed) + sum(map(self.storing_cost, smaller))
 
         # Offloaded values take no device memory between the passes. All of them count as fetched at once, which errs high. Of those
         # in fewer bits one at a time counts as decoded, which errs low.
@@ -216,9 +195,8 @@ class Graph:
 
         stored = [(types[i], format) for i, format in stored_inputs]
         stored += [(self.sites[address].value.type, format) for address, format in stored_outputs]
-        cost = sum(storing_cost(aval, format, self._equation_cost) for aval, format in stored)
+        cost = sum(storing_cost(aval, format) for aval, format in stored)
         saved_bytes = sum(stored_bytes(aval, format) for aval, format in stored)
-        cost += self._kept_byte_cost * saved_bytes
         return option._replace(
             saved_bytes=option.saved_bytes + saved_bytes,
             backward_bytes=option.backward_bytes + max((device_bytes(aval) for aval, _ in stored), default=0),
@@ -241,7 +219,7 @@ class Graph:
         }
         # The forward pass of all but the last runs twice.
         return option._replace(
-            cost=option.cost + sum(map(self._equation_cost, eqns[:last])),
+            cost=option.cost + sum(map(flops, eqns[:last])),
             backward_bytes=backward_bytes + sum(device_bytes(v.aval) for v in crossing),
             inner=tuple(intervals),
         )
@@ -273,9 +251,8 @@ class Graph:
         return stored_bytes(self.sites[address].value.type, self._formats[address])
 
     def storing_cost(self, address: Address) -> float:
-        """The cost of storing a value in fewer bits, and of writing and reading it."""
-        cost = storing_cost(self.sites[address].value.type, self._formats[address], self._equation_cost)
-        return cost + self._kept_byte_cost * self.stored_bytes(address)
+        """The cost of storing a value in fewer bits."""
+        return storing_cost(self.sites[address].value.type, self._formats[address])
 
     @property
     def smaller(self) -> frozenset[Address]:
@@ -283,10 +260,6 @@ class Graph:
         largest = max((device_bytes(site.value.type) for site in self.sites.values()), default=0)
         saved = {a: self.bytes_of(a) - self.stored_bytes(a) for a in self._formats}
         return frozenset(a for a, n in saved.items() if n > WORTH_STORING * largest)
-
-    def kept_cost(self, address: Address) -> float:
-        """The cost of writing a value for the backward pass, and reading it there."""
-        return self._kept_byte_cost * self.bytes_of(address) if address in self._fused_addresses else 0.0
 
     def _recomputed(self, saved: frozenset[Address]) -> list[int]:
         """The equations that run again, in order, where these values are saved."""
@@ -446,12 +419,3 @@ class Graph:
 
 def _is_planned_mark(eqn: Any) -> bool:
     return eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED
-
-
-def _fused_variables(jaxpr: Jaxpr) -> set[Any]:
-    """The variables that XLA fuses into all their readers: they are in memory only if they are saved."""
-    fused = {v for eqn in jaxpr.eqns if row_of(eqn).fuses for v in eqn.outvars}
-    for eqn in jaxpr.eqns:
-        if not (row_of(eqn).fuses or row_of(eqn).reads_fused):
-            fused.difference_update(v for v in eqn.invars if isinstance(v, Var))
-    return fused

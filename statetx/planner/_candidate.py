@@ -13,12 +13,10 @@ import jax.numpy as jnp
 from .. import _jax
 from .._equations.compiled import Cost, Program, memory_analysis_options
 from .._equations.differentiate import with_pullback
-from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._tree import is_float
 from ..residuals.report import BASELINE
-from ._analysis import EquationCost
 from ._baseline import Baseline, ProgramOf
 from ._bracket import interpolate
 from ._choice import Choice
@@ -63,7 +61,6 @@ class Candidates:
         baseline: the program without rematerialization.
         unplanned: the choice that stands for it.
         program_of: see `ProgramOf`.
-        equation_cost: see `EquationCost`.
         report: called with a description of each compilation.
 
     Attributes:
@@ -75,11 +72,9 @@ class Candidates:
         baseline: Baseline,
         unplanned: Choice,
         program_of: ProgramOf,
-        equation_cost: EquationCost,
         report: Callable[[str], None],
     ):
         self._program_of, self._report = program_of, report
-        self._counts_flops = equation_cost is flops
         self._baseline, self._unplanned = baseline, unplanned
         self._baseline_candidate: Candidate | None = None
         self._others: dict[Any, Candidate] = {}  # by `_key`
@@ -117,12 +112,8 @@ class Candidates:
         self._report(f"compiling candidate {len(self) + 1}")
         compiled = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
 
-        # The operations that rewriting adds to the equations are exact, checkpointed loops included. Seconds are known by
-        # the model only.
-        predicted_cost = sum(o.cost for o in options)
-        added_cost = predicted_cost
-        if self._counts_flops:
-            added_cost = compiled.flops - self._baseline.flops
+        # The operations that rewriting adds to the equations are exact, checkpointed loops included.
+        predicted_cost, added_cost = sum(o.cost for o in options), compiled.flops - self._baseline.flops
         candidate = Candidate(name, layout, list(options), peak, predicted_cost, added_cost, compiled, predicted)
         self._others[_key(layout, options)] = candidate
         return candidate

@@ -13,9 +13,9 @@ from ._budget import STEP, TEMPORARIES
 from ._groups import ADDRESS
 from ._inner import VARIANTS
 
-VERSION = 19
+VERSION = 20
 
-OBJECTIVES = ("flops", "time", "measured")
+OBJECTIVES = ("flops", "time")
 
 _size, _index = whole(), whole()
 _predicted = whole(-(2**63))  # by the model, whose corrections may go below zero
@@ -102,18 +102,3 @@ PEAK: Check = record({"version": one_of(VERSION), "peak_bytes": _size})
 
 PART: Check = record({"version": one_of(VERSION), "budget": optional(whole(1))})
 """The budget of a part of a batch."""
-
-
-def rates_of(device: str, stable: float) -> Check:
-    """The rates of a device, which are stable to within a relative difference."""
-    rate = real(1.0, 1e21)
-    return record(
-        {
-            "device": one_of(device),
-            "flops_per_second": rate,
-            "bytes_per_second": rate,
-            "host_bytes_per_second": rate,
-            "spread": real(0, stable),
-            "transcendentals_per_second": real(1.0, is_finite=False),
-        }
-    )

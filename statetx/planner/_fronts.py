@@ -10,7 +10,7 @@ from .. import _frames, _jax
 from .._equations.compiled import Program
 from .._lift.context import TraceContext, device_bytes
 from .._remat.stored import StoredType
-from ._analysis import EquationCost, Graph
+from ._analysis import Graph
 from ._groups import Groups
 from ._loop_options import LoopOptions
 from ._option import Interval, Option, pareto_front
@@ -193,12 +193,10 @@ def front_of(
     is_computed: Sequence[bool],
     is_differentiated: Sequence[bool],
     has_cotangent: Sequence[bool],
-    equation_cost: EquationCost,
     policies: Sequence[Any],
-    offload: float | None,
+    offload: bool,
     deadline: Callable[[], bool],
     context: TraceContext,
-    kept_byte_cost: float = 0.0,
     formats: Formats = (),
     is_alone: bool = True,
     start: Callable[[FindOptions], FindOptions] = lambda find: find,
@@ -227,10 +225,10 @@ def front_of(
 
         # No value of a step is offloaded: `LoopOptions` makes those of nested loops without the offloaded subset, whose bytes
         # would then be missing from the model. This errs towards more recomputation.
-        offload = None
+        offload = False
     flags = is_computed, is_differentiated, has_cotangent
-    graph = Graph(part.jaxpr, equation_cost, *flags, context, kept_byte_cost, formats, part.eqn is not None)
-    expand = list if part.eqn is None else LoopOptions(part, graph, equation_cost, is_alone, formats)
+    graph = Graph(part.jaxpr, *flags, context, formats, part.eqn is not None)
+    expand = list if part.eqn is None else LoopOptions(part, graph, is_alone, formats)
     baseline = graph.baseline()
     if is_fixed:
         return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])

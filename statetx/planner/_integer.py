@@ -26,7 +26,7 @@ class Storage(NamedTuple):
 
     Attributes:
         num_bytes: between the passes.
-        cost: of writing it, and of reading it or fetching it again.
+        cost: operations of storing it so, and of reading it.
     """
 
     num_bytes: int

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._equations.flops import flops
 from .._jax import Jaxpr, Literal, Var
 from .._lift.context import TraceContext, device_bytes
 from .._tree import is_float
-from ._analysis import EquationCost
 from ._choice import COPIES, HOLDS, STORES, Arc, Family, Periods, cost_of
 from ._copies import Copies
 from ._cuts import MAX_PERIODS, Interval, Run, candidates, merged_periods
@@ -65,12 +65,10 @@ class Lattice:
         diff_indices: Sequence[int],
         num_out: int,
         *,
-        equation_cost: EquationCost,
         policies: Sequence[Any],
-        offload: float | None,
+        offload: bool,
         deadline: Callable[[], bool],
         context: TraceContext,
-        kept_byte_cost: float = 0.0,
         formats: Formats = (),
         has_others: bool = False,
     ):
@@ -80,8 +78,9 @@ class Lattice:
         # Integer programs are solved in threads, while Python analyzes other regions: the solver releases the GIL.
         pool = concurrent.futures.ThreadPoolExecutor(_NUM_SOLVERS, "statetx-solver")
         start = lambda find: pool.submit(find).result  # noqa: E731
-        shared = equation_cost, policies, offload, deadline, context
-        self._front_options = *shared, kept_byte_cost, formats, is_alone, start
+        shared = policies, offload, deadline, context
+        self._front_options = *shared, formats, is_alone, start
+        self._is_late = deadline
         self._fronts: dict[Any, Front] = {}
         jaxpr = program.jaxpr
         self._copying_fronts: dict[Any, Front | None] = {}
@@ -221,8 +220,7 @@ class Lattice:
     def _mean_cost_of_copies(self, front: Front) -> float:
         """The cost of the copies in the regions of a front, which share one number so that equal periods stay equal."""
         parts = [region.part for region in self.regions.values() if region.front is front]
-        equation_cost = self._front_options[0]
-        costs = [sum(map(equation_cost, self._copies.copied(self._inputs_to_copy(part)))) for part in parts]
+        costs = [sum(map(flops, self._copies.copied(self._inputs_to_copy(part)))) for part in parts]
         return 2 * sum(costs) / len(costs)  # in the forward pass and in the recomputation
 
     def _family(
@@ -318,7 +316,7 @@ class Lattice:
         numbers = range(2, min(MAX_PERIODS, run.count) + 1)
         found = [merged_periods(run, 0, n) for n in numbers if first]
         found += [merged_periods(run, run.count - n, n) for n in numbers if last]
-        return [i for i in found if i is not None and not self._front_options[3]()]
+        return [i for i in found if i is not None and not self._is_late()]
 
     def _merged(self, group: Run, regions: Mapping[Interval, Region], region_of: _RegionOf) -> _Group:
         """Add regions of several periods.
@@ -326,13 +324,13 @@ class Lattice:
         Equal periods do not make equal regions of several: periods may share a weight that a region of two reads once. So the periods
         are composed only if those of each number agree.
         """
-        start, end, deadline = group.start, group.start + group.period, self._front_options[3]
+        start, end = group.start, group.start + group.period
         inside = [(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]
         merged: dict[int, Region] = {}
         is_composed = group.count >= _MIN_COMPOSED
         for number in range(2, min(MAX_PERIODS, group.count) + 1):
             intervals = [merged_periods(group, k, number) for k in range(group.count - number + 1)]
-            found = [None if i is None or deadline() else region_of(*i) for i in intervals]
+            found = [None if i is None or self._is_late() else region_of(*i) for i in intervals]
             is_composed &= len({None if r is None else _numbers(r) for r in found}) == 1
             if found[0] is not None:
                 merged[number] = found[0]

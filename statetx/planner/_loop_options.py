@@ -8,13 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 from .. import _jax
+from .._equations.flops import flops
 from .._jax import Var
 from .._lift.context import device_bytes
 from .._loops import schedule
 from .._loops.strategy import Lengths, Slots
 from .._remat.stored import StoredType
 from .._tree import is_float
-from ._analysis import WORTH_STORING, EquationCost, Graph
+from ._analysis import WORTH_STORING, Graph
 from ._groups import in_groups
 from ._option import Option
 from ._parts import Part
@@ -56,15 +57,14 @@ class LoopOptions:
     Args:
         part: the loop.
         graph: one step with its derivative.
-        equation_cost: see `EquationCost`.
         is_alone: whether nothing that is differentiated beside it has a loop. The fence keeps loops from allocating what their backward passes write before it is
             their turn; it takes a copy of a cotangent.
         formats: in which leaves of the carry may be stored. Only exact ones are.
     """
 
-    def __init__(self, part: Part, graph: Graph, equation_cost: EquationCost, is_alone: bool, formats: Formats = ()):
+    def __init__(self, part: Part, graph: Graph, is_alone: bool, formats: Formats = ()):
         self._is_alone = is_alone
-        self._graph, self._equation_cost = graph, equation_cost
+        self._graph = graph
         self._step, self._length = part.jaxpr, part.eqn.params["length"]
         self._num_constants, self._num_carry = _jax.scan_counts(part.eqn)
         self._first_x = self._num_constants + self._num_carry
@@ -79,7 +79,7 @@ class LoopOptions:
         """The carry with leaves that are 0 or 1 stored in exact formats; nothing if that makes it hardly smaller."""
         exact, types = tuple(f for f in formats if f.is_exact), self._carry_types
         found = {n: format for n in leaves if (format := format_of(types[n], exact, is_bits=True)) is not None}
-        cost = sum(storing_cost(types[n], format, self._equation_cost) for n, format in found.items())
+        cost = sum(storing_cost(types[n], format) for n, format in found.items())
         carry = _Carry(types, found, cost)
         return [carry] if carry.num_bytes < (1 - WORTH_STORING) * _Carry(types).num_bytes else []
 
@@ -212,7 +212,7 @@ class LoopOptions:
         values = [v for address in saved for v in self._values_at(address)]
         outvars = [*self._step.outvars[: self._num_carry], *values]
         needed = _jax.rebuild(self._step, invars=self._step.invars, outvars=outvars, eqns=self._step.eqns)
-        return sum(map(self._equation_cost, _jax.without_dead_code(needed).eqns))
+        return sum(map(flops, _jax.without_dead_code(needed).eqns))
 
     def _carry_cost(self, saved: Iterable[Address]) -> float:
         """The cost of computing the carry from saved values and the carry before it."""
@@ -221,7 +221,7 @@ class LoopOptions:
         needed, cost = carry - given, 0.0
         for eqn in reversed(self._step.eqns):
             if any(v in needed for v in eqn.outvars):
-                cost += self._equation_cost(eqn)
+                cost += flops(eqn)
                 needed.update(v for v in eqn.invars if isinstance(v, Var) and v not in given)
         return cost
 

@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from .. import _frames, _jax
+from .._equations.flops import flops
 from .._jax import Jaxpr, Literal
 from .._lift.context import device_bytes
 from .._remat.stored import StoredType
@@ -220,11 +221,11 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
     }
 
 
-def described(program: Jaxpr, fields: dict[str, Any], equation_cost: Callable[[Any], float]) -> dict[str, Any]:
+def described(program: Jaxpr, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and groups of regions."""
     _, parts, options, _ = parts_of(program, fields)
     return fields | {
-        "rows": [dataclasses.asdict(row) for row in _rows(parts, options, equation_cost)],
+        "rows": [dataclasses.asdict(row) for row in _rows(parts, options)],
         "loops": list(_loops(parts, options)),
         "groups": list(_groups(parts, options)),
     }
@@ -235,7 +236,7 @@ def digest_of(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Callable[[Any], float]) -> list[PlanRow]:
+def _rows(parts: Sequence[Part], options: Sequence[Option]) -> list[PlanRow]:
     # Equal parts with equal decisions have equal rows: list them once, with their number.
     counts: dict[Any, list[Any]] = {}
     for part, option in zip(parts, options, strict=True):
@@ -245,11 +246,11 @@ def _rows(parts: Sequence[Part], options: Sequence[Option], equation_cost: Calla
     for part, option, times in counts.values():
         length = part.eqn.params["length"] if part.eqn is not None else 1
         for number, step in option.loop.steps() if isinstance(option.loop, Groups) else [(length, option)]:
-            rows += _rows_of(part, step, times * number, equation_cost)
+            rows += _rows_of(part, step, times * number)
     return sorted(rows, key=PlanRow.rank)
 
 
-def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[Any], float]) -> Iterator[PlanRow]:
+def _rows_of(part: Part, option: Option, times: int) -> Iterator[PlanRow]:
     formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
     is_planned = option.saved is not None or option.loop is not None
     for address, site in values_of(part.jaxpr).sites.items():
@@ -267,7 +268,7 @@ def _rows_of(part: Part, option: Option, times: int, equation_cost: Callable[[An
         type_text = type_str(site.value.type, weak=False)
         owner = f"{short_path(file)}:{line} ({function})" if file else ""
         value = f"{names or site.eqn.primitive.name} {type_text}"
-        yield PlanRow(value, owner, times, device_bytes(site.value.type), decision, float(equation_cost(site.eqn)))
+        yield PlanRow(value, owner, times, device_bytes(site.value.type), decision, float(flops(site.eqn)))
 
 
 def _loops(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:

@@ -13,7 +13,6 @@ from .._lift.context import TraceContext
 from .._remat.parse import as_policy
 from .._text import format_bytes
 from ..residuals.report import BASELINE
-from ._analysis import EquationCost
 from ._baseline import Baseline, ProgramOf
 from ._bracket import Bracket, Proposal
 from ._candidate import Candidate, Candidates, predicted_bytes, with_gradient
@@ -68,9 +67,7 @@ class Search:
         jaxpr: the program, without constants.
         diff_indices: the inputs to differentiate with respect to.
         num_out: number of differentiated outputs; they come first.
-        equation_cost: see `EquationCost`.
-        offload: the cost of fetching a byte from host memory; None if nothing is offloaded.
-        kept_byte_cost: see `Graph`.
+        offload: whether values may be stored in host memory.
         time_left: the time that it may take.
         report: called with a description of each step.
         program_of: see `ProgramOf`; by default the program with its gradient.
@@ -93,9 +90,7 @@ class Search:
         diff_indices: Sequence[int],
         num_out: int,
         *,
-        equation_cost: EquationCost,
-        offload: float | None = None,
-        kept_byte_cost: float = 0.0,
+        offload: bool = False,
         time_left: TimeLeft,
         report: Callable[[str], None] = lambda text: None,
         program_of: ProgramOf | None = None,
@@ -105,8 +100,6 @@ class Search:
         has_others: bool = False,
     ):
         self._time_left = time_left
-        self._has_kept_cost = kept_byte_cost > 0
-        self._counts_flops = equation_cost is flops
         self.jaxpr = flatten(jaxpr)
         self.lacks_regions = False
         self._budget: float = float("inf")  # of the fit under way
@@ -120,15 +113,14 @@ class Search:
             self.baseline.start()
         report("analyzing the program")
         options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self._is_late_for_regions}
-        options |= {"equation_cost": equation_cost, "context": context, "kept_byte_cost": kept_byte_cost}
-        options |= {"formats": formats, "has_others": has_others}
+        options |= {"context": context, "formats": formats, "has_others": has_others}
         self.lattice = Lattice(program, diff_indices, num_out, **options)
         self._stock = policies_in(self.lattice)
         layout, _ = self.lattice.stock_layouts[0]
         unplanned = layout, [front.baseline for front in layout.fronts]
         report_candidate = lambda text: report(text + self._best_so_far())  # noqa: E731
-        self.candidates = Candidates(self.baseline, unplanned, program_of, equation_cost, report_candidate)
-        self._forward_cost = sum(map(equation_cost, program.jaxpr.eqns))
+        self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
+        self._forward_cost = sum(map(flops, program.jaxpr.eqns))
         self._is_long = is_long(program)
         self._far_above = _FAR_ABOVE_BUDGET ** (1 if self._is_long else 2)  # of a budget: what the baseline may take
         self._negligible = (_NEGLIGIBLE_OF_LONG if self._is_long else _NEGLIGIBLE) * self._forward_cost
@@ -363,7 +355,7 @@ class Search:
         best = self.candidates.best(self._budget) or (self.candidates.smallest() if self.candidates else None)
         if best is None:
             return ""
-        percent = 100 * best.added_cost / max(self._forward_cost, 1e-30)  # operations, or seconds
+        percent = 100 * best.added_cost / max(self._forward_cost, 1e-30)
         fits = "" if best.temp_bytes <= self._budget else ", above the budget"
         return f"; best so far {format_bytes(best.temp_bytes)}{fits}, {percent:+.1f}% of a forward pass"
 
@@ -416,14 +408,12 @@ class Search:
 
     def total_cost(self) -> float:
         """The cost of the baseline with its gradient."""
-        # The backward pass costs about twice the forward pass: a product has a derivative by each of its two operands. Times
-        # are only known of equations, not of the compiled program.
-        return max(1e-30, self.baseline.flops if self._counts_flops else 3 * self._forward_cost)
+        return max(1e-30, self.baseline.flops)
 
     def _least_cost(self, family: Family, limit: float) -> float:
         """The least cost of the choices that the model puts below a limit; 0 if there is none."""
-        # Without a limit nothing costs less than the baseline, unless keeping has a cost.
-        choice = family.choose(limit) if limit < float("inf") or self._has_kept_cost else None
+        # Without a limit nothing costs less than the baseline.
+        choice = family.choose(limit) if limit < float("inf") else None
         return 0.0 if choice is None else cost_of(choice)
 
     def _next_untried(self, bracket: Bracket, tried: Candidate, budget: int) -> float | None:

@@ -43,7 +43,6 @@ def table(plan: Plan) -> Table:
 
     # Rows below half a percent of the baseline's memory tell nothing.
     large = [row for row in planned if 200 * row.bytes * row.times >= plan.unplanned_bytes][:_MAX_ROWS]
-    unit = format_seconds if plan.objective == "time" else lambda x: format_flops(int(x))
     most = max((r.bytes * r.times for r in large), default=1)
     rows = [
         [
@@ -52,7 +51,7 @@ def table(plan: Plan) -> Table:
             Cell(str(r.times)),
             Cell(format_bytes(r.bytes), _color(r.decision), share=r.bytes * r.times / max(most, 1)),
             Cell(r.decision, _color(r.decision)),
-            Cell(unit(r.price)),
+            Cell(format_flops(int(r.price))),
         ]
         for r in large
     ]
@@ -112,7 +111,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else unchanged
     yield from _options_note(plan)
     if plan.seconds is not None:
-        yield f"Measured: {format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
+        yield f"Time: {format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
     if not plan.complete:
         yield "The time limit ended the search; this is the best plan so far."
 

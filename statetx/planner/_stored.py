@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from .._equations.flops import flops
 from .._equations.inline import inline
 from .._equations.primitives import JIT
 from .._errors import PolicyError
@@ -44,9 +45,9 @@ def stored_bytes(aval: Any, format: StoredType) -> int:
     return -(-device_bytes(aval) * format.nbytes(aval) // max(num_bytes(aval), 1))
 
 
-def storing_cost(aval: Any, format: StoredType, equation_cost: Callable[[Any], float]) -> float:
+def storing_cost(aval: Any, format: StoredType) -> int:
     """The cost of encoding a value in the forward pass and decoding it in the backward pass."""
-    return sum(map(equation_cost, _storing(aval.shape, aval.dtype, format).eqns))
+    return sum(map(flops, _storing(aval.shape, aval.dtype, format).eqns))
 
 
 @functools.lru_cache(1024)

@@ -1,4 +1,4 @@
-"""Run compiled candidates, and choose the fastest: ``objective="measured"``."""
+"""Compare compiled candidates by time, and choose the fastest: ``objective="time"``. They run; for a target XLA's estimates count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 
 import jax
 
-from .._equations.compiled import is_out_of_memory
+from .. import _jax
+from .._equations.compiled import compile_together, estimate_options, is_out_of_memory
+from .._errors import TargetError
+from .._targets import current
 from ._whole import Choice, Whole
 
 _MAX_TIMED = 6  # the cheapest candidates: each is compiled once more, with the options of the user's program
@@ -19,8 +22,22 @@ _SMALLER = (0.8, 0.6)  # parts of the budget to plan for too: a program that tak
 _ROUNDS = 7
 
 
+def refuse_unknown_times() -> None:
+    """Refuse to compare times on a target of which XLA tells none.
+
+    Raises:
+        TargetError: it is another than an H100 or an H200.
+    """
+    target = current.absent()
+    if target is not None and not estimate_options():
+        raise TargetError(
+            f"plan(objective='time') runs programs, and nothing runs on the target {target.name}; XLA's estimates, which could be compared "
+            f"instead, are complete for the H100 and the H200 only.\nFix: use objective='flops', or plan on the device."
+        )
+
+
 class Timer:
-    """Times of choices, measured on zeros."""
+    """Times of choices, measured on zeros; for a target as XLA estimates them. A time that XLA does not know counts as infinite."""
 
     def __init__(self) -> None:
         # By identity: a choice is equal to no other, and is held here.
@@ -50,6 +67,13 @@ class Timer:
         return {"timed": timed, "seconds": seconds if math.isfinite(seconds) else None}
 
     def _measure(self, choices: Sequence[tuple[Whole, Choice]]) -> None:
+        if current.absent() is not None:
+            estimated = [whole.compile(choice, estimate_options()) for whole, choice in choices]
+            compile_together(estimated)
+            for (_, choice), program in zip(choices, estimated, strict=True):
+                told = _jax.estimated_seconds(program.compiled, current.platform())
+                self._times[_id(choice)] = choice, math.inf if told is None else told
+            return
         programs = [whole.compile(choice, None).compiled for whole, choice in choices]
         seconds: list[list[float]] = [[] for _ in programs]
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from .. import _jax
 from .._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
-from .._equations.flops import flops
 from .._jax import Jaxpr
 from .._lift.context import TraceContext
 from .._remat.stored import BITS
@@ -29,7 +28,6 @@ from ._clock import TimeLeft
 from ._layout import Waits
 from ._search import Search
 from ._stored import Formats
-from .machine import cost_model
 
 _MAX_ROUNDS = 6  # compilations of a step with several gradients, for one budget
 _CLOSE_ENOUGH = 0.03  # of the limit: closer limits are not told apart
@@ -90,22 +88,13 @@ def start_search(
     time_left: TimeLeft,
     has_others: bool = False,
 ) -> Search:
-    # Operations have no exchange rate with transfers: under "flops" offloading is free, and limited by memory alone. Without host
-    # memory nothing is offloaded; the values are saved or recomputed.
-    per_byte = None
-    equation_cost: Callable[[Any], float] = flops
-    kept_byte_cost = 0.0
-    if options.objective == "time":
-        equation_cost, kept_byte_cost = cost_model().seconds, 2 / cost_model().bytes_per_second
-    if options.offload and _jax.HOST_MEMORY in current.memory_kinds():
-        per_byte = 1 / cost_model().host_bytes_per_second if options.objective == "time" else 0.0
+    # Operations have no exchange rate with transfers: offloading is free, and limited by memory alone. Without host memory nothing is
+    # offloaded; the values are saved or recomputed.
     return Search(
         recorded.jaxpr,
         recorded.diff_indices,
         recorded.num_out,
-        equation_cost=equation_cost,
-        offload=per_byte,
-        kept_byte_cost=kept_byte_cost,
+        offload=options.offload and _jax.HOST_MEMORY in current.memory_kinds(),
         time_left=time_left,
         report=report,
         program_of=program_of,

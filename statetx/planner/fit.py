@@ -24,7 +24,6 @@ from ._parts import closed_over_by_rules, flatten
 from ._record import fields_of, shown_fields
 from ._sharded import of_device
 from ._whole import Options, Whole
-from .machine import cost_model
 from .plan import Plan
 from .planner import DEFAULT_TIME_LIMIT, fit, warn_if_expensive
 
@@ -38,20 +37,19 @@ class Fit(Rewriter):
         budget: temporary bytes of that function's gradient, compiled on its own. Arguments and outputs of the function do not
             count: in the program around it they are no arguments and outputs. None: that of the `statetx.budget` around the
             gradient.
-        objective, offload, time_limit: as in `plan`.
+        offload, time_limit: as in `plan`.
     """
 
     def __init__(
         self,
         budget: int | float | str | None = None,
         *,
-        objective: str = "flops",
         offload: bool = False,
         time_limit: float | None = DEFAULT_TIME_LIMIT,
     ):
         self.budget = None if budget is None else Budget.read(budget)
         check_flags("fit", offload=offload)
-        self._options = Options(objective, offload, read_time_limit(time_limit))
+        self._options = Options(offload=offload, time_limit=read_time_limit(time_limit))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fit) and (self.budget, self._options) == (other.budget, other._options)
@@ -92,9 +90,8 @@ class Fit(Rewriter):
         without = {*fixed, *closed_over_by_rules(flatten(body.jaxpr))}
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval) and i not in without]
         recorded = Recorded(body.jaxpr, num_out, floats, floats, context)
-        rates = cost_model() if self._options.objective == "time" else None
         key = _store.key_of(
-            [(recorded.flat, recorded.lines, context)], "fit", self.budget, self._options, floats, num_out, rates
+            [(recorded.flat, recorded.lines, context)], "fit", self.budget, self._options, floats, num_out
         )
         fields = _store.load(key, PLAN)
         if fields is None or not are_decisions_for([(recorded.flat, recorded.lines)], fields, self._options):

@@ -56,7 +56,7 @@ class Plan(Tabular, Rewriter):
             compiled, or extrapolated from compiled versions with fewer layers (`unplanned_is_compiled`); else by the model, which
             may be far off. For a budget in bytes it is compiled only if it may fit.
         flops, unplanned_flops: operations of the planned program and of the baseline.
-        seconds: the median time of a run, if plans were compared by it (``objective="measured"``); else None.
+        seconds: the median time of a run, or XLA's estimate for a target, if plans were compared by it (``objective="time"``); else None.
         objective: as in `plan`.
         rows: a `PlanRow` for every value of the program; saved values first, the largest first.
         groups: a line for each set of regions of equal structure, such as layers: which of them keep what.
@@ -329,7 +329,7 @@ class Plan(Tabular, Rewriter):
         return [(str(n), int(b), float(x), bool(is_predicted)) for n, b, x, is_predicted in rows]
 
     def timed(self) -> list[tuple[str, int, float]]:
-        """The programs that were run (``objective="measured"``): name, temporary bytes, and the median of their seconds."""
+        """The programs whose times were compared (``objective="time"``): name, temporary bytes, and `seconds`."""
         return [(str(n), int(b), float(s)) for n, b, s in self._fields.get("timed", ())]
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 
 from .. import _jax, _states
 from .._equations.compiled import low_memory_options
-from .._equations.flops import flops
 from .._errors import PlanError, PolicyWarning
 from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
@@ -30,9 +29,8 @@ from ._inner import PLAIN
 from ._record import bytes_of, described, fields_of, full_fingerprint, shown_fields, unplanned_fields
 from ._spinner import spinner
 from ._stored import read_formats
-from ._timing import Timer
+from ._timing import Timer, refuse_unknown_times
 from ._whole import Choice, Options, Whole, fixed_above, whole_of
-from .machine import cost_model
 from .plan import Plan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -82,9 +80,9 @@ def plan(
         of: what counts. ``"step"``: arguments, outputs and temporaries of the compiled program; an output in the memory of a
             donated argument counts once, so plan the jitted step if it donates. For a loss the program is its gradient,
             whose outputs are the gradients. ``"temporaries"``: what the program takes beyond arguments and outputs.
-        objective: the cost to minimize: ``"flops"``; ``"time"`` by the rates that `calibrate` measured, or by XLA's estimates for a target, where a
-            kept value costs a write and a read; or ``"measured"``: the cheapest compiled candidates and the stock policies within the budget are
-            run, and the fastest is taken.
+        objective: the cost to minimize: ``"flops"``, operations; or ``"time"``: the candidates of the fewest operations and the stock policies within
+            the budget are run, and the fastest is taken. For a target, where nothing runs, XLA's estimates are compared: it has them for the H100 and
+            the H200.
         offload: whether values may be stored in host memory, where the backend has it.
         stored_as: formats in which values may be stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact, and taken only
             for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"int8"``
@@ -179,12 +177,10 @@ class Planner:
         refuse_value("plan", fun)
         if objective not in OBJECTIVES:
             raise ValueError(
-                f"objective must be 'flops', 'time' or 'measured', got {objective!r}.{suggestion(objective, OBJECTIVES)}"
+                f"objective must be 'flops' or 'time', got {objective!r}.{suggestion(objective, OBJECTIVES)}"
             )
-        if objective == "measured":
-            current.refuse_to_run(
-                "plan(objective='measured')", "use objective='time', which takes XLA's estimates for the target"
-            )
+        if objective == "time":
+            refuse_unknown_times()
         self.name = short_name(name_of(fun))
         self._target = current.current()
         self._of = of
@@ -198,7 +194,7 @@ class Planner:
         time_limit = read_time_limit(time_limit)
         time_limit = None if time_limit is None else time_limit / num_searches
         self._options = Options(objective, offload, time_limit, formats=formats)
-        self._timer = Timer() if objective == "measured" else None
+        self._timer = Timer() if objective == "time" else None
         self._started: Whole | None = None
 
         # Plans hold on to it, so it holds equations only, and none of the arguments. All plans share the bounds found so far.
@@ -353,11 +349,9 @@ class Planner:
     def _as_plan(self, fields: dict[str, Any], key: str | None = None) -> Plan:
         gradients = self._variant_of(fields).gradients
         pairs = list(zip([g.flat for g in gradients], fields["programs"], strict=True))
-        objective = self._options.objective
 
         def describe() -> list[dict[str, Any]]:
-            cost = cost_model().seconds if objective == "time" else flops
-            return [described(program, decisions, cost) for program, decisions in pairs]
+            return [described(program, decisions) for program, decisions in pairs]
 
         # The bound is computed when the plan is printed, and then stored with the plan.
         records = fields.get("lower_bound")
@@ -380,8 +374,6 @@ class Planner:
             outline = captured.step.outline
             programs.append((outline.jaxpr, full_fingerprint(outline.jaxpr), outline.context))
             more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
-        if options.objective == "time":
-            more.append(cost_model())
         return _store.key_of(programs, *settings, options, self._allowed_options, *more)
 
     def _is_for_program(self, fields: dict[str, Any], budget: Budget) -> bool:

@@ -27,7 +27,6 @@ R = TypeVar("R")
 def budget(
     size: int | float | str,
     *,
-    objective: str = "flops",
     offload: bool = False,
     time_limit: float | None = DEFAULT_TIME_LIMIT,
 ) -> SharedBudget:
@@ -44,7 +43,7 @@ def budget(
         size: temporary bytes of each gradient, compiled on its own: a number, ``"2GiB"``, or a fraction of the memory without a
             plan. ``"device"`` is all of the device's memory: what arguments and results take is not taken off, so use `plan` for a step
             that is to fit into a device.
-        objective, offload, time_limit: as in `plan`, without ``objective="measured"``.
+        offload, time_limit: as in `plan`.
 
     Raises:
         PlanError: no plan keeps the budget; raised where the gradient is taken.
@@ -63,7 +62,7 @@ def budget(
         ...     grads = jax.grad(loss)(jnp.ones((64, 64)) / 64, jnp.ones((256, 64)))
     """
     read_amount(size)  # a `Fit` without a size takes that of this block
-    return SharedBudget(Fit(size, objective=objective, offload=offload, time_limit=time_limit))
+    return SharedBudget(Fit(size, offload=offload, time_limit=time_limit))
 
 
 class SharedBudget:
