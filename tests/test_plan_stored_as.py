@@ -15,7 +15,6 @@ from jax import lax
 
 import statetx
 from statetx import _jax
-from statetx._equations.flops import flops
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx._loops.strategy import Lengths, Slots
@@ -408,9 +407,8 @@ def test_a_loop_without_bits_has_the_options_of_one_without_formats():
             [True] * num,
             [True] * num,
             [True] * len(part.outvars),
-            flops,
             [],
-            None,
+            False,
             lambda: False,
             TraceContext(),
             formats=formats,

@@ -13,6 +13,7 @@ import os
 import random
 import threading
 import types
+from types import SimpleNamespace
 from unittest import mock
 
 import damaged
@@ -1351,6 +1352,25 @@ def _loss_of_four(w, x):
     for _ in range(4):
         x = jnp.tanh(x @ w)
     return x.sum()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_times_of_a_target_are_estimates(monkeypatch, sign):
+    """Nothing runs. The program that is told to be the fastest is taken, and one whose time is not known is not."""
+
+    def told(compiled, platform):
+        temp_bytes = compiled.memory_analysis().temp_size_in_bytes
+        return None if temp_bytes == unplanned else 1.0 + sign * 1e-9 * temp_bytes
+
+    unplanned = statetx.measure(lambda ws: loss(ws, X), FEW).temp_bytes
+    monkeypatch.setattr(_timing, "current", SimpleNamespace(absent=lambda: "a target", platform=lambda: "gpu"))
+    monkeypatch.setattr("statetx.planner.planner.refuse_unknown_times", lambda: None)
+    monkeypatch.setattr(_timing._jax, "estimated_seconds", told)
+    monkeypatch.setattr(_timing, "_seconds", None)
+    plan = statetx.plan(loss, FEW, X, argnums=0, budget=1.0, of="temporaries", objective="time")
+    sizes = {temp_bytes for _, temp_bytes, _ in plan.timed()}
+    assert len(sizes) > 1 and unplanned not in sizes
+    assert plan.temp_bytes == (min if sign > 0 else max)(sizes) and plan.seconds == min(t for *_, t in plan.timed())
 
 
 @pytest.mark.parametrize("num_fitting", [0, 2])
