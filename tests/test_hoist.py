@@ -289,6 +289,19 @@ def test_policy_looks_into_a_rule_of_a_jitted_body_that_writes(rule):
     assert [statetx.grad(f)(1.0), gradient(1.0), f(1.0), count.value] == [6, 6, 2, 6]
 
 
+@pytest.mark.parametrize("transform", [brainstate.transform.jit, brainstate.transform.vmap])
+def test_rule_in_a_transform_of_brainstate(transform):
+    width, count = statetx.State(jnp.float32(2.0)), brainstate.State(jnp.float32(0.0))
+    spike = surrogate(width, "custom_jvp")
+
+    def body(x):
+        count.value = count.value + 1.0
+        return spike(x) + x
+
+    x = jnp.ones(()) if transform is brainstate.transform.jit else jnp.ones(1)
+    assert transform(lambda x: statetx.grad(statetx.remat(body))(x))(x) == 3
+
+
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State, nnx.Param])
 def test_rule_beside_writes_keeps_no_state_of_the_body_alive(make):
     read = nnx.Param.get_value if make is nnx.Param else lambda s: s.value

@@ -25,6 +25,7 @@ class Bridge:
     """
 
     is_undo = False
+    is_kept = True  # brainstate keeps what it stages for other calls
 
     def __init__(self, stack: brainstate.StateTraceStack):
         self.name = f"a transform of brainstate ({stack.name or 'StateTraceStack'})"
