@@ -143,6 +143,7 @@ class Watch(Protocol):
 
     def explicit(self, jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
         """Called with the equations that a rule gave, and the values that they close over; returns others in their place."""
+        ...
 
 
 def has_users_rule(jaxpr: Jaxpr) -> bool:
