@@ -455,6 +455,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
             "microbatch",
         )
     },
+    "sharded_targets": lambda: log("sharded_targets", lambda m, results: [(m.COLUMNS, m.lines(results))]),
     "targets": lambda: log("targets", lambda m, results: [(m.COLUMNS, m.rows(results, load("gpu")["results"]))]),
     "loops": log_loops,
     "planner": log_planner,
