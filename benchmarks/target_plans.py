@@ -14,7 +14,8 @@ Measured
     default limit may end.
 
 The rows of the file given by ``--json`` are kept: an interrupted run goes on, and with ``--limit 500`` it starts no process after 500 seconds. For
-GPUs and TPUs it needs ``pip install "statetx[target-cuda,target-tpu]"``. ``--without copies`` plans without one of the planner's treatments.
+GPUs and TPUs it needs ``pip install "statetx[target-cuda,target-tpu]"``. ``--device cpu`` plans for this machine, and
+``--without copies`` without a treatment of the planner: name another file for it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from whole_plans import error_of, mib, percent
 
 import statetx
 from statetx._targets import plugins
-from statetx.planner import _lattice, _search, _shorter
+from statetx.planner import _capture, _lattice, _loop_options, _search, _shorter
 from statetx.planner._fronts import Front
 
 DEVICES = ("h100", "tpu v5e", "cpu")
@@ -79,18 +80,23 @@ def _of_types(make: Callable[[], programs.Program]) -> Model:
 # -- treatments that can be left out ---------------------------------------------------------------------------------
 
 
-def _no_values(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return {}
+def _replacing(owner: Any, name: str, with_: Any) -> Callable[[], Any]:
+    return lambda: mock.patch.object(owner, name, with_)
 
+
+_planner = sys.modules["statetx.planner.planner"]
+_variants = _capture.variants
 
 WITHOUT: dict[str, Callable[[], Any]] = {
-    "copies": lambda: mock.patch.object(_lattice.Lattice, "_copying", lambda *args: None),
-    "stored": lambda: mock.patch.object(_lattice, "formats_of_variables", _no_values),
-    "order of backward passes": lambda: mock.patch.object(_lattice.Lattice, "_order", lambda *args: []),
-    "order of inputs": lambda: mock.patch.object(_search.Search, "_try_inputs_first", lambda self, budget, _: budget),
-    "nested regions": lambda: mock.patch.object(Front, "nest", lambda *args: None),
-    "refinement": lambda: mock.patch.object(_search.Search, "_refine", lambda *args: None),
-    "short versions": lambda: mock.patch.object(_shorter, "_LEAST_EQUATIONS", 10**9),
+    "copies": _replacing(_lattice.Lattice, "_copying", lambda *args: None),
+    "stored": _replacing(_planner, "read_formats", lambda formats: ()),
+    "groups": _replacing(_loop_options, "in_groups", lambda *args: []),
+    "order of backward passes": _replacing(_lattice.Lattice, "_order", lambda *args: []),
+    "order of inputs": _replacing(_search.Search, "_try_inputs_first", lambda self, budget, _: budget),
+    "inner gradients": _replacing(_planner, "variants", lambda *args: _variants(*args)[:1]),
+    "nested regions": _replacing(Front, "nest", lambda *args: None),
+    "refinement": _replacing(_search.Search, "_refine", lambda *args: None),
+    "short versions": _replacing(_shorter, "_LEAST_EQUATIONS", 10**9),  # nor the shorter search
 }
 
 
@@ -206,7 +212,7 @@ def budget_of(found: dict[str, Any], title: str) -> int:
 
 
 def is_kept(row: dict[str, Any]) -> bool:
-    return "failed" not in row and "error" not in row and row["bytes"] <= row["budget"]
+    return row["bytes"] <= row["budget"]
 
 
 def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -232,7 +238,8 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             extra = percent(row["extra"]) if "extra" in row else ""
             bound = percent(row["bound"]) if row.get("bound") else ""
             complete = {True: "yes", False: "NO"}.get(row.get("complete"), "")  # pyright: ignore[reportArgumentType]
-            cells += [mib(row["budget"]), plan, "yes" if is_kept(row) else "NO", extra, policy, bound, time_text]
+            kept = "" if "error" in row else "yes" if is_kept(row) else "NO"
+            cells += [mib(row["budget"]), plan, kept, extra, policy, bound, time_text]
             lines.append(
                 [*cells, f"{row['cpu']:.0f}", str(row["compilations"]), str(row.get("candidates", "")), complete]
             )
@@ -254,8 +261,8 @@ def verdicts(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
             if row["extra"] > found["references"][title]["flops"] / found["references"]["no remat"]["flops"] - 1 + 1e-9
         ]
         lines.append(
-            f"{device}: {sum(map(is_kept, done))} of {len(done)} budgets kept, at a median of {percent(statistics.median(r['extra'] for r in made))} "
-            f"operations; {sum(r['complete'] for r in made)} of {len(made)} searches complete; {statistics.median(r['cpu'] for r in made):.0f} CPU seconds and "
+            f"{device}: {sum(map(is_kept, made))} of {len(made)} plans keep their budgets, {len(done) - len(made)} budgets have no plan; a median of {percent(statistics.median(r['extra'] for r in made))} "
+            f"operations added; {sum(r['complete'] for r in made)} of {len(made)} searches complete; {statistics.median(r['cpu'] for r in made):.0f} CPU seconds and "
             f"{statistics.median(r['compilations'] for r in made):.0f} compilations at the median, {max(r['cpu'] for r in made):.0f} and "
             f"{max(r['compilations'] for r in made)} at most; more expensive than the policy at its memory: {len(expensive)}"
         )
