@@ -3,7 +3,7 @@
 Programs
     The nine of ``programs.py``, those of ``models.py``, which are written with other libraries, those of ``unseen_models.py``, and the transformer of 12
     layers of ``gpu.py``. Each is planned for three budgets of temporary memory: what it takes with the policy "dots" on its blocks, with its blocks
-    rematerialized, and half of what it takes without rematerialization. Their blocks are marked by `statetx.remat`; with ``--unmarked``, and in the
+    rematerialized (each a thousandth more), and half of what it takes without rematerialization. Their blocks are marked by `statetx.remat`; with ``--unmarked``, and in the
     transformer of ``gpu.py``, they are not.
 
 Measured
@@ -53,7 +53,7 @@ DEVICES = ("h100", "tpu v5e", "cpu")
 BLOCKS = "remat on the blocks"
 POLICIES = {BLOCKS: "nothing", "dots on the blocks": "dots"}
 BUDGETS = (*POLICIES, "half")
-TIME_LIMIT, TIMEOUT = 600.0, 3600
+TIME_LIMIT, TIMEOUT = 3000.0, 3600
 LONG = "transformer, 12 layers"
 
 ALL: dict[str, Callable[..., Model]] = {
@@ -208,7 +208,8 @@ COLUMNS = (
 
 
 def budget_of(found: dict[str, Any], title: str) -> int:
-    return found["no remat"]["bytes"] // 2 if title == "half" else found[title]["bytes"]
+    """A thousandth above the policy: a plan with the same values may take some hundred bytes more, of scalars and tables."""
+    return found["no remat"]["bytes"] // 2 if title == "half" else int(1.001 * found[title]["bytes"])
 
 
 def is_kept(row: dict[str, Any]) -> bool:
@@ -298,8 +299,8 @@ def main() -> None:
     names = options.only or list(QUICK if options.quick else ALL)
 
     for title in options.budget:
-        for device in options.device:
-            for name in names:
+        for name in names:
+            for device in options.device:
                 if options.limit is not None and time.monotonic() - start > options.limit:
                     break
                 found = results.setdefault(device, {}).setdefault(name, {"references": {}, "plans": {}})
