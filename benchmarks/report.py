@@ -129,6 +129,14 @@ def log_whole_plans() -> str:
     return "\n\n".join([*parts, verdicts(data["verdict"])])
 
 
+def log_target_plans() -> str:
+    data, target_plans = load("target_plans"), module("target_plans")
+    parts = [f"Measured by `python benchmarks/target_plans.py`: {header(data['environment'])}."]
+    for device, by_program in data["results"].items():
+        parts += [f"## For {device}", wide(target_plans.COLUMNS, target_plans.rows(by_program))]
+    return "\n\n".join([*parts, verdicts(data["verdict"])])
+
+
 # -- the page on performance: the figures that matter --------------------------------------------------------------
 
 
@@ -457,6 +465,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     },
     "sharded_targets": lambda: log("sharded_targets", lambda m, results: [(m.COLUMNS, m.lines(results))]),
     "targets": lambda: log("targets", lambda m, results: [(m.COLUMNS, m.rows(results, load("gpu")["results"]))]),
+    "target_plans": log_target_plans,
     "loops": log_loops,
     "planner": log_planner,
     "whole_plans": log_whole_plans,
