@@ -358,3 +358,36 @@ def test_every_error_has_a_section_in_the_help(capsys):
 def test_no_command_shows_the_help(capsys):
     assert main([]) == 0
     assert "COMMAND" in capsys.readouterr().out
+
+
+FITTING = """
+import jax, jax.numpy as jnp
+def block(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+def loss(layers, x):
+    for ws in layers:
+        x = block(ws, x)
+    return (x**2).mean()
+def main():
+    return loss, ([[jax.ShapeDtypeStruct((64, 64), "float32")] * 4] * 6, jax.ShapeDtypeStruct((1024, 64), "float32"))
+"""
+
+
+def test_fit_lists_what_was_compiled_and_tells_by_its_exit_status(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fitting.py").write_text(FITTING)
+    words = ["fit", "fitting.py:main", "--factory", "--limit"]
+    assert main([*words, "1GiB"]) == 0
+    assert "it fits" in capsys.readouterr().out
+    assert main([*words, "5MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "Rematerialize block (6 calls) with @statetx.remat" in shown
+        and "(compiled, +" in shown
+        and "It fits then." in shown
+    )
+    assert main([*words, "1KiB"]) == 1
+    assert main(words[:-1]) == 2
+    assert "give --limit 16GiB, or --target h100" in capsys.readouterr().err

@@ -153,6 +153,47 @@ def test_changes_are_in_order_of_saving_and_free_different_buffers():
     assert not report.can_fit and "do not suffice" in str(report) or "does not suffice" in str(report)
 
 
+class Deep:
+    def __init__(self, seed):
+        keys = jax.random.split(jax.random.key(seed), 4)
+        self.ws = [statetx.Param(jax.random.normal(key, (64, 64)) / 8) for key in keys]
+
+    def __call__(self, x):
+        for w in self.ws:
+            x = jax.nn.gelu(x @ w.value)
+        return x
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_remat_is_compiled_before_it_is_advised_and_takes_what_it_takes_by_hand(is_jitted):
+    layers = [Deep(seed) for seed in range(5)]
+
+    def step_with(wrap):
+        def loss(x):
+            for layer in layers:
+                x = wrap(layer)(x)
+            return jnp.mean(x**2)
+
+        def step(x):
+            params = statetx.states(layers, statetx.Param)
+            for name, gradient in statetx.grad(loss, wrt=params)(x).items():
+                params[name].value -= 0.1 * gradient
+
+        return statetx.jit(step) if is_jitted else step
+
+    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    by_hand = statetx.measure(step_with(statetx.remat), x, gradient=False)
+    plain = statetx.measure(step_with(lambda layer: layer), x, gradient=False)
+    report = explain_oom(step_with(lambda layer: layer), x, limit=by_hand.peak_bytes)
+    (remedy,) = report.remedies
+    assert remedy.is_compiled and remedy.fits and "Deep.__call__ (5 calls)" in remedy.change.text
+    assert remedy.needed_bytes == by_hand.peak_bytes
+    assert remedy.added_operations == pytest.approx(by_hand.flops / plain.flops - 1, rel=0.02)
+    assert "less (compiled, +" in str(report)
+    predicted = explain_oom(step_with(lambda layer: layer), x, limit=by_hand.peak_bytes, time_limit=0)
+    assert not predicted.remedies[0].is_compiled and "less (predicted)" in str(predicted)
+
+
 def test_splitting_the_batch_is_advised_under_its_condition_alone():
     def loss(w, x, y):
         for _ in range(6):

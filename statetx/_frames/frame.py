@@ -267,7 +267,9 @@ class Frame:
                 effects.append(effect)
 
         for state, kind in self.created():
-            if kind.is_invalidated(state):  # made in an inner call that was only inspected, whose equations may keep it alive
+            if kind.is_invalidated(
+                state
+            ):  # made in an inner call that was only inspected, whose equations may keep it alive
                 continue
             value, site = kind.get(state), kind.site_of(state)
             self._check_unreported_write(state, kind, value, site)

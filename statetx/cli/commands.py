@@ -72,6 +72,15 @@ def _save(path: str, key: str, now: Baseline) -> None:
         raise BadInput(f"--save: {e}") from None
 
 
+def fit(target: Target, options: argparse.Namespace) -> Output:
+    from ..memory.oom import explain_oom
+
+    report = explain_oom(target.fun, *target.args, limit=options.limit, gradient=options.gradient, **target.kwargs)
+    if report.limit_bytes is None:
+        raise BadInput(f"fit: {report.profile.backend} does not tell its memory; give --limit 16GiB, or --target h100")
+    return _output(report)._replace(is_failed=not report.can_fit)
+
+
 def residuals(target: Target, options: argparse.Namespace) -> Output:
     from ..residuals.table import saved_residuals
 

@@ -18,6 +18,7 @@ _INTERRUPTED = 130  # the exit status of a program that SIGINT ended, by convent
 
 _COMMANDS = {
     "memory": "what is alive at the peak of the compiled program, who made it, and what to change",
+    "fit": "whether the program fits into the memory of a device, and the shortest list of changes that makes it fit",
     "residuals": "the values that the forward pass saves for the backward pass, and why",
     "report": "the memory of the compiled program with and without rematerialization",
     "plan": "which values to save and which to recompute, so that the program fits a budget",
@@ -27,6 +28,7 @@ examples:
   python -m statetx memory train:loss --shapes "f32[32,128], i32[32]"
   python -m statetx memory train.py:step --factory --html memory.html
   python -m statetx memory train.py:step --factory --target h100 --against memory.json
+  python -m statetx fit train.py:step --factory --target a100-40gb
   python -m statetx residuals train:model.loss --shapes 'f32[8,64], {"mask": bool[8]}'
   python -m statetx report train:loss --shapes "f32[32,128], key<fry>[]" --json report.json
   python -m statetx plan train:loss --shapes "f32[32,128]" --budget 64MiB
@@ -40,7 +42,7 @@ that needs no arguments, a method is called on a new instance (Model.loss).
 With --factory, FUNCTION is called without arguments and returns (fun, args) or (fun, args, kwargs), or a function alone,
 to call with --shapes. Arrays in args may be jax.ShapeDtypeStruct: nothing is computed.
 
-exit status: 0; 1 if your code fails, no plan keeps the budget, or the memory grew; 2 for bad input.
+exit status: 0; 1 if your code fails, nothing makes it fit, no plan keeps the budget, or the memory grew; 2 for bad input.
 """
 
 
@@ -92,7 +94,11 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
         "--json", metavar="FILE", help="write numbers" if name != "plan" else "write the plan, for Plan.load"
     )
-    if name in ("memory", "report"):
+    if name == "fit":
+        command.add_argument(
+            "--limit", metavar="SIZE", help="the memory of the device, such as 16GiB (default: what it tells)"
+        )
+    if name in ("memory", "fit", "report"):
         command.add_argument(
             "--gradient",
             action=argparse.BooleanOptionalAction,
@@ -137,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; those of the process if None.
 
     Returns:
-        The exit status: 0; 1 if the user's code fails, no plan keeps the budget, or the memory grew; 2 for bad input, with one line
-        on stderr.
+        The exit status: 0; 1 if the user's code fails, nothing makes it fit, no plan keeps the budget, or the memory grew; 2 for bad input,
+        with one line on stderr.
     """
     try:
         parser = make_parser()

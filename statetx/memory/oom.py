@@ -20,6 +20,7 @@ from ..transforms.functionalize import functionalize
 from ._advice import _candidates
 from ._estimate import estimate
 from ._show import Row, rows_at_peak
+from ._tried import Trials
 from .buffer import Change
 from .measure import profiled
 from .profile import MemoryProfile
@@ -36,16 +37,21 @@ class Remedy(NamedTuple):
     """A change, and the program after it and all changes before it.
 
     Attributes:
-        change: what to do.
-        saved_bytes: the predicted saving of all changes so far.
+        change: what to do. If it was compiled, its ``saved_bytes`` are those of the compiled program.
+        saved_bytes: the saving of all changes so far.
         needed_bytes: what the program needs after them.
         fits: whether this is within the limit.
+        is_compiled: whether the program with this change, and those of the changes before it that are compiled, was compiled; else the saving
+            is predicted.
+        added_operations: of the program with the compiled changes so far, relative to the step as it is; None if it is not compiled.
     """
 
     change: Change
     saved_bytes: int
     needed_bytes: int
     fits: bool
+    is_compiled: bool = False
+    added_operations: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -140,6 +146,11 @@ class OutOfMemory(Tabular):
             least = "at least " if remedy.change.is_least else ""
             most = "at most " if any(r.change.is_least for r in self.remedies[:n]) else ""
             text = f"{remedy.change.text.rstrip('.')}: {least}{format_bytes(remedy.change.saved_bytes)} less"
+            text += (
+                f" (compiled, {100 * (remedy.added_operations or 0):+.1f}% operations)"
+                if remedy.is_compiled
+                else " (predicted)"
+            )
             total = f", {format_bytes(remedy.saved_bytes)} with those before it" if n > 1 else ""
             end = f"; {most}{format_bytes(remedy.needed_bytes)} needed then."
             if remedy.fits:
@@ -189,12 +200,14 @@ def explain_oom(
     error: BaseException | str | None = None,
     limit: int | str | None = None,
     gradient: bool | None = None,
+    time_limit: float | None = 60.0,
     **kwargs: Any,
 ) -> OutOfMemory:
     """Explain why a step ends with ``RESOURCE_EXHAUSTED``: what it needs, what the device has, and what makes it fit.
 
-    The step, or a loss with its gradient, is compiled and not run. No state changes. Changes are predicted one by one from the compiled program; savings
-    of changes that free different buffers are added, so that the sum is too large where the peak moves to another place.
+    The step, or a loss with its gradient, is compiled and not run. No state changes. A function to rematerialize is tried before it is told: the program with the change
+    is compiled, together with those before it. Other changes are predicted from the lifetimes of the buffers, and say so; savings of changes that free different
+    buffers are added, so that the sum is too large where the peak moves to another place.
 
     Args:
         step: the function that failed, or would: a training step, which differentiates inside, or a loss.
@@ -204,6 +217,7 @@ def explain_oom(
             what the error says. CPUs tell none.
         gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless it is a training step.
             False for an evaluation.
+        time_limit: seconds for compiling the changes; 0 for predictions alone, None for no limit.
 
     Returns:
         `OutOfMemory`, which prints. Where the compiler itself runs out of memory, its profile is an estimate from the equations
@@ -246,13 +260,19 @@ def explain_oom(
 
     name = short_name(getattr(step, "__name__", "") or name_of(step))
     report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, told.requested_bytes, ())
-    return dataclasses.replace(report, remedies=tuple(_remedies(report)))
+    trials = None
+    if report.short_bytes and not profile.note:
+        options, limit_ = full_device_options(), float("inf") if time_limit is None else time_limit
+        trials = Trials(step, args, kwargs, gradient=profile.gradient, options=options, time_limit=limit_)
+    return dataclasses.replace(report, remedies=tuple(_remedies(report, trials)))
 
 
-def _remedies(report: OutOfMemory) -> Iterator[Remedy]:
+def _remedies(report: OutOfMemory, trials: Trials | None) -> Iterator[Remedy]:
     """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their savings do
     not add up.
     """
+    functions: list[str] = []
+    compiled = 0  # bytes that the changes save that were compiled
     profile = dataclasses.replace(report.profile, note="")  # of an estimate, too
     available = None if report.limit_bytes is None else report.limit_bytes - report.other_bytes
     saved, freed = 0, set()
@@ -261,10 +281,19 @@ def _remedies(report: OutOfMemory) -> Iterator[Remedy]:
     for change, buffers in sorted(candidates, key=lambda c: -c.change.saved_bytes):
         if freed & buffers or (available is not None and report.needed_bytes - saved <= available):
             continue
+        cost = trials.compile([*functions, change.target]) if trials is not None and change.action == "remat" else None
+        added = None
+        if trials is not None and cost is not None:
+            now = report.profile.peak_bytes - cost.peak_bytes
+            if now <= compiled:  # XLA does not do what was predicted
+                continue
+            functions.append(change.target)
+            change, compiled = change._replace(saved_bytes=now - compiled), now
+            added = trials.added_operations(cost)
         freed |= buffers
         saved += change.saved_bytes
         needed = max(0, report.needed_bytes - saved)
-        yield Remedy(change, saved, needed, available is not None and needed <= available)
+        yield Remedy(change, saved, needed, available is not None and needed <= available, cost is not None, added)
 
 
 # -- the device and the error ------------------------------------------------------------------------------------------
