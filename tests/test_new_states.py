@@ -1,5 +1,6 @@
 """States created inside a transformed call: use inside it, after it, and after a failed call."""
 
+import contextlib
 import gc
 from types import SimpleNamespace
 
@@ -256,3 +257,26 @@ def test_state_created_under_vmap_with_broadcast_rule_is_shared():
     assert block.w.value.shape == (5, 2, 3) and block.s.value.shape == (3,)
     with pytest.raises(statetx.StateAccessError, match="differs between the examples"):
         statetx.vmap(Block, states={statetx.Param: statetx.Broadcast})(keys)
+
+
+@each_kind
+def test_state_without_a_value_is_no_input_of_the_calls_around_one_that_meets_it(kind):
+    model = SimpleNamespace(h=None)
+
+    def failing(x):
+        model.h = kind(jnp.sin(x))
+        raise ValueError("raised")
+
+    with pytest.raises(ValueError, match="raised"):
+        statetx.jit(failing)(1.0)
+
+    def step(x):
+        with contextlib.suppress(statetx.StateAccessError):
+            return get(model.h) + x
+        return x + 1.0
+
+    assert statetx.jit(statetx.remat(step))(1.0) == 2 and statetx.jit(statetx.grad(statetx.remat(step)))(1.0) == 1
+    if kind is brainstate.HiddenState:  # brainstate itself refuses to write it
+        return
+    statetx.jit(statetx.remat(lambda x: put(model.h, x)))(3.0)
+    assert get(model.h) == 3 and statetx.jit(statetx.remat(step))(1.0) == 4
