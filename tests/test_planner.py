@@ -48,9 +48,9 @@ from statetx.planner._analysis import Graph
 from statetx.planner._bracket import Bracket
 from statetx.planner._budget import read_amount
 from statetx.planner._derivative import derivative_of
+from statetx.planner._fingerprint import fingerprint
 from statetx.planner._groups import Group, Groups
 from statetx.planner._option import Option
-from statetx.planner._record import fingerprint
 from statetx.policies import Lengths, Slots
 
 X = jnp.ones((256, 64))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +16,10 @@ import numpy as np
 from .._lift.context import device_bytes
 from .._targets import current
 from .._text import format_bytes
+from ._capture import Recorded, Step
 from ._dataflow import Dataflow
 from ._stored import Formats
 from ._turn import Problem, turn_of
-
-if TYPE_CHECKING:
-    from ._capture import Recorded, Step
 
 _ROUNDING = 1e-9  # relative: the least operations are lowered by it
 

@@ -24,10 +24,10 @@ from .._tree import is_array, is_array_or_type, is_float, num_bytes, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import Remat
 from ._candidate import gradient_of
+from ._fingerprint import fingerprint, full_fingerprint
 from ._inner import VARIANTS, InnerGradients
 from ._layout import as_planned
 from ._parts import flatten
-from ._record import fingerprint, full_fingerprint
 from ._sharded import is_on_devices, of_device
 
 _NEGLIGIBLE = 0.01

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import _jax
 from .._errors import PlanError, PolicyError
@@ -16,9 +16,7 @@ from ._option import Option
 from ._parts import Flat, Order, Part
 from ._stored import formats_of_variables
 from ._values import Address, values_of
-
-if TYPE_CHECKING:
-    from ._whole import Options
+from ._whole import Options
 
 
 def to_json(option: Option) -> dict[str, Any]:

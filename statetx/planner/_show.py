@@ -1,23 +1,33 @@
-"""A plan as a table and as a picture."""
+"""A plan as a table and as a picture, and the rows and lines of its programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from .. import _jax
+from .._equations.flops import flops
 from .._extras import require
 from .._files import write_figure
+from .._jax import Jaxpr
+from .._lift.context import device_bytes
+from .._remat.stored import StoredType
+from .._remat.survey import Site
 from .._tables import Cell, Column, Table
-from .._text import format_bytes, format_flops, format_seconds
+from .._text import format_bytes, format_flops, format_seconds, short_path, type_str
 from ..residuals._show import see_profile
+from ..residuals._trace import user_line
 from ..residuals.report import BASELINE
 from ._budget import STEP
-from ._record import PlanRow
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from ._decision import parts_of
+from ._groups import Groups
+from ._option import Option
+from ._parts import Part
+from ._result import PlanRow, Result
+from ._stored import stored_bytes
+from ._values import values_of
 
 _MAX_ROWS = 16  # of the printed table
 _MAX_GROUPS = 6
@@ -32,7 +42,7 @@ _COLUMNS = (
 _COLORS = {"keep": "green", "offload": "cyan", "recompute": "yellow"}
 
 
-def table(plan: Plan) -> Table:
+def table(plan: Result) -> Table:
     # Rows that differ in their number only, from parts of different structure, become one.
     totals: dict[PlanRow, int] = {}
     for row in plan.rows:
@@ -64,7 +74,7 @@ def _color(decision: str) -> str:
     return _COLORS.get(decision.split(" as ")[0], "")
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: Result) -> str:
     name = f"{'' if plan.is_step else 'gradient of '}{plan.name}"
     extra = f"{100 * plan.extra_flops:+.1f}% operations"
     is_step = plan.of == STEP
@@ -80,7 +90,7 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: Result) -> Iterator[str]:
     yield (
         f"Arguments {format_bytes(plan.argument_bytes)}, outputs {format_bytes(plan.output_bytes)}"
         f"{f' ({format_bytes(plan.alias_bytes)} of them in place of donated arguments)' if plan.alias_bytes else ''}, "
@@ -116,7 +126,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "The time limit ended the search; this is the best plan so far."
 
 
-def _stock_texts(plan: Plan) -> Iterator[str]:
+def _stock_texts(plan: Result) -> Iterator[str]:
     """The baseline, if it was compiled, and the stock policies: what they take and cost."""
     measured: dict[str, tuple[int, float]] = {}
     for name, temp_bytes, extra in plan.measured():
@@ -130,7 +140,7 @@ def _stock_texts(plan: Plan) -> Iterator[str]:
         yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%"
 
 
-def _options_note(plan: Plan) -> Iterator[str]:
+def _options_note(plan: Result) -> Iterator[str]:
     if plan.compiler_options:
         named = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
         yield f"Compile it with jax.jit(..., compiler_options=plan.compiler_options): {named}."
@@ -140,7 +150,7 @@ def _options_note(plan: Plan) -> Iterator[str]:
         yield "No compiler options that change memory are known for this backend."
 
 
-def _bound_note(plan: Plan) -> Iterator[str]:
+def _bound_note(plan: Result) -> Iterator[str]:
     least, operations = plan.bounds()
     of_operations = f"{100 * operations:+.1f}% operations at {format_bytes(plan.temp_bytes)} of temporaries."
     if least:
@@ -150,12 +160,12 @@ def _bound_note(plan: Plan) -> Iterator[str]:
         yield f"Lower bound for any schedule: {of_operations}"
 
 
-def _counted(plan: Plan, temp_bytes: int) -> int:
+def _counted(plan: Result, temp_bytes: int) -> int:
     """What the budget counts of a program with these temporaries."""
     return temp_bytes + (plan.fixed_bytes if plan.of == STEP else 0)
 
 
-def plot(plan: Plan, path: str | os.PathLike | None) -> Any:
+def plot(plan: Result, path: str | os.PathLike | None) -> Any:
     require("matplotlib.figure", "plot")
     from matplotlib.figure import Figure
 
@@ -196,3 +206,153 @@ def plot(plan: Plan, path: str | os.PathLike | None) -> Any:
     if path is not None:
         write_figure(path, figure)
     return figure
+
+
+# -- the rows and lines of a program --------------------------------------------------------------------------------
+
+
+def described(program: Jaxpr, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and groups of regions."""
+    _, parts, options, _ = parts_of(program, fields)
+    return fields | {
+        "rows": [dataclasses.asdict(row) for row in _rows(parts, options)],
+        "loops": list(_loops(parts, options)),
+        "groups": list(_groups(parts, options)),
+    }
+
+
+def _rows(parts: Sequence[Part], options: Sequence[Option]) -> list[PlanRow]:
+    # Equal parts with equal decisions have equal rows: list them once, with their number.
+    counts: dict[Any, list[Any]] = {}
+    for part, option in zip(parts, options, strict=True):
+        key = (part.key, option.decision)
+        counts.setdefault(key, [part, option, 0])[2] += 1
+    rows = []
+    for part, option, times in counts.values():
+        length = part.eqn.params["length"] if part.eqn is not None else 1
+        for number, step in option.loop.steps() if isinstance(option.loop, Groups) else [(length, option)]:
+            rows += _rows_of(part, step, times * number)
+    return sorted(rows, key=PlanRow.rank)
+
+
+def _rows_of(part: Part, option: Option, times: int) -> Iterator[PlanRow]:
+    formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
+    is_planned = option.saved is not None or option.loop is not None
+    for address, site in values_of(part.jaxpr).sites.items():
+        if not is_planned:
+            decision = "unchanged"
+        elif address not in (option.saved or ()):
+            decision = "recompute"
+        elif address in formats:
+            decision = f"keep as {formats[address]}"
+        else:
+            decision = "offload" if address in option.offloaded else "keep"
+
+        file, line, function = user_line(site.eqn)
+        names = ", ".join(sorted(site.value.names))
+        type_text = type_str(site.value.type, weak=False)
+        owner = f"{short_path(file)}:{line} ({function})" if file else ""
+        value = f"{names or site.eqn.primitive.name} {type_text}"
+        yield PlanRow(value, owner, times, device_bytes(site.value.type), decision, float(flops(site.eqn)))
+
+
+def _loops(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
+    for part, option in zip(parts, options, strict=True):
+        if part.eqn is not None and option.loop is not None:
+            file, line, _ = user_line(part.eqn)
+            location = f" at {short_path(file)}:{line}" if file else ""
+            text = f"The loop of {part.eqn.params['length']} steps{location} is stored by {option.loop!r}"
+            yield f"{text}{_carries_text(part, option)}."
+
+
+def _carries_text(part: Part, option: Option) -> str:
+    if not option.carries:
+        return ""
+    num_constants, num_carry = _jax.scan_counts(part.eqn)
+    types = [v.aval for v in part.jaxpr.invars[num_constants : num_constants + num_carry]]
+    names = ", ".join(dict.fromkeys(str(format) for _, format in option.carries))
+    stored = sum(stored_bytes(types[n], format) for n, format in option.carries)
+    unchanged = sum(device_bytes(types[n]) for n, _ in option.carries)
+    sizes = f"{format_bytes(stored)} in place of {format_bytes(unchanged)}"
+    return f", {len(option.carries)} of the {num_carry} arrays in its carry as {names} ({sizes})"
+
+
+def _groups(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
+    """Neighboring parts of equal structure, from the first to the last layer: which of them keep what."""
+    layers: list[tuple[Part, list[Option]]] = []
+    structures: dict[Any, list[Option]] = {}
+    for part, option in zip(parts, options, strict=True):
+        if option.saved is None and option.loop is None:
+            continue
+        if part.key not in structures:
+            structures[part.key] = []
+            layers.append((part, structures[part.key]))
+        structures[part.key].append(option)
+
+    for part, same in layers:
+        # The same decision for a run of them is one line's worth of text.
+        runs: list[tuple[Option, int]] = []
+        for option in same:
+            if runs and runs[-1][0].decision == option.decision:
+                runs[-1] = (option, runs[-1][1] + 1)
+            else:
+                runs.append((option, 1))
+        if len(same) > 1:
+            yield f"{len(same)} equal regions{_place(part)}: {_runs_text(part, runs)}"
+        else:
+            yield f"A region of {len(part.jaxpr.eqns)} equations{_place(part)}: {_kept_text(part, same[0])}"
+
+
+def _place(part: Part) -> str:
+    for eqn in part.jaxpr.eqns:
+        file, line, function = user_line(eqn)
+        if file:
+            return f" from {short_path(file)}:{line} ({function})"
+    return ""
+
+
+def _runs_text(part: Part, runs: Sequence[tuple[Option, int]]) -> str:
+    texts, number = [], 1
+    for option, times in runs:
+        numbers = f"{number}" if times == 1 else f"{number}-{number + times - 1}"
+        texts.append(f"{numbers} {_kept_text(part, option)}")
+        number += times
+    return "; ".join(texts)
+
+
+def _kept_text(part: Part, option: Option) -> str:
+    text, formats = _saved_text(part, option), dict(option.inputs)
+    if not formats:
+        return text
+    names = ", ".join(dict.fromkeys(str(format) for format in formats.values()))
+    stored = sum(stored_bytes(part.jaxpr.invars[i].aval, format) for i, format in formats.items())
+    inputs = "the input" if len(formats) == 1 else f"{len(formats)} inputs"
+    return f"{text}, {inputs} as {names} ({format_bytes(stored)})"
+
+
+def _saved_text(part: Part, option: Option) -> str:
+    results = values_of(part.jaxpr).sites.values()
+    formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
+    sites = [site for site in results if site.address in (option.saved or ())]
+    if option.inner:
+        return f"keep nothing, computed again in {len(option.inner)} parts"
+    if not sites:
+        return "keep nothing"
+
+    def bytes_of(site: Site) -> int:
+        format, aval = formats.get(site.address), site.value.type
+        return device_bytes(aval) if format is None else stored_bytes(aval, format)
+
+    kept_bytes = sum(map(bytes_of, sites))
+    # Means, and other values of a sixteenth of the largest one's size and below, tell nothing.
+    least = max(device_bytes(site.value.type) for site in results) / 16
+    sites = [site for site in sites if device_bytes(site.value.type) > least]
+    if not sites:
+        return f"keep small values ({format_bytes(kept_bytes)})"
+    names = []
+    for site in sites:
+        format = f" as {formats[site.address]}" if site.address in formats else ""
+        names.append(f"{', '.join(sorted(site.value.names)) or site.eqn.primitive.name}{format}")
+    counts = {n: names.count(n) for n in dict.fromkeys(names)}
+    text = ", ".join(n if c == 1 else f"{c} {n}" for n, c in counts.items())
+    return f"keep {text} ({format_bytes(kept_bytes)})"

@@ -21,14 +21,13 @@ from .._text import brief, format_bytes
 from .._typing import public
 from ..transforms.remat import Remat
 from . import _show
-from ._bound import LowerBound
 from ._budget import STEP
 from ._decision import parts_of
 from ._fields import PLAN, VERSION
-from ._inner import InnerGradients
+from ._fingerprint import digest_of, fingerprint
 from ._layout import as_planned, rewrite
 from ._parts import flatten
-from ._record import PlanRow, digest_of, fingerprint
+from ._result import Result
 from ._sharded import of_device
 
 _MAX_BYTES = 2**28  # of a file
@@ -38,7 +37,7 @@ R = TypeVar("R")
 
 
 @public
-class Plan(Tabular, Rewriter):
+class Plan(Result, Tabular, Rewriter):
     """The values of a program to save, offload or recompute. Made by `plan`; a policy for `remat`.
 
     Prints as a table: as text, in colors with ``rich.print``, as HTML in a notebook. Applies to any function with the same equations; for others the error names the first difference.
@@ -74,51 +73,6 @@ class Plan(Tabular, Rewriter):
         inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if there are none.
     """
 
-    def __init__(
-        self,
-        fields: dict[str, Any],
-        bound: Callable[[float], LowerBound] | None = None,
-        describe: Callable[[], list[dict[str, Any]]] | None = None,
-        keep_bound: Callable[[list[Any]], None] | None = None,
-    ):
-        try:
-            PLAN(fields, "")
-        except ValueError as e:
-            raise PlanError(
-                f"Plan: its fields are not those of a plan: {e}.\nFix: make it by statetx.plan(fun, *args, budget=...), or read "
-                f"it by Plan.load(path)."
-            ) from e
-        self._bound = bound  # of the baseline's operations
-        self._describe = describe  # the fields of the programs with their rows, which only printing needs
-        self._keep_bound = keep_bound  # stores what printing computes
-        self._stored_bound = fields.get("lower_bound", ())
-        self._fields = fields = {key: value for key, value in fields.items() if key != "lower_bound"}
-        self.name: str = fields["name"]
-        self.of: str = fields["of"]
-        self.budget_bytes: int = fields["budget_bytes"]
-        self.argument_bytes: int = fields["argument_bytes"]
-        self.output_bytes: int = fields["output_bytes"]
-        self.alias_bytes: int = fields["alias_bytes"]
-        self.temp_bytes: int = fields["temp_bytes"]
-        self.predicted_bytes: int = fields["predicted_bytes"]
-        self.initial_prediction_bytes: int = fields["foretold_bytes"]
-        self.unplanned_bytes: int = fields["unplanned_bytes"]
-        self.unplanned_is_compiled: bool = fields["unplanned_is_compiled"]
-        self.flops: int = fields["flops"]
-        self.unplanned_flops: int = fields["unplanned_flops"]
-        self.seconds: float | None = fields["seconds"]
-        self.objective: str = fields["objective"]
-        self.stock: str = fields["stock"]
-        self.complete: bool = fields["complete"]
-        self.is_step: bool = fields["is_step"]
-        self.num_devices: int = fields["num_devices"]
-        self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
-        self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
-        self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
-        variant = fields["inner"]
-        self.inner = None if variant is None else InnerGradients(variant)
-        self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
-
     @functools.cached_property
     def _digest(self) -> str:
         # Rows follow from the decisions.
@@ -127,67 +81,11 @@ class Plan(Tabular, Rewriter):
         ]
         return hashlib.sha256(json.dumps(self._fields | {"programs": programs}, sort_keys=True).encode()).hexdigest()
 
-    @functools.cached_property
-    def _programs(self) -> list[dict[str, Any]]:
-        """The fields of the programs, with the rows that print them."""
-        describe, self._describe = self._describe, None  # which holds the equations
-        return self._fields["programs"] if describe is None else describe()
-
-    @functools.cached_property
-    def rows(self) -> tuple[PlanRow, ...]:
-        rows = [PlanRow(**row) for program in self._programs for row in program["rows"]]
-        return tuple(sorted(rows, key=PlanRow.rank))
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return tuple(text for program in self._programs for text in program["groups"])
-
-    @property
-    def loops(self) -> tuple[str, ...]:
-        return tuple(text for program in self._programs for text in program["loops"])
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._digest == other._digest
 
     def __hash__(self) -> int:
         return hash(self._digest)
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Arguments and outputs together; a donated argument and the output in its memory count once."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Arguments, outputs and temporaries of the compiled program."""
-        return self.fixed_bytes + self.temp_bytes
-
-    @property
-    def unplanned_total_bytes(self) -> int:
-        """`total_bytes` of the baseline."""
-        return self.fixed_bytes + self.unplanned_bytes
-
-    @property
-    def extra_flops(self) -> float:
-        """Added operations relative to the baseline."""
-        return (self.flops - self.unplanned_flops) / max(self.unplanned_flops, 1)
-
-    @functools.cached_property
-    def lower_bound(self) -> LowerBound:
-        """The least memory and the least operations of any schedule of this program; computed when it is first read."""
-        if self._bound is None:
-            return LowerBound.from_json(self._stored_bound)
-        bound, self._bound = self._bound(self.unplanned_flops), None
-        return bound
-
-    def bounds(self) -> tuple[int, float]:
-        """The least temporary bytes at the operations of this plan, and the least added operations at its temporary bytes."""
-        bound = self.lower_bound
-        found = bound.bytes_at(self.extra_flops), bound.operations_at(self.temp_bytes)
-        if self._keep_bound is not None:
-            keep, self._keep_bound = self._keep_bound, None
-            keep(bound.records())
-        return found
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -308,29 +206,6 @@ class Plan(Tabular, Rewriter):
         return cls(fields)
 
     # -- show ------------------------------------------------------------------------------------------------------
-
-    def curve(self) -> list[tuple[int, float]]:
-        """The model's trade-off: points (predicted bytes, added operations relative to the baseline).
-
-        Each is the best choice of the model for its bytes. Fewer bytes never cost less.
-        """
-        return [(int(b), float(x)) for b, x in self._fields["curve"]]
-
-    def measured(self) -> list[tuple[str, int, float]]:
-        """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as in `curve`."""
-        return [(str(n), int(b), float(x)) for n, b, x in self._fields["measured"]]
-
-    def stock_policies(self) -> list[tuple[str, int, float, bool]]:
-        """What the stock policies would take: name, temporary bytes, added operations as in `curve`, and whether both are predicted.
-
-        They are measured where the search compiled the policy, and else by the model.
-        """
-        rows = self._fields.get("stock_policies", ())
-        return [(str(n), int(b), float(x), bool(is_predicted)) for n, b, x, is_predicted in rows]
-
-    def timed(self) -> list[tuple[str, int, float]]:
-        """The programs whose times were compared (``objective="time"``): name, temporary bytes, and `seconds`."""
-        return [(str(n), int(b), float(s)) for n, b, s in self._fields.get("timed", ())]
 
     def plot(self, path: str | os.PathLike | None = None) -> Any:
         """Draw added operations over memory: the curve, the compiled programs, the budget. Needs matplotlib.

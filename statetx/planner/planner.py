@@ -25,8 +25,10 @@ from ._capture import Captured, variants
 from ._clock import read_time_limit
 from ._decision import are_decisions_for
 from ._fields import OBJECTIVES, OPTIONS, PLAN
+from ._fingerprint import full_fingerprint
 from ._inner import PLAIN
-from ._record import bytes_of, described, fields_of, full_fingerprint, shown_fields, unplanned_fields
+from ._record import bytes_of, fields_of, shown_fields, unplanned_fields
+from ._show import described
 from ._spinner import spinner
 from ._stored import read_formats
 from ._timing import Timer, refuse_unknown_times

@@ -1,0 +1,175 @@
+"""What a plan takes and costs: its attributes, from the fields of its record."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .._errors import PlanError
+from ._bound import LowerBound
+from ._fields import PLAN
+from ._inner import InnerGradients
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """The decision for a value.
+
+    Attributes:
+        value: its name, or else the operation that computes it; and its type.
+        owner: the line that computes it, and the function of that line.
+        times: number of such values in the program: one for each equal part and each step of a loop.
+        bytes: size of one of them.
+        decision: "keep", "recompute", "offload", "keep as bits" (or another format), or "unchanged" in parts that are not
+            rematerialized.
+        price: cost of computing one of them from its operands, in operations or seconds.
+    """
+
+    value: str
+    owner: str
+    times: int
+    bytes: int
+    decision: str
+    price: float
+
+    def rank(self) -> tuple[Any, ...]:
+        """The order in which rows are listed: saved values first, the largest first."""
+        is_saved = self.decision not in ("recompute", "unchanged")
+        return (not is_saved, -self.bytes * self.times, -self.price)
+
+
+class Result:
+    """The attributes of `Plan`.
+
+    Args:
+        fields: of the record.
+        bound: of the baseline's operations; None if it is among the fields.
+        describe: the fields of the programs with the rows and lines that only printing needs; None if they have them.
+        keep_bound: stores the bounds once they are printed.
+    """
+
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        bound: Callable[[float], LowerBound] | None = None,
+        describe: Callable[[], list[dict[str, Any]]] | None = None,
+        keep_bound: Callable[[list[Any]], None] | None = None,
+    ):
+        try:
+            PLAN(fields, "")
+        except ValueError as e:
+            raise PlanError(
+                f"Plan: its fields are not those of a plan: {e}.\nFix: make it by statetx.plan(fun, *args, budget=...), or read "
+                f"it by Plan.load(path)."
+            ) from e
+        self._bound = bound  # of the baseline's operations
+        self._describe = describe  # the fields of the programs with their rows, which only printing needs
+        self._keep_bound = keep_bound  # stores what printing computes
+        self._stored_bound = fields.get("lower_bound", ())
+        self._fields = fields = {key: value for key, value in fields.items() if key != "lower_bound"}
+        self.name: str = fields["name"]
+        self.of: str = fields["of"]
+        self.budget_bytes: int = fields["budget_bytes"]
+        self.argument_bytes: int = fields["argument_bytes"]
+        self.output_bytes: int = fields["output_bytes"]
+        self.alias_bytes: int = fields["alias_bytes"]
+        self.temp_bytes: int = fields["temp_bytes"]
+        self.predicted_bytes: int = fields["predicted_bytes"]
+        self.initial_prediction_bytes: int = fields["foretold_bytes"]
+        self.unplanned_bytes: int = fields["unplanned_bytes"]
+        self.unplanned_is_compiled: bool = fields["unplanned_is_compiled"]
+        self.flops: int = fields["flops"]
+        self.unplanned_flops: int = fields["unplanned_flops"]
+        self.seconds: float | None = fields["seconds"]
+        self.objective: str = fields["objective"]
+        self.stock: str = fields["stock"]
+        self.complete: bool = fields["complete"]
+        self.is_step: bool = fields["is_step"]
+        self.num_devices: int = fields["num_devices"]
+        self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
+        self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
+        self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
+        variant = fields["inner"]
+        self.inner = None if variant is None else InnerGradients(variant)
+        self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
+
+    @functools.cached_property
+    def _programs(self) -> list[dict[str, Any]]:
+        """The fields of the programs, with the rows that print them."""
+        describe, self._describe = self._describe, None  # which holds the equations
+        return self._fields["programs"] if describe is None else describe()
+
+    @functools.cached_property
+    def rows(self) -> tuple[PlanRow, ...]:
+        rows = [PlanRow(**row) for program in self._programs for row in program["rows"]]
+        return tuple(sorted(rows, key=PlanRow.rank))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(text for program in self._programs for text in program["groups"])
+
+    @property
+    def loops(self) -> tuple[str, ...]:
+        return tuple(text for program in self._programs for text in program["loops"])
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments and outputs together; a donated argument and the output in its memory count once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Arguments, outputs and temporaries of the compiled program."""
+        return self.fixed_bytes + self.temp_bytes
+
+    @property
+    def unplanned_total_bytes(self) -> int:
+        """`total_bytes` of the baseline."""
+        return self.fixed_bytes + self.unplanned_bytes
+
+    @property
+    def extra_flops(self) -> float:
+        """Added operations relative to the baseline."""
+        return (self.flops - self.unplanned_flops) / max(self.unplanned_flops, 1)
+
+    @functools.cached_property
+    def lower_bound(self) -> LowerBound:
+        """The least memory and the least operations of any schedule of this program; computed when it is first read."""
+        if self._bound is None:
+            return LowerBound.from_json(self._stored_bound)
+        bound, self._bound = self._bound(self.unplanned_flops), None
+        return bound
+
+    def bounds(self) -> tuple[int, float]:
+        """The least temporary bytes at the operations of this plan, and the least added operations at its temporary bytes."""
+        bound = self.lower_bound
+        found = bound.bytes_at(self.extra_flops), bound.operations_at(self.temp_bytes)
+        if self._keep_bound is not None:
+            keep, self._keep_bound = self._keep_bound, None
+            keep(bound.records())
+        return found
+
+    def curve(self) -> list[tuple[int, float]]:
+        """The model's trade-off: points (predicted bytes, added operations relative to the baseline).
+
+        Each is the best choice of the model for its bytes. Fewer bytes never cost less.
+        """
+        return [(int(b), float(x)) for b, x in self._fields["curve"]]
+
+    def measured(self) -> list[tuple[str, int, float]]:
+        """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as in `curve`."""
+        return [(str(n), int(b), float(x)) for n, b, x in self._fields["measured"]]
+
+    def stock_policies(self) -> list[tuple[str, int, float, bool]]:
+        """What the stock policies would take: name, temporary bytes, added operations as in `curve`, and whether both are predicted.
+
+        They are measured where the search compiled the policy, and else by the model.
+        """
+        rows = self._fields.get("stock_policies", ())
+        return [(str(n), int(b), float(x), bool(is_predicted)) for n, b, x, is_predicted in rows]
+
+    def timed(self) -> list[tuple[str, int, float]]:
+        """The programs whose times were compared (``objective="time"``): name, temporary bytes, and `seconds`."""
+        return [(str(n), int(b), float(s)) for n, b, s in self._fields.get("timed", ())]
