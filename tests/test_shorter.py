@@ -1,6 +1,7 @@
 """Long programs: the baseline's memory from short versions of it."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -12,10 +13,11 @@ from scipy.signal import find_peaks
 
 import statetx
 from statetx._equations.compiled import Cost
-from statetx.planner import Planner, _parts, _search, _shorter
+from statetx.planner import Planner, _parts, _shorter
 from statetx.planner._bracket import Bracket
 from statetx.planner._capture import capture
 from statetx.planner._cuts import _minima
+from statetx.planner._effort import LONG
 
 LAYERS = 14
 X = jnp.ones((64, 16))
@@ -106,7 +108,7 @@ def test_candidates_of_a_long_program_aim_lower_until_one_fits(long, monkeypatch
     budget = search.candidates.measure(*nothing.choice).temp_bytes - 1
     bracket = Bracket(search.lattice.families[0])
     target = search._target(budget, bracket)
-    monkeypatch.setattr(_search, "_LOWER", 1.0)
+    monkeypatch.setattr(search, "effort", dataclasses.replace(LONG, lower=1.0))
     assert target < search._target(budget, bracket)
 
 

@@ -18,6 +18,7 @@ from ._bracket import Bracket, Proposal
 from ._candidate import Candidate, Candidates, predicted_bytes, with_gradient
 from ._choice import HOLDS, Family, cost_of, kind_of, with_inputs_first
 from ._clock import TimeLeft
+from ._effort import LONG, SHORT
 from ._groups import Groups
 from ._lattice import Lattice
 from ._layout import Layout
@@ -32,32 +33,19 @@ _PATIENCE = 2.0  # times the time limit, at most, until a first candidate keeps 
 _LARGE = 5  # times what is negligible: a cost at which a marked program is also searched as if it were not
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MORE_TRIES = 3  # after each candidate that is cheaper than those before
-_MAX_PROBES = 3  # of them, for each family
-_PERSISTENCE = 3  # so many times as many tries and probes as long as no candidate keeps the budget
+_MAX_PROBES = 9  # of them, for each family, as long as no candidate keeps the budget
+_PERSISTENCE = 3  # so many times as many tries as long as no candidate keeps the budget
 _HOPELESS = 1.3  # of the budget: if the smallest of as many candidates takes more, the search ends
 _MAX_PROBE_STEPS = 24  # of 2%
 _MAX_SKIPS, _SKIP = 24, 1.02  # past choices that cost too much
 _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
-# A stock policy whose predicted memory is above this multiple of the budget is not compiled: wide, since a prediction may err.
-_FAR_ABOVE_BUDGET = 2.0
-
-# A gain below this part of the forward pass is not worth a compilation: about a thousandth of the program with its gradient.
-_NEGLIGIBLE = 3e-3
-_SMALL_GAIN = 0.25  # of that, near the best candidate
-_NEGLIGIBLE_OF_LONG = 6e-3  # the compilation takes more than linear time
+_SMALL_GAIN = 0.25  # of what is negligible, near the best candidate
 _EXPENSIVE = 0.25  # of the baseline's cost: a plan that adds more is made cheaper even when the time is up
 
 _CLEARLY_SMALLER = 0.98  # of the memory in the usual order of inputs: the other order is worth a search
 
 _NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
-
-# The same for long programs: a candidate that takes this part of the budget is not made cheaper within its family, and a stock policy
-# is compiled only up to this multiple of the budget.
-_FULL = 0.98
-_ABOVE_BUDGET = 1.2
-_CLEARLY_ABOVE = 1.05  # of the budget: a choice that is predicted to take more is not compiled
-_LOWER = 0.97  # of the budget: what each further candidate aims at, until one keeps it
 
 
 class Search:
@@ -80,6 +68,7 @@ class Search:
     Attributes:
         lattice: the regions, and the choice among them.
         baseline: the program without rematerialization.
+        effort: how much is compiled.
         candidates: what is compiled.
         lacks_regions: whether the time ended the analysis.
     """
@@ -121,9 +110,8 @@ class Search:
         report_candidate = lambda text: report(text + self._best_so_far())  # noqa: E731
         self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
         self._forward_cost = sum(map(flops, program.jaxpr.eqns))
-        self._is_long = is_long(program)
-        self._far_above = _FAR_ABOVE_BUDGET ** (1 if self._is_long else 2)  # of a budget: what the baseline may take
-        self._negligible = (_NEGLIGIBLE_OF_LONG if self._is_long else _NEGLIGIBLE) * self._forward_cost
+        self.effort = LONG if is_long(program) else SHORT
+        self._negligible = self.effort.negligible * self._forward_cost
 
     def is_late(self) -> bool:
         """Whether the time is up: more of it, as long as no candidate keeps the budget, but one may."""
@@ -153,7 +141,7 @@ class Search:
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= _NEARLY * budget:
                 self.candidates.confirm_baseline()
-        elif self.baseline.is_started or self.candidates.baseline_peak <= self._far_above * budget:
+        elif self.baseline.is_started or self.candidates.baseline_peak <= self.effort.unplanned_above * budget:
             self.candidates.compile_baseline()
             budget = self._budget = budget_of()
             if self.candidates.baseline_bytes() <= budget:
@@ -162,10 +150,10 @@ class Search:
         budget = self._bisect_together(self.lattice.families, budget_of, _MAX_TRIES)
         self._refine(budget)
         # XLA may use less memory for regions that end elsewhere than the user's functions, though the model says more.
-        if self.lattice.unmarked_family is not None and not self._is_long and self._may_improve(budget):
+        if self.lattice.unmarked_family is not None and self._may_improve(budget):
             budget = self._bisect_together([self.lattice.unmarked_family], budget_of, _MORE_TRIES)
             self._refine(budget)
-        if not self._is_long and self._may_improve(budget):
+        if self._may_improve(budget):
             budget = self._try_inputs_first(budget, budget_of)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
         for family in self.lattice.families:
@@ -210,8 +198,8 @@ class Search:
         return budget
 
     def _refine(self, budget: int) -> None:
-        """Try choices that are a little cheaper than the best, and take little more memory: the bisection passes over them."""
-        for _ in range(0 if self._is_long else _MORE_TRIES):
+        """Try choices that are a little cheaper than the best, and take little more memory."""
+        for _ in range(self.effort.num_refinements):
             best = self.candidates.best(budget)
             if best is None or best.name == BASELINE:
                 return
@@ -257,14 +245,14 @@ class Search:
 
     def _may_improve(self, budget: int) -> bool:
         """Whether another search is worth its compilations, and there is time for it."""
-        if self.is_late():
+        if not self.effort.is_thorough or self.is_late():
             return False
         best = self.candidates.best(budget)
         return self._may_find(budget) if best is None else best.added_cost > _LARGE * self._negligible
 
     def _measure_last(self, budget: int) -> None:
         """Compile what takes no time to find: no remat and remat on the blocks; or a cheaper plan, if the best is expensive."""
-        if not self.candidates and not self._is_long:
+        if not self.candidates and self.effort.is_thorough:
             self.candidates.compile_baseline()
         best = self.candidates.best(budget)
         if best is None:
@@ -284,7 +272,7 @@ class Search:
     def _bisect(self, bracket: Bracket, budget: int) -> Proposal | None:
         """A choice between one that keeps the budget and one that does not."""
         best, family = self.candidates.best(budget), bracket.family
-        if self._is_long and best is not None and self._family_of(best) is family and best.temp_bytes >= _FULL * budget:
+        if best is not None and best.temp_bytes >= self.effort.full * budget and self._family_of(best) is family:
             return None
 
         # By the model no choice below `high` costs less than the cheapest at `high`; half a percent of memory is not worth a compilation.
@@ -320,7 +308,7 @@ class Search:
             choice = None if target is None else cheapest_choice(family, target, self.is_late)
             if choice is None or self.candidates.has(*choice):
                 return None
-        if self._is_long and best is not None and best.added_cost - cost_of(choice) <= self._negligible:
+        if best is not None and best.added_cost - cost_of(choice) <= self.effort.least_gain * self._negligible:
             return None
         return Proposal(bracket, target, choice)
 
@@ -330,8 +318,7 @@ class Search:
         XLA's memory is not monotone in the model's: choices of nearly equal peaks differ by several percent.
         """
         family, best = bracket.family, self.candidates.best(budget)
-        most = _MAX_PROBES * (_PERSISTENCE if best is None else 1)
-        if bracket.num_probes >= most or (self._is_long and best is not None):
+        if bracket.num_probes >= (_MAX_PROBES if best is None else self.effort.num_probes):
             return None
         if best is None:
             choice, limit, enough = lowest_peak_choice(family, self.is_late), family.least_peak(), float("inf")
@@ -362,7 +349,7 @@ class Search:
     def smallest_bytes(self) -> int:
         """The least temporary bytes reached. A small program may take the least without rematerialization."""
         least = self.candidates.smallest().temp_bytes
-        if not self._is_long and self.candidates.unplanned_bytes <= _FAR_ABOVE_BUDGET**2 * least:
+        if self.effort.is_thorough and self.candidates.unplanned_bytes <= self.effort.unplanned_above * least:
             least = min(least, self.candidates.baseline_bytes())
         return least
 
@@ -444,20 +431,20 @@ class Search:
 
     def stock_candidates(self, budget: int) -> list[Candidate]:
         """The stock policies, compiled unless they are predicted far above a budget."""
-        return compiled_within(self._stock, self.candidates, _FAR_ABOVE_BUDGET * budget, self.is_late)
+        return compiled_within(self._stock, self.candidates, SHORT.stock_above * budget, self.is_late)
 
     def _try_stock(self, budget: int) -> None:
         """Compile the stock policies that may be cheaper than the best candidate, or all if there is none."""
-        most = _ABOVE_BUDGET if self._is_long else _FAR_ABOVE_BUDGET
-        compile_cheaper(self._stock, self.candidates, budget, most * budget, self._negligible, self.is_late)
+        most = self.effort.stock_above * budget
+        compile_cheaper(self._stock, self.candidates, budget, most, self._negligible, self.is_late)
 
     # -- the corrected model ---------------------------------------------------------------------------------------
 
     def _target(self, budget: int, bracket: Bracket) -> float:
         """The limit of the model at which the prediction for a family meets the budget."""
         low, high = bracket.low, bracket.high
-        if self._is_long and self.candidates.best(budget) is None:
-            budget = int(budget * _LOWER ** sum(c.name != BASELINE for c in self.candidates))
+        if self.candidates.best(budget) is None:
+            budget = int(budget * self.effort.lower ** sum(c.name != BASELINE for c in self.candidates))
         candidates = self._guides(bracket)
 
         # `predicted_bytes` is monotone, so bisection applies. Without an upper limit, four times the largest number known stands for it.
@@ -471,8 +458,8 @@ class Search:
         return bottom
 
     def _is_too_much(self, target: float, bracket: Bracket, budget: int) -> bool:
-        """Whether a long program is predicted to take clearly more than a budget at a limit of the model."""
-        return self._is_long and predicted_bytes(target, self._guides(bracket)) > _CLEARLY_ABOVE * budget
+        """Whether a choice at a limit of the model is predicted to take clearly more than a budget."""
+        return predicted_bytes(target, self._guides(bracket)) > self.effort.clearly_above * budget
 
     def _guides(self, bracket: Bracket) -> list[Candidate]:
         """The candidates whose memory predicts that of others in a family: those in it, or else all."""
