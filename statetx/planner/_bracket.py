@@ -42,6 +42,12 @@ class Proposal(NamedTuple):
         return sum(option.cost for option in self.choice[1])
 
 
+def clear_of_ends(target: float, low: float, high: float) -> float:
+    """A target within an interval, so far from both ends that each try shortens the interval by a tenth or more."""
+    margin = 0.1 * (high - low)
+    return min(max(target, low + margin), high - margin)
+
+
 def interpolate(points: Sequence[tuple[float, float]], peak: float) -> float:
     """Predict the bytes for a peak of the model from points (peak, measured bytes), in ascending order."""
     # Piecewise linear, and proportional beyond both ends; a higher peak is never predicted to take less memory.

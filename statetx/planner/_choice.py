@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ._largest import bisected
 from ._layout import Layout, Region
 from ._option import Option
+from ._pareto import front
 from ._paths import Paths, bins_of
 
 _MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
@@ -107,10 +109,7 @@ class Family:
         low, high = 0, 1
         while not self._fits(high):
             low, high = high, 2 * high
-        while high - low > max(1, high // 10_000):
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(middle) else (middle, high)
-        return high
+        return bisected(lambda limit: not self._fits(limit), low, high, lambda high: max(1, high // 10_000))[1]
 
     def _fits(self, limit: float) -> bool:
         # Greedy is exact here: fewer bytes at a node leave more room for every later region.
@@ -188,14 +187,12 @@ class Family:
 
 def _front(bytes: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """The Pareto front: by ascending cost, the rows with fewer bytes than every cheaper one."""
-    # Most rows have more bytes than a row of a lower interval of costs: the rest is sorted.
+    # Most rows have more bytes than a row of a lower interval of costs.
     bins = bins_of(costs, _NUM_BINS)
     least = np.full(_NUM_BINS + 2, np.inf)
     np.minimum.at(least, bins + 1, bytes)
     rows = np.flatnonzero(bytes < np.minimum.accumulate(least)[bins])
-    order = rows[np.lexsort((bytes[rows], costs[rows]))]
-    ordered = bytes[order]
-    return order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])]
+    return rows[front(costs[rows], bytes[rows])]
 
 
 def _paths_of(region: Region, is_uniform: bool = False) -> Paths:

@@ -24,6 +24,7 @@ from .._remat import mark
 from .._remat.atoms import Marks
 from ._copies import instead_of_constant
 from ._option import Option
+from ._pareto import undominated
 from ._values import Address, labels_of, renumbered
 
 _NUM_SPLITS = 32  # of a long loop: where the second group may begin
@@ -239,11 +240,7 @@ def _sampled(nested: Sequence[Option]) -> list[Option]:
     for o in nested:
         if o.saved not in least or o.total_bytes < least[o.saved].total_bytes:
             least[o.saved] = o
-    front: list[Option] = []
-    for o in sorted(least.values(), key=lambda o: (o.cost, o.total_bytes)):
-        if all(o.total_bytes < p.total_bytes for p in front):
-            front.append(o)
-    return front[:_MAX_NESTED]
+    return undominated([*least.values()], lambda o: o.cost, lambda o: o.total_bytes)[:_MAX_NESTED]
 
 
 def _neighbors(options: Sequence[Option]) -> Iterator[tuple[Option, Option]]:

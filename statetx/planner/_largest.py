@@ -54,7 +54,8 @@ def largest(
         low, high = (guess, high) if tried[guess] <= budget else (low, guess)
         num_slow = num_slow + 1 if 2 * (high - low) > before and high <= limit else 0
 
-        guess = _last_below(_crossing(points, budget, low, high), size, low, min(high, _MAX_GROWTH * max(tried) + 1))
+        guess = _crossing(points, budget, low, high)
+        guess, _ = bisected(lambda i, at=guess: size(i) <= at, low, min(high, _MAX_GROWTH * max(tried) + 1))
         if low < guess < high - 1:
             stride = 1
         else:
@@ -77,9 +78,11 @@ def _crossing(points: dict[int, tuple[float, int]], budget: int, low: int, high:
     return 2 * points[max(points)][0]
 
 
-def _last_below(target: float, size: Callable[[int], float], low: int, high: int) -> int:
-    """The last index from `low` to `high` - 1 whose size is at most `target`; sizes rise with the index."""
-    while high - low > 1:
+def bisected(
+    is_low: Callable[[int], bool], low: int, high: int, close: Callable[[int], int] = lambda high: 1
+) -> tuple[int, int]:
+    """The last number that is low and the first that is not, from `low` and `high` on; nearby ones if it ends when they are close."""
+    while high - low > close(high):
         middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) <= target else (low, middle)
-    return low
+        low, high = (middle, high) if is_low(middle) else (low, middle)
+    return low, high

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from .._loops.strategy import Strategy
 from .._remat.stored import StoredType
+from ._pareto import undominated
 from ._values import Address, renumbered
 
 Interval = tuple[int, int]
@@ -83,9 +84,4 @@ class Option(NamedTuple):
 
 def pareto_front(options: Sequence[Option]) -> list[Option]:
     """The options that no other dominates in cost, saved bytes and backward bytes, the cheapest first."""
-    # In this order each option costs at least as much as those in `front`, so bytes alone decide whether one dominates it.
-    front: list[Option] = []
-    for option in sorted(dict.fromkeys(options), key=lambda o: (o.cost, o.saved_bytes, o.backward_bytes)):
-        if not any(o.saved_bytes <= option.saved_bytes and o.backward_bytes <= option.backward_bytes for o in front):
-            front.append(option)
-    return front
+    return undominated(options, lambda o: o.cost, lambda o: o.saved_bytes, lambda o: o.backward_bytes)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ._option import Option
+from ._pareto import front
 
 _MAX_ROWS = 256  # of a composed table: two of these have 65,536 pairs
-_BLOCK = 64  # rows
 _NUM_BINS = 40  # by bytes, and by peak, of a table that is sampled
 
 Steps = list[tuple[int, Option]]
@@ -74,8 +74,7 @@ class Paths:
 def _front(bytes: np.ndarray, peaks: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """The rows that no other dominates, by ascending cost; of too many a sample, with the least of each number."""
     rows = np.arange(len(costs)) if len(costs) <= 4 * _MAX_ROWS else _sample(bytes, peaks, costs)
-    order = rows[np.lexsort((peaks[rows], bytes[rows], costs[rows]))]
-    order = order[_undominated(bytes[order], peaks[order])]
+    order = rows[front(costs[rows], bytes[rows], peaks[rows])]
     if len(order) > _MAX_ROWS:
         chosen = np.linspace(0, len(order) - 1, _MAX_ROWS - 2).astype(int)
         chosen = np.union1d(chosen, [np.argmin(bytes[order]), np.argmin(peaks[order])])
@@ -92,22 +91,6 @@ def _sample(bytes: np.ndarray, peaks: np.ndarray, costs: np.ndarray) -> np.ndarr
     rows = rows[np.lexsort((peaks[rows], bytes[rows]))]  # of equal costs the least bytes
     _, first = np.unique(bins[rows], return_index=True)
     return np.unique([*rows[first], _least(bytes, peaks, costs), _least(peaks, bytes, costs)])
-
-
-def _undominated(bytes: np.ndarray, peaks: np.ndarray) -> np.ndarray:
-    """The rows for which no earlier one has as few bytes and as low a peak."""
-    # In blocks: those of a block that stay drop most of the rows behind it.
-    kept, rows = [], np.arange(len(bytes))
-    while len(rows):
-        block, rows = rows[:_BLOCK], rows[_BLOCK:]
-        block = block[~np.triu(_dominates(bytes, peaks, block, block), 1).any(0)]
-        kept.append(block)
-        rows = rows[~_dominates(bytes, peaks, block, rows).any(0)]
-    return np.concatenate(kept)
-
-
-def _dominates(bytes: np.ndarray, peaks: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    return (bytes[rows, None] <= bytes[others]) & (peaks[rows, None] <= peaks[others])
 
 
 def _least(values: np.ndarray, *others: np.ndarray) -> int:

@@ -14,7 +14,7 @@ from .._remat.parse import as_policy
 from .._text import format_bytes
 from ..residuals.report import BASELINE
 from ._baseline import Baseline, ProgramOf
-from ._bracket import Bracket, Proposal
+from ._bracket import Bracket, Proposal, clear_of_ends
 from ._candidate import Candidate, Candidates, predicted_bytes, with_gradient
 from ._choice import HOLDS, Family, cost_of, kind_of, with_inputs_first
 from ._clock import TimeLeft
@@ -452,10 +452,7 @@ class Search:
         for _ in range(50):
             middle = (bottom + top) / 2
             bottom, top = (middle, top) if predicted_bytes(middle, candidates) <= budget else (bottom, middle)
-        if high < float("inf"):  # stay clear of both ends, so that each try shortens the interval by a tenth or more
-            margin = 0.1 * (high - low)
-            return min(max(bottom, low + margin), high - margin)
-        return bottom
+        return clear_of_ends(bottom, low, high) if high < float("inf") else bottom
 
     def _is_too_much(self, target: float, bracket: Bracket, budget: int) -> bool:
         """Whether a choice at a limit of the model is predicted to take clearly more than a budget."""

@@ -22,10 +22,12 @@ from .._remat.stored import BITS
 from .._targets import current
 from ..residuals.report import BASELINE
 from ._baseline import ProgramOf
+from ._bracket import clear_of_ends
 from ._candidate import Candidate, predicted_bytes, with_gradient
 from ._capture import Captured, Fixed, Recorded
 from ._clock import TimeLeft
 from ._layout import Waits
+from ._pareto import undominated
 from ._search import Search
 from ._stored import Formats
 
@@ -336,13 +338,9 @@ class Several(Whole):
             if self.is_late() or high - low <= _CLOSE_ENOUGH * limit:
                 break
 
-            # In proportion to what was measured, and clear of both ends, so that each round shortens the interval.
-            limit *= budget / max(choice.temp_bytes, 1)
-            if high < float("inf"):
-                margin = 0.1 * (high - low)
-                limit = min(max(limit, low + margin), high - margin)
-            else:
-                limit = max(limit, low * (1 + _CLOSE_ENOUGH))
+            limit *= budget / max(choice.temp_bytes, 1)  # in proportion to what was measured
+            is_bracketed = high < float("inf")
+            limit = clear_of_ends(limit, low, high) if is_bracketed else max(limit, low * (1 + _CLOSE_ENOUGH))
             if limit < 1:
                 break
         if self.best(temp_bytes()) is None and not self.is_late():
@@ -456,11 +454,8 @@ class Several(Whole):
 
     def curve(self) -> list[tuple[float, float]]:
         """The compiled choices that no other beats in both."""
-        points: list[tuple[float, float]] = []
-        for choice in sorted(self._compiled.values(), key=lambda c: (c.temp_bytes, c.added_cost)):
-            if not points or choice.added_cost / self.total_cost() < points[-1][1]:
-                points.append((choice.temp_bytes, choice.added_cost / self.total_cost()))
-        return points
+        points = [(choice.temp_bytes, choice.added_cost / self.total_cost()) for choice in self._compiled.values()]
+        return undominated(points, lambda point: point[0], lambda point: point[1])
 
 
 def whole_of(captured: Captured, *args: Any, **options: Any) -> Whole:
