@@ -1,9 +1,8 @@
-"""The fields of a plan and of what else the planner stores: the names, types and ranges of a file format.
-
-The names stay as they are ("treatments", "foretold_bytes") where the code has others.
-"""
+"""The fields of a plan and of what else the planner stores: the names, types and ranges of a file format."""
 
 from __future__ import annotations
+
+from typing import Annotated, get_type_hints
 
 from .._loops.strategy import Strategy
 from .._records import Check, decoded_by, either, flag, many, mapping, one_of, optional, real, record, row, text, whole
@@ -13,7 +12,7 @@ from ._budget import STEP, TEMPORARIES
 from ._groups import ADDRESS
 from ._inner import VARIANTS
 
-VERSION = 20
+VERSION = 21
 
 OBJECTIVES = ("flops", "time")
 
@@ -59,33 +58,46 @@ _bound = record(
     {"asked": many(row(one_of("bytes", "operations"), real()))},
 )
 
+_Size = Annotated[int, _size]
+_Predicted = Annotated[int, _predicted]
+_Flag = Annotated[bool, flag]
+
+
+class Attributes:
+    """The fields that `Plan` has as attributes, each with its check."""
+
+    name: Annotated[str, text]
+    of: Annotated[str, one_of(STEP, TEMPORARIES)]
+    budget_bytes: _Size
+    argument_bytes: _Size
+    output_bytes: _Size
+    alias_bytes: _Size
+    temp_bytes: _Size
+    predicted_bytes: _Predicted
+    initial_prediction_bytes: _Predicted
+    unplanned_bytes: _Predicted
+    unplanned_is_compiled: _Flag
+    flops: _Size
+    unplanned_flops: _Size
+    seconds: Annotated[float | None, optional(real(0))]
+    objective: Annotated[str, one_of(*OBJECTIVES)]
+    stock: Annotated[str, text]
+    complete: _Flag
+    is_step: _Flag
+    num_devices: Annotated[int, whole(1)]
+
+
+ATTRIBUTES = {name: hint.__metadata__[0] for name, hint in get_type_hints(Attributes, include_extras=True).items()}
+
 PLAN: Check = record(
     {
+        **ATTRIBUTES,
         "version": one_of(VERSION),
-        "name": text,
-        "objective": one_of(*OBJECTIVES),
-        "is_step": flag,
-        "of": one_of(STEP, TEMPORARIES),
-        "budget_bytes": _size,
-        "argument_bytes": _size,
-        "output_bytes": _size,
-        "alias_bytes": _size,
-        "temp_bytes": _size,
-        "flops": _size,
-        "stock": text,
-        "complete": flag,
-        "seconds": optional(real(0)),
         "ignored": many(text),
         "inner": optional(one_of(*VARIANTS)),
-        "num_devices": whole(1),
         "programs": many(_program, 1),
-        "predicted_bytes": _predicted,
-        "foretold_bytes": _predicted,
         "curve": many(_pair),
         "measured": many(row(text, _size, real())),
-        "unplanned_bytes": _predicted,
-        "unplanned_is_compiled": flag,
-        "unplanned_flops": _size,
     },
     {
         "stock_policies": many(row(text, _predicted, real(), flag)),

@@ -37,4 +37,4 @@ def front(first: np.ndarray, second: np.ndarray, *others: np.ndarray) -> np.ndar
 
 
 def _dominates(criteria: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    return (criteria[:, rows, None] <= criteria[:, None, others]).all(0)
+    return np.logical_and.reduce(criteria[:, rows, None] <= criteria[:, None, others])

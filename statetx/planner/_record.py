@@ -56,7 +56,7 @@ def shown_fields(whole: Whole, choice: Choice) -> dict[str, Any]:
     # `predicted_bytes` is a leave-one-out prediction: the candidate's own measurement does not correct it.
     return {
         "predicted_bytes": int(whole.predict(choice)),
-        "foretold_bytes": int(max(c.predicted_bytes for c in choice.candidates)),
+        "initial_prediction_bytes": int(max(c.predicted_bytes for c in choice.candidates)),
         "curve": whole.curve(),
         "measured": [[c.name, c.temp_bytes, c.added_cost / whole.total_cost()] for c in whole.choices()],
         "stock_policies": [[n, b, c / whole.total_cost(), p] for n, b, c, p in whole.stock_policies()],

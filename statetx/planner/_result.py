@@ -9,7 +9,7 @@ from typing import Any
 
 from .._errors import PlanError
 from ._bound import LowerBound
-from ._fields import PLAN
+from ._fields import ATTRIBUTES, PLAN, Attributes
 from ._inner import InnerGradients
 
 
@@ -40,7 +40,7 @@ class PlanRow:
         return (not is_saved, -self.bytes * self.times, -self.price)
 
 
-class Result:
+class Result(Attributes):
     """The attributes of `Plan`.
 
     Args:
@@ -69,25 +69,7 @@ class Result:
         self._keep_bound = keep_bound  # stores what printing computes
         self._stored_bound = fields.get("lower_bound", ())
         self._fields = fields = {key: value for key, value in fields.items() if key != "lower_bound"}
-        self.name: str = fields["name"]
-        self.of: str = fields["of"]
-        self.budget_bytes: int = fields["budget_bytes"]
-        self.argument_bytes: int = fields["argument_bytes"]
-        self.output_bytes: int = fields["output_bytes"]
-        self.alias_bytes: int = fields["alias_bytes"]
-        self.temp_bytes: int = fields["temp_bytes"]
-        self.predicted_bytes: int = fields["predicted_bytes"]
-        self.initial_prediction_bytes: int = fields["foretold_bytes"]
-        self.unplanned_bytes: int = fields["unplanned_bytes"]
-        self.unplanned_is_compiled: bool = fields["unplanned_is_compiled"]
-        self.flops: int = fields["flops"]
-        self.unplanned_flops: int = fields["unplanned_flops"]
-        self.seconds: float | None = fields["seconds"]
-        self.objective: str = fields["objective"]
-        self.stock: str = fields["stock"]
-        self.complete: bool = fields["complete"]
-        self.is_step: bool = fields["is_step"]
-        self.num_devices: int = fields["num_devices"]
+        vars(self).update((name, fields[name]) for name in ATTRIBUTES)
         self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
         self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
         self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
