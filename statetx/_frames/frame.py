@@ -196,9 +196,8 @@ class Frame:
         """Store the value that the body sees: from `on_read`, or a copy of a container."""
         state, kind = access.state, access.kind
         value_before = value_in_body = kind.get(state)
-        if (
-            self.on_read is not None and not writing and not kind.is_invalidated(state)
-        ):  # one without a value can only be written
+        # A state without a value can only be written.
+        if self.on_read is not None and not writing and not kind.is_invalidated(state):
             value_in_body = self.on_read(state, kind, value_before)
         if not is_leaf(value_in_body) or _is_writable(value_in_body):
             # The body may change the container in place, and the old value must survive that. States that hold the same container share
