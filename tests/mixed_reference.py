@@ -80,7 +80,8 @@ class Reference:
             raise
 
     def _refuse_created(self, start: int) -> None:
-        if any(True for _ in self._live(start)):
+        # One without a value, which a call that raised has left, is harmless.
+        if any(cell._value is not DEAD for cell in self._live(start)):
             raise CreatedStateError("a cell outlived the body of a loop or branch")
 
     # -- transforms that are the call itself --
