@@ -1033,3 +1033,25 @@ def test_gradient_of_brainstate_takes_states_of_its_own():
     w = statetx.State(jnp.ones(3))
     with pytest.raises(TypeError, match="grad_states must be State"):
         brainstate.transform.grad(lambda: (w.value**2).sum(), grad_states={"w": w})()
+
+
+@pytest.mark.parametrize("make", [statetx.Param, brainstate.ParamState])
+def test_number_assigned_in_a_branch_of_brainstate_under_eager_remat_is_a_write_of_this_thread(make):
+    state = make(0.5)
+
+    @statetx.remat
+    def f(x):
+        before = state.value
+
+        def assign(x):
+            state.value = 0.25  # no tracer: brainstate gives the old value back when it has staged the branch
+            return x + state.value
+
+        def keep(x):
+            state.value = state.value * 1.0
+            return x
+
+        return brainstate.transform.cond(x > 0, assign, keep, x) + before
+
+    assert f(jnp.float32(1.0)) == 1.75 and state.value == 0.25
+    assert f(jnp.float32(-1.0)) == -0.75 and state.value == 0.25

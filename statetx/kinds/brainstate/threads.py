@@ -66,7 +66,10 @@ def install() -> None:
         )  # None: the state was made under this stack
         if isinstance(innermost, Observer) and innermost.frame.is_undo:
             state, kind = (self.native, NATIVE) if isinstance(self, View) else (self, innermost.kind)
-            innermost.frame.touch(state, kind, writing=True)  # brainstate reports it as a read
+            access = innermost.frame.accesses.get(id(state))
+            # A transform ends its staging by giving back what the call has read. Any other value is a write, which brainstate reports as a read.
+            if access is None or value is not access.value_in_body:
+                innermost.frame.touch(state, kind, writing=True)
         restore_value(self, value)
 
     reason = "A state that a call in another thread owns is not read or written: `ForeignStateError` instead of a lost update."
