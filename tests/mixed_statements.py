@@ -298,7 +298,7 @@ class Statements:
             case "int" | "count" | "half":
                 return [Write(cell, own(f"{{cell}} + {self.pick((1, 2))}"))]
             case "flag":
-                return [Write(cell, self.pick((own("{0} > 0.0765", e()), own("~{cell}"))))]
+                return [Write(cell, self.pick((own("{0} > 0.0765", e()), own("jnp.logical_not({cell})"))))]
             case "key":
                 return [Write(cell, own("jax.random.split({cell})[0]"))]
             case "mode" if drifts:
