@@ -27,7 +27,7 @@ import corpus
 import statetx
 from statetx import _jax
 from statetx._equations.compiled import memory_analysis_options
-from statetx.memory import _lifetimes, _names, measure
+from statetx.memory import _lifetimes, _names, _scopes, measure
 from statetx.memory._assemble import Assembly, Inputs
 
 X = jax.ShapeDtypeStruct((512, 64), jnp.float32)
@@ -338,6 +338,25 @@ def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(kind):
     change = next(c for c in profile.changes if c.action == "remat")
     assert change.text == f"Rematerialize {kind.__name__}.__call__ (6 calls) with @statetx.remat."
     assert change.saved_bytes == pytest.approx(profile.peak_bytes - changed.peak_bytes, rel=0.25)
+
+
+def test_interrupt_while_a_call_is_numbered_leaves_no_scope_behind(monkeypatch):
+    answers = iter([True])  # then an interrupt
+
+    def is_users(code):
+        for answer in answers:
+            return answer
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_scopes, "_is_users", is_users)
+
+    def outer(x):
+        return (lambda: x)()
+
+    with pytest.raises(KeyboardInterrupt), _scopes.numbered_calls():
+        outer(1.0)
+    assert sys.getprofile() is None
+    assert not str(jax.make_jaxpr(jnp.sin)(1.0).eqns[0].source_info.name_stack)
 
 
 @pytest.mark.parametrize("num", [2, 4])
