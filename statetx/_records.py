@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from ._text import brief
 
@@ -192,6 +192,12 @@ def decoded_by(decode: Callable[[Any], Any]) -> Check:
             raise ValueError(f"{at}: {e.args[0]}") from e
 
     return check
+
+
+def metadata(cls: type) -> dict[str, Any]:
+    """What the attributes of a class are annotated with, by name; those without are left out."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
 def _refuse(x: Any, at: str, what: str) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from statetx import _jax
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
-from statetx.planner import _decision, _layout, _parts
+from statetx.planner import _layout, _parts
 from statetx.planner._candidate import with_gradient
 from statetx.planner._choice import COPIES, HOLDS, cost_of
 from statetx.planner._copies import Copies
@@ -100,8 +100,8 @@ def test_copies_take_less_memory_and_compute_the_same():
 
 def test_a_decision_to_copy_is_stored():
     option = Option(frozenset({(2, 0)}), 0, 0, 0.0, copies=True)
-    assert _decision.option_of(_decision.to_json(option)).copies
-    assert not _decision.option_of(_decision.to_json(option._replace(copies=False))).copies
+    assert Option.from_json(option.to_json()).copies
+    assert not Option.from_json(option._replace(copies=False).to_json()).copies
 
 
 def test_paths_that_copy_are_cheaper_by_the_model():

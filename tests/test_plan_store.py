@@ -319,7 +319,7 @@ def damaged_plan():
     planner = Planner(masked, WS, X, argnums=0, of="temporaries")
     plan = planner.plan(0.6)
     decisions = [d for program in plan._fields["programs"] for d in program["treatments"]]
-    assert any(d["loop"] for d in decisions) and any(d["kept"] for d in decisions)
+    assert any(d["loop"] for d in decisions) and any(d["saved"] for d in decisions)
     fields = json.loads(json.dumps(plan._fields | {"lower_bound": plan.lower_bound.to_json()}))
     return planner, statetx.planner._budget.Budget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
 
@@ -352,10 +352,10 @@ NOT_THERE = {
     "fewer parts": lambda program, region, loop: program["parts"].pop(),
     "order": lambda program, region, loop: program.update(order=[[FAR, [], 0, 0]]),
     "last_input": lambda program, region, loop: program.update(last_input=FAR),
-    "kept": lambda program, region, loop: region["kept"].append([FAR, 0]),
-    "offloaded": lambda program, region, loop: region["offloaded"].append(region["kept"].pop()),
-    "stored_inputs": lambda program, region, loop: region["stored_inputs"].append([FAR, "bits"]),
-    "inner": lambda program, region, loop: region.update(kept=[], inner=[[0, FAR]]),
+    "saved": lambda program, region, loop: region["saved"].append([FAR, 0]),
+    "offloaded": lambda program, region, loop: region["offloaded"].append(region["saved"].pop()),
+    "inputs": lambda program, region, loop: region["inputs"].append([FAR, "bits"]),
+    "inner": lambda program, region, loop: region.update(saved=[], inner=[[0, FAR]]),
     "loop of a region": lambda program, region, loop: region.update(loop=["Slots", 2, 1]),
     "length": lambda program, region, loop: loop.update(loop=["Lengths", "turn", 7]),
     "groups": lambda program, region, loop: loop.update(loop=["Groups", [], [3, None, 0, "turn"]]),
@@ -371,7 +371,7 @@ def test_entry_that_decides_about_what_is_not_there_is_a_miss(damaged_plan, chan
     changed = json.loads(json.dumps(fields))
     (program,) = changed["programs"]
     decisions = program["treatments"]
-    region = next(d for d in decisions if d["kept"] and not d["loop"])
+    region = next(d for d in decisions if d["saved"] and not d["loop"])
     change(program, region, next(d for d in decisions if d["loop"]))
     PLAN(changed, "")
     assert planner._is_for_program(fields, budget) and not planner._is_for_program(changed, budget)
@@ -381,10 +381,10 @@ def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
     """A valid decision for values that are not 0 or 1 would change the gradient."""
     planner, budget, fields, _ = damaged_plan
     changed = json.loads(json.dumps(fields))
-    decision = next(d for d in changed["programs"][0]["treatments"] if d["kept"])
+    decision = next(d for d in changed["programs"][0]["treatments"] if d["saved"])
     taken = {"int8": [], "bits": []}
     for format, found in taken.items():
-        for address in decision["kept"]:
+        for address in decision["saved"]:
             decision["stored"] = [[*address, format]]
             PLAN(changed, "")
             found.append(planner._is_for_program(changed, budget))

@@ -19,7 +19,7 @@ from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx._loops.strategy import Lengths, Slots
 from statetx._remat.stored import BITS, StoredType
-from statetx.planner import Planner, _decision, _layout, _parts
+from statetx.planner import Planner, _layout, _parts
 from statetx.planner._analysis import Graph
 from statetx.planner._dataflow import Dataflow
 from statetx.planner._fronts import front_of
@@ -444,7 +444,7 @@ def test_a_stored_plan_of_a_loop_stores_the_same(tmp_path):
     assert loaded == plan and loaded.loops == plan.loops
     assert_equal(delayed, loaded.apply(delayed), W, CURRENTS)
     option = Option(None, 0, 0, 0.0, loop=Slots(9), carries=((1, BITS),))
-    assert _decision.option_of(json.loads(json.dumps(_decision.to_json(option)))) == option
+    assert Option.from_json(json.loads(json.dumps(option.to_json()))) == option
 
 
 def test_spikes_in_states_of_brainstate_are_stored_as_bits():
@@ -500,7 +500,7 @@ def test_options_of_a_decision_are_those_that_were_stored():
     option = Option(
         frozenset({(1, 0), (2, 1)}), 0, 0, 0.0, stored=frozenset({((2, 1), StoredType("int8"))}), inputs=((3, BITS),)
     )
-    assert _decision.option_of(json.loads(json.dumps(_decision.to_json(option)))) == option
+    assert Option.from_json(json.loads(json.dumps(option.to_json()))) == option
 
 
 @pytest.mark.slow

@@ -37,10 +37,6 @@ class Proposal(NamedTuple):
     target: float | None
     choice: Choice
 
-    @property
-    def cost(self) -> float:
-        return sum(option.cost for option in self.choice[1])
-
 
 def clear_of_ends(target: float, low: float, high: float) -> float:
     """A target within an interval, so far from both ends that each try shortens the interval by a tenth or more."""

@@ -1,4 +1,4 @@
-"""Decisions in JSON: the options of a plan's parts, written, read, and checked against the program that they are for."""
+"""Stored decisions, checked against the program that they are for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from .. import _jax
 from .._errors import PlanError, PolicyError
 from .._jax import Jaxpr
-from .._loops.strategy import Strategy
 from .._remat.stored import StoredType
 from ._groups import Groups
 from ._option import Option
@@ -17,40 +16,6 @@ from ._parts import Flat, Order, Part
 from ._stored import formats_of_variables
 from ._values import Address, values_of
 from ._whole import Options
-
-
-def to_json(option: Option) -> dict[str, Any]:
-    strategy = option.loop and option.loop.to_json()
-    saved = None if option.saved is None else sorted(map(list, option.saved))
-    return {
-        "kept": saved,
-        "offloaded": sorted(map(list, option.offloaded)),
-        "loop": strategy,
-        "copies": option.copies,
-        "stored": sorted([*address, format.name] for address, format in option.stored),
-        "stored_inputs": [[i, format.name] for i, format in option.inputs],
-        "fenced": option.fenced,
-        "carries": [[n, format.name] for n, format in option.carries],
-        "inputs_first": option.inputs_first,
-        "inner": [list(interval) for interval in option.inner],
-    }
-
-
-def option_of(decision: dict[str, Any]) -> Option:
-    """The option of a stored decision, without bytes and cost."""
-    # Rewriting needs the decision only; bytes and cost belong to the search that is over.
-    loop = decision["loop"] and Strategy.from_json(decision["loop"])
-    saved = None if decision["kept"] is None else frozenset(map(tuple, decision["kept"]))
-    offloaded = frozenset(map(tuple, decision["offloaded"]))
-    stored = frozenset((tuple(address), StoredType(name)) for *address, name in decision["stored"])
-    inputs, carries = (
-        tuple((i, StoredType(name)) for i, name in decision[key]) for key in ("stored_inputs", "carries")
-    )
-    inner = tuple((start, end) for start, end in decision["inner"])
-    flags = {flag: decision[flag] for flag in ("copies", "fenced", "inputs_first")}
-    return Option(
-        saved, 0, 0, 0.0, offloaded, loop, stored=stored, inputs=inputs, carries=carries, inner=inner, **flags
-    )
 
 
 def are_decisions_for(
@@ -63,7 +28,7 @@ def are_decisions_for(
     formats = {format.name for format in options.formats}
     for (program, _), record in zip(programs, records, strict=True):
         decisions = record["treatments"]
-        used = {row[-1] for d in decisions for row in (*d["stored"], *d["stored_inputs"], *d["carries"])}
+        used = {row[-1] for d in decisions for row in (*d["stored"], *d["inputs"], *d["carries"])}
         if not used <= formats or (not options.offload and any(d["offloaded"] for d in decisions)):
             return False
         try:
@@ -81,7 +46,7 @@ def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part],
     """
     # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
     flat = Flat(program)
-    options = [option_of(decision) for decision in fields["treatments"]]
+    options = [Option.from_json(decision) for decision in fields["treatments"]]
     numbers, cuts = fields["parts"], fields["cuts"]
     _expect(all(0 <= cut <= len(flat) for cut in cuts), "cuts", "after the last equation")
     _expect(all(n < len(options) for n in numbers), "parts", "a treatment that is not there")
@@ -119,12 +84,12 @@ class _Check:
         saved = option.saved or frozenset()
         stored = dict(option.stored)
         is_within = option.offloaded <= saved and stored.keys() <= saved
-        _expect(is_within and saved <= self._addresses(part), f"{at}.kept", "a value that is not there")
+        _expect(is_within and saved <= self._addresses(part), f"{at}.saved", "a value that is not there")
         for address, format in stored.items():
             _expect(self._can_store(part, address, format), f"{at}.stored", f"a value that cannot be kept as {format}")
         for i, format in option.inputs:
             is_input = i < len(part.invars) and part.invars[i] in self._variables(format)
-            _expect(is_input, f"{at}.stored_inputs", f"an input that cannot be kept as {format}")
+            _expect(is_input, f"{at}.inputs", f"an input that cannot be kept as {format}")
         bounds = list(itertools.chain.from_iterable(option.inner))
         is_sorted = bounds == sorted(bounds) and all(start < end for start, end in option.inner)
         is_inside = not bounds or (part.eqn is None and not saved and bounds[-1] <= len(part.jaxpr.eqns))

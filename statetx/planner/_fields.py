@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_type_hints
+from typing import Annotated
 
-from .._loops.strategy import Strategy
-from .._records import Check, decoded_by, either, flag, many, mapping, one_of, optional, real, record, row, text, whole
-from .._remat.mark import RULE
-from .._remat.stored import NAMES
+from .._records import Check, flag, many, mapping, metadata, one_of, optional, real, record, row, text, whole
 from ._budget import STEP, TEMPORARIES
-from ._groups import ADDRESS
 from ._inner import VARIANTS
+from ._option import DECISION
 
-VERSION = 21
+VERSION = 22
 
 OBJECTIVES = ("flops", "time")
 
 _size, _index = whole(), whole()
 _predicted = whole(-(2**63))  # by the model, whose corrections may go below zero
-_format = one_of(*NAMES)
-_rule = one_of(RULE), _index, _index  # of a value in the rule of a function
 OPTIONS = mapping(lambda x, at: None if type(x) in (bool, int, float) else text(x, at))
-
-_decision = record(
-    {
-        "kept": optional(many(ADDRESS)),
-        "offloaded": many(ADDRESS),
-        "loop": optional(decoded_by(Strategy.from_json)),
-        "copies": flag,
-        "stored": many(either(row(_index, _index, _format), row(_index, *_rule, _format))),
-        "stored_inputs": many(row(_index, _format)),
-        "fenced": flag,
-        "carries": many(row(_index, _format)),
-        "inputs_first": flag,
-        "inner": many(row(_index, _index)),
-    }
-)
 
 _row = record({"value": text, "owner": text, "times": _size, "bytes": _size, "decision": text, "price": real(0)})
 
@@ -43,7 +23,7 @@ _program = record(
     {
         "cuts": many(_index),
         "parts": many(_index),
-        "treatments": many(_decision),
+        "treatments": many(DECISION),
         "order": many(row(_index, many(_index), _index, _index)),
         "last_input": optional(_index),
         "is_sequential": flag,
@@ -87,7 +67,7 @@ class Attributes:
     num_devices: Annotated[int, whole(1)]
 
 
-ATTRIBUTES = {name: hint.__metadata__[0] for name, hint in get_type_hints(Attributes, include_extras=True).items()}
+ATTRIBUTES: dict[str, Check] = metadata(Attributes)
 
 PLAN: Check = record(
     {

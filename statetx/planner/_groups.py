@@ -19,13 +19,13 @@ from .._errors import PolicyError
 from .._jax import Var
 from .._loops.step import Step
 from .._loops.strategy import Lengths, Strategy, recorded
-from .._records import either, headed, many, one_of, optional, row, whole
+from .._records import headed, many, one_of, optional, row, whole
 from .._remat import mark
 from .._remat.atoms import Marks
 from ._copies import instead_of_constant
 from ._option import Option
 from ._pareto import undominated
-from ._values import Address, labels_of, renumbered
+from ._values import ADDRESS, Address, labels_of, renumbered
 
 _NUM_SPLITS = 32  # of a long loop: where the second group may begin
 _MAX_NESTED = 6  # treatments of the first group in two levels
@@ -59,15 +59,10 @@ class Group:
         return f"{self.number // self.inner} x {self.inner}" + (f" keep={self.keep!r}" if self.keep != "turn" else "")
 
 
-_index = whole()
-
-ADDRESS = either(row(_index, _index), row(_index, one_of(mark.RULE), _index, _index))
-"""Check an `Address` in a record."""
-
-_GROUP = row(whole(1), optional(many(ADDRESS)), _index, one_of("turn", "loop"))
+_GROUP = row(whole(1), optional(many(ADDRESS)), whole(), one_of("turn", "loop"))
 
 
-@recorded(headed(many(_index), _GROUP, 1))
+@recorded(headed(many(whole()), _GROUP, 1))
 @dataclasses.dataclass(frozen=True, repr=False)
 class Groups(Strategy):
     """The groups of a loop, from the first step on.

@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 from .._loops.strategy import Strategy
-from .._remat.stored import StoredType
+from .._records import Check, decoded_by, either, flag, many, metadata, one_of, optional, record, row, whole
+from .._remat.mark import RULE
+from .._remat.stored import NAMES, StoredType
 from ._pareto import undominated
-from ._values import Address, renumbered
+from ._values import ADDRESS, Address, renumbered
 
 Interval = tuple[int, int]
 """Equations of a program or of a region: the first, and the one after the last."""
+
+
+class _Json(NamedTuple):
+    """How a part of a decision is stored in a plan: its check, and how it is written and read."""
+
+    check: Check
+    write: Callable[[Any], Any] = lambda x: x
+    read: Callable[[Any], Any] = lambda x: x
+
+    def or_none(self) -> _Json:
+        or_none = lambda convert: lambda x: None if x is None else convert(x)  # noqa: E731
+        return _Json(optional(self.check), or_none(self.write), or_none(self.read))
+
+
+_index, _format = whole(), one_of(*NAMES)
+_stored = either(row(_index, _index, _format), row(_index, one_of(RULE), _index, _index, _format))
+
+_FLAG = _Json(flag)
+_ADDRESSES = _Json(many(ADDRESS), lambda some: sorted(map(list, some)), lambda rows: frozenset(map(tuple, rows)))
+_LOOP = _Json(decoded_by(Strategy.from_json), lambda loop: loop.to_json(), Strategy.from_json)
+_STORED = _Json(
+    many(_stored),
+    lambda stored: sorted([*address, format.name] for address, format in stored),
+    lambda rows: frozenset((tuple(address), StoredType(name)) for *address, name in rows),
+)
+_FORMATS = _Json(
+    many(row(_index, _format)),
+    lambda formats: [[i, format.name] for i, format in formats],
+    lambda rows: tuple((i, StoredType(name)) for i, name in rows),
+)
+_INTERVALS = _Json(many(row(_index, _index)), lambda some: [*map(list, some)], lambda rows: tuple(map(tuple, rows)))
 
 
 class Option(NamedTuple):
@@ -34,35 +68,34 @@ class Option(NamedTuple):
             computed once more in its turn.
     """
 
-    saved: frozenset[Address] | None
+    saved: Annotated[frozenset[Address] | None, _ADDRESSES.or_none()]
     saved_bytes: int
     backward_bytes: int
     cost: float
-    offloaded: frozenset[Address] = frozenset()
-    loop: Strategy | None = None
-    copies: bool = False
-    stored: frozenset[tuple[Address, StoredType]] = frozenset()
-    inputs: tuple[tuple[int, StoredType], ...] = ()
-    fenced: bool = False
-    carries: tuple[tuple[int, StoredType], ...] = ()
-    inputs_first: bool = False
-    inner: tuple[Interval, ...] = ()
+    offloaded: Annotated[frozenset[Address], _ADDRESSES] = frozenset()
+    loop: Annotated[Strategy | None, _LOOP.or_none()] = None
+    copies: Annotated[bool, _FLAG] = False
+    stored: Annotated[frozenset[tuple[Address, StoredType]], _STORED] = frozenset()
+    inputs: Annotated[tuple[tuple[int, StoredType], ...], _FORMATS] = ()
+    fenced: Annotated[bool, _FLAG] = False
+    carries: Annotated[tuple[tuple[int, StoredType], ...], _FORMATS] = ()
+    inputs_first: Annotated[bool, _FLAG] = False
+    inner: Annotated[tuple[Interval, ...], _INTERVALS] = ()
 
     @property
     def decision(self) -> tuple[Any, ...]:
         """What is done, without bytes and cost."""
-        return (
-            self.saved,
-            self.offloaded,
-            self.loop,
-            self.copies,
-            self.stored,
-            self.inputs,
-            self.fenced,
-            self.carries,
-            self.inputs_first,
-            self.inner,
-        )
+        return _decision(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """What is done, as stored in a plan."""
+        return {name: json.write(getattr(self, name)) for name, json in _JSON.items()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Option:
+        """An option without bytes and cost, which belong to the search that is over."""
+        found = {name: json.read(fields[name]) for name, json in _JSON.items()}
+        return cls(saved_bytes=0, backward_bytes=0, cost=0.0, **found)
 
     @property
     def total_bytes(self) -> int:
@@ -80,6 +113,13 @@ class Option(NamedTuple):
         offloaded = frozenset(renumbered(a, number(a[0])) for a in self.offloaded)
         stored = frozenset((renumbered(a, number(a[0])), format) for a, format in self.stored)
         return self._replace(saved=saved, offloaded=offloaded, stored=stored)
+
+
+_JSON: dict[str, _Json] = metadata(Option)  # of all that is part of a decision
+_decision = operator.attrgetter(*_JSON)
+
+DECISION: Check = record({name: json.check for name, json in _JSON.items()})
+"""Check a decision in a record."""
 
 
 def pareto_front(options: Sequence[Option]) -> list[Option]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from ._budget import STEP, Budget
 from ._candidate import Candidate
-from ._decision import to_json
 from ._fields import VERSION
 from ._fingerprint import digest_of, fingerprint
 from ._layout import Waits
@@ -80,7 +79,7 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
     decisions: list[dict[str, Any]] = []
     numbers = []
     for option in candidate.options:
-        decision = to_json(option)
+        decision = option.to_json()
         if decision not in decisions:
             decisions.append(decision)
         numbers.append(decisions.index(decision))

@@ -184,7 +184,7 @@ class Search:
                 break
             # The families in turn, since the model errs in another way for each; then the model's cheapest. A family that takes more
             # memory than the model says is held to lower limits, and costs more.
-            proposal = min(proposals, key=lambda p: (p.bracket.num_tries, p.target is None, p.cost))
+            proposal = min(proposals, key=lambda p: (p.bracket.num_tries, p.target is None, cost_of(p.choice)))
             proposal.bracket.num_tries += 1
             candidate = self.candidates.measure(*proposal.choice)
             budget = self._budget = budget_of()
@@ -382,8 +382,7 @@ class Search:
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
             choice = everything.choose(limit)
             if choice is not None:
-                cost = sum(o.cost for o in choice[1]) / total_cost
-                points.append((self.candidates.predict(choice[0].peak(choice[1])), cost))
+                points.append((self.candidates.predict(choice[0].peak(choice[1])), cost_of(choice) / total_cost))
 
         # Predictions are not monotone in the limit: take running extrema.
         least = float("inf")

@@ -12,11 +12,15 @@ from typing import NamedTuple
 
 from .. import _jax
 from .._jax import Jaxpr
+from .._records import either, one_of, row, whole
 from .._remat.mark import RULE, Label
 from .._remat.survey import Rule, Site, Survey
 
 Address = tuple[int, ...]
 """A value of a region: (equation, output); in the rule of a ``custom_vjp`` (equation, `RULE`, equation of the rule, output)."""
+
+ADDRESS = either(row(whole(), whole()), row(whole(), one_of(RULE), whole(), whole()))
+"""Check an `Address` in a record."""
 
 
 class Values(NamedTuple):
