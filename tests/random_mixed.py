@@ -118,7 +118,7 @@ def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
 
 @jax.custom_jvp
 def by_ref(x: Any) -> Any:
-    """A sine that reads a Ref, which its derivative rule does not: JAX cannot close over one in a branch."""
+    """A sine that reads a Ref, which its derivative rule does not: a rule in a branch of a plain `jax.jit`, as in `run_pure`, cannot."""
     return WIDTH_REF[...] * jnp.sin(x)
 
 
