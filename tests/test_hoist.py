@@ -214,16 +214,70 @@ def test_rules_of_a_jitted_function_see_a_state_change(rule, library):
     assert outer(1.0) == 10 and inner(-1.0) == 0
 
 
-@pytest.mark.parametrize("outer", [lambda f: f, statetx.jit])
-def test_rule_of_a_jitted_function_that_reads_a_differentiated_state_is_refused(outer):
+IN_JIT = {
+    **{name: WITH_RULES[name] for name in ("scan", "slots", "levels", "truncated", "cond", "microbatch", "chunked")},
+    "while_loop": lambda f, x: statetx.while_loop(
+        lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] + f(c[1])), (0, x), checkpoint=Slots(2), max_steps=2
+    )[1],
+}
+
+
+@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
+@pytest.mark.parametrize("name", IN_JIT)
+def test_rules_in_a_jitted_loop_see_a_state_change(name, rule):
+    """A rule of a loop may run when JAX transposes the loop, which other equations than the user's do."""
+    width = statetx.State(jnp.float32(2.0))
+    spike = surrogate(width, rule)
+    gradient = jax.grad(statetx.jit(lambda x: IN_JIT[name](spike, x)))
+    assert gradient(1.0) == 3
+    width.value = jnp.float32(4.0)
+    assert gradient(1.0) == 5
+
+
+DIFFERENTIATED = {
+    "unstaged": lambda f, x: f(x) + x,
+    "vmap": lambda f, x: statetx.vmap(lambda x: f(x) + x)(jnp.stack([x, x]))[0],
+    "remat": lambda f, x: statetx.remat(f)(x) + x,
+    **IN_JIT,
+    "switch": WITH_RULES["switch"],
+    "jit": WITH_RULES["jit"],
+}
+ACCEPTED = {
+    ("scan", "custom_vjp"),
+    ("scan", "custom_jvp"),
+    *itertools.product(
+        ("unstaged", "vmap", "remat", "microbatch", "chunked"), ("custom_vjp", "custom_jvp", "backward")
+    ),
+}
+
+
+@pytest.mark.parametrize("rule, outer", [("custom_vjp", lambda f: f), ("custom_jvp", statetx.jit)])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_rule_that_reads_a_differentiated_state_is_refused(name, rule, outer):
+    """JAX runs a rule outside of the derivative that it is for, where no value of this derivative can be used."""
     width = statetx.Param(jnp.float32(2.0), name="width")
-    f = statetx.jit(surrogate(width, "custom_jvp"))
+    spike, run = surrogate(width, rule), DIFFERENTIATED[name]
     message = (
-        r"jit.*: the derivative rule of .* read Param 'width' .* whose value is differentiated.*\n.*pass the value"
+        r"the derivative rule .*<lambda> at .*test_hoist.py:\d+ read Param 'width' \(f32\[\], made at .*test_hoist.py:\d+\), "
+        r"whose value is differentiated.*\n.*pass the value as an argument"
     )
     with pytest.raises(statetx.StateAccessError, match=message):
-        outer(lambda x: statetx.grad(f, 0, wrt=width)(x))(1.0)
-    assert width.value == 2 and statetx.grad(f)(1.0) == 2
+        outer(lambda x: statetx.grad(lambda x: run(spike, x), 0, wrt=width)(x))(jnp.float32(1.0))
+    assert width.value == 2 and statetx.grad(lambda x: run(spike, x))(jnp.float32(1.0)) == 3
+
+
+@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_rule_that_reads_a_state_of_an_outer_derivative(name, rule):
+    """The value of an outer derivative can be used in a rule where JAX can close over it; elsewhere the state is named."""
+    width = statetx.Param(jnp.float32(2.0), name="width")
+    spike, run = surrogate(width, rule), DIFFERENTIATED[name]
+    slope = statetx.grad(lambda: jax.grad(lambda x: run(spike, x))(jnp.float32(1.0)), wrt=width)
+    if (name, rule) in ACCEPTED:
+        assert slope() == 1
+    else:
+        with pytest.raises(statetx.StateAccessError, match="read Param 'width' .* whose value is differentiated"):
+            slope()
 
 
 def test_second_derivatives_of_a_jitted_function_see_a_state_change():

@@ -50,6 +50,7 @@ class Frame:
         is_kept: whether the equations that the call records serve other calls, too.
 
     Attributes:
+        differentiates_states: whether the call is given values of states that are differentiated.
         differentiated: by id, the trainable states that the call has differentiated so far, and the values; of those that an inner call
             has differentiated no values, which are of a trace that has ended.
     """
@@ -72,6 +73,7 @@ class Frame:
         self.frees_cycles = frees_cycles
         self.outer_trace = outer_trace
         self.is_kept = is_kept
+        self.differentiates_states = False
         self.accesses: dict[int, Access] = {}
         self.effects: list[Effect] = []
         self.is_open = False

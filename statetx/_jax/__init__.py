@@ -160,6 +160,7 @@ from .rules import num_closed_over as num_closed_over
 from .rules import results_of_rule as results_of_rule
 from .rules import rule_kept as rule_kept
 from .rules import rule_of as rule_of
+from .rules import running_rule as running_rule
 from .rules import with_rule as with_rule
 from .rules import with_watched_rules as with_watched_rules
 from .staging import compile_settings as compile_settings
@@ -188,13 +189,16 @@ from .traces import api_boundary as api_boundary
 from .traces import cache_key_context as cache_key_context
 from .traces import checks_keys as checks_keys
 from .traces import current_trace as current_trace
+from .traces import derivatives_of as derivatives_of
 from .traces import eager_trace as eager_trace
 from .traces import ends_with_current_trace as ends_with_current_trace
 from .traces import eval_context as eval_context
 from .traces import in_loop_body as in_loop_body
 from .traces import in_parent_trace as in_parent_trace
 from .traces import in_trace as in_trace
+from .traces import innermost_derivative as innermost_derivative
 from .traces import is_batched as is_batched
+from .traces import is_derivative_of_rule as is_derivative_of_rule
 from .traces import is_derivative_or_batching as is_derivative_or_batching
 from .traces import is_differentiated as is_differentiated
 from .traces import is_eager as is_eager
@@ -202,6 +206,7 @@ from .traces import is_jit_disabled as is_jit_disabled
 from .traces import is_jitted as is_jitted
 from .traces import is_live as is_live
 from .traces import is_of_current_trace as is_of_current_trace
+from .traces import is_run_outside as is_run_outside
 from .traces import is_usable_here as is_usable_here
 from .traces import leaked_tracers as leaked_tracers
 from .traces import primal_of as primal_of

@@ -28,6 +28,8 @@ def linear_call(
     residuals: Sequence[Any],
     tangents: Sequence[Any],
     out_avals: Sequence[Any],
+    *,
+    rules_of: str | None = None,
 ) -> list[Any]:
     """Call ``fun(residuals, tangents)``, linear in the tangents, with a custom transpose.
 
@@ -37,10 +39,20 @@ def linear_call(
     Args:
         fun: returns arrays of types `out_avals`.
         transpose: ``(residuals, cotangents) -> cotangents of the tangents``; None stands for a zero cotangent.
+        rules_of: the loop whose derivative is called, if that runs derivative rules of users.
     """
-    return _linear_p.bind(
-        *residuals, *tangents, fun=fun, transpose=transpose, num_res=len(residuals), out_avals=tuple(out_avals)
-    )
+    params = {"fun": fun, "transpose": transpose, "out_avals": tuple(out_avals), "rules_of": rules_of}
+    return _linear_p.bind(*residuals, *tangents, num_res=len(residuals), **params)
+
+
+def loop_with_rules(eqn: Any) -> str | None:
+    """The `rules_of` of an equation of `linear_call`; None for any other equation."""
+    return eqn.params["rules_of"] if eqn.primitive is _linear_p else None
+
+
+def with_functions(eqn: Any, edit: Callable[[Callable], Callable]) -> Any:
+    """Edit the functions that an equation of `linear_call` calls."""
+    return eqn.replace(params={**eqn.params, **{key: edit(eqn.params[key]) for key in ("fun", "transpose")}})
 
 
 def deferred_call(fun: Callable[[list], list], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
@@ -122,7 +134,7 @@ _linear_p = _core.Primitive("statetx_linear")
 _linear_p.multiple_results = True
 
 
-def _linear_impl(*args: Any, fun: Callable, transpose: Callable, num_res: int, out_avals: Any) -> list[Any]:
+def _linear_impl(*args: Any, fun: Callable, num_res: int, **_: Any) -> list[Any]:
     return fun(list(args[:num_res]), list(args[num_res:]))
 
 
@@ -144,9 +156,7 @@ def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **p
     )
 
 
-def _linear_transpose(
-    cts: Any, *args: Any, fun: Callable, transpose: Callable, num_res: int, out_avals: Any
-) -> list[Any]:
+def _linear_transpose(cts: Any, *args: Any, transpose: Callable, num_res: int, **_: Any) -> list[Any]:
     nonzero_cts = [None if type(ct) is _Zero else ct for ct in cts]
     # Nothing to run the reversal for; None is JAX's zero cotangent here.
     if all(ct is None for ct in nonzero_cts):
@@ -155,12 +165,13 @@ def _linear_transpose(
 
 
 def _linear_batch(
-    axis: Any, args: Any, dims: Any, *, fun: Callable, transpose: Callable, num_res: int, out_avals: Any
+    axis: Any, args: Any, dims: Any, *, fun: Callable, transpose: Callable, num_res: int, out_avals: Any, rules_of: Any
 ) -> tuple[list[Any], list[Any]]:
+    params = {"num_res": num_res, "rules_of": rules_of}
     res_dims, dims = list(dims[:num_res]), list(dims[num_res:])
     if all(d is None for d in (*res_dims, *dims)):
-        params = {"fun": fun, "transpose": transpose, "num_res": num_res, "out_avals": out_avals}
-        return _linear_p.bind(*args, **params), [None] * len(out_avals)
+        outs = _linear_p.bind(*args, fun=fun, transpose=transpose, out_avals=out_avals, **params)
+        return outs, [None] * len(out_avals)
 
     def mapped_transpose(residuals: list, cts: list) -> list:
         ct_dims = [None if ct is None else 0 for ct in cts]
@@ -173,8 +184,8 @@ def _linear_batch(
         *args,
         fun=map_over(fun, axis, (res_dims, dims)),
         transpose=mapped_transpose,
-        num_res=num_res,
         out_avals=tuple(_core.unmapped_aval(axis.size, 0, aval) for aval in out_avals),
+        **params,
     )
     return outs, [0] * len(outs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -11,10 +12,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.core
+from jax._src import custom_derivatives
 from jax._src import linear_util as _lu
 
 from .editing import map_jaxprs, with_equations
 from .equations import Jaxpr, inner_jaxprs, open_jaxpr
+from .linear import loop_with_rules, with_functions
 from .traces import JAX_FOLDER
 
 
@@ -135,11 +138,26 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
     return eqn.replace(params={**eqn.params, **changes})
 
 
+def running_rule() -> str | None:
+    """The user's derivative rule that JAX has called here, in messages: its name and place; None if there is none."""
+    frame, rule = sys._getframe(), None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == custom_derivatives.__file__ and rule is not None:
+            return f"{rule.co_name} at {rule.co_filename}:{rule.co_firstlineno}"
+        rule = None if code.co_filename.startswith(JAX_FOLDER) else code
+        frame = frame.f_back
+    return None
+
+
 class Watch(Protocol):
     """What users' derivative rules run through."""
 
-    def __call__(self, rule: Callable, *args: Any) -> Any:
-        """Called in place of ``rule(*args)``."""
+    def __call__(self, rule: Callable, *args: Any, is_backward: bool = False) -> Any:
+        """Called in place of ``rule(*args)``; `is_backward` tells whether JAX runs it when it transposes."""
+
+    def check_kept(self) -> None:
+        """Called where JAX uses once more what the rule gave."""
 
     def explicit(self, jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
         """Called with the equations that a rule gave, and the values that they close over; returns others in their place."""
@@ -149,7 +167,8 @@ class Watch(Protocol):
 def has_users_rule(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr calls, at any depth, a function with a derivative rule that may read anything."""
     return any(
-        is_users_rule(eqn) if has_rule(eqn) else any(map(has_users_rule, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+        is_users_rule(eqn) if has_rule(eqn) else loop_with_rules(eqn) or any(map(has_users_rule, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
     )
 
 
@@ -174,6 +193,10 @@ def with_watched_rules(x: Any, watch_for: Callable[[str, Sequence[Any]], Watch])
         return edited[id(x)]
 
     def of_equation(eqn: Any) -> Any:
+        loop = loop_with_rules(eqn)
+        if loop is not None:
+            watch = watch_for(loop, ())
+            return with_functions(eqn, lambda fun: functools.partial(watch, fun, is_backward=True))
         if not has_rule(eqn):
             return map_jaxprs(edit, eqn)
         if not is_users_rule(eqn):
@@ -183,7 +206,7 @@ def with_watched_rules(x: Any, watch_for: Callable[[str, Sequence[Any]], Watch])
         watch = watch_for(place, list(_watches(eqn.params[key].f)))
         changes = {key: _watched_rule(eqn.params[key], watch, watch_for)}
         if "bwd" in eqn.params:
-            changes["bwd"] = _watched(eqn.params["bwd"], watch)
+            changes["bwd"] = _watched_backward(eqn.params["bwd"], watch)
         return eqn.replace(params={**eqn.params, **changes})
 
     return edit(x)
@@ -202,14 +225,17 @@ def _watched_rule(rule: Any, watch: Watch, watch_for: Any) -> Any:
                 consts,
                 *extra,
             )  # second derivatives run the rules in it
+        else:
+            watch.check_kept()
         return results[flags]
 
     watched.watch = watch  # type: ignore[attr-defined]
     return _lu.wrap_init(watched, debug_info=rule.debug_info)
 
 
-def _watched(fun: Any, watch: Watch) -> Any:
-    return _lu.wrap_init(lambda *args: watch(fun.call_wrapped, *args), debug_info=fun.debug_info)
+def _watched_backward(fun: Any, watch: Watch) -> Any:
+    run = functools.partial(watch, fun.call_wrapped, is_backward=True)
+    return _lu.wrap_init(run, debug_info=fun.debug_info)
 
 
 def _watches(fun: Any, depth: int = 6) -> Iterator[Watch]:

@@ -163,9 +163,13 @@ def staging_trace(trace: Any) -> Any:
 
 def in_loop_body() -> bool:
     """Whether the current trace is itself the trace of a loop body, not of a transform inside one."""
-    # Only traces that stage have a frame: inside grad or vmap in a loop body the answer is no.
-    info = getattr(getattr(_context.trace, "frame", None), "debug_info", None)
-    return info is not None and info.traced_for in _LOOP_BODIES
+    return _traced_for(_context.trace) in _LOOP_BODIES
+
+
+def _traced_for(trace: Any) -> str | None:
+    """JAX's label of a trace that stages; None for others, such as those of grad and vmap."""
+    info = getattr(getattr(trace, "frame", None), "debug_info", None)
+    return None if info is None else info.traced_for
 
 
 cache_key_context = jax.make_user_context(None)
@@ -219,7 +223,64 @@ def in_trace(trace: Any) -> Any:
 
 def is_differentiated(x: Any) -> bool:
     """Whether `x` is a tracer of a transform that differentiates."""
-    return isinstance(x, Tracer) and type(x._trace).__name__ in ("JVPTrace", "LinearizeTrace")
+    return isinstance(x, Tracer) and _is_derivative(x._trace)
+
+
+def derivatives_of(value: Any) -> Iterator[Any]:
+    """The traces of the derivatives that differentiate the leaves of a value, innermost first."""
+    for x in jax.tree.leaves(value):
+        while isinstance(x, (_ad.JVPTracer, _ad.LinearizeTracer, _batching.BatchTracer)):
+            if not isinstance(x, _batching.BatchTracer):
+                yield x._trace
+            x = x.val if isinstance(x, _batching.BatchTracer) else x.primal
+
+
+# Equations of these keep what a derivative rule closes over as constants, which JAX cannot lower, or differentiate, if they belong to a derivative.
+_KEEPS_CONSTANTS = frozenset({"jit", "cond", "switch", "while_body", "while_cond", "custom_jvp fun"})
+
+
+def innermost_derivative(trace: Any) -> weakref.ref | None:
+    """A weak reference to the trace of the innermost derivative that a trace is in."""
+    return next((weakref.ref(t) for t in _parents(trace) if _is_derivative(t)), None)
+
+
+def is_derivative_of_rule(derivative: Any, bound_in: weakref.ref | None, trace: Any, is_backward: bool) -> bool:
+    """Whether a derivative rule cannot use values of `derivative`: JAX runs it for this derivative, or would keep the values as constants.
+
+    Args:
+        bound_in: the innermost derivative where the equation with the rule was bound: the first that JAX takes of it.
+        trace: in which JAX runs the rule. JAX does not link the traces of linearized loops to the ones around.
+    """
+    innermost = None if bound_in is None else bound_in()
+    if innermost is not None and _tag(innermost) is _tag(derivative):
+        return True
+    is_kept = has_loop = is_linearized_loop = False
+    for t in _parents(trace):
+        if _tag(t) is _tag(derivative):
+            break
+        name = (_traced_for(t) or "").removeprefix("statetx.")
+        is_kept |= name in _KEEPS_CONSTANTS or (name in _LOOP_BODIES and (is_backward or is_linearized_loop))
+        has_loop |= name in _LOOP_BODIES
+        is_linearized_loop |= has_loop and type(t).__name__ == "JaxprTrace"
+        if name == "microbatch":  # its derivative is equations in which constants are inputs
+            is_kept = has_loop = is_linearized_loop = False
+    return is_kept
+
+
+def is_run_outside(derivative: Any) -> bool:
+    """Whether operations go to the trace around that of a derivative, as in a derivative rule that JAX runs for it."""
+    trace = _context.trace
+    while trace is not derivative.parent_trace:
+        if _tag(trace) is _tag(derivative) or not (
+            _is_derivative(trace) or type(trace).__name__ in ("BatchTrace", "JaxprTrace")
+        ):
+            return False
+        trace = trace.parent_trace
+    return True
+
+
+def _is_derivative(trace: Any) -> bool:
+    return type(trace).__name__ in ("JVPTrace", "LinearizeTrace")
 
 
 def is_batched(x: Any, trace: Any) -> bool:

@@ -26,6 +26,10 @@ from .stage import with_read_refs
 class _RuleFrame(Frame):
     """The frame of a derivative rule that runs."""
 
+    def __init__(self, watch: Watch, on_read: Callable):
+        super().__init__(f"the derivative rule of {watch.place}", on_read=on_read)
+        self.watch = watch
+
 
 def _enclosing_frame() -> Frame | None:
     """The frame of the innermost call that runs, rules left out: a rule may run in another rule, in a trace that ends with it."""
@@ -33,6 +37,14 @@ def _enclosing_frame() -> Frame | None:
     while isinstance(frame, _RuleFrame):
         frame = frame.parent
     return frame
+
+
+def running_rule() -> Watch | None:
+    """The watch of the innermost derivative rule that runs."""
+    frame = current_frame()
+    while frame is not None and not isinstance(frame, _RuleFrame):
+        frame = frame.parent
+    return None if frame is None else frame.watch
 
 
 class Watch:
@@ -46,9 +58,9 @@ class Watch:
         self, name: str, written: dict[int, tuple[object, str]], place: str, inner: Sequence[Any], is_framed: bool
     ):
         self.reads: list[tuple[Any, Kind, list[Any]]] = []
-        self._name = name
+        self.name = name
         self._written = written
-        self._place = place
+        self.place = place
         self._inner = inner
         self._is_framed = is_framed
         self.enter()
@@ -59,6 +71,7 @@ class Watch:
         In a loop of JAX in a call, say, a Ref has values of its own, which the trace of the call does not know.
         """
         self._homes: list[Any] = []
+        self._bound_in = _jax.innermost_derivative(_jax.current_trace())
         trace, frame = _jax.staging_trace(_jax.current_trace()), _enclosing_frame()
         while trace is _jax.staging_trace(_trace_of(frame)):
             self._homes.append(_jax.trace_ref(trace))
@@ -68,15 +81,22 @@ class Watch:
                 frame = frame.parent
             trace = _jax.staging_trace(getattr(trace, "parent_trace", None))
 
-    def __call__(self, rule: Callable, *args: Any) -> Any:
+    def __call__(self, rule: Callable, *args: Any, is_backward: bool = False) -> Any:
         if not self._is_framed:
             return rule(*args)
-        frame = _RuleFrame(f"the derivative rule of {self._place}", on_read=self._on_read)
+        trace = _jax.current_trace()
+        frame = _RuleFrame(self, on_read=lambda *read: self._on_read(*read, trace, is_backward))
         out = frame.run(rule, *args)
         publish(frame.effects)
-        for state, kind, _ in self.all_reads():  # JAX may have kept what the rule gave earlier
-            self._refuse_written(state, kind)
+        if not is_backward:  # of other rules JAX may have kept what they gave earlier
+            self.check_kept()
         return out
+
+    def check_kept(self) -> None:
+        for state, kind, leaves in self.all_reads():
+            self._refuse_written(state, kind)
+            tracers = [leaf() for leaf in leaves if isinstance(leaf, weakref.ref)]
+            self._refuse_differentiated(state, kind, tracers, _jax.current_trace(), is_backward=False)
 
     def explicit(self, jaxpr: Any, consts: list[Any]) -> tuple[Any, list[Any]]:
         """The equations that a rule gave, in which the Refs that it reads are values, if they can be read now."""
@@ -112,27 +132,29 @@ class Watch:
         for watch in self._inner:
             yield from watch.all_reads()
 
-    def _on_read(self, state: Any, kind: Kind, value: Any) -> Any:
+    def _on_read(self, state: Any, kind: Kind, value: Any, trace: Any, is_backward: bool) -> Any:
         self._refuse_written(state, kind)
-        if self._name.startswith("jit(") and any(map(_jax.is_differentiated, jax.tree.leaves(value))):
-            raise StateAccessError(
-                f"{self._name}: the derivative rule of {self._place} read {_states.describe(state, kind)}, whose value is differentiated. JAX cannot "
-                f"differentiate a compiled function with respect to what its rules close over.\n"
-                f"Fix: pass the value as an argument to the function that has the rule; its rule gets that, with its tangent."
-            )
+        if not _jax.is_rule_inspected():  # else JAX may run the rule in another trace, or never
+            self._refuse_differentiated(state, kind, value, trace, is_backward)
         if _jax.is_rule_inspected() and any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(value)):
             return value  # JAX reads again when it differentiates: `rule_of`
         if not any(s is state and _is_same(leaves, value) for s, _, leaves in self.reads):
             self.reads.append((state, kind, [_saved(x) for x in jax.tree.leaves(value)]))
         return value
 
+    def _refuse_differentiated(self, state: Any, kind: Kind, value: Any, trace: Any, is_backward: bool) -> None:
+        for derivative in _jax.derivatives_of(value):
+            if _jax.is_derivative_of_rule(derivative, self._bound_in, trace, is_backward):
+                rule = running_rule() or self
+                raise differentiated_error(rule.name, f"the derivative rule of {rule.place}", state, kind, value)
+
     def _refuse_written(self, state: Any, kind: Kind) -> None:
         token = kind.token(state)
         if id(token) in self._written:
             _, site = self._written[id(token)]
             raise StateAccessError(
-                f"{self._name}: the derivative rule of {self._place} read {_states.describe(state, kind)}, which {self._name} writes at {site}. "
-                f"JAX runs the rule when it differentiates the whole {self._name.partition('(')[0]}, where the state has its value from before.\n"
+                f"{self.name}: the derivative rule of {self.place} read {_states.describe(state, kind)}, which {self.name} writes at {site}. "
+                f"JAX runs the rule when it differentiates the whole {self.name.partition('(')[0]}, where the state has its value from before.\n"
                 f"Fix: pass the value as an argument to the function that has the rule; its rule gets that, and may keep it as a residual."
             )
 
@@ -161,9 +183,26 @@ def watched(name: str, body: Body, effects: Sequence[Effect], *, is_framed: bool
 
 
 def guarded(name: str, body: Body, effects: Sequence[Effect]) -> Body:
-    """The body, whose derivative rules must not read the states that it writes; arguments as of `watched`."""
-    is_framed = any(e.kind.is_watched for e in effects)
+    """The body, whose derivative rules must not read the states that it writes, nor those that a call around differentiates; arguments as of `watched`."""
+    # Not always: rules of other libraries may write states, which is no write of a frame for the rule.
+    is_framed = any(e.kind.is_watched for e in effects) or _are_states_differentiated()
     return watched(name, body, effects, is_framed=is_framed)[0] if is_framed or _jax.has_made_refs() else body
+
+
+def _are_states_differentiated() -> bool:
+    frame = current_frame()
+    while frame is not None and not frame.differentiates_states:
+        frame = frame.parent
+    return frame is not None
+
+
+def differentiated_error(name: str, rule: str, state: Any, kind: Kind, value: Any) -> StateAccessError:
+    """The error for a derivative rule that has read a state whose value is being differentiated."""
+    return StateAccessError(
+        f"{name}: {rule} read {_states.describe(state, kind, value=value)}, whose value is differentiated. JAX runs the rule outside of this "
+        f"derivative, and cannot differentiate with respect to what the rule closes over.\n"
+        f"Fix: pass the value as an argument to the function that has the rule; its rule gets that, with its tangent."
+    )
 
 
 def are_current(watches: Sequence[Watch]) -> bool:

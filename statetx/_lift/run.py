@@ -68,6 +68,7 @@ class Run:
         """
         targets = self._targets
         frame = frame_for(self._name, self._fun, on_read=targets and targets.on_read(state_values))
+        frame.differentiates_states = targets is not None
         out = frame.run(call, self._fun, args, kwargs, targets is not None and targets.has_refs)
         refuse_lost_writes(self._name, self._fun, frame.effects, diff_args)
         out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)

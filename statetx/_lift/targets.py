@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _states
+from .. import _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._objects.paths import Paths, argument_names, as_predicate, check_paths, is_filter
 from .._objects.walk import Walk
 from .._text import brief, counted, suggestion, type_str
 from .._tree import flatten, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
+from .late_rules import differentiated_error, running_rule
 from .wrapper import name_of
 
 
@@ -210,7 +211,14 @@ class Targets:
         def on_read(state: Any, kind: Any, value: Any) -> Any:
             self.note_read(state, kind)
             i = self._positions.get(id(state))
-            return value if i is None else self._partitions[i].combine(values[i])
+            if i is None:
+                return value
+            if any(map(_jax.is_run_outside, _jax.derivatives_of(values[i][:1]))) and running_rule() is None:
+                rule = _jax.running_rule()
+                if rule is not None:
+                    name = f"the derivative of {name_of(self._fun)}"
+                    raise differentiated_error(name, f"the derivative rule {rule}", state, kind, value)
+            return self._partitions[i].combine(values[i])
 
         return on_read
 

@@ -193,13 +193,17 @@ def linear_in_tangents(
     types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
     diff, num = list(tangents.values()), len(leaves)
     linear, operands = jvp, []
-    if not _jax.is_eager() and _jax.has_users_rule(note.loop.step.body.jaxpr):
+    has_rules = _jax.has_users_rule(note.loop.step.body.jaxpr)
+    if has_rules and not _jax.is_eager():
         # JAX runs `jvp` when it lowers the program. What a rule reads is a value of the running trace: it becomes a residual.
         run = lambda *xs: jvp(list(xs[:num]), list(xs[num:]))  # noqa: E731
         avals = [_jax.abstract(x) for x in (*leaves, *diff)]
         body = Body.close(*_jax.stage(run, avals, traced_for="scan", name=note.loop.step.name))
         linear, operands = lambda res, ts: body(res[num:], *res[:num], *ts), body.operands  # noqa: E731
-    return _jax.linear_call(linear, lambda res, cts: transpose(res[:num], cts), [*leaves, *operands], diff, types)
+    residuals, rules_of = [*leaves, *operands], note.loop.step.name if has_rules else None
+    return _jax.linear_call(
+        linear, lambda res, cts: transpose(res[:num], cts), residuals, diff, types, rules_of=rules_of
+    )
 
 
 def whole(fun: Callable, name: str) -> Callable:
