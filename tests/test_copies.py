@@ -13,7 +13,7 @@ from statetx.planner._candidate import with_gradient
 from statetx.planner._choice import COPIES, HOLDS, cost_of
 from statetx.planner._copies import Copies
 from statetx.planner._lattice import Lattice
-from statetx.planner._option import Option
+from statetx.planner._option import Decision
 
 X = jnp.linspace(0, 1, 256 * 64).reshape(256, 64)
 WS = [(jnp.full((64, 64), 0.01 * (i + 1)), jnp.full((64, 64), 0.02)) for i in range(4)]
@@ -70,7 +70,7 @@ def test_copies_take_less_memory_and_compute_the_same():
     program = flat(stream, WS, X)
     parts = program.split([0, 6, 12, 18])
     assert [p.jaxpr.eqns[0].primitive.name for p in parts] == ["dot_general"] * 4
-    keep = Option(frozenset({(2, 0)}), 0, 0, 0.0)  # the second product of each layer
+    keep = Decision(frozenset({(2, 0)}))  # the second product of each layer
     planned = {c: _layout.rewrite(program.jaxpr, parts, [keep._replace(copies=c)] * 4) for c in (False, True)}
     indices = range(len(program.jaxpr.invars))
     cost = {c: with_gradient(indices, 1, TraceContext(), jaxpr, None).cost for c, jaxpr in planned.items()}
@@ -99,9 +99,9 @@ def test_copies_take_less_memory_and_compute_the_same():
 
 
 def test_a_decision_to_copy_is_stored():
-    option = Option(frozenset({(2, 0)}), 0, 0, 0.0, copies=True)
-    assert Option.from_json(option.to_json()).copies
-    assert not Option.from_json(option._replace(copies=False).to_json()).copies
+    option = Decision(frozenset({(2, 0)}), copies=True)
+    assert Decision.from_json(option.to_json()).copies
+    assert not Decision.from_json(option._replace(copies=False).to_json()).copies
 
 
 def test_paths_that_copy_are_cheaper_by_the_model():

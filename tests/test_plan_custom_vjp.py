@@ -17,7 +17,7 @@ from statetx._remat.mark import RULE
 from statetx._remat.stored import BITS
 from statetx.planner import Plan, Planner, _layout, _parts
 from statetx.planner._analysis import Graph
-from statetx.planner._option import Option
+from statetx.planner._option import Decision
 from statetx.planner._values import labels_of, values_of
 
 LAYERS, TIME, DIM = 3, 64, 32
@@ -117,7 +117,7 @@ def test_every_value_of_a_rule_can_be_kept():
     jaxpr, part = program.jaxpr, program.part(0, len(program))
     plain = jax.grad(lambda *args: _jax.evaluate(jaxpr, (), args)[0], argnums=(0, 1))
     for address in values_of(part.jaxpr).sites:
-        rewritten = _layout.rewrite(jaxpr, [part], [Option(frozenset([address]), 0, 0, 0.0)])
+        rewritten = _layout.rewrite(jaxpr, [part], [Decision(frozenset([address]))])
         planned = jax.grad(lambda *args, p=rewritten: _jax.evaluate(p, (), args)[0], argnums=(0, 1))
         assert_same_gradients(planned, plain, WS[0], X)
 
@@ -164,7 +164,7 @@ def test_sums_of_numbers_stay_outside_of_regions():
 
 def test_a_region_of_sums_alone_stays_unchanged():
     program = _parts.Flat(staged(lambda a, b: a + b - a, jnp.ones(()), jnp.ones(())))
-    rewritten = _layout.rewrite(program.jaxpr, [program.part(0, len(program))], [Option(frozenset(), 0, 0, 0.0)])
+    rewritten = _layout.rewrite(program.jaxpr, [program.part(0, len(program))], [Decision(frozenset())])
     assert [e.primitive.name for e in rewritten.eqns] == ["add", "sub"]
 
 
@@ -247,7 +247,7 @@ def test_inputs_are_counted_beside_the_arrays_of_a_rule(rule):
     arrays = jnp.ones(()), jnp.ones(DIM), jnp.ones((64, DIM))
     graph = Graph(staged(region, *arrays), [True] * 3, [True] * 3, [True])
     baseline, nothing = graph.baseline(), graph.option(frozenset())
-    assert [graph.inputs_read(option) for option in (baseline, nothing)] == [{1}, {1}]
+    assert [graph.inputs_read(option.decision.saved) for option in (baseline, nothing)] == [{1}, {1}]
     held = [graph.storing(baseline, {i: BITS}, {}).saved_bytes - baseline.saved_bytes for i in range(3)]
     assert held == [0, arrays[1].nbytes, 0]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx.planner._option import Option
+from statetx.planner._option import Decision
 from statetx.planner._parts import Part, flatten
 from statetx.planner._regions import region
 
@@ -132,7 +132,7 @@ def is_jaxpr(x):
 @pytest.mark.parametrize("inner, expected", [((), 2), (((0, 1), (1, 2), (2, 3)), 3)])
 def test_inner_intervals_run_once_more(inner, expected):
     jaxpr = staged(lambda x: [jnp.sin(jnp.tanh(jnp.cos(x)))], X)
-    call = region(Part("region", jaxpr, jaxpr.invars, jaxpr.outvars), Option(frozenset(), 0, 0, 0.0, inner=inner))
+    call = region(Part("region", jaxpr, jaxpr.invars, jaxpr.outvars), Decision(frozenset(), inner=inner))
     gradient = jax.make_jaxpr(jax.grad(lambda x: call(x)[0].sum()))(X)
     assert runs(gradient, "tanh") == expected
 
@@ -153,7 +153,7 @@ def test_loops_and_numbers_within_a_region():
     intervals = tuple(zip([0, *ends], ends, strict=False))
     assert len(intervals) == 3
     part = Part("region", jaxpr, jaxpr.invars, jaxpr.outvars)
-    nested = region(part, Option(frozenset(), 0, 0, 0.0, inner=intervals))
+    nested = region(part, Decision(frozenset(), inner=intervals))
     args = jnp.eye(WIDTH) * 0.9, X, jnp.float32(1.0)
 
     def loss(call, *args):

@@ -24,7 +24,7 @@ from statetx.planner._analysis import Graph
 from statetx.planner._dataflow import Dataflow
 from statetx.planner._fronts import front_of
 from statetx.planner._groups import Group, Groups
-from statetx.planner._option import Option
+from statetx.planner._option import Decision
 
 KEYS = jax.random.split(jax.random.key(0), 9)
 WS = [jax.random.normal(key, (32, 32)) * 0.5 for key in KEYS[1:]]
@@ -184,12 +184,12 @@ def test_bytes_and_cost_of_a_stored_value():
     kept, stored = graph.option(frozenset({mask})), graph.option(frozenset({mask}), smaller=frozenset({mask}))
     assert (kept.saved_bytes, stored.saved_bytes) == (256 * 32, 256 * 32 // 8)
     assert 0 < stored.cost - kept.cost <= 8 * 256 * 32  # compare, shift, or; shift, and, compare
-    assert stored.stored == {(mask, BITS)} and kept.stored == frozenset()
+    assert stored.decision.stored == {(mask, BITS)} and kept.decision.stored == frozenset()
 
 
 def test_no_value_is_stored_without_formats():
     graph = graph_of(lambda w, x: jnp.where(x @ w > 0, x @ w, 0.0).sum(), WS[0], X, formats=())
-    assert not graph.smaller and all(not o.stored for o in graph.front())
+    assert not graph.smaller and all(not o.decision.stored for o in graph.front())
 
 
 def test_small_values_are_no_choice():
@@ -217,7 +217,7 @@ def test_steps_of_a_loop_keep_bits(loop):
     parts = program.split()
     (n, part) = next((n, p) for n, p in enumerate(parts) if p.eqn is not None)
     mask = next((i, 0) for i, e in enumerate(part.jaxpr.eqns) if e.primitive.name == "gt")
-    option = Option(frozenset({mask}), 0, 0, 0.0, loop=loop, stored=frozenset({(mask, BITS)}))
+    option = Decision(frozenset({mask}), loop=loop, stored=frozenset({(mask, BITS)}))
     options = [option if k == n else _layout.UNPLANNED for k in range(len(parts))]
     planned = _layout.rewrite(program.jaxpr, parts, options)
     gradient = jax.grad(lambda w: _jax.evaluate(planned, (), [w, x])[0])
@@ -346,12 +346,12 @@ def with_option(fun, args, option):
 
 TWO_GROUPS = Groups((Group(24, frozenset(), 6), Group(24, frozenset())))
 LOOPS = {
-    "one level": (Option(frozenset(), 0, 0, 0.0, loop=Lengths(48)), 48),
-    "two levels": (Option(frozenset(), 0, 0, 0.0, loop=Lengths(8, 6)), 8 + 6),
-    "fenced": (Option(frozenset(), 0, 0, 0.0, loop=Lengths(8, 6), fenced=True), 8 + 6),
-    "three levels": (Option(frozenset(), 0, 0, 0.0, loop=Lengths(4, 4, 3)), 4 + 4 + 3),
-    "slots": (Option(None, 0, 0, 0.0, loop=Slots(9)), 9),
-    "groups": (Option(None, 0, 0, 0.0, loop=TWO_GROUPS, fenced=True), 24 + 4),
+    "one level": (Decision(frozenset(), loop=Lengths(48)), 48),
+    "two levels": (Decision(frozenset(), loop=Lengths(8, 6)), 8 + 6),
+    "fenced": (Decision(frozenset(), loop=Lengths(8, 6), fenced=True), 8 + 6),
+    "three levels": (Decision(frozenset(), loop=Lengths(4, 4, 3)), 4 + 4 + 3),
+    "slots": (Decision(loop=Slots(9)), 9),
+    "groups": (Decision(loop=TWO_GROUPS, fenced=True), 24 + 4),
 }
 
 
@@ -418,9 +418,11 @@ def test_a_loop_without_bits_has_the_options_of_one_without_formats():
         return lax.scan(lambda h, x: (jnp.sin(h @ w + x), None), xs[0], xs)[0].sum()
 
     assert options(recurrent, (BITS,), W, CURRENTS) == options(recurrent, (), W, CURRENTS)
-    assert not any(o.carries for o in options(delayed, (), W, CURRENTS))
-    stored = [o for o in options(delayed, (BITS,), W, CURRENTS) if o.carries]
-    assert {type(o.loop) for o in stored} >= {Lengths, Slots} and {o.carries for o in stored} == {((1, BITS),)}
+    assert not any(o.decision.carries for o in options(delayed, (), W, CURRENTS))
+    stored = [o for o in options(delayed, (BITS,), W, CURRENTS) if o.decision.carries]
+    assert {type(o.decision.loop) for o in stored} >= {Lengths, Slots} and {o.decision.carries for o in stored} == {
+        ((1, BITS),)
+    }
 
 
 @pytest.mark.slow
@@ -443,8 +445,8 @@ def test_a_stored_plan_of_a_loop_stores_the_same(tmp_path):
     loaded = statetx.Plan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.loops == plan.loops
     assert_equal(delayed, loaded.apply(delayed), W, CURRENTS)
-    option = Option(None, 0, 0, 0.0, loop=Slots(9), carries=((1, BITS),))
-    assert Option.from_json(json.loads(json.dumps(option.to_json()))) == option
+    option = Decision(loop=Slots(9), carries=((1, BITS),))
+    assert Decision.from_json(json.loads(json.dumps(option.to_json()))) == option
 
 
 def test_spikes_in_states_of_brainstate_are_stored_as_bits():
@@ -497,10 +499,10 @@ def test_a_stored_plan_stores_the_same(tmp_path):
 
 
 def test_options_of_a_decision_are_those_that_were_stored():
-    option = Option(
-        frozenset({(1, 0), (2, 1)}), 0, 0, 0.0, stored=frozenset({((2, 1), StoredType("int8"))}), inputs=((3, BITS),)
+    option = Decision(
+        frozenset({(1, 0), (2, 1)}), stored=frozenset({((2, 1), StoredType("int8"))}), inputs=((3, BITS),)
     )
-    assert Option.from_json(json.loads(json.dumps(option.to_json()))) == option
+    assert Decision.from_json(json.loads(json.dumps(option.to_json()))) == option
 
 
 @pytest.mark.slow

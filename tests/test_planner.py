@@ -50,7 +50,7 @@ from statetx.planner._budget import read_amount
 from statetx.planner._derivative import derivative_of
 from statetx.planner._fingerprint import fingerprint
 from statetx.planner._groups import Group, Groups
-from statetx.planner._option import Option
+from statetx.planner._option import Decision, Option
 from statetx.policies import Lengths, Slots
 
 X = jnp.ones((256, 64))
@@ -235,9 +235,9 @@ def test_combination_is_the_optimum_of_the_model(seed):
     fronts = {
         (start, end): _fronts.Front(
             [
-                Option(None, 10**6, 0, 0.0),
+                Option(10**6, 0, 0.0, Decision()),
                 *(
-                    Option(None, rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)))
+                    Option(rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)), Decision())
                     for _ in range(rng.randint(1, 4))
                 ),
             ],
@@ -307,8 +307,10 @@ def test_equal_periods_are_composed(count):
 
 
 def random_front(rng, num):
-    options = [Option(None, rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30))) for _ in range(num)]
-    return _fronts.Front([Option(None, 100, 0, 0.0), *options], [])
+    options = [
+        Option(rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)), Decision()) for _ in range(num)
+    ]
+    return _fronts.Front([Option(100, 0, 0.0, Decision()), *options], [])
 
 
 def test_saved_values_are_not_recomputed():
@@ -354,7 +356,7 @@ def test_backward_passes_compile_together():
     assert all(p.compiled is c for p, c in zip(programs, compiled, strict=True))
     expected = graph.measure(nothing).backward_bytes
     assert front.measure(nothing) and front.programs(nothing) == []
-    assert next(o for o in front.options if o.saving == nothing.saving).backward_bytes == expected
+    assert next(o for o in front.options if o.decision.saving == nothing.decision.saving).backward_bytes == expected
 
 
 def test_programs_compile_at_the_same_time():
@@ -385,7 +387,7 @@ def test_derivative_without_marks_is_that_of_the_region():
     plain, backward = derivative_of(graph.jaxpr, [0, 1], [0])
     assert plain.computed_residuals
     saved = sum(v.aval.size * v.aval.dtype.itemsize for v in plain.computed_residuals)
-    expected = Option(None, saved, graph._peak_bytes(backward, []), 0.0)
+    expected = Option(saved, graph._peak_bytes(backward, []), 0.0, Decision())
     assert graph.baseline() == expected
     assert graph.residual_inputs == [i for i, v in enumerate(plain.jaxpr.invars) if v in plain.residuals]
 
@@ -559,19 +561,19 @@ def test_every_decision_for_a_loop_gives_equal_gradients():
     expected = jax.grad(lambda w: _jax.evaluate(jaxpr, (), [w, X])[0])(WS[0])
     kept = frozenset({(0, 0), (1, 0)})
     for option in (
-        Option(None, 0, 0, 0),
-        Option(frozenset(), 0, 0, 0, loop=Lengths(6)),
-        Option(kept, 0, 0, 0, loop=Lengths(6)),
-        Option(kept, 0, 0, 0, loop=Lengths(2, 3)),
-        Option(kept, 0, 0, 0, loop=Lengths(2, 3, keep="loop")),
-        Option(frozenset(), 0, 0, 0, loop=Lengths(6), fenced=True),
-        Option(kept, 0, 0, 0, loop=Lengths(2, 3), fenced=True),
-        Option(kept, 0, 0, 0, loop=Lengths(2, 3, keep="loop"), fenced=True),
-        Option(None, 0, 0, 0, loop=Slots(2)),
-        Option(None, 0, 0, 0, loop=Groups((Group(2, None), Group(1, kept), Group(3, frozenset())))),
-        Option(None, 0, 0, 0, loop=Groups((Group(4, kept, 2, "loop"), Group(2, frozenset(), 1))), fenced=True),
+        Decision(),
+        Decision(frozenset(), loop=Lengths(6)),
+        Decision(kept, loop=Lengths(6)),
+        Decision(kept, loop=Lengths(2, 3)),
+        Decision(kept, loop=Lengths(2, 3, keep="loop")),
+        Decision(frozenset(), loop=Lengths(6), fenced=True),
+        Decision(kept, loop=Lengths(2, 3), fenced=True),
+        Decision(kept, loop=Lengths(2, 3, keep="loop"), fenced=True),
+        Decision(loop=Slots(2)),
+        Decision(loop=Groups((Group(2, None), Group(1, kept), Group(3, frozenset())))),
+        Decision(loop=Groups((Group(4, kept, 2, "loop"), Group(2, frozenset(), 1))), fenced=True),
     ):
-        options = [option if i == at else Option(None, 0, 0, 0) for i in range(len(parts))]
+        options = [option if i == at else Decision() for i in range(len(parts))]
         planned = _layout.rewrite(flat.jaxpr, parts, options)
         got = jax.grad(lambda w: _jax.evaluate(planned, (), [w, X])[0])(WS[0])  # noqa: B023
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
@@ -591,7 +593,7 @@ def test_loops_in_groups_of_steps(reverse):
     groups = Groups((Group(2, None), Group(3, frozenset({(0, 0)}))))
     loop = Strategy.from_json(json.loads(json.dumps(groups.to_json())))
     assert loop == groups
-    options = [Option(None, 0, 0, 0, loop=loop if p.eqn is not None else None) for p in flat.split()]
+    options = [Decision(loop=loop if p.eqn is not None else None) for p in flat.split()]
     planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
     regions = [
         _jax.open_jaxpr(e.params["jaxpr"])[0].eqns if e.primitive.name == "remat2" else [e] for e in planned.eqns
@@ -633,8 +635,7 @@ def test_planned_loops_allocate_nothing_early():
     program = staged(fun, *args)
     flat = _parts.Flat(program)
     options = [
-        Option(frozenset(), 0, 0, 0, loop=Lengths(64), fenced=True) if p.eqn is not None else Option(None, 0, 0, 0)
-        for p in flat.split()
+        Decision(frozenset(), loop=Lengths(64), fenced=True) if p.eqn is not None else Decision() for p in flat.split()
     ]
     planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
     fun = lambda ws, xs: _jax.evaluate(planned, (), jax.tree.leaves((ws, xs)))[0]  # noqa: E731
@@ -666,19 +667,19 @@ def test_loops_are_fenced_where_there_are_several():
     for num in (1, 2):
         fun, *args = recurrent_layers(num)
         fronts = Planner(fun, *args, argnums=0, of="temporaries")._search.lattice._fronts.values()
-        loops = [f for f in fronts if any(o.loop for o in f.options)]
-        one_level = [o for f in loops for o in f._expand(f._steps) if isinstance(o.loop, Lengths)]
-        groups = [o for f in loops for o in f._expand(f._steps) if isinstance(o.loop, Groups)]
+        loops = [f for f in fronts if any(o.decision.loop for o in f.options)]
+        one_level = [o for f in loops for o in f._expand(f._steps) if isinstance(o.decision.loop, Lengths)]
+        groups = [o for f in loops for o in f._expand(f._steps) if isinstance(o.decision.loop, Groups)]
         assert one_level and groups
-        assert {o.fenced for o in one_level} == {num > 1} and {o.fenced for o in groups} == {True}
-        assert not any(o.fenced for f in loops for o in f.stock)
+        assert {o.decision.fenced for o in one_level} == {num > 1} and {o.decision.fenced for o in groups} == {True}
+        assert not any(o.decision.fenced for f in loops for o in f.stock)
 
     def two_gradients(ws, xs):
         return jax.grad(recurrent_layers(1)[0])(ws, xs), jax.grad(recurrent_layers(1)[0])(ws, 2 * xs**2)
 
     planner = Planner(two_gradients, *recurrent_layers(1)[1:], of="temporaries")
     fronts = [f for search in planner._whole.searches for f in search.lattice._fronts.values()]
-    assert any(o.fenced for f in fronts for o in f.options), "each gradient has one loop, the step two"
+    assert any(o.decision.fenced for f in fronts for o in f.options), "each gradient has one loop, the step two"
 
 
 @pytest.mark.slow
@@ -695,16 +696,16 @@ def test_groups_mix_two_treatments_of_a_step():
     step = lambda h, w: (block(w, h), None)  # noqa: E731
     fun = lambda w, x: (jax.lax.scan(lambda h, _: step(h, w), x, None, length=16)[0] ** 2).mean()  # noqa: E731
     planner = Planner(fun, WS[0], X, of="temporaries", argnums=0)
-    (front,) = [f for f in planner._search.lattice._fronts.values() if any(o.loop for o in f.options)]
-    groups = [o for o in front.options if isinstance(o.loop, Groups)]
-    assert groups and {o.loop.num_steps for o in groups} == {16}
+    (front,) = [f for f in planner._search.lattice._fronts.values() if any(o.decision.loop for o in f.options)]
+    groups = [o for o in front.options if isinstance(o.decision.loop, Groups)]
+    assert groups and {o.decision.loop.num_steps for o in groups} == {16}
 
     def least_cost(limit, options):
         return min((o.cost for o in options if o.saved_bytes + o.backward_bytes <= limit), default=float("inf"))
 
-    others = [o for o in front.options if not isinstance(o.loop, Groups)]
+    others = [o for o in front.options if not isinstance(o.decision.loop, Groups)]
     for is_nested in (False, True):
-        some = [o for o in groups if any(group.inner for group in o.loop.groups) == is_nested]
+        some = [o for o in groups if any(group.inner for group in o.decision.loop.groups) == is_nested]
         limits = [o.saved_bytes + o.backward_bytes for o in some]
         assert any(least_cost(limit, some) < 0.9 * least_cost(limit, others) for limit in limits)
 
@@ -766,7 +767,7 @@ def test_region_without_residuals_is_the_users_remat():
     jaxpr = staged(fun, WS[0], X)
     flat = _parts.Flat(jaxpr)
     (interval,), parts = flat.blocks, flat.split()
-    options = [Option(frozenset() if p is flat.blocks[interval] else None, 0, 0, 0.0) for p in parts]
+    options = [Decision(frozenset() if p is flat.blocks[interval] else None) for p in parts]
     (planned,) = [e for e in _layout.rewrite(flat.jaxpr, parts, options).eqns if e.primitive.name in primitives.REMAT]
     (written,) = [e for e in jax.make_jaxpr(fun)(WS[0], X).eqns if e.primitive.name in primitives.REMAT]
     inside = str(planned.params["jaxpr"])
@@ -775,7 +776,7 @@ def test_region_without_residuals_is_the_users_remat():
 
 
 def test_choice_changes_after_a_measurement():
-    front = _fronts.Front([Option(None, 100, 0, 0.0), Option(frozenset(), 10, 5, 2.0)], [])
+    front = _fronts.Front([Option(100, 0, 0.0, Decision()), Option(10, 5, 2.0, Decision(frozenset()))], [])
     family = family_of({(0, 1): (front, 0)}, 1)
     assert family.choose(20) is family.choose(20) and family.choose(20)[1][0].cost == 2.0
     front._steps[1] = front._steps[1]._replace(backward_bytes=30)  # as `measure` finds
@@ -791,8 +792,8 @@ def test_option_of_zero_bytes_is_measured_once():
             self.num_measurements += 1
             return option._replace(backward_bytes=0)
 
-    graph, option = CountingGraph(), Option(frozenset(), 10, 5, 2.0)
-    front = _fronts.Front([Option(None, 100, 0, 0.0), option], [option], graph)  # a stock policy saves the same
+    graph, option = CountingGraph(), Option(10, 5, 2.0, Decision(frozenset()))
+    front = _fronts.Front([Option(100, 0, 0.0, Decision()), option], [option], graph)  # a stock policy saves the same
     assert front.measure(option) and not front.measure(option)
     assert graph.num_measurements == 1 and front.options[-1].backward_bytes == front.stock[0].backward_bytes == 0
 
@@ -802,12 +803,12 @@ def test_offload():
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), [False, True], [True, True], [True])
     front = graph.front(offload=True)
     assert (
-        any(o.offloaded for o in front)
+        any(o.decision.offloaded for o in front)
         and min(o.cost for o in front if o.saved_bytes == 0) < graph.option(frozenset()).cost
     )
     if _jax.HOST_MEMORY in memories:
-        option = next(o for o in front if o.offloaded)
-        assert any("offload" in mark for mark in _layout.marks_of(option).values())
+        option = next(o for o in front if o.decision.offloaded)
+        assert any("offload" in mark for mark in _layout.marks_of(option.decision).values())
 
 
 def test_time_limit_gives_the_best_so_far():
@@ -1296,7 +1297,7 @@ def test_groups_read_the_whole_xs(reverse, argnums, differentiated):
     groups = Groups((Group(8, frozenset({(0, 0)}), 4), Group(4, frozenset({(0, 0)}))), differentiated)
     loop = Strategy.from_json(json.loads(json.dumps(groups.to_json())))
     assert loop == groups
-    options = [Option(None, 0, 0, 0, loop=loop if p.eqn is not None else None) for p in flat.split()]
+    options = [Decision(loop=loop if p.eqn is not None else None) for p in flat.split()]
     planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
     run = lambda program: jax.grad(lambda w, xs: _jax.evaluate(program, (), [w, xs])[0], argnums=argnums)  # noqa: E731
     for a, b in zip(*(jax.tree.leaves(run(p)(WS[0][:4, :4], xs)) for p in (planned, jaxpr)), strict=True):

@@ -145,7 +145,7 @@ def tied_layers(share, num=12):
 
 @pytest.mark.parametrize("share", [1, 2, 3])
 def test_decisions_are_those_of_the_regions_own_fronts(share):
-    """Two periods with one weight have another input list than two with two weights: `Option.inputs` counts inputs."""
+    """Two periods with one weight have another input list than two with two weights: `Decision.inputs` counts inputs."""
     loss, ws, *others = tied_layers(share)
     program = flat(loss, ws, *others)
     families = lattice(program, range(len(ws)), formats=(BITS,)).families

@@ -14,13 +14,13 @@ from .._jax import Jaxpr
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from ..planner._layout import UNPLANNED, as_planned, rewrite
-from ..planner._option import Interval, Option
+from ..planner._option import Decision, Interval
 from ..planner._parts import Flat, flatten
 from ..residuals.measure import with_gradient, without_gradient
 from ._names import calls_of
 from ._scopes import numbered_calls
 
-_SAVES_NOTHING = Option(frozenset(), 0, 0, 0.0)
+_SAVES_NOTHING = Decision(frozenset())
 
 
 class Trials:
@@ -98,8 +98,8 @@ class _CallsRematerialized(Rewriter):
         bounds = sorted({0, len(program), *itertools.chain.from_iterable(intervals)})
         spans = list(itertools.pairwise(bounds))
         parts = [program.part(*span) for span in spans]
-        options = [_SAVES_NOTHING if span in intervals else UNPLANNED for span in spans]
-        return as_planned(Body(rewrite(program.jaxpr, parts, options), []))
+        decisions = [_SAVES_NOTHING if span in intervals else UNPLANNED for span in spans]
+        return as_planned(Body(rewrite(program.jaxpr, parts, decisions), []))
 
 
 def _calls(jaxpr: Jaxpr, functions: frozenset[str]) -> dict[Interval, str]:

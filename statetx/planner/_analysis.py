@@ -28,7 +28,7 @@ from .._remat.stored import StoredType
 from .._tree import is_float
 from ._derivative import BackwardPass, derivative_of, without_identities
 from ._integer import IntegerProgram, Storage
-from ._option import Interval, Option, pareto_front
+from ._option import Decision, Interval, Option, pareto_front
 from ._regions import with_inner_regions
 from ._stored import Formats, format_of, stored_bytes, storing_cost
 from ._values import Address, labels_of, values_of
@@ -177,21 +177,20 @@ class Graph:
         # in fewer bits one at a time counts as decoded, which errs low.
         fetched_bytes = sum(self.bytes_of(address) for address in offloaded)
         fetched_bytes += max((device_bytes(self.sites[address].value.type) for address in smaller), default=0)
-        return Option(
-            saved, saved_bytes, self._backward_bytes(recomputed) + fetched_bytes, cost, offloaded, stored=stored
-        )
+        decision = Decision(saved, offloaded, stored=stored)
+        return Option(saved_bytes, self._backward_bytes(recomputed) + fetched_bytes, cost, decision)
 
     def storing(
         self, option: Option, inputs: Mapping[int, StoredType], outputs: Mapping[Address, StoredType]
     ) -> Option:
         """An option where no other region has these inputs and outputs: it holds them itself, in fewer bits if it is rematerialized."""
         types = {i: self.jaxpr.invars[i].aval for i in inputs}
-        if option.saved is None:
+        if (saved := option.decision.saved) is None:
             held = sum(device_bytes(types[i]) for i in inputs if i in self.residual_inputs)
             return option._replace(saved_bytes=option.saved_bytes + held)
-        read = self.inputs_read(option)
+        read = self.inputs_read(saved)
         stored_inputs = tuple((i, inputs[i]) for i in sorted(inputs) if i in read)
-        stored_outputs = {(address, outputs[address]) for address in option.saved if address in outputs}
+        stored_outputs = {(address, outputs[address]) for address in saved if address in outputs}
 
         stored = [(types[i], format) for i, format in stored_inputs]
         stored += [(self.sites[address].value.type, format) for address, format in stored_outputs]
@@ -201,9 +200,7 @@ class Graph:
             saved_bytes=option.saved_bytes + saved_bytes,
             backward_bytes=option.backward_bytes + max((device_bytes(aval) for aval, _ in stored), default=0),
             cost=option.cost + cost,
-            stored=option.stored | stored_outputs,
-            inputs=stored_inputs,
-        )
+        ).deciding(stored=option.decision.stored | stored_outputs, inputs=stored_inputs)
 
     def nested(self, intervals: Sequence[Interval], backward_bytes: int) -> Option:
         """The region saving nothing, where these intervals, in order, are computed again one by one: each takes `backward_bytes`."""
@@ -221,21 +218,20 @@ class Graph:
         return option._replace(
             cost=option.cost + sum(map(flops, eqns[:last])),
             backward_bytes=backward_bytes + sum(device_bytes(v.aval) for v in crossing),
-            inner=tuple(intervals),
-        )
+        ).deciding(inner=tuple(intervals))
 
-    def inputs_read(self, option: Option) -> set[int]:
+    def inputs_read(self, saved: frozenset[Address] | None) -> set[int]:
         """The inputs, by index, that the backward pass of an option reads, to compute values again or itself."""
-        if option.saved is None:
+        if saved is None:
             return set(self.residual_inputs)
         forward = self._forward
-        read = {v for i in self._recomputed(option.saved) for v in forward.jaxpr.eqns[i].invars if isinstance(v, Var)}
+        read = {v for i in self._recomputed(saved) for v in forward.jaxpr.eqns[i].invars if isinstance(v, Var)}
         return {i for i, v in enumerate(forward.inputs) if v in read or v in forward.residuals}
 
     def baseline(self) -> Option:
         """The region without rematerialization."""
         saved_bytes = sum(device_bytes(v.aval) for v in self._baseline_residuals)
-        return Option(None, saved_bytes, self._peak_bytes(self._baseline_backward, []), 0.0)
+        return Option(saved_bytes, self._peak_bytes(self._baseline_backward, []), 0.0, Decision())
 
     def by_policy(self, policy: Any) -> Option:
         """The region under a policy."""
@@ -330,38 +326,42 @@ class Graph:
 
     def measure(self, option: Option) -> Option:
         """Return the option with the backward bytes of the region's backward pass, compiled on its own."""
-        program = self.program(option)
-        del self._programs[option.saving]
+        decision = option.decision
+        program = self.program(decision)
+        del self._programs[decision.saving]
         # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary. The
         # context maps the program over all examples of a `vmap`, and the model counts one of them.
-        backward = self._baseline_backward if option.saved is None else self._backward
+        backward = self._baseline_backward if decision.saved is None else self._backward
         temp_bytes = program.cost.temp_bytes // self._context.num_examples
         out_cotangents = [v for v, c in zip(backward.outs, self._is_computed, strict=True) if c and isinstance(v, Var)]
         cotangent_bytes = sum(device_bytes(v.aval) for v in (*backward.cotangents, *out_cotangents))
-        offloaded_bytes = sum(self.bytes_of(address) for address in option.offloaded)
+        offloaded_bytes = sum(self.bytes_of(address) for address in decision.offloaded)
         return option._replace(backward_bytes=temp_bytes + cotangent_bytes + offloaded_bytes)
 
-    def program(self, option: Option) -> Program:
+    def program(self, decision: Decision) -> Program:
         """The region's backward pass, to be compiled; kept until the option is measured."""
-        if option.saving not in self._programs:
-            self._programs[option.saving] = self._program(option)
-        return self._programs[option.saving]
+        if decision.saving not in self._programs:
+            self._programs[decision.saving] = self._program(decision)
+        return self._programs[decision.saving]
 
-    def _program(self, option: Option) -> Program:
-        if option.inner:
-            return self._nested_program(option)
-        if option.saved is None:
+    def _program(self, decision: Decision) -> Program:
+        if decision.inner:
+            return self._nested_program(decision)
+        if decision.saved is None:
             backward, recomputed, saved = self._baseline_backward, [], self._baseline_residuals
         else:
-            backward, recomputed = self._backward, [self._forward.jaxpr.eqns[i] for i in self._recomputed(option.saved)]
-            saved = [v for v, address in self._address_of.items() if address in option.saved]
+            backward, recomputed = (
+                self._backward,
+                [self._forward.jaxpr.eqns[i] for i in self._recomputed(decision.saved)],
+            )
+            saved = [v for v, address in self._address_of.items() if address in decision.saved]
 
         # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved values and
         # inputs of the region are counted by `Layout.peak`. Those in fewer bits are arguments as they are stored.
         computed = {v for e in recomputed for v in e.outvars}
         inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
-        formats = self._formats_in(option, inputs)
+        formats = self._formats_in(decision, inputs)
         types = [[v.aval] if v not in formats else formats[v].types(v.aval) for v in inputs]
 
         recomputation = _jax.rebuild(
@@ -381,9 +381,9 @@ class Graph:
         avals = [*itertools.chain.from_iterable(types), *(v.aval for v in backward.cotangents)]
         return self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
 
-    def _nested_program(self, option: Option) -> Program:
+    def _nested_program(self, decision: Decision) -> Program:
         """Of a region that is computed again interval by interval: its inputs are arguments."""
-        jaxpr, formats = with_inner_regions(self.jaxpr, option.inner), dict(option.inputs)
+        jaxpr, formats = with_inner_regions(self.jaxpr, decision.inner), dict(decision.inputs)
         invars, diff_indices = self.jaxpr.invars, sorted(self.diff_indices)
         types = [formats[i].types(v.aval) if i in formats else [v.aval] for i, v in enumerate(invars)]
 
@@ -408,9 +408,9 @@ class Graph:
         avals = [*itertools.chain.from_iterable(types), *(v.aval for v in self._backward.cotangents)]
         return self._context.program(_frames.undone(lambda *xs: run(xs[:num], xs[num:])), avals, fast_compile_options())
 
-    def _formats_in(self, option: Option, variables: Iterable[Any]) -> dict[Any, StoredType]:
-        """Of the variables of the forward pass, those that an option stores in fewer bits."""
-        by_address, by_input = dict(option.stored), dict(option.inputs)
+    def _formats_in(self, decision: Decision, variables: Iterable[Any]) -> dict[Any, StoredType]:
+        """Of the variables of the forward pass, those that a decision stores in fewer bits."""
+        by_address, by_input = dict(decision.stored), dict(decision.inputs)
         of_inputs = {v: by_input[i] for i, v in enumerate(self._forward.inputs) if i in by_input}
         of_saved = {v: by_address[a] for v, a in self._address_of.items() if a in by_address}
         formats = of_inputs | of_saved

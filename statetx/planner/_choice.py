@@ -25,9 +25,9 @@ HOLDS, COPIES, STORES = "holds", "copies", "stores"
 
 def kind_of(options: Sequence[Option]) -> str:
     """The kind of family that a choice belongs to."""
-    if any(o.copies for o in options):
+    if any(o.decision.copies for o in options):
         return COPIES
-    return STORES if any(o.inputs for o in options) else HOLDS
+    return STORES if any(o.decision.inputs for o in options) else HOLDS
 
 
 def cost_of(choice: Choice) -> float:
@@ -36,7 +36,8 @@ def cost_of(choice: Choice) -> float:
 
 def with_inputs_first(options: Sequence[Option]) -> list[Option]:
     """The same decisions, where regions take the inputs of the program before other inputs."""
-    return [o if o.saved is None or o.loop is not None else o._replace(inputs_first=True) for o in options]
+    is_region = lambda decision: decision.saved is not None and decision.loop is None  # noqa: E731
+    return [o.deciding(inputs_first=True) if is_region(o.decision) else o for o in options]
 
 
 class Family:

@@ -18,7 +18,7 @@ from .._equations.primitives import size
 from .._jax import Jaxpr, Literal, Var
 from .._lift.context import device_bytes
 from .._tree import is_float
-from ._option import Option
+from ._option import Decision
 from ._parts import Part, is_linear, last_reads
 from ._values import Address
 
@@ -168,30 +168,32 @@ def _instead_of_constant_jvp(primals: Sequence[Any], tangents: Sequence[Any]) ->
     return instead_of_constant(*primals), tangents[0]
 
 
-def with_copies(jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]) -> tuple[list[Part], list[Option]]:
+def with_copies(
+    jaxpr: Jaxpr, parts: Sequence[Part], decisions: Sequence[Decision]
+) -> tuple[list[Part], list[Decision]]:
     """Let parts that copy read sources in place of derived values, and let others output these sources."""
-    if not any(option.copies for option in options):
-        return list(parts), list(options)
+    if not any(decision.copies for decision in decisions):
+        return list(parts), list(decisions)
     copies = Copies(jaxpr)
     replaced = [
-        copies.in_order(part.invars) if option.copies else [] for part, option in zip(parts, options, strict=True)
+        copies.in_order(part.invars) if decision.copies else [] for part, decision in zip(parts, decisions, strict=True)
     ]
     read = {source for values in replaced for v in values for source in copies.sources[v]}
-    new_parts, new_options, start = [], [], 0
-    for part, option, values in zip(parts, options, replaced, strict=True):
+    new_parts, new_decisions, start = [], [], 0
+    for part, decision, values in zip(parts, decisions, replaced, strict=True):
         end = start + (1 if part.eqn is not None else len(part.jaxpr.eqns))
         computed = [v for e in jaxpr.eqns[start:end] for v in e.outvars if v in read and v not in part.outvars]
         if values or computed:
-            part, option = _with_copies(copies, part, option, jaxpr.eqns[start:end], values, computed)
+            part, decision = _with_copies(copies, part, decision, jaxpr.eqns[start:end], values, computed)
         new_parts.append(part)
-        new_options.append(option)
+        new_decisions.append(decision)
         start = end
-    return new_parts, new_options
+    return new_parts, new_decisions
 
 
 def _with_copies(
-    copies: Copies, part: Part, option: Option, eqns: Sequence[Any], values: Sequence[Any], more_outs: Sequence[Any]
-) -> tuple[Part, Option]:
+    copies: Copies, part: Part, decision: Decision, eqns: Sequence[Any], values: Sequence[Any], more_outs: Sequence[Any]
+) -> tuple[Part, Decision]:
     """A region that copies some of its inputs and has more outputs."""
     copied, copy_of = copies.equations(values)
     first: list[Any] = list(copied)
@@ -207,7 +209,7 @@ def _with_copies(
     invars = list(dict.fromkeys(v for e in all_eqns for v in _variables(e) if v not in defined))
     outvars = [*(v for e in eqns for v in e.outvars if v in {*part.outvars}), *more_outs]
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=all_eqns)
-    return Part("region", jaxpr, invars, outvars), option.renumbered(lambda i: i + len(first))
+    return Part("region", jaxpr, invars, outvars), decision.renumbered(lambda i: i + len(first))
 
 
 def _instead_equations(x: Any, copy: Any, target: Any, like: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from .._errors import PlanError, PolicyError
 from .._jax import Jaxpr
 from .._remat.stored import StoredType
 from ._groups import Groups
-from ._option import Option
+from ._option import Decision
 from ._parts import Flat, Order, Part
 from ._stored import formats_of_variables
 from ._values import Address, values_of
@@ -38,27 +38,27 @@ def are_decisions_for(
     return True
 
 
-def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Option], list[Order]]:
-    """Cut a flat program as a stored plan says: the program as it was cut, the parts, their options without bytes and cost, their order.
+def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Decision], list[Order]]:
+    """Cut a flat program as a stored plan says: the program as it was cut, the parts, their decisions, their order.
 
     Raises:
         PlanError: a decision is for another program than the equations are: a value that is not there, or is not 0 or 1 and would be stored as bits.
     """
     # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
     flat = Flat(program)
-    options = [Option.from_json(decision) for decision in fields["treatments"]]
+    decisions = [Decision.from_json(decision) for decision in fields["treatments"]]
     numbers, cuts = fields["parts"], fields["cuts"]
     _expect(all(0 <= cut <= len(flat) for cut in cuts), "cuts", "after the last equation")
-    _expect(all(n < len(options) for n in numbers), "parts", "a treatment that is not there")
+    _expect(all(n < len(decisions) for n in numbers), "parts", "a treatment that is not there")
     parts = flat.split(cuts)
     _expect(len(parts) == len(numbers), "parts", f"{len(numbers)} treatments for {len(parts)} parts")
 
-    # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
+    # Parts with equal decisions share one; the cache of `_layout.rewrite` gives them one function.
     checked: set[Any] = set()
     check = _Check(flat)
     for part, number in zip(parts, numbers, strict=True):
-        if (part.key, number) not in checked or options[number].stored or options[number].inputs:
-            check(part, options[number], f"treatments[{number}]")
+        if (part.key, number) not in checked or decisions[number].stored or decisions[number].inputs:
+            check(part, decisions[number], f"treatments[{number}]")
             checked.add((part.key, number))
     order = [Order(first, tuple(inputs), second, output) for first, inputs, second, output in fields["order"]]
     for o in order:
@@ -66,55 +66,55 @@ def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part],
         _expect(is_there and all(i < len(parts[o.first].invars) for i in o.inputs), "order", "a part that is not there")
     last = fields["last_input"]
     _expect(last is None or last < len(flat.jaxpr.invars), "last_input", "an input that is not there")
-    return flat.jaxpr, parts, [options[i] for i in numbers], order
+    return flat.jaxpr, parts, [decisions[i] for i in numbers], order
 
 
 class _Check:
-    """Checks options against the parts of a program."""
+    """Checks decisions against the parts of a program."""
 
     def __init__(self, program: Flat):
         self._program = program
         self._storable: dict[StoredType, set[Any]] = {}
         self._sites: dict[Any, Any] = {}
 
-    def __call__(self, part: Part, option: Option, at: str) -> None:
-        if option.saved is None and option.loop is None and not option.carries:
+    def __call__(self, part: Part, decision: Decision, at: str) -> None:
+        if decision.saved is None and decision.loop is None and not decision.carries:
             return
         _expect(not _jax.forbidden_effects(part.jaxpr), at, "a part with effects, which must not run again")
-        saved = option.saved or frozenset()
-        stored = dict(option.stored)
-        is_within = option.offloaded <= saved and stored.keys() <= saved
+        saved = decision.saved or frozenset()
+        stored = dict(decision.stored)
+        is_within = decision.offloaded <= saved and stored.keys() <= saved
         _expect(is_within and saved <= self._addresses(part), f"{at}.saved", "a value that is not there")
         for address, format in stored.items():
             _expect(self._can_store(part, address, format), f"{at}.stored", f"a value that cannot be kept as {format}")
-        for i, format in option.inputs:
+        for i, format in decision.inputs:
             is_input = i < len(part.invars) and part.invars[i] in self._variables(format)
             _expect(is_input, f"{at}.inputs", f"an input that cannot be kept as {format}")
-        bounds = list(itertools.chain.from_iterable(option.inner))
-        is_sorted = bounds == sorted(bounds) and all(start < end for start, end in option.inner)
+        bounds = list(itertools.chain.from_iterable(decision.inner))
+        is_sorted = bounds == sorted(bounds) and all(start < end for start, end in decision.inner)
         is_inside = not bounds or (part.eqn is None and not saved and bounds[-1] <= len(part.jaxpr.eqns))
         _expect(is_sorted and is_inside, f"{at}.inner", "equations that are not there")
         if part.eqn is not None:
-            self._check_loop(part, option, at)
+            self._check_loop(part, decision, at)
         else:
-            _expect(option.loop is None and not option.carries, f"{at}.loop", "a part that is not a loop")
+            _expect(decision.loop is None and not decision.carries, f"{at}.loop", "a part that is not a loop")
 
-    def _check_loop(self, part: Part, option: Option, at: str) -> None:
+    def _check_loop(self, part: Part, decision: Decision, at: str) -> None:
         num_constants, num_carry = _jax.scan_counts(part.eqn)
-        for n, format in option.carries:
+        for n, format in decision.carries:
             fits = (
                 n in part.bit_carries and format.is_exact and format.shrinks(part.jaxpr.invars[num_constants + n].aval)
             )
             _expect(fits, f"{at}.carries", f"a carry that cannot be kept as {format}")
-        if option.loop is not None:
+        if decision.loop is not None:
             try:
-                option.loop.check("plan", "steps", part.eqn.params["length"])
+                decision.loop.check("plan", "steps", part.eqn.params["length"])
             except PolicyError:
                 _expect(False, f"{at}.loop", f"a loop of other than {part.eqn.params['length']} steps")
-        if isinstance(option.loop, Groups):
+        if isinstance(decision.loop, Groups):
             num_xs = len(part.eqn.invars) - num_constants - num_carry
-            groups, addresses = option.loop.groups, self._addresses(part)
-            fits = all(i < num_xs for i in option.loop.differentiated) and all(
+            groups, addresses = decision.loop.groups, self._addresses(part)
+            fits = all(i < num_xs for i in decision.loop.differentiated) and all(
                 (g.saved or set()) <= addresses for g in groups
             )
             _expect(fits, f"{at}.loop", "a value that is not there")

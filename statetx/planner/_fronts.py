@@ -13,12 +13,12 @@ from .._remat.stored import StoredType
 from ._analysis import Graph
 from ._groups import Groups
 from ._loop_options import LoopOptions
-from ._option import Interval, Option, pareto_front
+from ._option import Decision, Interval, Option, pareto_front
 from ._parts import Part
 from ._stored import Formats
 from ._values import Address
 
-_FREE = Option(None, 0, 0, 0.0)
+_FREE = Option(0, 0, 0.0, Decision())
 
 FindOptions = Callable[[], list[Option]]
 
@@ -40,7 +40,7 @@ class Front:
         stock: the options of the stock policies for the equations.
         graph: measures options; None if there is nothing to measure.
         expand: maps options of a step to options of its loop.
-        measured: backward bytes of decisions that are measured, shared by fronts of one graph.
+        measured: backward bytes by what is saved, as far as they are measured; shared by fronts of one graph.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Front:
 
     @functools.cached_property
     def stock(self) -> list[Option]:
-        return [self._expand([o])[-1]._replace(fenced=False) for o in self._stock]  # as the user would write it
+        return [self._expand([o])[-1].deciding(fenced=False) for o in self._stock]  # as the user would write it
 
     @functools.cached_property
     def _all_options(self) -> list[Option]:
@@ -97,13 +97,13 @@ class Front:
 
     @functools.cached_property
     def uniform_options(self) -> list[Option]:
-        uniform = [o for o in self._all_options if not isinstance(o.loop, Groups)]
+        uniform = [o for o in self._all_options if not isinstance(o.decision.loop, Groups)]
         return self.options if len(uniform) == len(self._all_options) else pareto_front(uniform)
 
     def options_like(self, option: Option) -> list[Option]:
         """The cheaper options with the same kind of loop, the cheapest first; dominated ones, too, since the model errs alike for one kind only."""
-        found = [o for o in self._all_options if o.cost < option.cost and type(o.loop) is type(option.loop)]
-        return sorted(found, key=lambda o: o.cost)
+        cheaper = sorted((o for o in self._all_options if o.cost < option.cost), key=lambda o: o.cost)
+        return [o for o in cheaper if type(o.decision.loop) is type(option.decision.loop)]
 
     def copying(self, kept: frozenset[Address], derived: frozenset[Address], cost: float) -> Front | None:
         """The options of a region that computes inputs again, and keeps what other regions compute theirs from.
@@ -120,12 +120,12 @@ class Front:
         if graph is None or not kept <= graph.sites.keys():
             return None
         saved = dict.fromkeys(
-            (o.saved - derived | kept, frozenset(a for a, _ in o.stored) - derived - kept)
-            for o in self._steps
-            if o.saved is not None and not o.offloaded and not o.inner
+            (d.saved - derived | kept, frozenset(a for a, _ in d.stored) - derived - kept)
+            for d in (option.decision for option in self._steps)
+            if d.saved is not None and not d.offloaded and not d.inner
         )
         found = [graph.option(values, smaller=smaller) for values, smaller in saved]
-        options = [o._replace(cost=o.cost + cost, copies=True) for o in found]
+        options = [o._replace(cost=o.cost + cost).deciding(copies=True) for o in found]
         return Front(options, options[-1:], graph, measured=self._bytes) if options else None
 
     def storing(self, part: Part, inputs: Mapping[int, StoredType], outputs: Mapping[Address, StoredType]) -> Front:
@@ -153,16 +153,16 @@ class Front:
         new = [d for d in self._new(option) if d not in self._bytes]
         if self._graph is None or not new:
             return []
-        options = {o.saving: o for o in (*self._steps, *self._stock)}
-        return [self._graph.program(options[d]) for d in new if d in options]
+        decisions = {o.decision.saving: o.decision for o in (*self._steps, *self._stock)}
+        return [self._graph.program(decisions[d]) for d in new if d in decisions]
 
     def measure(self, option: Option) -> bool:
         """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
         new = self._new(option)
         if self._graph is None or not new:
             return False
-        for decision in new:
-            self._measure(self._graph, decision)
+        for saving in new:
+            self._measure(self._graph, saving)
         self._renew()
         return True
 
@@ -173,19 +173,20 @@ class Front:
             vars(self).pop(name, None)
 
     def _new(self, option: Option) -> list[tuple[Any, ...]]:
-        """The decisions of an option that are not measured."""
-        steps = [step for _, step in option.loop.steps()] if isinstance(option.loop, Groups) else [option]
+        """What an option saves, in all its groups of steps, as far as it is not measured."""
+        loop = option.decision.loop
+        steps = [step for _, step in loop.steps()] if isinstance(loop, Groups) else [option.decision]
         return [d for d in dict.fromkeys(step.saving for step in steps) if d not in self._measured]
 
-    def _measure(self, graph: Graph, decision: tuple[Any, ...]) -> None:
-        self._measured.add(decision)
+    def _measure(self, graph: Graph, saving: tuple[Any, ...]) -> None:
+        self._measured.add(saving)
         # A policy may save the same values as an option of the front: both are replaced, and the program is compiled once.
         for options in (self._steps, self._stock):
             for i, o in enumerate(options):
-                if o.saving == decision:
-                    if decision not in self._bytes:
-                        self._bytes[decision] = graph.measure(o).backward_bytes
-                    options[i] = o._replace(backward_bytes=self._bytes[decision])
+                if o.decision.saving == saving:
+                    if saving not in self._bytes:
+                        self._bytes[saving] = graph.measure(o).backward_bytes
+                    options[i] = o._replace(backward_bytes=self._bytes[saving])
 
 
 def front_of(

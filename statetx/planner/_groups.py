@@ -23,7 +23,7 @@ from .._records import headed, many, one_of, optional, row, whole
 from .._remat import mark
 from .._remat.atoms import Marks
 from ._copies import instead_of_constant
-from ._option import Option
+from ._option import Decision, Option
 from ._pareto import undominated
 from ._values import ADDRESS, Address, labels_of, renumbered
 
@@ -104,10 +104,10 @@ class Groups(Strategy):
 
         return loop
 
-    def steps(self) -> Iterator[tuple[int, Option]]:
-        """For each group its number of steps, and the decision for them, without bytes and cost."""
+    def steps(self) -> Iterator[tuple[int, Decision]]:
+        """For each group its number of steps, and the decision for them."""
         for group in self.groups:
-            yield group.number, Option(group.saved, 0, 0, 0.0, loop=group.loop)
+            yield group.number, Decision(group.saved, loop=group.loop)
 
     def to_json(self) -> list:
         encoded = [
@@ -202,19 +202,20 @@ def in_groups(
                 continue
             parts = (first, number), (second, length - number)
             first_bytes, second_bytes = (
-                (o.saved_bytes + (read_bytes if o.saved is None else 0)) * n // length for o, n in parts
+                (o.saved_bytes + (read_bytes if o.decision.saved is None else 0)) * n // length for o, n in parts
             )
             backward = max(second.backward_bytes, first.backward_bytes - second_bytes)
             cost = sum(o.cost * n for o, n in parts) / length
             groups = Groups(tuple(_group(o, n) for o, n in parts), tuple(differentiated))
             saved_bytes = first_bytes + second_bytes + differentiated_bytes
-            options.append(Option(None, saved_bytes, backward, cost, loop=groups))
+            options.append(Option(saved_bytes, backward, cost, Decision(loop=groups)))
     return options
 
 
 def _turn_of(option: Option) -> int:
     """The steps of a turn of a loop of loops; 1 for one loop."""
-    return option.loop.lengths[1] if isinstance(option.loop, Lengths) and len(option.loop.lengths) > 1 else 1
+    loop = option.decision.loop
+    return loop.lengths[1] if isinstance(loop, Lengths) and len(loop.lengths) > 1 else 1
 
 
 def _are_turns(number: int, turn: int) -> bool:
@@ -223,18 +224,19 @@ def _are_turns(number: int, turn: int) -> bool:
 
 
 def _group(option: Option, number: int) -> Group:
-    turn = _turn_of(option)
-    if turn == 1 or not isinstance(option.loop, Lengths):
-        return Group(number, option.saved)
-    return Group(number, option.saved, turn, option.loop.keep)
+    turn, saved, loop = _turn_of(option), option.decision.saved, option.decision.loop
+    if turn == 1 or not isinstance(loop, Lengths):
+        return Group(number, saved)
+    return Group(number, saved, turn, loop.keep)
 
 
 def _sampled(nested: Sequence[Option]) -> list[Option]:
     """For each set of saved values the levels that take the fewest bytes; of these, the best."""
     least: dict[Any, Option] = {}
     for o in nested:
-        if o.saved not in least or o.total_bytes < least[o.saved].total_bytes:
-            least[o.saved] = o
+        saved = o.decision.saved
+        if saved not in least or o.total_bytes < least[saved].total_bytes:
+            least[saved] = o
     return undominated([*least.values()], lambda o: o.cost, lambda o: o.total_bytes)[:_MAX_NESTED]
 
 

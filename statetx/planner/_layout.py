@@ -26,11 +26,11 @@ from .._remat.stored import StoredType
 from .._tree import is_float
 from ._copies import with_copies
 from ._fronts import Front
-from ._option import Option
+from ._option import Decision, Option
 from ._parts import Flat, Order, Part, run
 from ._regions import marks_of, region
 
-UNPLANNED = Option(None, 0, 0, 0.0)
+UNPLANNED = Decision()
 """The decision to leave a part unchanged, without its bytes."""
 
 
@@ -105,7 +105,10 @@ class Layout:
         """Apply an option to each part."""
         last_input = None if waits is Waits.FOR_NOTHING else self.first_read()
         is_sequential = waits is Waits.FOR_GRADIENTS
-        return rewrite(self.jaxpr, self.parts, options, self.order, last_input=last_input, is_sequential=is_sequential)
+        decisions = [option.decision for option in options]
+        return rewrite(
+            self.jaxpr, self.parts, decisions, self.order, last_input=last_input, is_sequential=is_sequential
+        )
 
     def first_read(self) -> int | None:
         """The smallest input, by number, of the first part with a backward pass; None if it has none."""
@@ -118,13 +121,13 @@ class Layout:
 def rewrite(
     jaxpr: Jaxpr,
     parts: Sequence[Part],
-    options: Sequence[Option],
+    decisions: Sequence[Decision],
     order: Sequence[Order] = (),
     *,
     last_input: int | None = None,
     is_sequential: bool = False,
 ) -> Jaxpr:
-    """Apply an option to each part of a program.
+    """Apply a decision to each part of a program.
 
     Args:
         order: of backward passes that do not depend on each other. The model takes them to run from the last part to the first; XLA
@@ -133,15 +136,15 @@ def rewrite(
         is_sequential: whether this input also waits for the gradient before.
     """
     held = {o.first: (parts[o.second].outvars[o.output], [parts[o.first].invars[i] for i in o.inputs]) for o in order}
-    parts, options = with_copies(jaxpr, parts, options)
-    parts, options = _with_inputs_first(jaxpr, parts, options)
+    parts, decisions = with_copies(jaxpr, parts, decisions)
+    parts, decisions = _with_inputs_first(jaxpr, parts, decisions)
     # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
     cache: dict[Any, Callable | None] = {}
     replacements = []
-    for part, option in zip(parts, options, strict=True):
-        key = (part.key, option.decision)
+    for part, decision in zip(parts, decisions, strict=True):
+        key = (part.key, decision)
         if key not in cache:
-            cache[key] = _loop(part, option) if part.eqn is not None else region(part, option)
+            cache[key] = _loop(part, decision) if part.eqn is not None else region(part, decision)
         replacements.append(cache[key])
 
     def planned(*args: Any) -> list[Any]:
@@ -181,23 +184,23 @@ def as_planned(planned: Body) -> Callable:
 
 
 def _with_inputs_first(
-    jaxpr: Jaxpr, parts: Sequence[Part], options: Sequence[Option]
-) -> tuple[list[Part], list[Option]]:
-    """Where options say so, let regions take the program's inputs before what it computes: XLA's schedule depends on it."""
-    inputs, new_parts, new_options = set(jaxpr.invars), [], []
-    for part, option in zip(parts, options, strict=True):
-        if option.inputs_first:
+    jaxpr: Jaxpr, parts: Sequence[Part], decisions: Sequence[Decision]
+) -> tuple[list[Part], list[Decision]]:
+    """Where decisions say so, let regions take the program's inputs before what it computes: XLA's schedule depends on it."""
+    inputs, new_parts, new_decisions = set(jaxpr.invars), [], []
+    for part, decision in zip(parts, decisions, strict=True):
+        if decision.inputs_first:
             order = sorted(range(len(part.invars)), key=lambda i: part.invars[i] not in inputs)
             part = part.reordered(order)
-            option = option._replace(inputs=tuple((order.index(i), format) for i, format in option.inputs))
+            decision = decision._replace(inputs=tuple((order.index(i), format) for i, format in decision.inputs))
         new_parts.append(part)
-        new_options.append(option)
-    return new_parts, new_options
+        new_decisions.append(decision)
+    return new_parts, new_decisions
 
 
-def _loop(part: Part, option: Option) -> Callable:
-    marks = None if option.saved is None else Marks(tuple(marks_of(option).items()))
-    return loop_of(part, option.loop, marks, "auto" if option.fenced else None, dict(option.carries))
+def _loop(part: Part, decision: Decision) -> Callable:
+    marks = None if decision.saved is None else Marks(tuple(marks_of(decision).items()))
+    return loop_of(part, decision.loop, marks, "auto" if decision.fenced else None, dict(decision.carries))
 
 
 def loop_of(

@@ -17,7 +17,7 @@ from .._remat.stored import StoredType
 from .._tree import is_float
 from ._analysis import WORTH_STORING, Graph
 from ._groups import in_groups
-from ._option import Option
+from ._option import Decision, Option
 from ._parts import Part
 from ._stored import Formats, format_of, stored_bytes, storing_cost
 from ._values import Address
@@ -85,32 +85,32 @@ class LoopOptions:
 
     def __call__(self, steps: Sequence[Option]) -> list[Option]:
         """The options; the last one applies the last step option to all steps alike, in one loop."""
-        unchanged = [self._unchanged(step) for step in steps if step.saved is None]
+        unchanged = [self._unchanged(step) for step in steps if step.decision.saved is None]
         groups, options = [], []
         for carry in reversed(self._carries):
             uniform, nested, kept = [*unchanged], [], []
             for step in steps:
-                if step.saved is None:
+                if step.decision.saved is None:
                     options += self._with_slots(step, carry)
                     continue
                 of_turns, of_all = self._nested(step, carry), self._keeping(step, carry)
                 options += [*of_turns, *of_all, self._one_level(step, carry)]
-                if not step.stored:  # groups do not store values of steps in fewer bits
+                if not step.decision.stored:  # groups do not store values of steps in fewer bits
                     nested += of_turns
                     kept += of_all
                     uniform.append(options[-1])
             # Groups are several loops.
             found = self._in_groups(uniform, [nested, kept])
-            groups += [o._replace(fenced=True, carries=carry.formats) for o in found]
+            groups += [o.deciding(fenced=True, carries=carry.formats) for o in found]
         if not self._is_alone:
-            options = [o if o.loop is None else o._replace(fenced=True) for o in options]
+            options = [o if o.decision.loop is None else o.deciding(fenced=True) for o in options]
         return [*unchanged, *groups, *options]
 
     # -- all steps alike --
 
     def _bytes_per_step(self, step: Option, carry: _Carry) -> int:
         """What a step stores where each stores its own: values that it saves, and of its carry what its backward pass reads."""
-        read = self._graph.inputs_read(step)
+        read = self._graph.inputs_read(step.decision.saved)
         return step.saved_bytes + sum(n for i, n in enumerate(carry.leaf_bytes) if self._num_constants + i in read)
 
     def _unchanged(self, step: Option) -> Option:
@@ -121,9 +121,7 @@ class LoopOptions:
             saved_bytes=self._length * self._bytes_per_step(step, carry),
             backward_bytes=step.backward_bytes + carry.decoded_bytes,
             cost=self._length * (step.cost + carry.cost),
-            loop=Lengths(self._length),
-            carries=carry.formats,
-        )
+        ).deciding(loop=Lengths(self._length), carries=carry.formats)
 
     def _nested(self, step: Option, carry: _Carry) -> list[Option]:
         """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and store as much as in one
@@ -131,36 +129,33 @@ class LoopOptions:
 
         A remainder of the division into turns is not counted: this errs low, and compiled candidates correct it.
         """
-        cost = self._length * (self._ahead_cost(step.saved or ()) + step.cost)
+        saved, stored = step.decision.saved, step.decision.stored
+        cost = self._length * (self._ahead_cost(saved or ()) + step.cost)
         options = []
         for outer, inner in _lengths(self._length):
             option = Option(
-                step.saved,
                 outer * carry.num_bytes,
                 inner * (self._bytes_per_step(step, carry) + self._slice_bytes) + self._in_turn(step, carry),
                 cost + (outer + self._length) * carry.cost,
-                loop=Lengths(outer, inner),
-                stored=step.stored,
-                carries=carry.formats,
+                Decision(saved, loop=Lengths(outer, inner), stored=stored, carries=carry.formats),
             )
             options.append(option)
         return options
 
     def _keeping(self, step: Option, carry: _Carry) -> list[Option]:
         """The same, but what steps save is stored for all of them, so that only carries are computed again; a turn reads its part as a copy."""
-        if not step.saved or step.stored:
+        saved = step.decision.saved
+        if not saved or step.decision.stored:
             return []
-        cost = self._length * (self._carry_cost(step.saved) + step.cost)
+        cost = self._length * (self._carry_cost(saved) + step.cost)
         options = []
         for outer, inner in _lengths(self._length):
             copied_bytes = step.saved_bytes + self._slice_bytes
             option = Option(
-                step.saved,
                 outer * carry.num_bytes + self._length * step.saved_bytes,
                 inner * (self._bytes_per_step(step, carry) + copied_bytes) + self._in_turn(step, carry),
                 cost + (outer + self._length) * carry.cost,
-                loop=Lengths(outer, inner, keep="loop"),
-                carries=carry.formats,
+                Decision(saved, loop=Lengths(outer, inner, keep="loop"), carries=carry.formats),
             )
             options.append(option)
         return options
@@ -181,10 +176,8 @@ class LoopOptions:
             cost = length * max(self._graph.residual_cost, ahead_cost) + (num_reruns - length) * ahead_cost
             cost += length * carry.cost  # each step begins with a carry from a slot, at most
             backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * self._carries[0].num_bytes
-            loop = Slots(slots)
-            options.append(
-                Option(None, slots * carry.num_bytes, backward_bytes, cost, loop=loop, carries=carry.formats)
-            )
+            decision = Decision(loop=Slots(slots), carries=carry.formats)
+            options.append(Option(slots * carry.num_bytes, backward_bytes, cost, decision))
             slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
         return options
 

@@ -1,8 +1,7 @@
-"""The options of a part of a program, as values: what is saved and how, bytes and cost; and the Pareto front of several."""
+"""The options of a part of a program, as values: decisions, with bytes and cost; and the Pareto front of several."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -48,14 +47,11 @@ _FORMATS = _Json(
 _INTERVALS = _Json(many(row(_index, _index)), lambda some: [*map(list, some)], lambda rows: tuple(map(tuple, rows)))
 
 
-class Option(NamedTuple):
-    """One decision for a region.
+class Decision(NamedTuple):
+    """What is done with a region, or with each step of a loop.
 
     Attributes:
         saved: addresses of the saved values; None if the region is not rematerialized.
-        saved_bytes: bytes held between the passes, beyond the region's inputs.
-        backward_bytes: bytes in use during its backward pass, beyond the saved ones.
-        cost: of recomputation.
         offloaded: the subset of `saved` that is stored in host memory.
         loop: for a loop, how its carries are stored; None for an unchanged loop. `saved` then applies to each step.
         copies: whether inputs are computed again from what earlier regions keep, where that is cheap (`_copies`).
@@ -68,10 +64,7 @@ class Option(NamedTuple):
             computed once more in its turn.
     """
 
-    saved: Annotated[frozenset[Address] | None, _ADDRESSES.or_none()]
-    saved_bytes: int
-    backward_bytes: int
-    cost: float
+    saved: Annotated[frozenset[Address] | None, _ADDRESSES.or_none()] = None
     offloaded: Annotated[frozenset[Address], _ADDRESSES] = frozenset()
     loop: Annotated[Strategy | None, _LOOP.or_none()] = None
     copies: Annotated[bool, _FLAG] = False
@@ -82,41 +75,51 @@ class Option(NamedTuple):
     inputs_first: Annotated[bool, _FLAG] = False
     inner: Annotated[tuple[Interval, ...], _INTERVALS] = ()
 
-    @property
-    def decision(self) -> tuple[Any, ...]:
-        """What is done, without bytes and cost."""
-        return _decision(self)
-
     def to_json(self) -> dict[str, Any]:
-        """What is done, as stored in a plan."""
         return {name: json.write(getattr(self, name)) for name, json in _JSON.items()}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Option:
-        """An option without bytes and cost, which belong to the search that is over."""
-        found = {name: json.read(fields[name]) for name, json in _JSON.items()}
-        return cls(saved_bytes=0, backward_bytes=0, cost=0.0, **found)
-
-    @property
-    def total_bytes(self) -> int:
-        """What its backward pass has in use."""
-        return self.saved_bytes + self.backward_bytes
+    def from_json(cls, fields: Mapping[str, Any]) -> Decision:
+        return cls(**{name: json.read(fields[name]) for name, json in _JSON.items()})
 
     @property
     def saving(self) -> tuple[Any, ...]:
         """What is saved and how: the backward bytes of a region, or of a step of a loop, depend on this alone."""
         return self.saved, self.offloaded, self.stored, self.inputs, self.inner
 
-    def renumbered(self, number: Callable[[int], int]) -> Option:
-        """The option for a region whose equations have other numbers."""
+    def renumbered(self, number: Callable[[int], int]) -> Decision:
+        """The decision for a region whose equations have other numbers."""
         saved = None if self.saved is None else frozenset(renumbered(a, number(a[0])) for a in self.saved)
         offloaded = frozenset(renumbered(a, number(a[0])) for a in self.offloaded)
         stored = frozenset((renumbered(a, number(a[0])), format) for a, format in self.stored)
         return self._replace(saved=saved, offloaded=offloaded, stored=stored)
 
 
-_JSON: dict[str, _Json] = metadata(Option)  # of all that is part of a decision
-_decision = operator.attrgetter(*_JSON)
+class Option(NamedTuple):
+    """A decision for a region, with what it takes.
+
+    Attributes:
+        saved_bytes: bytes held between the passes, beyond the region's inputs.
+        backward_bytes: bytes in use during its backward pass, beyond the saved ones.
+        cost: of recomputation.
+    """
+
+    saved_bytes: int
+    backward_bytes: int
+    cost: float
+    decision: Decision
+
+    @property
+    def total_bytes(self) -> int:
+        """What its backward pass has in use."""
+        return self.saved_bytes + self.backward_bytes
+
+    def deciding(self, **changes: Any) -> Option:
+        """The option with another decision, and the same bytes and cost."""
+        return self._replace(decision=self.decision._replace(**changes))
+
+
+_JSON: dict[str, _Json] = metadata(Decision)
 
 DECISION: Check = record({name: json.check for name, json in _JSON.items()})
 """Check a decision in a record."""

@@ -79,7 +79,7 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
     decisions: list[dict[str, Any]] = []
     numbers = []
     for option in candidate.options:
-        decision = option.to_json()
+        decision = option.decision.to_json()
         if decision not in decisions:
             decisions.append(decision)
         numbers.append(decisions.index(decision))

@@ -1,4 +1,4 @@
-"""A region with an option, as a function."""
+"""A region with an decision, as a function."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from .. import _jax
 from .._equations.primitives import row_of, size
 from .._jax import Jaxpr, Var
 from .._remat import decide, fence, mark
-from ._option import Interval, Option
+from ._option import Decision, Interval
 from ._parts import Flat, Part, run
 from ._values import labels_of
 
-_SAVES_NOTHING = Option(frozenset(), 0, 0, 0.0)
+_SAVES_NOTHING = Decision(frozenset())
 
 
-def marks_of(option: Option, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:
-    """The saved values of an option, as labels for `decide.keep`.
+def marks_of(decision: Decision, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:
+    """The saved values of a decision, as labels for `decide.keep`.
 
     Args:
         is_ordered: whether what follows the forward pass waits until values are stored in fewer bits.
     """
-    offload, formats = mark.offload("device", _jax.HOST_MEMORY), dict(option.stored)
+    offload, formats = mark.offload("device", _jax.HOST_MEMORY), dict(decision.stored)
     marks: dict[tuple[int, ...], mark.Label] = {}
-    for a in sorted(option.saved or ()):
+    for a in sorted(decision.saved or ()):
         marks[a] = mark.Stored(formats[a], mark.SAVE, is_ordered) if a in formats else mark.SAVE
-        if a in option.offloaded:
+        if a in decision.offloaded:
             marks[a] = offload
     return labels_of(marks)
 
 
-def region(part: Part, option: Option) -> Callable | None:
+def region(part: Part, decision: Decision) -> Callable | None:
     """``(*inputs) -> outputs`` of a rematerialized region; None if it is not rematerialized."""
-    if option.saved is None:
+    if decision.saved is None:
         return None
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
     # with it the memory, depends on them.
-    sums = [] if part.original_jaxpr is not part.jaxpr else _sums_of_numbers(part.jaxpr, option)
+    sums = [] if part.original_jaxpr is not part.jaxpr else _sums_of_numbers(part.jaxpr, decision)
     if sums:
-        return _around(sums, part, option) if len(sums) < len(part.jaxpr.eqns) else None
-    jaxpr = part.jaxpr if option.saved else part.original_jaxpr
-    if option.inner:
-        jaxpr = with_inner_regions(part.jaxpr, option.inner)
-    inputs = {i: mark.Stored(format, mark.SAVE, is_ordered=True) for i, format in option.inputs}
-    jaxpr, policy = decide.keep(jaxpr, marks_of(option, is_ordered=True), inputs)
+        return _around(sums, part, decision) if len(sums) < len(part.jaxpr.eqns) else None
+    jaxpr = part.jaxpr if decision.saved else part.original_jaxpr
+    if decision.inner:
+        jaxpr = with_inner_regions(part.jaxpr, decision.inner)
+    inputs = {i: mark.Stored(format, mark.SAVE, is_ordered=True) for i, format in decision.inputs}
+    jaxpr, policy = decide.keep(jaxpr, marks_of(decision, is_ordered=True), inputs)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
 
 
@@ -72,9 +72,9 @@ def with_inner_regions(jaxpr: Jaxpr, intervals: Sequence[Interval]) -> Jaxpr:
     return new
 
 
-def _sums_of_numbers(jaxpr: Jaxpr, option: Option) -> list[int]:
+def _sums_of_numbers(jaxpr: Jaxpr, decision: Decision) -> list[int]:
     """The equations that add up single numbers for outputs alone, such as the losses of layers."""
-    saved = {address[0] for address in option.saved or ()}
+    saved = {address[0] for address in decision.saved or ()}
     read: set[Any] = set()
     sums = []
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
@@ -86,7 +86,7 @@ def _sums_of_numbers(jaxpr: Jaxpr, option: Option) -> list[int]:
     return sums[::-1]
 
 
-def _around(sums: Sequence[int], part: Part, option: Option) -> Callable:
+def _around(sums: Sequence[int], part: Part, decision: Decision) -> Callable:
     """A region without some equations, which run after it. Else each number would pass through the region, with its cotangent."""
     jaxpr = part.jaxpr
     inside = [i for i in range(len(jaxpr.eqns)) if i not in sums]
@@ -99,9 +99,11 @@ def _around(sums: Sequence[int], part: Part, option: Option) -> Callable:
     own = Part("region", _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns), invars, outvars)
     inner = region(
         own,
-        option.renumbered(number.__getitem__)._replace(
-            inputs=tuple((invars.index(jaxpr.invars[i]), format) for i, format in option.inputs),
-            inner=tuple((sum(i < start for i in inside), sum(i < end for i in inside)) for start, end in option.inner),
+        decision.renumbered(number.__getitem__)._replace(
+            inputs=tuple((invars.index(jaxpr.invars[i]), format) for i, format in decision.inputs),
+            inner=tuple(
+                (sum(i < start for i in inside), sum(i < end for i in inside)) for start, end in decision.inner
+            ),
         ),
     )
     rest = _jax.rebuild(jaxpr, invars=[*jaxpr.invars, *outvars], outvars=jaxpr.outvars, eqns=after)

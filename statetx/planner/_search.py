@@ -464,9 +464,9 @@ class Search:
 
     def _family_of(self, candidate: Candidate) -> Family:
         """The smallest family that a candidate belongs to."""
-        if any(o.inputs_first for o in candidate.options):
+        if any(o.decision.inputs_first for o in candidate.options):
             return next(f for f in self.lattice.families if f.kind == kind_of(candidate.options)).inputs_first
-        if any(isinstance(o.loop, Groups) for o in candidate.options):
+        if any(isinstance(o.decision.loop, Groups) for o in candidate.options):
             return self.lattice.families[0]
         cuts, kind = candidate.layout.cuts, kind_of(candidate.options)
         families = [f for f in (*self.lattice.families, self.lattice.unmarked_family) if f and f.kind == kind]

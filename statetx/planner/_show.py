@@ -23,7 +23,7 @@ from ..residuals.report import BASELINE
 from ._budget import STEP
 from ._decision import parts_of
 from ._groups import Groups
-from ._option import Option
+from ._option import Decision
 from ._parts import Part
 from ._result import PlanRow, Result
 from ._stored import stored_bytes
@@ -213,90 +213,90 @@ def plot(plan: Result, path: str | os.PathLike | None) -> Any:
 
 def described(program: Jaxpr, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and groups of regions."""
-    _, parts, options, _ = parts_of(program, fields)
+    _, parts, decisions, _ = parts_of(program, fields)
     return fields | {
-        "rows": [dataclasses.asdict(row) for row in _rows(parts, options)],
-        "loops": list(_loops(parts, options)),
-        "groups": list(_groups(parts, options)),
+        "rows": [dataclasses.asdict(row) for row in _rows(parts, decisions)],
+        "loops": list(_loops(parts, decisions)),
+        "groups": list(_groups(parts, decisions)),
     }
 
 
-def _rows(parts: Sequence[Part], options: Sequence[Option]) -> list[PlanRow]:
+def _rows(parts: Sequence[Part], decisions: Sequence[Decision]) -> list[PlanRow]:
     # Equal parts with equal decisions have equal rows: list them once, with their number.
     counts: dict[Any, list[Any]] = {}
-    for part, option in zip(parts, options, strict=True):
-        key = (part.key, option.decision)
-        counts.setdefault(key, [part, option, 0])[2] += 1
+    for part, decision in zip(parts, decisions, strict=True):
+        key = (part.key, decision)
+        counts.setdefault(key, [part, decision, 0])[2] += 1
     rows = []
-    for part, option, times in counts.values():
+    for part, decision, times in counts.values():
         length = part.eqn.params["length"] if part.eqn is not None else 1
-        for number, step in option.loop.steps() if isinstance(option.loop, Groups) else [(length, option)]:
+        for number, step in decision.loop.steps() if isinstance(decision.loop, Groups) else [(length, decision)]:
             rows += _rows_of(part, step, times * number)
     return sorted(rows, key=PlanRow.rank)
 
 
-def _rows_of(part: Part, option: Option, times: int) -> Iterator[PlanRow]:
-    formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
-    is_planned = option.saved is not None or option.loop is not None
+def _rows_of(part: Part, decision: Decision, times: int) -> Iterator[PlanRow]:
+    formats: dict[tuple[int, ...], StoredType] = dict(decision.stored)
+    is_planned = decision.saved is not None or decision.loop is not None
     for address, site in values_of(part.jaxpr).sites.items():
         if not is_planned:
-            decision = "unchanged"
-        elif address not in (option.saved or ()):
-            decision = "recompute"
+            what = "unchanged"
+        elif address not in (decision.saved or ()):
+            what = "recompute"
         elif address in formats:
-            decision = f"keep as {formats[address]}"
+            what = f"keep as {formats[address]}"
         else:
-            decision = "offload" if address in option.offloaded else "keep"
+            what = "offload" if address in decision.offloaded else "keep"
 
         file, line, function = user_line(site.eqn)
         names = ", ".join(sorted(site.value.names))
         type_text = type_str(site.value.type, weak=False)
         owner = f"{short_path(file)}:{line} ({function})" if file else ""
         value = f"{names or site.eqn.primitive.name} {type_text}"
-        yield PlanRow(value, owner, times, device_bytes(site.value.type), decision, float(flops(site.eqn)))
+        yield PlanRow(value, owner, times, device_bytes(site.value.type), what, float(flops(site.eqn)))
 
 
-def _loops(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
-    for part, option in zip(parts, options, strict=True):
-        if part.eqn is not None and option.loop is not None:
+def _loops(parts: Sequence[Part], decisions: Sequence[Decision]) -> Iterator[str]:
+    for part, decision in zip(parts, decisions, strict=True):
+        if part.eqn is not None and decision.loop is not None:
             file, line, _ = user_line(part.eqn)
             location = f" at {short_path(file)}:{line}" if file else ""
-            text = f"The loop of {part.eqn.params['length']} steps{location} is stored by {option.loop!r}"
-            yield f"{text}{_carries_text(part, option)}."
+            text = f"The loop of {part.eqn.params['length']} steps{location} is stored by {decision.loop!r}"
+            yield f"{text}{_carries_text(part, decision)}."
 
 
-def _carries_text(part: Part, option: Option) -> str:
-    if not option.carries:
+def _carries_text(part: Part, decision: Decision) -> str:
+    if not decision.carries:
         return ""
     num_constants, num_carry = _jax.scan_counts(part.eqn)
     types = [v.aval for v in part.jaxpr.invars[num_constants : num_constants + num_carry]]
-    names = ", ".join(dict.fromkeys(str(format) for _, format in option.carries))
-    stored = sum(stored_bytes(types[n], format) for n, format in option.carries)
-    unchanged = sum(device_bytes(types[n]) for n, _ in option.carries)
+    names = ", ".join(dict.fromkeys(str(format) for _, format in decision.carries))
+    stored = sum(stored_bytes(types[n], format) for n, format in decision.carries)
+    unchanged = sum(device_bytes(types[n]) for n, _ in decision.carries)
     sizes = f"{format_bytes(stored)} in place of {format_bytes(unchanged)}"
-    return f", {len(option.carries)} of the {num_carry} arrays in its carry as {names} ({sizes})"
+    return f", {len(decision.carries)} of the {num_carry} arrays in its carry as {names} ({sizes})"
 
 
-def _groups(parts: Sequence[Part], options: Sequence[Option]) -> Iterator[str]:
+def _groups(parts: Sequence[Part], decisions: Sequence[Decision]) -> Iterator[str]:
     """Neighboring parts of equal structure, from the first to the last layer: which of them keep what."""
-    layers: list[tuple[Part, list[Option]]] = []
-    structures: dict[Any, list[Option]] = {}
-    for part, option in zip(parts, options, strict=True):
-        if option.saved is None and option.loop is None:
+    layers: list[tuple[Part, list[Decision]]] = []
+    structures: dict[Any, list[Decision]] = {}
+    for part, decision in zip(parts, decisions, strict=True):
+        if decision.saved is None and decision.loop is None:
             continue
         if part.key not in structures:
             structures[part.key] = []
             layers.append((part, structures[part.key]))
-        structures[part.key].append(option)
+        structures[part.key].append(decision)
 
     for part, same in layers:
         # The same decision for a run of them is one line's worth of text.
-        runs: list[tuple[Option, int]] = []
-        for option in same:
-            if runs and runs[-1][0].decision == option.decision:
-                runs[-1] = (option, runs[-1][1] + 1)
+        runs: list[tuple[Decision, int]] = []
+        for decision in same:
+            if runs and runs[-1][0] == decision:
+                runs[-1] = (decision, runs[-1][1] + 1)
             else:
-                runs.append((option, 1))
+                runs.append((decision, 1))
         if len(same) > 1:
             yield f"{len(same)} equal regions{_place(part)}: {_runs_text(part, runs)}"
         else:
@@ -311,17 +311,17 @@ def _place(part: Part) -> str:
     return ""
 
 
-def _runs_text(part: Part, runs: Sequence[tuple[Option, int]]) -> str:
+def _runs_text(part: Part, runs: Sequence[tuple[Decision, int]]) -> str:
     texts, number = [], 1
-    for option, times in runs:
+    for decision, times in runs:
         numbers = f"{number}" if times == 1 else f"{number}-{number + times - 1}"
-        texts.append(f"{numbers} {_kept_text(part, option)}")
+        texts.append(f"{numbers} {_kept_text(part, decision)}")
         number += times
     return "; ".join(texts)
 
 
-def _kept_text(part: Part, option: Option) -> str:
-    text, formats = _saved_text(part, option), dict(option.inputs)
+def _kept_text(part: Part, decision: Decision) -> str:
+    text, formats = _saved_text(part, decision), dict(decision.inputs)
     if not formats:
         return text
     names = ", ".join(dict.fromkeys(str(format) for format in formats.values()))
@@ -330,12 +330,12 @@ def _kept_text(part: Part, option: Option) -> str:
     return f"{text}, {inputs} as {names} ({format_bytes(stored)})"
 
 
-def _saved_text(part: Part, option: Option) -> str:
+def _saved_text(part: Part, decision: Decision) -> str:
     results = values_of(part.jaxpr).sites.values()
-    formats: dict[tuple[int, ...], StoredType] = dict(option.stored)
-    sites = [site for site in results if site.address in (option.saved or ())]
-    if option.inner:
-        return f"keep nothing, computed again in {len(option.inner)} parts"
+    formats: dict[tuple[int, ...], StoredType] = dict(decision.stored)
+    sites = [site for site in results if site.address in (decision.saved or ())]
+    if decision.inner:
+        return f"keep nothing, computed again in {len(decision.inner)} parts"
     if not sites:
         return "keep nothing"
 
