@@ -7,6 +7,7 @@ runs, like a state: JAX cannot close over one in a branch, nor discharge one in 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -84,8 +85,8 @@ class Watch:
     def __call__(self, rule: Callable, *args: Any, is_backward: bool = False) -> Any:
         if not self._is_framed:
             return rule(*args)
-        trace = _jax.current_trace()
-        frame = _RuleFrame(self, on_read=lambda *read: self._on_read(*read, trace, is_backward))
+        on_read = functools.partial(self._on_read, trace=_jax.current_trace(), is_backward=is_backward)
+        frame = _RuleFrame(self, on_read=on_read)
         out = frame.run(rule, *args)
         publish(frame.effects)
         if not is_backward:  # of other rules JAX may have kept what they gave earlier
