@@ -26,6 +26,7 @@ class Bridge:
 
     is_undo = False
     is_kept = True  # brainstate keeps what it stages for other calls
+    differentiates_states = False
 
     def __init__(self, stack: brainstate.StateTraceStack):
         self.name = f"a transform of brainstate ({stack.name or 'StateTraceStack'})"
