@@ -280,3 +280,19 @@ def test_state_without_a_value_is_no_input_of_the_calls_around_one_that_meets_it
         return
     statetx.jit(statetx.remat(lambda x: put(model.h, x)))(3.0)
     assert get(model.h) == 3 and statetx.jit(statetx.remat(step))(1.0) == 4
+
+
+@pytest.mark.parametrize("make", [statetx.Param, brainstate.ParamState, nnx.Param])
+def test_state_that_a_call_creates_and_differentiates_does_not_outlive_it(make):
+    stagings = []
+
+    def step(x):
+        stagings.append(x)
+        own = make(x)
+        gradient = statetx.grad(lambda: get(own) ** 2, wrt=own)()
+        return x + (gradient[...] if isinstance(gradient, nnx.Variable) else gradient)
+
+    assert statetx.scan(lambda c, _: (step(c), None), 1.0, None, 2)[0] == 9
+    stagings.clear()
+    jitted = statetx.jit(step)
+    assert [jitted(jnp.float32(x)) for x in (1.0, 2.0, 3.0)] == [3, 6, 9] and len(stagings) == 1

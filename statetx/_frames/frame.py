@@ -51,8 +51,8 @@ class Frame:
 
     Attributes:
         differentiates_states: whether the call is given values of states that are differentiated.
-        differentiated: by id, the trainable states that the call has differentiated so far, and the values; of those that an inner call
-            has differentiated no values, which are of a trace that has ended.
+        differentiated: by the id of their token (`Kind.token`), the trainable states that the call has differentiated so far: the token, which keeps no
+            state alive, and the values; of those that an inner call has differentiated no values, which are of a trace that has ended.
     """
 
     def __init__(
@@ -285,10 +285,10 @@ class Frame:
 
     def _is_stepped(self, access: Access, value: Any) -> bool:
         """See `Effect.stepped`. A value that the state had before counts as none."""
-        is_differentiated = id(access.state) in self.differentiated
-        if not (access.stepped or is_differentiated):
+        found = self.differentiated.get(id(access.kind.token(access.state)))
+        if not (access.stepped or found is not None):
             return False
-        values = self.differentiated[id(access.state)][1] if is_differentiated else []
+        values = found[1] if found is not None else []
         return not any(value is x for x in (access.value_in_body, *values))
 
     def _check_unreported_write(self, state: Any, kind: Kind, value: Any, site: str) -> None:
@@ -376,8 +376,8 @@ def enclosing_frame(closing: Any) -> Any:
 def end_differentiated(frame: Any) -> None:
     """Tell the parent of a frame that closes which states it has differentiated."""
     if frame.parent is not None:
-        for key, (state, _) in frame.differentiated.items():
-            frame.parent.differentiated.setdefault(key, (state, []))
+        for key, (token, _) in frame.differentiated.items():
+            frame.parent.differentiated.setdefault(key, (token, []))
     frame.differentiated = {}
 
 
@@ -386,7 +386,7 @@ def forget_differentiated(effects: Iterable[Effect]) -> None:
     for effect in effects:
         effect.stepped = False
         if _local.frame is not None:
-            _local.frame.differentiated.pop(id(effect.state), None)
+            _local.frame.differentiated.pop(id(effect.kind.token(effect.state)), None)
 
 
 def note_step(state: Any) -> None:
@@ -406,7 +406,8 @@ def _note_differentiated(primals: list[Any]) -> None:
             if access.kind.is_trainable(access.state):
                 value = access.kind.get(access.state)
                 if any(id(x) in found for x in jax.tree.leaves(value)):
-                    frame.differentiated.setdefault(id(access.state), (access.state, []))[1].append(value)
+                    token = access.kind.token(access.state)
+                    frame.differentiated.setdefault(id(token), (token, []))[1].append(value)
         frame = frame.parent
 
 
