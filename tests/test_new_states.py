@@ -289,10 +289,10 @@ def test_state_that_a_call_creates_and_differentiates_does_not_outlive_it(make):
     def step(x):
         stagings.append(x)
         own = make(x)
-        gradient = statetx.grad(lambda: get(own) ** 2, wrt=own)()
-        return x + (gradient[...] if isinstance(gradient, nnx.Variable) else gradient)
+        inner = statetx.remat(lambda x: statetx.grad(lambda x: x * get(own), argnums=0, wrt=own)(x)[1])
+        return x + inner(x)
 
-    assert statetx.scan(lambda c, _: (step(c), None), 1.0, None, 2)[0] == 9
+    assert statetx.scan(lambda c, _: (step(c), None), 1.0, None, 2)[0] == 4
     stagings.clear()
     jitted = statetx.jit(step)
-    assert [jitted(jnp.float32(x)) for x in (1.0, 2.0, 3.0)] == [3, 6, 9] and len(stagings) == 1
+    assert [jitted(jnp.float32(x)) for x in (1.0, 2.0, 3.0)] == [2, 4, 6] and len(stagings) == 1
