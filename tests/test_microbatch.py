@@ -1037,7 +1037,9 @@ def test_training_step_is_refused(case, in_parts):
     step(x[:2])  # jit has the program of a part
     before = value()
     for _ in range(2):
-        with pytest.raises(statetx.FunctionError, match=r"training step on each part(.|\n)*value_and_grad\((statetx.chunked\()?loss"):
+        with pytest.raises(
+            statetx.FunctionError, match=r"training step on each part(.|\n)*value_and_grad\((statetx.chunked\()?loss"
+        ):
             in_parts(step)(x)
     assert value() == before
 
