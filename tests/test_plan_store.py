@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import statetx
+from statetx import _jax
 from statetx._equations import compiled
 from statetx.planner import Planner, _bound, _store
 from statetx.planner._fields import PLAN
@@ -241,8 +242,10 @@ def test_constants_are_not_arguments(folder):
     assert sizes == [X.nbytes + sum(w.nbytes for w in WS), X.nbytes]
 
 
-def test_code_of_derivative_rules_counts():
-    """The fingerprint of a program leaves the rules out."""
+@pytest.mark.parametrize("has_refs", [False, True])
+def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
+    """The fingerprint of a program leaves the rules out. In a process that has made a Ref, rules run through a watch."""
+    monkeypatch.setattr(_jax, "has_made_refs", lambda: has_refs)
 
     def rule(scale):
         @jax.custom_vjp

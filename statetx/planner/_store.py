@@ -226,6 +226,8 @@ def _code(x: Any, seen: set[int], depth: int = 0) -> str:
     if code is not None:
         cells = [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
         cells += [x.__defaults__, x.__kwdefaults__, *_globals_of(x)]
+        if isinstance(x, types.MethodType):  # a rule that runs through a watch
+            cells.append(x.__self__)
         return f"{_code_digest(code)}({','.join(map(inside, cells))})"
     wrapped: Callable | None = getattr(x, "f", None) or getattr(x, "__wrapped__", None)  # JAX's `WrappedFun` has `f`
     if wrapped is not None:
