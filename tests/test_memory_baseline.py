@@ -204,7 +204,9 @@ def test_command_saves_compares_and_annotates(tmp_path, monkeypatch, capsys):
     (tmp_path / "train2.py").write_text(SOURCE.format(layer=""))
     words = ["memory", "train1.py:main", "--factory"]
     assert main([*words, "--against", "memory.json"]) == 2
-    assert "memory.json" in capsys.readouterr().err
+    assert "There is no file memory.json. Fix: write it" in capsys.readouterr().err
+    assert main([*words, "--format", "github"]) == 2
+    assert "--format github is for --against FILE" in capsys.readouterr().err
     assert main([*words, "--save", "memory.json"]) == 0
     assert main([*words, "--against", "memory.json"]) == 0
     assert "(+0.0%)" in capsys.readouterr().out

@@ -270,9 +270,8 @@ class Frame:
                 effects.append(effect)
 
         for state, kind in self.created():
-            if kind.is_invalidated(
-                state
-            ):  # made in an inner call that was only inspected, whose equations may keep it alive
+            # Made in an inner call that failed or was only inspected; something may keep it alive, such as equations.
+            if kind.is_invalidated(state):
                 continue
             value, site = kind.get(state), kind.site_of(state)
             self._check_unreported_write(state, kind, value, site)

@@ -45,10 +45,10 @@ def memory(target: Target, options: argparse.Namespace) -> Output:
     shown, is_failed = text(profile), False
     if options.against is not None:
         try:
-            before, tolerance = baseline.find(options.against, key), baseline.read_tolerance(options.tolerance)
-        except (OSError, ValueError) as e:
+            before = baseline.find(options.against, key)
+        except ValueError as e:
             raise BadInput(f"--against: {e}") from None
-        difference = baseline.Difference(profile.name, before, now, tolerance)
+        difference = baseline.Difference(profile.name, before, now, baseline.read_tolerance(options.tolerance))
         shown = "\n".join(difference.annotations()) if options.format == "github" else str(difference)
         is_failed = difference.is_regression
     return Output(
@@ -61,6 +61,20 @@ def memory(target: Target, options: argparse.Namespace) -> Output:
         },
         is_failed,
     )
+
+
+def check_against(options: argparse.Namespace) -> None:
+    """Mistakes in the options of a comparison show before anything is compiled."""
+    from ..memory import baseline
+
+    if options.against is None and options.format != "text":
+        raise BadInput(f"--format {options.format} is for --against FILE")
+    try:
+        baseline.read_tolerance(options.tolerance)
+        if options.against is not None:
+            baseline.load(options.against)
+    except (OSError, ValueError) as e:
+        raise BadInput(f"--against: {e}") from None
 
 
 def _save(path: str, key: str, now: Baseline) -> None:

@@ -187,6 +187,8 @@ def _execute(options: argparse.Namespace) -> int:
         return 0
     if options.command == "plan":
         _check_budget(options.budget, options.of)
+    if options.command == "memory":
+        commands.check_against(options)
     names = ("html", "json", "perfetto", "save")
     files = {name: path for name in names if (path := getattr(options, name, None)) is not None}
     for name, path in files.items():

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from .. import _jax
-from .._equations.compiled import Cost, Program
+from .._equations.compiled import Cost, Program, is_out_of_memory
 from .._equations.structure import Body
 from .._jax import Jaxpr
 from .._remat.gradients import rewritten_by
@@ -49,9 +51,10 @@ class Trials:
         self._flops: int | None = None
 
     def compile(self, functions: Iterable[str]) -> Cost | None:
-        """What the changed program takes; None if it was not tried: no time is left, or no such call is in the equations that are differentiated.
+        """What the changed program takes; None if it was not tried, or the compiler runs out of memory.
 
-        Calls inside of loops and of functions that are rematerialized already are not.
+        It is not tried if no time is left, or if the equations that are differentiated have no such call outside of loops, or have functions that
+        are rematerialized already.
         """
         begin = time.monotonic()
         if begin + self._longest > self._end:
@@ -59,7 +62,13 @@ class Trials:
         rewriter = _CallsRematerialized(frozenset(functions))
         with numbered_calls(), rewritten_by(rewriter):
             program = self._program()
-        cost = program.cost if rewriter.functions_seen == rewriter.functions else None
+        cost = None
+        if rewriter.functions_seen == rewriter.functions:
+            try:
+                cost = program.cost
+            except jax.errors.JaxRuntimeError as e:
+                if not is_out_of_memory(e):
+                    raise
         self._longest = max(self._longest, time.monotonic() - begin)
         return cost
 

@@ -161,13 +161,16 @@ def load(path: str | os.PathLike[str]) -> dict[str, Baseline]:
         FileNotFoundError: there is none.
         ValueError: it is not a file of this kind, or of another version.
     """
+    how = f"`python -m statetx memory ... --save {os.fspath(path)}`, or by {UPDATE}=1 in the test"
     try:
         fields = _records.parse(_files.read(path, _MAX_BYTES))
         _FILE(fields, "")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"There is no file {os.fspath(path)}.\nFix: write it, by {how}.") from None
     except ValueError as e:
         raise ValueError(
             f"{os.fspath(path)} is not a file of memory baselines: {e}.\n"
-            f"Fix: name a file that `python -m statetx memory ... --save FILE` or {UPDATE}=1 has written."
+            f"Fix: name another file, or write one, by {how}."
         ) from None
     programs = fields["programs"]
     return {key: Baseline(**p | {"parts": tuple(Part(*part) for part in p["parts"])}) for key, p in programs.items()}

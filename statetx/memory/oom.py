@@ -43,7 +43,7 @@ class Remedy(NamedTuple):
         fits: whether this is within the limit.
         is_compiled: whether the program with this change, and those of the changes before it that are compiled, was compiled; else the saving
             is predicted.
-        added_operations: of the program with the compiled changes so far, relative to the step as it is; None if it is not compiled.
+        added_operations: of the program with the compiled changes so far, relative to the unchanged step; None if it is not compiled.
     """
 
     change: Change

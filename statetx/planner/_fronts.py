@@ -173,7 +173,7 @@ class Front:
             vars(self).pop(name, None)
 
     def _new(self, option: Option) -> list[tuple[Any, ...]]:
-        """What an option saves, in all its groups of steps, as far as it is not measured."""
+        """What an option saves, in all its groups of steps, without what is measured already."""
         loop = option.decision.loop
         steps = [step for _, step in loop.steps()] if isinstance(loop, Groups) else [option.decision]
         return [d for d in dict.fromkeys(step.saving for step in steps) if d not in self._measured]
