@@ -296,9 +296,9 @@ def test_built_distributions_install_and_import(tmp_path):
     (wheel,), (sdist,) = (tmp_path / "dist").glob("*.whl"), (tmp_path / "dist").glob("*.tar.gz")
 
     inside = set(zipfile.ZipFile(wheel).namelist())
-    pages = [path for pattern in ("*.html", "*.css", "*.js") for path in ROOT.glob(f"statetx/**/{pattern}")]
-    own = {str(path.relative_to(ROOT)) for path in (*SOURCES, *pages)} | {"statetx/py.typed", "statetx/cli/errors.md"}
-    assert {name for name in inside if ".dist-info/" not in name} == own
+    pages = [path for pattern in ("*.html", "*.css", "*.js", "*.toml") for path in ROOT.glob(f"statetx/**/{pattern}")]
+    own = {str(path.relative_to(ROOT)) for path in (*SOURCES, *pages)} | {"statetx/py.typed"}
+    assert {name for name in inside if ".dist-info/" not in name} == own | {"statetx/cli/errors.md"}  # from docs/
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
     (metadata,) = (name for name in inside if name.endswith(".dist-info/METADATA"))
     shown = zipfile.ZipFile(wheel).read(metadata).decode()
