@@ -46,8 +46,10 @@ from whole_plans import error_of, mib, percent
 
 import statetx
 from statetx._targets import plugins
-from statetx.planner import _capture, _lattice, _loop_options, _search, _shorter
+from statetx.planner import _capture, _inner, _lattice, _loop_options, _search, _shorter
 from statetx.planner._fronts import Front
+from statetx.planner._groups import Groups
+from statetx.planner._option import Decision
 
 DEVICES = ("h100", "tpu v5e", "cpu")
 BLOCKS = "remat on the blocks"
@@ -98,6 +100,21 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "refinement": _replacing(_search.Search, "_refine", lambda *args: None),
     "short versions": _replacing(_shorter, "_LEAST_EQUATIONS", 10**9),  # nor the shorter search
 }
+
+
+def used(plan: statetx.Plan) -> list[str]:
+    """The treatments that a plan consists of. How it was searched (refinement, short versions) does not show in it."""
+    fields = plan._fields
+    found = {"inner gradients"} if fields["inner"] not in (None, _inner.PLAIN) else set()
+    for program in fields["programs"]:
+        found |= {"order of backward passes"} if program["order"] else set()
+        for decision in (Decision.from_json(program["treatments"][i]) for i in program["parts"]):
+            found |= {"copies"} if decision.copies else set()
+            found |= {"stored"} if decision.stored or decision.inputs or decision.carries else set()
+            found |= {"groups"} if isinstance(decision.loop, Groups) else set()
+            found |= {"order of inputs"} if decision.inputs_first else set()
+            found |= {"nested regions"} if decision.inner else set()
+    return sorted(found)
 
 
 # -- one row, in a process of its own --------------------------------------------------------------------------------
@@ -153,7 +170,7 @@ def planned(name: str, budget: int, base_flops: int, marked: bool, **sizes: int)
     own = cost_of(model, plan.apply(model.loss))
     row |= {"bytes": own["bytes"], "seconds": own["seconds"], "extra": own["flops"] / base_flops - 1}
     row |= {"planned bytes": plan.temp_bytes, "planned extra": plan.extra_flops, "stock": plan.stock}
-    row |= {"candidates": len(plan.measured()), "complete": plan.complete}
+    row |= {"candidates": len(plan.measured()), "complete": plan.complete, "uses": used(plan)}
     bound = plan.lower_bound.operations_at(budget)
     return row | {"bound": bound if bound > 0 else None}
 
@@ -280,6 +297,10 @@ def main() -> None:
         device={"nargs": "+", "choices": DEVICES, "default": ["h100", "tpu v5e"], "help": "default: %(default)s"},
         budget={"nargs": "+", "choices": BUDGETS, "default": list(BUDGETS), "help": "these budgets alone"},
         without={"nargs": "+", "choices": list(WITHOUT), "default": [], "help": "leave out treatments of the planner"},
+        used_in={
+            "metavar": "FILE",
+            "help": "the plans alone that consist of the treatments left out, by the rows of this file",
+        },
         unmarked={"action": "store_true", "help": "blocks are not marked"},
         limit={"type": float, "metavar": "SECONDS", "help": "start no further process after this time"},
         one={"metavar": "SPEC", "help": argparse.SUPPRESS},
@@ -297,12 +318,17 @@ def main() -> None:
             raise SystemExit(f"{options.json} is from another version or with other options: name another file")
         results = written["results"]
     names = options.only or list(QUICK if options.quick else ALL)
+    with_them = json.loads(Path(options.used_in).read_text())["results"] if options.used_in else None
 
     for title in options.budget:
         for name in names:
             for device in options.device:
                 if options.limit is not None and time.monotonic() - start > options.limit:
                     break
+                if with_them is not None:
+                    row = with_them.get(device, {}).get(name, {"plans": {}})["plans"].get(title, {})
+                    if not set(options.without) <= set(row.get("uses", ())):
+                        continue
                 found = results.setdefault(device, {}).setdefault(name, {"references": {}, "plans": {}})
                 spec = {"device": device, "program": name, "sizes": QUICK.get(name, {}) if options.quick else {}}
                 spec |= {"without": options.without, "marked": not options.unmarked and name not in UNMARKED}
