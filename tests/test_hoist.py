@@ -266,6 +266,40 @@ def test_rule_that_reads_a_differentiated_state_is_refused(name, rule, outer):
     assert width.value == 2 and statetx.grad(lambda x: run(spike, x))(jnp.float32(1.0)) == 3
 
 
+def _read_before(spike, width, x):
+    return width.value * spike(x)
+
+
+def _read_before_vmap(spike, width, x):
+    scale = width.value
+    return statetx.vmap(lambda x: scale * spike(x))(jnp.stack([x, x])).sum()
+
+
+def _assigned(spike, width, x):
+    width.value = 2 * x
+    return spike(x)
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, statetx.jit])
+@pytest.mark.parametrize("loss", [_read_before, _read_before_vmap, _assigned])
+def test_rule_that_reads_a_differentiated_state_late_is_refused(loss, outer):
+    """The frame sees the first read or write of a state only, and here that is not the rule's."""
+    width = statetx.Param(jnp.float32(2.0), name="width")
+    spike = surrogate(width, "custom_jvp")
+    wrt = None if loss is _assigned else width
+    message = r"a derivative rule|the derivative rule .*<lambda> at .*test_hoist.py:\d+"
+    message = rf"({message}) read Param 'width' \(f32\[\], made at .*test_hoist.py:\d+\), whose value is differentiated.*\n.*pass the value"
+    with pytest.raises(statetx.StateAccessError, match=message):
+        outer(lambda x: statetx.grad(lambda x: loss(spike, width, x), 0, wrt=wrt)(x))(jnp.float32(1.0))
+    assert width.value == 2 and statetx.grad(lambda x: spike(x))(jnp.float32(1.0)) == 2
+
+
+def test_constants_of_an_outer_derivative_are_no_reads_of_rules():
+    width = statetx.Param(jnp.float32(2.0))
+    doubled = jax.jit(lambda x: statetx.vmap(lambda x: width.value * x)(jnp.stack([x, x])).sum())
+    assert statetx.grad(lambda: width.value * doubled(3.0), wrt=width)() == 24
+
+
 @pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_rule_that_reads_a_state_of_an_outer_derivative(name, rule):

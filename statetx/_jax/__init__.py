@@ -152,6 +152,7 @@ from .remat import undo_checkpoints as undo_checkpoints
 from .remat import with_sharding as with_sharding
 from .remat import without_remat3 as without_remat3
 from .rules import derivative_rule as derivative_rule
+from .rules import failed_rule as failed_rule
 from .rules import has_rule as has_rule
 from .rules import has_users_rule as has_users_rule
 from .rules import is_rule_inspected as is_rule_inspected
@@ -188,6 +189,7 @@ from .traces import _context as _context
 from .traces import api_boundary as api_boundary
 from .traces import cache_key_context as cache_key_context
 from .traces import checks_keys as checks_keys
+from .traces import constants_of as constants_of
 from .traces import current_trace as current_trace
 from .traces import derivatives_of as derivatives_of
 from .traces import eager_trace as eager_trace

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import jax
@@ -140,13 +140,22 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
 
 def running_rule() -> str | None:
     """The user's derivative rule that JAX has called here, in messages: its name and place; None if there is none."""
-    frame, rule = sys._getframe(), None
-    while frame is not None:
-        code = frame.f_code
+    return _rule_among(frame.f_code for frame, _ in traceback.walk_stack(None))
+
+
+def failed_rule(error: BaseException) -> str | None:
+    """The user's derivative rule in which an error was raised, as `running_rule`."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return _rule_among(reversed(codes))
+
+
+def _rule_among(codes: Iterable[CodeType]) -> str | None:
+    """The innermost rule; `codes` are of the functions that run, the innermost first."""
+    rule = None
+    for code in codes:
         if code.co_filename == custom_derivatives.__file__ and rule is not None:
             return f"{rule.co_name} at {rule.co_filename}:{rule.co_firstlineno}"
         rule = None if code.co_filename.startswith(JAX_FOLDER) else code
-        frame = frame.f_back
     return None
 
 

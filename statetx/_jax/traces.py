@@ -161,6 +161,11 @@ def staging_trace(trace: Any) -> Any:
     return trace
 
 
+def constants_of(trace: Any) -> list[Any]:
+    """The values that the equations which a trace has recorded so far close over; none if it records no equations."""
+    return list(getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values())
+
+
 def in_loop_body() -> bool:
     """Whether the current trace is itself the trace of a loop body, not of a transform inside one."""
     return _traced_for(_context.trace) in _LOOP_BODIES

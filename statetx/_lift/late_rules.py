@@ -7,9 +7,10 @@ runs, like a state: JAX cannot close over one in a branch, nor discharge one in 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -147,7 +148,8 @@ class Watch:
         for derivative in _jax.derivatives_of(value):
             if _jax.is_derivative_of_rule(derivative, self._bound_in, trace, is_backward):
                 rule = running_rule() or self
-                raise differentiated_error(rule.name, f"the derivative rule of {rule.place}", state, kind, value)
+                what = _states.describe(state, kind, value=value)
+                raise differentiated_error(rule.name, f"the derivative rule of {rule.place}", what)
 
     def _refuse_written(self, state: Any, kind: Kind) -> None:
         token = kind.token(state)
@@ -197,13 +199,51 @@ def _are_states_differentiated() -> bool:
     return frame is not None
 
 
-def differentiated_error(name: str, rule: str, state: Any, kind: Kind, value: Any) -> StateAccessError:
+def differentiated_error(name: str, rule: str, what: str) -> StateAccessError:
     """The error for a derivative rule that has read a state whose value is being differentiated."""
     return StateAccessError(
-        f"{name}: {rule} read {_states.describe(state, kind, value=value)}, whose value is differentiated. JAX runs the rule outside of this "
+        f"{name}: {rule} read {what}, whose value is differentiated. JAX runs the rule outside of this "
         f"derivative, and cannot differentiate with respect to what the rule closes over.\n"
         f"Fix: pass the value as an argument to the function that has the rule; its rule gets that, with its tangent."
     )
+
+
+@contextlib.contextmanager
+def named_rules(frame: Frame) -> Iterator[None]:
+    """Within the call of a frame: JAX's error for a derivative rule that uses a value being differentiated names the states that hold one.
+
+    The rule need not have read them through the frame, which sees the first read of a state only.
+    """
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as e:
+        rule = _jax.failed_rule(e)
+        found = [what for what, _ in held_by_derivatives(frame)]
+        if rule is None or not found:
+            raise
+        raise differentiated_error(frame.name, f"the derivative rule {rule}", " or ".join(found)) from e
+
+
+def refuse_kept(name: str, held: Iterable[tuple[str, list[weakref.ref]]]) -> None:
+    """Refuse values of a derivative that has ended, which the trace around it keeps as constants: JAX would fail when its program runs.
+
+    Args:
+        held: `held_by_derivatives`, as it was in the derivative.
+    """
+    trace = _jax.staging_trace(_jax.current_trace())
+    kept = {id(x) for x in _jax.constants_of(trace) if trace in map(_jax.staging_trace, _jax.derivatives_of(x))}
+    for what, tracers in held:
+        if any(id(tracer()) in kept for tracer in tracers):
+            raise differentiated_error(name, "a derivative rule", what)
+
+
+def held_by_derivatives(frame: Frame) -> Iterator[tuple[str, list[weakref.ref]]]:
+    """The states with values that a derivative traces: in messages, and the tracers."""
+    for access in frame.accesses.values():
+        value = access.kind.get(access.state)
+        if any(True for _ in _jax.derivatives_of(value)):
+            tracers = [weakref.ref(x) for x in jax.tree.leaves(value) if isinstance(x, _jax.Tracer)]
+            yield _states.describe(access.state, access.kind, value=value), tracers
 
 
 def are_current(watches: Sequence[Watch]) -> bool:

@@ -20,7 +20,7 @@ from .._objects.paths import Paths, reaches_unwatched
 from .._states import Kind
 from .._typing import PyTree
 from .inputs import InputNames
-from .late_rules import guarded
+from .late_rules import guarded, held_by_derivatives, named_rules, refuse_kept
 from .outcome import Outcome, pack, publish
 from .stage import stage
 from .targets import Targets, refuse_lost_writes, split_aux
@@ -69,7 +69,14 @@ class Run:
         targets = self._targets
         frame = frame_for(self._name, self._fun, on_read=targets and targets.on_read(state_values))
         frame.differentiates_states = targets is not None
-        out = frame.run(call, self._fun, args, kwargs, targets is not None and targets.has_refs)
+        self._held: list[tuple[str, list[Any]]] = []
+
+        def watched_call() -> Any:
+            result = call(self._fun, args, kwargs, targets is not None and targets.has_refs)
+            self._held = list(held_by_derivatives(frame))
+            return result
+
+        out = frame.run(watched_call)
         refuse_lost_writes(self._name, self._fun, frame.effects, diff_args)
         out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
         leaves, self._outcome = pack(aux, frame.effects)
@@ -82,6 +89,7 @@ class Run:
 
     def finish(self, leaves: Sequence[Any]) -> PyTree:
         """Store the effects' values in their states and return aux; `leaves` as from the call."""
+        refuse_kept(f"{self._name}({name_of(self._fun)})", self._held)
         _frames.forget_differentiated(self._outcome.effects)
         return self._outcome.finish(leaves)
 
@@ -92,12 +100,13 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
     JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside the transform. If the call can reach
     one, or `wants_refs` is true, the function is staged and its Refs are discharged; the frame gets their last values.
     """
-    if not _jax.has_made_refs() or not (wants_refs or reaches_unwatched(fun, args, kwargs)):
-        out = fun(*args, **kwargs)
-        refuse_unfinished(out)
-        return out
     frame = _frames.current_frame()
     assert frame is not None
+    if not _jax.has_made_refs() or not (wants_refs or reaches_unwatched(fun, args, kwargs)):
+        with named_rules(frame):
+            out = fun(*args, **kwargs)
+        refuse_unfinished(out)
+        return out
 
     def body() -> tuple[list, Any]:
         inner = Frame(frame.name)

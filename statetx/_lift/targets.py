@@ -217,7 +217,9 @@ class Targets:
                 rule = _jax.running_rule()
                 if rule is not None:
                     name = f"the derivative of {name_of(self._fun)}"
-                    raise differentiated_error(name, f"the derivative rule {rule}", state, kind, value)
+                    raise differentiated_error(
+                        name, f"the derivative rule {rule}", _states.describe(state, kind, value=value)
+                    )
             return self._partitions[i].combine(values[i])
 
         return on_read
