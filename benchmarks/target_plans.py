@@ -318,7 +318,7 @@ def main() -> None:
             raise SystemExit(f"{options.json} is from another version or with other options: name another file")
         results = written["results"]
     names = options.only or list(QUICK if options.quick else ALL)
-    with_them = json.loads(Path(options.used_in).read_text())["results"] if options.used_in else None
+    with_them = json.loads(Path(options.used).read_text())["results"] if options.used else None
 
     for title in options.budget:
         for name in names:
