@@ -297,7 +297,7 @@ def main() -> None:
         device={"nargs": "+", "choices": DEVICES, "default": ["h100", "tpu v5e"], "help": "default: %(default)s"},
         budget={"nargs": "+", "choices": BUDGETS, "default": list(BUDGETS), "help": "these budgets alone"},
         without={"nargs": "+", "choices": list(WITHOUT), "default": [], "help": "leave out treatments of the planner"},
-        used_in={
+        used={
             "metavar": "FILE",
             "help": "the plans alone that consist of the treatments left out, by the rows of this file",
         },

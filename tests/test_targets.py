@@ -155,6 +155,13 @@ def test_mesh_of_too_many_devices():
     assert "Target('h100:8')" in str(e.value)
 
 
+def test_mesh_of_another_shape_than_its_names():
+    with pytest.raises(
+        TargetError, match=r"A mesh of 4x2 has 2 axes, and \['data'\] are 1 name\.\nFix: name each axis"
+    ):
+        Target("h100:8").mesh((4, 2), ("data",))
+
+
 def test_mesh_of_this_machine():
     mesh = Target.here().mesh((2, 4), ("data", "model"))
     assert mesh.shape_tuple == (("data", 2), ("model", 4))

@@ -193,8 +193,13 @@ class Target:
             axis_types: as in ``jax.make_mesh``.
 
         Raises:
-            TargetError: it needs more devices than there are.
+            TargetError: it needs more devices than there are, or its axes and names are not equally many.
         """
+        if len(shape) != len(names):
+            raise TargetError(
+                f"A mesh of {'x'.join(map(str, shape))} has {len(shape)} dimensions, and the names {list(names)} are {len(names)}.\n"
+                f"Fix: name each axis, as in mesh((4, 2), ('data', 'model'))."
+            )
         size = math.prod(shape)
         if size > self.num_devices:
             raise TargetError(
