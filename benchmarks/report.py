@@ -129,6 +129,35 @@ def log_whole_plans() -> str:
     return "\n\n".join([*parts, verdicts(data["verdict"])])
 
 
+def log_target_plans_ablation() -> str:
+    data, common = load("target_plans_ablation"), module("whole_plans")
+    columns = (
+        "left out",
+        "program and budget",
+        "added operations with it",
+        "without it",
+        "kept without it",
+        "compilations with it",
+        "without",
+    )
+    lines = []
+    for treatment, by_program in data["results"].items():
+        for name, by_budget in by_program.items():
+            for title, row in by_budget.items():
+                one, other = row["with"], row["without"]
+                is_kept = "bytes" in other and other["bytes"] <= other["budget"]
+                lines.append(
+                    [
+                        treatment,
+                        f"{name}: {title}",
+                        common.percent(one["extra"]),
+                        common.percent(other["extra"]) if is_kept else "no plan",
+                    ]
+                    + ["yes" if is_kept else "NO", str(one["compilations"]), str(other["compilations"])]
+                )
+    return "\n\n".join([f"For an H100: {header(data['environment'])}.", wide(columns, lines)])
+
+
 def log_target_plans() -> str:
     data, target_plans = load("target_plans"), module("target_plans")
     parts = [f"Measured by `python benchmarks/target_plans.py`: {header(data['environment'])}."]
@@ -466,6 +495,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sharded_targets": lambda: log("sharded_targets", lambda m, results: [(m.COLUMNS, m.lines(results))]),
     "targets": lambda: log("targets", lambda m, results: [(m.COLUMNS, m.rows(results, load("gpu")["results"]))]),
     "target_plans": log_target_plans,
+    "target_plans_ablation": log_target_plans_ablation,
     "loops": log_loops,
     "planner": log_planner,
     "whole_plans": log_whole_plans,
