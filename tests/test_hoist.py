@@ -294,10 +294,41 @@ def test_rule_that_reads_a_differentiated_state_late_is_refused(loss, outer):
     assert width.value == 2 and statetx.grad(lambda x: spike(x))(jnp.float32(1.0)) == 2
 
 
-def test_constants_of_an_outer_derivative_are_no_reads_of_rules():
+LATE = {
+    "vjp": lambda f, x: statetx.vjp(f, x)[1](x),
+    "jvp": lambda f, x: statetx.jvp(f, (x,), (x,)),
+    "linearize": lambda f, x: statetx.linearize(f, x)[1](x),
+    "jacrev": lambda f, x: statetx.jacrev(f, 0)(x),
+}
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit, statetx.jit])
+@pytest.mark.parametrize("name", LATE)
+def test_rule_that_reads_a_differentiated_state_late_is_refused_by(name, outer):
+    """Each derivative checks what it keeps, and what the trace around it does, where JAX would fail when the program runs."""
+    width = statetx.State(jnp.float32(2.0), name="width")
+    spike = surrogate(width, "custom_jvp")
+    with pytest.raises(
+        statetx.StateAccessError, match=rf"^{name}\(.* read State 'width' .*, whose value is differentiated"
+    ):
+        outer(lambda x: LATE[name](lambda x: _assigned(spike, width, x), x))(jnp.float32(1.0))
+    assert width.value == 2
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit, statetx.jit])
+def test_values_of_an_outer_derivative_are_kept(outer):
+    """A derivative inside another one keeps its values as residuals, and a jitted function as constants."""
     width = statetx.Param(jnp.float32(2.0))
-    doubled = jax.jit(lambda x: statetx.vmap(lambda x: width.value * x)(jnp.stack([x, x])).sum())
-    assert statetx.grad(lambda: width.value * doubled(3.0), wrt=width)() == 24
+
+    def pulled(x):
+        return statetx.vjp(lambda y: y * width.value * width.value, x)[1](jnp.float32(1.0))[0]
+
+    @jax.jit
+    def slope(x):
+        return statetx.grad(lambda y: width.value * y * y)(x)
+
+    assert outer(lambda x: statetx.grad(pulled, wrt=width)(x))(3.0) == 4
+    assert outer(lambda x: statetx.grad(lambda x: width.value * slope(x), wrt=width)(x))(3.0) == 24
 
 
 @pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])

@@ -157,7 +157,7 @@ def test_mesh_of_too_many_devices():
 
 def test_mesh_of_another_shape_than_its_names():
     with pytest.raises(
-        TargetError, match=r"A mesh of 4x2 has 2 dimensions, and the names \['data'\] are 1.\nFix: name each axis"
+        TargetError, match=r"A mesh of 4x2 has 2 dimensions, and the names \['data'\] are 1\.\nFix: name each axis"
     ):
         Target("h100:8").mesh((4, 2), ("data",))
 

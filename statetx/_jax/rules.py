@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -140,7 +141,7 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
 
 def running_rule() -> str | None:
     """The user's derivative rule that JAX has called here, in messages: its name and place; None if there is none."""
-    return _rule_among(frame.f_code for frame, _ in traceback.walk_stack(None))
+    return _rule_among(frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def failed_rule(error: BaseException) -> str | None:

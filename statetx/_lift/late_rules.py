@@ -218,32 +218,45 @@ def named_rules(frame: Frame) -> Iterator[None]:
         yield
     except jax.errors.UnexpectedTracerError as e:
         rule = _jax.failed_rule(e)
-        found = [what for what, _ in held_by_derivatives(frame)]
+        found = [_states.describe(state, kind, value=value) for state, kind, value in _differentiated_in(frame)]
         if rule is None or not found:
             raise
         raise differentiated_error(frame.name, f"the derivative rule {rule}", " or ".join(found)) from e
 
 
-def refuse_kept(name: str, held: Iterable[tuple[str, list[weakref.ref]]]) -> None:
-    """Refuse values of a derivative that has ended, which the trace around it keeps as constants: JAX would fail when its program runs.
+Held = list[tuple[Any, Kind, list[weakref.ref]]]
+
+
+def held_by_derivatives(frame: Frame) -> Held:
+    """The states of a call with values that a derivative traces, and the tracers; they may be of a trace that ends with the call."""
+    return [
+        (state, kind, [weakref.ref(x) for x in jax.tree.leaves(value) if isinstance(x, _jax.Tracer)])
+        for state, kind, value in _differentiated_in(frame)
+    ]
+
+
+def refuse_kept(name: str, held: Held, residuals: Iterable[Any]) -> None:
+    """Refuse values of a derivative that has ended, which a derivative rule has kept: JAX fails when it runs the program.
 
     Args:
-        held: `held_by_derivatives`, as it was in the derivative.
+        held: `held_by_derivatives` of the call.
+        residuals: what the derivative keeps. The trace around it may have such values as constants, too.
     """
-    trace = _jax.staging_trace(_jax.current_trace())
-    kept = {id(x) for x in _jax.constants_of(trace) if trace in map(_jax.staging_trace, _jax.derivatives_of(x))}
-    for what, tracers in held:
-        if any(id(tracer()) in kept for tracer in tracers):
-            raise differentiated_error(name, "a derivative rule", what)
+    if not held:
+        return
+    kept = [*residuals, *_jax.constants_of(_jax.staging_trace(_jax.current_trace()))]
+    ended = {id(x) for x in kept if isinstance(x, _jax.Tracer) and not _jax.is_live(x._trace)}
+    for state, kind, tracers in held:
+        if any(id(tracer()) in ended for tracer in tracers):
+            raise differentiated_error(name, "a derivative rule", _states.describe(state, kind))
 
 
-def held_by_derivatives(frame: Frame) -> Iterator[tuple[str, list[weakref.ref]]]:
-    """The states with values that a derivative traces: in messages, and the tracers."""
+def _differentiated_in(frame: Frame) -> Iterator[tuple[Any, Kind, Any]]:
+    """The states that a call has touched whose values a derivative traces, with the values."""
     for access in frame.accesses.values():
         value = access.kind.get(access.state)
         if any(True for _ in _jax.derivatives_of(value)):
-            tracers = [weakref.ref(x) for x in jax.tree.leaves(value) if isinstance(x, _jax.Tracer)]
-            yield _states.describe(access.state, access.kind, value=value), tracers
+            yield access.state, access.kind, value
 
 
 def are_current(watches: Sequence[Watch]) -> bool:

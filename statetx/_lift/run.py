@@ -20,7 +20,7 @@ from .._objects.paths import Paths, reaches_unwatched
 from .._states import Kind
 from .._typing import PyTree
 from .inputs import InputNames
-from .late_rules import guarded, held_by_derivatives, named_rules, refuse_kept
+from .late_rules import Held, guarded, held_by_derivatives, named_rules, refuse_kept
 from .outcome import Outcome, pack, publish
 from .stage import stage
 from .targets import Targets, refuse_lost_writes, split_aux
@@ -42,6 +42,7 @@ class Run:
     """
 
     _outcome: Outcome
+    _held: Held
 
     def __init__(
         self,
@@ -69,7 +70,6 @@ class Run:
         targets = self._targets
         frame = frame_for(self._name, self._fun, on_read=targets and targets.on_read(state_values))
         frame.differentiates_states = targets is not None
-        self._held: list[tuple[str, list[Any]]] = []
 
         def watched_call() -> Any:
             result = call(self._fun, args, kwargs, targets is not None and targets.has_refs)
@@ -87,9 +87,9 @@ class Run:
         pure.user_function = self._fun  # type: ignore[attr-defined]
         return pure
 
-    def finish(self, leaves: Sequence[Any]) -> PyTree:
-        """Store the effects' values in their states and return aux; `leaves` as from the call."""
-        refuse_kept(f"{self._name}({name_of(self._fun)})", self._held)
+    def finish(self, leaves: Sequence[Any], residuals: PyTree = ()) -> PyTree:
+        """Store the effects' values in their states and return aux; `leaves` as from the call, `residuals` a linear map of JAX that outlives it."""
+        refuse_kept(f"{self._name}({name_of(self._fun)})", self._held, jax.tree.leaves(residuals))
         _frames.forget_differentiated(self._outcome.effects)
         return self._outcome.finish(leaves)
 

@@ -286,7 +286,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         return [jnp.asarray(x) for x in out_leaves], leaves
 
     out_leaves, vjp_fun, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
-    aux = run.finish(leaves)
+    aux = run.finish(leaves, vjp_fun)
 
     structure = _Structure(name_of(fun), out_part, [x.dtype for x in out_leaves], primals_part, targets)
     pullback = Pullback(vjp_fun, structure)

@@ -115,7 +115,7 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple[Any,
     check_flags("linearize", has_aux=has_aux)
     run = _FlatRun("linearize", fun, has_aux)
     out, jvp_fun, leaves = jax.linearize(run, *_arrays(primals), has_aux=True)
-    aux = run.finish(leaves)
+    aux = run.finish(leaves, jvp_fun)
     pushforward = Pushforward(jvp_fun, run.out, name_of(fun))
     out = run.out.combine(out)
     return (out, pushforward, aux) if has_aux else (out, pushforward)
