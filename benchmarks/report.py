@@ -130,32 +130,14 @@ def log_whole_plans() -> str:
 
 
 def log_target_plans_ablation() -> str:
-    data, common = load("target_plans_ablation"), module("whole_plans")
-    columns = (
-        "left out",
-        "program and budget",
-        "added operations with it",
-        "without it",
-        "kept without it",
-        "compilations with it",
-        "without",
+    data, target_plans, with_all = (
+        load("target_plans_ablation"),
+        module("target_plans"),
+        load("target_plans")["results"],
     )
-    lines = []
-    for treatment, by_program in data["results"].items():
-        for name, by_budget in by_program.items():
-            for title, row in by_budget.items():
-                one, other = row["with"], row["without"]
-                is_kept = "bytes" in other and other["bytes"] <= other["budget"]
-                lines.append(
-                    [
-                        treatment,
-                        f"{name}: {title}",
-                        common.percent(one["extra"]),
-                        common.percent(other["extra"]) if is_kept else "no plan",
-                    ]
-                    + ["yes" if is_kept else "NO", str(one["compilations"]), str(other["compilations"])]
-                )
-    return "\n\n".join([f"For an H100: {header(data['environment'])}.", wide(columns, lines)])
+    made_by = f"Measured by `python benchmarks/target_plans.py --without ...`: {header(data['environment'])}."
+    table = wide(target_plans.ABLATION_COLUMNS, target_plans.ablation_rows(data["results"], with_all))
+    return "\n\n".join([made_by, table, verdicts(target_plans.treatments(with_all))])
 
 
 def log_target_plans() -> str:

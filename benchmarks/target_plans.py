@@ -14,8 +14,9 @@ Measured
     default limit may end.
 
 The rows of the file given by ``--json`` are kept: an interrupted run goes on, and with ``--limit 500`` it starts no process after 500 seconds. For
-GPUs and TPUs it needs ``pip install "statetx[target-cuda,target-tpu]"``. ``--device cpu`` plans for this machine, and
-``--without copies`` without a treatment of the planner: name another file for it.
+GPUs and TPUs it needs ``pip install "statetx[target-cuda,target-tpu]"``. ``--device cpu`` plans for this machine. ``--without copies`` leaves a treatment of the
+planner out; with ``--used benchmarks/results/target_plans.json`` of those plans alone that consist of it. The rows of each treatment have a title of their own in
+``benchmarks/results/target_plans_ablation.json``.
 """
 
 from __future__ import annotations
@@ -101,9 +102,11 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "short versions": _replacing(_shorter, "_LEAST_EQUATIONS", 10**9),  # nor the shorter search
 }
 
+SEARCH_ALONE = ("refinement", "short versions")  # do not show in a plan
+
 
 def used(plan: statetx.Plan) -> list[str]:
-    """The treatments that a plan consists of. How it was searched (refinement, short versions) does not show in it."""
+    """The treatments that a plan consists of."""
     fields = plan._fields
     found = {"inner gradients"} if fields["inner"] not in (None, _inner.PLAIN) else set()
     for program in fields["programs"]:
@@ -264,6 +267,44 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
+ABLATION_COLUMNS = (
+    "left out",
+    "program and budget",
+    "added operations with it",
+    "without it",
+    "kept without it",
+    "compilations with it",
+    "without",
+)
+
+
+def ablation_rows(results: dict[str, dict[str, Any]], with_all: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The rows of plans without a treatment beside those of the same plans with all of them."""
+    lines = []
+    for of_rows, by_program in results.items():
+        device, _, treatment = of_rows.partition(" without ")
+        for name, found in by_program.items():
+            for title, row in found["plans"].items():
+                full, is_made = with_all[device][name]["plans"][title], "bytes" in row
+                kept = "yes" if is_made and is_kept(row) else "NO"
+                extra = percent(row["extra"]) if is_made else "no plan"
+                cells = [treatment, f"{name}: {title}", percent(full["extra"]), extra, kept]
+                lines.append([*cells, str(full["compilations"]), str(row["compilations"])])
+    return lines
+
+
+def treatments(results: dict[str, dict[str, Any]]) -> list[str]:
+    """How many plans for each device consist of each treatment."""
+    lines = []
+    for device, by_program in results.items():
+        uses = [row["uses"] for found in by_program.values() for row in found["plans"].values() if "uses" in row]
+        counts = {name: sum(name in used for used in uses) for name in WITHOUT}
+        text = ", ".join(f"{name} {num}" for name, num in counts.items() if name not in SEARCH_ALONE)
+        if uses:
+            lines.append(f"{device}: treatments in {len(uses)} plans: {text}")
+    return lines
+
+
 def verdicts(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     lines = []
     for device, by_program in results.items():
@@ -309,7 +350,7 @@ def main() -> None:
         options.json.write_text(json.dumps(one(json.loads(options.one))))
         return
     start = time.monotonic()
-    env = environment() | {"without": options.without, "unmarked": options.unmarked, "quick": options.quick}
+    env = environment() | {"unmarked": options.unmarked, "quick": options.quick}
     print(header(env))
     results: dict[str, Any] = {}
     if options.json and options.json.exists():
@@ -329,7 +370,8 @@ def main() -> None:
                     row = with_them.get(device, {}).get(name, {"plans": {}})["plans"].get(title, {})
                     if not set(options.without) <= set(row.get("uses", ())):
                         continue
-                found = results.setdefault(device, {}).setdefault(name, {"references": {}, "plans": {}})
+                title_of_rows = f"{device} without {' and '.join(options.without)}" if options.without else device
+                found = results.setdefault(title_of_rows, {}).setdefault(name, {"references": {}, "plans": {}})
                 spec = {"device": device, "program": name, "sizes": QUICK.get(name, {}) if options.quick else {}}
                 spec |= {"without": options.without, "marked": not options.unmarked and name not in UNMARKED}
                 if "failed" not in found["plans"].get(title, {"failed": True}):

@@ -1,11 +1,11 @@
 """The rows of benchmarks/gpu.py, compiled for the H200 on which they ran, on a machine that has none.
 
 Compared
-    The programs of benchmarks/gpu.py, but for its plans, compiled for ``Target("h200")`` from the types of their arguments, with what
+    The programs of benchmarks/gpu.py, its plans searched again, compiled for ``Target("h200")`` from the types of their arguments, with what
     benchmarks/results/gpu.json has of the device: the temporary bytes of the compiled program, and the time of a step.
 
 Measured
-    Each in its own process: temporary bytes, XLA's estimate of the time, and the CPU time of the compilation. Bytes agree if they are within 1% of
+    Each in its own process: temporary bytes, XLA's estimate of the time, and the CPU time of planning and compiling. Bytes agree if they are within 1% of
     the device's, or within 2 MiB, with or without the workspace of cuBLAS, which XLA reserves on the device alone (24 MiB).
 
 With ``--json OUT`` each row is written when it is done, and the same command goes on where it ended: with ``--limit 500`` it starts no
