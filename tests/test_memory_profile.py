@@ -1110,3 +1110,21 @@ def test_decoded_program_is_freed_with_its_profile(look):
     before = num_alive()
     look(loss, jnp.eye(8), jnp.ones((4, 8)))
     assert num_alive() == before
+
+
+def step_of_jax(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+
+
+@pytest.mark.parametrize("look", [statetx.memory_profile, statetx.explain_oom, statetx.measure], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fun", [lambda w, x: jnp.tanh(x @ w).sum(), jax.jit(step_of_jax)], ids=["loss", "step"])
+def test_profiles_of_one_function_add_nothing_to_the_caches_of_jax(look, fun):
+    def num_entries():
+        gc.collect()
+        return sum(type(x).__name__ == "InferParamsCacheEntry" for x in gc.get_objects())
+
+    args = jnp.eye(8), jnp.ones((4, 8))
+    look(fun, *args)
+    before = num_entries()
+    look(fun, *args), look(fun, *args)
+    assert 0 < num_entries() == before

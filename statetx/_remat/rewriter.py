@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+import jax
+
+from .. import _jax
 from .._errors import PolicyError
 
 
@@ -73,12 +76,18 @@ class Observer(Rewriter):
 
 
 class Observed(Rewriter):
-    """Another rewriter, under an observer."""
+    """Another rewriter, under an observer; equal to another one of the same two."""
 
     def __init__(self, rewriter: Rewriter, observer: Observer):
         self._rewriter, self._observer = rewriter, observer
         self.inner, self.keeps_policies = rewriter.inner, rewriter.keeps_policies
         self.is_used_once = True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Observed) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self._rewriter, self._observer))
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Callable:
         return self._observer.observing(body, num_out, self._rewriter.rewrite(body, name, num_out))
@@ -103,15 +112,49 @@ class Seen(Observer):
         self.outputs.append(outputs)
 
 
-def is_training_step(differentiated: Sequence[Sequence[Any]], outputs: Iterable[Any]) -> bool:
-    """Whether a function is a training step, and no loss, by the gradients that it takes itself.
+class Marker(Observer):
+    """Names the equations of each function that is differentiated, by a ``jax.named_scope``: `marks_in` finds them.
 
-    A step differentiates a scalar, or returns arrays. A loss may take derivatives of arrays, as an integrator does that linearizes the equations of
-    neurons.
+    An observer that notes what it sees must be another one for each trace, and JAX keeps what it has traced for each. This one stays: what JAX
+    has traced before is marked.
+    """
+
+    def observing(self, body: Any, num_out: int, replacement: Callable) -> Callable:
+        return jax.named_scope(_MARKS[_are_scalars(v.aval for v in body.jaxpr.outvars[:num_out])])(replacement)
+
+
+MARKER = Marker()
+_MARKS = {True: "statetx_differentiates_scalars", False: "statetx_differentiates_arrays"}
+
+
+def marks_in(jaxpr: _jax.Jaxpr) -> set[bool]:
+    """For the functions that `MARKER` has seen differentiated in a jaxpr: True if one returns scalars alone, False if one does not."""
+    found: set[bool] = set()
+    for eqn in jaxpr.eqns:
+        scope = _jax.scope(eqn)
+        found |= {is_scalar for is_scalar, mark in _MARKS.items() if mark in scope}
+        found = found.union(*map(marks_in, _jax.inner_jaxprs(eqn)))
+    return found
+
+
+def _are_scalars(types: Iterable[Any]) -> bool:
+    return all(x.shape == () for x in types)
+
+
+def is_training_step(differentiated: Iterable[Sequence[Any]], outputs: Iterable[Any]) -> bool:
+    """Whether a function is a training step, and no loss, by the gradients that it takes itself.
 
     Args:
         differentiated: the types of the outputs of each function that it differentiates.
         outputs: the types of its own float outputs.
     """
-    is_scalar = lambda types: all(x.shape == () for x in types)  # noqa: E731
-    return any(map(is_scalar, differentiated)) or (bool(differentiated) and not is_scalar(outputs))
+    return is_step_by_marks(set(map(_are_scalars, differentiated)), outputs)
+
+
+def is_step_by_marks(marks: set[bool], outputs: Iterable[Any]) -> bool:
+    """`is_training_step` for the result of `marks_in`.
+
+    A step differentiates a scalar, or returns arrays. A loss may take derivatives of arrays, as an integrator does that linearizes the equations of
+    neurons.
+    """
+    return True in marks or (bool(marks) and not _are_scalars(outputs))

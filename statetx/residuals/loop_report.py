@@ -29,7 +29,7 @@ from .._positions import function_of
 from .._remat.gradients import rewritten_by
 from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
-from .._remat.rewriter import Seen
+from .._remat.rewriter import MARKER, marks_in
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import format_bytes
@@ -192,12 +192,12 @@ def _as_array(x: Any) -> Any:
 
 def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[int] | None) -> list[Differentiated]:
     """The notes in the program of a step, or in the gradient of a loss."""
-    num_out, seen = 0, Seen()
+    num_out = 0
 
     @functools.wraps(fun)
     def floats(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal num_out
-        with rewritten_by(seen):
+        with rewritten_by(MARKER):
             outs = [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_float(x)]
         num_out = len(outs)
         return outs
@@ -225,7 +225,7 @@ def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[in
         return _notes_in(_jax.stage(gradient, avals, traced_for="statetx.loop_report", name=name_of(fun))[0])
     except Exception:
         # A loss may take gradients, too, as an integrator does that linearizes a neuron. A step without such loops need not have a derivative.
-        if nums is None and seen.any:
+        if nums is None and marks_in(closed.jaxpr):
             return []
         raise
 

@@ -16,7 +16,7 @@ from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value
 from .._objects.attributes import created_undone
 from .._remat.gradients import rewritten_by
-from .._remat.rewriter import Seen, is_training_step
+from .._remat.rewriter import MARKER, is_step_by_marks, marks_in
 from .._targets import current
 from .._tree import is_array_or_type, is_float, partition
 from ..transforms.abstract import staged_jaxpr
@@ -74,17 +74,16 @@ def measure(
 
 def is_step(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function is a training step, which takes gradients itself."""
-    seen, outputs = Seen(), []
+    outputs: list[Any] = []
 
     @functools.wraps(fun)
     def noted(*args: Any, **kwargs: Any) -> list[Any]:
-        with rewritten_by(seen):
+        with rewritten_by(MARKER):
             outs = [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_float(x)]
         outputs.extend(map(jax.typeof, outs))
         return outs
 
-    staged_jaxpr("measure", noted, args, kwargs)
-    return is_training_step(seen.outputs, outputs)
+    return is_step_by_marks(marks_in(staged_jaxpr("measure", noted, args, kwargs).jaxpr), outputs)
 
 
 class ArrayProgram(NamedTuple):
