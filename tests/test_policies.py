@@ -17,6 +17,7 @@ from helpers import REMAT3
 from statetx import _jax, policies
 from statetx._remat import decide
 from statetx._remat.atoms import Everything
+from statetx._remat.gradients import rewritten_by
 from statetx._remat.rewriter import Rewriter
 from statetx._remat.survey import Survey
 from statetx._remat.value import Decision, Value, Verdict
@@ -476,6 +477,24 @@ def test_rewriter_in_place_of_a_policy():
     np.testing.assert_allclose(jax.grad(doubled)(jnp.ones(3)), 2 * jnp.cos(jnp.ones(3)), rtol=1e-6)
     report = statetx.memory_report(doubled, jnp.ones(3), policies=["dots", REWRITER])
     assert [row.policy for row in report.rows] == ["no remat", "dots", "doubled"]
+
+
+@pytest.mark.parametrize("way", ["policy", "gradient"])
+def test_calls_of_a_rewritten_function_share_what_jax_has_traced(way):
+    traced = []
+
+    @jax.jit
+    def inner(x):
+        traced.append(x)
+        return jnp.sin(x)
+
+    for _ in range(3):
+        if way == "policy":
+            jax.grad(statetx.remat(inner, policy=REWRITER))(1.0)
+        else:
+            with rewritten_by(REWRITER):
+                jax.grad(inner)(1.0)
+    assert len(traced) == 1
 
 
 def test_under_plain_jax_checkpoint():

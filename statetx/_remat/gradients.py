@@ -91,7 +91,7 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
     # A rewriter that replaces the function sees inner rematerialized functions with the policy `nothing`, whatever their own, as in `remat`.
     policies: Any = contextlib.nullcontext()
     if not rewriter.keeps_policies:
-        policies = override(nothing, suppress_warnings=True, rewriter=rewriter.inner)
+        policies = override.replacing(nothing, rewriter.inner)
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
     names = InputNames(user_function)
     with policies:

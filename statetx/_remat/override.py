@@ -89,6 +89,12 @@ class Override(threading.local):
         with self._set(policy, is_off, suppress_warnings, regions, rewriter, key=object()):
             yield regions
 
+    def replacing(
+        self, policy: Policy | Rewriter, rewriter: Rewriter | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Replace the policies and the rewriter in this block. No regions are listed, so that equal blocks share what JAX has traced."""
+        return self._set(policy, False, True, [], rewriter, key=("policies", policy, rewriter))
+
     @contextlib.contextmanager
     def nothing_checkpointed(self) -> Iterator[list[str]]:
         """Rematerialize nothing in this block, not in loops, and nothing under ``jax.checkpoint`` either; gives the list of these."""

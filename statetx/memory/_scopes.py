@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from .._equations.structure import table
 from ._names import is_library
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -46,7 +47,8 @@ def numbered_calls() -> Iterator[None]:
         elif event == "return" and opened and opened[-1][0] is frame:  # by an exception, too
             opened.pop()[1].__exit__(None, None, None)
 
-    with _context("numbered"):
+    # No structure has the numbers of another: in the table, what is built for it would never be found again.
+    with _context("numbered"), table.bypassed():
         sys.setprofile(note)
         try:
             yield

@@ -390,7 +390,7 @@ class Remat(Wrapper):
 def _inner_policies(policy: PolicyValue | Rewriter) -> contextlib.AbstractContextManager:
     """A policy that rewrites the whole function sees its inner regions with the policy `nothing`, whatever their own."""
     if isinstance(policy, Rewriter):
-        return override(nothing, suppress_warnings=True, rewriter=policy.inner)
+        return override.replacing(nothing, policy.inner)
     return contextlib.nullcontext()
 
 
