@@ -253,15 +253,19 @@ def test_state_assigned_by_the_caller_is_replaced(kind):
 
 
 @each_kind
-def test_returned_states_are_new_in_each_call(kind):
+def test_returned_states_are_new_in_each_call_and_compiled_once(kind):
     class Model:
         def __init__(self, x):
             self.w = kind(2 * x)
 
     make, models = statetx.jit(Model), []
-    models += [make(x) for x in (1.0, 2.0)]
-    with pytest.warns(statetx.StagingWarning, match=rf"returns {kind.__name__} \(at .*test_created.py:\d+\)") as caught:
-        models += [make(x) for x in (3.0, 4.0, 5.0)]
+    with compilations() as events:
+        models += [make(x) for x in (1.0, 2.0)]
+        with pytest.warns(
+            statetx.StagingWarning, match=rf"returns {kind.__name__} \(at .*test_created.py:\d+\)"
+        ) as caught:
+            models += [make(x) for x in (3.0, 4.0, 5.0)]
+    assert len(events) == 1
     assert len(caught) == 1 and [float(m.w.value) for m in models] == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert caught[0].filename == __file__
 

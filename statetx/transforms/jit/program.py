@@ -170,10 +170,11 @@ class Program:
             operand_tree,
             treedefs,
             out_part.treedef,
+            bool(out_part.static),
             sum(len(g.states) for g in self.kept),
             self.settings,
         )
-        self._is_unshareable = bool(self.guards or out_part.static or output_shardings is not None)
+        self._is_unshareable = bool(self.guards or output_shardings is not None)
         equal_program = next((p for p in tried if p.created and self.can_share_compiled(p)), None)
         if equal_program is not None:
             self.compiled = equal_program.compiled
