@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import operator
 
 import brainstate
 import jax
@@ -139,8 +140,10 @@ def surrogate(width, kind):
         spike = jax.custom_vjp(lambda x: (x > 0).astype(x.dtype))
         spike.defvjp(lambda x: (spike(x), None), lambda _, g: (g * width.value,))
     else:
+        # That an operator of `jax.numpy` gets a value too old JAX sees at once.
+        mul = jax.lax.mul if kind == "lax" else operator.mul
         spike = jax.custom_jvp(lambda x: (x > 0).astype(x.dtype))
-        spike.defjvp(lambda primals, tangents: (spike(*primals), tangents[0] * width.value))
+        spike.defjvp(lambda primals, tangents: (spike(*primals), mul(width.value, tangents[0])))
     return spike
 
 
@@ -281,11 +284,12 @@ def _assigned(spike, width, x):
 
 
 @pytest.mark.parametrize("outer", [lambda f: f, statetx.jit])
+@pytest.mark.parametrize("rule", ["custom_jvp", "lax"])
 @pytest.mark.parametrize("loss", [_read_before, _read_before_vmap, _assigned])
-def test_rule_that_reads_a_differentiated_state_late_is_refused(loss, outer):
+def test_rule_that_reads_a_differentiated_state_late_is_refused(loss, rule, outer):
     """The frame sees the first read or write of a state only, and here that is not the rule's."""
     width = statetx.Param(jnp.float32(2.0), name="width")
-    spike = surrogate(width, "custom_jvp")
+    spike = surrogate(width, rule)
     wrt = None if loss is _assigned else width
     message = r"a derivative rule|the derivative rule .*<lambda> at .*test_hoist.py:\d+"
     message = rf"({message}) read Param 'width' \(f32\[\], made at .*test_hoist.py:\d+\), whose value is differentiated.*\n.*pass the value"
@@ -303,11 +307,12 @@ LATE = {
 
 
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit, statetx.jit])
+@pytest.mark.parametrize("rule", ["custom_jvp", "lax"])
 @pytest.mark.parametrize("name", LATE)
-def test_rule_that_reads_a_differentiated_state_late_is_refused_by(name, outer):
+def test_rule_that_reads_a_differentiated_state_late_is_refused_by(name, rule, outer):
     """Each derivative checks what it keeps, and what the trace around it does, where JAX would fail when the program runs."""
     width = statetx.State(jnp.float32(2.0), name="width")
-    spike = surrogate(width, "custom_jvp")
+    spike = surrogate(width, rule)
     with pytest.raises(
         statetx.StateAccessError, match=rf"^{name}\(.* read State 'width' .*, whose value is differentiated"
     ):

@@ -152,6 +152,7 @@ from .remat import undo_checkpoints as undo_checkpoints
 from .remat import with_sharding as with_sharding
 from .remat import without_remat3 as without_remat3
 from .rules import derivative_rule as derivative_rule
+from .rules import escaped_values as escaped_values
 from .rules import failed_rule as failed_rule
 from .rules import has_rule as has_rule
 from .rules import has_users_rule as has_users_rule

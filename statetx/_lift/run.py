@@ -42,7 +42,6 @@ class Run:
     """
 
     _outcome: Outcome
-    _held: Held
 
     def __init__(
         self,
@@ -56,6 +55,7 @@ class Run:
         self._fun = fun
         self._has_aux = has_aux
         self._targets = targets
+        self._held: Held = []
 
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], state_values: Any = (), diff_args: Sequence[Any] = ()
@@ -89,9 +89,16 @@ class Run:
 
     def finish(self, leaves: Sequence[Any], residuals: PyTree = ()) -> PyTree:
         """Store the effects' values in their states and return aux; `leaves` as from the call, `residuals` a linear map of JAX that outlives it."""
-        refuse_kept(f"{self._name}({name_of(self._fun)})", self._held, jax.tree.leaves(residuals))
+        self._refuse_kept(jax.tree.leaves(residuals))
         _frames.forget_differentiated(self._outcome.effects)
         return self._outcome.finish(leaves)
+
+    def explain(self, error: jax.errors.UnexpectedTracerError) -> None:
+        """Raise what `finish` raises, if JAX has met such a value earlier, in the backward pass of its transform."""
+        self._refuse_kept(_jax.escaped_values(error))
+
+    def _refuse_kept(self, residuals: Sequence[Any]) -> None:
+        refuse_kept(f"{self._name}({name_of(self._fun)})", self._held, residuals)
 
 
 def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs: bool = False) -> PyTree:

@@ -190,6 +190,9 @@ class ValueAndGrad(Wrapper):
         values = targets.values() if targets else []
         try:
             (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in diff_argnums))
+        except jax.errors.UnexpectedTracerError as e:
+            run.explain(e)
+            raise
         except (TypeError, ValueError, StateAccessError) as e:
             refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
             refuse_types(e, self._made_by(), fun)

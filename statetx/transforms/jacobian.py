@@ -355,6 +355,9 @@ class Jacobian(Wrapper):
         values = targets.values() if targets else []
         try:
             jacobian, leaves = differentiate(values, tuple(args[i] for i in diff_argnums))
+        except jax.errors.UnexpectedTracerError as e:
+            run.explain(e)
+            raise
         except (TypeError, ValueError, StateAccessError) as e:
             refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
             refuse_types(e, self._made_by(), fun)
