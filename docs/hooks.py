@@ -14,9 +14,9 @@ BOOSTS = {
     "errors.md": 1.5,
     "how-to/debug-leaks.md": 0.4,
     "how-to/choose-a-policy.md": 2.5,
-    "how-to/memory-profile.md": 1.15,
+    "how-to/memory-profile.md": 1.3,
     "how-to/microbatches.md": 2,
-    **dict.fromkeys(["decisions/", "architecture.md", "changelog.md", "contributing.md", "releasing.md"], 0.1),
+    **dict.fromkeys(["architecture.md", "changelog.md", "contributing.md", "releasing.md"], 0.1),
 }
 
 
@@ -31,6 +31,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
+    if page.file.src_uri.startswith("decisions/"):  # for contributors, who have the list of records
+        page.meta["search"] = {"exclude": True}
     for path, boost in BOOSTS.items():
         if page.file.src_uri.startswith(path):
             page.meta["search"] = {"boost": boost}

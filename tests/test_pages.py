@@ -111,12 +111,21 @@ def site():
 
 
 def test_navigation_names_every_page():
-    pages = {str(path.relative_to(DOCS)) for path in EVERY_PAGE if path.is_relative_to(DOCS)}
+    pages = {str(path.relative_to(DOCS)) for path in EVERY_PAGE if path.is_relative_to(DOCS)} - set(records())
     named = site()
     assert len(named) == len(set(named))
     assert set(named) == pages | {"architecture.md", "contributing.md", "changelog.md"}, (
         "a new page needs a place in mkdocs.yml"
     )
+
+
+def records():
+    return [f"decisions/{path.name}" for path in DOCS.glob("decisions/0*.md")]
+
+
+def test_list_of_decisions_names_every_record():
+    text = (DOCS / "decisions" / "README.md").read_text()
+    assert sorted(re.findall(r"\]\((0[\w-]+\.md)\)", text)) == sorted(name.rpartition("/")[2] for name in records())
 
 
 def test_reference_has_every_public_name():

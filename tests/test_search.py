@@ -63,8 +63,7 @@ def test_names_are_found_without_their_module(results, name):
     assert best.startswith("api/") and best.endswith(f".{name}"), best
 
 
-def test_decisions_rank_last(results):
-    """Decision records explain the library's own code: a page that explains its use comes before them."""
+def test_decisions_are_not_in_the_search(results):
+    """Decision records explain the library's own code, to contributors: "fence" is in many of them."""
     pages = [result["page"] for result in results["fence"]]
-    decisions = [page.startswith("decisions/") for page in pages]
-    assert any(decisions) and not any(decisions[:2]), pages
+    assert len(pages) > 2 and not [page for page in pages if page.startswith("decisions/")]
