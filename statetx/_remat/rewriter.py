@@ -130,10 +130,14 @@ _MARKS = {True: "statetx_differentiates_scalars", False: "statetx_differentiates
 def marks_in(jaxpr: _jax.Jaxpr) -> set[bool]:
     """For the functions that `MARKER` has seen differentiated in a jaxpr: True if one returns scalars alone, False if one does not."""
     found: set[bool] = set()
-    for eqn in jaxpr.eqns:
-        scope = _jax.scope(eqn)
-        found |= {is_scalar for is_scalar, mark in _MARKS.items() if mark in scope}
-        found = found.union(*map(marks_in, _jax.inner_jaxprs(eqn)))
+    pending, visited = [jaxpr], set()
+    while pending:
+        inner = pending.pop()
+        if id(inner) not in visited:
+            visited.add(id(inner))
+            scopes = {_jax.scope(eqn) for eqn in inner.eqns}
+            found |= {is_scalar for is_scalar, mark in _MARKS.items() if any(mark in scope for scope in scopes)}
+            pending += [nested for eqn in inner.eqns for nested in _jax.inner_jaxprs(eqn)]
     return found
 
 
