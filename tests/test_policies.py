@@ -17,6 +17,7 @@ from helpers import REMAT3
 from statetx import _jax, policies
 from statetx._remat import decide
 from statetx._remat.atoms import Everything
+from statetx._remat import declared
 from statetx._remat.gradients import rewritten_by
 from statetx._remat.rewriter import Rewriter
 from statetx._remat.survey import Survey
@@ -495,6 +496,21 @@ def test_calls_of_a_rewritten_function_share_what_jax_has_traced(way):
             with rewritten_by(REWRITER):
                 jax.grad(inner)(1.0)
     assert len(traced) == 1
+
+
+def test_wrong_declaration_in_a_rewritten_function_is_found_after_a_call_without_checks():
+    spikes = policies.Slots(2, policy=policies.names("a").stored_as("bits"))
+
+    @jax.jit
+    def loop(x):
+        step = lambda h, _: (jnp.sin(statetx.checkpoint_name(h, "a")), None)  # noqa: E731
+        return statetx.scan(step, x, None, length=4, checkpoint=spikes)[0]
+
+    slope = jax.grad(statetx.remat(loop, policy=REWRITER))
+    slope(0.3)
+    with declared.collected() as wrong:
+        slope(0.3)
+    assert "0 or 1" in wrong[0]
 
 
 def test_under_plain_jax_checkpoint():

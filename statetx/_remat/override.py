@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import _jax
 from .._jax import Jaxpr
+from . import declared
 from .gradient_order import GradientOrder
 from .policy import Policy
 from .rewriter import Observer, Rewriter
@@ -93,7 +94,7 @@ class Override(threading.local):
         self, policy: Policy | Rewriter, rewriter: Rewriter | None
     ) -> contextlib.AbstractContextManager[None]:
         """Replace the policies and the rewriter in this block. No regions are listed, so that equal blocks share what JAX has traced."""
-        return self._set(policy, False, True, [], rewriter, key=("policies", policy, rewriter))
+        return self._set(policy, False, True, [], rewriter, key=("policies", policy, rewriter, declared.key()))
 
     @contextlib.contextmanager
     def nothing_checkpointed(self) -> Iterator[list[str]]:
@@ -111,7 +112,7 @@ class Override(threading.local):
         Equal rewriters share the programs that JAX has traced.
         """
         settings = (self.policy, self.is_off, self.suppress_warnings, self.visited_regions)
-        return self._set(*settings, rewriter, key=("gradients", rewriter, *settings[:3]))
+        return self._set(*settings, rewriter, key=("gradients", rewriter, *settings[:3], declared.key()))
 
     def note(
         self,
