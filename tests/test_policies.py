@@ -15,10 +15,10 @@ import pytest
 import statetx
 from helpers import REMAT3
 from statetx import _jax, policies
-from statetx._remat import decide
+from statetx._remat import decide, declared
 from statetx._remat.atoms import Everything
-from statetx._remat import declared
 from statetx._remat.gradients import rewritten_by
+from statetx._remat.override import override
 from statetx._remat.rewriter import Rewriter
 from statetx._remat.survey import Survey
 from statetx._remat.value import Decision, Value, Verdict
@@ -496,6 +496,20 @@ def test_calls_of_a_rewritten_function_share_what_jax_has_traced(way):
             with rewritten_by(REWRITER):
                 jax.grad(inner)(1.0)
     assert len(traced) == 1
+
+
+def test_function_that_was_left_plain_for_a_report_is_rematerialized_again():
+    block = jax.jit(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))))
+
+    def slope(x):
+        with rewritten_by(REWRITER):
+            return jax.grad(block)(x)
+
+    for _ in range(2):
+        with override.nothing_checkpointed() as undone:
+            jax.make_jaxpr(slope)(0.3)
+        assert len(undone) == 1
+    assert "remat" in str(jax.make_jaxpr(slope)(0.3))
 
 
 def test_wrong_declaration_in_a_rewritten_function_is_found_after_a_call_without_checks():

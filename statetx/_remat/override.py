@@ -70,8 +70,9 @@ class Override(threading.local):
         previous = self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter
         self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter = settings
         try:
-            # jax.jit must not reuse a trace that it made under other settings.
-            with _jax.cache_key_context(key):
+            # jax.jit must not reuse a trace that it made under other settings, nor any where what stays plain is noted.
+            noted = object() if self.undone is not None else None
+            with _jax.cache_key_context((key, declared.key(), noted)):
                 yield
         finally:
             self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter = previous
@@ -94,7 +95,7 @@ class Override(threading.local):
         self, policy: Policy | Rewriter, rewriter: Rewriter | None
     ) -> contextlib.AbstractContextManager[None]:
         """Replace the policies and the rewriter in this block. No regions are listed, so that equal blocks share what JAX has traced."""
-        return self._set(policy, False, True, [], rewriter, key=("policies", policy, rewriter, declared.key()))
+        return self._set(policy, False, True, [], rewriter, key=("policies", policy, rewriter))
 
     @contextlib.contextmanager
     def nothing_checkpointed(self) -> Iterator[list[str]]:
@@ -112,7 +113,7 @@ class Override(threading.local):
         Equal rewriters share the programs that JAX has traced.
         """
         settings = (self.policy, self.is_off, self.suppress_warnings, self.visited_regions)
-        return self._set(*settings, rewriter, key=("gradients", rewriter, *settings[:3], declared.key()))
+        return self._set(*settings, rewriter, key=("gradients", rewriter, *settings[:3]))
 
     def note(
         self,
