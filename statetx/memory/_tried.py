@@ -1,32 +1,33 @@
-"""Changes that are tried: a program with some of its functions rematerialized, compiled for the device."""
+"""Changes that are tried: the program of a step with some edits, compiled for the device."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from .. import _jax
 from .._equations.compiled import Cost, Program, is_out_of_memory
 from .._equations.structure import Body
-from .._jax import Jaxpr
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
+from .._tree import is_float
 from ..planner._layout import UNPLANNED, as_planned, rewrite
 from ..planner._option import Decision, Interval
 from ..planner._parts import Flat, flatten
-from ..residuals.measure import with_gradient, without_gradient
-from ._names import calls_of
+from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
+from ..transforms.microbatch import microbatch
+from ._advice import argument_of
+from ._edits import Donate, Edit, InParts
 from ._scopes import numbered_calls
-
-_SAVES_NOTHING = Decision(frozenset())
+from .measure import input_names
 
 
 class Trials:
-    """Compiles a step with calls of some functions rematerialized, as ``@statetx.remat`` on them would.
+    """Compiles a step with some edits.
 
     Args:
         gradient: whether the gradient of the step is part of the program.
@@ -48,80 +49,174 @@ class Trials:
         self._options = options
         self._end = time.monotonic() + time_limit
         self._longest = 0.0
-        self._flops: int | None = None
+        self._costs: dict[frozenset[Edit], Cost | None] = {}
 
-    def compile(self, functions: Iterable[str]) -> Cost | None:
-        """What the changed program takes; None if it was not tried, or the compiler runs out of memory.
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
 
-        It is not tried if no time is left, or if the equations that are differentiated have no such call outside of loops, or have functions that
-        are rematerialized already.
-        """
-        begin = time.monotonic()
-        if begin + self._longest > self._end:
-            return None
-        rewriter = _CallsRematerialized(frozenset(functions))
-        with numbered_calls(), rewritten_by(rewriter):
-            program = self._program()
-        cost = None
-        if rewriter.functions_seen == rewriter.functions:
-            try:
-                cost = program.cost
-            except jax.errors.JaxRuntimeError as e:
-                if not is_out_of_memory(e):
-                    raise
-        self._longest = max(self._longest, time.monotonic() - begin)
-        return cost
+    @property
+    def is_late(self) -> bool:
+        """Whether another compilation would probably end after the time limit."""
+        return self._longest > self.seconds_left or not self.seconds_left
+
+    def cost(self, *edits: Edit) -> Cost | None:
+        """What the program with these edits takes; None if an edit finds nothing to change, or the compiler runs out of memory, or time is short."""
+        key = frozenset(edits)
+        if key not in self._costs:
+            if self.is_late:
+                return None
+            begin = time.monotonic()
+            self._costs[key] = self._compiled(edits)
+            self._longest = max(self._longest, time.monotonic() - begin)
+        return self._costs[key]
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """The operations of the unchanged program."""
+        with numbered_calls():
+            return self._program(()).flops
 
     def added_operations(self, cost: Cost) -> float:
         """The operations that a changed program has more, relative to the unchanged one."""
-        if self._flops is None:
-            self._flops = self._program().flops
-        return cost.flops / max(self._flops, 1) - 1
+        return cost.flops / max(self.flops, 1) - 1
 
-    def _program(self) -> Program:
-        program = self._program_of(self._step, self._args, self._kwargs)
-        return program.for_types(program.arrays, self._options)
+    def _compiled(self, edits: Sequence[Edit]) -> Cost | None:
+        with numbered_calls():
+            program = self._program(edits)
+        try:
+            return None if program is None else program.cost
+        except jax.errors.JaxRuntimeError as e:
+            if not is_out_of_memory(e):
+                raise
+            return None
+
+    def _program(self, edits: Sequence[Edit]) -> Any:
+        arrays = self._program_of(self._step, self._args, self._kwargs)
+        rewriter: _Edited = _Edited(edits)
+        if in_parts := next((e for e in edits if isinstance(e, InParts)), None):
+            rewriter = self._in_parts(arrays, rewriter, in_parts)
+            if not rewriter.gradients:
+                return None
+        names, _ = input_names(self._step, self._args, arrays)
+        given = {name for e in edits if isinstance(e, Donate) for name in e.inputs}
+        donated = {*arrays.donated(arrays.arrays), *(i for i, name in enumerate(names) if name in given)}
+        with rewritten_by(rewriter):
+            program = Program(arrays.run, arrays.arrays, self._options, sorted(donated), estimates=True)
+        return program if rewriter.is_complete else None
+
+    def _in_parts(self, arrays: ArrayProgram, rewriter: _Edited, edit: InParts) -> _EditedInParts:
+        """A rewriter with the gradients of one part, for which the step is traced with a batch of its size."""
+        names, states = input_names(self._step, self._args, arrays)
+        of_part = [
+            jax.ShapeDtypeStruct((edit.size // edit.num, *x.shape[1:]), x.dtype)
+            if name not in states and argument_of(name) in edit.arguments and x.shape[:1] == (edit.size,)
+            else jax.typeof(x) if isinstance(x, jax.Array) else x
+            for x, name in zip(arrays.arrays, names, strict=True)
+        ]  # fmt: skip
+        try:
+            with rewritten_by(rewriter):
+                jax.make_jaxpr(lambda *xs: arrays.run(*xs))(*of_part)
+        except Exception:  # the user's function may need its own size, and says so in any way
+            rewriter.gradients.clear()
+        return _EditedInParts(rewriter, edit)
 
 
-class _CallsRematerialized(Rewriter):
-    """Rematerializes each call of some functions in what is differentiated.
+class _Gradient(NamedTuple):
+    """A function that is differentiated, and the edited one: ``(operands, *args) -> outputs``."""
+
+    body: Body
+    edited: Callable
+
+
+class _Edited(Rewriter):
+    """Applies edits to the functions that are differentiated.
 
     Attributes:
-        functions_seen: those with a call that it has rematerialized.
+        gradients: the functions, in the order of the trace.
     """
 
     is_used_once = True
+    keeps_policies = True
 
-    def __init__(self, functions: frozenset[str]):
-        self.functions = functions
-        self.functions_seen: set[str] = set()
+    def __init__(self, edits: Sequence[Edit]):
+        self._edits = edits
+        self._found: set[Edit] = {e for e in edits if isinstance(e, (Donate, InParts))}
+        self.gradients: list[_Gradient] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each edit has found something to change."""
+        return self._found.issuperset(self._edits)
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        program = Flat(flatten(body.jaxpr))
-        found = _calls(program.jaxpr, self.functions)
-        intervals = {i for i in found if _is_allowed(program, i)}
-        # A function that is rematerialized already would lose its policy.
-        if not intervals or program.blocks:
+        edited = self._edited(body)
+        self.gradients.append(_Gradient(body, edited))
+        return edited
+
+    def _edited(self, body: Body) -> Callable:
+        program = Flat(flatten(body.jaxpr), opens_blocks=False)
+        decided: dict[Interval, Decision] = {}
+        for edit in self._edits:
+            own = edit.decisions(program)
+            if own and not any(a < d and c < b for a, b in own for c, d in decided):
+                self._found.add(edit)
+                decided |= own
+        if not decided:
             return body
-        self.functions_seen |= {function for i, function in found.items() if i in intervals}
-        bounds = sorted({0, len(program), *itertools.chain.from_iterable(intervals)})
+        bounds = sorted({0, len(program), *itertools.chain.from_iterable(decided)})
         spans = list(itertools.pairwise(bounds))
-        parts = [program.part(*span) for span in spans]
-        decisions = [_SAVES_NOTHING if span in intervals else UNPLANNED for span in spans]
+        parts = [(span in decided and program.blocks.get(span)) or program.part(*span) for span in spans]
+        decisions = [decided.get(span, UNPLANNED) for span in spans]
         return as_planned(Body(rewrite(program.jaxpr, parts, decisions), []))
 
 
-def _calls(jaxpr: Jaxpr, functions: frozenset[str]) -> dict[Interval, str]:
-    """The equations from the first to the last of each outermost call of these functions."""
-    bounds: dict[tuple[str, ...], list[int]] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        calls = calls_of(str(eqn.source_info.name_stack))
-        depth = next((n for n, call in enumerate(calls) if call.rpartition("~")[0] in functions), None)
-        if depth is not None:
-            bounds.setdefault(calls[: depth + 1], []).append(i)
-    return {(found[0], found[-1] + 1): call[-1].rpartition("~")[0] for call, found in bounds.items()}
+class _EditedInParts(_Edited):
+    """The same, with each gradient in parts of the batch."""
+
+    def __init__(self, of_part: _Edited, edit: InParts):
+        super().__init__(())
+        self._of_part, self._num = of_part, edit.num
+        self._next = 0
+        self._is_split = False
+        self.gradients = of_part.gradients
+
+    @property
+    def is_complete(self) -> bool:
+        return self._is_split and self._of_part.is_complete
+
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        part, self._next = self.gradients[self._next % len(self.gradients)], self._next + 1
+        inputs = _splits(body.jaxpr.invars, part.body.jaxpr.invars, self._num)
+        outputs = _splits(body.jaxpr.outvars, part.body.jaxpr.outvars, self._num)
+        if inputs is None or outputs is None or not any(inputs):
+            return part.edited if inputs and outputs and not any(outputs) else body
+        self._is_split = True
+        how = [
+            "concat" if split else "mean" if is_float(v.aval) else "last"
+            for v, split in zip(body.jaxpr.outvars, outputs, strict=True)
+        ]
+
+        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+            num, values = len(operands), [*operands, *args]
+
+            def of_part(*batch: Any) -> list[Any]:
+                rest = iter(batch)
+                xs = [next(rest) if split else x for x, split in zip(values, inputs, strict=True)]
+                return list(part.edited(xs[:num], *xs[num:]))
+
+            return microbatch(of_part, self._num, reduce=how)(
+                *(x for x, split in zip(values, inputs, strict=True) if split)
+            )
+
+        return run
 
 
-def _is_allowed(program: Flat, interval: Interval) -> bool:
-    start, end = interval
-    return end - start > 1 and not _jax.forbidden_effects(program.part(start, end).jaxpr)
+def _splits(whole: Sequence[Any], part: Sequence[Any], num: int) -> list[bool] | None:
+    """Which values have examples along their first axis, by the types of the whole batch and of a part; None if others differ."""
+    types = lambda some: [(v.aval.shape, v.aval.dtype) for v in some]  # noqa: E731
+    pairs = list(itertools.zip_longest(types(whole), types(part)))
+    splits = [a != b for a, b in pairs]
+    is_split = lambda a, b: a and b and a[0][:1] == (b[0][0] * num,) and (a[0][1:], a[1]) == (b[0][1:], b[1])  # noqa: E731
+    ok = all(b and b[0] and is_split(a, b) for (a, b), split in zip(pairs, splits, strict=True) if split)
+    return splits if ok else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,47 +12,44 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import full_device_options, is_out_of_memory
+from .._errors import StatetxError
 from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
-from .._text import format_bytes, parse_bytes, short_path
+from .._text import format_bytes, format_seconds, parse_bytes, short_path
+from ..planner._spinner import spinner
+from ..planner.planner import plan
 from ..transforms.functionalize import functionalize
-from ._advice import _candidates
 from ._estimate import estimate
+from ._search import Remedy, Search, Unused
 from ._show import Row, rows_at_peak
 from ._tried import Trials
-from .buffer import Change
 from .measure import profiled
 from .profile import MemoryProfile
 
 _MAX_ROWS = 6
 _LEAST_SHARE = 0.005  # of the peak; smaller groups are not listed
+_FOR_TRIALS = 0.7  # of the time; the rest is for a plan
+_LEAST_FOR_PLAN = 5.0  # seconds
 
 
 _LAST_RESORT = "smaller batches with accumulated gradients, shard states and arguments over more devices, smaller dtypes, or a smaller model."
 _PERHAPS = "the compiled program does not tell the size of a carry. Make the changes, and explain the new step. If it does not fit, use"
 
 
-class Remedy(NamedTuple):
-    """A change, and the program after it and all changes before it.
+class Alternative(NamedTuple):
+    """A plan in place of the changes.
 
     Attributes:
-        change: what to do. If it was compiled, its ``saved_bytes`` are those of the compiled program.
-        saved_bytes: the saving of all changes so far.
-        needed_bytes: what the program needs after them.
-        fits: whether this is within the limit.
-        is_compiled: whether the program with this change, and those of the changes before it that are compiled, was compiled; else the saving
-            is predicted.
-        added_operations: of the program with the compiled changes so far, relative to the unchanged step; None if it is not compiled.
+        text: how to make and use it; or why there is none.
+        needed_bytes: what the planned program needs; None without a plan.
+        added_operations: relative to the unchanged step.
     """
 
-    change: Change
-    saved_bytes: int
-    needed_bytes: int
-    fits: bool
-    is_compiled: bool = False
-    added_operations: float | None = None
+    text: str
+    needed_bytes: int | None = None
+    added_operations: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -67,7 +65,9 @@ class OutOfMemory(Tabular):
         limit_source: who says so: "limit=", "the device" or "the error"; empty if unknown.
         other_bytes: arrays on the device that the step neither takes nor returns.
         requested_bytes: what the allocation that failed asked for; None if the error does not say.
-        remedies: changes that together make it fit, the largest saving first; all of them if they do not suffice.
+        remedies: changes that together make it fit, the cheapest first; all that help if they do not suffice.
+        unused: the tools that are not among them, with the reasons; nothing unless changes were compiled.
+        plan: the automatic alternative; None if none was made.
     """
 
     name: str
@@ -77,6 +77,8 @@ class OutOfMemory(Tabular):
     other_bytes: int
     requested_bytes: int | None
     remedies: tuple[Remedy, ...]
+    unused: tuple[Unused, ...] = ()
+    plan: Alternative | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -90,14 +92,27 @@ class OutOfMemory(Tabular):
 
     @property
     def can_fit(self) -> bool:
-        """Whether it fits, or is predicted to fit after the changes, if their conditions hold. False if the limit is unknown."""
-        return self.limit_bytes is not None and (self.short_bytes == 0 or any(r.fits for r in self.remedies))
+        """Whether it fits, or does or is predicted to after the changes, if their conditions hold, or with a plan. False if the limit is unknown."""
+        is_planned = self.plan is not None and self.plan.needed_bytes is not None
+        return self.limit_bytes is not None and (
+            not self.short_bytes or is_planned or any(r.fits for r in self.remedies)
+        )
+
+    @property
+    def available_bytes(self) -> int | None:
+        """What the device has for the program; None if unknown."""
+        return None if self.limit_bytes is None else self.limit_bytes - self.other_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, numbers and text, for ``json.dump``; without the profile, which has its own."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "profile"}
         remedies = [r._asdict() | {"change": r.change._asdict()} for r in self.remedies]
-        return fields | {"needed_bytes": self.needed_bytes, "short_bytes": self.short_bytes, "remedies": remedies}
+        made = {
+            "remedies": remedies,
+            "unused": [u._asdict() for u in self.unused],
+            "plan": None if self.plan is None else self.plan._asdict(),
+        }
+        return fields | {"needed_bytes": self.needed_bytes, "short_bytes": self.short_bytes} | made
 
     def _table(self) -> Table:
         rows = [(row.num_bytes, row.kind, *_owner_and_line(row)) for row in rows_at_peak(self.profile)]
@@ -146,25 +161,33 @@ class OutOfMemory(Tabular):
             least = "at least " if remedy.change.is_least else ""
             most = "at most " if any(r.change.is_least for r in self.remedies[:n]) else ""
             text = f"{remedy.change.text.rstrip('.')}: {least}{format_bytes(remedy.change.saved_bytes)} less"
-            text += (
-                f" (compiled, {100 * (remedy.added_operations or 0):+.1f}% operations)"
-                if remedy.is_compiled
-                else " (predicted)"
-            )
+            text += f" ({_how_known(remedy)})"
             total = f", {format_bytes(remedy.saved_bytes)} with those before it" if n > 1 else ""
             end = f"; {most}{format_bytes(remedy.needed_bytes)} needed then."
             if remedy.fits:
                 is_sure = not any(r.change.condition for r in self.remedies[:n])
                 end = ". It fits then." if is_sure else ". It fits then, but only if the condition holds."
             yield f"[{n}]", f"{text}{total}{end}"
-        if not self.can_fit and any(r.change.is_least for r in self.remedies):
+        fits = any(r.fits for r in self.remedies)
+        if not fits and any(r.change.is_least for r in self.remedies):
             yield "Perhaps enough:", f"{_PERHAPS} {_LAST_RESORT}"
-        elif not self.can_fit:
+        elif not fits:
             which = "these changes do" if len(self.remedies) > 1 else "this change does" if self.remedies else ""
             yield (
                 "Not enough:",
                 f"{which} not suffice. Use {_LAST_RESORT}" if which else f"no change was found. Use {_LAST_RESORT}",
             )
+        if self.plan is not None:
+            yield "Or a plan:", self.plan.text
+        if self.unused:
+            yield "Not used:", "; ".join(f"{u.tool}: {u.reason}" for u in self.unused) + "."
+
+
+def _how_known(remedy: Remedy) -> str:
+    if not remedy.is_compiled:
+        return "predicted"
+    time = "" if remedy.seconds is None else f", estimated {format_seconds(remedy.seconds)}"
+    return f"compiled, {100 * (remedy.added_operations or 0):+.1f}% operations{time}"
 
 
 def _owner_and_line(row: Row) -> tuple[str, str]:
@@ -201,13 +224,15 @@ def explain_oom(
     limit: int | str | None = None,
     gradient: bool | None = None,
     time_limit: float | None = 60.0,
+    progress: bool = False,
     **kwargs: Any,
 ) -> OutOfMemory:
     """Explain why a step ends with ``RESOURCE_EXHAUSTED``: what it needs, what the device has, and what makes it fit.
 
-    The step, or a loss with its gradient, is compiled and not run. No state changes. A function to rematerialize is tried before it is told: the program with the change
-    is compiled, together with those before it. Other changes are predicted from the lifetimes of the buffers, and say so; savings of changes that free different
-    buffers are added, so that the sum is too large where the peak moves to another place.
+    The step, or a loss with its gradient, is compiled and not run. No state changes. A change is tried before it is told: the program with it is
+    compiled, alone and together with others, the cheapest first, until it fits. Changes that cannot be tried, and those for which the time does not suffice, are
+    predicted from the lifetimes of the buffers, and say so: savings of changes that free different buffers are added, so that the sum is too large
+    where the peak moves to another place.
 
     Args:
         step: the function that failed, or would: a training step, which differentiates inside, or a loss.
@@ -217,7 +242,8 @@ def explain_oom(
             what the error says. CPUs tell none.
         gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless it is a training step.
             False for an evaluation.
-        time_limit: seconds for compiling the changes; 0 for predictions alone, None for no limit.
+        time_limit: seconds for compiling the changes and for a plan; then the best so far is told. 0 for predictions alone, None for no limit.
+        progress: whether to show what is tried (with rich).
 
     Returns:
         `OutOfMemory`, which prints. Where the compiler itself runs out of memory, its profile is an estimate from the equations
@@ -260,40 +286,43 @@ def explain_oom(
 
     name = short_name(getattr(step, "__name__", "") or name_of(step))
     report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, told.requested_bytes, ())
-    trials = None
-    if report.short_bytes and not profile.note:
-        options, limit_ = full_device_options(), float("inf") if time_limit is None else time_limit
-        trials = Trials(step, args, kwargs, gradient=profile.gradient, options=options, time_limit=limit_)
-    return dataclasses.replace(report, remedies=tuple(_remedies(report, trials)))
+    trials, seconds = None, float("inf") if time_limit is None else time_limit
+    if report.short_bytes and not profile.note and seconds:
+        options = full_device_options()
+        trials = Trials(
+            step, args, kwargs, gradient=profile.gradient, options=options, time_limit=seconds * _FOR_TRIALS
+        )
+    begin = time.monotonic()
+    with spinner(f"explain_oom of {name}", is_shown=progress) as tell:
+        search = Search(profile, report.available_bytes, trials, tell)
+        report = dataclasses.replace(report, remedies=search.run(), unused=search.unused if trials else ())
+        spent = time.monotonic() - begin
+        # A plan may take twice its time until a first one fits; a search of seconds should not be followed by one of minutes.
+        for_plan = min((seconds - spent) / 2, max(spent, _LEAST_FOR_PLAN))
+        if trials is None or for_plan < 1 or gradient is False:
+            return report
+        tell("a plan")
+        limit_ = None if time_limit is None else for_plan
+        return dataclasses.replace(report, plan=_planned(report, step, args, kwargs, limit_))
 
 
-def _remedies(report: OutOfMemory, trials: Trials | None) -> Iterator[Remedy]:
-    """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their savings do
-    not add up.
-    """
-    functions: list[str] = []
-    compiled = 0  # bytes that the changes save that were compiled
-    profile = dataclasses.replace(report.profile, note="")  # of an estimate, too
-    available = None if report.limit_bytes is None else report.limit_bytes - report.other_bytes
-    saved, freed = 0, set()
-    # A constant that is passed as an argument saves a copy of an array, which is not among what the program needs.
-    candidates = [c for c in _candidates(profile) if c.change.action != "argument"]
-    for change, buffers in sorted(candidates, key=lambda c: -c.change.saved_bytes):
-        if freed & buffers or (available is not None and report.needed_bytes - saved <= available):
-            continue
-        cost = trials.compile([*functions, change.target]) if trials is not None and change.action == "remat" else None
-        added = None
-        if trials is not None and cost is not None:
-            now = report.profile.peak_bytes - cost.peak_bytes
-            if now <= compiled:  # XLA does not do what was predicted
-                continue
-            functions.append(change.target)
-            change, compiled = change._replace(saved_bytes=now - compiled), now
-            added = trials.added_operations(cost)
-        freed |= buffers
-        saved += change.saved_bytes
-        needed = max(0, report.needed_bytes - saved)
-        yield Remedy(change, saved, needed, available is not None and needed <= available, cost is not None, added)
+def _planned(
+    report: OutOfMemory, step: Callable, args: tuple, kwargs: dict[str, Any], seconds: float | None
+) -> Alternative:
+    """What a plan within the limit takes."""
+    assert report.available_bytes is not None
+    budget = max(0, report.available_bytes - report.profile.constant_bytes)
+    try:
+        made = plan(step, *args, budget=budget, time_limit=seconds, **kwargs)
+    except StatetxError as e:
+        return Alternative(f"statetx.plan finds none within {format_bytes(budget)}: {str(e).splitlines()[0]}")
+    needed, added = made.total_bytes + report.profile.constant_bytes, made.extra_flops
+    return Alternative(
+        f"statetx.plan({report.name}, ..., budget={budget}).apply({report.name}) takes {format_bytes(needed)} (compiled, {100 * added:+.1f}% operations) "
+        f"without a change of the code.",
+        needed,
+        added,
+    )
 
 
 # -- the device and the error ------------------------------------------------------------------------------------------

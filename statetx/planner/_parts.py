@@ -124,6 +124,7 @@ class Flat:
 
     Args:
         jaxpr: a program from `flatten`.
+        opens_blocks: whether rematerialized functions are inlined; else each stays one equation, with its policy.
 
     Attributes:
         jaxpr: the program without calls.
@@ -132,8 +133,9 @@ class Flat:
         ends: the equations at which such functions, and loops outside of them, begin or end.
     """
 
-    def __init__(self, jaxpr: Jaxpr):
-        self.jaxpr = whole = inline(jaxpr, calls=_CALLS, deep=False)
+    def __init__(self, jaxpr: Jaxpr, *, opens_blocks: bool = True):
+        self._calls = _CALLS if opens_blocks else _CALLS - REMAT
+        self.jaxpr = whole = inline(jaxpr, calls=self._calls, deep=False)
         self._last_reads = last_reads(whole)
         self._parts: dict[tuple[int, int], Part] = {}
         self.blocks: dict[tuple[int, int], Part] = {}
@@ -143,13 +145,16 @@ class Flat:
         atoms: dict[Any, Any] = dict(zip(jaxpr.invars, whole.invars, strict=True))
         index = 0
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name not in REMAT:
-                atoms.update(zip(eqn.outvars, whole.eqns[index].outvars, strict=True))
+            operands = [a if isinstance(a, Literal) else atoms[a] for a in eqn.invars]
+            if eqn.primitive.name not in self._calls:
+                outs = whole.eqns[index].outvars
+                atoms.update(zip(eqn.outvars, outs, strict=True))
+                if eqn.primitive.name in REMAT:
+                    self._add_block(index, index + 1, eqn, operands, outs)
                 index += 1
                 continue
             body = inline(eqn.params["jaxpr"], calls=_CALLS, deep=False)
             end = index + len(body.eqns)
-            operands = [a if isinstance(a, Literal) else atoms[a] for a in eqn.invars]
             inner: dict[Any, Any] = dict(zip(body.invars, operands, strict=True))
             for ours, copy in zip(body.eqns, whole.eqns[index:end], strict=True):
                 inner.update(zip(ours.outvars, copy.outvars, strict=True))
@@ -180,7 +185,8 @@ class Flat:
 
     def part(self, start: int, end: int) -> Part:
         """The equations of an interval: a function that the user rematerialized, a loop, or a region."""
-        part = self._parts.get((start, end)) or self.blocks.get((start, end))
+        is_open = REMAT <= self._calls
+        part = self._parts.get((start, end)) or (self.blocks.get((start, end)) if is_open else None)
         if part is None:
             part = (
                 self._loop(start) if end == start + 1 and is_loop(self.jaxpr.eqns[start]) else self._region(start, end)
@@ -191,7 +197,7 @@ class Flat:
     def _loop(self, index: int) -> Part:
         # Rematerialized functions are inlined too: the plan decides what a step saves.
         eqn = self.jaxpr.eqns[index]
-        body = inline(_jax.open_jaxpr(eqn.params["jaxpr"])[0], calls=_CALLS, deep=False)
+        body = inline(_jax.open_jaxpr(eqn.params["jaxpr"])[0], calls=self._calls, deep=False)
         num_constants, num_carry = _jax.scan_counts(eqn)
         inputs, outs = of_steps(body, num_constants, num_carry, [self._is_bits(v) for v in eqn.invars])
         bit_carries = {n: inputs[num_constants + n] for n in range(num_carry) if outs[n]}

@@ -1,0 +1,111 @@
+"""Changes as edits of the staged program: what a user would write, as decisions for parts of what is differentiated, donation, and parts of a batch.
+
+An edit is a frozen value. `Trials` compiles a program with some of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .. import _jax
+from .._equations.primitives import REMAT
+from .._jax import Jaxpr
+from .._loops.strategy import Lengths, Strategy
+from ..planner._option import Decision, Interval
+from ..planner._parts import Flat
+from ..residuals._trace import user_line
+from ._names import calls_of
+from .buffer import Loop
+
+_SAVES_NOTHING = Decision(frozenset())
+
+
+class Edit:
+    """Base of edits, which changes nothing."""
+
+    def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
+        """What is decided for intervals of the equations of a function that is differentiated."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rematerialize(Edit):
+    """``@statetx.remat`` on a function: each call of it saves nothing."""
+
+    function: str
+
+    def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
+        found = [i for i in _calls(program.jaxpr, self.function) if _is_allowed(program, i)]
+        return dict.fromkeys(found, _SAVES_NOTHING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint(Edit):
+    """A strategy for a loop; None for a rematerialized body."""
+
+    loop: Loop
+    strategy: Strategy | None = None
+
+    def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
+        found = [i for i in program.loops if self._is_at(program.jaxpr.eqns[i])]
+        body = Decision(frozenset(), loop=Lengths(self.loop.length or 1))
+        return {(i, i + 1): body if self.strategy is None else Decision(loop=self.strategy) for i in found}
+
+    def _is_at(self, eqn: Any) -> bool:
+        file, line, _ = user_line(eqn)
+        return eqn.params["length"] == self.loop.length and f"{file}:{line}" == self.loop.source
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveLess(Edit):
+    """No policy for a function that is rematerialized already."""
+
+    function: str
+
+    def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
+        found = [i for i, eqn in enumerate(program.jaxpr.eqns) if eqn.primitive.name in REMAT and self._is_in(eqn)]
+        return {(i, i + 1): _SAVES_NOTHING for i in found}
+
+    def _is_in(self, eqn: Any) -> bool:
+        inside = (eqn, *_jax.open_jaxpr(eqn.params["jaxpr"])[0].eqns)
+        names = (call for e in inside for call in calls_of(str(e.source_info.name_stack)))
+        return any(name.rpartition("~")[0] == self.function for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Donate(Edit):
+    """Donated inputs of the step, by their names."""
+
+    inputs: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class InParts(Edit):
+    """Gradients in parts of the batch: ``microbatch(loss, num)``.
+
+    Args:
+        arguments: those with examples along their first axis.
+        size: how many examples.
+    """
+
+    arguments: frozenset[str]
+    size: int
+    num: int
+
+
+def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
+    """The equations from the first to the last of each outermost call of a function."""
+    bounds: dict[tuple[str, ...], list[int]] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        calls = calls_of(str(eqn.source_info.name_stack))
+        depth = next((n for n, call in enumerate(calls) if call.rpartition("~")[0] == function), None)
+        if depth is not None:
+            bounds.setdefault(calls[: depth + 1], []).append(i)
+    return [(found[0], found[-1] + 1) for found in bounds.values()]
+
+
+def _is_allowed(program: Flat, interval: Interval) -> bool:
+    start, end = interval
+    return end - start > 1 and not _jax.forbidden_effects(program.part(start, end).jaxpr)

@@ -1,0 +1,90 @@
+"""Changes of loops: a rematerialized body, and strategies that keep fewer carries."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from .._loops import schedule
+from .._loops.strategy import Levels, Slots, Strategy
+from ._candidate import Candidate, Gap, is_backward, saving
+from ._edits import Checkpoint
+from .buffer import Buffer, Change, Loop
+
+if TYPE_CHECKING:
+    from .profile import MemoryProfile
+
+
+def _stacks(profile: MemoryProfile) -> dict[Loop, list[Buffer]]:
+    """What each loop of known length stacks in the forward pass for its backward pass."""
+    stacks: dict[Loop, list[Buffer]] = defaultdict(list)
+    for b in profile.buffers:
+        if b.kind == "residual" and b.stacked is not None and b.stacked.length:
+            stacks[b.stacked].append(b)
+    return stacks
+
+
+def _step_of_reversal(buffers: Sequence[Buffer], profile: MemoryProfile) -> tuple[int, int]:
+    """From the first to the last step of the backward pass of a loop."""
+    reads = [r for b in buffers for r in b.readers if is_backward(profile, r, b)]
+    end = max(b.end for b in buffers)
+    return (min(reads) if reads else end), end
+
+
+def bodies(profile: MemoryProfile) -> Iterable[Candidate]:
+    """Rematerialize a loop's body: it stacks its carry, and one step's residuals are recomputed at a time."""
+    for loop, stacks in _stacks(profile).items():
+        inner = [b for b in stacks if b.primitive != "carry"]
+        length = loop.length or 1
+        if not inner or len(inner) == len(stacks):  # without a stacked carry, its size is not known
+            continue
+        gaps = [Gap(b.start, b.end, b.num_bytes) for b in inner]
+        begin, end = _step_of_reversal(inner, profile)
+        gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
+        text = f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
+        if loop.library:
+            text = f"Rematerialize with statetx.remat what the {loop}, which is in {loop.library}, runs: it keeps its carry only."
+        change = Change("remat", str(loop), text, saving(profile, gaps))
+        more = functools.partial(_checkpointed, profile, loop, stacks, 2)
+        yield Candidate(change, frozenset(inner), Checkpoint(loop), more)
+
+
+def checkpoints(profile: MemoryProfile) -> Iterable[Candidate]:
+    """Checkpoint a loop: some carries are kept, and one step's residuals, or those of an inner loop, are recomputed at a time."""
+    for loop, stacks in _stacks(profile).items():
+        if first := _checkpointed(profile, loop, stacks, 2):
+            yield first
+
+
+def _checkpointed(profile: MemoryProfile, loop: Loop, stacks: Sequence[Buffer], level: int) -> Candidate | None:
+    """A loop with a strategy whose steps run so many times at most before their reversal."""
+    length = loop.length or 1
+    strategy, num_carries, num_steps = _strategy(profile.backend, length, level)
+    if level > 2 and num_carries >= _strategy(profile.backend, length, level - 1)[1]:
+        return None
+    # Without a stacked carry its size is not known: at most all that a step keeps.
+    carries = [b for b in stacks if b.primitive == "carry"]
+    carry = sum(b.num_bytes for b in carries or stacks) // length
+    step = num_steps * sum(b.num_bytes for b in stacks) // length
+    start, end = min(b.start for b in stacks), max(b.end for b in stacks)
+    gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
+    gaps += [Gap(start, end, -num_carries * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
+    how = f", which is in {loop.library}, with a loop of your own in its place" if loop.library else ""
+    text = f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.{strategy!r}) keeps {num_carries} carries."
+    change = Change("slots", str(loop), text, saving(profile, gaps), is_least=not carries)
+    more = functools.partial(_checkpointed, profile, loop, stacks, level + 1)
+    return Candidate(change, frozenset(stacks), Checkpoint(loop, strategy), more)
+
+
+def _strategy(backend: str, length: int, level: int) -> tuple[Strategy, int, int]:
+    """The strategy, the carries that it keeps, and the steps whose residuals are alive at a time.
+
+    On GPUs XLA waits for the device in each turn of a schedule of slots (decision 47).
+    """
+    if backend == "gpu":
+        lengths = schedule.nested_lengths(length, level)
+        return Levels(level), sum(lengths[:-1]), lengths[-1]
+    slots = schedule.slots_for(length, level)
+    return Slots(slots), slots, 1

@@ -1,0 +1,250 @@
+"""Which changes make a step fit: each is tried alone, then together, the cheapest first, until the program fits or the time is over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from .._equations.compiled import Cost
+from .._text import format_bytes
+from ._advice import candidates, in_parts
+from ._candidate import Candidate
+from ._edits import InParts
+from ._tried import Trials
+from .buffer import Buffer, Change
+from .profile import MemoryProfile
+
+_WORTH = 0.005  # of the peak, that a change in a combination has to save
+_MOST_PARTS = 1024
+
+
+class Remedy(NamedTuple):
+    """A change, and the program after it and all changes before it.
+
+    Attributes:
+        change: what to do. If it was compiled, its ``saved_bytes`` are those of the compiled program.
+        saved_bytes: the saving of all changes so far.
+        needed_bytes: what the program needs after them.
+        fits: whether this is within the limit.
+        is_compiled: whether the program with this change, and those of the changes before it that are compiled, was compiled; else the saving
+            is predicted.
+        added_operations: of the program with the compiled changes so far, relative to the unchanged step; None if it is not compiled.
+        seconds: XLA's estimate of the time of a run with them, for a target that it knows; else None.
+    """
+
+    change: Change
+    saved_bytes: int
+    needed_bytes: int
+    fits: bool
+    is_compiled: bool = False
+    added_operations: float | None = None
+    seconds: float | None = None
+
+
+class Unused(NamedTuple):
+    """A tool that is not used, and why not."""
+
+    tool: str
+    reason: str
+
+
+TOOLS = {
+    "remat": ("rematerialization", "no function keeps residuals at the peak beyond its own backward pass"),
+    "policy": ("a policy that saves less", "no policy saves much of the peak"),
+    "slots": ("checkpoint= of a loop", "no loop of known length keeps residuals of its steps"),
+    "donate": ("donation", "no output could take the memory of an argument that is not donated yet"),
+    "bits": ("bits", "no large residual is known to be 0 or 1"),
+    "microbatch": ("parts", "no argument has an axis of examples"),
+}
+"""By the action of a change: the name of the tool, and why a program has no such change."""
+
+
+class Search:
+    """Finds changes with which a program fits.
+
+    Args:
+        available: bytes for the program; None if unknown.
+        trials: compiles changed programs; None to predict only.
+        tell: is told of each step.
+
+    Attributes:
+        unused: the tools that are not used, with the reasons.
+    """
+
+    def __init__(
+        self,
+        profile: MemoryProfile,
+        available: int | None,
+        trials: Trials | None,
+        tell: Callable[[str], None] = lambda text: None,
+    ):
+        self._profile, self._available, self._trials, self._tell = profile, available, trials, tell
+        self._needed = profile.peak_bytes + profile.constant_bytes
+        self._alone: dict[str, str] = {}  # what each tool does alone, by action
+        # A constant that is passed as an argument saves a copy of an array, which is not among what the program needs.
+        found = [c for c in candidates(dataclasses.replace(profile, note="")) if c.change.action != "argument"]
+        self._candidates = sorted(found, key=lambda c: -c.change.saved_bytes)
+        self.unused: tuple[Unused, ...] = ()
+
+    def run(self) -> tuple[Remedy, ...]:
+        chosen: list[Candidate] = []
+        left, remedies = self._candidates, []
+        if self._trials is not None:
+            tried = self._try_alone(self._trials)
+            chosen = self._cheapest(tried) or self._together(self._trials, tried)
+            compiled = [t.candidate for t in tried]
+            are_parts_tried = "microbatch" in self._alone or any(c.change.action == "microbatch" for c in chosen)
+            left = [c for c in left if c not in compiled and not (are_parts_tried and isinstance(c.edit, InParts))]
+            remedies = list(self._compiled(self._trials, chosen))
+        remedies += self._predicted(remedies, {b for c in chosen for b in c.buffers}, left)
+        used = {r.change.action for r in remedies}
+        why = {a: self._alone.get(a, none) for a, (_, none) in TOOLS.items() if a not in used}
+        if "microbatch" in why and "microbatch" not in self._alone and any(in_parts(self._profile, 2)):
+            why["microbatch"] = "the others suffice, and hold for any examples"
+        if self._profile.gradient and "donate" in why:
+            why["donate"] = "a gradient reads its arguments"
+        self.unused = tuple(Unused(TOOLS[action][0], reason) for action, reason in why.items())
+        return tuple(remedies)
+
+    # -- compiled ------------------------------------------------------------------------------------------------------
+
+    def _fits(self, cost: Cost | None) -> bool:
+        return cost is not None and self._available is not None and self._of(cost) <= self._available
+
+    def _of(self, cost: Cost) -> int:
+        return cost.peak_bytes + self._profile.constant_bytes
+
+    def _cost(self, trials: Trials, chosen: Sequence[Candidate]) -> Cost | None:
+        edits = [c.edit for c in chosen if c.edit is not None]
+        self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.target}" for c in chosen))
+        return trials.cost(*edits)
+
+    def _try_alone(self, trials: Trials) -> list[_Tried]:
+        found = []
+        for c in self._candidates:
+            if c.change.action == "microbatch":  # under a condition: only if nothing else suffices
+                continue
+            cost = None if c.edit is None else self._cost(trials, [c])
+            if cost is None:
+                late = "the time was over" if trials.is_late else "cannot be tried"
+                why = f"predicted {format_bytes(c.change.saved_bytes)} less; {late}"
+            else:
+                found.append(
+                    tried := _Tried(c, self._needed - self._of(cost), trials.added_operations(cost), self._fits(cost))
+                )
+                why = tried.text
+            self._alone.setdefault(c.change.action, why)
+        return found
+
+    def _cheapest(self, tried: Sequence[_Tried]) -> list[Candidate]:
+        """The cheapest change that suffices alone."""
+        fitting = [t for t in tried if t.fits]
+        return [min(fitting, key=lambda t: (round(t.operations, 3), -t.saved_bytes)).candidate] if fitting else []
+
+    def _together(self, trials: Trials, tried: Sequence[_Tried]) -> list[Candidate]:
+        """Changes in the order of operations for a byte until the program fits, then greater numbers of them, then parts of the batch."""
+        chosen: list[Candidate] = []
+        needed = self._needed
+        for t in sorted(tried, key=lambda t: t.price):
+            if any(t.candidate.change.target == c.change.target for c in chosen):
+                continue
+            cost = self._cost(trials, [*chosen, t.candidate])
+            if cost is not None and needed - self._of(cost) > _WORTH * self._needed:
+                chosen, needed = [*chosen, t.candidate], self._of(cost)
+                if self._fits(cost):
+                    return self._without_needless(trials, chosen, tried)
+        for n in range(len(chosen)):
+            while (more := chosen[n].stronger()) is not None:
+                changed = [*chosen[:n], more, *chosen[n + 1 :]]
+                cost = self._cost(trials, changed)
+                if cost is None or self._of(cost) >= needed:
+                    break
+                chosen, needed = changed, self._of(cost)
+                if self._fits(cost):
+                    return self._without_needless(trials, chosen, tried)
+        with_parts = self._in_parts(trials, chosen, needed)
+        return chosen if with_parts is None else self._without_needless(trials, with_parts, tried)
+
+    def _in_parts(self, trials: Trials, chosen: Sequence[Candidate], needed: int) -> list[Candidate] | None:
+        """With the fewest parts that suffice: what a part takes is taken to be in proportion to its size."""
+        best, num = None, 2
+        while num <= _MOST_PARTS and (c := next(iter(in_parts(self._profile, num)), None)) is not None:
+            cost = self._cost(trials, [*chosen, c])
+            if cost is None:
+                self._alone.setdefault("microbatch", "the step cannot be compiled with a part of the batch")
+                break
+            if self._of(cost) >= needed:
+                self._alone.setdefault("microbatch", f"{num} parts save nothing")
+                break
+            best = [*chosen, c]
+            if self._fits(cost) or self._available is None:
+                break
+            of_batch = (needed - self._of(cost)) * num / (num - 1)
+            left = self._available - (needed - of_batch)
+            num = max(2 * num, 2 ** (max(2, int(of_batch / left)) - 1).bit_length()) if left > 0 else 2 * num
+        return best
+
+    def _without_needless(
+        self, trials: Trials, chosen: Sequence[Candidate], tried: Sequence[_Tried]
+    ) -> list[Candidate]:
+        """Without the changes that cost operations and are not needed, the most expensive first."""
+        operations = {t.candidate.change.target: t.operations for t in tried}
+        for c in sorted(chosen, key=lambda c: -operations.get(c.change.target, 0)):
+            rest = [x for x in chosen if x is not c]
+            if rest and operations.get(c.change.target, 0) > 0.001 and self._fits(self._cost(trials, rest)):
+                chosen = rest
+        return list(chosen)
+
+    def _compiled(self, trials: Trials, chosen: Sequence[Candidate]) -> Iterator[Remedy]:
+        before = self._needed
+        for n, c in enumerate(chosen, 1):
+            cost = self._cost(trials, chosen[:n])
+            if cost is None:  # the time is over: only the whole was compiled
+                continue
+            needed = self._of(cost)
+            change = c.change._replace(saved_bytes=before - needed, is_least=False)
+            before = needed
+            operations = trials.added_operations(cost)
+            yield Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
+
+    # -- predicted -----------------------------------------------------------------------------------------------------
+
+    def _predicted(self, before: Sequence[Remedy], freed: set[Buffer], left: Sequence[Candidate]) -> Iterator[Remedy]:
+        """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their savings do
+        not add up.
+        """
+        saved = before[-1].saved_bytes if before else 0
+        freed = set(freed)
+        for change, buffers, *_ in left:
+            if freed & buffers or (self._available is not None and self._needed - saved <= self._available):
+                continue
+            freed |= buffers
+            saved += change.saved_bytes
+            needed = max(0, self._needed - saved)
+            yield Remedy(change, saved, needed, self._available is not None and needed <= self._available)
+
+
+class _Tried(NamedTuple):
+    """A change that was compiled alone."""
+
+    candidate: Candidate
+    saved_bytes: int
+    operations: float
+    fits: bool
+
+    @property
+    def price(self) -> tuple[float, int]:
+        """Added operations for a byte; after all others those that save nothing alone, by their predictions."""
+        if self.saved_bytes <= 0:
+            return float("inf"), -self.candidate.change.saved_bytes
+        return max(round(self.operations, 3), 0.0) / self.saved_bytes, -self.saved_bytes
+
+    @property
+    def text(self) -> str:
+        if self.saved_bytes <= 0:
+            return "saves nothing as compiled"
+        not_needed = "" if self.fits else "; not enough alone, nor needed with the others"
+        return (
+            f"{format_bytes(self.saved_bytes)} less, {100 * self.operations:+.1f}% operations, as compiled{not_needed}"
+        )

@@ -1,0 +1,271 @@
+"""Changes that are tried: the program with an edit takes what the program takes that is changed by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import statetx
+from statetx import policies
+from statetx._equations.compiled import full_device_options
+from statetx.memory import oom
+from statetx.memory._advice import candidates, in_parts
+from statetx.memory._edits import Checkpoint, Rematerialize, SaveLess
+from statetx.memory._tried import Trials
+from statetx.memory.oom import explain_oom
+
+F32 = jnp.float32
+X = jax.ShapeDtypeStruct((1024, 64), F32)
+
+
+@pytest.fixture(autouse=True)
+def unplanned(monkeypatch, request):
+    """Without the plan, which takes seconds."""
+    if "plan" not in request.node.name:
+        monkeypatch.setattr(oom, "_planned", lambda *_: None)
+
+
+def cost_of(step, args, *edits, gradient=False):
+    return Trials(step, args, {}, gradient=gradient, options=full_device_options(), time_limit=1e9).cost(*edits)
+
+
+def edits_of(step, args, action):
+    profile = statetx.memory_profile(step, *args)
+    return [c.edit for c in candidates(profile) if c.change.action == action]
+
+
+def check_as_by_hand(cost, by_hand, args, gradient=False):
+    expected = statetx.measure(by_hand, *args, gradient=gradient)
+    assert cost.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.02)
+    assert cost.flops == pytest.approx(expected.flops, rel=0.02)
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+RECURRENT = jnp.eye(32), jax.ShapeDtypeStruct((300, 16, 32), F32)
+
+
+def recurrent(scan, wrap=lambda body: body, **options):
+    def loss(w, xs):
+        def body(h, x):
+            a = jnp.tanh(h @ w + x)
+            return jnp.tanh(a * jnp.cos(a) + jnp.sin(x)), None
+
+        return (scan(wrap(body), jnp.zeros((16, 32)), xs, **options)[0] ** 2).sum()
+
+    return lambda w, xs: w - 0.1 * jax.grad(loss)(w, xs)
+
+
+@pytest.mark.parametrize("scan", [jax.lax.scan, statetx.scan])
+@pytest.mark.parametrize("strategy", [policies.Slots(7), policies.Levels(2), None])
+def test_a_strategy_for_a_loop_takes_what_it_takes_by_hand(scan, strategy):
+    step = recurrent(scan)
+    (loop,) = {edit.loop for edit in edits_of(step, RECURRENT, "slots")}
+    by_hand = recurrent(statetx.scan, checkpoint=strategy) if strategy else recurrent(statetx.scan, statetx.remat)
+    cost = cost_of(step, RECURRENT, Checkpoint(loop, strategy))
+    check_as_by_hand(cost, by_hand, RECURRENT)
+    assert cost.peak_bytes < 0.7 * statetx.measure(step, *RECURRENT, gradient=False).peak_bytes
+
+
+def test_a_loop_gets_the_number_with_which_it_fits():
+    step = recurrent(jax.lax.scan)
+    limits = [statetx.measure(recurrent(statetx.scan, checkpoint=c), *RECURRENT).peak_bytes for c in (24, 11)]
+    plain = statetx.measure(recurrent(statetx.scan, statetx.remat), *RECURRENT).peak_bytes
+    for limit, code in (
+        (plain, "the body of the scan of 300 steps"),
+        (limits[0], "checkpoint=statetx.policies.Slots(24)"),
+        (limits[1], "checkpoint=statetx.policies.Slots(11)"),
+    ):
+        report = explain_oom(step, *RECURRENT, limit=limit + 100)
+        (remedy,) = report.remedies
+        assert code in remedy.change.text and remedy.is_compiled and remedy.fits, str(report)
+        assert "test_memory_tried.py:" in remedy.change.text
+
+
+def test_a_loop_that_is_not_there_is_not_tried():
+    step = recurrent(jax.lax.scan)
+    (loop,) = {edit.loop for edit in edits_of(step, RECURRENT, "slots")}
+    assert cost_of(step, RECURRENT, Checkpoint(loop._replace(length=299))) is None
+
+
+# -- rematerialized functions --------------------------------------------------------------------------------------------
+
+
+class Block:
+    def __init__(self, seed, policy=None):
+        self.w = statetx.Param(jax.random.normal(jax.random.key(seed), (64, 64)) / 8)
+        self.run = statetx.remat(self.body, policy=policy) if policy is not None else self.body
+
+    def body(self, x):
+        for _ in range(3):
+            x = jnp.tanh(jax.nn.gelu(x @ self.w.value))
+        return x
+
+    def __call__(self, x):
+        return x + self.run(x)
+
+
+def training_step(blocks, wrap=lambda block: block):
+    def loss(x):
+        for block in blocks:
+            x = wrap(block)(x)
+        return jnp.mean(x**2)
+
+    def step(x):
+        params = statetx.states(blocks, statetx.Param)
+        for name, gradient in statetx.grad(loss, wrt=params)(x).items():
+            params[name].value -= 0.1 * gradient
+
+    return step
+
+
+def test_a_policy_that_saves_less_takes_what_it_takes_by_hand():
+    saving = training_step([Block(n, "dots") for n in range(4)])
+    cost = cost_of(saving, (X,), SaveLess("Block.body"))
+    check_as_by_hand(cost, training_step([Block(n, policies.nothing) for n in range(4)]), (X,))
+    assert cost.peak_bytes < 0.9 * statetx.measure(saving, X, gradient=False).peak_bytes
+
+
+def test_functions_with_policies_inside_of_a_rematerialized_one_keep_them():
+    blocks = [Block(n, "dots") for n in range(4)]
+    cost = cost_of(training_step(blocks), (X,), Rematerialize("Block.__call__"))
+    check_as_by_hand(cost, training_step(blocks, statetx.remat), (X,))
+
+
+# -- donation ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_donated_states_take_what_they_take_by_hand(is_jitted):
+    w, m = statetx.Param(jnp.eye(256)), statetx.State(jnp.zeros((256, 256)))
+
+    def step(x):
+        value, gradient = statetx.value_and_grad(lambda x: jnp.tanh(x @ w.value).sum(), wrt=w)(x)
+        m.value = 0.9 * m.value + gradient
+        w.value = w.value - 0.1 * m.value
+        return value
+
+    args = (jax.ShapeDtypeStruct((64, 256), F32),)
+    plain = statetx.jit(step) if is_jitted else step
+    (edit,) = edits_of(plain, args, "donate")
+    by_hand = statetx.jit(step, donate_states=True)
+    check_as_by_hand(cost_of(plain, args, edit), by_hand, args)
+    limit = statetx.measure(by_hand, *args, gradient=False).peak_bytes + 100
+    (remedy,) = explain_oom(plain, *args, limit=limit).remedies
+    assert "donate_states=True" in remedy.change.text and remedy.is_compiled and remedy.added_operations == 0
+
+
+def test_donated_arguments_take_what_they_take_by_hand():
+    def step(params, moments, x):
+        gradient = jax.grad(lambda p: jnp.tanh(x @ p["w"]).sum())(params)
+        moments = jax.tree.map(lambda a, b: 0.9 * a + b, moments, gradient)
+        return jax.tree.map(lambda a, b: a - b, params, moments), moments
+
+    args = {"w": jnp.eye(256)}, {"w": jnp.eye(256)}, jax.ShapeDtypeStruct((64, 256), F32)
+    edits = edits_of(step, args, "donate")
+    assert len(edits) == 2
+    check_as_by_hand(cost_of(step, args, *edits), jax.jit(step, donate_argnums=(0, 1)), args)
+
+
+# -- parts of the batch --------------------------------------------------------------------------------------------------
+
+
+def loss_of(w, x, y):
+    for _ in range(6):
+        x = jnp.tanh(x @ w)
+    return ((x - y) ** 2).mean()
+
+
+def in_four(loss):
+    return statetx.microbatch(loss, 4, argnums=(1, 2))
+
+
+def step_of(loss=loss_of):
+    return lambda w, x, y: w - 0.1 * jax.grad(loss)(w, x, y)
+
+
+BATCH = jnp.eye(64), X, X
+
+
+@pytest.mark.parametrize(
+    "step, by_hand, gradient",
+    [
+        (step_of(), step_of(in_four(loss_of)), False),
+        (jax.jit(step_of()), step_of(in_four(loss_of)), False),
+        (step_of(), lambda w, x, y: w - 0.1 * in_four(jax.grad(loss_of))(w, x, y), False),
+        (loss_of, in_four(loss_of), True),
+    ],
+)
+def test_parts_of_a_batch_take_what_they_take_by_hand(step, by_hand, gradient):
+    (candidate,) = in_parts(statetx.memory_profile(step, *BATCH), 4)
+    cost = cost_of(step, BATCH, candidate.edit, gradient=gradient)
+    check_as_by_hand(cost, by_hand, BATCH, gradient)
+    assert cost.peak_bytes < 0.7 * statetx.measure(step, *BATCH, gradient=gradient).peak_bytes
+
+
+def test_parts_and_rematerialization_go_together():
+    blocks = [Block(n) for n in range(4)]
+    (parts,) = in_parts(statetx.memory_profile(training_step(blocks), X), 4)
+
+    def by_hand(x):
+        params = statetx.states(blocks, statetx.Param)
+
+        def loss(x):
+            for block in blocks:
+                x = statetx.remat(block)(x)
+            return jnp.mean(x**2)
+
+        for name, gradient in statetx.grad(statetx.microbatch(loss, 4), wrt=params)(x).items():
+            params[name].value -= 0.1 * gradient
+
+    cost = cost_of(training_step(blocks), (X,), Rematerialize("Block.__call__"), parts.edit)
+    check_as_by_hand(cost, by_hand, (X,))
+
+
+def test_a_step_that_needs_its_batch_is_not_tried_in_parts():
+    def loss(w, x, y):
+        return loss_of(w, x.reshape(1024, 64), y)
+
+    (candidate,) = in_parts(statetx.memory_profile(step_of(loss), *BATCH), 4)
+    assert cost_of(step_of(loss), BATCH, candidate.edit) is None
+
+
+# -- in combination ------------------------------------------------------------------------------------------------------
+
+
+SMALL = jax.ShapeDtypeStruct((128, 64), F32)
+
+
+def test_changes_are_combined_until_it_fits():
+    blocks = [Block(n) for n in range(3)]
+    remat = cost_of(training_step(blocks), (SMALL,), Rematerialize("Block.__call__"))
+    report = explain_oom(training_step(blocks), SMALL, limit=int(0.6 * remat.peak_bytes))
+    assert [r.change.action for r in report.remedies] == ["donate", "remat", "microbatch"]
+    assert [r.fits for r in report.remedies] == [False, False, True]
+    assert all(r.is_compiled for r in report.remedies)
+
+
+def test_what_costs_nothing_goes_first_and_the_reasons_against_others_are_told():
+    blocks = [Block(n) for n in range(3)]
+    plain = statetx.measure(training_step(blocks), SMALL, gradient=False)
+    report = explain_oom(training_step(blocks), SMALL, limit=plain.peak_bytes - 1000)
+    assert [r.change.action for r in report.remedies] == ["donate"]
+    reasons = {u.tool: u.reason for u in report.unused}
+    assert "less, +" in reasons["rematerialization"] and "as compiled" in reasons["rematerialization"]
+    assert reasons["parts"].startswith("the others suffice")
+    assert reasons["checkpoint= of a loop"].startswith("no loop") and "donation" not in reasons
+    assert "Not used: rematerialization: " in str(report)
+
+
+def test_a_plan_is_the_alternative_with_its_cost():
+    blocks = [Block(n) for n in range(2)]
+    limit = int(0.8 * statetx.measure(training_step(blocks), X, gradient=False).peak_bytes)
+    report = explain_oom(training_step(blocks), X, limit=limit, time_limit=20)
+    assert report.plan.needed_bytes <= limit and f"Or a plan: {report.plan.text}" in str(report)
+    none = explain_oom(training_step(blocks), X, limit=1000, time_limit=20)
+    assert none.plan.needed_bytes is None and not none.can_fit and "statetx.plan finds none" in str(none)
+
+
+def test_without_time_changes_are_predicted():
+    report = explain_oom(training_step([Block(n) for n in range(4)]), X, limit=1000, time_limit=0)
+    assert report.remedies and not any(r.is_compiled for r in report.remedies) and report.unused == ()
+    assert report.plan is None
