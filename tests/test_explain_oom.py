@@ -132,7 +132,7 @@ def test_limit_that_is_no_size_raises():
 def test_following_the_changes_makes_it_fit():
     needed = peak(Model().step, X)
     limit = int(0.7 * needed)
-    report = explain_oom(Model().step, X, limit=limit)
+    report = explain_oom(Model().step, X, limit=limit, time_limit=None)
     assert report.can_fit and report.remedies[-1].fits and not any(r.fits for r in report.remedies[:-1])
     assert [r.change.action for r in report.remedies] == ["remat"] and "Block.body" in report.remedies[0].change.text
     assert peak(Model(statetx.remat).step, X) <= limit
@@ -189,7 +189,7 @@ def test_remat_is_compiled_before_it_is_advised_and_takes_what_it_takes_by_hand(
     x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
     by_hand = statetx.measure(step_with(statetx.remat), x, gradient=False)
     plain = statetx.measure(step_with(lambda layer: layer), x, gradient=False)
-    report = explain_oom(step_with(lambda layer: layer), x, limit=by_hand.peak_bytes)
+    report = explain_oom(step_with(lambda layer: layer), x, limit=by_hand.peak_bytes, time_limit=None)
     (remedy,) = report.remedies
     assert remedy.is_compiled and remedy.fits and "Deep.__call__ (5 calls)" in remedy.change.text
     assert remedy.needed_bytes == by_hand.peak_bytes
