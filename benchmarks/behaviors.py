@@ -464,7 +464,7 @@ def libraries_text(data: dict[str, Any]) -> str:
 
 
 def groups_text(data: dict[str, Any]) -> str:
-    """A table for each group of rows, and the messages of its faults."""
+    """For each group of rows those that are not right in every library, with their messages, and the names of the others."""
     outcome = load(data)
     shown = merged(outcome)
     gone = [name for name in outcome if name not in shown]
@@ -478,10 +478,13 @@ def groups_text(data: dict[str, Any]) -> str:
         cells = [
             [row[0], *(f"{mark} {{.{CLASSES.get(mark.split()[0], 'wrong')}}}" for mark in row[1:])] for row in rows
         ]
-        parts += [
-            f"## {group}",
-            f'<div class="wide" markdown>\n\n{markdown_table(columns, cells, rule=CENTERED)}\n\n</div>',
-        ]
+        right = [row[0] for row in rows if set(row[1:]) == {"ok"}]
+        cells = [row for row in cells if row[0] not in right]
+        parts.append(f"## {group}")
+        if cells:
+            parts.append(f'<div class="wide" markdown>\n\n{markdown_table(columns, cells, rule=CENTERED)}\n\n</div>')
+        if right:
+            parts.append(f"Right in every library: {'; '.join(right)}.")
         if notes:
             lines = "\n".join(f"    {n}. `{note}`" for n, note in enumerate(notes, 1))
             parts.append(f'??? note "Messages of {group.lower()}"\n\n{lines}')

@@ -2,7 +2,7 @@
 
 The results of every benchmark are committed in ``benchmarks/results``, without single samples. Given a FOLDER of newer ones (``out/bench``),
 its files replace those. Then each section of a page, between ``<!-- name -->`` and ``<!-- end name -->``, is written from the results, and so
-are the charts: docs/performance.md, docs/comparison.md and docs/benchmarks. ``tests/test_figures.py`` compares pages and results.
+are the charts: docs/performance.md, docs/comparison.md and docs/benchmarks. ``--show NAME`` prints all figures of a benchmark. ``tests/test_figures.py`` compares pages and results.
 
 ``demo.json`` is ``results.json`` of ``make demo`` with the figures that ``docs/demo_figure.py`` adds; ``sharding.json`` is that of
 ``examples/train_multihost.py``, and ``spiking_deep.json`` that of ``examples/spiking_deep.py``.
@@ -212,10 +212,16 @@ def summary_loops() -> str:
     return wide(("program and implementation", "temporary memory", "CPU time of plain"), rows)
 
 
-def summary_planner() -> str:
-    planner = module("planner")
-    (_, columns, rows), _ = planner.tables(load("planner")["programs"])
+def summary_plans() -> str:
+    (_, columns, rows), *_ = module("whole_plans").tables(load("whole_plans")["programs"])
     return wide(columns, rows)
+
+
+def summary_microbatches() -> str:
+    of_microbatches = module("microbatch")
+    chosen = [of_microbatches.COLUMNS.index(name) for name in ("program", "implementation", "of full batch", "CPU of by hand")]
+    pick = lambda row: [row[i] for i in chosen]  # noqa: E731
+    return wide(pick(of_microbatches.COLUMNS), [pick(row) for row in of_microbatches.rows(load("microbatch")["results"])])
 
 
 def met_budgets() -> str:
@@ -443,7 +449,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "environment": environment_text,
     "memory": summary_memory,
     "long loops": summary_loops,
-    "plans": summary_planner,
+    "plans": summary_plans,
+    "microbatches": summary_microbatches,
     "budgets": met_budgets,
     "trace": summary_trace,
     "dispatch": summary_dispatch,
@@ -458,29 +465,14 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "spiking: table": lambda: spiking("table"),
     "spiking: short": lambda: module("spiking").short(load("spiking_deep")),
     "spiking: online": spiking_online,
-    "bench_trace": lambda: log(
-        "bench_trace", lambda m, results: [(m.TIMES, m.time_rows(results)), (m.COUNTS, m.count_rows(results))]
-    ),
     **{
         name: functools.partial(log, name, lambda m, results: [(m.COLUMNS, m.rows(results))])
-        for name in (
-            "bench_transforms",
-            "bench_dispatch",
-            "bench_eager",
-            "bench_scale",
-            "bench_import",
-            "ecosystem",
-            "gpu",
-            "microbatch",
-        )
+        for name in ("ecosystem", "gpu")
     },
     "sharded_targets": lambda: log("sharded_targets", lambda m, results: [(m.COLUMNS, m.lines(results))]),
     "targets": lambda: log("targets", lambda m, results: [(m.COLUMNS, m.rows(results, load("gpu")["results"]))]),
     "target_plans": log_target_plans,
     "target_plans_ablation": log_target_plans_ablation,
-    "loops": log_loops,
-    "planner": log_planner,
-    "whole_plans": log_whole_plans,
     "comparison: conclusion": lambda: module("behaviors").conclusion(load("behaviors")),
     "comparison: totals": lambda: (
         f'<div class="wide" markdown>\n\n{module("behaviors").totals_text(load("behaviors"))}\n\n</div>'
@@ -488,6 +480,20 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "comparison: method": lambda: module("behaviors").method_text(load("behaviors")),
     "comparison: libraries": lambda: module("behaviors").libraries_text(load("behaviors")),
     "comparison: groups": lambda: module("behaviors").groups_text(load("behaviors")),
+}
+
+# Complete tables, which no page has: `--show` prints them.
+LOGS: dict[str, Callable[[], str]] = {
+    "bench_trace": lambda: log(
+        "bench_trace", lambda m, results: [(m.TIMES, m.time_rows(results)), (m.COUNTS, m.count_rows(results))]
+    ),
+    **{
+        name: functools.partial(log, name, lambda m, results: [(m.COLUMNS, m.rows(results))])
+        for name in ("bench_transforms", "bench_dispatch", "bench_eager", "bench_scale", "bench_import", "microbatch")
+    },
+    "loops": log_loops,
+    "planner": log_planner,
+    "whole_plans": log_whole_plans,
 }
 
 
@@ -509,7 +515,11 @@ def main() -> None:
     parser.add_argument(
         "folder", type=Path, nargs="?", help="results of a run, which replace the committed ones of the same names"
     )
+    parser.add_argument("--show", choices=LOGS, help="print all figures of a benchmark, and write nothing")
     options = parser.parse_args()
+    if options.show:
+        print(LOGS[options.show]())
+        return
     if options.folder:
         keep(options.folder)
     for page in PAGES:

@@ -1,4 +1,4 @@
-"""Pages whose code runs: ``python tests/pages.py docs/rematerialization.md`` rewrites the outputs of their ``pycon`` blocks.
+"""Pages whose code runs: ``python tests/pages.py docs/residuals.md`` rewrites the outputs of their ``pycon`` blocks.
 
 The ``python`` and ``pycon`` blocks of a page share one scope, in order. A block that cannot run says why, in a comment on the
 line above it: ``<!-- not run: needs two hosts -->``.

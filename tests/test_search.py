@@ -7,8 +7,8 @@ import pytest
 
 # The first page for each query, or the pages of which one must be first.
 QUERIES = {
-    "gradient checkpointing": {"how-to/out-of-memory/", "concepts/remat/", "rematerialization/"},
-    "activation checkpointing": {"how-to/out-of-memory/", "concepts/remat/", "rematerialization/"},
+    "gradient checkpointing": {"how-to/out-of-memory/", "concepts/remat/", "how-to/choose-a-policy/"},
+    "activation checkpointing": {"how-to/out-of-memory/", "concepts/remat/", "how-to/choose-a-policy/"},
     "out of memory": {"how-to/out-of-memory/"},
     "OOM": {"how-to/out-of-memory/"},
     "RESOURCE_EXHAUSTED": {"how-to/out-of-memory/"},
