@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 
 # Factors of a page's rank in the search, by the start of its path. tests/test_search.py has the queries that need them: an error's
-# name leads to its message, cause and fix, and pages about the library's own code come after pages about its use. Decisions are not searched.
+# name leads to its message, cause and fix, and pages about the library's own code come after pages about its use.
 BOOSTS = {
     "errors.md": 1.5,
     "how-to/debug-leaks.md": 0.4,
@@ -36,6 +36,4 @@ def on_page_markdown(markdown, page, **_):
     for path, boost in BOOSTS.items():
         if page.file.src_uri.startswith(path):
             page.meta["search"] = {"boost": boost}
-    if page.file.src_uri.startswith("decisions/"):
-        page.meta["search"] = {"exclude": True}
     return re.sub(r"\]\(\.\./([A-Z]+\.md)", lambda m: f"]({PAGES.get(m[1], m[1])}", markdown)
