@@ -463,12 +463,12 @@ def libraries_text(data: dict[str, Any]) -> str:
     return "\n".join(describe(library, outcome[library.name]) for library in LIBRARIES if library.name in outcome)
 
 
-def groups_text(data: dict[str, Any]) -> str:
-    """For each group of rows those that are not right in every library, with their messages, and the names of the others."""
+def groups_text(data: dict[str, Any], messages: bool = False) -> str:
+    """For each group of rows those that are not right in every library, with or without their messages, and the names of the others."""
     outcome = load(data)
     shown = merged(outcome)
     gone = [name for name in outcome if name not in shown]
-    parts = []
+    parts, number = [], re.compile(r"(?!)" if messages else r" \d+")
     if gone:
         parts.append(
             f"The column *statetx* stands for {', '.join(['statetx', *gone])}: their results are the same in every row."
@@ -476,7 +476,8 @@ def groups_text(data: dict[str, Any]) -> str:
     for group in groups():
         (columns, rows), notes = group_table(group, shown)
         cells = [
-            [row[0], *(f"{mark} {{.{CLASSES.get(mark.split()[0], 'wrong')}}}" for mark in row[1:])] for row in rows
+            [row[0], *(f"{number.sub('', mark)} {{.{CLASSES.get(mark.split()[0], 'wrong')}}}" for mark in row[1:])]
+            for row in rows
         ]
         right = [row[0] for row in rows if set(row[1:]) == {"ok"}]
         cells = [row for row in cells if row[0] not in right]
@@ -485,7 +486,7 @@ def groups_text(data: dict[str, Any]) -> str:
             parts.append(f'<div class="wide" markdown>\n\n{markdown_table(columns, cells, rule=CENTERED)}\n\n</div>')
         if right:
             parts.append(f"Right in every library: {'; '.join(right)}.")
-        if notes:
+        if notes and messages:
             lines = "\n".join(f"    {n}. `{note}`" for n, note in enumerate(notes, 1))
             parts.append(f'??? note "Messages of {group.lower()}"\n\n{lines}')
     return "\n\n".join(parts)
@@ -555,7 +556,7 @@ first that is right counts. If it lacks a transform, JAX's is applied to the lib
 | hang, crash {{.wrong}} | no result within {limit} seconds, or the process ended |
 | * | the same program without rematerialization is not right either |
 
-A number after a mark refers to the messages below its table."""
+`python benchmarks/report.py --show behaviors` has the message of each fault."""
 
 
 def main() -> None:

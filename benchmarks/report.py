@@ -219,9 +219,13 @@ def summary_plans() -> str:
 
 def summary_microbatches() -> str:
     of_microbatches = module("microbatch")
-    chosen = [of_microbatches.COLUMNS.index(name) for name in ("program", "implementation", "of full batch", "CPU of by hand")]
+    chosen = [
+        of_microbatches.COLUMNS.index(name) for name in ("program", "implementation", "of full batch", "CPU of by hand")
+    ]
     pick = lambda row: [row[i] for i in chosen]  # noqa: E731
-    return wide(pick(of_microbatches.COLUMNS), [pick(row) for row in of_microbatches.rows(load("microbatch")["results"])])
+    return wide(
+        pick(of_microbatches.COLUMNS), [pick(row) for row in of_microbatches.rows(load("microbatch")["results"])]
+    )
 
 
 def met_budgets() -> str:
@@ -494,6 +498,9 @@ LOGS: dict[str, Callable[[], str]] = {
     "loops": log_loops,
     "planner": log_planner,
     "whole_plans": log_whole_plans,
+    "behaviors": lambda: (
+        f"{module('behaviors').method_text(load('behaviors'))}\n\n{module('behaviors').groups_text(load('behaviors'), messages=True)}"
+    ),
 }
 
 
