@@ -498,6 +498,7 @@ def test_calls_of_a_rewritten_function_share_what_jax_has_traced(way):
     assert len(traced) == 1
 
 
+@pytest.mark.skipif(REMAT3, reason="jax_remat3: a report leaves nothing plain under jax.checkpoint")
 def test_function_that_was_left_plain_for_a_report_is_rematerialized_again():
     block = jax.jit(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))))
 
