@@ -1,5 +1,7 @@
 """Changes that are tried: the program with an edit takes what the program takes that is changed by hand."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -263,6 +265,15 @@ def test_a_plan_is_the_alternative_with_its_cost():
     assert report.plan.needed_bytes <= limit and f"Or a plan: {report.plan.text}" in str(report)
     none = explain_oom(training_step(blocks), X, limit=1000, time_limit=20)
     assert none.plan.needed_bytes is None and not none.can_fit and "statetx.plan finds none" in str(none)
+
+
+def test_progress_tells_what_is_tried(monkeypatch):
+    told, shown = [], []
+    spinner = lambda what, is_shown: shown.append(is_shown) or contextlib.nullcontext(told.append)  # noqa: E731
+    monkeypatch.setattr(oom, "spinner", spinner)
+    blocks = [Block(n) for n in range(2)]
+    explain_oom(training_step(blocks), SMALL, limit=1000, progress=True, time_limit=None)
+    assert shown == [True] and "rematerialization Block.__call__" in " ".join(told) and "parts batch" in " ".join(told)
 
 
 def test_without_time_changes_are_predicted():

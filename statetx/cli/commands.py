@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import json
 import pathlib
 import pydoc
+import sys
 from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,7 +91,9 @@ def _save(path: str, key: str, now: Baseline) -> None:
 def fit(target: Target, options: argparse.Namespace) -> Output:
     from ..memory.oom import explain_oom
 
-    report = explain_oom(target.fun, *target.args, limit=options.limit, gradient=options.gradient, **target.kwargs)
+    is_shown = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    named = {"limit": options.limit, "gradient": options.gradient, "time_limit": options.time_limit}
+    report = explain_oom(target.fun, *target.args, **named, progress=is_shown, **target.kwargs)
     if report.limit_bytes is None:
         raise BadInput(f"fit: {report.profile.backend} does not tell its memory; give --limit 16GiB, or --target h100")
     return _output(report)._replace(is_failed=not report.can_fit)

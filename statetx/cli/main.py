@@ -98,6 +98,13 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument(
             "--limit", metavar="SIZE", help="the memory of the device, such as 16GiB (default: what it tells)"
         )
+        command.add_argument(
+            "--time-limit",
+            type=float,
+            default=60.0,
+            metavar="SECONDS",
+            help="for trying changes; then the best so far is told (default: 60; 0: predictions alone)",
+        )
     if name in ("memory", "fit", "report"):
         command.add_argument(
             "--gradient",
