@@ -161,7 +161,7 @@ def planned(budget: int | str, target: str, mesh: AbstractMesh, args: tuple[Any,
     begin = time.perf_counter()
     with statetx.target(target), jax.sharding.use_abstract_mesh(mesh):
         try:
-            plan = statetx.plan(loss, *args, budget=budget, time_limit=TIME_LIMIT)
+            plan = statetx.plan(loss, *args, argnums=0, budget=budget, time_limit=TIME_LIMIT)
         except statetx.PlanError as e:
             return {"failed": e.smallest_bytes, "budget": budget, "seconds": time.perf_counter() - begin}
         took = time.perf_counter() - begin

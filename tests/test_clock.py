@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx.planner import Fit, Planner, _candidate, _clock, _lattice
+from statetx.planner import Fit, Planner, _candidate, _clock, _lattice, _measured
 from statetx.planner._clock import TimeLeft
 
 
@@ -120,6 +120,27 @@ def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
     plan = layers_planned(budget=0.8, time_limit=10.0 * num_regions)
     assert 0 < len(analyzed) < num_regions and not plan.complete
     assert plan.temp_bytes <= plan.budget_bytes and plan.stock != "nothing"
+
+
+def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
+    """Parts are measured until the choice stays the same, which may take longer than to compile the whole."""
+    begun = []
+    compile_together, measure = _measured.compile_together, _candidate.Candidates.measure
+
+    def slow(programs):
+        programs = list(programs)
+        clock.append(clock[-1] + 10 * len(programs))
+        compile_together(programs)
+
+    def seen(self, layout, options, *name):
+        begun.append(clock[-1])
+        return measure(self, layout, options, *name)
+
+    monkeypatch.setattr(_measured, "compile_together", slow)
+    monkeypatch.setattr(_candidate.Candidates, "measure", seen)
+    with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
+        layers_planned(budget=0.65, time_limit=40.0)
+    assert begun[0] == 20
 
 
 @pytest.fixture

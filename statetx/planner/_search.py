@@ -28,7 +28,7 @@ from ._shorter import is_long
 from ._stock import STOCK, compile_cheaper, compiled_within, outcomes, policies_in
 from ._stored import Formats
 
-_ANALYSIS = 0.5  # of the time limit, at most: the rest is for compilations
+_ANALYSIS = 0.5  # of the time limit, at most: the rest is for compilations of whole programs
 _PATIENCE = 2.0  # times the time limit, at most, until a first candidate keeps the budget
 _LARGE = 5  # times what is negligible: a cost at which a marked program is also searched as if it were not
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
@@ -125,6 +125,11 @@ class Search:
         self.lacks_regions |= is_late
         return is_late
 
+    def _is_late_for_parts(self) -> bool:
+        """Whether the time to measure parts is up: half of it, as long as no plan is compiled, which takes longest."""
+        is_first = all(c.name == BASELINE for c in self.candidates)
+        return self._time_left.is_over(_ANALYSIS) if is_first else self.is_late()
+
     # -- fitting ---------------------------------------------------------------------------------------------------
 
     def fit(self, budget_of: Callable[[], int]) -> Candidate | None:
@@ -158,7 +163,7 @@ class Search:
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
         for family in self.lattice.families:
             if self.candidates.best(budget) is None and not self.is_late():
-                least = lowest_peak_choice(family, self.is_late)
+                least = lowest_peak_choice(family, self._is_late_for_parts)
                 if least is not None:
                     self.candidates.measure(*least)
                     if family.kind == HOLDS:
@@ -211,7 +216,7 @@ class Search:
             choice = None
             while choice is None and high - low > 1e-3 * low and not self.is_late():
                 low = (low + high) / 2
-                choice = cheapest_choice(family, low, self.is_late)
+                choice = cheapest_choice(family, low, self._is_late_for_parts)
                 if choice is not None and (cost_of(choice) > enough or self.candidates.has(*choice)):
                     choice = None
             if choice is None:
@@ -281,13 +286,13 @@ class Search:
         if bracket.high <= bracket.low * 1.005:
             return None
         target = self._target(budget, bracket)
-        choice = cheapest_choice(family, target, self.is_late)
+        choice = cheapest_choice(family, target, self._is_late_for_parts)
         while choice is None and bracket.low < (least := family.least_peak()) < bracket.high and not self.is_late():
             # One candidate that takes far more than the model says puts the target below every choice: go on above the least, which
             # rises while parts are measured.
             bracket.low = least
             target = self._target(budget, bracket)
-            choice = cheapest_choice(family, target, self.is_late)
+            choice = cheapest_choice(family, target, self._is_late_for_parts)
 
         # A choice that costs as much as the best one so far need not be compiled: go on above it.
         for _ in range(_MAX_SKIPS):
@@ -296,7 +301,7 @@ class Search:
             bracket.low = max(bracket.low, target)
             target = max(self._target(budget, bracket), _SKIP * bracket.low)
             is_allowed = target < bracket.high and not self._is_too_much(target, bracket, budget)
-            choice = cheapest_choice(family, target, self.is_late) if is_allowed else None
+            choice = cheapest_choice(family, target, self._is_late_for_parts) if is_allowed else None
         if choice is None:
             return None
 
@@ -305,7 +310,7 @@ class Search:
         if tried is not None:
             bracket.narrow(target, tried.temp_bytes <= budget)
             target = self._next_untried(bracket, tried, budget)
-            choice = None if target is None else cheapest_choice(family, target, self.is_late)
+            choice = None if target is None else cheapest_choice(family, target, self._is_late_for_parts)
             if choice is None or self.candidates.has(*choice):
                 return None
         if best is not None and best.added_cost - cost_of(choice) <= self.effort.least_gain * self._negligible:
@@ -321,7 +326,8 @@ class Search:
         if bracket.num_probes >= (_MAX_PROBES if best is None else self.effort.num_probes):
             return None
         if best is None:
-            choice, limit, enough = lowest_peak_choice(family, self.is_late), family.least_peak(), float("inf")
+            choice = lowest_peak_choice(family, self._is_late_for_parts)
+            limit, enough = family.least_peak(), float("inf")
         else:
             choice, limit, enough = None, bracket.high, _WORTH_A_PROBE * best.added_cost
             if limit == float("inf") or best.added_cost <= 2 * self._negligible:
@@ -332,7 +338,7 @@ class Search:
             limit *= 1.02
             choice = family.choose(limit)
             if choice is not None and cost_of(choice) <= enough:
-                choice = cheapest_choice(family, limit, self.is_late)
+                choice = cheapest_choice(family, limit, self._is_late_for_parts)
             else:
                 choice = None
         return None
@@ -357,7 +363,7 @@ class Search:
         """The least temporary bytes reached, and the baseline's."""
         self.candidates.baseline_bytes()
         for family in self.lattice.families:
-            least = lowest_peak_choice(family, self.is_late)
+            least = lowest_peak_choice(family, self._is_late_for_parts)
             if least is not None and not self.is_late():
                 self.candidates.measure(*least)
         return self.candidates.smallest().temp_bytes, self.candidates.baseline_bytes()
@@ -415,7 +421,7 @@ class Search:
             target *= step
             if not low <= target <= high or self.is_late():
                 return None
-            choice = cheapest_choice(bracket.family, target, self.is_late)
+            choice = cheapest_choice(bracket.family, target, self._is_late_for_parts)
             if choice is None:
                 return None
             if not self.candidates.has(*choice):
