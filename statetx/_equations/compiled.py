@@ -242,7 +242,7 @@ class Program:
     @property
     def least_bytes(self) -> int:
         """Bytes of its arguments on one device, or less: they count as divided among all devices. Nothing is compiled."""
-        return self._read_bytes // _jax.num_devices_of(self.lowered)
+        return self._read_bytes // (_jax.num_devices_of(self.lowered) or current.num_devices())
 
     @property
     def compiled(self) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax._src import core as _core
 from jax._src import linear_util as _lu
 from jax._src import source_info_util
@@ -103,9 +102,9 @@ def compile_settings(lowered: Any) -> list[str]:
     return [repr(x) for x in (computation._compiler_options_kvs, *map(computation.compile_args.get, names))]
 
 
-def num_devices_of(lowered: Any) -> int:
-    """The number of devices that a lowered program (``jax.stages.Lowered``) runs on; as many as there are if it does not say."""
-    return lowered._lowering.compile_args.get("num_devices") or jax.device_count()
+def num_devices_of(lowered: Any) -> int | None:
+    """The number of devices that a lowered program (``jax.stages.Lowered``) runs on; None if it does not say."""
+    return lowered._lowering.compile_args.get("num_devices") or None
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -144,6 +144,12 @@ def device_kind() -> str:
     return jax.local_devices()[0].device_kind if chosen is None else chosen.kind
 
 
+def num_devices() -> int:
+    """The number of devices that programs can be compiled for together."""
+    chosen = current()
+    return jax.device_count() if chosen is None else chosen.num_devices
+
+
 def memory_kinds() -> list[str]:
     """The memories that the device can address, its default memory first."""
     chosen = current()
