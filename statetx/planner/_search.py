@@ -25,7 +25,7 @@ from ._layout import Layout
 from ._measured import cheaper_choice, cheapest_choice, lowest_peak_choice
 from ._parts import Flat, flatten
 from ._shorter import is_long
-from ._stock import STOCK, compile_cheaper, compiled_within, outcomes, policies_in
+from ._stock import STOCK, StockPolicy, compile_cheaper, compiled_within, outcomes, policies_in
 from ._stored import Formats
 
 _ANALYSIS = 0.5  # of the time limit, at most: the rest is for compilations of whole programs
@@ -128,7 +128,7 @@ class Search:
     def _is_late_for_parts(self) -> bool:
         """Whether the time to measure parts is up: half of it, as long as no plan is compiled, which takes longest."""
         is_first = all(c.name == BASELINE for c in self.candidates)
-        return self._time_left.is_over(_ANALYSIS) if is_first else self.is_late()
+        return self._time_left.is_over(_ANALYSIS if is_first else 1.0)
 
     # -- fitting ---------------------------------------------------------------------------------------------------
 
@@ -186,6 +186,8 @@ class Search:
                 break
             proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
             if not proposals or self.is_late():
+                break
+            if self._time_left.is_over() and self._keeps_by_blocks(budget):
                 break
             # The families in turn, since the model errs in another way for each; then the model's cheapest. A family that takes more
             # memory than the model says is held to lower limits, and costs more.
@@ -255,15 +257,26 @@ class Search:
         best = self.candidates.best(budget)
         return self._may_find(budget) if best is None else best.added_cost > _LARGE * self._negligible
 
+    @property
+    def _on_blocks(self) -> StockPolicy:
+        """Remat on the blocks: of all plans the surest to keep a budget, of those that take no time to find."""
+        policies = [policy for policy in self._stock if policy.name == "nothing"]
+        return min(policies, key=lambda policy: policy.choice[0].peak(policy.choice[1]))
+
+    def _keeps_by_blocks(self, budget: int) -> bool:
+        """Whether remat on the blocks keeps the budget; it is compiled if it is predicted to."""
+        layout, options = self._on_blocks.choice
+        if self.candidates.predict(layout.peak(options)) <= budget:
+            self.candidates.measure(layout, options, self._on_blocks.name)
+        return self.candidates.best(budget) is not None
+
     def _measure_last(self, budget: int) -> None:
         """Compile what takes no time to find: no remat and remat on the blocks; or a cheaper plan, if the best is expensive."""
         if not self.candidates and self.effort.is_thorough:
             self.candidates.compile_baseline()
         best = self.candidates.best(budget)
         if best is None:
-            policies = [policy for policy in self._stock if policy.name == "nothing"]
-            policy = min(policies, key=lambda policy: policy.choice[0].peak(policy.choice[1]))
-            self.candidates.measure(*policy.choice, policy.name)
+            self.candidates.measure(*self._on_blocks.choice, self._on_blocks.name)
         elif best.added_cost > _EXPENSIVE * self.total_cost():
             limit = best.peak * budget / max(best.temp_bytes, 1)
             self.candidates.measure(*cheaper_choice(best.layout, best.options, limit))
