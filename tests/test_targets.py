@@ -307,6 +307,13 @@ def test_keyword_target_of_the_measured_function_is_its_own():
     assert cost.argument_bytes == 32
     with pytest.raises(TargetError, match="no target named"):
         statetx.measure(loss, jnp.ones(4), jnp.zeros(4), target="h1000")
+    with pytest.raises(TypeError):
+        statetx.measure(loss, jnp.ones(4), target=None)
+
+
+def test_keyword_target_may_be_none():
+    cost = statetx.measure(lambda x: (x**2).sum(), jnp.ones(4), gradient=False, target=None)
+    assert cost.argument_bytes == 16
 
 
 def test_budget_of_the_device_is_the_target(installed, monkeypatch):

@@ -101,13 +101,24 @@ def takes_target(fun: F) -> F:
 
     @functools.wraps(fun)
     def with_target(*args: Any, **kwargs: Any) -> Any:
-        if not isinstance(kwargs.get("target"), (Target, str, os.PathLike)):
-            return fun(*args, **kwargs)
-        with target(kwargs.pop("target")):
-            return fun(*args, **kwargs)
+        if isinstance(kwargs.get("target"), (Target, str, os.PathLike)):
+            with target(kwargs.pop("target")):
+                return fun(*args, **kwargs)
+        if kwargs.get("target", ...) is None and not _has_target(*args[:1]):
+            del kwargs["target"]  # our default
+        return fun(*args, **kwargs)
 
     with_target.__signature__ = signature.replace(parameters=[*parameters[:at], own, *parameters[at:]])  # pyright: ignore[reportAttributeAccessIssue]
     return cast("F", with_target)
+
+
+def _has_target(*measured: Any) -> bool:
+    """Whether a function takes a keyword `target`."""
+    try:
+        parameters = [p for fun in measured for p in inspect.signature(fun).parameters.values()]
+    except (TypeError, ValueError):  # of a builtin
+        return True
+    return any(p.name == "target" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def current() -> Target | None:
