@@ -83,6 +83,25 @@ def test_a_loop_gets_the_number_with_which_it_fits():
         assert "test_memory_tried.py:" in remedy.change.text
 
 
+def test_the_body_of_a_loop_is_tried_though_the_size_of_its_carry_is_not_known():
+    def loss(w, xs):
+        outer = lambda h, x: jax.lax.scan(lambda h, _: (jnp.tanh(h @ w + x), None), h, None, length=20)  # noqa: E731
+        return (jax.lax.scan(outer, jnp.zeros((16, 32)), xs)[0] ** 2).sum()
+
+    args = jnp.eye(32), jnp.ones((50, 16, 32))
+    report = explain_oom(loss, *args, limit="1MiB", time_limit=None)
+    assert report.remedies[0].change.text.startswith("Rematerialize the body of the scan of 50 steps")
+    (slots,) = (c for c in report.profile.changes if c.action == "slots")
+    assert "the body" not in " ".join(c.text for c in report.profile.changes if c.target == slots.target)
+    assert report.remedies[0].added_operations < 0.5 and report.remedies[-1].fits
+
+
+def test_an_edit_that_a_loop_does_not_allow_is_not_tried():
+    step = recurrent(jax.lax.scan)
+    (loop,) = {edit.loop for edit in edits_of(step, RECURRENT, "slots")}
+    assert cost_of(step, RECURRENT, Checkpoint(loop, policies.Lengths(7, 5))) is None  # 35 steps of 300
+
+
 def test_a_loop_that_is_not_there_is_not_tried():
     step = recurrent(jax.lax.scan)
     (loop,) = {edit.loop for edit in edits_of(step, RECURRENT, "slots")}

@@ -43,12 +43,26 @@ def bodies(profile: MemoryProfile) -> Iterable[Candidate]:
         gaps = [Gap(b.start, b.end, b.num_bytes) for b in inner]
         begin, end = _step_of_reversal(inner, profile)
         gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
-        text = f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
-        if loop.library:
-            text = f"Rematerialize with statetx.remat what the {loop}, which is in {loop.library}, runs: it keeps its carry only."
-        change = Change("remat", str(loop), text, saving(profile, gaps))
+        change = Change("remat", str(loop), _text_of_body(loop), saving(profile, gaps))
         more = functools.partial(_checkpointed, profile, loop, stacks, 2)
         yield Candidate(change, frozenset(inner), Checkpoint(loop), more)
+
+
+def _text_of_body(loop: Loop) -> str:
+    if loop.library:
+        return f"Rematerialize with statetx.remat what the {loop}, which is in {loop.library}, runs: it keeps its carry only."
+    return f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
+
+
+def with_bodies(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """With a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it can be tried."""
+    found = list(candidates)
+    for c in candidates:
+        edit = c.edit
+        if isinstance(edit, Checkpoint) and edit.strategy and Checkpoint(edit.loop) not in [x.edit for x in found]:
+            change = Change("remat", str(edit.loop), _text_of_body(edit.loop), c.change.saved_bytes - 1)
+            found.append(Candidate(change, c.buffers, Checkpoint(edit.loop), lambda c=c: c))
+    return found
 
 
 def checkpoints(profile: MemoryProfile) -> Iterable[Candidate]:

@@ -11,6 +11,7 @@ from .._text import format_bytes
 from ._advice import candidates, in_parts
 from ._candidate import Candidate
 from ._edits import InParts
+from ._loop_advice import with_bodies
 from ._tried import Trials
 from .buffer import Buffer, Change
 from .profile import MemoryProfile
@@ -84,6 +85,7 @@ class Search:
         self._alone: dict[str, str] = {}  # what each tool does alone, by action
         # A constant that is passed as an argument saves a copy of an array, which is not among what the program needs.
         found = [c for c in candidates(dataclasses.replace(profile, note="")) if c.change.action != "argument"]
+        found = found if trials is None else with_bodies(found)
         self._candidates = sorted(found, key=lambda c: -c.change.saved_bytes)
         self.unused: tuple[Unused, ...] = ()
 

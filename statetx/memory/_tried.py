@@ -82,8 +82,11 @@ class Trials:
         return cost.flops / max(self.flops, 1) - 1
 
     def _compiled(self, edits: Sequence[Edit]) -> Cost | None:
-        with numbered_calls():
-            program = self._program(edits)
+        try:
+            with numbered_calls():
+                program = self._program(edits)
+        except Exception:  # the changed program may ask of a loop or of a rule of the user's what it does not allow
+            return None
         try:
             return None if program is None else program.cost
         except jax.errors.JaxRuntimeError as e:
