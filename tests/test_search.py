@@ -25,6 +25,15 @@ QUERIES = {
     "microbatch": {"how-to/microbatches/"},
     "memory profile": {"how-to/memory-profile/"},
     "save model": {"how-to/saving/"},
+    "surrogate gradient": {"how-to/spiking-networks/"},
+    "LIF neuron": {"how-to/spiking-networks/"},
+    "multi gpu": {"how-to/many-devices/"},
+    "freeze": {"how-to/freeze-lora-ema/"},
+    "LoRA": {"how-to/freeze-lora-ema/"},
+    "FAQ": {"faq/"},
+    "tensorboard": {"faq/"},
+    "delay": {"how-to/delays/"},
+    "cheat sheet": {"migrate/cheat-sheet/"},
     "fence": {"planning/", "concepts/remat/"},
 }
 
