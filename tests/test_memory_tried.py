@@ -286,6 +286,15 @@ def test_a_plan_is_the_alternative_with_its_cost():
     assert none.plan.needed_bytes is None and not none.can_fit and "statetx.plan finds none" in str(none)
 
 
+def test_a_small_change_is_told_where_little_is_missing():
+    blocks = [Block(n) for n in range(3)]  # whose weights are one percent
+    profile = statetx.memory_profile(training_step(blocks), X, gradient=False)
+    assert "donate" not in {c.action for c in profile.changes}
+    needed = profile.peak_bytes + profile.constant_bytes
+    (remedy,) = explain_oom(training_step(blocks), X, limit=needed - 1000, time_limit=None).remedies
+    assert remedy.change.action == "donate" and remedy.added_operations == 0 and remedy.fits
+
+
 def test_progress_tells_what_is_tried(monkeypatch):
     told, shown = [], []
     spinner = lambda what, is_shown: shown.append(is_shown) or contextlib.nullcontext(told.append)  # noqa: E731

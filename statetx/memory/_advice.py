@@ -47,8 +47,8 @@ def changes_of(profile: MemoryProfile, groups: Sequence[Group]) -> dict[int, Cha
     return found
 
 
-def candidates(profile: MemoryProfile) -> list[Candidate]:
-    """The changes that are worth it, the cheapest first."""
+def candidates(profile: MemoryProfile, missing: float = float("inf")) -> list[Candidate]:
+    """The changes that are worth it, the cheapest first: those that save a share of the peak, or the bytes that are missing."""
     if profile.note:
         return []
     makers: list[Callable[[MemoryProfile], Iterable[Candidate]]] = [
@@ -60,7 +60,7 @@ def candidates(profile: MemoryProfile) -> list[Candidate]:
         checkpoints,
         _parts,
     ]
-    least = _LEAST_SHARE * profile.peak_bytes
+    least = min(_LEAST_SHARE * profile.peak_bytes, max(missing, 1))
     found = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
     # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where no other change does a quarter of it.
     most = max((c.change.saved_bytes for c in found), default=0)

@@ -84,7 +84,8 @@ class Search:
         self._needed = profile.peak_bytes + profile.constant_bytes
         self._alone: dict[str, str] = {}  # what each tool does alone, by action
         # A constant that is passed as an argument saves a copy of an array, which is not among what the program needs.
-        found = [c for c in candidates(dataclasses.replace(profile, note="")) if c.change.action != "argument"]
+        missing = float("inf") if available is None else self._needed - available
+        found = [c for c in candidates(dataclasses.replace(profile, note=""), missing) if c.change.action != "argument"]
         found = found if trials is None else with_bodies(found)
         self._candidates = sorted(found, key=lambda c: -c.change.saved_bytes)
         self.unused: tuple[Unused, ...] = ()
