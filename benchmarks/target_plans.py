@@ -48,7 +48,6 @@ from whole_plans import error_of, mib, percent
 import statetx
 from statetx._targets import plugins
 from statetx.planner import _capture, _inner, _lattice, _loop_options, _search, _shorter
-from statetx.planner._fronts import Front
 from statetx.planner._groups import Groups
 from statetx.planner._option import Decision
 
@@ -94,10 +93,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "copies": _replacing(_lattice.Lattice, "_copying", lambda *args: None),
     "stored": _replacing(_planner, "read_formats", lambda formats: ()),
     "groups": _replacing(_loop_options, "in_groups", lambda *args: []),
-    "order of backward passes": _replacing(_lattice.Lattice, "_order", lambda *args: []),
-    "order of inputs": _replacing(_search.Search, "_try_inputs_first", lambda self, budget, _: budget),
     "inner gradients": _replacing(_planner, "variants", lambda *args: _variants(*args)[:1]),
-    "nested regions": _replacing(Front, "nest", lambda *args: None),
     "refinement": _replacing(_search.Search, "_refine", lambda *args: None),
     "short versions": _replacing(_shorter, "_LEAST_EQUATIONS", 10**9),  # nor the shorter search
 }
@@ -110,13 +106,10 @@ def used(plan: statetx.Plan) -> list[str]:
     fields = plan._fields
     found = {"inner gradients"} if fields["inner"] not in (None, _inner.PLAIN) else set()
     for program in fields["programs"]:
-        found |= {"order of backward passes"} if program["order"] else set()
         for decision in (Decision.from_json(program["treatments"][i]) for i in program["parts"]):
             found |= {"copies"} if decision.copies else set()
             found |= {"stored"} if decision.stored or decision.inputs or decision.carries else set()
             found |= {"groups"} if isinstance(decision.loop, Groups) else set()
-            found |= {"order of inputs"} if decision.inputs_first else set()
-            found |= {"nested regions"} if decision.inner else set()
     return sorted(found)
 
 

@@ -1063,20 +1063,6 @@ def test_plan_file_that_is_edited_raises(plan_of_loss, tmp_path):
         statetx.Plan.load(path)
 
 
-def test_plan_file_sets_known_compiler_options_only(plan_of_loss, tmp_path):
-    options = {"xla_dump_to": str(tmp_path / "victim")}
-    for fields in ({"compiler_options": options}, {"allowed_options": options}):
-        statetx.Plan(plan_of_loss._stored_fields() | fields).save(tmp_path / "plan.json")
-        with pytest.raises(
-            statetx.PlanError, match=r"sets the compiler option 'xla_dump_to'(.|\n)*xla_cpu_scheduler_type"
-        ):
-            statetx.Plan.load(tmp_path / "plan.json")
-        with pytest.raises(statetx.PlanError, match="sets the compiler option"):
-            statetx.Plan.load(tmp_path / "plan.json", compiler_options={"xla_dump_to": "elsewhere"})
-        plan = statetx.Plan.load(tmp_path / "plan.json", compiler_options=options)
-        assert plan.compiler_options == fields.get("compiler_options", {})
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_save_that_fails_keeps_the_old_plan(plan_of_loss, tmp_path, monkeypatch, error):
     path = tmp_path / "plan.json"

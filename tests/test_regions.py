@@ -352,35 +352,6 @@ def test_composed_periods_cost_little_more_than_paths_region_by_region(monkeypat
         assert cost_of(composed.choose(factor * least)) <= 1.02 * cost_of(exact.choose(factor * least))
 
 
-@pytest.mark.parametrize(
-    "wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), statetx.remat], ids=["unmarked", "marked"]
-)
-def test_regions_may_take_inputs_of_the_program_first(wrap):
-    """The layers of a graph network without marks take a tenth more memory with their inputs in the order of the equations."""
-    nodes, edges = 512, 4096
-    senders, receivers = (jax.random.randint(jax.random.key(i), (edges,), 0, nodes) for i in range(2))
-    ws = [[jax.random.normal(jax.random.key(2 * i + j), (64, 64)) / 8 for j in range(2)] for i in range(4)]
-
-    def of(wrap):
-        @wrap
-        def layer(ws, x):
-            messages = jax.nn.relu(x[senders] @ ws[0])
-            return x + jnp.tanh(jax.ops.segment_sum(messages, receivers, nodes) @ ws[1])
-
-        return lambda ws, x: (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean()
-
-    args = ws, jax.random.normal(jax.random.key(9), (nodes, 64))
-    plain, dots = (
-        statetx.measure(statetx.value_and_grad(of(w)), *args, gradient=False)
-        for w in (lambda f: f, functools.partial(statetx.remat, policy="dots"))
-    )
-    assert dots.temp_bytes < 0.75 * plain.temp_bytes
-    plan = statetx.plan(of(wrap), *args, argnums=0, of="temporaries", budget=dots.temp_bytes)
-    assert plan.extra_flops <= dots.flops / plain.flops - 1
-    compiled = jax.jit(jax.value_and_grad(plan.apply(of(wrap)))).lower(*args).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes <= dots.temp_bytes
-
-
 def masked(wrap):
     """Layers that all read a mask, in their first halves: behind the last of these it is not alive."""
     layer = wrap(lambda w, x, mask: (y := x + jnp.tanh((x @ w[0]) * mask)) + jnp.tanh(y @ w[1]))

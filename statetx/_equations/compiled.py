@@ -124,19 +124,6 @@ def _tells_times(environment: tuple[Any, ...]) -> bool:
     return True
 
 
-LOW_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-"""The options that statetx may set in the program of a user."""
-
-
-def low_memory_options() -> dict[str, Any]:
-    """Compiler options under which most programs take less memory; empty where the backend is not known to have any.
-
-    XLA:CPU orders the operations of a program so that many of them can run at the same time. With these options it orders them so
-    that little memory is in use at a time.
-    """
-    return dict(LOW_MEMORY) if current.platform() == "cpu" and _is_known(LOW_MEMORY) else {}
-
-
 def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) -> Any:
     """Compile a ``jax.stages.Lowered`` whose memory is asked for.
 

@@ -159,7 +159,6 @@ TABLE: dict[str, Row] = {
     **_rows("reduce_precision", forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("copy copy_p", is_view=True, forwards=_VALUE, fuses=True, flops=_free),
     **_rows("pvary", is_view=True, forwards=_VALUE, fuses=True, flops=_free),  # in shard_map: it counts as varying
-    **_rows(_jax.follow_primitive.name, is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows(_jax.note_primitive.name, is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows(_jax.hold_primitive.name, forwards=_VALUE, flops=_free),
     **_rows("optimization_barrier", forwards=_VALUE, flops=_free),

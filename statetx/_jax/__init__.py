@@ -113,8 +113,6 @@ from .meshes import varying_like as varying_like
 from .meshes import with_divisible_axis as with_divisible_axis
 from .meshes import with_varying_inputs as with_varying_inputs
 from .order import Noted as Noted
-from .order import follow as follow
-from .order import follow_primitive as follow_primitive
 from .order import hold as hold
 from .order import hold_primitive as hold_primitive
 from .order import note as note

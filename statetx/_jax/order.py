@@ -1,8 +1,7 @@
-"""Order of two backward passes that do not depend on each other.
+"""Order of two gradients that do not depend on each other.
 
-A compiler may run them in turns, and then the values that each computes again are in memory together. ``y, xs = follow(y, xs)`` is the identity. In
-the backward pass the cotangent of y is held back until those of xs are computed, so that what computed y is reversed after what reads xs.
-``note(x, noted)`` is the identity, too. It notes the cotangent of x, so that another computation can wait for a whole gradient.
+A compiler may run them in turns, and then the values that each computes again are in memory together. ``hold(x, others)`` is x, once the others are
+computed. ``note(x, noted)`` is x, too. It notes the cotangent of x, so that another computation can wait for a whole gradient.
 """
 
 from __future__ import annotations
@@ -17,18 +16,9 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-follow_primitive = _core.Primitive("statetx_follow")
-follow_primitive.multiple_results = True
-
 hold_primitive = _core.Primitive("statetx_hold")
 
 note_primitive = _core.Primitive("statetx_note")
-
-
-def follow(y: Any, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return y and xs, such that the cotangent of y waits for those of xs."""
-    y, *xs = follow_primitive.bind(y, *xs)
-    return y, xs
 
 
 def hold(x: Any, others: Sequence[Any], *, is_sequential: bool = False) -> Any:
@@ -62,31 +52,6 @@ def set_hold_lowering(rule: Callable) -> None:
     """Lower `hold_primitive` by ``rule(ctx, x, *others)``."""
     _mlir.register_lowering(hold_primitive, rule)
 
-
-def _follow_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    return follow_primitive.bind(*primals), _among_nonzero(follow_primitive.bind, tangents)
-
-
-def _follow_transpose(cts: Sequence[Any], *_: Any) -> list[Any]:
-    return _among_nonzero(lambda y, *xs: [hold(y, xs), *xs], cts)
-
-
-def _among_nonzero(fun: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
-    """Apply `fun` to those that are not zero; to none if the first is zero or all others are."""
-    nonzero = [i for i, x in enumerate(arrays) if type(x) is not _Zero]
-    outs = list(arrays)
-    if nonzero[:1] == [0] and len(nonzero) > 1:
-        for i, x in zip(nonzero, fun(*(arrays[i] for i in nonzero)), strict=True):
-            outs[i] = x
-    return outs
-
-
-follow_primitive.def_impl(lambda *xs: list(xs))
-follow_primitive.def_abstract_eval(lambda *avals: list(avals))
-_ad.primitive_jvps[follow_primitive] = _follow_jvp
-_ad.primitive_transposes[follow_primitive] = _follow_transpose
-_batching.primitive_batchers[follow_primitive] = lambda args, dims: (follow_primitive.bind(*args), dims)
-_mlir.register_lowering(follow_primitive, lambda ctx, *xs: list(xs))
 
 hold_primitive.def_impl(lambda x, *_, **__: x)
 hold_primitive.def_abstract_eval(lambda x, *_, **__: x)

@@ -13,11 +13,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .. import _frames, _jax
+from .. import _jax
 from .._equations.compiled import Program, fast_compile_options
 from .._equations.flops import flops
 from .._equations.primitives import row_of
@@ -28,8 +26,7 @@ from .._remat.stored import StoredType
 from .._tree import is_float
 from ._derivative import BackwardPass, derivative_of, without_identities
 from ._integer import IntegerProgram, Storage
-from ._option import Decision, Interval, Option, pareto_front
-from ._regions import with_inner_regions
+from ._option import Decision, Option, pareto_front
 from ._stored import Formats, format_of, stored_bytes, storing_cost
 from ._values import Address, labels_of, values_of
 
@@ -202,24 +199,6 @@ class Graph:
             cost=option.cost + cost,
         ).deciding(stored=option.decision.stored | stored_outputs, inputs=stored_inputs)
 
-    def nested(self, intervals: Sequence[Interval], backward_bytes: int) -> Option:
-        """The region saving nothing, where these intervals, in order, are computed again one by one: each takes `backward_bytes`."""
-        option, eqns = self.option(frozenset()), self.jaxpr.eqns
-        last = intervals[-1][0]
-        interval_of = {v: n for n, (start, end) in enumerate(intervals) for e in eqns[start:end] for v in e.outvars}
-        crossing = {
-            v
-            for n, (start, end) in enumerate(intervals)
-            for e in eqns[start:end]
-            for v in e.invars
-            if isinstance(v, Var) and interval_of.get(v, n) != n
-        }
-        # The forward pass of all but the last runs twice.
-        return option._replace(
-            cost=option.cost + sum(map(flops, eqns[:last])),
-            backward_bytes=backward_bytes + sum(device_bytes(v.aval) for v in crossing),
-        ).deciding(inner=tuple(intervals))
-
     def inputs_read(self, saved: frozenset[Address] | None) -> set[int]:
         """The inputs, by index, that the backward pass of an option reads, to compute values again or itself."""
         if saved is None:
@@ -345,8 +324,6 @@ class Graph:
         return self._programs[decision.saving]
 
     def _program(self, decision: Decision) -> Program:
-        if decision.inner:
-            return self._nested_program(decision)
         if decision.saved is None:
             backward, recomputed, saved = self._baseline_backward, [], self._baseline_residuals
         else:
@@ -380,33 +357,6 @@ class Graph:
         num = sum(map(len, types))
         avals = [*itertools.chain.from_iterable(types), *(v.aval for v in backward.cotangents)]
         return self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
-
-    def _nested_program(self, decision: Decision) -> Program:
-        """Of a region that is computed again interval by interval: its inputs are arguments."""
-        jaxpr, formats = with_inner_regions(self.jaxpr, decision.inner), dict(decision.inputs)
-        invars, diff_indices = self.jaxpr.invars, sorted(self.diff_indices)
-        types = [formats[i].types(v.aval) if i in formats else [v.aval] for i, v in enumerate(invars)]
-
-        def differentiated(inputs: Sequence[Any], *diff_args: Any) -> list[Any]:
-            args = list(inputs)
-            for i, x in zip(diff_indices, diff_args, strict=True):
-                args[i] = x
-            outs = _jax.evaluate(jaxpr, (), args)
-            return [jnp.asarray(outs[i]) for i in self._out_indices]
-
-        def run(arrays: Sequence[Any], cts: Sequence[Any]) -> Any:
-            left = iter(arrays)
-            stored = [[next(left) for _ in group] for group in types]
-            inputs = [
-                formats[i].decode(x, v.aval) if i in formats else x[0]
-                for i, (x, v) in enumerate(zip(stored, invars, strict=True))
-            ]
-            pullback = jax.vjp(functools.partial(differentiated, inputs), *(inputs[i] for i in diff_indices))[1]
-            return pullback(list(cts))
-
-        num = sum(map(len, types))
-        avals = [*itertools.chain.from_iterable(types), *(v.aval for v in self._backward.cotangents)]
-        return self._context.program(_frames.undone(lambda *xs: run(xs[:num], xs[num:])), avals, fast_compile_options())
 
     def _formats_in(self, decision: Decision, variables: Iterable[Any]) -> dict[Any, StoredType]:
         """Of the variables of the forward pass, those that a decision stores in fewer bits."""

@@ -169,8 +169,7 @@ class Candidates:
 def _key(layout: Layout, options: Sequence[Option]) -> tuple[Any, ...]:
     # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no difference.
     decisions = [o.decision for o in options]
-    changed = [(r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != UNPLANNED]
-    return (*changed, *(layout.order if changed else ()))
+    return tuple([(r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != UNPLANNED])
 
 
 def predicted_bytes(peak: float, candidates: Sequence[Candidate]) -> float:

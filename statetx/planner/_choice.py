@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -32,12 +31,6 @@ def kind_of(options: Sequence[Option]) -> str:
 
 def cost_of(choice: Choice) -> float:
     return sum(option.cost for option in choice[1])
-
-
-def with_inputs_first(options: Sequence[Option]) -> list[Option]:
-    """The same decisions, where regions take the inputs of the program before other inputs."""
-    is_region = lambda decision: decision.saved is not None and decision.loop is None  # noqa: E731
-    return [o.deciding(inputs_first=True) if is_region(o.decision) else o for o in options]
 
 
 class Family:
@@ -95,11 +88,6 @@ class Family:
                             row.append((start, table))
                 self._tables.append((end, row))
         return self._tables
-
-    @functools.cached_property
-    def inputs_first(self) -> Family:
-        """The same choices, with the inputs of the program before other inputs of each region."""
-        return _InputsFirst(self)
 
     def has_path(self) -> bool:
         """Whether a path leads from the first equation to the last."""
@@ -199,23 +187,6 @@ def _front(bytes: np.ndarray, costs: np.ndarray) -> np.ndarray:
 def _paths_of(region: Region, is_uniform: bool = False) -> Paths:
     options = region.front.uniform_options if is_uniform else region.front.options
     return Paths.of_options(options, region.out_bytes, region.cotangent_bytes)
-
-
-class _InputsFirst(Family):
-    """The choices of another family, whose regions take the inputs of the program before other inputs."""
-
-    def __init__(self, family: Family):
-        self._family = family
-        self.kind, self.ends, self.is_uniform = family.kind, family.ends, family.is_uniform
-
-    def least_peak(self) -> int:
-        return self._family.least_peak()
-
-    def choose(self, limit: float) -> Choice | None:
-        choice = self._family.choose(limit)
-        if choice is None:
-            return None
-        return choice[0], with_inputs_first(choice[1])
 
 
 class Periods:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -12,7 +11,7 @@ from .._jax import Jaxpr
 from .._remat.stored import StoredType
 from ._groups import Groups
 from ._option import Decision
-from ._parts import Flat, Order, Part
+from ._parts import Flat, Part
 from ._stored import formats_of_variables
 from ._values import Address, values_of
 from ._whole import Options
@@ -38,8 +37,8 @@ def are_decisions_for(
     return True
 
 
-def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Decision], list[Order]]:
-    """Cut a flat program as a stored plan says: the program as it was cut, the parts, their decisions, their order.
+def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Decision]]:
+    """Cut a flat program as a stored plan says: the program as it was cut, the parts, their decisions.
 
     Raises:
         PlanError: a decision is for another program than the equations are: a value that is not there, or is not 0 or 1 and would be stored as bits.
@@ -60,13 +59,9 @@ def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part],
         if (part.key, number) not in checked or decisions[number].stored or decisions[number].inputs:
             check(part, decisions[number], f"treatments[{number}]")
             checked.add((part.key, number))
-    order = [Order(first, tuple(inputs), second, output) for first, inputs, second, output in fields["order"]]
-    for o in order:
-        is_there = o.second < o.first < len(parts) and o.output < len(parts[o.second].outvars)
-        _expect(is_there and all(i < len(parts[o.first].invars) for i in o.inputs), "order", "a part that is not there")
     last = fields["last_input"]
     _expect(last is None or last < len(flat.jaxpr.invars), "last_input", "an input that is not there")
-    return flat.jaxpr, parts, [decisions[i] for i in numbers], order
+    return flat.jaxpr, parts, [decisions[i] for i in numbers]
 
 
 class _Check:
@@ -90,10 +85,6 @@ class _Check:
         for i, format in decision.inputs:
             is_input = i < len(part.invars) and part.invars[i] in self._variables(format)
             _expect(is_input, f"{at}.inputs", f"an input that cannot be kept as {format}")
-        bounds = list(itertools.chain.from_iterable(decision.inner))
-        is_sorted = bounds == sorted(bounds) and all(start < end for start, end in decision.inner)
-        is_inside = not bounds or (part.eqn is None and not saved and bounds[-1] <= len(part.jaxpr.eqns))
-        _expect(is_sorted and is_inside, f"{at}.inner", "equations that are not there")
         if part.eqn is not None:
             self._check_loop(part, decision, at)
         else:

@@ -16,7 +16,7 @@ class Effort:
         least_gain: what a new limit must gain, in negligible gains: any that is compiled corrects the model, where that is cheap.
         num_refinements: compilations of choices that are a little cheaper than the best: the bisection passes over them.
         num_probes: for each family, once a candidate keeps the budget: compilations of choices for which the model must err to be of use.
-        is_thorough: whether what is seldom better is compiled, too: other regions, another order of inputs, no rematerialization.
+        is_thorough: whether what is seldom better is compiled, too: other regions, no rematerialization.
         full: the part of the budget from which a candidate is not made cheaper within its family: what is left of it buys little.
         lower: the part of the budget that each further candidate aims at, until one keeps it: fewer of them miss it then.
         clearly_above: the multiple of the budget from which a choice is predicted to miss it, where others cost too much.

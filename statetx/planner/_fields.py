@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from .._records import Check, flag, many, mapping, metadata, one_of, optional, real, record, row, text, whole
+from .._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
 from ._budget import STEP, TEMPORARIES
 from ._inner import VARIANTS
 from ._option import DECISION
 
-VERSION = 22
+VERSION = 23
 
 OBJECTIVES = ("flops", "time")
 
 _size, _index = whole(), whole()
 _predicted = whole(-(2**63))  # by the model, whose corrections may go below zero
-OPTIONS = mapping(lambda x, at: None if type(x) in (bool, int, float) else text(x, at))
 
 _row = record({"value": text, "owner": text, "times": _size, "bytes": _size, "decision": text, "price": real(0)})
 
@@ -24,7 +23,6 @@ _program = record(
         "cuts": many(_index),
         "parts": many(_index),
         "treatments": many(DECISION),
-        "order": many(row(_index, many(_index), _index, _index)),
         "last_input": optional(_index),
         "is_sequential": flag,
         "equations": many(text),
@@ -82,8 +80,6 @@ PLAN: Check = record(
     {
         "stock_policies": many(row(text, _predicted, real(), flag)),
         "timed": many(row(text, _size, real(0))),
-        "allowed_options": optional(OPTIONS),
-        "compiler_options": OPTIONS,
         "lower_bound": many(_bound),
     },
 )

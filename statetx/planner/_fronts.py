@@ -13,7 +13,7 @@ from .._remat.stored import StoredType
 from ._analysis import Graph
 from ._groups import Groups
 from ._loop_options import LoopOptions
-from ._option import Decision, Interval, Option, pareto_front
+from ._option import Decision, Option, pareto_front
 from ._parts import Part
 from ._stored import Formats
 from ._values import Address
@@ -56,26 +56,13 @@ class Front:
         self._graph = graph
         self._expand = expand
         self.is_free = graph is None and self._steps[:1] == [_FREE]
-        self._inner: dict[tuple[Interval, ...], Front] = {}
         self._measured: set[Any] = set()
         self._bytes = {} if measured is None else measured
         self.version = 0
 
     @functools.cached_property
     def _steps(self) -> list[Option]:
-        steps, graph = list(self._find_steps()), self._graph
-        if graph is None:
-            return steps
-        return [*steps, *(graph.nested(found, one.bytes_of_recomputation()) for found, one in self._inner.items())]
-
-    def nest(self, intervals: Sequence[Interval], one: Front) -> None:
-        """Add the option of a region that keeps nothing, and is computed again interval by interval. `one` is the front of an interval."""
-        if self._graph is not None and "_steps" not in vars(self):
-            self._inner[tuple(intervals)] = one
-
-    def bytes_of_recomputation(self) -> int:
-        """The backward bytes of the region saving nothing, by the model."""
-        return 0 if self._graph is None else self._graph.option(frozenset()).backward_bytes
+        return list(self._find_steps())
 
     # These change with a measurement.
 
@@ -122,7 +109,7 @@ class Front:
         saved = dict.fromkeys(
             (d.saved - derived | kept, frozenset(a for a, _ in d.stored) - derived - kept)
             for d in (option.decision for option in self._steps)
-            if d.saved is not None and not d.offloaded and not d.inner
+            if d.saved is not None and not d.offloaded
         )
         found = [graph.option(values, smaller=smaller) for values, smaller in saved]
         options = [o._replace(cost=o.cost + cost).deciding(copies=True) for o in found]

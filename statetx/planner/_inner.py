@@ -48,7 +48,7 @@ class InnerGradients(Rewriter):
         jaxpr = program.jaxpr
 
         def call(operands: Sequence[Any], *args: Any) -> list[Any]:
-            return run(jaxpr, parts, replacements, [*operands, *args], {})
+            return run(jaxpr, parts, replacements, [*operands, *args])
 
         return call
 

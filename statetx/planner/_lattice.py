@@ -23,13 +23,12 @@ import numpy as np
 from .._equations.flops import flops
 from .._jax import Jaxpr, Literal, Var
 from .._lift.context import TraceContext, device_bytes
-from .._tree import is_float
 from ._choice import COPIES, HOLDS, STORES, Arc, Family, Periods, cost_of
 from ._copies import Copies
 from ._cuts import MAX_PERIODS, Interval, Run, candidates, merged_periods
 from ._fronts import Front, front_of
 from ._layout import Layout, Region
-from ._parts import Flat, Order, Part, cotangent_variables, differentiated_variables
+from ._parts import Flat, Part, cotangent_variables, differentiated_variables
 from ._shorter import is_long
 from ._stored import Formats, formats_of_variables
 from ._values import Address
@@ -129,30 +128,15 @@ class Lattice:
         """The partition with these cuts."""
         cuts = tuple(cuts)
         if cuts not in self._layouts:
-            regions = self._regions(cuts)
-            self._layouts[cuts] = Layout(self.program, regions, self._order(regions))
+            self._layouts[cuts] = Layout(self.program, self._regions(cuts))
         return self._layouts[cuts]
 
     def _regions(self, cuts: Sequence[int]) -> list[Region]:
         return [self.region(*i) for i in itertools.pairwise([*cuts, len(self.program)])]
 
     def _stock_layout(self, cuts: Sequence[int], planned: Sequence[Interval]) -> tuple[Layout, list[bool]]:
-        # Without an order: policies are compiled as the user's own program would be.
         layout, set_ = Layout(self.program, self._regions(cuts)), set(planned)
         return layout, [(r.start, r.end) in set_ for r in layout.regions]
-
-    def _order(self, regions: Sequence[Region]) -> list[Order]:
-        """The neighboring regions with a backward pass of which the later reads nothing of the earlier: nothing orders their backward passes."""
-        order = []
-        numbers = [n for n, r in enumerate(regions) if not r.front.is_free]
-        for second, first in itertools.pairwise(numbers):
-            outs, reads = regions[second].part.outvars, regions[first].part.invars
-            waiting = [n for n, v in enumerate(outs) if is_float(v.aval) and v in self._with_cotangent]
-            inputs = [i for i, v in enumerate(reads) if not isinstance(v, Literal) and v in self._differentiated]
-            if waiting and inputs and not any(reads[i] in outs for i in inputs):
-                output = min(waiting, key=lambda n: device_bytes(outs[n].aval))  # it may be copied
-                order.append(Order(first, tuple(inputs), second, output))
-        return order
 
     # -- the arcs ------------------------------------------------------------------------------------------------------
 
@@ -263,7 +247,7 @@ class Lattice:
     def _layout_of_variants(self, region_of: _RegionOf, cuts: Sequence[int]) -> Layout:
         regions = [region_of(*interval) for interval in itertools.pairwise([*cuts, len(self.program)])]
         found = [r for r in regions if r is not None]
-        return Layout(self.program, found, self._order(found))
+        return Layout(self.program, found)
 
     def _sections(self, region_of: _RegionOf) -> list[_Section]:
         """The regions of each cutting, with its equal periods and several of these merged."""
@@ -334,10 +318,6 @@ class Lattice:
             is_composed &= len({None if r is None else _numbers(r) for r in found}) == 1
             if found[0] is not None:
                 merged[number] = found[0]
-                period = self.regions.get((start, end))
-                if period is not None and (first := intervals[0]) is not None and found[0] is self.regions.get(first):
-                    spans = [(k * group.period, (k + 1) * group.period) for k in range(number)]
-                    found[0].front.nest(spans, period.front)
         return _Group(group, inside, merged, is_composed)
 
 

@@ -27,7 +27,7 @@ from .._tree import is_float
 from ._copies import with_copies
 from ._fronts import Front
 from ._option import Decision, Option
-from ._parts import Flat, Order, Part, run
+from ._parts import Flat, Part, run
 from ._regions import marks_of, region
 
 UNPLANNED = Decision()
@@ -62,9 +62,6 @@ class Waits(enum.Enum):
 class Layout:
     """One way to cut a program.
 
-    Args:
-        order: of independent backward passes; see `rewrite`.
-
     Attributes:
         cuts: the first equation of each part.
         parts, fronts: the parts, and the options of each.
@@ -72,9 +69,8 @@ class Layout:
             for parts after them, and `Region.cotangent_bytes`. A value that only later parts read is live as its cotangent.
     """
 
-    def __init__(self, program: Flat, regions: Sequence[Region], order: Sequence[Order] = ()):
+    def __init__(self, program: Flat, regions: Sequence[Region]):
         self.program = program
-        self.order = tuple(order)
         self.regions = list(regions)
         self.cuts = tuple(r.start for r in regions)
         self.parts = [r.part for r in regions]
@@ -106,9 +102,7 @@ class Layout:
         last_input = None if waits is Waits.FOR_NOTHING else self.first_read()
         is_sequential = waits is Waits.FOR_GRADIENTS
         decisions = [option.decision for option in options]
-        return rewrite(
-            self.jaxpr, self.parts, decisions, self.order, last_input=last_input, is_sequential=is_sequential
-        )
+        return rewrite(self.jaxpr, self.parts, decisions, last_input=last_input, is_sequential=is_sequential)
 
     def first_read(self) -> int | None:
         """The smallest input, by number, of the first part with a backward pass; None if it has none."""
@@ -122,7 +116,6 @@ def rewrite(
     jaxpr: Jaxpr,
     parts: Sequence[Part],
     decisions: Sequence[Decision],
-    order: Sequence[Order] = (),
     *,
     last_input: int | None = None,
     is_sequential: bool = False,
@@ -130,14 +123,10 @@ def rewrite(
     """Apply a decision to each part of a program.
 
     Args:
-        order: of backward passes that do not depend on each other. The model takes them to run from the last part to the first; XLA
-            may run them in turns (decision 41).
         last_input: the number of an input that waits for all others; None for no such order.
         is_sequential: whether this input also waits for the gradient before.
     """
-    held = {o.first: (parts[o.second].outvars[o.output], [parts[o.first].invars[i] for i in o.inputs]) for o in order}
     parts, decisions = with_copies(jaxpr, parts, decisions)
-    parts, decisions = _with_inputs_first(jaxpr, parts, decisions)
     # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
     cache: dict[Any, Callable | None] = {}
     replacements = []
@@ -153,7 +142,7 @@ def rewrite(
                 _jax.hold(x, args, is_sequential=is_sequential) if i == last_input else x for i, x in enumerate(args)
             )
         # `flatten` leaves out conversions of weak types within the program.
-        outs = run(jaxpr, parts, replacements, [_typed(x, is_weak=False) for x in args], held)
+        outs = run(jaxpr, parts, replacements, [_typed(x, is_weak=False) for x in args])
         return [_typed(x, is_weak=_is_weak(v.aval)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
 
     avals = [v.aval for v in jaxpr.invars]
@@ -181,21 +170,6 @@ def as_planned(planned: Body) -> Callable:
         return override.gradient_order.run(functools.partial(planned, ()), last_inputs[0], [*operands, *args])
 
     return run
-
-
-def _with_inputs_first(
-    jaxpr: Jaxpr, parts: Sequence[Part], decisions: Sequence[Decision]
-) -> tuple[list[Part], list[Decision]]:
-    """Where decisions say so, let regions take the program's inputs before what it computes: XLA's schedule depends on it."""
-    inputs, new_parts, new_decisions = set(jaxpr.invars), [], []
-    for part, decision in zip(parts, decisions, strict=True):
-        if decision.inputs_first:
-            order = sorted(range(len(part.invars)), key=lambda i: part.invars[i] not in inputs)
-            part = part.reordered(order)
-            decision = decision._replace(inputs=tuple((order.index(i), format) for i, format in decision.inputs))
-        new_parts.append(part)
-        new_decisions.append(decision)
-    return new_parts, new_decisions
 
 
 def _loop(part: Part, decision: Decision) -> Callable:

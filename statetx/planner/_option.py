@@ -44,7 +44,6 @@ _FORMATS = _Json(
     lambda formats: [[i, format.name] for i, format in formats],
     lambda rows: tuple((i, StoredType(name)) for i, name in rows),
 )
-_INTERVALS = _Json(many(row(_index, _index)), lambda some: [*map(list, some)], lambda rows: tuple(map(tuple, rows)))
 
 
 class Decision(NamedTuple):
@@ -59,9 +58,6 @@ class Decision(NamedTuple):
         inputs: the inputs that are stored in fewer bits, by index, with their formats.
         fenced: whether the backward pass of a loop is kept from starting early (`_remat.fence`).
         carries: the leaves of a loop's carry that are stored in fewer bits, by number, with their formats.
-        inputs_first: whether the function of a region takes the program's inputs before what the program computes.
-        inner: intervals of a region that saves nothing. While it is computed again, only their inputs are kept: each interval is
-            computed once more in its turn.
     """
 
     saved: Annotated[frozenset[Address] | None, _ADDRESSES.or_none()] = None
@@ -72,8 +68,6 @@ class Decision(NamedTuple):
     inputs: Annotated[tuple[tuple[int, StoredType], ...], _FORMATS] = ()
     fenced: Annotated[bool, _FLAG] = False
     carries: Annotated[tuple[tuple[int, StoredType], ...], _FORMATS] = ()
-    inputs_first: Annotated[bool, _FLAG] = False
-    inner: Annotated[tuple[Interval, ...], _INTERVALS] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {name: json.write(getattr(self, name)) for name, json in _JSON.items()}
@@ -85,7 +79,7 @@ class Decision(NamedTuple):
     @property
     def saving(self) -> tuple[Any, ...]:
         """What is saved and how: the backward bytes of a region, or of a step of a loop, depend on this alone."""
-        return self.saved, self.offloaded, self.stored, self.inputs, self.inner
+        return self.saved, self.offloaded, self.stored, self.inputs
 
     def renumbered(self, number: Callable[[int], int]) -> Decision:
         """The decision for a region whose equations have other numbers."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.core.primitives import closed_call_p
 
@@ -61,16 +61,6 @@ class Part:
         if self.eqn is not None:
             return _jax.bind_equation(self.eqn, self.eqn.params, args)
         return _jax.evaluate(self.jaxpr, (), args)
-
-    def reordered(self, order: Sequence[int]) -> Part:
-        """The same region with its inputs in another order, given by their numbers."""
-
-        def reorder(jaxpr: Jaxpr) -> Jaxpr:
-            return _jax.rebuild(jaxpr, invars=[jaxpr.invars[i] for i in order], outvars=jaxpr.outvars, eqns=jaxpr.eqns)
-
-        jaxpr = reorder(self.jaxpr)
-        original = jaxpr if self.original_jaxpr is self.jaxpr else reorder(self.original_jaxpr)
-        return Part("region", jaxpr, [self.invars[i] for i in order], self.outvars, original_jaxpr=original)
 
     def __repr__(self) -> str:
         return f"Part({self.category}, {len(self.jaxpr.eqns)} equations)"
@@ -285,46 +275,19 @@ def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
 # -- running them ----------------------------------------------------------------------------------------------------
 
 
-class Order(NamedTuple):
-    """Two parts whose backward passes do not depend on each other, and run one after the other.
-
-    Attributes:
-        first: the number of the part whose backward pass runs first.
-        inputs: its inputs with a cotangent, by number.
-        second: the number of the other part, which comes before it in the program.
-        output: the output of the second part whose cotangent waits.
-    """
-
-    first: int
-    inputs: tuple[int, ...]
-    second: int
-    output: int
-
-
 def run(
     jaxpr: Jaxpr,
     parts: Sequence[Part],
     replacements: Sequence[Callable[..., list] | None],
     args: Sequence[Any],
-    held: Mapping[int, tuple[Any, Sequence[Any]]],
 ) -> list[Any]:
-    """Evaluate a program part by part; a replacement of a part is called in place of its equations.
-
-    Args:
-        held: for some parts, a variable whose cotangent waits for those of some variables that the part reads.
-    """
+    """Evaluate a program part by part; a replacement of a part is called in place of its equations."""
     values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    for number, (part, replacement) in enumerate(zip(parts, replacements, strict=True)):
-        operands = [read(v) for v in part.invars]
-        waiting, inputs = held.get(number, (None, ()))
-        if awaited := [i for i, v in enumerate(part.invars) if v in inputs]:
-            values[waiting], xs = _jax.follow(values[waiting], [operands[i] for i in awaited])
-            for i, x in zip(awaited, xs, strict=True):
-                operands[i] = x
-        outs = (replacement or part)(*operands)
+    for part, replacement in zip(parts, replacements, strict=True):
+        outs = (replacement or part)(*(read(v) for v in part.invars))
         values.update(zip(part.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]

@@ -89,7 +89,6 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
         "cuts": list(layout.cuts),
         "parts": numbers,
         "treatments": decisions,
-        "order": [list(order) for order in layout.order],
         "last_input": None if waits is Waits.FOR_NOTHING else layout.first_read(),
         "is_sequential": waits is Waits.FOR_GRADIENTS,
         "equations": fingerprint(search.jaxpr),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +9,9 @@ from .. import _jax
 from .._equations.primitives import row_of, size
 from .._jax import Jaxpr, Var
 from .._remat import decide, fence, mark
-from ._option import Decision, Interval
-from ._parts import Flat, Part, run
+from ._option import Decision
+from ._parts import Part
 from ._values import labels_of
-
-_SAVES_NOTHING = Decision(frozenset())
 
 
 def marks_of(decision: Decision, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:
@@ -42,34 +39,9 @@ def region(part: Part, decision: Decision) -> Callable | None:
     if sums:
         return _around(sums, part, decision) if len(sums) < len(part.jaxpr.eqns) else None
     jaxpr = part.jaxpr if decision.saved else part.original_jaxpr
-    if decision.inner:
-        jaxpr = with_inner_regions(part.jaxpr, decision.inner)
     inputs = {i: mark.Stored(format, mark.SAVE, is_ordered=True) for i, format in decision.inputs}
     jaxpr, policy = decide.keep(jaxpr, marks_of(decision, is_ordered=True), inputs)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
-
-
-def with_inner_regions(jaxpr: Jaxpr, intervals: Sequence[Interval]) -> Jaxpr:
-    """A region in which some intervals of equations are rematerialized, too: computed again, it keeps their inputs only."""
-    program = Flat(jaxpr)
-    boundaries = sorted({0, len(program), *itertools.chain.from_iterable(intervals)})
-    parts = [program.part(*interval) for interval in itertools.pairwise(boundaries)]
-    # Equal parts share one function, so that JAX traces and differentiates it once.
-    functions: dict[Any, Callable | None] = {}
-    replacements = []
-    for part, interval in zip(parts, itertools.pairwise(boundaries), strict=True):
-        if part.key not in functions:
-            functions[part.key] = region(part, _SAVES_NOTHING) if part.eqn is None else None
-        replacements.append(functions[part.key] if interval in intervals else None)
-    avals = [v.aval for v in jaxpr.invars]
-    new, constants = _jax.stage(
-        lambda *args: run(program.jaxpr, parts, replacements, args, {}),
-        avals,
-        traced_for="statetx.plan",
-        name="planned",
-    )
-    assert not constants, "rewriting a region without constants made some"
-    return new
 
 
 def _sums_of_numbers(jaxpr: Jaxpr, decision: Decision) -> list[int]:
@@ -101,9 +73,6 @@ def _around(sums: Sequence[int], part: Part, decision: Decision) -> Callable:
         own,
         decision.renumbered(number.__getitem__)._replace(
             inputs=tuple((invars.index(jaxpr.invars[i]), format) for i, format in decision.inputs),
-            inner=tuple(
-                (sum(i < start for i in inside), sum(i < end for i in inside)) for start, end in decision.inner
-            ),
         ),
     )
     rest = _jax.rebuild(jaxpr, invars=[*jaxpr.invars, *outvars], outvars=jaxpr.outvars, eqns=after)

@@ -70,8 +70,6 @@ class Result(Attributes):
         self._stored_bound = fields.get("lower_bound", ())
         self._fields = fields = {key: value for key, value in fields.items() if key != "lower_bound"}
         vars(self).update((name, fields[name]) for name in ATTRIBUTES)
-        self.compiler_options: dict[str, Any] = dict(fields.get("compiler_options", {}))
-        self.allowed_options: dict[str, Any] | None = fields.get("allowed_options")
         self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
         variant = fields["inner"]
         self.inner = None if variant is None else InnerGradients(variant)

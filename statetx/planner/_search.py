@@ -16,7 +16,7 @@ from ..residuals.report import BASELINE
 from ._baseline import Baseline, ProgramOf
 from ._bracket import Bracket, Proposal, clear_of_ends
 from ._candidate import Candidate, Candidates, predicted_bytes, with_gradient
-from ._choice import HOLDS, Family, cost_of, kind_of, with_inputs_first
+from ._choice import HOLDS, Family, cost_of, kind_of
 from ._clock import TimeLeft
 from ._effort import LONG, SHORT
 from ._groups import Groups
@@ -42,8 +42,6 @@ _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
 _SMALL_GAIN = 0.25  # of what is negligible, near the best candidate
 _EXPENSIVE = 0.25  # of the baseline's cost: a plan that adds more is made cheaper even when the time is up
-
-_CLEARLY_SMALLER = 0.98  # of the memory in the usual order of inputs: the other order is worth a search
 
 _NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
 
@@ -158,8 +156,6 @@ class Search:
         if self.lattice.unmarked_family is not None and self._may_improve(budget):
             budget = self._bisect_together([self.lattice.unmarked_family], budget_of, _MORE_TRIES)
             self._refine(budget)
-        if self._may_improve(budget):
-            budget = self._try_inputs_first(budget, budget_of)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
         for family in self.lattice.families:
             if self.candidates.best(budget) is None and not self.is_late():
@@ -224,17 +220,6 @@ class Search:
             if choice is None:
                 return
             self.candidates.measure(*choice)
-
-    def _try_inputs_first(self, budget: int, budget_of: Callable[[], int]) -> int:
-        """Search with the inputs of regions in another order, if that takes less memory, and return the budget.
-
-        XLA's schedule depends on the order: of some programs all choices take a tenth less, or more.
-        """
-        best = self.candidates.best(budget) or self.candidates.smallest()
-        reordered = self.candidates.measure(best.layout, with_inputs_first(best.options))
-        if reordered.temp_bytes > _CLEARLY_SMALLER * best.temp_bytes or self.is_late():
-            return budget
-        return self._bisect_together([self._family_of(reordered)], budget_of, _MORE_TRIES)
 
     def _try_saving_nothing(self, layout: Layout, budget: int) -> None:
         """XLA may hold a value twice that a region both saves and outputs, which the model counts once."""
@@ -483,8 +468,6 @@ class Search:
 
     def _family_of(self, candidate: Candidate) -> Family:
         """The smallest family that a candidate belongs to."""
-        if any(o.decision.inputs_first for o in candidate.options):
-            return next(f for f in self.lattice.families if f.kind == kind_of(candidate.options)).inputs_first
         if any(isinstance(o.decision.loop, Groups) for o in candidate.options):
             return self.lattice.families[0]
         cuts, kind = candidate.layout.cuts, kind_of(candidate.options)

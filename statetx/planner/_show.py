@@ -105,9 +105,8 @@ def _notes(plan: Result) -> Iterator[str]:
     yield from plan.loops
     others = [*_stock_texts(plan)]
     if others:
-        lead = "Compared, under the same compiler options, with" if plan.compiler_options else "Compared with"
         predicted = " (~: predicted, not compiled)" if any("~" in text for text in others) else ""
-        yield f"{lead}: {', '.join(others)}{predicted}."
+        yield f"Compared with: {', '.join(others)}{predicted}."
     if plan.is_sequential:
         yield "The gradients of the step are computed one after the other."
     if plan.inner is not None:
@@ -119,7 +118,6 @@ def _notes(plan: Result) -> Iterator[str]:
                 "It fits without the rematerialized functions. Those inside of branches and of inner loops stay."
             )
         yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else unchanged
-    yield from _options_note(plan)
     if plan.seconds is not None:
         yield f"Time: {format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
     if not plan.complete:
@@ -138,16 +136,6 @@ def _stock_texts(plan: Result) -> Iterator[str]:
     for name, temp_bytes, extra, is_predicted in rows:
         mark = "~" if is_predicted else ""
         yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%"
-
-
-def _options_note(plan: Result) -> Iterator[str]:
-    if plan.compiler_options:
-        named = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
-        yield f"Compile it with jax.jit(..., compiler_options=plan.compiler_options): {named}."
-    elif plan.allowed_options:
-        yield "It needs no compiler options."
-    elif plan.allowed_options is not None:
-        yield "No compiler options that change memory are known for this backend."
 
 
 def _bound_note(plan: Result) -> Iterator[str]:
@@ -213,7 +201,7 @@ def plot(plan: Result, path: str | os.PathLike | None) -> Any:
 
 def described(program: Jaxpr, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and groups of regions."""
-    _, parts, decisions, _ = parts_of(program, fields)
+    _, parts, decisions = parts_of(program, fields)
     return fields | {
         "rows": [dataclasses.asdict(row) for row in _rows(parts, decisions)],
         "loops": list(_loops(parts, decisions)),
@@ -334,8 +322,6 @@ def _saved_text(part: Part, decision: Decision) -> str:
     results = values_of(part.jaxpr).sites.values()
     formats: dict[tuple[int, ...], StoredType] = dict(decision.stored)
     sites = [site for site in results if site.address in (decision.saved or ())]
-    if decision.inner:
-        return f"keep nothing, computed again in {len(decision.inner)} parts"
     if not sites:
         return "keep nothing"
 

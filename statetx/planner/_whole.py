@@ -41,14 +41,12 @@ class Options:
     """What a search minimizes, as in `plan`.
 
     Attributes:
-        compiler_options: set in every compilation of the whole program.
         formats: in which values may be stored between the passes.
     """
 
     objective: str = "flops"
     offload: bool = False
     time_limit: float | None = None
-    compiler_options: tuple[tuple[str, Any], ...] = ()
     formats: Formats = (BITS,)
 
 
@@ -127,7 +125,6 @@ class Whole:
         compile_baseline: bool = False,
     ):
         self.captured = captured
-        self.compiler_options = dict(options.compiler_options)
         self.time_left = TimeLeft(options.time_limit)
         with self._contexts(), self.time_left.running():
             self.searches = self._start(options, report, compile_baseline)
@@ -192,10 +189,7 @@ class Whole:
         return programs
 
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
-        return self._program_of(programs[0], self._with_own(compiler_options))
-
-    def _with_own(self, compiler_options: dict[str, Any] | None) -> dict[str, Any]:
-        return {**(compiler_options or {}), **self.compiler_options}
+        return self._program_of(programs[0], compiler_options)
 
     # -- its memory --
 
@@ -303,8 +297,7 @@ class Several(Whole):
         return searches
 
     def _alone(self, gradient: Recorded) -> ProgramOf:
-        program_of = _gradient_of(gradient)
-        return lambda jaxpr, compiler_options: program_of(jaxpr, self._with_own(compiler_options))
+        return _gradient_of(gradient)
 
     def _contexts(self) -> Any:
         return TraceContext().bind_axes()
@@ -380,7 +373,7 @@ class Several(Whole):
     def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         assert self.captured.step is not None
         by_key = dict(zip(self._keys, programs, strict=True))
-        return self.captured.step.compiled_with(by_key, self._with_own(compiler_options))
+        return self.captured.step.compiled_with(by_key, compiler_options)
 
     def best(self, temp_bytes: int) -> Choice | None:
         fitting = [c for c in self._compiled.values() if c.temp_bytes <= temp_bytes]

@@ -7,11 +7,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Never, ParamSpec, TypeVar, cast
 
 from .. import _files, _records
-from .._equations.compiled import LOW_MEMORY
 from .._equations.structure import Body
 from .._errors import FunctionError, PlanError
 from .._remat.gradients import rewritten_by
@@ -65,9 +64,6 @@ class Plan(Result, Tabular, Rewriter):
             seconds, which this does not show; where it is met, the plan may cost more than it must.
         num_equations: number of equations of the planned program; a loop counts as one.
         is_step: whether the program is a training step, whose gradients are planned.
-        compiler_options: of the compiler, for ``jax.jit(..., compiler_options=plan.compiler_options)``: without them the program may
-            take more memory. Empty unless the plan was allowed to set some.
-        allowed_options: those that the plan was allowed to set; None if it was not.
         num_devices: the number of devices that the compiler may share a value between: `rows` and `groups` have the bytes of all of them.
         is_sequential: whether the gradients of the step are computed one after the other.
         inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if there are none.
@@ -132,8 +128,8 @@ class Plan(Result, Tabular, Rewriter):
         if fields is None:
             return body
         # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
-        order = {"last_input": fields["last_input"], "is_sequential": fields["is_sequential"]}
-        planned = Body(rewrite(*parts_of(program, fields), **order), [])
+        waits = {"last_input": fields["last_input"], "is_sequential": fields["is_sequential"]}
+        planned = Body(rewrite(*parts_of(program, fields), **waits), [])
         return as_planned(planned)
 
     def _find(self, lines: Sequence[str], name: str) -> dict[str, Any] | None:
@@ -172,15 +168,11 @@ class Plan(Result, Tabular, Rewriter):
         return Plan, (self._stored_fields(),)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, *, compiler_options: Mapping[str, Any] | None = None) -> Plan:
+    def load(cls, path: str | os.PathLike) -> Plan:
         """Read a plan from a file. It is data: it is checked, and no code of it runs.
 
-        Args:
-            compiler_options: those that the plan may set besides those that statetx knows: what `plan` was given when it was made.
-
         Raises:
-            PlanError: it is not a plan, or one of another version; it has changed since it was written; or it sets another option of
-                the compiler, which might write files.
+            PlanError: it is not a plan, or one of another version; or it has changed since it was written.
             OSError: the file cannot be opened.
         """
         try:
@@ -196,13 +188,6 @@ class Plan(Result, Tabular, Rewriter):
             if isinstance(e, PlanError):
                 raise
             raise PlanError(f"{path} is not a plan: {e}.") from e
-        known = {**LOW_MEMORY, **(compiler_options or {})}
-        for name, value in {**(fields.get("allowed_options") or {}), **fields.get("compiler_options", {})}.items():
-            if name not in known or known[name] != value:
-                raise PlanError(
-                    f"{path} sets the compiler option {brief(name)} to {brief(value)}; known are {', '.join(f'{n}={v}' for n, v in known.items())}.\n"
-                    f"Fix: if you know what it does, allow it: Plan.load(path, compiler_options={{{brief(name)}: {brief(value)}}})."
-                )
         return cls(fields)
 
     # -- show ------------------------------------------------------------------------------------------------------

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from .. import _jax, _states
-from .._equations.compiled import low_memory_options
 from .._errors import PlanError, PolicyWarning
 from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
@@ -24,9 +22,8 @@ from ._budget import STEP, Budget, impossible, no_plan
 from ._capture import Captured, variants
 from ._clock import read_time_limit
 from ._decision import are_decisions_for
-from ._fields import OBJECTIVES, OPTIONS, PLAN
+from ._fields import OBJECTIVES, PLAN
 from ._fingerprint import full_fingerprint
-from ._inner import PLAIN
 from ._record import bytes_of, fields_of, shown_fields, unplanned_fields
 from ._show import described
 from ._spinner import spinner
@@ -54,7 +51,6 @@ def plan(
     offload: bool = False,
     stored_as: str | Sequence[str] = ("bits",),
     argnums: int | Sequence[int] | None = None,
-    compiler_options: bool | Mapping[str, Any] = False,
     time_limit: float | None = DEFAULT_TIME_LIMIT,
     progress: bool = False,
     **kwargs: Any,
@@ -90,10 +86,6 @@ def plan(
             for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"int8"``
             round what the backward pass reads, and so the gradients. ``()``: none.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
-        compiler_options: whether the plan may set options of the compiler that change memory. It is then made without them and with
-            them, and the cheaper plan is returned. If that is the one with them, ``plan.compiler_options`` is not empty, and
-            the function has to be compiled with ``jax.jit(..., compiler_options=plan.compiler_options)``. True: the known ones,
-            on CPUs a schedule that takes little memory; other backends have none. A mapping: these.
         time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may take twice
             as long; if that plan adds more than a quarter of the operations, one cheaper program is compiled. None for no limit.
         progress: whether to show progress (with rich).
@@ -127,7 +119,7 @@ def plan(
     check_flags("plan", offload=offload, progress=progress)
     Budget.read(budget, of)  # a mistake shows before anything is compiled
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
-    options |= {"compiler_options": compiler_options, "stored_as": stored_as}
+    options |= {"stored_as": stored_as}
     return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(budget)
 
 
@@ -171,7 +163,6 @@ class Planner:
         offload: bool = False,
         stored_as: str | Sequence[str] = ("bits",),
         argnums: int | Sequence[int] | None = None,
-        compiler_options: bool | Mapping[str, Any] = False,
         time_limit: float | None = None,
         progress: bool = False,
         **kwargs: Any,
@@ -186,15 +177,13 @@ class Planner:
         self.name = short_name(name_of(fun))
         self._target = current.current()
         self._of = of
-        self._allowed_options = _allowed(compiler_options)
         formats = read_formats(stored_as)
         self._progress = spinner(f"plan {self.name}", is_shown=progress)
         with unobserved():
             self._variants = variants(fun, args, kwargs, argnums)
         self._captured = self._variants[0]
-        num_searches = (2 if self._allowed_options else 1) * len(self._variants)
         time_limit = read_time_limit(time_limit)
-        time_limit = None if time_limit is None else time_limit / num_searches
+        time_limit = None if time_limit is None else time_limit / len(self._variants)
         self._options = Options(objective, offload, time_limit, formats=formats)
         self._timer = Timer() if objective == "time" else None
         self._started: Whole | None = None
@@ -222,24 +211,16 @@ class Planner:
 
     @functools.cached_property
     def _others(self) -> list[Whole]:
-        """With the compiler options that are allowed, if any; the variants of gradients inside of the loss; and these with options."""
-        with_options = dataclasses.replace(
-            self._options, compiler_options=tuple(sorted((self._allowed_options or {}).items()))
-        )
-        wholes = []
-        for captured in self._variants:
-            inner = "" if captured.variant in (None, PLAIN) else f", inner gradients with policy {captured.variant!r}"
-            for options, text in ((with_options, ", with compiler options"), (self._options, "")):
-                is_first = captured is self._captured and options is self._options
-                if not is_first and (self._allowed_options or options is self._options):
-                    wholes.append(whole_of(captured, options, self._reporting(f"{text}{inner}")))
-        return wholes
+        """The programs of the other variants of gradients inside of the loss."""
 
-    def _reporting(self, what: str) -> Callable[[str], None]:
-        return lambda text: self._report(f"{text}{what}")
+        def start(captured: Captured) -> Whole:
+            text = f", inner gradients with policy {captured.variant!r}"
+            return whole_of(captured, self._options, lambda step: self._report(step + text))
+
+        return [start(captured) for captured in self._variants[1:]]
 
     def _wholes(self) -> Iterator[Whole]:
-        """All programs with these results; last the one without compiler options, and without rematerialization of its own."""
+        """All programs with these results; last the one without rematerialization of inner gradients."""
         yield from self._others
         yield self._whole
 
@@ -295,21 +276,13 @@ class Planner:
         return self._as_plan(self._fields(*_cheapest(found), budget_)) if found else None
 
     def _choose(self, budget: Budget) -> tuple[Whole, Choice]:
-        """The best choice, and the program that it is for: with compiler options or without, and of which variant."""
+        """The best choice, and the program that it is for: of which variant."""
         if not self._others:
             return self._whole, self._best_of(self._whole, budget)
-
-        # Nothing has to be searched if only with the options the program fits unchanged: no operations are added.
-        budget, whole = self._in_bytes(budget), self._others[0]
-        if whole.compiler_options and self._options.objective == "flops" and _fits_unchanged(whole, budget):
-            choice = whole.best(bytes_left(whole, budget))
-            if choice is not None and not _fits_unchanged(self._whole, budget):
-                return whole, choice
-
+        budget = self._in_bytes(budget)
         choices: list[tuple[Whole, Choice]] = []
         errors: list[PlanError] = []
-        # Of equal programs the one without compiler options first: with options a plan must be cheaper.
-        wholes = sorted(self._wholes(), key=lambda whole: (whole.total_cost(), len(whole.compiler_options)))
+        wholes = sorted(self._wholes(), key=lambda whole: whole.total_cost())
         for whole, following in itertools.zip_longest(wholes, wholes[1:]):
             # A program whose own operations are as many as those of a plan found before cannot be cheaper.
             is_beaten = choices and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0
@@ -330,7 +303,7 @@ class Planner:
             return choice if self._timer is None else self._timer.fastest(whole, choice, bytes_left(whole, budget))
 
     def _in_bytes(self, budget: Budget) -> Budget:
-        """A fraction is one of the memory without a plan and without compiler options."""
+        """A fraction is one of the memory without a plan."""
         if isinstance(budget.amount, float):
             self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
         return Budget(bytes_of(self._whole, budget), budget.of)
@@ -342,8 +315,6 @@ class Planner:
         fields = fields_of(whole, choice, self.name, budget, self._options) | shown_fields(whole, choice)
         if self._timer is not None:
             fields |= self._timer.fields(choice)
-        if self._allowed_options is not None:
-            fields |= {"allowed_options": self._allowed_options, "compiler_options": whole.compiler_options}
         if whole is not self._whole:
             fields |= unplanned_fields(self._whole)
         return fields
@@ -376,18 +347,16 @@ class Planner:
             outline = captured.step.outline
             programs.append((outline.jaxpr, full_fingerprint(outline.jaxpr), outline.context))
             more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
-        return _store.key_of(programs, *settings, options, self._allowed_options, *more)
+        return _store.key_of(programs, *settings, options, *more)
 
     def _is_for_program(self, fields: dict[str, Any], budget: Budget) -> bool:
         """Whether stored fields are what this planner may answer: all that it can check."""
-        captured, options, allowed = self._variant_of(fields), self._options, self._allowed_options
-        asked = (options.objective, budget.of, captured.is_step, captured.num_devices, captured.variant, allowed)
-        names = ("objective", "of", "is_step", "num_devices", "inner")
-        is_asked = (*(fields[name] for name in names), fields.get("allowed_options")) == asked
+        captured, options = self._variant_of(fields), self._options
+        asked = (options.objective, budget.of, captured.is_step, captured.num_devices, captured.variant)
+        is_asked = tuple(fields[name] for name in ("objective", "of", "is_step", "num_devices", "inner")) == asked
         is_budget = isinstance(budget.amount, float) or fields["budget_bytes"] == budget.amount
-        is_allowed = fields.get("compiler_options", {}) in ({}, allowed)
         num_bounds = len(fields.get("lower_bound", captured.gradients))
-        if not (is_asked and is_budget and is_allowed and num_bounds == len(captured.gradients)):
+        if not (is_asked and is_budget and num_bounds == len(captured.gradients)):
             return False
         programs = [(gradient.flat, gradient.lines) for gradient in captured.gradients]
         return are_decisions_for(programs, fields, options)
@@ -406,19 +375,8 @@ class Planner:
             self._report = lambda text: None
 
 
-def _allowed(compiler_options: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """The compiler options that a plan may set; None if it may not."""
-    if isinstance(compiler_options, Mapping):
-        OPTIONS(dict(compiler_options), "compiler_options")
-        return dict(compiler_options)
-    if not isinstance(compiler_options, bool):
-        raise ValueError(f"compiler_options must be True, False or a mapping, got {compiler_options!r}.")
-    return low_memory_options() if compiler_options else None
-
-
 def _cheapest(choices: Sequence[tuple[Whole, Choice]]) -> tuple[Whole, Choice]:
-    """Of equal costs, without compiler options."""
-    return min(choices, key=lambda pair: (_total_cost(*pair), len(pair[0].compiler_options)))
+    return min(choices, key=lambda pair: _total_cost(*pair))
 
 
 def warn_if_expensive(plan: Plan) -> Plan:
@@ -437,10 +395,6 @@ def warn_if_expensive(plan: Plan) -> Plan:
 def _total_cost(whole: Whole, choice: Choice) -> float:
     # What a choice adds is relative to its own program, which may rematerialize gradients inside of the loss.
     return whole.total_cost() + choice.added_cost
-
-
-def _fits_unchanged(whole: Whole, budget: Budget) -> bool:
-    return whole.fraction_of_baseline(1.0) <= bytes_left(whole, budget)
 
 
 def bytes_left(whole: Whole, budget: Budget) -> int:
