@@ -39,6 +39,7 @@ from statetx.planner import (
     _cuts,
     _fronts,
     _layout,
+    _measured,
     _parts,
     _paths,
     _search,
@@ -796,6 +797,44 @@ def test_option_of_zero_bytes_is_measured_once():
     front = _fronts.Front([Option(100, 0, 0.0, Decision()), option], [option], graph)  # a stock policy saves the same
     assert front.measure(option) and not front.measure(option)
     assert graph.num_measurements == 1 and front.options[-1].backward_bytes == front.stock[0].backward_bytes == 0
+
+
+class CompiledGraph:
+    """Measures 200 bytes."""
+
+    def __init__(self):
+        self.measured = []
+
+    def program(self, decision):
+        return None
+
+    def measure(self, option):
+        self.measured.append(option)
+        return option._replace(backward_bytes=200)
+
+
+def test_parts_far_from_the_peak_are_not_compiled(monkeypatch):
+    """A program of a part is compiled only where the part may have the peak."""
+    monkeypatch.setattr(_measured, "compile_together", list)
+    graphs = [CompiledGraph() for _ in range(3)]
+    # What is kept adds up: in use are 10 + 20, 20 + 20 and 30 + 70 bytes.
+    options = [Option(10, n, 1.0, Decision(frozenset())) for n in (20, 20, 70)]
+    fronts = [_fronts.Front([o], [o], graph) for o, graph in zip(options, graphs, strict=True)]
+    regions = [_layout.Region(i, i + 1, None, front, 0, 0) for i, front in enumerate(fronts)]
+    layout = _layout.Layout(types.SimpleNamespace(jaxpr=None), regions)
+    assert _measured.measure_parts(layout, options, lambda: False)
+    assert [len(graph.measured) for graph in graphs] == [0, 0, 1]
+    assert not _measured.measure_parts(layout, options, lambda: False)
+
+
+def test_what_is_not_measured_gets_most_of_the_error_of_what_is():
+    none, some, every = (Option(n, 100, c, Decision(frozenset([(n, 0)]))) for n, c in ((0, 2.0), (10, 1.0), (20, 0.5)))
+    front = _fronts.Front([Option(100, 0, 0.0, Decision()), none, some, every], [none], CompiledGraph())
+    front.measure(some)
+    found = {o.saved_bytes: o.backward_bytes for o in front._all_options}
+    assert found == {100: 0, 0: 160, 10: 200, 20: 160}
+    front.measure(every)
+    assert {o.saved_bytes: o.backward_bytes for o in front._all_options} == {100: 0, 0: 160, 10: 200, 20: 200}
 
 
 def test_offload():

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from .. import _jax
 from .._equations.structure import Body
@@ -82,20 +81,20 @@ class Layout:
     def jaxpr(self) -> Jaxpr:
         return self.program.jaxpr
 
+    def in_use(self, options: Sequence[Option]) -> list[int]:
+        """The bytes in use during the backward pass of each part."""
+        saved = itertools.accumulate(option.saved_bytes for option in options)
+        return [b + s + o.backward_bytes for b, s, o in zip(self.base, saved, options, strict=True)]
+
     def peak(self, options: Sequence[Option]) -> int:
         """The most bytes in use during the backward pass of any part."""
-        saved_bytes, peak = 0, 0
-        for base, option in zip(self.base, options, strict=True):
-            saved_bytes += option.saved_bytes
-            peak = max(peak, base + saved_bytes + option.backward_bytes)
-        return peak
+        return max(self.in_use(options), default=0)
 
     def peak_part(self, options: Sequence[Option]) -> tuple[int, int]:
         """Return the index of the part whose backward pass has the peak, and the bytes saved by the parts before it."""
-        sums = np.cumsum([0, *(o.saved_bytes for o in options)])
-        in_use = [b + s + o.saved_bytes + o.backward_bytes for b, s, o in zip(self.base, sums, options, strict=False)]
-        part = int(np.argmax(in_use))
-        return part, int(sums[part])
+        in_use = self.in_use(options)
+        part = in_use.index(max(in_use))
+        return part, sum(option.saved_bytes for option in options[:part])
 
     def rewrite(self, options: Sequence[Option], waits: Waits = Waits.FOR_NOTHING) -> Jaxpr:
         """Apply an option to each part."""

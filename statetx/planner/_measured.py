@@ -14,6 +14,8 @@ from ._fronts import Front
 from ._layout import Layout
 from ._option import Option
 
+_MODEL_ERROR = 1.0  # of the bytes of a backward pass: so much more it may take than the model says
+
 
 def cheapest_choice(family: Family, limit: float, is_late: Callable[[], bool]) -> Choice | None:
     """The cheapest choice that the model puts within a limit, made of measured options only."""
@@ -50,8 +52,14 @@ def cheaper_choice(layout: Layout, options: Sequence[Option], limit: float) -> C
 
 
 def measure_parts(layout: Layout, options: Sequence[Option], is_late: Callable[[], bool]) -> bool:
-    """Measure the options of a choice, each on its own. Returns whether anything was new."""
-    return _measure(list(zip(layout.fronts, options, strict=True)), is_late)
+    """Measure the options of a choice, each on its own, but those far from the peak. Returns whether anything was new."""
+    peak, in_use = layout.peak(options), layout.in_use(options)
+    pairs = [
+        (front, option)
+        for front, option, num_bytes in zip(layout.fronts, options, in_use, strict=True)
+        if num_bytes + _MODEL_ERROR * option.backward_bytes >= peak
+    ]
+    return _measure(pairs, is_late)
 
 
 def _measure_peak_part(layout: Layout, options: Sequence[Option], limit: float, is_late: Callable[[], bool]) -> bool:
