@@ -850,6 +850,25 @@ def test_offload():
         assert any("offload" in mark for mark in _layout.marks_of(option.decision).values())
 
 
+def of_400_steps(w, xs):
+    def step(h, x):
+        h = jnp.tanh(h * w + x)
+        return h, h.sum()
+
+    return jax.lax.scan(step, jnp.ones(8), xs)[1].mean()
+
+
+def test_loops_with_a_remainder_copy_their_sequence():
+    """XLA copies the slice of the sequence that whole turns read: the model counts it."""
+    args = jnp.ones(8), jnp.ones((400, 8))
+    search = Planner(of_400_steps, *args, of="temporaries", argnums=0)._search
+    (front,) = {id(r.front): r.front for r in search.lattice.regions.values() if r.part.eqn is not None}.values()
+    options = {o.decision.loop: o for o in front._all_options if o.decision.saved == frozenset()}
+    copied = options[Lengths(12, 32)].backward_bytes - options[Lengths(10, 40)].backward_bytes
+    assert 0.8 * 384 * 32 < copied < 384 * 32, "eight steps fewer are in a turn"
+    assert Lengths(20, 20) in options and Lengths(50, 8) in options
+
+
 def test_time_limit_gives_the_best_so_far():
     with pytest.raises(statetx.PlanError):
         statetx.plan(loss, WS, X, of="temporaries", budget="1KiB", argnums=0, time_limit=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -127,7 +128,7 @@ class LoopOptions:
         """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and store as much as in one
         loop.
 
-        A remainder of the division into turns is not counted: this errs low, and compiled candidates correct it.
+        The turns of a division with a remainder read a slice of the xs, which is a copy.
         """
         saved, stored = step.decision.saved, step.decision.stored
         cost = self._length * (self._ahead_cost(saved or ()) + step.cost)
@@ -135,7 +136,9 @@ class LoopOptions:
         for outer, inner in _lengths(self._length):
             option = Option(
                 outer * carry.num_bytes,
-                inner * (self._bytes_per_step(step, carry) + self._slice_bytes) + self._in_turn(step, carry),
+                inner * (self._bytes_per_step(step, carry) + self._slice_bytes)
+                + self._in_turn(step, carry)
+                + self._sliced_bytes(outer * inner),
                 cost + (outer + self._length) * carry.cost,
                 Decision(saved, loop=Lengths(outer, inner), stored=stored, carries=carry.formats),
             )
@@ -153,7 +156,9 @@ class LoopOptions:
             copied_bytes = step.saved_bytes + self._slice_bytes
             option = Option(
                 outer * carry.num_bytes + self._length * step.saved_bytes,
-                inner * (self._bytes_per_step(step, carry) + copied_bytes) + self._in_turn(step, carry),
+                inner * (self._bytes_per_step(step, carry) + copied_bytes)
+                + self._in_turn(step, carry)
+                + self._sliced_bytes(outer * inner),
                 cost + (outer + self._length) * carry.cost,
                 Decision(saved, loop=Lengths(outer, inner, keep="loop"), carries=carry.formats),
             )
@@ -200,6 +205,10 @@ class LoopOptions:
         copied = [*self._xs, *ys, *(self._xs[i] for i in self._differentiated)]
         return sum(device_bytes(v.aval) for v in copied)
 
+    def _sliced_bytes(self, num_steps: int) -> int:
+        """The copy of the xs of these steps, if they are not all steps."""
+        return num_steps * sum(device_bytes(v.aval) for v in self._xs) if num_steps < self._length else 0
+
     def _ahead_cost(self, saved: Iterable[Address] = ()) -> float:
         """The cost of a run ahead, which computes the carry and some other values."""
         values = [v for address in saved for v in self._values_at(address)]
@@ -227,10 +236,12 @@ class LoopOptions:
 
 @functools.cache
 def _lengths(length: int) -> tuple[tuple[int, int], ...]:
-    """Lengths of outer and inner loops to try: about the square root, and powers of two."""
+    """Lengths of outer and inner loops to try: about the square root, powers of two, and the divisors next to these."""
     # An inner and an outer loop of two steps each are the least nesting.
     if length < 4:
         return ()
-    root = schedule.nested_lengths(length, 2)[1]
-    candidates = {root, *(2**n for n in range(1, length.bit_length()))}
-    return tuple((length // n, n) for n in candidates if 1 < n <= length // 2)
+    powers = [2**n for n in range(1, length.bit_length())]
+    divisors = [n for n in range(2, length // 2 + 1) if length % n == 0]
+    exact = [min(divisors, key=lambda d: abs(math.log(d / n))) for n in powers if divisors]
+    candidates = {schedule.nested_lengths(length, 2)[1], *powers, *exact}
+    return tuple((length // n, n) for n in sorted(candidates) if 1 < n <= length // 2)
