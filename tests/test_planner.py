@@ -869,6 +869,13 @@ def test_loops_with_a_remainder_copy_their_sequence():
     assert Lengths(20, 20) in options and Lengths(50, 8) in options
 
 
+def test_time_that_ends_at_once_gives_a_plan_of_few_operations(monkeypatch):
+    """What is predicted to keep the budget is compiled, the cheapest first; never the smallest for want of time."""
+    monkeypatch.setattr(_search.Search, "is_late", lambda self: True)
+    plan = statetx.plan(of_400_steps, jnp.ones(8), jnp.ones((400, 8)), budget=0.5, time_limit=60)
+    assert plan.total_bytes <= plan.budget_bytes and 0 < plan.extra_flops < 1.2
+
+
 def test_time_limit_gives_the_best_so_far():
     with pytest.raises(statetx.PlanError):
         statetx.plan(loss, WS, X, of="temporaries", budget="1KiB", argnums=0, time_limit=1e-3)

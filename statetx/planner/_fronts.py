@@ -90,11 +90,6 @@ class Front:
         uniform = [o for o in self._all_options if not isinstance(o.decision.loop, Groups)]
         return self.options if len(uniform) == len(self._all_options) else pareto_front(uniform)
 
-    def options_like(self, option: Option) -> list[Option]:
-        """The cheaper options with the same kind of loop, the cheapest first; dominated ones, too, since the model errs alike for one kind only."""
-        cheaper = sorted((o for o in self._all_options if o.cost < option.cost), key=lambda o: o.cost)
-        return [o for o in cheaper if type(o.decision.loop) is type(option.decision.loop)]
-
     def copying(self, kept: frozenset[Address], derived: frozenset[Address], cost: float) -> Front | None:
         """The options of a region that computes inputs again, and keeps what other regions compute theirs from.
 

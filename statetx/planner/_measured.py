@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .._equations.compiled import compile_together
-from .._positions import replaced
 from ._choice import Choice, Family
 from ._fronts import Front
 from ._layout import Layout
@@ -37,18 +36,6 @@ def lowest_peak_choice(family: Family, is_late: Callable[[], bool]) -> Choice | 
             return choice
         if not (measure_parts(*choice, is_late) | _measure_peak_part(*choice, 1.1 * limit, is_late)):
             return choice
-
-
-def cheaper_choice(layout: Layout, options: Sequence[Option], limit: float) -> Choice:
-    """A choice with the cheapest options of each part that the model puts within a limit, the most expensive part first.
-
-    Nothing is measured: for when the time is up.
-    """
-    options = list(options)
-    for n in sorted(range(len(options)), key=lambda n: -options[n].cost):
-        choices = [replaced(options, [n], [o]) for o in layout.fronts[n].options_like(options[n])]
-        options = next((c for c in choices if layout.peak(c) <= limit), options)
-    return layout, options
 
 
 def measure_parts(layout: Layout, options: Sequence[Option], is_late: Callable[[], bool]) -> bool:

@@ -22,7 +22,7 @@ from ._effort import LONG, SHORT
 from ._groups import Groups
 from ._lattice import Lattice
 from ._layout import Layout
-from ._measured import cheaper_choice, cheapest_choice, lowest_peak_choice
+from ._measured import cheapest_choice, lowest_peak_choice
 from ._parts import Flat, flatten
 from ._shorter import is_long
 from ._stock import STOCK, StockPolicy, compile_cheaper, compiled_within, outcomes, policies_in
@@ -30,6 +30,7 @@ from ._stored import Formats
 
 _ANALYSIS = 0.5  # of the time limit, at most: the rest is for compilations of whole programs
 _PATIENCE = 2.0  # times the time limit, at most, until a first candidate keeps the budget
+_LATE_TRIES = 1  # past the limit, of the cheapest choice that is predicted to keep the budget; then remat on the blocks
 _LARGE = 5  # times what is negligible: a cost at which a marked program is also searched as if it were not
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
 _MORE_TRIES = 3  # after each candidate that is cheaper than those before
@@ -42,6 +43,7 @@ _WORTH_A_PROBE = 0.75  # of the best candidate's cost, at most
 
 _SMALL_GAIN = 0.25  # of what is negligible, near the best candidate
 _EXPENSIVE = 0.25  # of the baseline's cost: a plan that adds more is made cheaper even when the time is up
+_LAST_TRIES = 2  # compilations then, each of which corrects the prediction
 
 _NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
 
@@ -176,14 +178,15 @@ class Search:
             most: compilations, apart from those that follow improvements.
         """
         budget = budget_of()
-        brackets, best = [Bracket(family) for family in families], self.candidates.best(budget)
+        brackets, best, num_late = [Bracket(family) for family in families], self.candidates.best(budget), 0
         for num_tries in range(_MAX_TRIES * _PERSISTENCE):
             if self.is_late() or (num_tries >= most and not self._may_find(budget)):
                 break
             proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
             if not proposals or self.is_late():
                 break
-            if self._time_left.is_over() and self._keeps_by_blocks(budget):
+            num_late += self._time_left.is_over()
+            if num_late > _LATE_TRIES and self._keeps_by_blocks(budget):
                 break
             # The families in turn, since the model errs in another way for each; then the model's cheapest. A family that takes more
             # memory than the model says is held to lower limits, and costs more.
@@ -256,15 +259,24 @@ class Search:
         return self.candidates.best(budget) is not None
 
     def _measure_last(self, budget: int) -> None:
-        """Compile what takes no time to find: no remat and remat on the blocks; or a cheaper plan, if the best is expensive."""
+        """Compile the cheapest choices that are predicted to keep the budget, which takes no time to find, until one of them does.
+
+        Unless a candidate keeps it that adds few operations. After these the blocks' own rematerialization, which takes the least of many programs.
+        """
         if not self.candidates and self.effort.is_thorough:
-            self.candidates.compile_baseline()
+            self.candidates.compile_baseline()  # the prediction needs one
         best = self.candidates.best(budget)
+        if best is not None and best.added_cost <= _EXPENSIVE * self.total_cost():
+            return
+        bracket = Bracket(self.lattice.families[0])
+        for _ in range(_LAST_TRIES):
+            choice = bracket.family.choose(self._target(budget, bracket))
+            if choice is None or (best is not None and cost_of(choice) >= best.predicted_cost):
+                break
+            if self.candidates.measure(*choice).temp_bytes <= budget:
+                return
         if best is None:
             self.candidates.measure(*self._on_blocks.choice, self._on_blocks.name)
-        elif best.added_cost > _EXPENSIVE * self.total_cost():
-            limit = best.peak * budget / max(best.temp_bytes, 1)
-            self.candidates.measure(*cheaper_choice(best.layout, best.options, limit))
 
     def _proposal(self, bracket: Bracket, budget: int) -> Proposal | None:
         """The next choice of a family to compile; None if there is none, or little left to gain."""

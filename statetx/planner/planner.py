@@ -87,7 +87,8 @@ def plan(
             round what the backward pass reads, and so the gradients. ``()``: none.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
         time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may take twice
-            as long; if that plan adds more than a quarter of the operations, one cheaper program is compiled. None for no limit.
+            as long; if there is none then, or it adds more than a quarter of the operations, the cheapest programs that are predicted to keep the budget
+            are compiled, two at most. None for no limit.
         progress: whether to show progress (with rich).
 
     Returns:
