@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -138,9 +139,8 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
 
     monkeypatch.setattr(_measured, "compile_together", slow)
     monkeypatch.setattr(_candidate.Candidates, "measure", seen)
-    with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
-        layers_planned(budget=0.65, time_limit=40.0)
-    assert begun[0] == 20
+    plan = layers_planned(budget=0.65, time_limit=40.0)
+    assert begun[0] == 20 and not plan.complete and plan.temp_bytes <= plan.budget_bytes
 
 
 @pytest.fixture
@@ -167,24 +167,30 @@ def long_loop(w, xs):
     return jax.lax.scan(step, jnp.ones(8), xs)[1].mean()
 
 
-def test_search_that_is_cut_short_does_not_return_the_smallest_plan(compilations, tmp_path, monkeypatch):
-    """The second candidate of this loop is the smallest, one slot, of 75 times the operations; the first takes too much memory."""
+def test_search_that_is_cut_short_does_not_return_the_smallest_plan(compilations):
+    """The smallest plan of this loop is one slot, of 75 times the operations; the first that is compiled keeps the budget at a quarter."""
+    plan = statetx.plan(long_loop, jnp.ones(8), jnp.ones((400, 8)), budget=0.5, time_limit=60)
+    assert len(compilations) == 2 and not plan.complete
+    assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 0.3
+
+
+def test_time_that_ended_an_expensive_plan_is_said(compilations, tmp_path, monkeypatch):
+    """In this memory no plan costs little: its carries alone are in slots."""
     monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
-    args = jnp.ones(8), jnp.ones((400, 8))
+    planned = functools.partial(statetx.plan, long_loop, jnp.ones(8), jnp.ones((400, 8)), of="temporaries", budget=3200)
     with pytest.warns(
         statetx.PolicyWarning, match=r"plan\(long_loop\): the time limit ended the search.* times the oper"
     ):
-        plan = statetx.plan(long_loop, *args, budget=0.5, time_limit=60)
-    assert len(compilations) == 3 and not plan.complete
-    assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 2
+        plan = planned(time_limit=60)
+    num_compiled = len(compilations)
     with pytest.warns(statetx.PolicyWarning, match="time limit"):  # also if it comes from the store
-        assert statetx.plan(long_loop, *args, budget=0.5, time_limit=60) == plan
-    assert len(compilations) == 3
+        assert planned(time_limit=60) == plan
+    assert len(compilations) == num_compiled
 
 
 def test_policy_says_that_the_time_ended_an_expensive_plan(compilations):
     args = jnp.ones(8), jnp.ones((400, 8))
-    planned = statetx.remat(long_loop, policy=Fit("7378", time_limit=60))
+    planned = statetx.remat(long_loop, policy=Fit("3200", time_limit=60))
     with pytest.warns(statetx.PolicyWarning, match=r"plan\(long_loop\): the time limit ended the search"):
         jax.eval_shape(jax.grad(planned), *args)
     assert compilations

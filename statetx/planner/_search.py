@@ -269,7 +269,8 @@ class Search:
         if best is not None and best.added_cost <= _EXPENSIVE * self.total_cost():
             return
         bracket = Bracket(self.lattice.families[0])
-        for _ in range(_LAST_TRIES):
+        # The first choice of a long program may take long to compile; that of the blocks' own rematerialization does not.
+        for _ in range(_LAST_TRIES if self.candidates else 0):
             choice = bracket.family.choose(self._target(budget, bracket))
             if choice is None or (best is not None and cost_of(choice) >= best.predicted_cost):
                 break
