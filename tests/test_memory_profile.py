@@ -337,7 +337,8 @@ def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(kind):
     profile = statetx.memory_profile(loss, x)
     changed = statetx.memory_profile(functools.partial(loss, wrap=statetx.remat), x)
     change = next(c for c in profile.changes if c.action == "remat")
-    assert change.text == f"Rematerialize {kind.__name__}.__call__ (6 calls) with @statetx.remat."
+    where = f"tests/test_memory_profile.py:{kind.__call__.__code__.co_firstlineno}"
+    assert change.text == f"Rematerialize {kind.__name__}.__call__ (6 calls) with @statetx.remat at {where}."
     assert change.saved_bytes == pytest.approx(profile.peak_bytes - changed.peak_bytes, rel=0.25)
 
 
