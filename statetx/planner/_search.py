@@ -33,6 +33,7 @@ _PATIENCE = 2.0  # times the time limit, at most, until a first candidate keeps 
 _LATE_TRIES = 1  # past the limit, of the cheapest choice that is predicted to keep the budget; then remat on the blocks
 _LARGE = 5  # times what is negligible: a cost at which a marked program is also searched as if it were not
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
+_MISSES = 3  # candidates above the budget, before remat on the blocks is compiled
 _MORE_TRIES = 3  # after each candidate that is cheaper than those before
 _MAX_PROBES = 9  # of them, for each family, as long as no candidate keeps the budget
 _PERSISTENCE = 3  # so many times as many tries as long as no candidate keeps the budget
@@ -199,6 +200,8 @@ class Search:
                 proposal.bracket.note_probe(candidate.peak, is_kept)
             else:
                 proposal.bracket.narrow(proposal.target, is_kept)
+            if num_tries + 1 == _MISSES and best is None and not is_kept:
+                self._keeps_by_blocks(budget)  # what keeps the budget guides the search to what is cheaper
             if self.candidates.best(budget) is not best:
                 best, most = self.candidates.best(budget), max(most, num_tries + 1 + _MORE_TRIES)
         return budget
