@@ -35,6 +35,7 @@ from statetx._targets import current
 from statetx.planner import (
     Planner,
     _baseline,
+    _candidate,
     _choice,
     _cuts,
     _fronts,
@@ -867,6 +868,27 @@ def test_loops_with_a_remainder_copy_their_sequence():
     copied = options[Lengths(12, 32)].backward_bytes - options[Lengths(10, 40)].backward_bytes
     assert 0.8 * 384 * 32 < copied < 384 * 32, "eight steps fewer are in a turn"
     assert Lengths(20, 20) in options and Lengths(50, 8) in options
+
+
+def test_remat_on_the_blocks_is_compiled_after_three_misses(monkeypatch):
+    """It keeps the budget where choices by the model miss it, and the search goes on to cheaper ones."""
+    tried, measure = [], _candidate.Candidates.measure
+
+    def larger(self, layout, options, name="plan"):
+        candidate = measure(self, layout, options, name)
+        if len(tried) < 3:  # than the model says
+            cost = dataclasses.replace(candidate.compiled, temp_bytes=int(1.2 * budget))
+            candidate = dataclasses.replace(candidate, compiled=cost)
+            self._others[_candidate._key(layout, options)] = candidate
+        tried.append(name)
+        return candidate
+
+    budget = statetx.measure(functools.partial(loss, block=statetx.remat(block)), WS, X).temp_bytes
+    monkeypatch.setattr(_candidate.Candidates, "measure", larger)
+    monkeypatch.setattr(_candidate, "predicted_bytes", lambda peak, candidates: 0)
+    marked = functools.partial(loss, block=statetx.remat(block))
+    plan = statetx.plan(marked, WS, X, of="temporaries", budget=budget, argnums=0)
+    assert tried[:4] == ["plan", "plan", "plan", "nothing"] and plan.temp_bytes <= budget
 
 
 def test_time_that_ends_at_once_gives_a_plan_of_few_operations(monkeypatch):

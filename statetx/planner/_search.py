@@ -30,10 +30,9 @@ from ._stored import Formats
 
 _ANALYSIS = 0.5  # of the time limit, at most: the rest is for compilations of whole programs
 _PATIENCE = 2.0  # times the time limit, at most, until a first candidate keeps the budget
-_LATE_TRIES = 1  # past the limit, of the cheapest choice that is predicted to keep the budget; then remat on the blocks
 _LARGE = 5  # times what is negligible: a cost at which a marked program is also searched as if it were not
 _MAX_TRIES = 8  # compilations for one budget, before the stock policies
-_MISSES = 3  # candidates above the budget, before remat on the blocks is compiled
+_MISSES = 3  # candidates above the budget, before remat on the blocks is compiled; one is enough once the time is over
 _MORE_TRIES = 3  # after each candidate that is cheaper than those before
 _MAX_PROBES = 9  # of them, for each family, as long as no candidate keeps the budget
 _PERSISTENCE = 3  # so many times as many tries as long as no candidate keeps the budget
@@ -179,15 +178,12 @@ class Search:
             most: compilations, apart from those that follow improvements.
         """
         budget = budget_of()
-        brackets, best, num_late = [Bracket(family) for family in families], self.candidates.best(budget), 0
+        brackets, best = [Bracket(family) for family in families], self.candidates.best(budget)
         for num_tries in range(_MAX_TRIES * _PERSISTENCE):
             if self.is_late() or (num_tries >= most and not self._may_find(budget)):
                 break
             proposals = [p for bracket in brackets if (p := self._proposal(bracket, budget)) is not None]
             if not proposals or self.is_late():
-                break
-            num_late += self._time_left.is_over()
-            if num_late > _LATE_TRIES and self._keeps_by_blocks(budget):
                 break
             # The families in turn, since the model errs in another way for each; then the model's cheapest. A family that takes more
             # memory than the model says is held to lower limits, and costs more.
@@ -200,8 +196,8 @@ class Search:
                 proposal.bracket.note_probe(candidate.peak, is_kept)
             else:
                 proposal.bracket.narrow(proposal.target, is_kept)
-            if num_tries + 1 == _MISSES and best is None and not is_kept:
-                self._keeps_by_blocks(budget)  # what keeps the budget guides the search to what is cheaper
+            if best is None and not is_kept and (num_tries + 1 == _MISSES or self._time_left.is_over()):
+                self._try_blocks(budget)  # what keeps the budget guides the search to what is cheaper
             if self.candidates.best(budget) is not best:
                 best, most = self.candidates.best(budget), max(most, num_tries + 1 + _MORE_TRIES)
         return budget
@@ -254,12 +250,11 @@ class Search:
         policies = [policy for policy in self._stock if policy.name == "nothing"]
         return min(policies, key=lambda policy: policy.choice[0].peak(policy.choice[1]))
 
-    def _keeps_by_blocks(self, budget: int) -> bool:
-        """Whether remat on the blocks keeps the budget; it is compiled if it is predicted to."""
+    def _try_blocks(self, budget: int) -> None:
+        """Compile remat on the blocks, if it is predicted to keep the budget."""
         layout, options = self._on_blocks.choice
         if self.candidates.predict(layout.peak(options)) <= budget:
             self.candidates.measure(layout, options, self._on_blocks.name)
-        return self.candidates.best(budget) is not None
 
     def _measure_last(self, budget: int) -> None:
         """Compile the cheapest choices that are predicted to keep the budget, which takes no time to find, until one of them does.
