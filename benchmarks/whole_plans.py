@@ -42,6 +42,7 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 from _common import environment, header, parse_args, show, write_json
+from lower_bound import LowerBound
 from models import MODELS, Model, of_program
 from programs import PROGRAMS, identity
 
@@ -114,6 +115,7 @@ def plans_of(model: Model, loss: Callable, base_flops: int, budgets: set[int], e
     """Plans for each budget, the least memory first. For one of them what binds is measured, too."""
     start = time.perf_counter()
     planner, rows, compiled = None, [], 0
+    lower = LowerBound(loss, model.params, *model.data)
     for budget in sorted(budgets):
         row: dict[str, Any] = {"budget": budget}
         try:
@@ -128,11 +130,15 @@ def plans_of(model: Model, loss: Callable, base_flops: int, budgets: set[int], e
             own = cost_of(model, plan.apply(loss))
             row |= {"bytes": own.temp_bytes, "extra": own.flops / base_flops - 1}
             row |= {"planned bytes": plan.temp_bytes, "planned extra": plan.extra_flops, "stock": plan.stock}
-            row |= {"compiled": len(plan.measured()) - compiled, "complete": plan.complete, "bound": bound_of(plan)}
+            row |= {
+                "compiled": len(plan.measured()) - compiled,
+                "complete": plan.complete,
+                "bound": bound_of(lower, plan),
+            }
             compiled = len(plan.measured())
             if budget == explained:
-                row |= what_binds(model, plan.apply(loss), budget, plan.lower_bound)
-                row |= what_else_binds(model, loss, plan, budget - row["working"], inner_cost(planner, plan))
+                row |= what_binds(model, plan.apply(loss), budget, lower)
+                row |= what_else_binds(model, loss, lower, budget - row["working"], inner_cost(planner, plan))
         rows.append({"seconds": time.perf_counter() - start, **row})
         start = time.perf_counter()
     return rows
@@ -158,7 +164,7 @@ def what_binds(model: Model, loss: Callable, budget: int, bound: Any) -> dict[st
     return {"held": held, "bound at held": at_held, "working": working, "bound at rest": at_rest}
 
 
-def what_else_binds(model: Model, loss: Callable, plan: Any, left: int, inner: float) -> dict[str, Any]:
+def what_else_binds(model: Model, loss: Callable, bound: LowerBound, left: int, inner: float) -> dict[str, Any]:
     """The sequences between loops, the operations that rematerialization of inner gradients adds, and the bound with both, within `left` bytes.
 
     It is an estimate rather than a bound: a schedule that holds the sequences may need less of what the bound holds.
@@ -167,7 +173,7 @@ def what_else_binds(model: Model, loss: Callable, plan: Any, left: int, inner: f
     return {
         "sequences": sequences,
         "inner": inner,
-        "bound at all": inner + plan.lower_bound.operations_at(left - sequences),
+        "bound at all": inner + bound.operations_at(left - sequences),
     }
 
 
@@ -201,12 +207,11 @@ def error_of(e: Exception) -> dict[str, Any]:
     return {"error": type(e).__name__, "text": str(e)[:400], "smallest": getattr(e, "smallest_bytes", None)}
 
 
-def bound_of(plan: Any) -> dict[str, Any]:
+def bound_of(bound: LowerBound, plan: Any) -> dict[str, Any]:
     """The least operations at the budget and the least bytes at the plan's operations, of any schedule."""
     start = time.perf_counter()
-    bound = plan.lower_bound
     found = {"extra": bound.operations_at(plan.budget_bytes), "bytes": bound.bytes_at(plan.extra_flops)}
-    return {**found, "status": bound.status, "seconds": time.perf_counter() - start}
+    return {**found, "seconds": time.perf_counter() - start}
 
 
 def judge_step(model: Model, marked: Model, *, brief: bool = False) -> dict[str, Any]:

@@ -170,10 +170,11 @@ def test_what_binds_is_read_from_the_compiled_program(harness):
 
     model = harness.Model(loss=loss, params=ws, data=(x,), step=loss, step_args=(ws, x))
     plan = statetx.plan(loss, ws, x, argnums=0, of="temporaries", budget=1.0)
-    found = harness.what_binds(model, loss, plan.temp_bytes, plan.lower_bound)
+    bound = harness.LowerBound(loss, ws, x)
+    found = harness.what_binds(model, loss, plan.temp_bytes, bound)
     assert 3 * x.nbytes <= found["held"] <= plan.temp_bytes
     assert x.nbytes <= found["working"] <= plan.temp_bytes
-    assert found["bound at rest"] >= plan.lower_bound.operations_at(plan.temp_bytes)
+    assert found["bound at rest"] >= bound.operations_at(plan.temp_bytes)
 
 
 def test_sequences_between_loops_count_once(harness):

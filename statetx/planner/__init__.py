@@ -1,6 +1,5 @@
 """Choose the values to save under a budget of bytes."""
 
-from ._bound import LowerBound as LowerBound
 from ._result import PlanRow as PlanRow
 from .fit import Fit as Fit
 from .plan import Plan as Plan

@@ -9,7 +9,7 @@ from ._budget import STEP, TEMPORARIES
 from ._inner import VARIANTS
 from ._option import DECISION
 
-VERSION = 23
+VERSION = 24
 
 OBJECTIVES = ("flops", "time")
 
@@ -31,10 +31,6 @@ _program = record(
 )
 
 _pair = row(real(), real())
-_bound = record(
-    {"lines": many(_pair), "points": many(_pair), "exact": flag},
-    {"asked": many(row(one_of("bytes", "operations"), real()))},
-)
 
 _Size = Annotated[int, _size]
 _Predicted = Annotated[int, _predicted]
@@ -80,7 +76,6 @@ PLAN: Check = record(
     {
         "stock_policies": many(row(text, _predicted, real(), flag)),
         "timed": many(row(text, _size, real(0))),
-        "lower_bound": many(_bound),
     },
 )
 """A plan."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from .._errors import PlanError
-from ._bound import LowerBound
 from ._fields import ATTRIBUTES, PLAN, Attributes
 from ._inner import InnerGradients
 
@@ -45,17 +44,13 @@ class Result(Attributes):
 
     Args:
         fields: of the record.
-        bound: of the baseline's operations; None if it is among the fields.
         describe: the fields of the programs with the rows and lines that only printing needs; None if they have them.
-        keep_bound: stores the bounds once they are printed.
     """
 
     def __init__(
         self,
         fields: dict[str, Any],
-        bound: Callable[[float], LowerBound] | None = None,
         describe: Callable[[], list[dict[str, Any]]] | None = None,
-        keep_bound: Callable[[list[Any]], None] | None = None,
     ):
         try:
             PLAN(fields, "")
@@ -64,11 +59,8 @@ class Result(Attributes):
                 f"Plan: its fields are not those of a plan: {e}.\nFix: make it by statetx.plan(fun, *args, budget=...), or read "
                 f"it by Plan.load(path)."
             ) from e
-        self._bound = bound  # of the baseline's operations
         self._describe = describe  # the fields of the programs with their rows, which only printing needs
-        self._keep_bound = keep_bound  # stores what printing computes
-        self._stored_bound = fields.get("lower_bound", ())
-        self._fields = fields = {key: value for key, value in fields.items() if key != "lower_bound"}
+        self._fields = fields
         vars(self).update((name, fields[name]) for name in ATTRIBUTES)
         self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
         variant = fields["inner"]
@@ -113,23 +105,6 @@ class Result(Attributes):
     def extra_flops(self) -> float:
         """Added operations relative to the baseline."""
         return (self.flops - self.unplanned_flops) / max(self.unplanned_flops, 1)
-
-    @functools.cached_property
-    def lower_bound(self) -> LowerBound:
-        """The least memory and the least operations of any schedule of this program; computed when it is first read."""
-        if self._bound is None:
-            return LowerBound.from_json(self._stored_bound)
-        bound, self._bound = self._bound(self.unplanned_flops), None
-        return bound
-
-    def bounds(self) -> tuple[int, float]:
-        """The least temporary bytes at the operations of this plan, and the least added operations at its temporary bytes."""
-        bound = self.lower_bound
-        found = bound.bytes_at(self.extra_flops), bound.operations_at(self.temp_bytes)
-        if self._keep_bound is not None:
-            keep, self._keep_bound = self._keep_bound, None
-            keep(bound.records())
-        return found
 
     def curve(self) -> list[tuple[int, float]]:
         """The model's trade-off: points (predicted bytes, added operations relative to the baseline).

@@ -96,7 +96,6 @@ def _notes(plan: Result) -> Iterator[str]:
         f"{f' ({format_bytes(plan.alias_bytes)} of them in place of donated arguments)' if plan.alias_bytes else ''}, "
         f"temporaries {format_bytes(plan.temp_bytes)} (predicted {format_bytes(plan.predicted_bytes)})."
     )
-    yield from _bound_note(plan)
     if plan.num_devices > 1:
         yield f"Values have the bytes of all {plan.num_devices} devices, other sizes are those of one."
     yield from plan.groups[:_MAX_GROUPS]
@@ -138,16 +137,6 @@ def _stock_texts(plan: Result) -> Iterator[str]:
         yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%"
 
 
-def _bound_note(plan: Result) -> Iterator[str]:
-    least, operations = plan.bounds()
-    of_operations = f"{100 * operations:+.1f}% operations at {format_bytes(plan.temp_bytes)} of temporaries."
-    if least:
-        at = f"{100 * plan.extra_flops:+.1f}% operations"
-        yield f"Lower bound for any schedule: {format_bytes(least)} of temporaries at {at}, {of_operations}"
-    elif operations:  # a bound of 0 B says nothing, and reads as an error
-        yield f"Lower bound for any schedule: {of_operations}"
-
-
 def _counted(plan: Result, temp_bytes: int) -> int:
     """What the budget counts of a program with these temporaries."""
     return temp_bytes + (plan.fixed_bytes if plan.of == STEP else 0)
@@ -165,14 +154,6 @@ def plot(plan: Result, path: str | os.PathLike | None) -> Any:
 
     curve = plan.curve()
     axes.plot([at(b) for b, _ in curve], [100 * x for _, x in curve], color="#0072b2", label="model", zorder=1)
-    points = plan.lower_bound.curve()
-    if any(b for b, _ in points):
-        bound = [(at(b), 100 * x) for b, x in points]
-        # As far right as the bound itself goes: beyond it no operations are needed, as far as it tells.
-        axes.plot(*zip(*bound, strict=True), color="#009e73", linestyle=":", label="lower bound", zorder=1)
-        axes.fill_betweenx(
-            [x for _, x in bound], [0.0 for _ in bound], [b for b, _ in bound], color="#009e73", alpha=0.08
-        )
     plans = [(b, x) for n, b, x in plan.measured() if n == "plan"]
     axes.scatter([at(b) for b, _ in plans], [100 * x for _, x in plans], s=22, color="#0072b2", label="plans, compiled")
     for n, b, x in plan.measured():

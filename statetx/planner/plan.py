@@ -161,8 +161,7 @@ class Plan(Result, Tabular, Rewriter):
         _files.write(path, _records.dump(self._stored_fields(), indent=1))
 
     def _stored_fields(self) -> dict[str, Any]:
-        self.bounds()  # those that are printed are stored
-        return self._fields | {"programs": self._programs, "lower_bound": self.lower_bound.to_json()}
+        return self._fields | {"programs": self._programs}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self._stored_fields(),)

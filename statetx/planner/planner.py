@@ -17,7 +17,6 @@ from .._remat.gradients import unobserved
 from .._targets import current
 from .._text import format_bytes, suggestion
 from . import _store
-from ._bound import free_outputs, lower_bound
 from ._budget import STEP, Budget, impossible, no_plan
 from ._capture import Captured, variants
 from ._clock import read_time_limit
@@ -189,13 +188,6 @@ class Planner:
         self._timer = Timer() if objective == "time" else None
         self._started: Whole | None = None
 
-        # Plans hold on to it, so it holds equations only, and none of the arguments. All plans share the bounds found so far.
-        step = self._captured.step
-        outputs, shardings = (None, ()) if step is None else (free_outputs(step), step.outline.context.shardings)
-        more = {"formats": formats, "shardings": shardings}
-        self._new_bound = functools.partial(lower_bound, self._captured.gradients, outputs, **more)
-        self._shared_bound = functools.cache(self._new_bound)
-
         # The search outlives each progress bar: it reports to the current one.
         self._report: Callable[[str], None] = lambda text: None
 
@@ -248,7 +240,7 @@ class Planner:
         key = self.key(budget_)
         stored = _store.load(key, PLAN)
         if stored is not None and self._is_for_program(stored, budget_):
-            return warn_if_expensive(self._as_plan(stored, key))
+            return warn_if_expensive(self._as_plan(stored))
         with self._show_progress(), unobserved():  # a search takes gradients itself
             if budget_.of == STEP and isinstance(budget_.amount, int):
                 fixed = fixed_above(self._captured, budget_.amount)
@@ -260,7 +252,7 @@ class Planner:
             finally:
                 self._renew_time()
         _store.save(key, fields)
-        return warn_if_expensive(self._as_plan(fields, key))
+        return warn_if_expensive(self._as_plan(fields))
 
     def _renew_time(self) -> None:
         """Let the next plan have as much time."""
@@ -320,23 +312,15 @@ class Planner:
             fields |= unplanned_fields(self._whole)
         return fields
 
-    def _as_plan(self, fields: dict[str, Any], key: str | None = None) -> Plan:
+    def _as_plan(self, fields: dict[str, Any]) -> Plan:
         gradients = self._variant_of(fields).gradients
         pairs = list(zip([g.flat for g in gradients], fields["programs"], strict=True))
 
         def describe() -> list[dict[str, Any]]:
             return [described(program, decisions) for program, decisions in pairs]
 
-        # The bound is computed when the plan is printed, and then stored with the plan.
-        records = fields.get("lower_bound")
-        bound = self._shared_bound if records is None else functools.partial(self._new_bound, records=records)
-
-        def keep(found: list[Any]) -> None:
-            if key is not None and records is None:
-                _store.save(key, fields | {"lower_bound": found})
-
-        # Both may be asked for outside of the block of the target.
-        return Plan(fields | {"name": self.name}, current.bind(bound), current.bind(describe), keep)
+        # It may be asked for outside of the block of the target.
+        return Plan(fields | {"name": self.name}, current.bind(describe))
 
     @_for_target
     def key(self, *settings: Any) -> str:
@@ -356,8 +340,7 @@ class Planner:
         asked = (options.objective, budget.of, captured.is_step, captured.num_devices, captured.variant)
         is_asked = tuple(fields[name] for name in ("objective", "of", "is_step", "num_devices", "inner")) == asked
         is_budget = isinstance(budget.amount, float) or fields["budget_bytes"] == budget.amount
-        num_bounds = len(fields.get("lower_bound", captured.gradients))
-        if not (is_asked and is_budget and num_bounds == len(captured.gradients)):
+        if not (is_asked and is_budget):
             return False
         programs = [(gradient.flat, gradient.lines) for gradient in captured.gradients]
         return are_decisions_for(programs, fields, options)
