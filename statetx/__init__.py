@@ -59,10 +59,10 @@ if _TYPE_CHECKING:
     from .memory.measure import memory_profile as memory_profile
     from .memory.oom import explain_oom as explain_oom
     from .memory.profile import MemoryProfile as MemoryProfile
-    from .planner.max_batch import max_batch as max_batch
+    from .planner.batches import max_batch as max_batch
+    from .planner.fit import budget as budget
     from .planner.plan import Plan as Plan
     from .planner.planner import plan as plan
-    from .planner.shared import budget as budget
     from .residuals import memory_report as memory_report
     from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
     from .residuals.loop_report import loop_report as loop_report
@@ -116,10 +116,10 @@ _PUBLIC = {
     ".memory.measure": "memory_profile",
     ".memory.oom": "explain_oom",
     ".memory.profile": "MemoryProfile",
-    ".planner.max_batch": "max_batch",
+    ".planner.batches": "max_batch",
     ".planner.plan": "Plan",
     ".planner.planner": "plan",
-    ".planner.shared": "budget",
+    ".planner.fit": "budget",
     ".residuals": "memory_report",
     ".residuals.fwd_bwd": "print_fwd_bwd",
     ".residuals.loop_report": "loop_report",

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx.planner import max_batch as module
-from statetx.planner._largest import largest
+from statetx.planner import batches
+from statetx.planner.batches import largest
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 import programs  # noqa: E402
@@ -45,7 +45,7 @@ def test_progress(monkeypatch, capsys):
     fit = statetx.max_batch(lambda x: jnp.tanh(x), jnp.ones((64, 16)), progress=True, **options)
     assert capsys.readouterr().out.strip() == ""  # not a terminal
     seen = []
-    monkeypatch.setattr(module, "spinner", lambda what, is_shown: contextlib.nullcontext(seen.append))
+    monkeypatch.setattr(batches, "spinner", lambda what, is_shown: contextlib.nullcontext(seen.append))
     statetx.max_batch(lambda x: jnp.tanh(x), jnp.ones((64, 16)), progress=True, **options)
     assert sorted(seen) == sorted(f"compiling the step for {size} examples" for size, _ in fit.tried)
 
@@ -253,7 +253,7 @@ def bytes_in_parts(program, num):
 
 @pytest.mark.parametrize("kind", [pytest.param("gradients", marks=pytest.mark.slow), "loss"])
 def test_fit_takes_the_fewest_parts(program, kind, monkeypatch):
-    monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+    monkeypatch.setattr("statetx.planner.batches._Parts.planned", lambda self, num: None)
     budget = bytes_in_parts(program, 4) + 2**14
     fun = jax.value_and_grad(program.loss) if kind == "gradients" else program.loss
     f = statetx.microbatch(fun, "fit", budget=budget, argnums=1)
@@ -281,7 +281,7 @@ def test_fit_with_a_plan_where_single_examples_do_not_fit():
 
 
 def test_fit_where_nothing_fits(program, monkeypatch):
-    monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+    monkeypatch.setattr("statetx.planner.batches._Parts.planned", lambda self, num: None)
     budget = 1024 + sum(x.nbytes for x in jax.tree.leaves((program.params, program.data)))
     with pytest.raises(statetx.PlanError, match="parts of one example need") as e:
         statetx.microbatch(program.loss, budget=budget, argnums=1)(program.params, *program.data)
@@ -297,7 +297,7 @@ def choices(monkeypatch):
         asked.append(args)
         return types.SimpleNamespace(num=1, fun=micro.__wrapped__)
 
-    monkeypatch.setattr("statetx.planner.microbatches.fit", fit)
+    monkeypatch.setattr("statetx.planner.batches.parts", fit)
     return asked
 
 
@@ -336,7 +336,7 @@ def test_a_choice_is_for_flags_structures_and_states(choices):
 
 
 def test_a_choice_for_flags_keeps_the_budget(monkeypatch):
-    monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+    monkeypatch.setattr("statetx.planner.batches._Parts.planned", lambda self, num: None)
 
     def loss(w, x, mode):
         h = jnp.tanh(x @ w)
@@ -351,7 +351,7 @@ def test_a_choice_for_flags_keeps_the_budget(monkeypatch):
 
 
 def test_fit_of_a_loss_with_aux_counts_the_gradient_of_its_states(monkeypatch):
-    monkeypatch.setattr("statetx.planner.microbatches._Search.planned", lambda self, num, budget: None)
+    monkeypatch.setattr("statetx.planner.batches._Parts.planned", lambda self, num: None)
     w, x = statetx.Param(jnp.eye(16)), jnp.ones((64, 16))
 
     def loss(x):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ._largest import bisected
 from ._layout import Layout, Region
 from ._option import Option
 from ._pareto import front
@@ -98,7 +98,10 @@ class Family:
         low, high = 0, 1
         while not self._fits(high):
             low, high = high, 2 * high
-        return bisected(lambda limit: not self._fits(limit), low, high, lambda high: max(1, high // 10_000))[1]
+        step = max(1, high // 10_000)
+        limits = range(low + step, high, step)
+        index = bisect.bisect_left(limits, True, key=self._fits)
+        return limits[index] if index < len(limits) else high
 
     def _fits(self, limit: float) -> bool:
         # Greedy is exact here: fewer bytes at a node leave more room for every later region.

@@ -19,7 +19,7 @@ import sysconfig
 import time
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -54,12 +54,27 @@ def folder() -> pathlib.Path | None:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-def load(key: str, check: Check) -> dict[str, Any] | None:
-    """The stored fields of a plan; None if there are none, or none that can be read: every failure is a miss.
+def remembered(
+    key: str,
+    check: Check,
+    make: Callable[[], dict[str, Any]],
+    is_valid: Callable[[dict[str, Any]], bool] = lambda fields: True,
+) -> dict[str, Any]:
+    """The stored fields of a key. If there are none that are valid, they are made, and stored.
 
     Args:
         check: the types and ranges of the fields.
+        is_valid: whether stored fields are an answer, as far as that can be told.
     """
+    fields = load(key, check)
+    if fields is None or not is_valid(fields):
+        fields = make()
+        save(key, fields)
+    return fields
+
+
+def load(key: str, check: Check) -> dict[str, Any] | None:
+    """The stored fields of a key; None if there are none, or none that can be read: every failure is a miss."""
     path = _path(key)
     if path is None:
         return None
@@ -77,16 +92,10 @@ def save(key: str, fields: dict[str, Any]) -> None:
     """Store the fields of a plan. A folder that cannot be written is no error: the plan is made again."""
     path = _path(key)
     if path is not None and len(content := _records.dump(fields)) <= _MAX_ENTRY:
-        write(path, gzip.compress(content, mtime=0))
         with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _files.replace(path, gzip.compress(content, mtime=0))
             _remove_oldest(path.parent)
-
-
-def write(path: pathlib.Path, content: bytes) -> None:
-    """Put a file into a folder of the store, if that can be written."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _files.replace(path, content)
 
 
 def _decompressed(content: bytes) -> bytes:
@@ -135,11 +144,8 @@ def peak_bytes(program: Program) -> int:
     lowered = program.lowered
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()  # long, if arrays are constants of the program
     key = _digest(*_environment(), program.compiler_options, *_jax.compile_settings(lowered), text).hexdigest()
-    fields = load(key, PEAK)
-    if fields is None:
-        fields = {"version": VERSION, "peak_bytes": program.cost.peak_bytes}
-        save(key, fields)
-    return fields["peak_bytes"]
+    measured = lambda: {"version": VERSION, "peak_bytes": program.cost.peak_bytes}  # noqa: E731
+    return remembered(key, PEAK, measured)["peak_bytes"]
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -220,8 +226,6 @@ def _code(x: Any, seen: set[int], depth: int = 0) -> str:
         return f"({','.join(map(inside, x))})"
     if isinstance(x, functools.partial):
         return f"partial({inside(x.func)},{inside(x.args)},{inside(x.keywords)})"
-    if type(x) is dict:
-        return f"{{{_named(x, inside)}}}"
     code = getattr(x, "__code__", None)
     if code is not None:
         cells = [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
@@ -234,17 +238,19 @@ def _code(x: Any, seen: set[int], depth: int = 0) -> str:
         return f"{type(x).__name__}({inside(wrapped)},{inside(tuple(getattr(x, 'transforms', ())))})"
     if isinstance(x, (set, frozenset)):  # the names of a policy of JAX 0.12
         return f"({','.join(sorted(map(inside, x)))})"
-    if isinstance(x, types.SimpleNamespace):
-        return f"{type(x).__name__}({_named(vars(x), inside)})"
-    if dataclasses.is_dataclass(x):
-        names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
-        return f"{type(x).__name__}({_named({name: getattr(x, name) for name in names}, inside)})"
+    if type(x) is dict or isinstance(x, types.SimpleNamespace) or dataclasses.is_dataclass(x):
+        values = x if type(x) is dict else _attributes(x)
+        return (
+            f"{type(x).__name__}({','.join(sorted(f'{k}:{inside(v)}' for k, v in values.items() if type(k) is str))})"
+        )
     is_policy = callable(x) and type(x).__module__.startswith("jax")  # their text has their settings
     return _without_addresses(x) if is_policy else type(x).__name__
 
 
-def _named(values: Mapping[Any, Any], digest: Callable[[Any], str]) -> str:
-    return ",".join(sorted(f"{key}:{digest(value)}" for key, value in values.items() if type(key) is str))
+def _attributes(x: Any) -> dict[str, Any]:
+    """Of a plain object, or those fields of a dataclass that are set."""
+    names = vars(x) if isinstance(x, types.SimpleNamespace) else [field.name for field in dataclasses.fields(x)]
+    return {name: getattr(x, name) for name in names if hasattr(x, name)}
 
 
 def _globals_of(function: Any) -> list[Any]:

@@ -1,21 +1,24 @@
-"""`Fit`: the policy ``"fit:2GiB"``, which plans each function that it is used on."""
+"""`Fit`: the policy ``"fit:2GiB"``, which plans each function that it is used on; and `budget`, one for all functions of a block."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from .. import _jax
+from .. import _jax, _states
 from .._equations.structure import Body
-from .._errors import PolicyError
+from .._errors import PolicyError, PolicyWarning
 from .._lift.context import TraceContext
-from .._lift.options import check_flags
-from .._remat.gradients import unobserved
+from .._lift.options import check_flags, with_checked_options
+from .._lift.wrapper import refuse_value
+from .._remat.gradients import rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float
 from . import _store
-from ._budget import Budget
+from ._budget import Budget, read_amount
 from ._capture import Captured, Recorded
 from ._clock import read_time_limit
 from ._decision import are_decisions_for
@@ -26,6 +29,8 @@ from ._sharded import of_device
 from ._whole import Options, Whole
 from .plan import Plan
 from .planner import DEFAULT_TIME_LIMIT, fit, warn_if_expensive
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Fit(Rewriter):
@@ -93,13 +98,15 @@ class Fit(Rewriter):
         key = _store.key_of(
             [(recorded.flat, recorded.lines, context)], "fit", self.budget, self._options, floats, num_out
         )
-        fields = _store.load(key, PLAN)
-        if fields is None or not are_decisions_for([(recorded.flat, recorded.lines)], fields, self._options):
-            whole = Whole(Captured((recorded,)), self._options)
-            choice = fit(whole, self.budget, name)
-            fields = fields_of(whole, choice, name, self.budget, self._options) | shown_fields(whole, choice)
-            _store.save(key, fields)
-        return warn_if_expensive(Plan(fields))
+        budget, options = self.budget, self._options
+
+        def found() -> dict[str, Any]:
+            whole = Whole(Captured((recorded,)), options)
+            choice = fit(whole, budget, name)
+            return fields_of(whole, choice, name, budget, options) | shown_fields(whole, choice)
+
+        is_valid = lambda fields: are_decisions_for([(recorded.flat, recorded.lines)], fields, options)  # noqa: E731
+        return warn_if_expensive(Plan(_store.remembered(key, PLAN, found, is_valid)))
 
 
 def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int, ...]:
@@ -113,3 +120,78 @@ def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int
         known = lambda x: isinstance(x, _jax.Tracer) and _jax.is_derivative_or_batching(x._trace)  # noqa: E731
         return tuple(i for i, x in enumerate(inputs) if not known(x))
     return tuple(i for i, x in enumerate(operands) if not isinstance(x, _jax.Tracer))
+
+
+@with_checked_options(
+    {"of": "it counts temporary bytes; use statetx.plan for a budget of a whole step"},
+    fix="with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) above a function.",
+)
+def budget(
+    size: int | float | str,
+    *,
+    offload: bool = False,
+    time_limit: float | None = DEFAULT_TIME_LIMIT,
+) -> SharedBudget:
+    """Give everything that is differentiated in a block one budget of memory. Also a decorator of a function.
+
+    Each function that `statetx.grad`, ``jax.grad`` or ``jax.vjp`` differentiates in the block is planned as a whole, when it is
+    traced: rematerialized functions in it (``policy="fit"``, or any other policy) are the regions that the plan chooses from,
+    together with finer ones. So they share the budget, and each gets what is best for the whole, whatever the others leave.
+
+    Several gradients in the block, taken one after the other, have the whole budget each, because their memory is not in use at
+    the same time. To plan them together with the rest of a training step, use `plan`.
+
+    Args:
+        size: temporary bytes of each gradient, compiled on its own: a number, ``"2GiB"``, or a fraction of the memory without a
+            plan. ``"device"`` is all of the device's memory: what arguments and results take is not taken off, so use `plan` for a step
+            that is to fit into a device.
+        offload, time_limit: as in `plan`.
+
+    Raises:
+        PlanError: no plan keeps the budget; raised where the gradient is taken.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> @statetx.remat(policy="fit")
+        ... def encode(w, x):
+        ...     return jnp.sin(jnp.tanh(x @ w))
+        >>> @statetx.remat(policy="fit")
+        ... def decode(w, x):
+        ...     return jnp.tanh(jnp.sin(x @ w))
+        >>> def loss(w, x):
+        ...     return (decode(w, encode(w, x)) ** 2).mean()
+        >>> with statetx.budget("300KiB"):
+        ...     grads = jax.grad(loss)(jnp.ones((64, 64)) / 64, jnp.ones((256, 64)))
+    """
+    read_amount(size)  # a `Fit` without a size takes that of this block
+    return SharedBudget(Fit(size, offload=offload, time_limit=time_limit))
+
+
+class SharedBudget(contextlib.ContextDecorator):
+    """A block with a budget, or a decorator; made by `budget`. One that is neither warns when it is dropped."""
+
+    def __init__(self, rewriter: Fit):
+        self._rewriter, self._is_used = rewriter, False
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        self._entered.append(rewritten_by(self._rewriter))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.pop().__exit__(*exc)
+
+    def __call__(self, fun: F) -> F:
+        self._is_used = True
+        refuse_value("budget", fun)
+        return super().__call__(fun)
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                "A statetx.budget was made and not entered, so that nothing is planned.\n"
+                "Fix: with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) above a function.",
+                PolicyWarning,
+                stacklevel=_states.user_stacklevel(),
+            )

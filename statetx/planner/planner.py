@@ -238,21 +238,22 @@ class Planner:
         """The best plan for a budget."""
         budget_ = Budget.read(budget, self._of)
         key = self.key(budget_)
-        stored = _store.load(key, PLAN)
-        if stored is not None and self._is_for_program(stored, budget_):
-            return warn_if_expensive(self._as_plan(stored))
+        is_valid = lambda fields: self._is_for_program(fields, budget_)  # noqa: E731
+        fields = _store.remembered(key, PLAN, lambda: self._found(budget_), is_valid)
+        return warn_if_expensive(self._as_plan(fields))
+
+    def _found(self, budget: Budget) -> dict[str, Any]:
+        """The fields of the best plan for a budget."""
         with self._show_progress(), unobserved():  # a search takes gradients itself
-            if budget_.of == STEP and isinstance(budget_.amount, int):
-                fixed = fixed_above(self._captured, budget_.amount)
+            if budget.of == STEP and isinstance(budget.amount, int):
+                fixed = fixed_above(self._captured, budget.amount)
                 if fixed is not None:
-                    raise impossible(self.name, budget_, budget_.amount, fixed, self._captured.constant_bytes)
-            self._start(compile_baseline=isinstance(budget_.amount, float))
+                    raise impossible(self.name, budget, budget.amount, fixed, self._captured.constant_bytes)
+            self._start(compile_baseline=isinstance(budget.amount, float))
             try:
-                fields = self._fields(*self._choose(budget_), budget_)
+                return self._fields(*self._choose(budget), budget)
             finally:
                 self._renew_time()
-        _store.save(key, fields)
-        return warn_if_expensive(self._as_plan(fields))
 
     def _renew_time(self) -> None:
         """Let the next plan have as much time."""

@@ -126,8 +126,12 @@ def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Arra
     return ArrayProgram(run, arrays, _keys(inputs), donates=True)
 
 
-def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
-    """A program that returns the float outputs; other outputs with the values of states, as in `without_gradient`; the gradients."""
+def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any], fixed: Sequence[bool] = ()) -> ArrayProgram:
+    """A program that returns the float outputs; other outputs with the values of states, as in `without_gradient`; the gradients.
+
+    Args:
+        fixed: which arrays among the arguments are not differentiated.
+    """
     pure, inputs = _functionalized(fun, args, kwargs)
     arrays, static_part = partition(inputs, is_array_or_type)
 
@@ -140,7 +144,8 @@ def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayPr
         # Float outputs get cotangents. The others are returned too, so that XLA does not remove what computes them.
         return floats, _arrays_in(others.static, _written(values, new_values, created))
 
-    step = with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x)])
+    is_fixed = [*[False] * (len(arrays) - len(fixed)), *fixed]  # the values of states come first
+    step = with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x) and not is_fixed[i]])
     # A gradient reads its inputs after the call that would donate them.
     return ArrayProgram(step, arrays, _keys(inputs), donates=False)
 

@@ -199,7 +199,7 @@ class Microbatch(Wrapper):
     def fit(self, /, *args: Any, **kwargs: Any) -> Any:
         """For ``num="fit"``: what is chosen for arguments of these types. Prints as text; nothing is run."""
         # This module is below the planner, which compiles the candidates.
-        fit = pkgutil.resolve_name("statetx.planner.microbatches:fit")
+        fit = pkgutil.resolve_name("statetx.planner.batches:parts")
         with current.within(self._options["target"]):
             return self._fit(fit, args, kwargs)
 

@@ -1,0 +1,477 @@
+"""What fits a budget of bytes: `max_batch`, the largest batch of a step; and the fewest parts of ``microbatch(fun, "fit", budget=...)``."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _jax, _states
+from .._equations.compiled import Program, memory_analysis_options
+from .._errors import PlanError
+from .._lift.batch import Batch, BatchArguments
+from .._lift.context import sharding_of
+from .._lift.options import check_flags, notes_shapes
+from .._lift.rules import Rules
+from .._lift.wrapper import name_of, refuse_value, short_name
+from .._loops.parts import part_type
+from .._objects.attributes import created_undone
+from .._tables import Cell, Column, Table, Tabular
+from .._targets import current
+from .._text import brief, counted, format_bytes
+from .._tree import is_float, num_bytes
+from .._typing import Filter, Indices, Names
+from ..residuals.measure import with_gradient, without_gradient
+from ..transforms.abstract import eval_shape
+from ..transforms.functionalize import Functionalize
+from ..transforms.microbatch import RULES, without_new_states
+from . import _store
+from ._budget import TEMPORARIES, impossible_batch, read_amount, unit_question
+from ._fields import PART, VERSION
+from ._spinner import spinner
+from .plan import Plan
+from .planner import DEFAULT_TIME_LIMIT, Planner
+
+_LIMIT = 2**24  # examples, where the user gives no limit: most programs that take so many do not depend on their number
+_MAX_EXTRA_FLOPS = 0.02  # that a plan may add to save parts
+_SECONDS = 20.0  # for a plan that saves parts; one without which nothing fits has the planner's own limit
+_MAX_SLOW = 2  # guesses that leave more than half of the sizes in question, before the middle is taken
+_MAX_GROWTH = 64  # of a guess, times the largest size that was compiled: a line through two close points may be far off
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BatchFit(Tabular):
+    """What fits a budget; made by `max_batch` and by ``microbatch(fun, "fit", budget=...).fit(*args)``.
+
+    Usable as an integer, the number of examples, where one is an index or a size: ``jnp.zeros((fit, 3))``, ``range(fit)``, ``int(fit)``.
+    Prints as text, in colors with ``rich.print``, as HTML in a notebook. Sizes in bytes are those of one device.
+
+    Attributes:
+        name: of the function.
+        size: the number of examples, of a batch in parts those in the largest part.
+        budget_bytes: the budget.
+        total_bytes: what the compiled program takes: arguments, outputs and temporaries; of a step donated arguments count once.
+        tried: the number of examples, or of parts, and bytes of each program that was compiled without a plan, the smallest number first.
+        next_bytes: what the next larger batch takes; None if `limit` was reached, and for parts.
+        num: the number of parts.
+        fun: the function of a part: the user's, or with `plan` applied; None for a batch.
+        plan: the `Plan` for a part; None if a part fits without.
+    """
+
+    name: str
+    size: int
+    budget_bytes: int
+    total_bytes: int
+    tried: tuple[tuple[int, int], ...]
+    next_bytes: int | None = None
+    num: int = 1
+    fun: Callable[..., Any] | None = None
+    plan: Plan | None = None
+
+    def __index__(self) -> int:
+        return self.size
+
+    __int__ = __index__
+
+    @property
+    def bytes_per_example(self) -> int:
+        """By how much a step grows with an example, between the smallest and the largest program that were compiled; 0 for parts."""
+        (low, low_bytes), (high, high_bytes) = self.tried[0], self.tried[-1]
+        return round((high_bytes - low_bytes) / (high - low)) if high > low and self.fun is None else 0
+
+    def _table(self) -> Table:
+        total, budget = format_bytes(self.total_bytes), format_bytes(self.budget_bytes)
+        found = f"{self.size} examples fit, with {total} of {budget}."
+        if self.fun is not None:
+            found = f"{counted(self.num, 'part')} of {counted(self.size, 'example')}, {total} of {budget}."
+        most = max(1, *(n for _, n in self.tried))
+        rows = [
+            [Cell(str(num)), Cell(format_bytes(n), share=n / most), Cell("yes" if n <= self.budget_bytes else "no")]
+            for num, n in self.tried
+        ]
+        notes = []
+        if (each := self.bytes_per_example) > 0:
+            fixed = max(self.total_bytes - each * self.size, 0)
+            notes.append(("Each example:", f"about {format_bytes(each)}, and {format_bytes(fixed)} besides."))
+        if self.plan is not None:
+            added = f"{100 * self.plan.extra_flops:.1f}% added operations"
+            notes.append(("Plan:", f"a part saves less, for {added}; see .plan."))
+        first = Column("examples" if self.fun is None else "parts", "right")
+        return Table(f"{self.name}: {found}", [first, Column("bytes", "right"), Column("fits")], rows, notes)
+
+
+# -- the largest batch -------------------------------------------------------------------------------------------------
+
+
+@_jax.api_boundary
+@notes_shapes
+@current.takes_target
+def max_batch(
+    step: Callable[..., Any],
+    /,
+    *args: Any,
+    budget: int | str,
+    argnums: Indices | None = None,
+    argnames: Names = (),
+    multiple: int = 1,
+    limit: int | None = None,
+    gradient: bool = False,
+    states: Mapping[Filter, Any] | None = None,
+    progress: bool = False,
+    **kwargs: Any,
+) -> BatchFit:
+    """Find the largest batch whose compiled step keeps a budget. Nothing is run and no state changes.
+
+    The step is compiled for a few sizes, usually four: its memory is close to affine in the number of examples. It must accept any number.
+    The memory of each program is stored on disk (`STATETX_CACHE`), so that the second run of a script only stages these sizes.
+
+    Args:
+        step: a training step, a loss (then with ``gradient=True``), an evaluation; a function that may read and write states, or a
+            jitted one, whose donated arguments count once.
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays. Their own number of examples is tried first.
+        budget: bytes, such as ``"16GiB"``, for arguments, outputs and temporaries on one device; or ``"device"`` for all of its memory.
+        argnums: positions of the arguments that hold the batch along the first axis of their arrays; by default all.
+        argnames: the same by name.
+        multiple: the size is a multiple of this number.
+        limit: the largest size to consider. Without it, 2**24 examples that fit are an error.
+        gradient: whether the program also computes the derivative with respect to all float arguments and states, as in `measure`.
+        states: from filters to rules, as in `microbatch`: an axis for states that have a value for each example, such as the
+            hidden states of a recurrent network. They take as many examples as the batch. Other rules make no difference here.
+        progress: whether to show progress (with rich).
+
+    Returns:
+        `BatchFit`: ``.size``, and the programs that were compiled. Print it.
+
+    Raises:
+        PlanError: the smallest batch does not fit, with ``smallest_bytes``; or as many as 2**24 examples fit and there is no `limit`, for example since the memory does
+            not grow with the batch.
+        ValueError: the arguments differ in the number of examples.
+        StateValueError: a state with an axis has another number of examples than the arguments.
+
+    Source:
+        ``jax.stages.Compiled.memory_analysis``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, statetx
+        >>> loss = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+        >>> x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+        >>> fit = statetx.max_batch(jax.grad(loss), jnp.eye(256), x, argnums=1, budget="16MiB")
+        >>> fit.total_bytes <= 2**24 < fit.next_bytes
+        True
+    """
+    refuse_value("max_batch", step)
+    check_flags("max_batch", gradient=gradient, progress=progress)
+    amount = _bytes("max_batch", budget, "16GiB")
+    if multiple < 1 or (limit is not None and limit < multiple):
+        raise ValueError(f"max_batch: multiple={multiple} and limit={limit} leave no size.")
+    batch = BatchArguments("max_batch", step, argnums, argnames).of(args, kwargs)
+    program_of = _programs(step, batch, args, kwargs, gradient, states)
+
+    def bytes_of(index: int) -> int:
+        size = index * multiple
+        report(f"compiling the step for {size} examples")
+        types = batch_types(batch, size)
+        return _peak_bytes("max_batch", step, program_of(types, size), amount, "size of the batch", num_bytes(types))
+
+    fixed = num_bytes((args, kwargs)) - num_bytes(batch.leaves)
+    last = (_LIMIT if limit is None else limit) // multiple
+    name, first = short_name(name_of(step)), max(batch.size // multiple, 1)
+    with spinner(f"max_batch {name}", is_shown=progress) as report:
+        best, by_index = largest(bytes_of, amount, first, last, size=lambda i: float(i * multiple), bytes_at_zero=fixed)
+    if best == 0:
+        needed = f"{multiple} example{'s need' if multiple > 1 else ' needs'} {format_bytes(by_index[1])}"
+        raise PlanError(
+            f"max_batch({name}): no batch fits: {needed}, and the budget is {format_bytes(amount)}.{unit_question(amount)}\n"
+            f"Fix: rematerialize the blocks of the model, or allow that much; statetx.memory_profile shows what fills it.",
+            smallest_bytes=by_index[1],
+        )
+    tried = tuple(sorted((i * multiple, n) for i, n in by_index.items()))
+    found = BatchFit(name, best * multiple, amount, by_index[best], tried, by_index.get(best + 1))
+    if best < last or limit is not None:
+        return found
+    if found.bytes_per_example > 0 or len(tried) == 1:
+        raise PlanError(
+            f"max_batch({name}): {found.size} examples fit, with {format_bytes(found.total_bytes)} of {format_bytes(amount)}; no larger batch is tried "
+            f"without limit=.\nFix: give limit=, the largest size to consider, such as the number of examples that there are."
+        )
+    raise PlanError(
+        f"max_batch({name}): the memory of the step does not grow with the batch: {format_bytes(found.total_bytes)} with {found.size} examples.\nCause: "
+        f"argnums={brief(argnums)} are not the arguments that the step computes with.\nFix: name the ones that hold the batch, or give limit=."
+    )
+
+
+def _programs(
+    step: Callable,
+    batch: Batch,
+    args: tuple,
+    kwargs: dict[str, Any],
+    gradient: bool,
+    states: Mapping[Filter, Any] | None,
+) -> Callable[[list[Any], int], Program]:
+    """The programs of a step for other types of its batch, and the number of examples of these types."""
+    options = memory_analysis_options()
+    if hasattr(step, "lower") and hasattr(step, "trace") and not gradient and states is None:
+
+        def as_jitted(types: list[Any], size: int) -> Program:
+            # As the user jits it, with its shardings and compiler options.
+            args, kwargs = batch.arguments(types)
+            with created_undone(step, args, kwargs):
+                traced: Any = _states.jax_traced(step.trace(*args, **kwargs))
+            return Program.of_traced(getattr(traced, "jax_stage", traced), options)
+
+        return as_jitted
+
+    program = (with_gradient if gradient else without_gradient)(step, args, kwargs)
+    rules = Rules("max_batch", states or {}, step, RULES, args, kwargs)
+    held = Functionalize(step, takes_refs=True).states(*args, **kwargs) if states else {}
+
+    def of_arrays(types: list[Any], size: int) -> Program:
+        mask, of_batch, found = iter(batch.mask()), iter(types), []
+        for x, keys in zip(program.arrays, program.keys, strict=True):
+            if keys[0].idx:
+                x = next(of_batch) if next(mask) else x
+            elif (state := held.get(keys[1].key)) is not None:
+                aval = part_type(rules, state, _jax.abstract(x), batch.size, size)
+                x = x if aval.shape == x.shape else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+            found.append(x)
+        rules.check_paths()
+        with _jax.eval_context():
+            return program.for_types(found, options)
+
+    return of_arrays
+
+
+def batch_types(batch: Batch, size: int) -> list[Any]:
+    """Types for the leaves of a batch with another number of examples; shardings stay if they divide it."""
+    types = []
+    for x, aval, is_key in zip(batch.leaves, batch.types(size), batch.is_key, strict=True):
+        sharding = getattr(x, "sharding", None) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else None
+        is_kept = isinstance(sharding, jax.sharding.NamedSharding) and not is_key
+        if is_kept:
+            try:
+                sharding.shard_shape(aval.shape)
+            except ValueError:
+                is_kept = False
+        types.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding if is_kept else None))
+    return types
+
+
+# -- the fewest parts --------------------------------------------------------------------------------------------------
+
+
+def parts(
+    micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool
+) -> BatchFit:
+    """Choose the fewest parts whose compiled program keeps the budget.
+
+    Of these programs, one with fewer parts and a plan is taken if the plan adds few operations; or if not even single examples fit.
+
+    Args:
+        micro: the `Microbatch`.
+        batch: the batch of the call with `args` and `kwargs`.
+        is_differentiated: whether an array among the arguments and the states that are touched is being differentiated.
+
+    Raises:
+        PlanError: nothing keeps the budget.
+    """
+    amount = _bytes("microbatch", budget, "2GiB")
+    search = _Parts(micro, batch, args, kwargs, is_differentiated, amount)
+    nums = _candidates(batch.size)
+    best, by_index = largest(
+        lambda i: search.peak_bytes(nums[i - 1]),
+        amount,
+        len(nums),
+        len(nums),
+        size=lambda i: float(-(-batch.size // nums[i - 1])),
+        bytes_at_zero=num_bytes([args, kwargs]),
+    )
+    tried = tuple(sorted((nums[i - 1], n) for i, n in by_index.items()))
+    num, fun = nums[best - 1] if best else None, micro.__wrapped__
+    name = short_name(name_of(fun))
+    planned = search.planned(num)
+    if planned is not None:
+        num, fun, plan, total = planned
+    elif num is not None:
+        plan, total = None, dict(tried)[num]
+    else:
+        least = min(n for _, n in tried)
+        raise PlanError(
+            f"microbatch({name}): the budget of {format_bytes(amount)} cannot be kept: parts of one example need {format_bytes(least)}.{unit_question(amount)}\n"
+            f"Fix: allow that much, or rematerialize the blocks of the model.",
+            smallest_bytes=least,
+        )
+    return BatchFit(name, -(-batch.size // num), amount, total, tried, num=num, fun=fun, plan=plan)
+
+
+def _candidates(size: int) -> list[int]:
+    """Numbers of parts, the largest first: divisors, which need one loop only, unless they are far apart."""
+    divisors = [n for n in range(size, 0, -1) if size % n == 0]
+    if all(high <= 4 * low for high, low in itertools.pairwise(divisors)):
+        return divisors
+    part_sizes = sorted({-(-size // num) for num in range(1, size + 1)})
+    return [-(-size // part_size) for part_size in part_sizes]
+
+
+class _Parts:
+    """Compiles a function in parts; its gradient with respect to float states and all but the batch if it is a loss."""
+
+    def __init__(
+        self, micro: Any, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool, budget: int
+    ):
+        self._micro, self._batch, self._budget = micro, batch, budget
+        self._args, self._kwargs = args, kwargs
+        self.peak_bytes = functools.cache(self._peak_bytes)
+        part_args, part_kwargs = batch.arguments(batch.types(1))
+        out = jax.tree.leaves(eval_shape(micro.__wrapped__, *part_args, **part_kwargs))
+        self._is_loss = is_differentiated or (len(out) == 1 and not out[0].shape and is_float(out[0]))
+
+    def _peak_bytes(self, num: int, fun: Callable | None = None) -> int:
+        micro = self._micro.with_num(num, fun)
+        call = lambda *args, **kwargs: without_new_states(micro(*args, **kwargs))  # noqa: E731
+        measured = functools.partial(with_gradient, fixed=self._batch.mask()) if self._is_loss else without_gradient
+        program = measured(call, self._args, self._kwargs)
+        with _jax.eval_context():
+            program = program.for_types([_type(x) for x in program.arrays], memory_analysis_options())
+        return _peak_bytes("microbatch", self._micro.__wrapped__, program, self._budget, "number of parts")
+
+    def planned(self, num: int | None) -> tuple[int, Callable, Plan, int] | None:
+        """Fewer parts than `num` (None: no number fits) with a plan: the number, the planned function, the plan, and the bytes."""
+        # All parts must have the size that the plan is for.
+        divisors = [n for n in range(1, self._batch.size + 1) if self._batch.size % n == 0 and (num is None or n < num)]
+        if not divisors:
+            return None
+        fewer, fun = divisors[-1], self._micro.__wrapped__
+        left = self._budget - self.peak_bytes(fewer)
+        of_part = self._batch.arguments(self._batch.types(self._batch.size // fewer))
+        args, kwargs = jax.tree.map(lambda x: _type(x) if isinstance(x, _jax.Tracer) else x, of_part)
+        options = {"of": TEMPORARIES, "argnums": self._diff_argnums() if self._is_loss else None}
+        options["time_limit"] = DEFAULT_TIME_LIMIT if num is None else _SECONDS
+        plan = None
+        with contextlib.suppress(PlanError), _jax.eval_context():
+            plan = _plan_of_part(Planner(fun, *args, **options, **kwargs), left)
+        if plan is None or (num is not None and plan.extra_flops > _MAX_EXTRA_FLOPS):
+            return None
+        planned = plan.apply(fun)
+        total = self._peak_bytes(fewer, planned)
+        return (fewer, planned, plan, total) if total <= self._budget else None
+
+    def _diff_argnums(self) -> tuple[int, ...] | None:
+        """The arguments besides the batch; None, for all, if there are no others."""
+        has_floats = [any(map(is_float, jax.tree.leaves(x))) for x in self._args]
+        return tuple(i for i, x in enumerate(has_floats) if x and not self._batch.holds(i)) or None
+
+
+def _plan_of_part(planner: Planner, left: int) -> Plan | None:
+    """The plan for a part, where the loop without a plan leaves so many bytes of the budget, or exceeds it; None if there is none.
+
+    The budget of the part is stored beside the plan, since it depends on what the part takes without one.
+    """
+
+    def budget() -> dict[str, Any]:
+        # What the loop takes besides one part, arguments and outputs included, no plan changes.
+        least, most = planner.ends()
+        found = None
+        if most + left >= least:
+            with contextlib.suppress(PlanError):
+                found = planner.plan(most + left).budget_bytes
+        return {"version": VERSION, "budget": found}
+
+    budget_bytes = _store.remembered(planner.key("part", left), PART, budget)["budget"]
+    return None if budget_bytes is None else planner.plan(budget_bytes)
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(transform: str, budget: int | str, example: str) -> int:
+    """The bytes of a budget."""
+    amount = read_amount(budget)
+    if isinstance(amount, float):
+        fix = f"give bytes, such as {example!r}, or 'device'."
+        raise PlanError(f"{transform}: budget={budget!r} is a fraction.\nFix: {fix}")
+    return amount
+
+
+def _peak_bytes(transform: str, fun: Callable, program: Program, budget: int, of_batch: str, more: int = 0) -> int:
+    """The bytes of a compiled program. It is not compiled if its arguments, less those of its batch, fill the budget."""
+    least = program.least_bytes - more
+    if least >= budget:
+        raise impossible_batch(transform, fun, budget, least, of_batch)
+    return _store.peak_bytes(program)
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    aval = _jax.abstract(x)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding_of(x), weak_type=getattr(aval, "weak_type", False)
+    )
+
+
+class Search(NamedTuple):
+    """The largest index whose program keeps the budget, 0 if none does; and the bytes of the compiled programs by index."""
+
+    best: int
+    tried: dict[int, int]
+
+
+def largest(
+    measure: Callable[[int], int],
+    budget: int,
+    first: int,
+    limit: int,
+    *,
+    size: Callable[[int], float] = float,
+    bytes_at_zero: int = 0,
+) -> Search:
+    """The largest index from 1 to `limit` whose program keeps the budget.
+
+    The memory of a program is close to affine in the size of its batch. So the next size to compile is where the line through two measured points
+    crosses the budget. The search ends when a size that keeps the budget and the next larger one, which does not, have both been compiled.
+
+    Args:
+        measure: from an index to the bytes of its program.
+        first: the index to compile first.
+        size: of the batch of an index; rises with it.
+        bytes_at_zero: a lower bound of the bytes for no examples, for the first guess.
+    """
+    tried: dict[int, int] = {}
+    points = {0: (0.0, bytes_at_zero)}  # by index: size and bytes
+    low, high, guess = 0, limit + 1, min(max(first, 1), limit)
+    stride, num_slow = 1, 0
+    while high - low > 1:
+        before = high - low
+        tried[guess] = measure(guess)
+        points[guess] = size(guess), tried[guess]
+        low, high = (guess, high) if tried[guess] <= budget else (low, guess)
+        num_slow = num_slow + 1 if 2 * (high - low) > before and high <= limit else 0
+
+        guess = _crossing(points, budget, low, high)
+        indices = range(low + 1, min(high, _MAX_GROWTH * max(tried) + 1))
+        guess = low + bisect.bisect_right(indices, guess, key=size)
+        if low < guess < high - 1:
+            stride = 1
+        else:
+            # At an end of the sizes in question: away from it in steps that double, since memory may be a staircase.
+            guess, stride, num_slow = (low + stride if guess <= low else high - stride), 2 * stride, 0
+        if num_slow >= _MAX_SLOW or not low < guess < high:
+            guess, num_slow = (low + high) // 2, 0
+    return Search(low, tried)
+
+
+def _crossing(points: dict[int, tuple[float, int]], budget: int, low: int, high: int) -> float:
+    """The size at which the line through the two points next to the budget crosses it, if that lies in question; else through the ends."""
+    nearest = sorted(sorted(points, key=lambda i: abs(points[i][1] - budget))[:2])
+    for ends in (nearest, [low, high]):
+        if all(i in points for i in ends):
+            (x0, y0), (x1, y1) = (points[i] for i in ends)
+            target = x0 + (budget - y0) * (x1 - x0) / (y1 - y0) if y1 > y0 else math.inf
+            if points[low][0] <= target < math.inf and (high not in points or target <= points[high][0]):
+                return target
+    return 2 * points[max(points)][0]
