@@ -191,7 +191,7 @@ class Graph:
         outs = self._run(body, [*constants, *carries, *(self._view(x, inside) for x in xs)], inside)
         for carry, new, same in zip(carries, outs, is_unchanged, strict=False):
             if not same:
-                carry.producer.reads.append(new)
+                carry.producer.reads.append(new)  # type: ignore[union-attr]
         last = [
             v if same else self._view(new, around, gain=length)
             for v, new, same in zip(initial, outs, is_unchanged, strict=False)

@@ -239,7 +239,7 @@ def _code(x: Any, seen: set[int], depth: int = 0) -> str:
     if isinstance(x, (set, frozenset)):  # the names of a policy of JAX 0.12
         return f"({','.join(sorted(map(inside, x)))})"
     if type(x) is dict or isinstance(x, types.SimpleNamespace) or dataclasses.is_dataclass(x):
-        values = x if type(x) is dict else _attributes(x)
+        values: dict[Any, Any] = x if type(x) is dict else _attributes(x)  # pyright: ignore[reportAssignmentType]
         return (
             f"{type(x).__name__}({','.join(sorted(f'{k}:{inside(v)}' for k, v in values.items() if type(k) is str))})"
         )

@@ -253,14 +253,18 @@ def batch_types(batch: Batch, size: int) -> list[Any]:
     types = []
     for x, aval, is_key in zip(batch.leaves, batch.types(size), batch.is_key, strict=True):
         sharding = getattr(x, "sharding", None) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else None
-        is_kept = isinstance(sharding, jax.sharding.NamedSharding) and not is_key
-        if is_kept:
-            try:
-                sharding.shard_shape(aval.shape)
-            except ValueError:
-                is_kept = False
-        types.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding if is_kept else None))
+        if not isinstance(sharding, jax.sharding.NamedSharding) or is_key or not _divides(sharding, aval):
+            sharding = None
+        types.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
     return types
+
+
+def _divides(sharding: Any, aval: Any) -> bool:
+    try:
+        sharding.shard_shape(aval.shape)
+    except ValueError:
+        return False
+    return True
 
 
 # -- the fewest parts --------------------------------------------------------------------------------------------------
