@@ -214,8 +214,7 @@ def test_tested_versions_are_allowed_and_in_the_readme():
 def test_extras_that_messages_and_pages_name_exist():
     texts = [*SOURCES, ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
     named = {extra for path in texts for extra in re.findall(r"statetx\[([a-z]+)\]", path.read_text())}
-    removed = {"checkpoint"}  # in the changelog's table of migration
-    assert named - removed <= set(project_table()["optional-dependencies"]) and "saving" in named
+    assert named <= set(project_table()["optional-dependencies"]) and "saving" in named
 
 
 def links_of(text):
