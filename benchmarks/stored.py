@@ -5,7 +5,7 @@ Compared
     they are, "remat" rematerializes each, "bits" also stores the spikes that enter them as bits (``inputs_stored_as="bits"``). "bits between"
     rematerializes pairs of blocks, stores what enters them as bits, and keeps the spikes between the two as bits.
     Transformer: the model of examples/transformer_lm.py, whose layers keep everything that the backward pass needs, stored unchanged, as
-    bfloat16, float8_e4m3fn or int8.
+    bfloat16, float8_e4m3fn or float8_e5m2.
 
 Measured
     Memory is XLA's temporary memory (``memory_analysis().temp_size_in_bytes``) under default flags. Time is of the compiled gradient;
@@ -36,7 +36,7 @@ SIZES = {"blocks": 24, "width": 256, "steps": 32, "batch": 64}
 QUICK = {"blocks": 4, "width": 64, "steps": 8, "batch": 16}
 TRANSFORMER = {"layers": 3, "width": 64, "context": 48, "batch": 8, "updates": 120, "seeds": 4}
 QUICK_TRANSFORMER = {"layers": 2, "width": 32, "context": 16, "batch": 4, "updates": 8, "seeds": 2}
-FORMATS = ("bfloat16", "float8_e4m3fn", "int8")
+FORMATS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 # -- a spiking network -----------------------------------------------------------------------------------------------
 

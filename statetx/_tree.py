@@ -74,6 +74,11 @@ def is_float(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def is_key(x: Any) -> bool:
+    """Whether it is a random key, an array of them, or the type of one."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 class Partition:
     """The static part of a tree.
 

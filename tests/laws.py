@@ -104,14 +104,14 @@ class Words(StoredType):
     def shrinks(self, aval: Any) -> bool:
         return jnp.issubdtype(aval.dtype, jnp.floating)
 
-    def types(self, aval: Any) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct((*aval.shape, aval.dtype.itemsize), jnp.uint8)]
+    def stored_type(self, aval: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*aval.shape, aval.dtype.itemsize), jnp.uint8)
 
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> list[jax.Array]:
-        return [jax.lax.bitcast_convert_type(x, jnp.uint8)]
+    def encode(self, x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, jnp.uint8)
 
     def decode(self, stored: Any, aval: Any) -> jax.Array:
-        return jax.lax.bitcast_convert_type(stored[0], aval.dtype)
+        return jax.lax.bitcast_convert_type(stored, aval.dtype)
 
 
 WORDS = Words("words")

@@ -364,13 +364,13 @@ def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
     planner, budget, fields, _ = damaged_plan
     changed = json.loads(json.dumps(fields))
     decision = next(d for d in changed["programs"][0]["treatments"] if d["saved"])
-    taken = {"int8": [], "bits": []}
+    taken = {"float8_e5m2": [], "bits": []}
     for format, found in taken.items():
         for address in decision["saved"]:
             decision["stored"] = [[*address, format]]
             PLAN(changed, "")
             found.append(planner._is_for_program(changed, budget))
-    assert not any(taken["int8"]) and not all(taken["bits"])
+    assert not any(taken["float8_e5m2"]) and not all(taken["bits"])
 
 
 def test_entry_of_another_program_is_not_used(folder, compilations):

@@ -484,7 +484,7 @@ def test_a_stored_plan_stores_the_same(tmp_path):
 
 def test_options_of_a_decision_are_those_that_were_stored():
     option = Decision(
-        frozenset({(1, 0), (2, 1)}), stored=frozenset({((2, 1), StoredType("int8"))}), inputs=((3, BITS),)
+        frozenset({(1, 0), (2, 1)}), stored=frozenset({((2, 1), StoredType("bfloat16"))}), inputs=((3, BITS),)
     )
     assert Decision.from_json(json.loads(json.dumps(option.to_json()))) == option
 

@@ -121,7 +121,7 @@ def stored(monkeypatch):
         return equations
 
     def noted_write(self, *args):
-        names.update(str(format) for format in self._formats if format is not None)
+        names.update(str(row.format) for row in self._rows if row.format is not None)
         return write(self, *args)
 
     def noted_keep(self, *args):

@@ -12,8 +12,8 @@ import statetx
 from statetx import policies
 from statetx._jax import stage
 from statetx._loops import checkpointed, schedule
-from statetx._loops.rows import SlotMemory
-from statetx._remat.decide import carry_labels
+from statetx._loops.rows import Row, SlotMemory
+from statetx._remat.decide import carry_formats
 from statetx._remat.stored import BITS
 from statetx.policies import Slots
 
@@ -152,7 +152,7 @@ def test_formats_of_carries():
     jaxpr, _ = stage(step, list(map(jax.typeof, map(jnp.zeros_like, types))), traced_for="scan", name="")
 
     def formats(policy):
-        return [label is not None for label in carry_labels(policy, jaxpr, 7)]
+        return [format is not None for format in carry_formats(policy, jaxpr, 7)]
 
     # Nothing is known of the carry before the step, so that a product with it is not proved.
     proved = [False, True, False, True, False, False, False]
@@ -165,7 +165,7 @@ def test_formats_of_carries():
 
 def test_slots_with_a_format_give_carries_back():
     carry = [jnp.arange(30.0).reshape(2, 15) % 3 == 0, (jnp.arange(30.0).reshape(2, 15) % 2), jnp.float32(0.5)]
-    slots = SlotMemory(3, list(map(jax.typeof, carry)), formats=[BITS, BITS, None])
+    slots = SlotMemory(3, list(map(Row, map(jax.typeof, carry), [BITS, BITS, None])))
     pools = slots.make()
     assert [(p.shape, p.dtype.name) for p in pools] == [((3, 2, 2), "uint8"), ((3, 2, 2), "uint8"), ((3,), "float32")]
     first = [x + x for x in carry]
@@ -355,7 +355,7 @@ ARRAY, SCALAR, VECTOR = ((8, 32), jnp.float32), ((), jnp.float32), ((3,), jnp.in
 )
 def test_slots_that_the_residuals_of_a_step_take(carry, residuals, num_slots):
     carry, types = ([jax.typeof(jnp.zeros(*a)) for a in avals] for avals in (carry, residuals))
-    slots = SlotMemory(6, carry, types)
+    slots = SlotMemory(6, list(map(Row, carry)), types)
     assert slots.leaves == schedule.leaves(6, 1, num_slots)
     step = [jnp.arange(float(a.size)).reshape(a.shape).astype(a.dtype) + n for n, a in enumerate(types)]
     pools = slots.make()

@@ -13,7 +13,7 @@ from laws import WORDS
 import statetx
 from statetx import PolicyError, PolicyWarning, policies
 from statetx._remat import declared
-from statetx._remat.stored import BITS, BLOCK, NAMES, StoredType, as_stored_type
+from statetx._remat.stored import BITS, NAMES, StoredType, as_stored_type
 
 # A spiking layer: its input is a float that is 0 or 1, and its derivative is a surrogate's, not that of a comparison.
 
@@ -82,7 +82,7 @@ BLOCKS = {
 def test_bits_give_the_value_back(shape, dtype):
     x = (jax.random.uniform(jax.random.key(1), shape) < 0.5).astype(dtype)
     stored = jax.jit(BITS.encode)(x)
-    assert [(a.shape, a.dtype) for a in stored] == [(a.shape, a.dtype) for a in BITS.types(x)]
+    assert (stored.shape, stored.dtype) == (BITS.stored_type(x).shape, BITS.stored_type(x).dtype)
     decoded = BITS.decode(stored, jax.typeof(x))
     assert decoded.dtype == x.dtype
     np.testing.assert_array_equal(decoded, x)
@@ -98,13 +98,13 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 def test_formats_under_strict_promotion(name, dtype, x64):
     format = StoredType(name)
     with jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
-        # 1000 is beyond float8; int8 pads a block.
+        # 1000 is beyond float8_e4m3fn.
         x = np.zeros((3, 300), jax.dtypes.canonicalize_dtype(dtype))
         x[:, ::7] = 1 if name == "bits" else 1000
         x = jnp.asarray(x)
         decoded = format.decode(format.encode(x), jax.typeof(x))
         assert decoded.dtype == x.dtype
-        np.testing.assert_allclose(*(np.minimum(a.astype(jnp.float32), 448) for a in (decoded, x)), rtol=0.01)
+        np.testing.assert_allclose(*(np.minimum(a.astype(jnp.float32), 448) for a in (decoded, x)), rtol=0.03)
         if format.is_exact:
             assert not format.differs(x).any()
 
@@ -117,7 +117,7 @@ def test_bits_take_one_32nd_of_float32(length):
         assert 32 * BITS.nbytes(x) == x.nbytes
 
 
-@pytest.mark.parametrize("name, error", [("bfloat16", 2**-8), ("float8_e4m3fn", 2**-4)])
+@pytest.mark.parametrize("name, error", [("bfloat16", 2**-8), ("float8_e4m3fn", 2**-4), ("float8_e5m2", 2**-3)])
 def test_floats_are_rounded_to_nearest(name, error):
     format = StoredType(name)
     x = jax.random.normal(jax.random.key(2), (5, 300))
@@ -126,55 +126,11 @@ def test_floats_are_rounded_to_nearest(name, error):
     assert format.nbytes(x) == x.size * jnp.dtype(name).itemsize
 
 
-def test_values_beyond_float8_become_its_largest():
-    format = StoredType("float8_e4m3fn")
+@pytest.mark.parametrize("name, largest", [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])
+def test_values_beyond_float8_become_its_largest(name, largest):
+    format = StoredType(name)
     x = jnp.array([1e6, -1e6, jnp.inf, jnp.nan])
-    np.testing.assert_array_equal(format.decode(format.encode(x), jax.typeof(x)), [448.0, -448.0, 448.0, jnp.nan])
-
-
-def test_int8_rounds_within_a_step_without_bias():
-    format = StoredType("int8")
-    x = jax.random.normal(jax.random.key(3), (4, 300))
-    decoded = format.decode(format.encode(x), jax.typeof(x))
-    blocks = np.pad(x, [(0, 0), (0, 3 * BLOCK - 300)]).reshape(4, 3, BLOCK)
-    step = np.repeat(np.abs(blocks).max(-1) / 127, BLOCK, axis=1)[:, :300]
-    assert np.all(np.abs(decoded - x) <= 1.001 * step)
-    assert format.nbytes(x) == 4 * (300 + 3 * 4) + 4  # codes, a float32 scale for each block, and the key
-
-    decode = jax.jit(jax.vmap(lambda key: format.decode(format.encode(x, key), jax.typeof(x))))
-    errors = (decode(jnp.arange(400, dtype=jnp.uint32)) - x[None]) / step[None]
-    # Uniform rounding has a variance of at most 1/4 step for each draw: 5 standard deviations of the mean of 400.
-    assert np.all(np.abs(errors.mean(0)) < 5 * 0.5 / 20)
-    assert np.std(errors) > 0.2  # not to nearest, which would be 0.29 / step of the value, without a mean of zero
-
-
-def test_int8_rounds_equal_values_alike():
-    format = StoredType("int8")
-    x = jax.random.normal(jax.random.key(4), (64,))
-    assert_equal(jax.jit(format.encode)(x), format.encode(x + 0))
-    codes = jax.vmap(format.encode)(jnp.stack([x, 2 * x]))
-    assert_equal([c[0] for c in codes], format.encode(x))
-
-
-def test_int8_takes_the_key_of_the_first_encoding():
-    format = StoredType("int8")
-    x = jax.random.normal(jax.random.key(4), (2, 300))
-    y = x.at[1, 7].set(np.nextafter(x[1, 7], np.float32(jnp.inf)))
-    stored = jax.jit(format.encode)(x)
-    assert [(a.shape, a.dtype) for a in stored] == [(a.shape, a.dtype) for a in format.types(x)]
-    again, own = format.encode(y, stored[-1]), format.encode(y)
-    assert again[-1] == stored[-1] != own[-1]
-    differs = np.array(again[0] != stored[0])
-    assert differs.sum() == differs[1, 7]
-    assert (own[0] != stored[0]).mean() > 0.1  # the key is what matters
-
-
-def test_int8_of_zeros_infinities_and_nan():
-    format = StoredType("int8")
-    x = jnp.array([[0.0, 0.0], [jnp.inf, 1.0], [jnp.nan, 1.0]])
-    decoded = format.decode(format.encode(x), jax.typeof(x))
-    np.testing.assert_array_equal(decoded[0], 0)
-    assert jnp.isnan(decoded[1:]).any(1).all()  # not a plausible number
+    np.testing.assert_array_equal(format.decode(format.encode(x), jax.typeof(x)), [largest, -largest, largest, jnp.nan])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -300,7 +256,7 @@ def test_lossy_formats_change_the_backward_pass_only():
     x = x + 0.1 * jax.random.normal(jax.random.key(5), x.shape)
     dense = lambda x, w: jnp.tanh(x @ w[0]) @ w[1]  # noqa: E731
     expected_value, expected_grads = jax.jit(jax.value_and_grad(loss_of(dense), (0, 1)))(x, w)
-    for name, tolerance in (("bfloat16", 0.02), ("float8_e4m3fn", 0.1), ("int8", 0.03)):
+    for name, tolerance in (("bfloat16", 0.02), ("float8_e4m3fn", 0.1), ("float8_e5m2", 0.2)):
         stored = statetx.remat(dense, inputs_stored_as=(name, None))
         value, grads = jax.jit(jax.value_and_grad(loss_of(stored), (0, 1)))(x, w)
         assert value == expected_value
@@ -309,79 +265,6 @@ def test_lossy_formats_change_the_backward_pass_only():
         # Rounded alike in each recomputation: also in that of a region around it.
         outer = statetx.remat(lambda x, w, stored=stored: stored(x, w))
         assert_close(jax.jit(jax.grad(loss_of(outer), (0, 1)))(x, w), grads, 1e-6)
-
-
-class Perturbed:
-    """The identity. From run `first` on, its entry 3 is the next larger number, as in a recomputation that the compiler fused differently."""
-
-    def __init__(self, first):
-        self.first, self.runs = first, 0
-
-        @jax.custom_jvp
-        def identity(x):
-            return jax.pure_callback(self.run, x, x, vmap_method="expand_dims")
-
-        identity.defjvp(lambda primals, tangents: (identity(*primals), tangents[0]))
-        self.identity = identity
-
-    def run(self, x):
-        x, self.runs = np.array(x), self.runs + 1
-        if self.runs > self.first:
-            x[..., 3] = np.nextafter(x[..., 3], np.float32(np.inf))
-        return x
-
-
-def cosine(h, x):
-    """A region whose gradient is the cosine of what was stored as int8."""
-    inner = statetx.remat(lambda x: jnp.sum(jnp.sin(x)), inputs_stored_as="int8")
-    return inner(h(x))
-
-
-def looped(h, x, **options):
-    """Four steps, each with its own `x`, which `scan` cannot take for a constant."""
-    return statetx.scan(lambda c, x: (c + cosine(h, x), None), 0.0, jnp.stack([x] * 4), **options)[0]
-
-
-# With each, how often `h` runs before anything is computed again.
-RECOMPUTATIONS = {
-    "in a region": (lambda h, x: statetx.remat(functools.partial(cosine, h))(x), 1),
-    "in a region of JAX": (lambda h, x: jax.checkpoint(functools.partial(cosine, h))(x), 1),
-    "in two regions": (lambda h, x: statetx.remat(statetx.remat(functools.partial(cosine, h)))(x), 1),
-    "in a loop in a region": (lambda h, x: statetx.remat(functools.partial(looped, h))(x), 4),
-    "in nested loops": (functools.partial(looped, checkpoint=policies.Levels(2)), 4),
-    "in a branch": (
-        lambda h, x: statetx.remat(lambda x: lax.cond(x[0] < 9, functools.partial(cosine, h), jnp.sum, x))(x),
-        1,
-    ),
-    "a gradient in a region": (
-        lambda h, x: jnp.sum(jnp.exp(statetx.remat(jax.grad(functools.partial(cosine, h)))(x))),
-        1,
-    ),
-    "mapped": (
-        lambda h, x: jnp.sum(jax.vmap(statetx.remat(functools.partial(cosine, h)))(jnp.stack([x, 2 * x]))),
-        1,
-    ),
-}
-
-
-@pytest.mark.parametrize(("fun", "num_runs"), RECOMPUTATIONS.values(), ids=RECOMPUTATIONS)
-def test_a_recomputation_rounds_with_the_key_of_the_first_computation(fun, num_runs):
-    x = jax.random.normal(jax.random.key(12), (64,)).at[0].set(4.0)  # the largest entry, of the scale, stays equal
-    same, perturbed = Perturbed(1000), Perturbed(num_runs)
-    expected, actual = jax.block_until_ready(
-        [jax.grad(functools.partial(fun, h.identity))(x) for h in (same, perturbed)]
-    )
-    assert perturbed.runs == same.runs > num_runs  # something was computed again
-    others = np.arange(64) != 3
-    np.testing.assert_array_equal(actual[others], expected[others])
-    assert jnp.abs(expected).min() > 0
-
-
-def test_a_region_around_one_that_rounds_saves_its_key():
-    x = jnp.linspace(0, 1, 64)
-    around = statetx.remat(functools.partial(cosine, jnp.sin))
-    rows = [(row.type, row.nbytes, row.origin) for row in statetx.saved_residuals(around, x)]
-    assert rows == [("f32[64]", 256, "argument"), ("int8[64]", 4, "intermediate")]
 
 
 def test_states_keys_and_static_arguments_pass():
@@ -496,11 +379,11 @@ def test_integers_and_booleans():
 
 
 def test_policies_print_combine_and_are_values():
-    policy = policies.names("spikes").stored_as("bits") | policies.dots.stored_as("int8")
-    assert repr(policy) == "names('spikes').stored_as('bits') | dots.stored_as('int8')"
+    policy = policies.names("spikes").stored_as("bits") | policies.dots.stored_as("float8_e5m2")
+    assert repr(policy) == "names('spikes').stored_as('bits') | dots.stored_as('float8_e5m2')"
     assert repr((policies.names("a") | policies.dots).stored_as("bits")) == "(names('a') | dots).stored_as('bits')"
-    assert policy == policies.names("spikes").stored_as("bits") | policies.dots.stored_as("int8")
-    assert hash(SPIKES.stored_as("bits")) != hash(SPIKES.stored_as("int8"))
+    assert policy == policies.names("spikes").stored_as("bits") | policies.dots.stored_as("float8_e5m2")
+    assert hash(SPIKES.stored_as("bits")) != hash(SPIKES.stored_as("float8_e5m2"))
     with pytest.raises(PolicyError, match=r"statetx\.remat"):
         jax.grad(jax.checkpoint(jnp.sin, policy=policies.dots.stored_as("bits")))(1.0)
 
@@ -833,19 +716,12 @@ def test_formats_of_a_last_axis_that_is_split_over_devices(length, axes, split_o
     part = length // 8
     with split_over_devices((4, length), axes) as x:
         spikes = (x > 0).astype(x.dtype)
-        for format, value, sizes, num_keys in (
-            (BITS, spikes, [-(-part // 8)], 0),
-            (StoredType("int8"), x, [part, -(-part // BLOCK)], 1),
-        ):
-            stored, decoded = jax.jit(lambda x, f=format: (codes := f.encode(x), f.decode(codes, jax.typeof(x))))(value)
-            shapes = [*((4, 8 * n) for n in sizes), *[()] * num_keys]
-            assert [a.shape for a in stored] == [t.shape for t in format.types(value)] == shapes
-            assert all(
-                s.data.shape == (4, n) for a, n in zip(stored, sizes, strict=False) for s in a.addressable_shards
-            )
-            assert jax.typeof(decoded) == jax.typeof(value)
-            errors = np.abs(np.asarray(decoded) - np.asarray(value))
-            assert errors.max() <= (0 if format is BITS else 1.001 * np.abs(x).max() / 127)
+        stored, decoded = jax.jit(lambda x: (codes := BITS.encode(x), BITS.decode(codes, jax.typeof(x))))(spikes)
+        size = -(-part // 8)
+        assert stored.shape == BITS.stored_type(spikes).shape == (4, 8 * size)
+        assert all(s.data.shape == (4, size) for s in stored.addressable_shards)
+        assert jax.typeof(decoded) == jax.typeof(spikes)
+        np.testing.assert_array_equal(decoded, spikes)
 
 
 @pytest.mark.parametrize("length", [72, pytest.param(128, marks=pytest.mark.slow)])
@@ -863,20 +739,6 @@ def test_gradients_where_the_last_axis_is_split_over_devices(length, split_over_
     assert_close(grad, jax.jit(jax.grad(f))(np.asarray(x)))
 
 
-@pytest.mark.parametrize("form", ["shard_map", "split"])
-def test_the_key_of_a_region_within_another_on_several_devices(form, split_over_devices):
-    inner = functools.partial(cosine, jnp.tanh)
-    with split_over_devices((16, 64), "d") as x:
-        if form == "shard_map":
-            P = jax.sharding.PartitionSpec
-            mapped = lambda f: jax.shard_map(lambda x: f(x)[None], in_specs=P(None, "d"), out_specs=P("d"))  # noqa: E731
-        else:
-            mapped = lambda f: f  # noqa: E731
-        once, twice = (jax.jit(jax.grad(lambda x, f=f: jnp.sum(mapped(f)(x)))) for f in (inner, statetx.remat(inner)))
-        assert_close(twice(x), once(x), 1e-6)
-        assert "statetx_kept" in str(jax.make_jaxpr(twice)(x))
-
-
 # -- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -892,11 +754,6 @@ def test_saved_residuals_show_format_bytes_and_dtype():
     )  # what the recomputation is spared
     assert "bits[5,3,24] for f32" in str(report)
     assert report.to_dict()["residuals"][1]["stored_as"] == "bits"
-
-    # int8: integers, scales and key are one value.
-    block = statetx.remat(pair, inputs_stored_as=("int8", None))
-    (row,) = [row for row in statetx.saved_residuals(block, x, w) if row.stored_as]
-    assert (row.type, row.nbytes) == ("int8[5,3,24]", 5 * 3 * (24 + 4) + 4)
 
 
 def spiking(block, num=8):

@@ -2,20 +2,16 @@
 
 A value that is saved passes through `mark_primitive`. A value v whose residual is stored small is computed by the equations
 
-    key = kept(key(v))              if the format rounds at random
-    codes... = encode(v, key)       marked, so that the region saves them; the key is the last of them
+    codes = encode(v)               marked, so that the region saves them
     link = link(v)
-    decoded = decode(codes...)
-    w = stored(v, decoded, key, link)
+    decoded = decode(codes)
+    w = stored(v, decoded, link)
 
 and every later equation reads w, which is v. Partial evaluation divides the last equation (`_divide`): the forward pass has ``w = attach(v,
-key, link)``, which is v; the backward pass ``w = attach(decoded, key, link)``, which is the decoded value, so that nothing there reads v.
+link)``, which is v; the backward pass ``w = attach(decoded, link)``, which is the decoded value, so that nothing there reads v.
 
 Codes have no tangents. A derivative of the gradient needs v's, and it reaches the backward pass through `link`: an array with the shape of v,
 whose entries take no bytes and whose tangents are v's tangents.
-
-Where a region around this one computes v again, it encodes v again, and v may differ in a last bit. So every region saves the key, whatever its
-policy says, and both encodings round alike.
 """
 
 from __future__ import annotations
@@ -168,27 +164,14 @@ def new_link(aval: Any) -> Any:
     return link_primitive.bind(zeros(aval.update(dtype=aval.dtype.tangent_dtype)))
 
 
-# -- keys of random rounding ---------------------------------------------------------------------------------------
-
-kept_primitive = _core.Primitive("statetx_kept")
-"""The identity, on a number that every region saves, whatever its policy says, as it does links."""
-
-kept_primitive.def_impl(lambda x: x)
-kept_primitive.def_abstract_eval(lambda x: x)
-_ad.primitive_jvps[kept_primitive] = lambda primals, tangents: (kept_primitive.bind(*primals), tangents[0])
-_batching.primitive_batchers[kept_primitive] = lambda args, dims: (kept_primitive.bind(*args), dims[0])
-_mlir.register_lowering(kept_primitive, lambda ctx, x: [x])
-_pe.partial_eval_jaxpr_custom_rules[kept_primitive] = _save_always
-
 # -- stored values -------------------------------------------------------------------------------------------------
 
 stored_primitive = _core.Primitive("statetx_stored")
-"""The identity on its first operand: ``stored(v, decoded, key, link)``; without a key if the format rounds nothing at random, without a
-link if v has no tangents. Nothing reads the key: as an operand it is part of what is saved. Parameters: ``type``, the
+"""The identity on its first operand: ``stored(v, decoded, link)``; without a link if v has no tangents. Parameters: ``type``, the
 `StoredType`; ``region`` and ``what``, of the marks on the codes; ``is_ordered``, whether what follows has to wait for the codes."""
 
 attach_primitive = _core.Primitive("statetx_attach")
-"""The identity on its first operand, with the tangents of the last, a link: ``attach(x, key, link)``. Operands and parameters as of `stored_primitive`."""
+"""The identity on its first operand, with the tangents of the last, a link: ``attach(x, link)``. Operands and parameters as of `stored_primitive`."""
 
 
 def _tangent_of(primitive: Any, index: int) -> None:
@@ -282,43 +265,30 @@ def checked(x: Any, report: Callable | None) -> Any:
     return x if report is None else _check_primitive.bind(jax.lax.stop_gradient(x), report=report)
 
 
-def store(x: Any, type: Any, check: Callable | None = None, known: tuple[Any, Any] | None = None, **params: Any) -> Any:
+def store(x: Any, type: Any, known: tuple[Any, Any] | None = None, **params: Any) -> Any:
     """The value itself, but with the residual that ``type.encode`` makes of it.
 
     Args:
         x: an array, while tracing.
         type: a `StoredType`.
-        check: ``(x) -> None``, called on the host with the value that is encoded.
         known: a boolean and what `x` is where it holds: there the backward pass takes this instead of the residual.
         **params: the others of `stored_primitive`.
     """
     label = {key: params[key] for key in ("region", "what")}
     source = x if known is None else jax.lax.select(known[0], zeros(x.aval), x)
-    source = checked(source, check)
-    keys = [kept_primitive.bind(_key_maker(type)(source))] if type.has_key else []
-    codes = [mark(code, **label) for code in _encoder(type)(source, *keys)]
+    codes = mark(_encoder(type)(checked(source, type.check)), **label)
     decoded = _decoder(type, x.aval)(codes)
     if known is not None:
         decoded = jax.lax.select(known[0], jax.lax.stop_gradient(known[1]), decoded)
-    saved_keys = codes[-1:] if keys else []
     links = [link_primitive.bind(x)] if jnp.issubdtype(x.dtype, jnp.inexact) else []
-    return stored_primitive.bind(x, decoded, *saved_keys, *links, type=type, **params)
+    return stored_primitive.bind(x, decoded, *links, type=type, **params)
 
 
 # Cached, so that JAX caches their jaxprs and what it compiles from them. Reports find the format in the name.
 @functools.lru_cache(1024)
-def _key_maker(type: Any) -> Callable:
-    def key_of(x: Any) -> Any:
-        return type.key_of(jax.lax.stop_gradient(x))
-
-    key_of.__name__ = key_of.__qualname__ = f"{_KEY}{type}"
-    return jax.jit(key_of)
-
-
-@functools.lru_cache(1024)
 def _encoder(type: Any) -> Callable:
-    def encode(x: Any, *key: Any) -> list[Any]:
-        return type.encode(jax.lax.stop_gradient(x), *key)
+    def encode(x: Any) -> Any:
+        return type.encode(jax.lax.stop_gradient(x))
 
     encode.__name__ = encode.__qualname__ = f"{_ENCODE}{type}"
     return jax.jit(encode)
@@ -326,14 +296,14 @@ def _encoder(type: Any) -> Callable:
 
 @functools.lru_cache(1024)
 def _decoder(type: Any, aval: Any) -> Callable:
-    def decode(codes: list[Any]) -> Any:
+    def decode(codes: Any) -> Any:
         return type.decode(codes, aval)
 
     decode.__name__ = decode.__qualname__ = f"{_DECODE}{type}"
     return jax.jit(decode)
 
 
-_KEY, _ENCODE, _DECODE = "statetx_key_", "statetx_encode_", "statetx_decode_"
+_ENCODE, _DECODE = "statetx_encode_", "statetx_decode_"
 
 
 def encoded_as(eqn: Any) -> str:
@@ -344,6 +314,6 @@ def encoded_as(eqn: Any) -> str:
 
 def is_storing(eqn: Any) -> bool:
     """Whether an equation belongs to a value stored in another form (`store`); none of its results is a value of the user's function."""
-    if eqn.primitive in (link_primitive, kept_primitive, stored_primitive, attach_primitive):
+    if eqn.primitive in (link_primitive, stored_primitive, attach_primitive):
         return True
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith((_KEY, _ENCODE, _DECODE))
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith((_ENCODE, _DECODE))

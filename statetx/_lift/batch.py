@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import _states
 from .._objects.paths import argument_names
 from .._text import type_str
-from .._tree import Partition, as_array, is_array_or_type, partition
+from .._tree import Partition, as_array, is_array_or_type, is_key, partition
 from .._typing import Indices, Names
 from .context import sharding_of
 from .signature import StaticArguments
@@ -107,8 +107,8 @@ class BatchArguments:
             positional, named = part.combine(leaves)
             return tuple([positional.get(i, x) for i, x in enumerate(args)]), {**kwargs, **named}
 
-        is_key = [not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-        return Batch(leaves, arguments, is_key, self._size(leaves, is_key, part, args))
+        are_keys = [not x.shape and is_key(x) for x in leaves]
+        return Batch(leaves, arguments, are_keys, self._size(leaves, are_keys, part, args))
 
     def _size(self, leaves: list[Any], is_key: list[bool], part: Partition, args: tuple) -> int:
         first_leaf: dict[int, int] = {}  # by size

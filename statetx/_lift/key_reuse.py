@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import _jax
 from .._equations.structure import Body
+from .._tree import is_key
 
 
 def is_needed(*bodies: Body) -> bool:
     """Whether the checker is on and one of the bodies has a key among its inputs or outputs."""
     avals = (v.aval for body in bodies for v in (*body.jaxpr.invars, *body.jaxpr.outvars))
-    return _jax.checks_keys() and any(map(_is_key, avals))
+    return _jax.checks_keys() and any(map(is_key, avals))
 
 
 def body_with_key_data(body: Body) -> Body:
@@ -29,7 +29,7 @@ def body_with_key_data(body: Body) -> Body:
     def run(*args: Any) -> list[Any]:
         return to_key_data(_jax.evaluate(body.jaxpr, (), to_keys(args, [v.aval for v in invars])))
 
-    avals = [_jax.abstract(jax.eval_shape(_key_data, v.aval)) if _is_key(v.aval) else v.aval for v in invars]
+    avals = [_jax.abstract(jax.eval_shape(_key_data, v.aval)) if is_key(v.aval) else v.aval for v in invars]
     jaxpr, consts = _jax.stage(run, avals, traced_for="scan", name="step")
     assert not consts and len(jaxpr.outvars) == len(outvars)
     return Body(jaxpr, to_key_data(body.operands))
@@ -50,13 +50,13 @@ def loop_with_key_data(loop: Callable, body: Body) -> Callable:
 
 
 def to_key_data(values: Sequence[Any]) -> list[Any]:
-    return [_key_data(x) if _is_key(_jax.abstract(x)) else x for x in values]
+    return [_key_data(x) if is_key(_jax.abstract(x)) else x for x in values]
 
 
 def to_keys(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     """Turn key data back into keys wherever `avals`, types of the values or of their elements, are key types."""
     return [
-        jax.random.wrap_key_data(x, impl=_impl(aval)) if _is_key(aval) else x
+        jax.random.wrap_key_data(x, impl=_impl(aval)) if is_key(aval) else x
         for x, aval in zip(values, avals, strict=True)
     ]
 
@@ -69,7 +69,3 @@ def _impl(aval: Any) -> Any:
     impls: list[Any] = []  # `key_impl` needs a key: a tracer is one
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return impls[0]
-
-
-def _is_key(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jax.dtypes.prng_key)

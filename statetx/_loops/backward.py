@@ -16,10 +16,9 @@ from .._equations.primitives import JIT, REMAT, row_of
 from .._lift.stage import close_derivative
 from .._positions import replaced
 from .._remat.fence import contains_loop  # it also lowers `_jax.hold`
-from .._remat.stored import StoredType
 from .._tree import is_float, num_bytes
 from .cut import needed_equations, smallest_residuals
-from .rows import decoded, encoded, row_bytes
+from .rows import row_bytes
 from .step import Step
 
 _MANY_CARRIES = 4  # measured: a loop that runs once saves memory at 16 and more, and takes some at 1.3 and 2.6
@@ -56,14 +55,14 @@ class BackwardStep:
         self._inputs = [*invars[:first_carry], *invars[first_x:]]
         known = {*self._inputs, *_computed_from(body.jaxpr, invars[:first_carry])}
 
-        carries = {v: i for i, v in enumerate(invars[first_carry:first_x]) if step.carry_formats[i] is not None}
-
-        def cost(v: Any) -> int:
-            return row_bytes(step.slot_avals[carries[v]] if v in carries else v.aval, step.slot_avals)
-
+        # A leaf of the carry among the residuals is stored as slots store it.
+        carry_avals = [row.stored for row in step.rows]
+        carries = {v: i for i, v in enumerate(invars[first_carry:first_x]) if step.rows[i].format is not None}
+        stored_type = lambda v: carry_avals[carries[v]] if v in carries else v.aval  # noqa: E731
+        cost = lambda v: row_bytes(stored_type(v), carry_avals)  # noqa: E731
         self._stored = smallest_residuals(body.jaxpr, [v for v in leaves if v not in known], known, cost)
         self._carries = {n: carries[v] for n, v in enumerate(self._stored) if v in carries}
-        self.residual_avals = [step.slot_avals[carries[v]] if v in carries else v.aval for v in self._stored]
+        self.residual_avals = list(map(stored_type, self._stored))
         self._forward = _part(body.jaxpr, [*outvars[: step.num_carry], *self._stored])
 
         self._computed = [v for v in leaves if v not in {*self._inputs, *self._stored}]
@@ -132,25 +131,18 @@ class BackwardStep:
         outs = _jax.evaluate(self._forward, (), (*self._body.operands, *constants, *carry, *x))
         return outs[: self._num_carry], outs[self._num_carry :]
 
-    def encoded(self, residuals: list, is_first: Any) -> list:
-        """The residuals as slots hold them, of the types `residual_avals`, and given whether they are of the loop's first step."""
-        residuals, checks = list(residuals), self._step.carry_checks
-        for n, i in self._carries.items():
-            residuals[n] = encoded(self._format(i), residuals[n], is_first, checks[i])
-        return residuals
+    def encoded(self, residuals: list, step: Any) -> list:
+        """The residuals of a step of the loop as slots hold them, of the types `residual_avals`."""
+        rows = self._step.rows
+        return replaced(
+            residuals, self._carries, [rows[i].encode(residuals[n], step) for n, i in self._carries.items()]
+        )
 
-    def decoded(self, residuals: list, is_first: Any, first: list) -> list:
-        """The inverse of `encoded`, given the carry before the loop's first step and whether this is the step."""
-        residuals = list(residuals)
-        for n, i in self._carries.items():
-            is_other = None if i in self._step.exact_first else is_first
-            residuals[n] = decoded(self._format(i), residuals[n], is_other, first[i])
-        return residuals
-
-    def _format(self, carry: int) -> StoredType:
-        format = self._step.carry_formats[carry]
-        assert format is not None
-        return format
+    def decoded(self, residuals: list, step: Any, first: list) -> list:
+        """The inverse of `encoded`, given the carry before the loop's first step."""
+        rows = self._step.rows
+        values = [rows[i].decode(residuals[n], step, first[i]) for n, i in self._carries.items()]
+        return replaced(residuals, self._carries, values)
 
     def backward(self, constants: list, x: list, residuals: list, ct_carry: list, ct_ys: list) -> tuple:
         """The cotangents of the differentiated constants, carries and elements, from those of the next carry and the float ys."""

@@ -68,15 +68,13 @@ def memory_for(
         backward: the step in two parts, whose residuals the slots may hold; None if they are to hold carries only.
     """
     by_carries = schedule(length, leaves(num))
-    options: dict[str, Any] = {"offload": offload, "formats": step.carry_formats, "checks": step.carry_checks}
-    options["exact_first"] = step.exact_first
     # Arrays of symbolic sizes (jax.export) cannot share rows.
     if backward is not None and all(map(has_known_sizes, (*step.avals, *backward.residual_avals))):
-        mixed = SlotMemory(num, step.avals, backward.residual_avals, **options)
+        mixed = SlotMemory(num, step.rows, backward.residual_avals, offload)
         by_both = schedule(length, mixed.leaves)
         if runs_with_rerun(by_both, backward) < WORTH_MIXING * by_carries.num_runs:
             return mixed, by_both, True
-    return SlotMemory(num, step.avals, **options), by_carries, False
+    return SlotMemory(num, step.rows, offload=offload), by_carries, False
 
 
 def runs_with_rerun(schedule: Schedule, step: BackwardStep) -> float:
@@ -364,7 +362,7 @@ class _Reversal:
 
     def _keep(self, i: Any, carry: list) -> tuple[list, list]:
         carry, residuals = self._forward(i, carry)
-        return carry, self._two_parts.encoded(residuals, i == 0)
+        return carry, self._two_parts.encoded(residuals, i)
 
     def _pull_kept(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
         index = self._loop.index(i)
@@ -374,7 +372,7 @@ class _Reversal:
             return jax.lax.dynamic_index_in_dim(self._xs[n], held, 0, keepdims=False)
 
         backward = functools.partial(self._two_parts.backward_reading, self._constants, read)
-        return self._pull(i, self._two_parts.decoded(residuals, i == 0, self._first), total, backward)
+        return self._pull(i, self._two_parts.decoded(residuals, i, self._first), total, backward)
 
     def _pull(self, i: Any, residuals: list, total: _Cotangents, backward: Callable) -> _Cotangents:
         """Add the cotangents of a step.

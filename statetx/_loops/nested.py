@@ -82,17 +82,15 @@ class _Nested:
             self._policies[0] = _OffloadedCarries(self._policies[0])
 
         # The leaves of the carry that are stored in another format, and those of them whose first value may not have it.
-        formats = [None if offload else format for format in step.carry_formats]
-        self._labels = {
-            n: label for n, label in enumerate(step.carry_labels) if label is not None and formats[n] is not None
-        }
-        self._firsts = [n for n in self._labels if not step.is_exact_first(n)]
+        rows = [] if offload else step.rows
+        self._formats = {n: row.format for n, row in enumerate(rows) if row.format is not None}
+        self._firsts = [n for n in self._formats if not rows[n].is_exact_first]
 
         # A region has a number of its own for the codes of its carry: a region around it saves those of its own turns.
-        assert is_ours or not (self._labels or step.fence), "what another policy saves would be lost"
-        number = max(Survey(jaxpr).regions, default=-1) + 1 if self._labels or step.fence else 0
+        assert is_ours or not (self._formats or step.fence), "what another policy saves would be lost"
+        number = max(Survey(jaxpr).regions, default=-1) + 1 if self._formats or step.fence else 0
         self._numbers = [number + len(lengths) - 1 - i for i in range(len(lengths))]
-        if self._labels:
+        if self._formats:
             self._policies = [_saving(p, n) for p, n in zip(self._policies, self._numbers, strict=True)]
 
         # JAX's policy of the whole loop, if it is a fenced region. It saves the outermost carries, and what the step saves if that is
@@ -101,7 +99,7 @@ class _Nested:
         if step.fence is not None and not offload:
             is_shared = policy is not None and (keeps_all or len(lengths) == 1)
             own = policy if is_shared else KeepMarked(number + len(lengths))
-            self.policy = _saving(own, self._numbers[0]) if self._labels else own
+            self.policy = _saving(own, self._numbers[0]) if self._formats else own
 
     def all_levels(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
         """Run the loop."""
@@ -139,7 +137,7 @@ class _Nested:
     def _turn(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         is_step = i == len(self._lengths) - 1
         is_offloaded = self._offload and i == 0
-        if is_step and not self._labels and not is_offloaded:
+        if is_step and not self._formats and not is_offloaded:
             return self._step.rematerialized(constants, carry, xs)
 
         def run(constants: list, carry: list, xs: list) -> tuple[list, list]:
@@ -164,10 +162,10 @@ class _Nested:
     def _in_formats(self, i: int, constants: list, carry: list) -> list:
         """The carry that a turn of level `i` starts from, in the turn, stored in the formats of its leaves."""
         carry, flags = list(carry), self._num_flags
-        for n, label in self._labels.items():
+        for n, format in self._formats.items():
             known = (carry[0], constants[self._firsts.index(n)]) if n in self._firsts else None
-            params = {"region": self._numbers[i], "what": label.what, "is_ordered": False}
-            carry[flags + n] = _jax.store(carry[flags + n], label.type, label.check, known, **params)
+            params = {"region": self._numbers[i], "what": SAVE, "is_ordered": False}
+            carry[flags + n] = _jax.store(carry[flags + n], format, known, **params)
         return carry
 
     def _turns(self, i: int, constants: list, num_turns: int, carry: list, xs: list) -> tuple[list, list]:
@@ -199,7 +197,7 @@ class _Nested:
         """The carry that a turn starts from, marked if it is saved by the region that is the whole loop."""
         if i == 0 and self.policy is not None:
             region = self.policy.region
-            stored = {self._num_flags + n for n in self._labels}  # their codes are marked
+            stored = {self._num_flags + n for n in self._formats}  # their codes are marked
             return [x if n in stored else _jax.mark(x, region=region, what=SAVE) for n, x in enumerate(carry)]
         return carry
 

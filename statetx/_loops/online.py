@@ -151,8 +151,7 @@ class OnlineLoop:
     @functools.cached_property
     def _memory(self) -> SlotMemory:
         # The first carry, which need not be 0 or 1 where those after a step are, always is in row 0.
-        step = self.step
-        return SlotMemory(self.slots, step.avals, formats=step.carry_formats, checks=step.carry_checks)
+        return SlotMemory(self.slots, self.step.rows)
 
     def is_running(self, test_constants: list, carry: list, count: Any) -> Any:
         holds = self._test((), *test_constants, *carry)[0]
@@ -282,7 +281,7 @@ class OnlineLoop:
             places = Places(advance, reverse_step)
             return reverse_steps(stored.count, filled, stored.pools, carry, init, places, self._memory)[0]
 
-        if not any(step.carry_formats):
+        if not any(row.format for row in step.rows):
             return bind.compiled(reverse)
 
         # Codes have no tangents, but what they stand for may, such as spikes with a surrogate derivative. So a derivative of the reversal is that of

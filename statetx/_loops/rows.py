@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._remat.stored import StoredType
-from .._tree import num_bytes
+from .._tree import is_key, num_bytes
 
 _UNBOUNDED = 2**31 - 1
 _MISFIT = 1000  # times the bytes of a residual, if it fits into no row
@@ -50,18 +50,69 @@ class _Layout(NamedTuple):
     pack: _Pack | None
 
 
+class Row:
+    """How a leaf of the carry is stored.
+
+    Args:
+        aval: its type.
+        format: an exact format, which is taken if it is smaller; None to store the leaf unchanged.
+        is_exact_first: whether the format gives back the leaf before the first step, too. That of a boolean does.
+    """
+
+    def __init__(self, aval: Any, format: StoredType | None = None, is_exact_first: bool = False):
+        self.aval = aval
+        self.format = None if format is None or not format.shrinks(aval) else format
+        self.is_exact_first = is_exact_first or aval.dtype == bool
+
+    @functools.cached_property
+    def stored(self) -> Any:
+        """The type of what is stored."""
+        return self.aval if self.format is None else _type_of(self.format.encode, self.aval)
+
+    def encode(self, x: Any, step: Any) -> Any:
+        """What is stored of the leaf before a step. The one before step 0, which need not be 0 or 1, is not checked."""
+        if self.format is None:
+            return x
+        if self.format.check is not None:
+            x = _jax.checked(jax.lax.select(step == 0, _jax.zeros(jax.typeof(x)), x), self.format.check)
+        return self.format.encode(x)
+
+    def decode(self, codes: Any, step: Any, first: Any) -> Any:
+        """The inverse of `encode`; `first` is the leaf before step 0."""
+        if self.format is None:
+            return codes
+        x = self.format.decode(codes, jax.typeof(first))
+        return x if self.is_exact_first else jax.lax.select(step == 0, first, x)
+
+
+class _KeyRow(Row):
+    """Keys, as their data: of an array of keys outside a trace JAX does not say that it is in the host's memory."""
+
+    @functools.cached_property
+    def stored(self) -> Any:
+        return _type_of(jax.random.key_data, self.aval)
+
+    def encode(self, x: Any, step: Any) -> Any:
+        return jax.random.key_data(x)
+
+    def decode(self, codes: Any, step: Any, first: Any) -> Any:
+        return jax.random.wrap_key_data(codes, impl=jax.random.key_impl(first))
+
+
+def _type_of(encode: Callable, aval: Any) -> Any:
+    # Traced, for what the type says about devices.
+    jaxpr, _ = _jax.stage(lambda x: [encode(x)], [aval], traced_for="scan", name="encode")
+    return jaxpr.outvars[0].aval
+
+
 class SlotMemory:
     """The pools for carries of some types, and for residuals if they fit.
 
     Args:
         num: how many carries there is room for.
-        carry_avals: the types of the carry's leaves.
+        rows: of the carry's leaves.
         residual_avals: the types of the residuals of a step; None if the slots are to hold carries only.
         offload: whether the pools are in the host's memory. They hold no residuals then.
-        formats: for each leaf of the carry the exact format that it is stored in; None for one that is stored unchanged.
-        checks: for each leaf of the carry what is called on the host with a value that is encoded, except the first; None for no check.
-        exact_first: the leaves whose formats give back the carry in slot 0, too.
-
     Attributes:
         leaves: for 0 to `num` free slots, how many steps can be reversed from the residuals that these hold (see `schedule`).
     """
@@ -69,26 +120,16 @@ class SlotMemory:
     def __init__(
         self,
         num: int,
-        carry_avals: Sequence[Any],
+        rows: Sequence[Row],
         residual_avals: Sequence[Any] | None = None,
         offload: bool = False,
-        formats: Sequence[StoredType | None] = (),
-        checks: Sequence[Callable | None] = (),
-        exact_first: Collection[int] = (),
     ):
         assert not (offload and residual_avals)
         self.num = num
         self._residual_avals = list(residual_avals or ())
-        self._formats = formats or [None] * len(carry_avals)
-        self._checks = checks or [None] * len(carry_avals)
-        self._exact_first = exact_first
-        carry_avals = stored_types(carry_avals, self._formats)
-        # Of an array of keys outside a trace JAX does not say that it is in the host's memory: their data are stored.
-        self._is_key = [offload and _is_key(a) for a in carry_avals]
-        carry_avals = [
-            _type_of(_encoded_key, a) if is_key else a for a, is_key in zip(carry_avals, self._is_key, strict=True)
-        ]
+        self._rows = [_KeyRow(row.aval) if offload and is_key(row.aval) else row for row in rows]
         self._offload = offload
+        carry_avals = [row.stored for row in self._rows]
 
         # Without residuals each leaf has a pool of its own.
         keys = [_type(a) if residual_avals is not None else i for i, a in enumerate(carry_avals)]
@@ -172,23 +213,13 @@ class SlotMemory:
 
     def read(self, pools: list, slot: Any, first: list) -> list:
         """The carry in a slot; `first` is the carry in slot 0."""
-        rows = [self._row(pools, i, slot * self._carry_rows[i] + n) for i, n in self._carry_places]
-        rows = [
-            jax.random.wrap_key_data(x, impl=jax.random.key_impl(first_x)) if is_key else x
-            for x, first_x, is_key in zip(rows, first, self._is_key, strict=True)
-        ]
-        return [
-            x if format is None else decoded(format, x, None if i in self._exact_first else slot == 0, first_x)
-            for i, (x, format, first_x) in enumerate(zip(rows, self._formats, first, strict=True))
-        ]
+        places = zip(self._rows, self._carry_places, first, strict=True)
+        return [row.decode(self._row(pools, i, slot * self._carry_rows[i] + n), slot, x) for row, (i, n), x in places]
 
     def write(self, pools: list, slot: Any, carry: list) -> list:
         pools = list(pools)
-        groups = zip(self._carry_places, self._formats, self._checks, carry, self._is_key, strict=True)
-        for (i, n), format, check, x, is_key in groups:
-            row = x if format is None else encoded(format, x, slot == 0, check)
-            row = _encoded_key(x)[0] if is_key else row
-            pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, row)
+        for row, (i, n), x in zip(self._rows, self._carry_places, carry, strict=True):
+            pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, row.encode(x, slot))
         return pools
 
     def _row(self, pools: list, i: int, row: Any) -> Any:
@@ -294,43 +325,6 @@ def row_bytes(aval: Any, carry_avals: Sequence[Any]) -> int:
     sizes = [_entries(a, aval) * a.dtype.itemsize for a in carry_avals if a.size and _can_hold(a, aval)]
     # One more, for rows that it does not fill.
     return min(sizes) + 1 if sizes else _MISFIT * num_bytes(aval) + 1
-
-
-def fitting(format: StoredType | None, aval: Any) -> StoredType | None:
-    """The format, if it makes values of a type smaller, and if these can be encoded."""
-    return None if format is None or not format.shrinks(aval) else format
-
-
-def stored_types(avals: Sequence[Any], formats: Sequence[StoredType | None]) -> list[Any]:
-    """The types of the rows that hold values of these types, each in its format."""
-    return [aval if f is None else _type_of(f.encode, aval) for aval, f in zip(avals, formats, strict=True)]
-
-
-def _type_of(encode: Callable, aval: Any) -> Any:
-    # Traced, for what the type says about devices.
-    jaxpr, _ = _jax.stage(encode, [aval], traced_for="scan", name="encode")
-    return jaxpr.outvars[0].aval
-
-
-def encoded(format: StoredType, x: Any, is_first: Any, check: Callable | None) -> Any:
-    """What is stored of a leaf of the carry. The one before the first step, which need not be 0 or 1, is not checked."""
-    if check is not None:
-        x = _jax.checked(jax.lax.select(is_first, _jax.zeros(jax.typeof(x)), x), check)
-    return format.encode(x)[0]
-
-
-def _encoded_key(key: Any) -> list:
-    return [jax.random.key_data(key)]
-
-
-def _is_key(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-
-
-def decoded(format: StoredType, codes: Any, is_first: Any, first: Any) -> Any:
-    """A leaf of the carry from what is stored of it. `first`, the one before the first step, is decoded like others if `is_first` is None."""
-    x = format.decode([codes], jax.typeof(first))
-    return x if is_first is None or x.dtype == bool else jax.lax.select(is_first, first, x)
 
 
 def _type(aval: Any) -> tuple:

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from .. import _jax
 from .._equations.structure import Body
 from .._lift.staged import as_types
-from .._remat import decide, mark
+from .._remat import decide
 from .._remat.policy import Policy
 from .._remat.stored import StoredType
 from .._targets import current
 from .._tree import is_float
 from . import bind
 from .cpu_concurrency import has_independent_products
-from .rows import fitting, stored_types
+from .rows import Row
 
 
 class Step:
@@ -35,7 +35,7 @@ class Step:
         name: of the function, for messages.
         tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
         marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
-        carry_labels: see the property; by default found on demand.
+        carry_formats: see the property; by default found on demand.
         exact_first: the leaves of the carry whose formats give back the carry before the first step, too. Booleans need not be named.
         fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on CPUs allocates what it
             writes (cotangents of xs, residuals of a turn) at the start of the program if nothing holds it back.
@@ -53,7 +53,7 @@ class Step:
         name: str,
         tick: Callable | None = None,
         marked: tuple[Any, Any] | None = None,
-        carry_labels: list[mark.Stored | None] | None = None,
+        carry_formats: list[StoredType | None] | None = None,
         exact_first: Collection[int] = (),
         fence: str | None = None,
     ):
@@ -78,8 +78,8 @@ class Step:
         self.exact_first = frozenset(exact_first)
         if marked is not None:
             self.marked = marked
-        if carry_labels is not None:
-            self.carry_labels = carry_labels
+        if carry_formats is not None:
+            self.carry_formats = carry_formats
 
     def tick(self, done: Any, phase: str = "") -> None:
         if self._tick is not None:
@@ -107,28 +107,15 @@ class Step:
         return (jaxpr, None) if self.policy is None else decide.apply(self.policy, jaxpr, (), self.name)
 
     @functools.cached_property
-    def carry_labels(self) -> list[mark.Stored | None]:
-        """For each leaf of the carry the exact format that its policy asks for, and how to check it; None for none."""
-        return decide.carry_labels(self.policy, self.body.jaxpr, self.num_carry)
-
-    @functools.cached_property
     def carry_formats(self) -> list[StoredType | None]:
-        """For each leaf of the carry the format in which slots store it; None for one that they store unchanged."""
-        return [label and fitting(label.type, aval) for label, aval in zip(self.carry_labels, self.avals, strict=True)]
-
-    def is_exact_first(self, n: int) -> bool:
-        """Whether the format of a leaf of the carry gives back the one before the first step, too."""
-        return self.avals[n].dtype == bool or n in self.exact_first
-
-    @property
-    def carry_checks(self) -> list[Callable | None]:
-        """For each leaf of the carry what is called with a value that slots store, to find a wrong declaration; None for no check."""
-        return [label and label.check for label in self.carry_labels]
+        """For each leaf of the carry the exact format that the policy asks for; None for none."""
+        return decide.carry_formats(self.policy, self.body.jaxpr, self.num_carry)
 
     @functools.cached_property
-    def slot_avals(self) -> list[Any]:
-        """The types of a carry in a slot."""
-        return stored_types(self.avals, self.carry_formats)
+    def rows(self) -> list[Row]:
+        """How the leaves of the carry are stored."""
+        leaves = enumerate(zip(self.avals, self.carry_formats, strict=True))
+        return [Row(aval, format, n in self.exact_first) for n, (aval, format) in leaves]
 
     @functools.cached_property
     def has_independent_products(self) -> bool:
@@ -177,25 +164,25 @@ class Step:
         return step
 
     def with_length(
-        self, length: int, policy: Policy | None, carry_labels: list[mark.Stored | None] | None = None
+        self, length: int, policy: Policy | None, carry_formats: list[StoredType | None] | None = None
     ) -> Step:
         """The step of a part of the loop, which reports no progress, with a policy for its values, and by default what it says of the carry."""
         step = copy.copy(self)
         step.length, step.policy = length, policy
         step._tick, step.is_shown = None, False
-        for name in ("marked", "carry_labels", "carry_formats", "slot_avals"):
-            vars(step).pop(name, None)
-        if carry_labels is not None:
-            step.carry_labels = carry_labels
-        return step
+        vars(step).pop("marked", None)
+        return step._storing(carry_formats)
 
     def with_unchanged_carries(self) -> Step:
         """The step of a loop that stores carries unchanged, whatever its policy asks for."""
-        step = copy.copy(self)
-        for name in ("carry_formats", "slot_avals"):
-            vars(step).pop(name, None)
-        step.carry_labels = [None] * self.num_carry
-        return step
+        return copy.copy(self)._storing([None] * self.num_carry)
+
+    def _storing(self, carry_formats: list[StoredType | None] | None) -> Step:
+        for name in ("carry_formats", "rows"):
+            vars(self).pop(name, None)
+        if carry_formats is not None:
+            self.carry_formats = carry_formats
+        return self
 
     def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
         """The step for all examples of a `jax.vmap` at once.
@@ -233,7 +220,7 @@ class Step:
             name=f"{self.name}, mapped over {axis.size} examples",
             tick=self._tick,
             marked=(body.jaxpr, policy),
-            carry_labels=self.carry_labels,
+            carry_formats=self.carry_formats,
             exact_first=self.exact_first,
             fence=self.fence,
         )

@@ -173,7 +173,9 @@ class Sized(Loop):
         """
         step, num_examples = self.step, around.num_examples
         backward = differentiated_by_all(step)
-        num_bytes_of_step = sum(map(device_bytes, [*backward.residual_avals, *step.slot_avals])) * num_examples
+        num_bytes_of_step = (
+            sum(map(device_bytes, [*backward.residual_avals, *(row.stored for row in step.rows)])) * num_examples
+        )
         if all(map(has_known_sizes, step.avals)) and step.length * num_bytes_of_step <= _SMALL:
             return None
         if _waits_for_loops():
@@ -211,7 +213,7 @@ class Sized(Loop):
         # A linear model: bytes = least + (slots - 1) * carry, where a compiled program gives `least`. XLA adds copies
         # that no model knows: each choice is compiled, and what it exceeds the budget by is taken off what the model
         # may spend. Without that check 9 of 17 budgets held.
-        carry = max(1, sum(map(device_bytes, step.slot_avals)) * around.num_examples)
+        carry = max(1, sum(device_bytes(row.stored) for row in step.rows) * around.num_examples)
         allowed = budget
         for _ in range(6):
             slots = Slots(min(1 + (allowed - least) // carry, step.length))

@@ -5,7 +5,7 @@ A policy of this package judges each value of the function as it was staged (`su
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -60,7 +60,7 @@ def apply(
     jaxpr, jax_policy = _apply(policy, jaxpr, origins, name, is_ordered, judges=judges)
     first = len(jaxpr.invars) - len(inputs_stored_as)
     labels = {
-        first + n: _stored((input_names, n), f, jaxpr.invars[first + n].aval, is_ordered=is_ordered)
+        first + n: mark.Stored(_checked(f, (input_names, n), jaxpr.invars[first + n].aval), mark.SAVE, is_ordered)
         for n, f in enumerate(inputs_stored_as)
         if f is not None and f.shrinks(jaxpr.invars[first + n].aval)
     }
@@ -99,11 +99,14 @@ def _apply(
         # Judged by the rule for all operands, since nobody knows yet which JAX will ask for. A rule that branches on
         # zero tangents may compute other values: these are recomputed.
         if decide(policy, rule.survey.sites):
-            labels[(*address, mark.RULE)] = _Deferred(policy, rule, is_ordered and len(address) == 1)
+            labels[(*address, mark.RULE)] = functools.partial(
+                _labels_of_rule, policy, rule, is_ordered and len(address) == 1
+            )
     if any(isinstance(atom, Masks) for atom in policy.atoms()):
         for site in survey.sites:
             if _has_masks(site.eqn):
-                labels[(*site.address[:-1], mark.RULE)] = _MasksOfRule(policy, is_ordered and len(site.address) == 2)
+                ordered = is_ordered and len(site.address) == 2
+                labels[(*site.address[:-1], mark.RULE)] = functools.partial(_labels_of_masks, policy, ordered)
     return _marked(jaxpr, labels, survey)
 
 
@@ -127,29 +130,16 @@ def _marked(jaxpr: Jaxpr, labels: Labels, survey: Survey) -> tuple[Jaxpr, Any]:
     return mark.mark(jaxpr, labels, region=region), KeepMarked(region)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Deferred:
-    """A policy's decision about a custom derivative, taken when the differentiated inputs are known."""
-
-    policy: Policy
-    rule: Rule
-    is_ordered: bool
-
-    def __call__(self, jaxpr: Jaxpr) -> Labels:
-        start = len(self.rule.address) + 1  # addresses in labels are relative to the rule's jaxpr
-        labels = decide(self.policy, Survey.of_rule(self.rule, jaxpr).sites, is_ordered=self.is_ordered)
-        return {address[start:]: label for address, label in labels.items()}
+def _labels_of_rule(policy: Policy, rule: Rule, is_ordered: bool, jaxpr: Jaxpr) -> Labels:
+    """A policy's decision about a custom derivative, taken when the differentiated inputs, and so the jaxpr, are known."""
+    start = len(rule.address) + 1  # addresses in labels are relative to the rule's jaxpr
+    labels = decide(policy, Survey.of_rule(rule, jaxpr).sites, is_ordered=is_ordered)
+    return {address[start:]: label for address, label in labels.items()}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _MasksOfRule:
+def _labels_of_masks(policy: Policy, is_ordered: bool, jaxpr: Jaxpr) -> Labels:
     """A policy's decision about the booleans that an operation's own derivative computes, such as where a maximum is."""
-
-    policy: Policy
-    is_ordered: bool
-
-    def __call__(self, jaxpr: Jaxpr) -> Labels:
-        return decide(self.policy, _masks(jaxpr), is_ordered=self.is_ordered)
+    return decide(policy, _masks(jaxpr), is_ordered=is_ordered)
 
 
 def _masks(jaxpr: Jaxpr) -> list[Site]:
@@ -191,12 +181,12 @@ def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -
         if verdict.decision is not Decision.RECOMPUTE:
             label = _label(verdict, policy, spaces)
             if verdict.stored is not None:
-                label = _stored(site, verdict.stored, site.value.type, what=label, is_ordered=is_ordered)
+                label = mark.Stored(_checked(verdict.stored, site, site.value.type), label, is_ordered)
             labels[site.address] = label
     return labels
 
 
-def carry_labels(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[mark.Stored | None]:
+def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredType | None]:
     """For each of the first results of a step, the exact format in which a loop can store it between steps; None to store it unchanged.
 
     A policy that stores values as bits asks for it: for booleans, for results that are proved to be 0 or 1 whatever the carry before
@@ -208,19 +198,19 @@ def carry_labels(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[mark.Sto
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     sites = {s.eqn.outvars[s.address[1]]: s for s in Survey(jaxpr).results if len(s.address) == 2}
 
-    def label(v: Any) -> mark.Stored | None:
+    def format(v: Any) -> StoredType | None:
         if not isinstance(v, _jax.Var):
             return None
         if _is_bool(v.aval):
-            return mark.Stored(BITS)
+            return BITS
         while v in producers and producers[v].primitive in _SAME_VALUE:
             v = producers[v].invars[0]
         site = sites.get(v)
         if site is None or not (site.value.is_bits or _stores_exactly(policy, site.value)):
             return None
-        return _stored(site, BITS, site.value.type)
+        return _checked(BITS, site, site.value.type)
 
-    return [label(v) for v in results]
+    return [format(v) for v in results]
 
 
 _SAME_VALUE = (_jax.name_primitive, _jax.mark_primitive, _jax.stored_primitive)
@@ -236,12 +226,10 @@ def _stores_exactly(policy: Policy, value: Value) -> bool:
     return format is not None and format.is_exact
 
 
-def _stored(
-    source: Site | declared.Input, format: StoredType, aval: Any, *, what: str = mark.SAVE, is_ordered: bool = False
-) -> mark.Stored:
-    """The label of a value that is stored in fewer bits; `source` is where it comes from."""
-    is_declared = format.is_exact and not _is_bool(aval) and not (isinstance(source, Site) and source.value.is_bits)
-    return mark.Stored(format, what, is_ordered, declared.check_of(source, format) if is_declared else None)
+def _checked(format: StoredType, source: Site | declared.Input, aval: Any) -> StoredType:
+    """The format of a value, with a check if the value is declared to have it; `source` is where it comes from."""
+    is_proved = not format.is_exact or _is_bool(aval) or (isinstance(source, Site) and source.value.is_bits)
+    return format if is_proved else declared.checking(format, source)
 
 
 def _label(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:

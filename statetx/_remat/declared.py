@@ -7,9 +7,10 @@ it runs a function step by step, and collects what it finds.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,16 +76,12 @@ def key() -> Any:
     return checks.is_on if checks.messages is None else id(checks.messages)
 
 
-def check_of(source: Site | Input, format: StoredType) -> Callable[[Any], None] | None:
-    """A function that checks a value on the host; None if nothing is checked.
-
-    Args:
-        source: the value.
-        format: the format that it is stored in.
-    """
+def checking(format: StoredType, source: Site | Input) -> StoredType:
+    """The format of a declared value, with a check of it if declarations are checked."""
     if not checks.is_on:
-        return None
-    return functools.partial(_check, _describe(source), format, checks.messages)
+        return format
+    check = functools.partial(_check, _describe(source), format, checks.messages)
+    return dataclasses.replace(format, check=check)
 
 
 def _describe(source: Site | Input) -> str:
@@ -106,8 +103,6 @@ def _check(description: str, format: StoredType, messages: list[str] | None, x: 
         f"the first of them is {x[wrong][0]}."
     )
     if messages is None:
-        raise PolicyError(
-            f"{message}\nFix: leave it out of stored_as('{format}'), or store it as 'bfloat16' or 'int8'."
-        )
+        raise PolicyError(f"{message}\nFix: leave it out of stored_as('{format}'), or store it as 'bfloat16'.")
     if not any(other.startswith(description) for other in messages):  # a loop checks a value in each step
         messages.append(message)

@@ -51,13 +51,11 @@ class Stored:
         type: the format.
         what: the label of what is stored: `SAVE` or `offload`.
         is_ordered: whether the forward pass waits until the value is encoded.
-        check: ``(x) -> None``, called on the host with the value, to find a wrong declaration; None for no check.
     """
 
     type: StoredType
     what: str = SAVE
     is_ordered: bool = False
-    check: Callable[[Any], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +237,7 @@ def _stored(like: Any, source: Any, target: Any, label: Stored, region: int) -> 
     """The equations that make `target` the value of `source`, but with the residual that the label says."""
 
     def run(x: Any) -> list[Any]:
-        params = {"region": region, "what": label.what, "is_ordered": label.is_ordered}
-        return [_jax.store(x, label.type, label.check, **params)]
+        return [_jax.store(x, label.type, region=region, what=label.what, is_ordered=label.is_ordered)]
 
     with like.ctx.manager:
         jaxpr, consts = _jax.stage(run, [source.aval], traced_for="statetx.remat", name="stored")

@@ -100,14 +100,13 @@ class Policy:
             format: ``"bits"`` for values that are 0 or 1, such as spikes, masks and booleans: exact, eight to a byte. Integers and
                 floats are stored so if they are proved to be 0 or 1, as a comparison converted to floats is, or if the policy selects
                 them by name, which declares them to be; other values are stored unchanged. ``"bfloat16"``, ``"float8_e4m3fn"``
-                and ``"int8"`` round floats of greater size; int8 at random, up or down, with one scale for 128 entries of the last axis.
+                and ``"float8_e5m2"`` round floats of greater size; of the two float8s the second has the wider range and fewer digits.
 
         Returns:
             The policy that saves or offloads the same values.
 
         Memory:
-            A bit, two bytes, a byte, or a byte and 1/32 for each entry; a last axis that 8 (128) does not divide is filled up. int8 also stores the key of
-            its random numbers, in four bytes; regions around the one that rounds save it, too.
+            A bit, two bytes, or a byte for each entry; a last axis of bits that 8 does not divide is filled up.
 
         Raises:
             PolicyError: an unknown format.

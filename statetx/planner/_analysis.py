@@ -9,7 +9,6 @@ over its equations, which takes elementwise operations to be fused into their re
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -339,23 +338,20 @@ class Graph:
         inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
         formats = self._formats_in(decision, inputs)
-        types = [[v.aval] if v not in formats else formats[v].types(v.aval) for v in inputs]
+        types = [v.aval if v not in formats else formats[v].stored_type(v.aval) for v in inputs]
 
         recomputation = _jax.rebuild(
             self._forward.jaxpr, invars=list(inputs), outvars=backward.forward_residuals, eqns=recomputed
         )
 
         def run(arrays: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-            left = iter(arrays)
-            stored = [[next(left) for _ in group] for group in types]
-            values = [
-                formats[v].decode(x, v.aval) if v in formats else x[0] for v, x in zip(inputs, stored, strict=True)
-            ]
+            pairs = zip(inputs, arrays, strict=True)
+            values = [formats[v].decode(x, v.aval) if v in formats else x for v, x in pairs]
             residuals = _jax.interpret(recomputation, values, lambda eqn, ins: _jax.bind_equation(eqn, eqn.params, ins))
             return _jax.evaluate(backward.jaxpr, (), [*residuals, *cts])
 
-        num = sum(map(len, types))
-        avals = [*itertools.chain.from_iterable(types), *(v.aval for v in backward.cotangents)]
+        num = len(types)
+        avals = [*types, *(v.aval for v in backward.cotangents)]
         return self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
 
     def _formats_in(self, decision: Decision, variables: Iterable[Any]) -> dict[Any, StoredType]:

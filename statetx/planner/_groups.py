@@ -129,7 +129,7 @@ def _loop(step: Step, group: Group, num_added: int) -> Callable:
         return step.with_length(group.number, None).plain()
     saved = {renumbered(a, a[0] + num_added): mark.SAVE for a in sorted(group.saved or ())}
     marks = Marks(tuple(labels_of(saved).items()))
-    return group.loop.build(step.with_length(group.number, marks, step.carry_labels))
+    return group.loop.build(step.with_length(group.number, marks, step.carry_formats))
 
 
 def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[Step, int]:
@@ -163,7 +163,7 @@ def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int])
         reverse=step.reverse,
         policy=None,
         name=step.name,
-        carry_labels=step.carry_labels,
+        carry_formats=step.carry_formats,
         exact_first=step.exact_first,
         fence=step.fence,
     )

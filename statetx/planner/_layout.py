@@ -17,7 +17,6 @@ from .._jax import Jaxpr
 from .._lift.context import device_bytes
 from .._loops.step import Step
 from .._loops.strategy import Strategy
-from .._remat import mark
 from .._remat.atoms import Marks
 from .._remat.override import override
 from .._remat.policy import Policy
@@ -191,7 +190,7 @@ def loop_of(
         carries: the leaves of the carry that are stored in fewer bits, by number, with their formats.
     """
     num_constants, num_carry = _jax.scan_counts(part.eqn)
-    labels = [mark.Stored(carries[n]) if n in carries else None for n in range(num_carry)]
+    formats = [carries.get(n) for n in range(num_carry)]
     step = Step(
         Body(part.jaxpr, []),
         num_constants,
@@ -200,7 +199,7 @@ def loop_of(
         reverse=part.eqn.params["reverse"],
         policy=policy,
         name="plan",
-        carry_labels=labels,
+        carry_formats=formats,
         exact_first=[n for n, is_exact in part.bit_carries.items() if is_exact],
         fence=fence,
     )

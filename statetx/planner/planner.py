@@ -82,7 +82,7 @@ def plan(
             the H200.
         offload: whether values may be stored in host memory, where the backend has it.
         stored_as: formats in which values may be stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact, and taken only
-            for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"int8"``
+            for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"float8_e5m2"``
             round what the backward pass reads, and so the gradients. ``()``: none.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
         time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may take twice

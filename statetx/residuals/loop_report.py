@@ -283,6 +283,6 @@ def _facts(note: Differentiated, step: Step, backward: BackwardStep | None = Non
     return {
         "loop": step.name,
         "policy": "-" if step.policy is None else repr(step.policy),
-        "carry_bytes": of_all(step.slot_avals),
+        "carry_bytes": of_all([row.stored for row in step.rows]),
         "residual_bytes": of_all(backward.residual_avals),
     }

@@ -107,7 +107,7 @@ def remat(
             always give the same answer: as in ``jax.checkpoint``, its answer may be cached. Or a plan for the whole
             function: a `statetx.Plan`, or ``"fit:2GiB"`` to make a plan for a budget.
         inputs_stored_as: the format in which to store the arguments between forward and backward pass: ``"bits"``, if all are
-            0 or 1 (spikes, masks), ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"int8"``; see `Policy.stored_as`. Or a tuple prefix of
+            0 or 1 (spikes, masks), ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``; see `Policy.stored_as`. Or a tuple prefix of
             the (non-static) arguments with a format or None for each. None stores them unchanged.
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
