@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from statetx._text import format_table
+from statetx._tables import Cell, Column, Table
 
 MIB = 2**20
 
@@ -204,20 +204,9 @@ def header(env: dict[str, Any]) -> str:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, with rich if it is installed; every column but the first is right-aligned."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(f"\n{title}\n{format_table(columns, rows, right=columns[1:])}")
-        return
-    table = Table(title=title, title_justify="left")
-    for n, column in enumerate(columns):
-        table.add_column(column, justify="left" if n == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else 160
-    Console(width=width).print(table)
+    """Print a table, whose columns but the first are right-aligned."""
+    header = [Column(name, "right" if n else "left") for n, name in enumerate(columns)]
+    print(f"\n{Table(title, header, [list(map(Cell, row)) for row in rows])}")
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, rule: str = "--:") -> str:

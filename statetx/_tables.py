@@ -1,22 +1,114 @@
-"""Tables of reports: printed as text, by rich, and as HTML in a notebook."""
+"""What reports show, in one renderer: as text with ``print``, in colors with ``rich.print``, as HTML in notebooks and pages.
+
+Text and colors are the same lines of pieces with styles; rich only paints them. HTML has the same cells.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import importlib.resources
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, Literal, NamedTuple
 
 from ._errors import printable
-from ._text import filled, format_table, text_width
+from ._text import text_width
 
 HEX = {"green": "#009e73", "cyan": "#56b4e9", "yellow": "#e69f00", "red": "#d55e00"}
 """The colors in HTML and plots, by their names in rich: a palette for the color-blind (Okabe and Ito)."""
 
-_CSS = {"": "", "bold": ";font-weight:bold", "dim": ";opacity:0.7", "bold magenta": ";font-weight:bold"}
-
+# The words of a style, which are rich's, in HTML.
+_CSS = {"bold": "font-weight:bold", "dim": "opacity:0.65", "italic": "font-style:italic", "magenta": ""}
+_CSS |= {"reverse": "background:#ffd54f;color:#000;border-radius:3px;padding:0 2px", "yellow": ""}
+_CSS |= {"cyan": "color:#0072b2", "green": "color:#009e73", "red": "color:#d55e00"}
 
 _LEAST_WIDTH = 12  # of a column of texts that are shortened
+_UNLIMITED = 10**6  # columns of a paragraph that is not printed to a terminal
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A part of a line. Its style is in words of rich that `_CSS` has."""
+
+    text: str
+    style: str = ""
+
+    def html(self) -> str:
+        text = escape(self.text)
+        return f'<span style="{_css(self.style)}">{text}</span>' if self.style else text
+
+
+def _css(style: str) -> str:
+    return ";".join(filter(None, (_CSS[word] for word in style.split())))
+
+
+Line = list[Piece]
+
+
+def folded(line: Line, width: int, indent: int = 4) -> Iterator[Line]:
+    """Break a line at blanks; what follows is indented by `indent` more. A word longer than a line is broken, too."""
+    words: list[list[Piece]] = []
+    for piece in line:
+        for text in re.findall(r" *[^ ]+| +", piece.text):
+            if words and text[0] != " ":
+                words[-1].append(piece._replace(text=text))
+            else:
+                words.append([piece._replace(text=text)])
+    start = "".join(piece.text for piece in line)
+    margin = min(len(start) - len(start.lstrip()) + indent, width // 2)
+
+    out: list[Piece] = []  # the line so far, and its columns
+    used = 0
+    for word in words:
+        if used > margin - indent and used + sum(len(piece.text) for piece in word) > width:
+            yield out
+            out, used = [Piece(" " * margin)], margin
+            word[0] = word[0]._replace(text=word[0].text.lstrip())
+        for text, style in word:
+            while used + len(text) > width:
+                yield [*out, Piece(text[: width - used], style)]
+                text = text[width - used :]
+                out, used = [Piece(" " * margin)], margin
+            out.append(Piece(text, style))
+            used += len(text)
+    yield out
+
+
+class Printed:
+    """Prints as text with ``print``, in colors with ``rich.print``, as HTML in a notebook."""
+
+    def _lines(self, width: int, prose: int) -> Iterable[Line]:
+        """Lines of at most `width` columns; of `prose` in paragraphs."""
+        raise NotImplementedError
+
+    def _html(self) -> str:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        # In a file, prose has any length, since readers wrap it themselves.
+        width, is_terminal = text_width(), sys.__stdout__ is not None and sys.__stdout__.isatty()
+        return plain(self._lines(width, width if is_terminal else _UNLIMITED))
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        for line in self._lines(options.max_width, options.max_width):
+            yield Text.assemble(*line, no_wrap=True, overflow="crop")
+
+    def _repr_html_(self) -> str:
+        return f'<div class="statetx"><style>{_NOTEBOOK}</style>{self._html()}</div>'
+
+
+def plain(lines: Iterable[Line]) -> str:
+    return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 class Column(NamedTuple):
@@ -25,7 +117,7 @@ class Column(NamedTuple):
     Attributes:
         code: whether they are code, for HTML.
         rank: a table wider than the terminal loses its columns of the highest rank first, those of rank 0 never.
-        below: whether a lost column's cells go below those of the last column on the left.
+        below: whether a lost column's cells go below their row.
     """
 
     name: str
@@ -41,9 +133,9 @@ class Cell(NamedTuple):
 
     Attributes:
         color: of the text in rich; in HTML of the bar, else of a stripe at the left.
-        share: length of a bar behind the text in HTML, from 0 to 1.
+        share: length of a bar below the text in HTML, from 0 to 1.
         hint: shown in HTML under the pointer.
-        style: in place of the column's; of rich, one of those in `_CSS`.
+        style: in place of the column's.
     """
 
     text: str
@@ -53,8 +145,8 @@ class Cell(NamedTuple):
     style: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Table(Printed):
     """A table; below it notes, each a heading and a text. If there are no rows, only the title is printed."""
 
     title: str
@@ -70,112 +162,125 @@ class Table:
         for name, value in {"title": printable(self.title), "rows": rows, "notes": notes}.items():
             object.__setattr__(self, name, value)
 
-    def text(self) -> str:
-        header, *rows = self._narrowed(text_width())._texts()
-        right = [c.name for c in self.columns if c.align == "right"]
-        notes = [filled(" ".join(filter(None, note)), "    ") for note in self.notes]
-        return "\n".join([filled(self.title), *([format_table(header, rows, right)] if rows else []), *notes])
+    def without_empty_columns(self) -> Table:
+        """A column that no row fills, such as the module in a program without states, would only take width."""
+        filled = [i for i, column in enumerate(zip(*self.rows, strict=True)) if any(cell.text for cell in column)]
+        rows = [[row[i] for i in filled] for row in self.rows]
+        return dataclasses.replace(self, columns=[self.columns[i] for i in filled], rows=rows)
 
-    def _narrowed(self, width: int) -> Table:
+    def _lines(self, width: int, prose: int) -> Iterator[Line]:
+        if self.title:
+            yield from folded([Piece(self.title, "bold")], prose, 0)
+        if self.rows:
+            yield from self._row_lines(width)
+        for heading, text in self.notes:
+            yield from folded([Piece(heading, "yellow"), Piece(f" {text}" if heading and text else text)], prose)
+
+    def _row_lines(self, width: int) -> Iterator[Line]:
         """Without the columns of the highest ranks until it fits; then with the widest text shortened to its end."""
-        widths = [max(map(len, texts)) for texts in zip(*self._texts(), strict=True)]
+        texts = [[c.name for c in self.columns], *([cell.text for cell in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         shown = list(range(len(widths)))
         excess = lambda: sum(widths[i] + 2 for i in shown) - 2 - width  # noqa: E731
         while excess() > 0 and (rank := max(self.columns[i].rank for i in shown)):
             shown = [i for i in shown if self.columns[i].rank < rank]
-
         lefts = [i for i in shown if self.columns[i].align == "left"]
-        widest = max(lefts, key=lambda i: widths[i], default=None)
-        length = 0 if widest is None else max(widths[widest] - excess(), _LEAST_WIDTH)
-        short = lambda i, x: x._replace(text=f"…{x.text[1 - length :]}") if i == widest and len(x.text) > length else x  # noqa: E731
-        rows = [[short(i, row[i]) for i in shown] for row in self.rows]
-        return dataclasses.replace(self, columns=[self.columns[i] for i in shown], rows=rows)
+        if lefts and excess() > 0:
+            widest = max(lefts, key=lambda i: widths[i])
+            widths[widest] = min(max(widths[widest] - excess(), _LEAST_WIDTH), widths[widest])
 
-    def _texts(self) -> list[list[str]]:
-        """The header and the rows."""
-        return [[c.name for c in self.columns], *([cell.text for cell in row] for row in self.rows)]
+        def cell(i: int, text: str, style: str) -> Piece:
+            text = text if len(text) <= widths[i] else f"…{text[1 - widths[i] :]}"
+            return Piece(text.rjust(widths[i]) if self.columns[i].align == "right" else text.ljust(widths[i]), style)
 
-    def rich(self, width: int) -> Any:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        notes = [Text.assemble((f"{heading} ", "yellow"), text) for heading, text in self.notes]
-        if not self.rows:
-            return Group(Text(self.title, style="bold"), *notes)
-
-        shown = self._fitting(width)
+        yield _spaced(cell(i, self.columns[i].name, "bold") for i in shown)
+        yield _spaced(Piece("-" * widths[i], "dim") for i in shown)
         below = [i for i, column in enumerate(self.columns) if column.below and i not in shown]
-        last_left = max(i for i in shown if self.columns[i].align == "left")
-
-        table = RichTable(
-            title=Text(self.title), box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False
-        )
-        for column in (self.columns[i] for i in shown):  # text may be folded, numbers not
-            table.add_column(column.name, justify=column.align, no_wrap=column.align == "right", overflow="fold")
         for row in self.rows:
-            texts = [Text(x.text, f"{x.style or c.style} {x.color}") for c, x in zip(self.columns, row, strict=True)]
-            if lost := [texts[i] for i in below if row[i].text]:
-                texts[last_left] = Text("\n").join([texts[last_left], Text("  ").join(lost)])
-            table.add_row(*(texts[i] for i in shown))
-        return Group(table, *notes)
+            yield _spaced(
+                cell(i, row[i].text, f"{row[i].style or self.columns[i].style} {row[i].color}".strip()) for i in shown
+            )
+            if lost := "  ".join(row[i].text for i in below if row[i].text):
+                yield from folded([Piece(f"    {lost}", "dim")], width, 0)
 
-    def _fitting(self, width: int) -> list[int]:
-        """The columns that fit into `width`. Text that has to stay counts as 30 wide at most: it can be folded."""
-        padding = 3  # of SIMPLE_HEAD
-        widths = [max(map(len, texts)) + padding for texts in zip(*self._texts(), strict=True)]
-        widths = [
-            min(n, 30) if c.align == "left" and not c.rank else n for n, c in zip(widths, self.columns, strict=True)
-        ]
-        shown = list(range(len(widths)))
-        while sum(widths[i] for i in shown) > width and (rank := max(self.columns[i].rank for i in shown)):
-            shown = [i for i in shown if self.columns[i].rank < rank]
-        return shown
-
-    def html(self) -> str:
-        head = "".join(
-            f'<th style="{_css(c)};border-bottom:1px solid currentColor">{escape(c.name)}</th>' for c in self.columns
-        )
+    def _html(self) -> str:
+        head = "".join(f"<th{_class(c)}>{escape(c.name)}</th>" for c in self.columns)
         body = "".join(f"<tr>{''.join(map(_td, self.columns, row))}</tr>" for row in self.rows)
-        table = f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-        notes = "".join(_paragraph(heading, f" {text}") for heading, text in self.notes)
-        return f'<div style="overflow-x:auto">{_paragraph(self.title)}{table if self.rows else ""}{notes}</div>'
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
+        notes = "".join(f"<p><b>{escape(heading)}</b> {escape(text)}</p>" for heading, text in self.notes)
+        title = f"<p><b>{escape(self.title)}</b></p>" if self.title else ""
+        return f"{title}{table}{notes}"
 
 
-def _paragraph(heading: str, text: str = "") -> str:
-    return f'<p style="margin:4px 0"><b>{escape(heading)}</b>{escape(text)}</p>'
+def _spaced(pieces: Iterable[Piece]) -> Line:
+    return [part for piece in pieces for part in (piece, Piece("  "))][:-1]
 
 
-def _css(column: Column) -> str:
-    return f"padding:3px 10px;border:0;white-space:nowrap;vertical-align:top;text-align:{column.align}"
+def _class(column: Column) -> str:
+    return ' class="number"' if column.align == "right" else ""
 
 
 def _td(column: Column, cell: Cell) -> str:
-    style = _css(column) + _CSS[cell.style or column.style]
+    style, bar = _css(cell.style or column.style), ""
     if cell.share is not None:
-        end, color = f"{100 * cell.share:.1f}%", HEX[cell.color or "cyan"]
-        style += f";background:linear-gradient(to right,{color}66 {end},transparent {end})"
+        width, color = f"{100 * min(cell.share, 1):.1f}%", HEX[cell.color or "cyan"]
+        bar = f'<span class="share"><i style="width:{width};background:{color}"></i></span>'
     elif cell.color:
-        style += f";border-left:4px solid {HEX[cell.color]}"
-    hint = f' title="{escape(cell.hint)}"' if cell.hint else ""
+        style = f"{style};border-left:4px solid {HEX[cell.color]}".strip(";")
+    attributes = f' style="{style}"' * bool(style) + f' title="{escape(cell.hint)}"' * bool(cell.hint)
     content = f"<code>{escape(cell.text)}</code>" if column.code and cell.text else escape(cell.text)
-    return f'<td style="{style}"{hint}>{content}</td>'
+    return f'<td{_class(column)} data-name="{escape(column.name)}"{attributes}>{content}{bar}</td>'
 
 
-class Tabular:
+class Tabular(Printed):
     """Prints as a table: as text with ``print``, in colors with ``rich.print``, as HTML in a notebook."""
 
     def _table(self) -> Table:
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        return self._table().text()
+    def _lines(self, width: int, prose: int) -> Iterable[Line]:
+        return self._table()._lines(width, prose)
 
-    __repr__ = __str__
+    def _html(self) -> str:
+        return self._table()._html()
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield self._table().rich(options.max_width)
+    def __repr__(self) -> str:
+        return str(self)
 
-    def _repr_html_(self) -> str:
-        return self._table().html()
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+# In a notebook, whose own colors and fonts stay. A page has a file of styles.
+_NOTEBOOK = (
+    ".statetx{overflow-x:auto}.statetx p{margin:4px 0}.statetx table{border-collapse:collapse;font-size:90%}"
+    ".statetx th,.statetx td{padding:3px 10px;border:0;white-space:nowrap;vertical-align:top;text-align:left}"
+    ".statetx th{border-bottom:1px solid currentColor}.statetx .number{text-align:right}"
+    ".statetx .share,.statetx .share i{display:block;height:3px}.statetx pre{margin:4px 0;line-height:1.45}"
+    ".statetx .sides{display:flex;flex-wrap:wrap;gap:0 32px}"
+)
+
+
+def page(title: str, main: str, *, header: str = "", scripts: str = "") -> str:
+    """A page without external resources, in the colors of the system, for screens of any width.
+
+    Args:
+        title: plain text.
+        main: HTML, as the header and the scripts; without scripts the page forbids any.
+    """
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    parts = {
+        "policy": f"{policy}; script-src 'unsafe-inline'" if scripts else policy,
+        "title": escape(title),
+        "style": resource("statetx", "page.css"),
+        "header": header,
+        "main": main,
+        "scripts": scripts,
+    }
+    # In one pass: a name that looks like a placeholder is not replaced. A lone surrogate in a name cannot be written as UTF-8.
+    text = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], resource("statetx", "page.html"))
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+@functools.cache
+def resource(package: str, name: str) -> str:
+    return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")

@@ -8,8 +8,6 @@ import os
 import re
 import reprlib
 import shutil
-import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -80,30 +78,12 @@ def text_width() -> int:
     return shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
 
 
-def filled(text: str, indent: str = "") -> str:
-    """A paragraph, wrapped at words where it is printed to a terminal; its further lines are indented."""
-    is_terminal = sys.__stdout__ is not None and sys.__stdout__.isatty()
-    return textwrap.fill(text, text_width(), subsequent_indent=indent) if is_terminal else text
-
-
 def short_path(source: str) -> str:
-    """A source line, relative to the working directory if the file is below it, else the file name alone."""
+    """A source line, relative to the working directory if the file is below it, else the file name alone; unchanged if it is relative."""
     cwd = os.getcwd() + os.sep
-    return source.removeprefix(cwd) if source.startswith(cwd) else source.rsplit(os.sep, 1)[-1]
-
-
-def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """Format a table. Columns are as wide as their widest entry; columns named in `right` are right-aligned."""
-    lines = [list(columns), *([str(c) for c in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for cell, width, name in zip(line, widths, columns, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
-    return "\n".join([aligned[0], "  ".join("-" * w for w in widths), *aligned[1:]])
+    if source.startswith(cwd) or not os.path.isabs(source):
+        return source.removeprefix(cwd)
+    return source.rsplit(os.sep, 1)[-1]
 
 
 def suggestion(word: Any, names: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._equations.structure import table
-from ._text import format_table
+from ._tables import Cell, Column, Table
 from ._typing import public
 
 
@@ -38,8 +38,8 @@ class CacheInfo(NamedTuple):
     def __str__(self) -> str:
         rows = [["structures", *map(str, self.structures)]]
         rows += [[f"  {name}", str(hits), str(misses), "", ""] for name, (hits, misses) in self.transforms.items()]
-        columns = ["shared", "hits", "misses", "kept", "at most"]
-        return format_table(columns, rows, right=columns[1:])
+        columns = [Column("shared"), *(Column(name, "right") for name in ("hits", "misses", "kept", "at most"))]
+        return str(Table("", columns, [list(map(Cell, row)) for row in rows]))
 
 
 def cache_info() -> CacheInfo:

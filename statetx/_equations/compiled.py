@@ -70,7 +70,7 @@ class Cost:
         return "estimated"
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        return self._table()._repr_html_()
 
     def _table(self) -> Table:
         sizes = (self.argument_bytes, self.output_bytes, self.temp_bytes, self.peak_bytes)

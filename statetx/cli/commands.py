@@ -14,7 +14,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _files
-from .._text import suggestion
+from .._tables import Cell, Column, Table, page
+from .._text import format_bytes, suggestion
 from .bad_input import BadInput
 from .target import Target
 
@@ -38,13 +39,12 @@ class Output(NamedTuple):
 
 def memory(target: Target, options: argparse.Namespace) -> Output:
     from ..memory import baseline
-    from ..memory._show import text
     from ..memory.measure import memory_profile
 
     profile = memory_profile(target.fun, *target.args, gradient=options.gradient, **target.kwargs)
     now = baseline.Baseline.of(profile)
     key = baseline.key_of(profile.name, now)
-    shown, is_failed = text(profile), False
+    shown, is_failed = str(profile), False
     if options.against is not None:
         try:
             before = baseline.find(options.against, key)
@@ -122,7 +122,6 @@ def targets() -> str:
     """The table of common devices."""
     from .._targets.spec import table
     from .._targets.target import Target as Device
-    from .._text import format_bytes, format_table
 
     rows, reasons = [], {}
     for name, spec in table().items():
@@ -131,15 +130,20 @@ def targets() -> str:
         if device.missing:
             reasons.setdefault(device.missing, len(reasons) + 1)
             here = f"no ({reasons[device.missing]})"
-        rows.append([name, device.kind, format_bytes(device.memory_bytes), here, spec.source])
-    notes = [f"({number}) {reason}." for reason, number in reasons.items()]
-    return "\n".join(
-        [
-            format_table(["target", "device", "for programs", "here", "figures"], rows, right=["for programs"]),
-            *notes,
-            "Several: 'h100:8', 'h100:2x8' (two hosts of eight), 'tpu v5e:2x4' (a grid of chips); or a file that Target.save wrote.",
-        ]
+        texts = (name, device.kind, format_bytes(device.memory_bytes), here, spec.source)
+        rows.append([Cell(text) for text in texts])
+    columns = [
+        Column("target"),
+        Column("device"),
+        Column("for programs", "right"),
+        Column("here"),
+        Column("figures", rank=1),
+    ]
+    notes = [(f"({number})", f"{reason}.") for reason, number in reasons.items()]
+    several = (
+        "'h100:8', 'h100:2x8' (two hosts of eight), 'tpu v5e:2x4' (a grid of chips); or a file that Target.save wrote."
     )
+    return str(Table("", columns, rows, [*notes, ("Several:", several)]))
 
 
 def explain(name: str) -> str:
@@ -159,12 +163,12 @@ def explain(name: str) -> str:
 
 def _section(error: str) -> str:
     """The part of docs/errors.md under the heading of an error; empty if there is none."""
-    for page in (
+    for path in (
         pathlib.Path(__file__).with_name("errors.md"),
         pathlib.Path(__file__).parents[2] / "docs" / "errors.md",
     ):
-        if page.is_file():
-            _, heading, rest = page.read_text(encoding="utf-8").partition(f"\n## {error}\n")
+        if path.is_file():
+            _, heading, rest = path.read_text(encoding="utf-8").partition(f"\n## {error}\n")
             lines = rest.split("\n## ")[0].splitlines()
             # Without the lines that are for the generator of the site.
             kept = [line for line in lines if not line.startswith((":::", "    options:", "      ", "```"))]
@@ -180,15 +184,13 @@ def _write_json(path: str, content: Any) -> None:
     _files.write(path, json.dumps(content))
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark"><title>{title}</title>
-<style>body {{ font-family: system-ui, sans-serif; margin: 1rem }}</style>
-<body>{body}</body></html>
-"""
-
-
 def _html_writer(result: Any) -> Writer:
-    """A page around the HTML that a notebook shows."""
-    page = _PAGE.format(title=f"statetx: {escape(result.name)}", body=result._repr_html_())
-    return lambda path: _files.write(path, page)
+    """A page with the tables that a notebook shows."""
+    name = escape(result.name)
+    main = f'<section class="card statetx">{result._html()}</section>'
+    made = page(
+        f"statetx: {result.name}",
+        main,
+        header=f'<p class="eyebrow">{type(result).__name__}</p><h1><code>{name}</code></h1>',
+    )
+    return lambda path: _files.write(path, made)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._tables import Cell, Column, Table
-from .._text import filled, format_bytes, short_path
+from .._errors import printable
+from .._tables import Cell, Column, Line, Piece, Table, folded
+from .._text import format_bytes, short_path
 from ._plot import family, phase_spans, sample_steps, svg
 from .buffer import Buffer, Change, Group, Kind, Loop
 
@@ -65,7 +66,7 @@ def _row(groups: Sequence[Group]) -> Row:
     first, buffers = groups[0], [b for g in groups for b in g.buffers]
     types = Counter(b.shown_type for b in buffers)
     # The largest first: a table of pointers is no row's content.
-    sizes = _sums((b.shown_type, b.num_bytes) for b in buffers)
+    sizes = sums((b.shown_type, b.num_bytes) for b in buffers)
     texts = [f"{types[name]} x {name}" if types[name] > 1 else name for name in sizes]
     changes = [g.change for g in groups if g.change is not None]
     return Row(
@@ -128,7 +129,7 @@ def _peak_sentence(profile: MemoryProfile) -> str:
     largest = totals[kind, owner]
     if profile.constant_bytes > largest:
         return f"{start}, and beside it {_constants(profile)}."
-    share = _percent(largest, profile.peak_bytes)
+    share = percent(largest, profile.peak_bytes)
     return f"{start}: {share} is {_subject(lines)}{_line_of(lines)}."
 
 
@@ -187,16 +188,16 @@ def _constants(profile: MemoryProfile) -> str:
     return f"{text}; the largest is {description} ({format_bytes(b.num_bytes)})"
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
     share = 100 * part / max(whole, 1)
     return "<1%" if 0 < share < 0.5 else f"{share:.0f}%"
 
 
 def kinds_line(profile: MemoryProfile) -> str:
     """The bytes of each kind at the peak, and of what is unused."""
-    parts = [f"{kind} {format_bytes(n)} ({_percent(n, profile.peak_bytes)})" for kind, n in _by_kind(profile).items()]
+    parts = [f"{kind} {format_bytes(n)} ({percent(n, profile.peak_bytes)})" for kind, n in _by_kind(profile).items()]
     parts += [
-        f"{name} {format_bytes(n)} ({_percent(n, profile.peak_bytes)})" for name, n in unused_parts(profile).items()
+        f"{name} {format_bytes(n)} ({percent(n, profile.peak_bytes)})" for name, n in unused_parts(profile).items()
     ]
     return "At the peak: " + ", ".join(parts) if parts else ""
 
@@ -215,10 +216,10 @@ def unused_parts(profile: MemoryProfile) -> dict[str, int]:
 
 
 def _by_kind(profile: MemoryProfile) -> dict[str, int]:
-    return _sums((g.kind, g.num_bytes) for g in profile.at_peak)
+    return sums((g.kind, g.num_bytes) for g in profile.at_peak)
 
 
-def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     """The sum of each name, the largest first."""
     totals: defaultdict[str, int] = defaultdict(int)
     for name, n in pairs:
@@ -284,46 +285,41 @@ def table(profile: MemoryProfile) -> Table:
         cells.append(_total(sum(row.num_bytes for row in rest), f"{len(rest)} more groups", profile))
     cells += [_total(n, name, profile) for name, n in unused_parts(profile).items()]
 
-    # A column that no row fills, such as "in" without loops, would only take width.
-    filled = [i for i, column in enumerate(_COLUMNS) if column.rank == 0 and i < 4 or any(row[i].text for row in cells)]
     title = f"Alive at the peak of {profile.name}, {format_bytes(profile.peak_bytes)}"
-    return Table(
-        title, [_COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in cells], _notes(profile, changes)
-    )
+    return Table(title, _COLUMNS, cells, _notes(profile, changes)).without_empty_columns()
 
 
-def _numbered(profile: MemoryProfile, rows: Sequence[Row]) -> list[Change]:
-    """The changes to list, in the order of their numbers: the best ones, and those of the rows."""
+def _numbered(profile: MemoryProfile, rows: Sequence[Row]) -> dict[Change, int]:
+    """The changes to list, the best ones and those of the rows, with their numbers in ``profile.changes``."""
     of_rows = [row.change for row in rows if row.change is not None]
-    return list(dict.fromkeys([*profile.changes[:_MAX_CHANGES], *of_rows]))
+    every = {change: n for n, change in enumerate(dict.fromkeys([*profile.changes, *of_rows]), 1)}
+    return {change: every[change] for change in (*profile.changes[:_MAX_CHANGES], *of_rows)}
 
 
-def _cells(row: Row, profile: MemoryProfile, changes: Sequence[Change]) -> list[Cell]:
+def _cells(row: Row, profile: MemoryProfile, changes: dict[Change, int]) -> list[Cell]:
     """One for each of `_COLUMNS`."""
     share = row.num_bytes / max(profile.peak_bytes, 1)
     owner = f"{row.owner} ({row.num_owners})" if row.num_owners > 1 else row.owner
     return [
         Cell(format_bytes(row.num_bytes), _COLORS[row.kind], share=share, hint=f"{row.num_bytes:,} B"),
-        Cell(_percent(row.num_bytes, profile.peak_bytes)),
+        Cell(percent(row.num_bytes, profile.peak_bytes)),
         Cell(row.kind, _COLORS[row.kind]),
         Cell(owner),
         Cell(row.arrays),
         Cell(short_path(row.source), hint=row.source),
         Cell(row.function),
         Cell(row.place),
-        Cell(f"[{changes.index(row.change) + 1}]" if row.change else "", hint=row.change.text if row.change else ""),
+        Cell(f"[{changes[row.change]}]" if row.change else "", hint=row.change.text if row.change else ""),
     ]
 
 
 def _total(num_bytes: int, label: str, profile: MemoryProfile) -> list[Cell]:
-    cells = [Cell(format_bytes(num_bytes), hint=f"{num_bytes:,} B"), Cell(_percent(num_bytes, profile.peak_bytes))]
+    cells = [Cell(format_bytes(num_bytes), hint=f"{num_bytes:,} B"), Cell(percent(num_bytes, profile.peak_bytes))]
     return [*cells, Cell(""), Cell(label, style="dim"), *[Cell("")] * (len(_COLUMNS) - 4)]
 
 
-def _notes(profile: MemoryProfile, changes: Sequence[Change]) -> list[tuple[str, str]]:
-    notes = [
-        (f"[{n}]", f"{_sentence(c)} ({_percent(c.saved_bytes, profile.peak_bytes)}).") for n, c in enumerate(changes, 1)
-    ]
+def _notes(profile: MemoryProfile, changes: dict[Change, int]) -> list[tuple[str, str]]:
+    notes = [(f"[{n}]", f"{_sentence(c)} ({percent(c.saved_bytes, profile.peak_bytes)}).") for c, n in changes.items()]
     if 100 * profile.constant_bytes > profile.peak_bytes:
         notes.append(("Constants:", f"{_constants(profile)}."))
     if profile.note:
@@ -334,19 +330,22 @@ def _notes(profile: MemoryProfile, changes: Sequence[Change]) -> list[tuple[str,
 # -- forms -------------------------------------------------------------------------------------------------------------
 
 
-def text(profile: MemoryProfile) -> str:
+def lines(profile: MemoryProfile, width: int, prose: int) -> Iterator[Line]:
     """The first line, the timeline, and the table."""
+    paragraph = lambda text: folded([Piece(printable(text))], prose, 0)  # noqa: E731
     shown = table(profile)
-    notes = "\n".join(filled(" ".join(note), "    ") for note in shown.notes)
-    shown = dataclasses.replace(shown, notes=()).text()
-    return "\n\n".join(
-        filter(None, [filled(headline(profile)), sparkline(profile), filled(kinds_line(profile)), shown, notes])
-    )
+    yield from (*paragraph(headline(profile)), [])
+    yield from (*([Piece(line)] for line in sparkline(profile).splitlines()), [])
+    if by_kind := kinds_line(profile):
+        yield from (*paragraph(by_kind), [])
+    yield from dataclasses.replace(shown, notes=())._lines(width, prose)
+    if shown.notes:
+        yield from ([], *dataclasses.replace(shown, title="", rows=())._lines(width, prose))
 
 
 def html(profile: MemoryProfile) -> str:
     """For a notebook: the first line, the timeline stacked by owner, and the table."""
-    return f'<div><p style="margin:4px 0">{escape(headline(profile))}</p>{svg(profile)}{table(profile).html()}</div>'
+    return f"<p>{escape(printable(headline(profile)))}</p>{printable(svg(profile))}{table(profile)._html()}"
 
 
 def to_dict(profile: MemoryProfile) -> dict[str, Any]:
@@ -417,7 +416,7 @@ def _kind_parts(profile: MemoryProfile) -> dict[str, int]:
 
 
 def _owner_parts(profile: MemoryProfile) -> dict[str, int]:
-    return _sums((f"  {row.kind}, {row.owner}", row.num_bytes) for row in rows_at_peak(profile))
+    return sums((f"  {row.kind}, {row.owner}", row.num_bytes) for row in rows_at_peak(profile))
 
 
 def _difference(name: str, before: int, after: int, style: str = "") -> list[Cell]:

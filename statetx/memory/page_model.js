@@ -1,4 +1,4 @@
-// What the page computes, without a document: decode, stack, filter, sort, zoom. The page runs it, and so does a test under node.
+// What the page computes, without a document: read, stack, filter, sort, zoom. The page runs it, and so does a test under node.
 const model = (() => {
   "use strict";
   const PHASES = ["forward", "backward", "update"];
@@ -6,64 +6,26 @@ const model = (() => {
   const MAX_LAYERS = 12;
   const COLLATOR = new Intl.Collator("en", { numeric: true }); // blocks.2 is before blocks.10
 
-  // -- decoding ------------------------------------------------------------------------------------------------------------------
-
-  // Variable-length integers, 7 bits in a byte, in base64. Sizes go above 2^32, so no bit operations on the sum.
-  function varints(text) {
-    const bytes = atob(text), numbers = [];
-    let value = 0, factor = 1;
-    for (let i = 0; i < bytes.length; i++) {
-      const byte = bytes.charCodeAt(i);
-      value += (byte & 127) * factor;
-      if (byte > 127) factor *= 128;
-      else { numbers.push(value); value = 0; factor = 1; }
-    }
-    return numbers;
-  }
-
-  const unzigzag = numbers => numbers.map(n => n % 2 ? -(n + 1) / 2 : n / 2);
-
-  function sums(numbers) {
-    let sum = 0;
-    return numbers.map(n => sum += n);
-  }
-
-  // Names of instructions: a pattern, in which each number is a mark, and all the numbers one after the other.
-  const MARK = /\x01/g;
-
-  function names(patterns, numbers) {
-    let next = 0;
-    return patterns.map(pattern => pattern.replace(MARK, () => numbers[next++]));
-  }
+  // -- the data ------------------------------------------------------------------------------------------------------------------
 
   function decode(raw) {
-    const tables = { steps: {}, buffers: {}, loops: {} };
-    for (const [name, column] of Object.entries(raw.columns)) {
-      const [table, key] = name.split(".");
-      tables[table][key] = varints(column);
-    }
-    const { steps, buffers: b } = tables;
-    b.start = sums(unzigzag(b.start));
-    b.end = b.start.map((start, i) => start + b.length[i]);
-    b.taken = b.taken.map((n, i) => n < 2 ? n * b.bytes[i] : n - 1);
-    const text = i => raw.strings[i];
-    const stepNames = names(steps.pattern.map(text), steps.numbers), bufferNames = names(b.pattern.map(text), b.numbers);
-    const loops = tables.loops.text.map((t, i) => ({ text: text(t), first: tables.loops.first[i], last: tables.loops.last[i], depth: tables.loops.depth[i] }));
+    const { steps, buffers: b, loops } = raw, text = i => raw.strings[i];
+    const stepName = i => text(steps.name[i]);
     return {
-      ...raw, steps, b, loops,
+      ...raw, b,
       constant: raw.kinds.indexOf("constant"),
       step: i => ({
-        name: stepNames[i], primitive: text(steps.primitive[i]), source: text(steps.source[i]), phase: PHASES[steps.phase[i]],
+        name: stepName(i), primitive: text(steps.primitive[i]), source: text(steps.source[i]), phase: PHASES[steps.phase[i]],
         loops: loops.filter(loop => loop.first <= i && i <= loop.last).map(loop => loop.text),
       }),
       // Most buffers have the name of the step that writes them.
       buffer: i => ({
-        name: bufferNames[i] || stepNames[b.start[i]],
+        name: text(b.name[i]) || stepName(b.start[i]),
         bytes: b.bytes[i], start: b.start[i], end: b.end[i], kind: raw.kinds[b.kind[i]], phase: PHASES[b.phase[i]],
         type: text(b.type[i]), owner: text(b.owner[i]), function: text(b.function[i]), source: text(b.source[i]),
         primitive: text(b.primitive[i]), region: text(b.region[i]), loop: text(b.loop[i]), stacked: text(b.stacked[i]),
       }),
-      smallChange: raw.small ? unzigzag(varints(raw.small.change)) : null,
+      smallChange: raw.small && raw.small.change,
     };
   }
 
@@ -318,7 +280,7 @@ const model = (() => {
     return share > 0 && share < 0.5 ? "<1%" : `${Math.round(share)}%`;
   }
 
-  return { decode, varints, family, layersBy, bestMode, stack, stackOrder, alive, aliveBytes, fullView, clamp, zoom, pan, isFull, columns,
+  return { decode, family, layersBy, bestMode, stack, stackOrder, alive, aliveBytes, fullView, clamp, zoom, pan, isFull, columns,
     phaseSpans, ticks, filter, sort, formatBytes, formatCount, formatShare, PHASES, MAX_LAYERS };
 })();
 if (typeof module !== "undefined") module.exports = model;

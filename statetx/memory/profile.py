@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _files
 from .._errors import printable
-from .._tables import Table, Tabular
+from .._tables import Line, Printed, Table, Tabular
 from .._typing import public
 from .buffer import KINDS, Buffer, Change, Group, Step, replacements
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @public
 @dataclasses.dataclass(frozen=True)
-class MemoryProfile:
+class MemoryProfile(Printed):
     """The memory of a compiled program, buffer by buffer; made by `memory_profile`.
 
     Sizes are in bytes, and of one device. Print it, or show it in a notebook.
@@ -121,18 +121,18 @@ class MemoryProfile:
 
         return all_changes(self)
 
-    def __str__(self) -> str:
-        from ._show import text
+    def _lines(self, width: int, prose: int) -> Iterator[Line]:
+        from ._show import lines
 
-        return printable(text(self))
+        return lines(self, width, prose)
+
+    def _html(self) -> str:
+        from ._show import html
+
+        return html(self)
 
     def __repr__(self) -> str:
         return f"<MemoryProfile of {printable(self.name)}: {len(self.buffers)} buffers, {self.peak_bytes} bytes at the peak>"
-
-    def _repr_html_(self) -> str:
-        from ._show import html
-
-        return printable(html(self))
 
     def compare(self, after: MemoryProfile) -> Comparison:
         """This profile beside another: the peak, its parts, and the owners with their difference. It prints.

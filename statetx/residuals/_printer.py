@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -13,20 +13,14 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT, row_of
 from .._jax import Jaxpr, Literal
+from .._tables import Line, Piece
 from .._text import format_bytes, short_path, type_str
 from .._tree import num_bytes
 from ._origin import buffers
 from ._trace import Passes, regions_of, user_line
 
-
-class Piece(NamedTuple):
-    """A part of a line, with a style: "name", "residual", "type", "operation", "detail", "place" or ""."""
-
-    text: str
-    style: str = ""
-
-
-Line = list[Piece]
+# Styles of pieces.
+RESIDUAL, TYPE, OPERATION, DETAIL, PLACE = "bold reverse yellow", "cyan", "bold green", "dim", "dim italic"
 
 # Parameters that are printed. The dimension numbers of products are printed as letters, other parameters are omitted.
 _PRINTED_PARAMS = frozenset(
@@ -104,18 +98,18 @@ class Printer:
     def _atom(self, atom: Any) -> Piece:
         atom = self._root(atom)
         if isinstance(atom, Literal):
-            return Piece(f"{float(atom.val):g}" if _is_plain_float(atom) else _shorten(str(atom.val)), "detail")
+            return Piece(f"{float(atom.val):g}" if _is_plain_float(atom) else _shorten(str(atom.val)), DETAIL)
         if atom in self._residuals:
-            return Piece(self._residuals[atom], "residual")
+            return Piece(self._residuals[atom], RESIDUAL)
         if atom not in self._names:
             self._names[atom] = self._unique(next(n for n in self._letters if n not in self._used))
         return Piece(self._names[atom])
 
     def _typed(self, v: Any) -> Line:
-        return [self._atom(v), Piece(":"), Piece(type_str(v.aval, weak=False), "type")]
+        return [self._atom(v), Piece(":"), Piece(type_str(v.aval, weak=False), TYPE)]
 
     def _list(self, word: str, atoms: Sequence[Any], *, types: bool = False) -> Line:
-        line = [Piece(f"{word} ", "operation")]
+        line = [Piece(f"{word} ", OPERATION)]
         for i, v in enumerate(atoms):
             line += [Piece(", ")] if i else []
             line += self._typed(v) if types else [self._atom(v)]
@@ -143,13 +137,13 @@ class Printer:
         lines = [self._list("given", cotangents, types=True), *self._equations(self._backward, 0)]
         for i, v in zip(self._passes.chosen, self._backward.outvars, strict=True):
             path = self._passes.sources[i].path
-            lines.append([Piece("return ", "operation"), Piece(f"gradient of {path} = "), self._atom(v)])
+            lines.append([Piece("return ", OPERATION), Piece(f"gradient of {path} = "), self._atom(v)])
         return lines
 
     def _crossing(self) -> list[Line]:
         return [
-            [Piece("keep ", "operation"), Piece(label, "residual"), Piece(":"), Piece(type_, "type")]
-            + [Piece(f"  {format_bytes(size)}", "detail")]
+            [Piece("keep ", OPERATION), Piece(label, RESIDUAL), Piece(":"), Piece(type_, TYPE)]
+            + [Piece(f"  {format_bytes(size)}", DETAIL)]
             for label, type_, size in self.crossing
         ]
 
@@ -167,7 +161,7 @@ class Printer:
             line += [Piece(", ")] if i else []
             line += self._typed(v)
             self._lines[v] = line
-        line += [Piece(" = "), Piece(self._operation(eqn), "operation"), *self._params(eqn)]
+        line += [Piece(" = "), Piece(self._operation(eqn), OPERATION), *self._params(eqn)]
         for atom in eqn.invars:
             if not _jax.is_link(atom.aval):
                 line += [Piece(" "), self._atom(atom)]
@@ -182,7 +176,7 @@ class Printer:
         # The name goes in front of the last piece, which is the place.
         line = self._lines.get(self._root(sources[0]))
         if line is not None and eqn.primitive is _jax.name_primitive:
-            line.insert(-1, Piece(f" named {eqn.params['name']!r}", "detail"))
+            line.insert(-1, Piece(f" named {eqn.params['name']!r}", DETAIL))
 
     def _bodies(self, eqn: Any, depth: int) -> Iterator[Line]:
         name = eqn.primitive.name
@@ -225,7 +219,7 @@ class Printer:
             for i, branch in enumerate(eqn.params["branches"]):
                 body = _jax.open_jaxpr(branch)[0]
                 self._aliases.update(zip(body.invars, eqn.invars[1:], strict=True))
-                yield [Piece("  " * depth), Piece(f"branch {i}", "operation")]
+                yield [Piece("  " * depth), Piece(f"branch {i}", OPERATION)]
                 yield from self._equations(body, depth + 1)
                 yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
 
@@ -239,7 +233,7 @@ class Printer:
                     yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
 
     def _loop_input(self, depth: int, word: str, inner: Any, preposition: str, outer: Any) -> Line:
-        start = [Piece("  " * depth), Piece(f"{word} ", "operation")]
+        start = [Piece("  " * depth), Piece(f"{word} ", OPERATION)]
         return [*start, *self._typed(inner), Piece(f" {preposition} "), self._atom(outer)]
 
     def _operation(self, eqn: Any) -> str:
@@ -253,12 +247,12 @@ class Printer:
     def _params(self, eqn: Any) -> Line:
         params = {k: v for k, v in eqn.params.items() if k in _PRINTED_PARAMS and v not in (None, False, (), "")}
         text = " ".join(f"{k}={_shorten(_compact(v))}" for k, v in params.items())
-        return [Piece(f"[{text}]", "detail")] if text else []
+        return [Piece(f"[{text}]", DETAIL)] if text else []
 
     def _place(self, eqn: Any) -> Piece:
         file, line, function = user_line(eqn)
         text = f"  # {short_path(f'{file}:{line}')} {function.rsplit('.', 1)[-1]}" if file else ""
-        return Piece(text, "place")
+        return Piece(text, PLACE)
 
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"

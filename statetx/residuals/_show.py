@@ -127,15 +127,11 @@ def _cells(row: Residual, largest: int) -> tuple[Cell, ...]:
 
 
 def table(residuals: Residuals) -> Table:
-    """Without empty columns."""
-    # A column that no row fills, such as the module in a program without states, would only take width.
-    largest = max((row.nbytes for row in residuals), default=0)
-    cells = [_cells(row, largest) for row in residuals]
-    filled = [i for i in range(len(_COLUMNS)) if any(row[i].text for row in cells)]
-    rows = [[row[i] for i in filled] for row in cells]
-    if not rows:
+    if not len(residuals):
         return Table(f"{residuals.name} keeps nothing", [], [])
-    return Table(title(residuals), [_COLUMNS[i] for i in filled], rows, [see_profile()])
+    largest = max(row.nbytes for row in residuals)
+    cells = [_cells(row, largest) for row in residuals]
+    return Table(title(residuals), _COLUMNS, cells, [see_profile()]).without_empty_columns()
 
 
 # -- plot ------------------------------------------------------------------------------------------------------

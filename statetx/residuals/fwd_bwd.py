@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import html as html_
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from typing import Any
 
 from .. import _jax
 from .._errors import printable
 from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value
-from .._text import counted, format_bytes, text_width
+from .._tables import Line, Piece, Printed, folded, plain
+from .._text import counted, format_bytes
 from .._typing import Filter, PyTree
-from ._printer import Line, Piece, Printer
+from ._printer import PLACE, Printer
 from ._trace import Passes, differentiate
 
-_RICH = {
-    "residual": "bold black on yellow",
-    "type": "cyan",
-    "operation": "bold green",
-    "detail": "dim",
-    "place": "dim italic",
-}
-_CSS = {
-    "residual": "background:#ffd54f;color:#000;border-radius:3px;padding:0 2px",
-    "type": "color:#0072b2",
-    "operation": "color:#009e73;font-weight:bold",
-    "detail": "opacity:0.65",
-    "place": "opacity:0.5;font-style:italic",
-}
 _MIN_WIDTH = 110  # columns; below it, the passes are printed one above the other
 
 
-class FwdBwd:
+class FwdBwd(Printed):
     """The equations of a forward and a backward pass; made by `print_fwd_bwd`.
 
     ``str()`` gives plain text, ``rich.print`` colors, and a notebook shows it as HTML.
@@ -55,19 +42,24 @@ class FwdBwd:
 
     def text(self, width: int) -> str:
         """Plain text of at most `width` columns; below 110, the passes are one above the other."""
+        return plain(self._lines(width, width)).rstrip()
+
+    def _lines(self, width: int, prose: int) -> Iterator[Line]:
+        yield from folded([Piece(self._title(), "bold")], prose, 0)
         if width < _MIN_WIDTH:
-            parts = [["forward", *_fold(self.forward, width)], ["backward", *_fold(self.backward, width)]]
-            body = "\n".join(line for title, *lines in parts for line in (title, "-" * width, *lines, ""))
-        else:
-            half = (width - 3) // 2  # three columns are the separator's
-            forward_lines, backward_lines = _fold(self.forward, half), _fold(self.backward, half)
-            head = [f"{'forward':<{half}} | backward", f"{'-' * half}-+-{'-' * half}"]
-            rows = [
-                f"{a:<{half}} | {b}".rstrip()
-                for a, b in itertools.zip_longest(forward_lines, backward_lines, fillvalue="")
-            ]
-            body = "\n".join([*head, *rows])
-        return f"{self._title()}\n{body}".rstrip()
+            for title, lines in self._passes():
+                yield from ([Piece(title, "bold")], [Piece("-" * width, "dim")], *_fitted(lines, width), [])
+            return
+        half = (width - 3) // 2  # three columns are the separator's
+        left, right = (
+            [[Piece(title, "bold")], [Piece("-" * half, "dim")], *_fitted(lines, half)]
+            for title, lines in self._passes()
+        )
+        for a, b in itertools.zip_longest(left, right, fillvalue=[]):
+            yield [*a, Piece(" " * (half - sum(len(piece.text) for piece in a))), Piece(" | ", "dim"), *b]
+
+    def _passes(self) -> list[tuple[str, list[Line]]]:
+        return [("forward", self.forward), ("backward", self.backward)]
 
     def _title(self) -> str:
         size = format_bytes(sum(n for _, _, n in self.residuals))
@@ -76,99 +68,25 @@ class FwdBwd:
         return f"{self.name}: {counted(num, 'value')}, {size}, {verb} from the forward to the backward pass"
 
     def __str__(self) -> str:
-        return self.text(text_width())
+        return super().__str__().rstrip()
 
     def __repr__(self) -> str:
         return f"FwdBwd({self._title()})"
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        # Lines are folded here, to the width that borders and padding of the table leave: rich would not indent continuation lines,
-        # nor drop the place of a long line first.
-        wide = options.max_width >= _MIN_WIDTH
-        table = Table(
-            title=Text(self._title()), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=wide
+    def _html(self) -> str:
+        sides = (
+            f"<div><b>{title}</b><pre>{chr(10).join(''.join(p.html() for p in line) for line in lines)}</pre></div>"
+            for title, lines in self._passes()
         )
-        width = (options.max_width - 7) // 2 if wide else options.max_width - 4
-
-        def column(lines: list[Line]) -> Any:
-            text = Text(no_wrap=True, overflow="crop")
-            for line in _fold_pieces(lines, width):
-                for piece in line:
-                    text.append(piece.text, style=_RICH.get(piece.style, ""))
-                text.append("\n")
-            return text
-
-        if wide:
-            table.add_column("forward", ratio=1)
-            table.add_column("backward", ratio=1)
-            table.add_row(column(self.forward), column(self.backward))
-        else:
-            table.show_header = False
-            for title, lines in (("forward", self.forward), ("backward", self.backward)):
-                table.add_row(Text(title, style="bold"))
-                table.add_row(column(lines))
-        yield table
-
-    def _repr_html_(self) -> str:
-        cells = []
-        for title, lines in (("forward", self.forward), ("backward", self.backward)):
-            body = "\n".join("".join(map(_html_piece, line)) for line in lines)
-            cells.append(
-                '<td style="vertical-align:top;text-align:left;padding:4px 16px;border:0">'
-                f'<b>{title}</b><pre style="margin:4px 0;font-size:90%;line-height:1.45">{body}</pre></td>'
-            )
-        return (
-            f'<div style="overflow-x:auto"><p style="margin:4px 0"><b>{html_.escape(self._title())}</b></p>'
-            f"<table><tr>{''.join(cells)}</tr></table></div>"
-        )
+        return f'<p><b>{escape(self._title())}</b></p><div class="sides">{"".join(sides)}</div>'
 
 
-def _html_piece(piece: Piece) -> str:
-    text = html_.escape(piece.text)
-    return f'<span style="{_CSS[piece.style]}">{text}</span>' if piece.style in _CSS else text
-
-
-def _fold(lines: list[Line], width: int) -> list[str]:
-    return ["".join(p.text for p in line).rstrip() for line in _fold_pieces(lines, width)]
-
-
-def _fold_pieces(lines: list[Line], width: int) -> Iterator[Line]:
-    """Fold lines to at most `width` columns, with indented continuation lines; the place of a long line is dropped first."""
-    # `used` counts the columns of `out`, the line so far. A word longer than a line is cut off.
+def _fitted(lines: list[Line], width: int) -> Iterator[Line]:
+    """Lines of at most `width` columns; the place of a long line is dropped first."""
     for line in lines:
         if sum(len(p.text) for p in line) > width:
-            line = [p for p in line if p.style != "place"]
-        indent = len(line[0].text) - len(line[0].text.lstrip()) if line else 0
-        out: Line = []
-        used = 0
-        for word in _words(line):
-            size = sum(len(p.text) for p in word)
-            if used > indent and used + size - (word[-1].text.endswith(" ")) > width:
-                yield out
-                out, used = [Piece(" " * (indent + 4))], indent + 4
-                word = [word[0]._replace(text=word[0].text.lstrip()), *word[1:]]
-            for piece in word:
-                if used + len(piece.text.rstrip()) > width:
-                    piece = piece._replace(text=piece.text[: max(width - used - 1, 0)] + "…" * (used < width))
-                out.append(piece)
-                used += len(piece.text)
-        yield out
-
-
-def _words(line: Line) -> Iterator[Line]:
-    """Group the pieces of a line into words; the line may be broken between two words, at a blank."""
-    word: Line = []
-    for piece in line:
-        if word and (piece.text.startswith(" ") or word[-1].text.endswith(" ")):
-            yield word
-            word = []
-        word.append(piece)
-    if word:
-        yield word
+            line = [p for p in line if p.style != PLACE]
+        yield from folded(line, width)
 
 
 # -- the functions ---------------------------------------------------------------------------------------------------
