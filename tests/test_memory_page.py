@@ -207,7 +207,7 @@ def test_title_has_the_bytes_and_the_step():
 def test_parts_of_the_peak():
     made = dataclasses_copy(layered(gap=5 * KIB), output_bytes=7 * KIB, alias_bytes=3 * KIB, temp_bytes=90 * KIB)
     page = _page.to_html(made)
-    tiles = dict(re.findall(r'<dt>([^<]+)</dt><dd title="([\d,]+) bytes"', page))
+    tiles = dict(re.findall(r'<dt>([^<]+)</dt><dd>(?:<span class="sign">.</span>)?<span title="([\d,]+) bytes"', page))
     assert tiles == {
         "arguments": f"{made.argument_bytes:,}",
         "outputs": "7,168",
@@ -231,8 +231,8 @@ def test_changes_are_listed_and_stand_at_their_groups():
     made = layered(**{f"net.blocks.{n}": REMAT for n in range(3)})
     text = Elements(_page.to_html(made)).text
     share = f"{100 * REMAT.saved_bytes / made.peak_bytes:.0f}%"
-    assert f"−40.0 KiB {share} remat {REMAT.text}" in text
-    assert re.search(r"net\.blocks\.\* × 3 .{0,60}model\.py:7 Block\.__call__ remat −40\.0 KiB", text)
+    assert f"− 40.0 KiB {share} [1] remat {REMAT.text}" in text
+    assert re.search(r"net\.blocks\.\* \(3\) .{0,60}model\.py:7 Block\.__call__ .{0,40}\[1\]", text)
 
 
 def test_many_changes_are_folded():
@@ -240,7 +240,7 @@ def test_many_changes_are_folded():
     made = layered()
     vars(made)["changes"] = tuple(changes)
     assert "3 more remat" not in Elements(_page.to_html(made)).text
-    assert re.search(r"3 more −40\.0 KiB .{0,12}remat Change 5\.", Elements(_page.to_html(made)).text)
+    assert re.search(r"3 more − 40\.0 KiB .{0,12}\[6\] remat Change 5\.", Elements(_page.to_html(made)).text)
 
 
 def test_two_profiles_are_compared_by_owner():
@@ -248,14 +248,13 @@ def test_two_profiles_are_compared_by_owner():
     page = _page.to_html(before, after)
     text = Elements(page).text
     assert f"{format_bytes(before.peak_bytes)} → {format_bytes(after.peak_bytes)} −" in text
-    rows = re.findall(r'<td class="wide">(.*?)</td><td class="number" title="([\d,]+) bytes">.*?title="([\d,]+) bytes">.*?title="([+-][\d,]+) bytes"', page)  # fmt: skip
-    numbers = {re.sub("<.*?>", "", name): [int(n.replace(",", "")) for n in row] for name, *row in rows}
-    assert numbers["peak"] == [before.peak_bytes, after.peak_bytes, after.peak_bytes - before.peak_bytes]
-    assert numbers["net.blocks.*"][2] == 3 * (4 - 10) * KIB
-    del numbers["peak"]
-    largest = [max(row[:2]) for name, row in numbers.items() if name != "unused"]
-    assert largest == sorted(largest, reverse=True) and len(largest) > 3
-    assert [sum(column) for column in zip(*numbers.values(), strict=True)][:2] == [before.peak_bytes, after.peak_bytes]
+    rows = re.findall(
+        r'<tr><td data-name="bytes"[^>]*>([^<]*)</td>' + 3 * r'<td class="number"[^>]*>([^<]*)</td>', page
+    )
+    numbers = {name.strip(): row for name, *row in rows}
+    sizes = [format_bytes(n) for n in (before.peak_bytes, after.peak_bytes, before.peak_bytes - after.peak_bytes)]
+    assert numbers["peak"] == [*sizes[:2], f"-{sizes[2]}"]
+    assert numbers["residual, net.blocks.*"][2] == f"-{format_bytes(3 * 6 * KIB)}"
 
 
 def test_page_without_javascript_has_picture_and_tables():
@@ -282,18 +281,18 @@ def test_loop_that_comes_back_is_around_the_others():
     ]
 
 
-def test_page_of_a_large_program_is_below_2_mb_and_complete():
+def test_page_of_a_large_program_is_below_4_mb_and_complete():
     made = large()
     page = _page.to_html(made)
-    assert len(page.encode()) < 2_000_000
+    assert len(page.encode()) < 4_000_000
     assert data_of(page)["profiles"][0]["small"] is None  # nothing had to be merged
 
 
-def test_two_large_programs_are_below_2_mb():
-    made = large()
+def test_two_very_large_programs_are_below_8_mb():
+    made = large(30_000, 50_000)
     page = _page.to_html(made, made)
-    assert len(page.encode()) < 2_000_000
-    assert [p["small"]["count"] for p in data_of(page)["profiles"]] == [20_000 - data_of(page)["profiles"][0]["num_buffers"]] * 2  # fmt: skip
+    assert len(page.encode()) < 8_000_000
+    assert [p["small"]["count"] for p in data_of(page)["profiles"]] == [30_000 - data_of(page)["profiles"][0]["num_buffers"]] * 2  # fmt: skip
 
 
 @pytest.mark.parametrize("max_bytes", [60_000, 1000])
@@ -304,7 +303,7 @@ def test_data_that_do_not_fit_lose_the_smallest_buffers(max_bytes):
     sizes = sorted(b.num_bytes for b in made.buffers)
     assert encoded["small"]["max_bytes"] == sizes[encoded["small"]["count"] - 1]
     if max_bytes == 60_000:
-        assert len(json.dumps(encoded, separators=(",", ":"))) < max_bytes and encoded["num_buffers"] > 400
+        assert len(json.dumps(encoded, separators=(",", ":"))) < max_bytes and encoded["num_buffers"] > 200
     else:
         assert encoded["num_buffers"] == 0 and encoded["strings"] == [""]
 
