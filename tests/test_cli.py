@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -64,6 +65,9 @@ def test_residuals_and_report(capsys, tmp_path, command, word):
     assert json.loads(numbers.read_text())[{"residuals": "function", "report": "name"}[command]] == "loss"
     page = html.read_text()
     assert page.startswith("<!doctype html>") and "<table" in page and word in page
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[1]
+    assert policy.startswith("default-src 'none'") and "script" not in policy and "<script" not in page
+    assert "prefers-color-scheme: dark" in page and "max-width: 720px" in page  # as the page of a profile
 
 
 def test_plan_keeps_the_budget_and_can_be_loaded(capsys, tmp_path):
