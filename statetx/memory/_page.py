@@ -62,7 +62,7 @@ def to_html(profile: MemoryProfile, other: MemoryProfile | None = None) -> str:
     }
     # A name that contains "</script>" would end the element: JSON may write "<" as an escape.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    code = "".join(resource(__package__, name) for name in _SCRIPTS)
+    code = "".join(resource("statetx.memory", name) for name in _SCRIPTS)
     sizes = " → ".join(f"{p.peak_bytes:,}" for p in profiles)
     return page(
         f"{clipped(profile.name, 60)}: peak of {sizes} bytes",
