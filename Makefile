@@ -18,6 +18,9 @@ TARGETS := $(VENV)/.statetx-targets-installed
 # The benchmarks alone want other libraries to compare with.
 BENCH := $(VENV)/.statetx-bench-installed
 
+# The second run of the tests finds the bytecode of the first, with pytest's rewritten assertions.
+export PYTHONDONTWRITEBYTECODE :=
+
 # pyright: be quiet about newer releases than the pinned one
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 

@@ -1,6 +1,5 @@
 """Settings of every test: eight CPU devices, no silent rank promotion, machine code and searches that take less time."""
 
-import atexit
 import gc
 import importlib.metadata
 import os
@@ -9,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
+import threading
 
 # Set before a backend starts, and inherited by the programs that a test starts: compilers take a fifth of the time that they take at
 # LLVM's first level. LLVM does not optimize, and a module is not split for threads. jaxlib 0.10 emits fusions without MLIR, which may
@@ -22,15 +21,15 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("--xla_cpu_max_isa=AVX")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
-# Every worker, with the programs that its tests start, keeps what XLA compiles in a folder of its own: it saves a quarter of
-# the suite's time. Not one folder for all: JAX writes an entry in place, and another worker can read half of it.
-if "STATETX_TESTS_CACHE" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["STATETX_TESTS_CACHE"] = tempfile.mkdtemp(prefix="statetx-tests-")
-    atexit.register(shutil.rmtree, os.environ["STATETX_TESTS_CACHE"], ignore_errors=True)
-if "STATETX_TESTS_CACHE" in os.environ:
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["STATETX_TESTS_CACHE"], worker)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# What XLA compiles is kept, from run to run, in one folder for all workers; the programs that tests start read it and add nothing.
+# Entries are written by `put_whole`. JAX's own lock (JAX_COMPILATION_CACHE_MAX_SIZE with the package filelock) would also do, but it
+# reads the times of all entries at each write.
+ROOT = pathlib.Path(__file__).parents[1]
+COMPILED = ROOT / ".pytest_cache" / "compiled"
+MOST_BYTES = 1 << 30
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1e9"  # nothing is written
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Plans are made, not read, and the user's own cache stays unchanged. Tests of the cache set a folder.
@@ -39,9 +38,43 @@ os.environ["COLUMNS"] = "160"  # reports are as wide as the terminal that the te
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import lru_cache  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)  # before any array is made: backends read it when they start
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def put_whole(self, key, value):
+    """As ``LRUCache.put`` of JAX, which writes in place: a worker that reads, or the end of a run, would find half of an entry."""
+    entry = self.path / f"{key}-cache"
+    part = entry.with_name(f"{key}-{os.getpid()}-{threading.get_ident()}")
+    part.write_bytes(value)
+    os.replace(part, entry)
+
+
+lru_cache.LRUCache.put = put_whole
+
+MAKE_CONTEXT, CONTEXTS = mlir.make_ir_context, threading.local()
+
+
+def shared_context():
+    """JAX's MLIR context, made for every hundredth program of a thread: making one takes a tenth of the time of a small program."""
+    CONTEXTS.uses = getattr(CONTEXTS, "uses", 0) + 1
+    if CONTEXTS.uses % 100 == 1:
+        CONTEXTS.context = MAKE_CONTEXT()
+    return CONTEXTS.context
+
+
+mlir.make_ir_context = shared_context
+
+
+def pytest_sessionstart(session):
+    """Begin with an empty cache once programs that are no longer compiled fill it."""
+    is_first = not hasattr(session.config, "workerinput")
+    if is_first and COMPILED.exists() and sum(path.stat().st_size for path in COMPILED.iterdir()) > MOST_BYTES:
+        shutil.rmtree(COMPILED)
 
 
 def pytest_collection(session):
@@ -110,6 +143,51 @@ def resident_bytes() -> int:
     """Memory of this process, 0 where the system does not tell."""
     status = pathlib.Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+MOST_SECONDS = 5.0
+REFERENCE_SECONDS = 0.1  # of `count_up` on the machine that the limit is for: two cores of a server
+
+
+def count_up():
+    total = 0
+    for n in range(4_500_000):
+        total += n & 7
+    return total
+
+
+def cpu_seconds():
+    """Of this process and of those that it has started and that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def slowdown():
+    """How much longer than the reference this machine takes now, at least 1."""
+    start = cpu_seconds()
+    count_up()
+    return max(1.0, (cpu_seconds() - start) / REFERENCE_SECONDS)
+
+
+def check_time(seconds, slowdown=slowdown):
+    if seconds > MOST_SECONDS and seconds > MOST_SECONDS * slowdown():
+        pytest.fail(
+            f"This test took {seconds:.1f} s of CPU time, and may take {MOST_SECONDS} s.\n"
+            "Fix: make it cheaper (smaller arrays, one compilation), or mark it slow.",
+            pytrace=False,
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test of the fast suite that takes over five seconds of CPU time fails: other processes of the machine take none of it."""
+    start = cpu_seconds()
+    result = yield
+    if "not slow" in item.config.option.markexpr:
+        check_time(cpu_seconds() - start)
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import memory_programs
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -690,13 +691,23 @@ def test_a_program_in_jaxs_cache_is_compiled_again(untold):
     assert not first.note and not second.note and first.buffers == second.buffers
 
 
-def test_profiles_of_a_program_in_jaxs_cache_add_nothing_to_it(untold):
+@pytest.fixture
+def own_cache(tmp_path):
+    """JAX's cache of compiled programs in another folder, which no other worker of the tests fills."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    for now in (str(tmp_path), folder):
+        jax.config.update("jax_compilation_cache_dir", now)
+        compilation_cache.reset_cache()
+        if now != folder:
+            yield tmp_path
+
+
+def test_profiles_of_a_program_in_jaxs_cache_add_nothing_to_it(untold, own_cache):
     lowered = jax.jit(jax.grad(lambda w: jnp.sin(jnp.tanh(w @ w) @ w).sum())).lower(jnp.eye(40))
-    folder = pathlib.Path(jax.config.values["jax_compilation_cache_dir"])
     statetx.memory_profile(lowered)
-    before = {path.name for path in folder.glob("*-cache")}
+    before = {path.name for path in own_cache.glob("*-cache")}
     assert before and not statetx.memory_profile(lowered).note
-    assert {path.name for path in folder.glob("*-cache")} == before
+    assert {path.name for path in own_cache.glob("*-cache")} == before
 
 
 def test_a_compiler_that_cannot_write_its_programs(untold, monkeypatch):

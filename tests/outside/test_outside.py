@@ -18,7 +18,8 @@ def outcomes_of(name, folder, *options):
     """Outcomes in a separate process: these libraries' tests change settings, and expect a fresh JAX's."""
     out = folder / f"{name}.json"
     command = [sys.executable, str(HERE / "runner.py"), name, "--out", str(out), *options]
-    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}  # JAX's tests set one of their own
+    cache = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE"  # JAX's tests set one of their own
+    env = {k: v for k, v in os.environ.items() if not k.startswith(cache)}
     done = subprocess.run(command, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(out.read_text())

@@ -1,0 +1,45 @@
+"""The settings of the suite itself: what is compiled is kept, and a test that takes too long fails."""
+
+import conftest
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+def events_of(fun, *args):
+    """What JAX notes while a function is compiled that nothing in this process has compiled."""
+    events = []
+    listener = lambda event, **_: events.append(event)  # noqa: E731
+    jax.monitoring.register_event_listener(listener)
+    try:
+        jax.jit(fun).lower(*args).compile()
+    finally:
+        jax.monitoring.unregister_event_listener(listener)
+    return events
+
+
+def test_a_program_that_was_compiled_before_is_read():
+    fun, x = lambda x: jnp.sin(x) * 1.4142, jnp.arange(5.0)
+    events_of(fun, x)
+    assert "/jax/compilation_cache/cache_hits" in events_of(lambda x: fun(x), x)
+
+
+def test_an_entry_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    cache = conftest.lru_cache.LRUCache(str(tmp_path), max_size=-1)
+    cache.put("first", b"program")
+    assert cache.get("first") == b"program"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conftest.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.put("second", b"half a program")
+    assert cache.get("second") is None
+
+
+def test_a_test_of_the_fast_suite_that_takes_over_five_seconds_fails():
+    conftest.check_time(4.9)
+    conftest.check_time(6.0, lambda: 2.0)  # on a machine that takes twice as long
+    with pytest.raises(pytest.fail.Exception, match="mark it slow"):
+        conftest.check_time(6.0, lambda: 1.0)
