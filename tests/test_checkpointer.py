@@ -619,6 +619,7 @@ def check_kills(directory, kills, seed):
     return {"begun": begun, "steps": saved}
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_to_the_same_losses(tmp_path):
     report = check_kills(tmp_path, kills=2, seed=0)
     assert report["begun"][-1] > 0

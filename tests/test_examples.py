@@ -35,7 +35,8 @@ def results_of(run, out):
     return json.loads((out / "results.json").read_text())
 
 
-@pytest.mark.parametrize("cell", ["gru", pytest.param("lif", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["gru", "lif"])
 def test_all_runs_agree_and_take_less_memory(cell, tmp_path):
     out = tmp_path / "new" / "folder"
     out.parent.mkdir()
@@ -252,6 +253,7 @@ def falls(losses, part=4):
     return sum(losses[-few:]) < sum(losses[:few])
 
 
+@pytest.mark.slow
 def test_spiking_digits(example):
     out, results = example("spiking_digits", "--quick")
     plain, slots = results["temporary_bytes"]["plain"], results["temporary_bytes"]["slots"]
@@ -262,6 +264,7 @@ def test_spiking_digits(example):
     assert f"{results['accuracy']:.1%}" in out
 
 
+@pytest.mark.slow
 def test_spiking_deep(example):
     pytest.importorskip("brainpy")
     out, results = example("spiking_deep", "--quick", "--layers", "2")
@@ -288,8 +291,10 @@ def test_spiking_deep(example):
     assert f"{results['accuracy']:.1%}" in out
 
 
-# Planning compiles some forty programs; a budget that everything fits in needs one.
-@pytest.mark.parametrize("budget", [pytest.param("0.5", marks=pytest.mark.slow), "1GiB"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "budget", ["0.5", "1GiB"]
+)  # planning compiles some forty programs; a budget that everything fits in needs one
 def test_transformer_lm(budget, example):
     out, results = example("transformer_lm", "--quick", "--budget", budget)
     plain, layer, plan = results["runs"].values()
@@ -313,6 +318,7 @@ def test_batchnorm_classifier(example):
     assert f"{remat['losses'][-1]:.6f}" in out
 
 
+@pytest.mark.slow
 def test_nnx_model(example):
     pytest.importorskip("flax")
     out, results = example("nnx_model", "--quick")

@@ -66,6 +66,7 @@ def peak(step, *args):
 # -- what is missing -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_report_says_what_is_missing_and_who_fills_the_memory():
     model = Model()
     report = explain_oom(model.step, X, limit="4MiB")
@@ -139,6 +140,7 @@ def test_following_the_changes_makes_it_fit():
     assert "It fits then" in str(report)
 
 
+@pytest.mark.slow
 def test_savings_add_up_and_changes_free_different_buffers():
     def hidden(block, x):
         return jnp.tanh(jnp.sin(x @ block.up.value))
@@ -169,6 +171,7 @@ class Deep:
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_remat_is_compiled_before_it_is_advised_and_takes_what_it_takes_by_hand(is_jitted):
     layers = [Deep(seed) for seed in range(5)]
@@ -384,6 +387,7 @@ def full_gpu(monkeypatch):
     compiled._is_known_to.cache_clear()
 
 
+@pytest.mark.slow
 def test_programs_that_do_not_fit_are_measured_without_timing_kernels(full_gpu):
     report = explain_oom(Model().step, X, limit="4MiB")
     assert "estimated" not in str(report) and all(

@@ -193,6 +193,7 @@ with statetx.Checkpointer(sys.argv[3] + "/saved", [w, rng, n]) as checkpointer:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_resume_after_one_is_killed(tmp_path):
     first, second = two_processes(KILLED, tmp_path)
     try:

@@ -61,7 +61,15 @@ def run_page(page, folder, monkeypatch):
         assert filled.count("Traceback") == text.count("Traceback")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in GUIDES], ids=name_of)
+# They take over five seconds: they plan, or train through thousands of steps.
+LONG = {"loops", "out-of-memory", "planning", "spiking-networks"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem in LONG)) for p in PAGES if p not in GUIDES],
+    ids=name_of,
+)
 def test_page_runs(page, tmp_path, monkeypatch):
     run_page(page, tmp_path, monkeypatch)
 

@@ -89,6 +89,7 @@ def assert_equal(fun, planned, *args):
 # -- spikes between layers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_that_read_spikes_hold_them_as_bits():
     least, most = spiking_planner().ends()
     floats, _ = spiking_planner(()).ends()
@@ -243,6 +244,7 @@ def test_plans_under_strict_promotion():
 # -- formats that round ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_values_are_rounded_only_when_asked():
     exact, rounding = planner(masked, FEW, X), planner(masked, FEW, X, stored_as=("bits", "bfloat16"))
     budget = int(0.65 * exact.ends()[1])
@@ -433,6 +435,7 @@ def test_a_stored_plan_of_a_loop_stores_the_same(tmp_path):
     assert Decision.from_json(json.loads(json.dumps(option.to_json()))) == option
 
 
+@pytest.mark.slow
 def test_spikes_in_states_of_brainstate_are_stored_as_bits():
     brainstate, braintools = pytest.importorskip("brainstate"), pytest.importorskip("braintools")
 

@@ -466,6 +466,7 @@ class Model:
         return (x**2).mean()
 
 
+@pytest.mark.slow
 def test_states_are_written_once_and_random_draws_are_not_repeated():
     model, other = Model(), Model()
     plan = statetx.plan(model, X, of="temporaries", budget=0.6)
@@ -514,6 +515,7 @@ def test_as_a_policy(plan_of_loss):
         plan_of_loss | statetx.policies.dots
 
 
+@pytest.mark.slow
 def test_fit():
     plain = statetx.measure(loss, FEW, X)
     for budget in (f"fit:{plain.temp_bytes // 2**10 * 6 // 10}KiB", "fit:0.6"):

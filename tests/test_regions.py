@@ -160,7 +160,8 @@ def test_decisions_are_those_of_the_regions_own_fronts(share):
                 assert own[option.decision] == option
 
 
-@pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [2, 3])
 def test_plans_of_layers_that_share_weights_have_equal_gradients(share):
     loss, *args = tied_layers(share)
     planner, expected = Planner(loss, *args, of="temporaries", argnums=0), jax.grad(loss)(*args)

@@ -590,6 +590,7 @@ def compiled(f, *args):
     return jax.jit(jax.grad(f)).lower(*args).compile()
 
 
+@pytest.mark.slow
 def test_a_deep_spiking_network_takes_a_quarter_of_remat():
     # The network of the facts: 24 blocks, each dense with 256 neurons, 32 steps, a batch of 64.
     def block(x, w):
