@@ -57,3 +57,12 @@ def in_turn(cases, num=2):
 def undo_the_owner_only(access):
     """In place of `Access.undo`: states keep what a call left in them."""
     return [access.kind.set_owner(access.state, access.previous_owner)] if access.acquired else []
+
+
+def crossed_in_turn(many, few):
+    """Pairs for `parametrize`; the fast suite runs each of the `many` with one of the `few` in turn."""
+    many, few = list(many), list(few)
+    assert len(many) >= len(few)
+    for n, first in enumerate(many):
+        for m, second in enumerate(few):
+            yield pytest.param(first, second, marks=() if n % len(few) == m else pytest.mark.slow)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import statetx
+from helpers import crossed_in_turn
 from statetx import _jax, policies
 from statetx._loops import checkpointed, cpu_concurrency, online, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
@@ -473,8 +474,7 @@ MODES_OF_A_NUMBER = {
 
 
 # A tangent that is a Python number was taken for a zero one: the result was 0, without an error.
-@pytest.mark.parametrize("mode", MODES_OF_A_NUMBER)
-@pytest.mark.parametrize("loop", LOOPS_OF_A_NUMBER)
+@pytest.mark.parametrize("mode, loop", list(crossed_in_turn(MODES_OF_A_NUMBER, LOOPS_OF_A_NUMBER)))
 def test_python_numbers_as_primals_and_tangents(loop, mode):
     if loop == "while_loop" and mode == "grad of jvp":
         pytest.skip("a tangent of this loop has no reverse mode")
@@ -498,7 +498,10 @@ THIRD = {
 
 
 # Of a loop with ys, whose cotangents reach every step: with the carry alone the third derivatives worked.
-@pytest.mark.parametrize("derivative", [pytest.param("grad of grad of grad", marks=pytest.mark.slow), *list(THIRD)[1:]])
+@pytest.mark.parametrize(
+    "derivative",
+    [pytest.param(d, marks=[pytest.mark.slow] * (d in ("grad of grad of grad", "fourth, compiled"))) for d in THIRD],
+)
 @pytest.mark.parametrize("strategy", [Slots(3), pytest.param(Slots(2, block=3), marks=pytest.mark.slow)], ids=repr)
 def test_third_derivatives_of_ys(strategy, derivative):
     def loss(scan, w):
