@@ -5,7 +5,6 @@ What is counted in them is measured here: residuals by `saved_residuals`, progra
 runs its steps by a callback in its body. Residuals and the plan are the results of their pages' code.
 """
 
-import doctest
 import pathlib
 
 import jax
@@ -230,14 +229,11 @@ def draw_loops():
 
 
 def run_page(page, name):
-    """The value of a variable in a page's first block, which runs until the variable is defined."""
-    code = (pathlib.Path(__file__).parent / page).read_text().partition("```pycon\n")[2].partition("```")[0]
+    """The value of a variable that a page's first block of code defines."""
+    code = (pathlib.Path(__file__).parent / page).read_text().partition("```python\n")[2].partition("```")[0]
     scope = {}
-    for example in doctest.DocTestParser().get_examples(code):
-        exec(example.source, scope)
-        if name in scope:
-            return scope[name]
-    raise NameError(f"the first block of {page} does not define {name}")
+    exec(compile(code, "page.py", "exec"), scope)
+    return scope[name]
 
 
 def draw_residuals():

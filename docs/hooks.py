@@ -1,7 +1,12 @@
-"""The site's part of the build: CONTRIBUTING, ARCHITECTURE and CHANGELOG become pages, and links to files outside docs lead to them."""
+"""The site's part of the build: CONTRIBUTING, ARCHITECTURE and CHANGELOG become pages, and links to files outside docs lead to them.
 
+Console blocks become code without prompts, which can be copied and run, and blocks of class `output`.
+"""
+
+import doctest
 import pathlib
 import re
+import textwrap
 
 from mkdocs.structure.files import File
 
@@ -16,8 +21,25 @@ BOOSTS = {
     "how-to/choose-a-policy.md": 2.5,
     "how-to/memory-profile.md": 1.3,
     "how-to/microbatches.md": 2,
+    "migrate/programs.md": 0.5,
     **dict.fromkeys(["architecture.md", "changelog.md", "contributing.md", "releasing.md"], 0.1),
 }
+
+
+CONSOLE = re.compile(r"^( *)```pycon\n(.*?)^\1```$", re.M | re.S)
+
+
+def without_prompts(block):
+    """A console block as blocks of code, each followed by what it prints."""
+    indent, parts, code = block[1], [], ""
+    for example in doctest.DocTestParser().get_examples(textwrap.dedent(block[2])):
+        code += example.source
+        if example.want:
+            parts += [f"``` py\n{code}```", f"``` {{ .text .output .no-copy }}\n{example.want}```"]
+            code = ""
+    if code:
+        parts.append(f"``` py\n{code}```")
+    return textwrap.indent("\n\n".join(parts), indent)
 
 
 def on_files(files, config):
@@ -36,4 +58,5 @@ def on_page_markdown(markdown, page, **_):
     for path, boost in BOOSTS.items():
         if page.file.src_uri.startswith(path):
             page.meta["search"] = {"boost": boost}
+    markdown = CONSOLE.sub(without_prompts, markdown)
     return re.sub(r"\]\(\.\./([A-Z]+\.md)", lambda m: f"]({PAGES.get(m[1], m[1])}", markdown)

@@ -344,7 +344,9 @@ def test_help_shows_the_section_of_an_error(capsys):
         and "**Cause.**" in shown
         and "**Fix.**" in shown
     )
-    assert "ForeignStateError" not in shown and ":::" not in shown
+    assert "ForeignStateError" not in shown and ":::" not in shown and "    total.value += x\n" in shown
+    assert main(["help", "ForeignStateError"]) == 0
+    assert "        return f(*args)\n" in capsys.readouterr().out, "code keeps its indented lines"
     assert main(["help", "statetx.testing.assert_memory"]) == 0
     assert "at_most: bytes" in capsys.readouterr().out
     assert main(["help", "TraceLeekError"]) == 2

@@ -1,17 +1,26 @@
 """The documentation: its code runs and prints the given outputs, and the site shows every page and every name."""
 
 import contextlib
+import functools
+import http.server
 import importlib
+import json
 import pathlib
 import pydoc
 import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
 import types
+import urllib.request
 from inspect import isclass
 
 import jax
 import numpy as np
 import pytest
-from pages import BLOCK, assert_same, fill
+from pages import BLOCK, assert_same, fill, fill_notebook
 
 import statetx
 from statetx import policies, testing
@@ -54,7 +63,7 @@ def run_page(page, folder, monkeypatch):
     monkeypatch.setattr(registry, "_kinds", list(registry._kinds))  # a page may register a kind of its own
     monkeypatch.setattr(strategy, "_RECORDED", dict(strategy._RECORDED))  # and a strategy
     with jax.numpy_rank_promotion("allow"):  # as users have it
-        filled = fill(text, page.name)
+        filled = fill(text)
     if jax.__version__.startswith("0.10."):  # other versions of JAX compute with other equations
         assert_same(without_measurements(filled), without_measurements(text))
     else:
@@ -93,6 +102,33 @@ def test_guide_compares_both_sides(page, tmp_path, monkeypatch):
     assert sum(x > 1e-3 for x in largest) > 0.8 * len(largest)
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.ipynb")), ids=name_of)
+def test_notebook_runs(path):
+    pytest.importorskip("optax")
+    text = path.read_text()
+    with jax.numpy_rank_promotion("allow"):
+        filled = fill_notebook(text)
+    actual, expected = map(printed_by_cells, (filled, text))
+    assert expected.count("MiB") > 10 and "<table" in text
+    if jax.__version__.startswith("0.10."):
+        assert_same(without_measurements(actual), without_measurements(expected))
+
+
+def printed_by_cells(notebook):
+    """What the cells of a notebook show as text."""
+    outputs = [output for cell in json.loads(notebook)["cells"] for output in cell.get("outputs", ())]
+    return "".join("".join(x["text"] if "text" in x else x["data"]["text/plain"]) + "\n" for x in outputs)
+
+
+def test_notebook_shows_what_cells_print_and_end_with():
+    cells = ["print(1)", "x = 2", "x + 1", "print(3); None"]
+    cells = [{"cell_type": "code", "source": [cell]} for cell in cells] + [{"cell_type": "markdown", "source": ["*a*"]}]
+    filled = fill_notebook(json.dumps({"cells": cells}))
+    assert printed_by_cells(filled) == "1\n\n3\n3\n\n"
+    with pytest.raises(ZeroDivisionError):
+        fill_notebook(json.dumps({"cells": [{"cell_type": "code", "source": ["1 / 0"]}]}))
+
+
 def test_wrong_output_fails():
     page = "```pycon\n>>> 1 + 1\n3\n>>> 1 / 0\n```\n"
     right = fill(page)
@@ -107,6 +143,22 @@ def test_blocks_share_a_scope_and_failures_are_raised():
     with pytest.raises(ZeroDivisionError):
         fill("```python\n1 / 0\n```\n")
     assert fill("<!-- not run: why not -->\n```python\n1 / 0\n```\n")
+
+
+def words(page):
+    """What a reader sees, code and tables included: without comments, tags, marks of attributes and addresses of links."""
+    text = re.sub(
+        r"<!--.*?-->|\{[ :.#][^}\n]*\}|</?(?:div|p|picture|source|img|br)\b[^>]*>", "", page.read_text(), flags=re.S
+    )
+    text = re.sub(r"\]\([^)\s]*\)", "]", text)
+    return [word for word in text.split() if re.search(r"\w", word)]
+
+
+def test_pages_are_short():
+    """A subject has one page of its idea, one guide and one reference page; who adds one shortens others."""
+    assert sum(len(words(page)) for page in [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]) <= 60_000
+    long = {page.name: len(words(page)) for page in DOCS.glob("concepts/*.md") if len(words(page)) > 400}
+    assert not long
 
 
 def test_few_blocks_are_skipped():
@@ -173,7 +225,8 @@ def test_errors_page_explains(cls):
     assert f"({anchor})" in text.partition("\n## ")[0], "the table at the top of the page lists it"
     assert section.index(f"\nstatetx.{cls.__name__}: ") < section.index("**Cause.**") < section.index("**Fix.**")
     examples = [block["code"] for block in BLOCK.finditer(section)]
-    assert len(examples) >= 2 and "Traceback" in examples[0] and "Traceback" not in "".join(examples[1:])
+    wrong, fixed = section.split("**Cause.**")
+    assert len(examples) >= 2 and wrong.count("Traceback") == 1 and "Traceback" not in fixed
 
 
 def is_of(module, name, x):
@@ -202,3 +255,80 @@ def test_site_builds(built_site):
         for url in re.findall(r'<(?:script|link(?! rel="canonical")|img)[^>]*(?:src|href)="(https?:[^"]*)', page)
     }
     assert not loaded, "the site works without a network"
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def browser(built_site):
+    """The built site in Chromium: a function that sends it a WebDriver command, and the site's address."""
+    program = shutil.which("chromedriver")
+    if program is None:
+        pytest.skip("no chromedriver is installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def send(path, body=None, method=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=built_site[1]))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    site = f"http://127.0.0.1:{server.server_port}"
+    with subprocess.Popen([program, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as driver:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                send("/status")
+                break
+            time.sleep(0.1)
+        options = {"args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000"]}
+        capabilities = {"alwaysMatch": {"goog:chromeOptions": options}}
+        session = f"/session/{send('/session', {'capabilities': capabilities})['sessionId']}"
+        grant = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": site}
+        send(f"{session}/goog/cdp/execute", {"cmd": "Browser.grantPermissions", "params": grant})
+        yield lambda path, **body: send(session + path, body), site
+        send(session, method="DELETE")
+        driver.terminate()
+    server.shutdown()
+    server.server_close()
+
+
+def copied(browser, page, blocks=""):
+    """What each copy button of a page puts into the clipboard, in order; of the blocks that a selector names."""
+    command, site = browser
+    command("/url", url=f"{site}/{page}/")
+    time.sleep(0.5)  # the page's scripts add the buttons
+    texts = []
+    for button in command("/elements", using="css selector", value=f'{blocks} [data-md-type="copy"]'):
+        (element,) = button.values()
+        command("/execute/sync", script="arguments[0].scrollIntoView({ block: 'center' })", args=[button])
+        command(f"/element/{element}/click")
+        texts.append(command("/execute/sync", script="return navigator.clipboard.readText()", args=[]))
+    return texts
+
+
+def test_copied_blocks_of_a_page_run(browser):
+    """Without prompts and outputs: the page's own code, block by block."""
+    texts = copied(browser, "concepts/state")
+    scope = {}
+    for text in texts:
+        with contextlib.suppress(statetx.StatetxError):  # the page shows one
+            exec(compile(text, "copied", "exec"), scope)
+    page = (DOCS / "concepts" / "state.md").read_text()
+    assert len(texts) == page.count("```python") + len(re.findall(r"^(>>>.*\n([.]{3}.*\n)*)+(?!>>>)", page, re.M)) > 2
+
+
+def test_copied_examples_of_docstrings_have_no_prompts(browser):
+    texts = copied(browser, "api/remat", ".highlight:has(.gp)")
+    assert texts
+    for text in texts:
+        compile(text, "copied", "exec")

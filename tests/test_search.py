@@ -35,6 +35,23 @@ QUERIES = {
     "delay": {"how-to/delays/"},
     "cheat sheet": {"migrate/cheat-sheet/"},
     "fence": {"planning/", "concepts/remat/"},
+    "colab": {"gallery/"},
+    "notebook": {"gallery/", "quickstart/"},
+    "examples": {"gallery/"},
+    "optax": {"how-to/optimizers/"},
+    "save_only_these_names": {"how-to/choose-a-policy/", "migrate/cheat-sheet/"},
+    "XLA_PYTHON_CLIENT_PREALLOCATE": {"how-to/out-of-memory/"},
+    "XLA_CLIENT_MEM_FRACTION": {"how-to/out-of-memory/", "how-to/will-it-fit/"},
+    "latency hiding scheduler": {"how-to/out-of-memory/"},
+    "donated": {"how-to/out-of-memory/"},
+    "upgrade": {"how-to/out-of-memory/"},
+    "pmap": {"how-to/many-devices/"},
+    "FSDP": {"how-to/many-devices/"},
+    "explain_oom": {"how-to/out-of-memory/", "api/inspection/"},
+    "progress bar": {"loops/", "api/loops/", "how-to/long-sequences/"},
+    "H100": {"how-to/will-it-fit/"},
+    "brainstate": {"migrate/brainstate/"},
+    "gradient accumulation batchnorm": {"how-to/microbatches/"},
 }
 
 # Public names, of which the reference's headings are `statetx.RngState` and so on.

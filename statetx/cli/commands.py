@@ -8,6 +8,7 @@ import inspect
 import json
 import pathlib
 import pydoc
+import re
 import sys
 from collections.abc import Callable
 from html import escape
@@ -169,10 +170,9 @@ def _section(error: str) -> str:
     ):
         if path.is_file():
             _, heading, rest = path.read_text(encoding="utf-8").partition(f"\n## {error}\n")
-            lines = rest.split("\n## ")[0].splitlines()
-            # Without the lines that are for the generator of the site.
-            kept = [line for line in lines if not line.startswith((":::", "    options:", "      ", "```"))]
-            return "\n".join(kept).strip() if heading else ""
+            # Without what is for the generator of the site.
+            text = re.sub(r"^(:::.*\n(?: +.*\n)*|```.*\n)", "", rest.split("\n## ")[0] + "\n", flags=re.M)
+            return text.strip() if heading else ""
     return ""
 
 
