@@ -65,4 +65,5 @@ def crossed_in_turn(many, few):
     assert len(many) >= len(few)
     for n, first in enumerate(many):
         for m, second in enumerate(few):
-            yield pytest.param(first, second, marks=() if n % len(few) == m else pytest.mark.slow)
+            name = "-".join(map(str, (*first, second) if isinstance(first, tuple) else (first, second)))
+            yield pytest.param(first, second, id=name, marks=() if n % len(few) == m else pytest.mark.slow)

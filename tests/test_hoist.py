@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import statetx
+from helpers import crossed_in_turn
 from statetx._equations.hoist import hoist
 from statetx.policies import Levels, Slots, everything
 
@@ -225,8 +226,7 @@ IN_JIT = {
 }
 
 
-@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
-@pytest.mark.parametrize("name", IN_JIT)
+@pytest.mark.parametrize("name, rule", list(crossed_in_turn(IN_JIT, ["custom_vjp", "custom_jvp", "backward"])))
 def test_rules_in_a_jitted_loop_see_a_state_change(name, rule):
     """A rule of a loop may run when JAX transposes the loop, which other equations than the user's do."""
     width = statetx.State(jnp.float32(2.0))
@@ -336,8 +336,7 @@ def test_values_of_an_outer_derivative_are_kept(outer):
     assert outer(lambda x: statetx.grad(lambda x: width.value * slope(x), wrt=width)(x))(3.0) == 24
 
 
-@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
-@pytest.mark.parametrize("name", DIFFERENTIATED)
+@pytest.mark.parametrize("name, rule", list(crossed_in_turn(DIFFERENTIATED, ["custom_vjp", "custom_jvp", "backward"])))
 def test_rule_that_reads_a_state_of_an_outer_derivative(name, rule):
     """The value of an outer derivative can be used in a rule where JAX can close over it; elsewhere the state is named."""
     width = statetx.Param(jnp.float32(2.0), name="width")
@@ -374,8 +373,7 @@ WITH_WRITES = {
 }
 
 
-@pytest.mark.parametrize("rule", ["custom_vjp", "custom_jvp", "backward"])
-@pytest.mark.parametrize("name", WITH_WRITES)
+@pytest.mark.parametrize("name, rule", list(crossed_in_turn(WITH_WRITES, ["custom_vjp", "custom_jvp", "backward"])))
 def test_rules_that_read_a_state_the_body_writes_are_refused(name, rule):
     width, other = (statetx.State(jnp.float32(2.0), name=name) for name in ("width", "other"))
     spike = surrogate(width, rule)

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import statetx
+from helpers import crossed_in_turn
 from statetx.memory._estimate import estimate
 
 X = jnp.ones((4, 8))
@@ -425,8 +426,7 @@ def test_inspection_in_a_transform_leaves_no_trace(transform, kind):
     check_no_trace(transform, kind, [*ASIDE.values()])
 
 
-@pytest.mark.parametrize("kind", CELLS)
-@pytest.mark.parametrize("inspect", COMPILING)
+@pytest.mark.parametrize("inspect, kind", list(crossed_in_turn(COMPILING, CELLS)))
 def test_report_or_plan_in_a_jitted_step_leaves_no_trace(inspect, kind):
     check_no_trace("jit", kind, [COMPILING[inspect]])
 
