@@ -49,9 +49,9 @@ from statetx._lift.context import device_bytes
 from statetx._positions import function_of
 from statetx._remat.bits import are_bits, is_bits, of_steps
 from statetx._tree import freeze, is_float
-from statetx.planner._capture import capture
-from statetx.planner._parts import flatten
-from statetx.planner._stored import format_of, read_formats, stored_bytes
+from statetx.planner._program.flat import flatten
+from statetx.planner._program.ways import read_formats, smallest
+from statetx.planner._search.capture import capture
 
 MAX_NODES = 100  # of HiGHS's search tree for one program; after these its dual bound counts, which is lower
 TOLERANCE = 1e-6  # of the largest value and the most expensive equation; HiGHS meets its conditions to within 1e-7
@@ -171,8 +171,8 @@ class Graph:
     def _bytes_of(self, aval: Any, is_bits: bool) -> int:
         if not (hasattr(aval, "dtype") and hasattr(aval, "shape")):
             return 0  # a token, say
-        format = format_of(aval, self._formats, is_bits)
-        return device_bytes(aval) if format is None else stored_bytes(aval, format)
+        way = smallest(aval, self._formats, is_bits=is_bits)
+        return device_bytes(aval) if way is None else way.num_bytes(aval)
 
     def _steps(self, eqn: Any, operands: list[Value], loop: Loop) -> list[Value]:
         num_constants, num_carry = _jax.scan_counts(eqn)

@@ -35,7 +35,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gpu
 import jax
@@ -48,9 +47,13 @@ from whole_plans import error_of, mib, percent
 
 import statetx
 from statetx._targets import current, plugins
-from statetx.planner import _capture, _inner, _lattice, _loop_options, _search, _shorter
-from statetx.planner._groups import Groups
-from statetx.planner._option import Decision
+from statetx.planner import Planner
+from statetx.planner._program.ways import InFormat
+from statetx.planner._search.inner import PLAIN
+from statetx.planner._treatments import TREATMENTS, from_json
+from statetx.planner._treatments.copies import Copies
+from statetx.planner._treatments.groups import Groups, InGroups
+from statetx.planner._treatments.loops import CheckpointedLoop
 
 DEVICES = ("h100", "tpu v5e", "cpu")
 BLOCKS = "remat on the blocks"
@@ -83,34 +86,30 @@ def _of_types(make: Callable[[], programs.Program]) -> Model:
 # -- treatments that can be left out ---------------------------------------------------------------------------------
 
 
-def _replacing(owner: Any, name: str, with_: Any) -> Callable[[], Any]:
-    return lambda: mock.patch.object(owner, name, with_)
-
-
 _planner = sys.modules["statetx.planner.planner"]
-_variants = _capture.variants
 
-WITHOUT: dict[str, Callable[[], Any]] = {
-    "copies": _replacing(_lattice.Lattice, "_copying", lambda *args: None),
-    "stored": _replacing(_planner, "read_formats", lambda formats: ()),
-    "groups": _replacing(_loop_options, "in_groups", lambda *args: []),
-    "inner gradients": _replacing(_planner, "variants", lambda *args: _variants(*args)[:1]),
-    "refinement": _replacing(_search.Search, "_refine", lambda *args: None),
-    "short versions": _replacing(_shorter, "_LEAST_EQUATIONS", 10**9),  # nor the shorter search
+WITHOUT: dict[str, Callable[[dict[str, Any]], None]] = {
+    "copies": lambda options: _drop(options, Copies),
+    "groups": lambda options: _drop(options, InGroups),
+    "stored": lambda options: options.update(stored_as=()),
 }
 
-SEARCH_ALONE = ("refinement", "short versions")  # do not show in a plan
+
+def _drop(options: dict[str, Any], treatment: type) -> None:
+    options["treatments"] = tuple(t for t in options.get("treatments", TREATMENTS) if t is not treatment)
 
 
 def used(plan: statetx.Plan) -> list[str]:
     """The treatments that a plan consists of."""
     fields = plan._fields
-    found = {"inner gradients"} if fields["inner"] not in (None, _inner.PLAIN) else set()
+    found = {"inner gradients"} if fields["inner"] not in (None, PLAIN) else set()
     for program in fields["programs"]:
-        for decision in (Decision.from_json(program["treatments"][i]) for i in program["parts"]):
-            found |= {"copies"} if decision.copies else set()
-            found |= {"stored"} if decision.stored or decision.inputs or decision.carries else set()
-            found |= {"groups"} if isinstance(decision.loop, Groups) else set()
+        for decision in (from_json(program["decisions"][i]) for i in program["parts"]):
+            loop = decision.get(CheckpointedLoop)
+            ways = [way for t in decision.treatments for way in t.ways()] + [way for _, way in decision.saved or ()]
+            found |= {"copies"} if decision.get(Copies) is not None else set()
+            found |= {"stored"} if any(isinstance(way, InFormat) for way in ways) else set()
+            found |= {"groups"} if loop is not None and isinstance(loop.strategy, Groups) else set()
     return sorted(found)
 
 
@@ -149,15 +148,21 @@ def cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def planned(name: str, budget: int, base_flops: int, marked: bool, **sizes: int) -> dict[str, Any]:
+def planned(
+    name: str,
+    budget: int,
+    base_flops: int,
+    marked: bool,
+    options: dict[str, Any] | None = None,
+    **sizes: int,
+) -> dict[str, Any]:
     model = ALL[name](*[statetx.remat] * marked, **sizes)
     row: dict[str, Any] = {"budget": budget}
     begin, cpu = time.perf_counter(), cpu_seconds()
     with counted() as compilations:
         try:
-            plan = statetx.plan(
-                model.loss, model.params, *model.data, budget=budget, of="temporaries", argnums=0, time_limit=TIME_LIMIT
-            )
+            more = {"of": "temporaries", "argnums": 0, "time_limit": TIME_LIMIT, **(options or {})}
+            plan = Planner(model.loss, model.params, *model.data, **more).plan(budget)
         except statetx.PlanError as e:
             row |= error_of(e)
         row |= {"wall": time.perf_counter() - begin, "cpu": cpu_seconds() - cpu}
@@ -178,8 +183,9 @@ def one(spec: dict[str, Any]) -> dict[str, Any]:
     """A plan, and the references that are not known yet; of these nothing is kept that would make planning faster."""
     name, title, sizes, refs = spec["program"], spec["budget"], spec["sizes"], spec["references"]
     with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {}
         for treatment in spec["without"]:
-            stack.enter_context(WITHOUT[treatment]())
+            WITHOUT[treatment](options)
         stack.enter_context(statetx.target(None if spec["device"] == "cpu" else spec["device"]))
         for needed in ("no remat", title):
             if needed not in refs and needed != "half":
@@ -187,7 +193,7 @@ def one(spec: dict[str, Any]) -> dict[str, Any]:
         statetx.clear_cache()
         jax.clear_caches()
         plugins._kernel_files.cache_clear()
-        plan = planned(name, budget_of(refs, title), refs["no remat"]["flops"], spec["marked"], **sizes)
+        plan = planned(name, budget_of(refs, title), refs["no remat"]["flops"], spec["marked"], options, **sizes)
         return {"references": refs, "plan": plan}
 
 
@@ -294,8 +300,8 @@ def treatments(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = []
     for device, by_program in results.items():
         uses = [row["uses"] for found in by_program.values() for row in found["plans"].values() if "uses" in row]
-        counts = {name: sum(name in used for used in uses) for name in WITHOUT}
-        text = ", ".join(f"{name} {num}" for name, num in counts.items() if name not in SEARCH_ALONE)
+        counts = {name: sum(name in used for used in uses) for name in (*WITHOUT, "inner gradients")}
+        text = ", ".join(f"{name} {num}" for name, num in counts.items())
         if uses:
             lines.append(f"{device}: treatments in {len(uses)} plans: {text}")
     return lines

@@ -59,9 +59,9 @@ if _TYPE_CHECKING:
     from .memory.measure import memory_profile as memory_profile
     from .memory.oom import explain_oom as explain_oom
     from .memory.profile import MemoryProfile as MemoryProfile
+    from .planner._plan.plan import Plan as Plan
     from .planner.batches import max_batch as max_batch
     from .planner.fit import budget as budget
-    from .planner.plan import Plan as Plan
     from .planner.planner import plan as plan
     from .residuals import memory_report as memory_report
     from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
@@ -117,7 +117,7 @@ _PUBLIC = {
     ".memory.oom": "explain_oom",
     ".memory.profile": "MemoryProfile",
     ".planner.batches": "max_batch",
-    ".planner.plan": "Plan",
+    ".planner._plan.plan": "Plan",
     ".planner.planner": "plan",
     ".planner.fit": "budget",
     ".residuals": "memory_report",

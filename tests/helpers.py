@@ -59,6 +59,22 @@ def undo_the_owner_only(access):
     return [access.kind.set_owner(access.state, access.previous_owner)] if access.acquired else []
 
 
+def decided(saved=None, *, loop=None, fenced=False, carries=(), stored=(), inputs=(), copies=False):
+    """A decision of a plan: addresses that are saved; those of `stored`, inputs and leaves of carries with names of stored types."""
+    from statetx.planner._program.ways import KEEP, InFormat
+    from statetx.planner._treatments.copies import Copies
+    from statetx.planner._treatments.inputs import StoredInputs
+    from statetx.planner._treatments.loops import CheckpointedLoop
+    from statetx.planner._treatments.treatment import Decision
+
+    in_formats = lambda pairs: tuple((at, InFormat(name)) for at, name in pairs)  # noqa: E731
+    ways = None if saved is None else dict.fromkeys(saved, KEEP) | dict(in_formats(stored))
+    treatments = [Copies()] if copies else []
+    treatments += [StoredInputs(in_formats(inputs))] if inputs else []
+    treatments += [] if loop is None else [CheckpointedLoop(loop, in_formats(carries), fenced)]
+    return Decision(None if ways is None else frozenset(ways.items()), tuple(treatments))
+
+
 def crossed_in_turn(many, few):
     """Pairs for `parametrize`; the fast suite runs each of the `many` with one of the `few` in turn."""
     many, few = list(many), list(few)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import statetx
 from statetx._lift.context import TraceContext, note_shardings, sharding_of
 from statetx.planner import fit
-from statetx.planner._capture import capture
+from statetx.planner._search.capture import capture
 from statetx.policies import Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from helpers import decided
 from statetx import _jax
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
-from statetx.planner import _layout, _parts
-from statetx.planner._candidate import with_gradient
-from statetx.planner._choice import COPIES, HOLDS, cost_of
-from statetx.planner._copies import Copies
-from statetx.planner._lattice import Lattice
-from statetx.planner._option import Decision
+from statetx.planner._program import flat as _parts
+from statetx.planner._regions.family import cost_of
+from statetx.planner._regions.lattice import Lattice
+from statetx.planner._search.candidates import with_gradient
+from statetx.planner._treatments import TREATMENTS, from_json, to_json
+from statetx.planner._treatments.copies import Copies, Derived
+from statetx.planner._treatments.rewrite import rewrite
+from statetx.planner._treatments.treatment import Settings
 
 X = jnp.linspace(0, 1, 256 * 64).reshape(256, 64)
 WS = [(jnp.full((64, 64), 0.01 * (i + 1)), jnp.full((64, 64), 0.02)) for i in range(4)]
@@ -44,7 +47,7 @@ def names(program, variables):
 
 def test_a_stream_is_derived_from_the_products_that_the_backward_pass_reads():
     program = flat(stream, WS, X)
-    copies = Copies(program.jaxpr)
+    copies = Derived(program.jaxpr)
     tanhs = [e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "tanh"]
     assert [names(program, copies.sources[v]) for v in tanhs] == [["dot_general"] * n for n in (1, 2, 3, 4)]
     assert not {"dot_general", "reduce_sum"} & {*names(program, copies.derived)}
@@ -52,7 +55,7 @@ def test_a_stream_is_derived_from_the_products_that_the_backward_pass_reads():
 
 def test_a_sum_of_products_is_kept_itself():
     program = flat(residual, WS, X)
-    copies = Copies(program.jaxpr)
+    copies = Derived(program.jaxpr)
     derived = names(program, copies.derived)
     assert (derived.count("add"), derived.count("cos")) == (1, 4), (
         "the first sum has one computed term, to keep in its place"
@@ -61,7 +64,7 @@ def test_a_sum_of_products_is_kept_itself():
 
 def test_a_deep_stream_is_kept_once_in_a_while():
     program = flat(stream, WS * 5, X)
-    copies = Copies(program.jaxpr)
+    copies = Derived(program.jaxpr)
     tanhs = [e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "tanh"]
     assert max(len(copies.sources[v]) for v in tanhs) < 12 < len(tanhs)
 
@@ -70,8 +73,8 @@ def test_copies_take_less_memory_and_compute_the_same():
     program = flat(stream, WS, X)
     parts = program.split([0, 6, 12, 18])
     assert [p.jaxpr.eqns[0].primitive.name for p in parts] == ["dot_general"] * 4
-    keep = Decision(frozenset({(2, 0)}))  # the second product of each layer
-    planned = {c: _layout.rewrite(program.jaxpr, parts, [keep._replace(copies=c)] * 4) for c in (False, True)}
+    keep = [(2, 0)]  # the second product of each layer
+    planned = {c: rewrite(program.jaxpr, parts, [decided(keep, copies=c)] * 4) for c in (False, True)}
     indices = range(len(program.jaxpr.invars))
     cost = {c: with_gradient(indices, 1, TraceContext(), jaxpr, None).cost for c, jaxpr in planned.items()}
     assert cost[True].temp_bytes <= cost[False].temp_bytes - 1.9 * X.nbytes, (
@@ -99,16 +102,17 @@ def test_copies_take_less_memory_and_compute_the_same():
 
 
 def test_a_decision_to_copy_is_stored():
-    option = Decision(frozenset({(2, 0)}), copies=True)
-    assert Decision.from_json(option.to_json()).copies
-    assert not Decision.from_json(option._replace(copies=False).to_json()).copies
+    for copies in (True, False):
+        decision = decided([(2, 0)], copies=copies)
+        assert from_json(to_json(decision)) == decision and (decision.get(Copies) is not None) == copies
 
 
 def test_paths_that_copy_are_cheaper_by_the_model():
     program = flat(stream, WS, X)
     options = {"policies": [], "offload": False, "deadline": lambda: False}
-    families = Lattice(program, range(9), 1, **options, context=TraceContext()).families
-    assert [f.kind for f in families] == [HOLDS] * (len(families) - 1) + [COPIES]
+    options |= {"context": TraceContext(), "settings": Settings(), "treatments": TREATMENTS}
+    families = Lattice(program, range(9), 1, **options).families
+    assert [f.treatment for f in families] == [None, Copies]
     limit = 1.3 * families[0].least_peak()
     reference, copying = families[0].choose(limit), families[-1].choose(limit)
     assert reference is not None and copying is not None

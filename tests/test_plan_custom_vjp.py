@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 import statetx
+from helpers import decided
 from statetx import _jax
 from statetx._equations.structure import Body
 from statetx._remat.mark import RULE
-from statetx._remat.stored import BITS
-from statetx.planner import Plan, Planner, _layout, _parts
-from statetx.planner._analysis import Graph
-from statetx.planner._option import Decision
-from statetx.planner._values import labels_of, values_of
+from statetx.planner import Plan, Planner
+from statetx.planner._program import flat as _parts
+from statetx.planner._program.values import labels_of, values_of
+from statetx.planner._program.ways import InFormat
+from statetx.planner._treatments.graph import Graph
+from statetx.planner._treatments.inputs import holding
+from statetx.planner._treatments.rewrite import rewrite
 
 LAYERS, TIME, DIM = 3, 64, 32
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, TIME, DIM)), jnp.float32)
@@ -102,7 +105,7 @@ def test_a_plan_keeps_what_the_rule_computes(tmp_path):
     dots = statetx.measure(statetx.value_and_grad(marked("dots")), WS, X, gradient=False).temp_bytes
     plan = statetx.plan(loss, WS, X, argnums=0, budget=int(0.8 * dots), of="temporaries")
     assert plan.flops - plain < (full - plain) / 4
-    kept = [a for program in plan._fields["programs"] for t in program["treatments"] for a in t["saved"] or ()]
+    kept = [a for program in plan._fields["programs"] for d in program["decisions"] for *a, _ in d["saved"] or ()]
     assert any(len(a) == 4 and a[1] == RULE for a in kept)
     assert_same_gradients(jax.grad(plan.apply(loss)), jax.grad(loss), WS, X)
 
@@ -117,7 +120,7 @@ def test_every_value_of_a_rule_can_be_kept():
     jaxpr, part = program.jaxpr, program.part(0, len(program))
     plain = jax.grad(lambda *args: _jax.evaluate(jaxpr, (), args)[0], argnums=(0, 1))
     for address in values_of(part.jaxpr).sites:
-        rewritten = _layout.rewrite(jaxpr, [part], [Decision(frozenset([address]))])
+        rewritten = rewrite(jaxpr, [part], [decided([address])])
         planned = jax.grad(lambda *args, p=rewritten: _jax.evaluate(p, (), args)[0], argnums=(0, 1))
         assert_same_gradients(planned, plain, WS[0], X)
 
@@ -164,7 +167,7 @@ def test_sums_of_numbers_stay_outside_of_regions():
 
 def test_a_region_of_sums_alone_stays_unchanged():
     program = _parts.Flat(staged(lambda a, b: a + b - a, jnp.ones(()), jnp.ones(())))
-    rewritten = _layout.rewrite(program.jaxpr, [program.part(0, len(program))], [Decision(frozenset())])
+    rewritten = rewrite(program.jaxpr, [program.part(0, len(program))], [decided([])])
     assert [e.primitive.name for e in rewritten.eqns] == ["add", "sub"]
 
 
@@ -246,9 +249,9 @@ def test_inputs_are_counted_beside_the_arrays_of_a_rule(rule):
 
     arrays = jnp.ones(()), jnp.ones(DIM), jnp.ones((64, DIM))
     graph = Graph(staged(region, *arrays), [True] * 3, [True] * 3, [True])
-    baseline, nothing = graph.baseline(), graph.option(frozenset())
-    assert [graph.inputs_read(option.decision.saved) for option in (baseline, nothing)] == [{1}, {1}]
-    held = [graph.storing(baseline, {i: BITS}, {}).saved_bytes - baseline.saved_bytes for i in range(3)]
+    baseline, nothing = graph.baseline(), graph.option({})
+    assert [graph.inputs_read(option.decision) for option in (baseline, nothing)] == [{1}, {1}]
+    held = [holding(graph, baseline, {i: InFormat("bits")}, {}).saved_bytes - baseline.saved_bytes for i in range(3)]
     assert held == [0, arrays[1].nbytes, 0]
 
 

@@ -19,7 +19,7 @@ import statetx
 from statetx import _jax
 from statetx._equations import compiled
 from statetx.planner import Planner, _store
-from statetx.planner._fields import PLAN
+from statetx.planner._plan.record import PLAN
 
 KEY = "0" * 64
 X = jnp.ones((128, 32))
@@ -311,8 +311,8 @@ def masked(ws, x):
 def damaged_plan():
     planner = Planner(masked, WS, X, argnums=0, of="temporaries")
     plan = planner.plan(0.6)
-    decisions = [d for program in plan._fields["programs"] for d in program["treatments"]]
-    assert any(d["loop"] for d in decisions) and any(d["saved"] for d in decisions)
+    decisions = [d for program in plan._fields["programs"] for d in program["decisions"]]
+    assert any("loop" in d for d in decisions) and any(d["saved"] for d in decisions)
     fields = json.loads(json.dumps(plan._fields))
     return planner, statetx.planner._budget.Budget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
 
@@ -330,20 +330,28 @@ def test_damaged_entry_is_planned_again_and_replaced(folder, compilations):
 
 
 FAR = 10**6
+
+
+def stored_loop(*strategy):
+    return {"strategy": [*strategy], "carries": [], "fenced": False}
+
+
 NOT_THERE = {
     "cuts": lambda program, region, loop: program.update(cuts=[*program["cuts"], FAR]),
     "parts": lambda program, region, loop: program.update(parts=[*program["parts"][1:], FAR]),
     "fewer parts": lambda program, region, loop: program["parts"].pop(),
     "last_input": lambda program, region, loop: program.update(last_input=FAR),
-    "saved": lambda program, region, loop: region["saved"].append([FAR, 0]),
-    "offloaded": lambda program, region, loop: region["offloaded"].append(region["saved"].pop()),
-    "inputs": lambda program, region, loop: region["inputs"].append([FAR, "bits"]),
-    "loop of a region": lambda program, region, loop: region.update(loop=["Slots", 2, 1]),
-    "length": lambda program, region, loop: loop.update(loop=["Lengths", "turn", 7]),
-    "groups": lambda program, region, loop: loop.update(loop=["Groups", [], [3, None, 0, "turn"]]),
-    "values of groups": lambda program, region, loop: loop.update(loop=["Groups", [], [8, [[FAR, 0]], 0, "turn"]]),
-    "xs of groups": lambda program, region, loop: loop.update(loop=["Groups", [FAR], [8, None, 0, "turn"]]),
-    "carries": lambda program, region, loop: loop.update(carries=[[0, "bits"]]),
+    "saved": lambda program, region, loop: region["saved"].append([FAR, 0, "keep"]),
+    "offloaded": lambda program, region, loop: region["saved"].append([*region["saved"].pop()[:-1], "offload"]),
+    "inputs": lambda program, region, loop: region.update(inputs=[[FAR, "bits"]]),
+    "loop of a region": lambda program, region, loop: region.update(loop=stored_loop("Slots", 2, 1)),
+    "length": lambda program, region, loop: loop.update(loop=stored_loop("Lengths", "turn", 7)),
+    "groups": lambda program, region, loop: loop.update(loop=stored_loop("Groups", [], [3, None, 0, "turn"])),
+    "values of groups": lambda program, region, loop: loop.update(
+        loop=stored_loop("Groups", [], [8, [[FAR, 0]], 0, "turn"])
+    ),
+    "xs of groups": lambda program, region, loop: loop.update(loop=stored_loop("Groups", [FAR], [8, None, 0, "turn"])),
+    "carries": lambda program, region, loop: loop["loop"].update(carries=[[0, "bits"]]),
 }
 
 
@@ -352,9 +360,9 @@ def test_entry_that_decides_about_what_is_not_there_is_a_miss(damaged_plan, chan
     planner, budget, fields, _ = damaged_plan
     changed = json.loads(json.dumps(fields))
     (program,) = changed["programs"]
-    decisions = program["treatments"]
-    region = next(d for d in decisions if d["saved"] and not d["loop"])
-    change(program, region, next(d for d in decisions if d["loop"]))
+    decisions = program["decisions"]
+    region = next(d for d in decisions if d["saved"] and "loop" not in d)
+    change(program, region, next(d for d in decisions if "loop" in d))
     PLAN(changed, "")
     assert planner._is_for_program(fields, budget) and not planner._is_for_program(changed, budget)
 
@@ -363,11 +371,11 @@ def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
     """A valid decision for values that are not 0 or 1 would change the gradient."""
     planner, budget, fields, _ = damaged_plan
     changed = json.loads(json.dumps(fields))
-    decision = next(d for d in changed["programs"][0]["treatments"] if d["saved"])
-    taken = {"float8_e5m2": [], "bits": []}
+    decision = next(d for d in changed["programs"][0]["decisions"] if d["saved"])
+    taken, saved = {"float8_e5m2": [], "bits": []}, decision["saved"]
     for format, found in taken.items():
-        for address in decision["saved"]:
-            decision["stored"] = [[*address, format]]
+        for i, (*address, _) in enumerate(saved):
+            decision["saved"] = [*saved[:i], [*address, format], *saved[i + 1 :]]
             PLAN(changed, "")
             found.append(planner._is_for_program(changed, budget))
     assert not any(taken["float8_e5m2"]) and not all(taken["bits"])

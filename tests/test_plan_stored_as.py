@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -14,16 +15,22 @@ import pytest
 from jax import lax
 
 import statetx
+from helpers import decided
 from statetx import _jax
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx._loops.strategy import Lengths, Slots
-from statetx._remat.stored import BITS, StoredType
-from statetx.planner import Planner, _layout, _parts
-from statetx.planner._analysis import Graph
-from statetx.planner._fronts import front_of
-from statetx.planner._groups import Group, Groups
-from statetx.planner._option import Decision
+from statetx._remat.stored import BITS
+from statetx.planner import Planner
+from statetx.planner._program import flat as _parts
+from statetx.planner._program.ways import KEEP, InFormat
+from statetx.planner._regions.front import front_of
+from statetx.planner._treatments import TREATMENTS, from_json, to_json
+from statetx.planner._treatments.graph import Graph
+from statetx.planner._treatments.groups import Group, Groups
+from statetx.planner._treatments.loops import CheckpointedLoop
+from statetx.planner._treatments.rewrite import UNPLANNED, rewrite
+from statetx.planner._treatments.treatment import Settings
 
 KEYS = jax.random.split(jax.random.key(0), 9)
 WS = [jax.random.normal(key, (32, 32)) * 0.5 for key in KEYS[1:]]
@@ -169,9 +176,9 @@ def test_front_is_the_optimum_with_and_without_bits(seed):
     every = []
     for n in range(len(useful) + 1):
         for saved in map(frozenset, itertools.combinations(useful, n)):
-            smaller = sorted(saved & graph.smaller)
+            smaller = sorted(saved & graph.smaller.keys())
             sets = itertools.chain(*(itertools.combinations(smaller, k) for k in range(len(smaller) + 1)))
-            every += [graph.option(saved, smaller=frozenset(some)) for some in sets]
+            every += [graph.option(dict.fromkeys(saved, KEEP) | {a: graph.smaller[a] for a in some}) for some in sets]
     options = graph.front()
     for limit in sorted({o.saved_bytes for o in every}):
         best = min(o.cost for o in every if o.saved_bytes <= limit)
@@ -181,15 +188,15 @@ def test_front_is_the_optimum_with_and_without_bits(seed):
 def test_bytes_and_cost_of_a_stored_value():
     graph = graph_of(lambda w, x: jnp.where(x @ w > 0, x @ w, 0.0).sum(), WS[0], X)
     ((mask),) = [a for a in graph.smaller if graph.sites[a].value.type.dtype == bool]
-    kept, stored = graph.option(frozenset({mask})), graph.option(frozenset({mask}), smaller=frozenset({mask}))
+    kept, stored = graph.option({mask: KEEP}), graph.option({mask: InFormat("bits")})
     assert (kept.saved_bytes, stored.saved_bytes) == (256 * 32, 256 * 32 // 8)
     assert 0 < stored.cost - kept.cost <= 8 * 256 * 32  # compare, shift, or; shift, and, compare
-    assert stored.decision.stored == {(mask, BITS)} and kept.decision.stored == frozenset()
+    assert stored.decision.saved == {(mask, InFormat("bits"))} and kept.decision.saved == {(mask, KEEP)}
 
 
 def test_no_value_is_stored_without_formats():
     graph = graph_of(lambda w, x: jnp.where(x @ w > 0, x @ w, 0.0).sum(), WS[0], X, formats=())
-    assert not graph.smaller and all(not o.decision.stored for o in graph.front())
+    assert not graph.smaller and all({*dict(o.decision.saved or ()).values()} <= {KEEP} for o in graph.front())
 
 
 def test_small_values_are_no_choice():
@@ -198,7 +205,7 @@ def test_small_values_are_no_choice():
         return jnp.where(y > 0, y, 0.0).sum() + jnp.where(y[:2] > 1, y[:2], 0.0).sum()
 
     graph = graph_of(fun, WS[0], X)
-    masks = [a for a in graph._formats if graph.sites[a].value.type.dtype == bool]
+    masks = [a for a in graph._smaller if graph.sites[a].value.type.dtype == bool]
     assert sorted(graph.sites[a].value.type.shape for a in masks) == [(2, 32), (256, 32)]
     assert [graph.sites[a].value.type.shape for a in masks if a in graph.smaller] == [(256, 32)]
 
@@ -217,9 +224,9 @@ def test_steps_of_a_loop_keep_bits(loop):
     parts = program.split()
     (n, part) = next((n, p) for n, p in enumerate(parts) if p.eqn is not None)
     mask = next((i, 0) for i, e in enumerate(part.jaxpr.eqns) if e.primitive.name == "gt")
-    option = Decision(frozenset({mask}), loop=loop, stored=frozenset({(mask, BITS)}))
-    options = [option if k == n else _layout.UNPLANNED for k in range(len(parts))]
-    planned = _layout.rewrite(program.jaxpr, parts, options)
+    option = decided([mask], loop=loop, stored=[(mask, "bits")])
+    options = [option if k == n else UNPLANNED for k in range(len(parts))]
+    planned = rewrite(program.jaxpr, parts, options)
     gradient = jax.grad(lambda w: _jax.evaluate(planned, (), [w, x])[0])
     assert "u8[" in str(jax.make_jaxpr(gradient)(WS[0]))
     np.testing.assert_allclose(gradient(WS[0]), jax.grad(fun)(WS[0], x), rtol=1e-5, atol=1e-6)
@@ -333,19 +340,23 @@ def loop_part(fun, *args):
 def with_option(fun, args, option):
     """The program with this option for its loop."""
     program, parts, n = loop_part(fun, *args)
-    options = [option if k == n else _layout.UNPLANNED for k in range(len(parts))]
-    planned = _layout.rewrite(program.jaxpr, parts, options)
+    options = [option if k == n else UNPLANNED for k in range(len(parts))]
+    planned = rewrite(program.jaxpr, parts, options)
     return lambda *args: _jax.evaluate(planned, (), list(args))[0]
+
+
+def with_bits(option):
+    return option.having(dataclasses.replace(option.get(CheckpointedLoop), carries=((1, InFormat("bits")),)))
 
 
 TWO_GROUPS = Groups((Group(24, frozenset(), 6), Group(24, frozenset())))
 LOOPS = {
-    "one level": (Decision(frozenset(), loop=Lengths(48)), 48),
-    "two levels": (Decision(frozenset(), loop=Lengths(8, 6)), 8 + 6),
-    "fenced": (Decision(frozenset(), loop=Lengths(8, 6), fenced=True), 8 + 6),
-    "three levels": (Decision(frozenset(), loop=Lengths(4, 4, 3)), 4 + 4 + 3),
-    "slots": (Decision(loop=Slots(9)), 9),
-    "groups": (Decision(loop=TWO_GROUPS, fenced=True), 24 + 4),
+    "one level": (decided([], loop=Lengths(48)), 48),
+    "two levels": (decided([], loop=Lengths(8, 6)), 8 + 6),
+    "fenced": (decided([], loop=Lengths(8, 6), fenced=True), 8 + 6),
+    "three levels": (decided([], loop=Lengths(4, 4, 3)), 4 + 4 + 3),
+    "slots": (decided(loop=Slots(9)), 9),
+    "groups": (decided(loop=TWO_GROUPS, fenced=True), 24 + 4),
 }
 
 
@@ -353,7 +364,7 @@ LOOPS = {
 @pytest.mark.parametrize("fun", [delayed, refractory])
 def test_a_rewritten_loop_stores_bits(fun, option, num):
     args = (W, CURRENTS) if fun is delayed else (W, CURRENTS, jnp.full((8, 64), 0.3))
-    programs = [gradient_of(with_option(fun, args, o), *args) for o in (option, option._replace(carries=((1, BITS),)))]
+    programs = [gradient_of(with_option(fun, args, o), *args) for o in (option, with_bits(option))]
     exact, stored = programs
     np.testing.assert_array_equal(stored(*args), exact(*args))
     np.testing.assert_allclose(stored(*args), jax.grad(fun)(*args), rtol=1e-4, atol=1e-3)
@@ -397,18 +408,19 @@ def test_a_loop_without_bits_has_the_options_of_one_without_formats():
             False,
             lambda: False,
             TraceContext(),
-            formats=formats,
+            Settings(formats),
+            TREATMENTS,
         ).options
 
     def recurrent(w, xs):
         return lax.scan(lambda h, x: (jnp.sin(h @ w + x), None), xs[0], xs)[0].sum()
 
     assert options(recurrent, (BITS,), W, CURRENTS) == options(recurrent, (), W, CURRENTS)
-    assert not any(o.decision.carries for o in options(delayed, (), W, CURRENTS))
-    stored = [o for o in options(delayed, (BITS,), W, CURRENTS) if o.decision.carries]
-    assert {type(o.decision.loop) for o in stored} >= {Lengths, Slots} and {o.decision.carries for o in stored} == {
-        ((1, BITS),)
-    }
+    loops = lambda formats: [o.decision.get(CheckpointedLoop) for o in options(delayed, formats, W, CURRENTS)]  # noqa: E731
+    assert not any(loop.carries for loop in loops(()) if loop is not None)
+    stored = [loop for loop in loops((BITS,)) if loop is not None and loop.carries]
+    assert {type(loop.strategy) for loop in stored} >= {Lengths, Slots}
+    assert {loop.carries for loop in stored} == {((1, InFormat("bits")),)}
 
 
 @pytest.mark.slow
@@ -431,8 +443,8 @@ def test_a_stored_plan_of_a_loop_stores_the_same(tmp_path):
     loaded = statetx.Plan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.loops == plan.loops
     assert_equal(delayed, loaded.apply(delayed), W, CURRENTS)
-    option = Decision(loop=Slots(9), carries=((1, BITS),))
-    assert Decision.from_json(json.loads(json.dumps(option.to_json()))) == option
+    decision = decided(loop=Slots(9), carries=[(1, "bits")])
+    assert from_json(json.loads(json.dumps(to_json(decision)))) == decision
 
 
 @pytest.mark.slow
@@ -482,14 +494,12 @@ def test_a_stored_plan_stores_the_same(tmp_path):
     assert loaded == plan and loaded.groups == plan.groups
     compiled = [gradient_of(p.apply(spiking), WS, SPIKES).memory_analysis().temp_size_in_bytes for p in (plan, loaded)]
     assert compiled[0] == compiled[1]
-    assert '"bits"' in json.dumps(json.loads((tmp_path / "plan.json").read_text())["programs"][0]["treatments"])
+    assert '"bits"' in json.dumps(json.loads((tmp_path / "plan.json").read_text())["programs"][0]["decisions"])
 
 
 def test_options_of_a_decision_are_those_that_were_stored():
-    option = Decision(
-        frozenset({(1, 0), (2, 1)}), stored=frozenset({((2, 1), StoredType("bfloat16"))}), inputs=((3, BITS),)
-    )
-    assert Decision.from_json(json.loads(json.dumps(option.to_json()))) == option
+    decision = decided([(1, 0), (2, 1)], stored=[((2, 1), "float8_e4m3fn")], inputs=[(3, "bits")])
+    assert from_json(json.loads(json.dumps(to_json(decision)))) == decision
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from jax import grad as bound_grad
 import statetx
 from statetx import _jax
 from statetx._remat.gradients import rewritten_by
-from statetx.planner._capture import capture
+from statetx.planner._search.capture import capture
 
 D = 32
 X = jax.random.normal(jax.random.key(9), (128, D))

@@ -24,6 +24,7 @@ import pytest
 from jax.experimental import pallas
 
 import statetx
+from helpers import decided
 from statetx import _jax
 from statetx._equations import compiled as _compiled
 from statetx._equations import primitives
@@ -32,27 +33,26 @@ from statetx._loops import strategy
 from statetx._loops.strategy import Strategy, recorded
 from statetx._records import many, whole
 from statetx._targets import current
-from statetx.planner import (
-    Planner,
-    _baseline,
-    _candidate,
-    _choice,
-    _cuts,
-    _fronts,
-    _layout,
-    _measured,
-    _parts,
-    _paths,
-    _search,
-    _timing,
-)
-from statetx.planner._analysis import Graph
-from statetx.planner._bracket import Bracket
+from statetx.planner import Planner
 from statetx.planner._budget import read_amount
-from statetx.planner._derivative import derivative_of
-from statetx.planner._fingerprint import fingerprint
-from statetx.planner._groups import Group, Groups
-from statetx.planner._option import Decision, Option
+from statetx.planner._program import flat as _parts
+from statetx.planner._program.derivative import derivative_of
+from statetx.planner._program.fingerprint import fingerprint
+from statetx.planner._program.ways import KEEP, ON_HOST
+from statetx.planner._regions import cuts as _cuts
+from statetx.planner._regions import family as _choice
+from statetx.planner._regions import family as _paths
+from statetx.planner._regions import front as _fronts
+from statetx.planner._regions import layout as _layout
+from statetx.planner._search import baseline as _baseline
+from statetx.planner._search import candidates as _candidate
+from statetx.planner._search import search as _search
+from statetx.planner._search import timing as _timing
+from statetx.planner._treatments.graph import Graph
+from statetx.planner._treatments.groups import Group, Groups
+from statetx.planner._treatments.loops import CheckpointedLoop
+from statetx.planner._treatments.rewrite import rewrite
+from statetx.planner._treatments.treatment import Option
 from statetx.policies import Lengths, Slots
 
 X = jnp.ones((256, 64))
@@ -223,7 +223,8 @@ def test_options_are_the_optimum_of_the_model(seed):
     useful = sorted(set(graph._address_of.values()))
     assert 1 <= len(useful) <= 14
     options = graph.front()  # without rematerialization is one of them
-    every = [graph.option(frozenset(k)) for n in range(len(useful) + 1) for k in itertools.combinations(useful, n)]
+    sets = [k for n in range(len(useful) + 1) for k in itertools.combinations(useful, n)]
+    every = [graph.option(dict.fromkeys(k, KEEP)) for k in sets]
     for limit in sorted({o.saved_bytes for o in every}):
         best = min(o.cost for o in every if o.saved_bytes <= limit)
         found = min(o.cost for o in options if o.saved_bytes <= limit)
@@ -237,9 +238,9 @@ def test_combination_is_the_optimum_of_the_model(seed):
     fronts = {
         (start, end): _fronts.Front(
             [
-                Option(10**6, 0, 0.0, Decision()),
+                Option(10**6, 0, 0.0, decided()),
                 *(
-                    Option(rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)), Decision())
+                    Option(rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)), decided())
                     for _ in range(rng.randint(1, 4))
                 ),
             ],
@@ -278,7 +279,7 @@ def family_of(regions, num):
         arcs[end].append((start, region))
     flat = types.SimpleNamespace(jaxpr=None)
     at = lambda cuts: [regions[i] for i in itertools.pairwise([*cuts, num])]  # noqa: E731
-    return _choice.Family(num, arcs, None, lambda cuts: _layout.Layout(flat, at(cuts)))
+    return _choice.Family(num, arcs, lambda cuts: _layout.Layout(flat, at(cuts)))
 
 
 @pytest.mark.parametrize("count", [2, 4, 11])
@@ -299,7 +300,7 @@ def test_equal_periods_are_composed(count):
     within = [(*i, region(*i, f)) for i, f in inside.items()]
     periods = _choice.Periods(2, within, {n: region(0, 2 * n, f) for n, f in merged.items()})
     arcs = {2 * count: [(0, (periods, count))]}
-    composed = _choice.Family(2 * count, arcs, None, expected._layout_of)
+    composed = _choice.Family(2 * count, arcs, expected._layout_of)
     least = expected.least_peak()
     assert abs(composed.least_peak() / least - 1) < 0.02
     for limit in (1.03 * least, 1.2 * least, 1.5 * least, 2 * least, 4 * least):
@@ -309,10 +310,8 @@ def test_equal_periods_are_composed(count):
 
 
 def random_front(rng, num):
-    options = [
-        Option(rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)), Decision()) for _ in range(num)
-    ]
-    return _fronts.Front([Option(100, 0, 0.0, Decision()), *options], [])
+    options = [Option(rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)), decided()) for _ in range(num)]
+    return _fronts.Front([Option(100, 0, 0.0, decided()), *options], [])
 
 
 def test_saved_values_are_not_recomputed():
@@ -340,7 +339,7 @@ def test_plan_of_values_of_gibibytes_prints_nothing(capfd):
 
 def test_backward_bytes_are_measured():
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), [False, True], [True, True], [True])
-    option = graph.option(frozenset())
+    option = graph.option({})
     measured = graph.measure(option)
     assert measured._replace(backward_bytes=0) == option._replace(backward_bytes=0)
     assert 0.3 < option.backward_bytes / measured.backward_bytes < 3
@@ -348,7 +347,7 @@ def test_backward_bytes_are_measured():
 
 def test_backward_passes_compile_together():
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), [False, True], [True, True], [True])
-    nothing, everything = graph.option(frozenset()), graph.option(frozenset(graph.sites))
+    nothing, everything = graph.option({}), graph.option(dict.fromkeys(graph.sites, KEEP))
     front = _fronts.Front([graph.baseline(), nothing, everything], [nothing], graph)
     programs = [p for o in (nothing, everything) for p in front.programs(o)]
     assert len(programs) == 2 and front.programs(nothing)[0] is programs[0]
@@ -358,7 +357,7 @@ def test_backward_passes_compile_together():
     assert all(p.compiled is c for p, c in zip(programs, compiled, strict=True))
     expected = graph.measure(nothing).backward_bytes
     assert front.measure(nothing) and front.programs(nothing) == []
-    assert next(o for o in front.options if o.decision.saving == nothing.decision.saving).backward_bytes == expected
+    assert next(o for o in front.options if o.decision.held == nothing.decision.held).backward_bytes == expected
 
 
 def test_programs_compile_at_the_same_time():
@@ -389,7 +388,7 @@ def test_derivative_without_marks_is_that_of_the_region():
     plain, backward = derivative_of(graph.jaxpr, [0, 1], [0])
     assert plain.computed_residuals
     saved = sum(v.aval.size * v.aval.dtype.itemsize for v in plain.computed_residuals)
-    expected = Option(saved, graph._peak_bytes(backward, []), 0.0, Decision())
+    expected = Option(saved, graph._peak_bytes(backward, []), 0.0, decided())
     assert graph.baseline() == expected
     assert graph.residual_inputs == [i for i, v in enumerate(plain.jaxpr.invars) if v in plain.residuals]
 
@@ -410,30 +409,11 @@ def test_fronts_are_those_of_the_definition(num, most):
     assert found == {(bytes[i], costs[i]) for i in range(num) if not is_dominated(i, bytes, costs)}
     assert list(costs[rows]) == sorted(costs[rows])
 
-    rows = _paths._front(bytes, peaks, costs)
+    rows = _paths._front_of_paths(bytes, peaks, costs)
     front = {(bytes[i], peaks[i], costs[i]) for i in range(num) if not is_dominated(i, bytes, peaks, costs)}
     found = set(zip(bytes[rows], peaks[rows], costs[rows], strict=True))
     assert found <= front and (num > 1000 or found == front)
     assert min(found) == min(front) and min(p for _, p, _ in found) == min(p for _, p, _ in front)
-
-
-@pytest.mark.slow
-def test_small_gains_near_the_best_choice_are_tried(monkeypatch):
-    """The bisection does not compile a choice for a gain of a thousandth; layers of different widths have many of them."""
-    widths = [16 * (1 + i % 5) for i in range(13)]
-    ws = [jnp.ones(shape) / 8 for shape in itertools.pairwise(widths)]
-
-    def chain(ws, x):
-        for w in ws:
-            x = jnp.tanh(jnp.sin(x @ w))
-        return (x**2).mean()
-
-    plan = functools.partial(statetx.plan, chain, ws, X[:, :16], of="temporaries", budget=0.9, argnums=0)
-    refined = plan()
-    monkeypatch.setattr(_search.Search, "_refine", lambda self, budget: None)
-    coarse = plan()
-    assert refined.temp_bytes <= refined.budget_bytes == coarse.budget_bytes
-    assert refined.extra_flops < coarse.extra_flops - 0.003
 
 
 def test_cuts_are_where_little_crosses():
@@ -538,7 +518,7 @@ def test_loops_are_planned_with_their_bodies(num):
     for budget in np.geomspace(least, 0.5 * most, num).astype(int):
         plan = planner.plan(int(budget))
         assert plan.temp_bytes <= budget
-        kinds |= {t["loop"][0] for t in plan._fields["programs"][0]["treatments"] if t["loop"]}
+        kinds |= {d["loop"]["strategy"][0] for d in plan._fields["programs"][0]["decisions"] if "loop" in d}
     assert "Slots" in kinds and kinds & {"Lengths", "Groups"}
     assert "The loop of 64 steps at" in str(plan)
     assert_same_gradients(jax.grad(plan.apply(scanned)), jax.grad(scanned), [*WS] * 8, X)
@@ -565,20 +545,20 @@ def test_every_decision_for_a_loop_gives_equal_gradients():
     expected = jax.grad(lambda w: _jax.evaluate(jaxpr, (), [w, X])[0])(WS[0])
     kept = frozenset({(0, 0), (1, 0)})
     for option in (
-        Decision(),
-        Decision(frozenset(), loop=Lengths(6)),
-        Decision(kept, loop=Lengths(6)),
-        Decision(kept, loop=Lengths(2, 3)),
-        Decision(kept, loop=Lengths(2, 3, keep="loop")),
-        Decision(frozenset(), loop=Lengths(6), fenced=True),
-        Decision(kept, loop=Lengths(2, 3), fenced=True),
-        Decision(kept, loop=Lengths(2, 3, keep="loop"), fenced=True),
-        Decision(loop=Slots(2)),
-        Decision(loop=Groups((Group(2, None), Group(1, kept), Group(3, frozenset())))),
-        Decision(loop=Groups((Group(4, kept, 2, "loop"), Group(2, frozenset(), 1))), fenced=True),
+        decided(),
+        decided(frozenset(), loop=Lengths(6)),
+        decided(kept, loop=Lengths(6)),
+        decided(kept, loop=Lengths(2, 3)),
+        decided(kept, loop=Lengths(2, 3, keep="loop")),
+        decided(frozenset(), loop=Lengths(6), fenced=True),
+        decided(kept, loop=Lengths(2, 3), fenced=True),
+        decided(kept, loop=Lengths(2, 3, keep="loop"), fenced=True),
+        decided(loop=Slots(2)),
+        decided(loop=Groups((Group(2, None), Group(1, kept), Group(3, frozenset())))),
+        decided(loop=Groups((Group(4, kept, 2, "loop"), Group(2, frozenset(), 1))), fenced=True),
     ):
-        options = [option if i == at else Decision() for i in range(len(parts))]
-        planned = _layout.rewrite(flat.jaxpr, parts, options)
+        options = [option if i == at else decided() for i in range(len(parts))]
+        planned = rewrite(flat.jaxpr, parts, options)
         got = jax.grad(lambda w: _jax.evaluate(planned, (), [w, X])[0])(WS[0])  # noqa: B023
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -597,8 +577,8 @@ def test_loops_in_groups_of_steps(reverse):
     groups = Groups((Group(2, None), Group(3, frozenset({(0, 0)}))))
     loop = Strategy.from_json(json.loads(json.dumps(groups.to_json())))
     assert loop == groups
-    options = [Decision(loop=loop if p.eqn is not None else None) for p in flat.split()]
-    planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
+    options = [decided(loop=loop if p.eqn is not None else None) for p in flat.split()]
+    planned = rewrite(flat.jaxpr, flat.split(), options)
     regions = [
         _jax.open_jaxpr(e.params["jaxpr"])[0].eqns if e.primitive.name == "remat2" else [e] for e in planned.eqns
     ]
@@ -639,9 +619,9 @@ def test_planned_loops_allocate_nothing_early():
     program = staged(fun, *args)
     flat = _parts.Flat(program)
     options = [
-        Decision(frozenset(), loop=Lengths(64), fenced=True) if p.eqn is not None else Decision() for p in flat.split()
+        decided(frozenset(), loop=Lengths(64), fenced=True) if p.eqn is not None else decided() for p in flat.split()
     ]
-    planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
+    planned = rewrite(flat.jaxpr, flat.split(), options)
     fun = lambda ws, xs: _jax.evaluate(planned, (), jax.tree.leaves((ws, xs)))[0]  # noqa: E731
     ours = statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
     assert by_jax.temp_bytes - ours.temp_bytes >= 1.9 * sequence, (
@@ -671,19 +651,27 @@ def test_loops_are_fenced_where_there_are_several():
     for num in (1, 2):
         fun, *args = recurrent_layers(num)
         fronts = Planner(fun, *args, argnums=0, of="temporaries")._search.lattice._fronts.values()
-        loops = [f for f in fronts if any(o.decision.loop for o in f.options)]
-        one_level = [o for f in loops for o in f._expand(f._steps) if isinstance(o.decision.loop, Lengths)]
-        groups = [o for f in loops for o in f._expand(f._steps) if isinstance(o.decision.loop, Groups)]
+        fronts = [f for f in fronts if any(o.decision.get(CheckpointedLoop) for o in f.options)]
+        loops = [o.decision.get(CheckpointedLoop) for f in fronts for o in f._expand(f.steps)]
+        one_level = [loop for loop in loops if loop is not None and isinstance(loop.strategy, Lengths)]
+        groups = [loop for loop in loops if loop is not None and isinstance(loop.strategy, Groups)]
         assert one_level and groups
-        assert {o.decision.fenced for o in one_level} == {num > 1} and {o.decision.fenced for o in groups} == {True}
-        assert not any(o.decision.fenced for f in loops for o in f.stock)
+        assert {loop.is_fenced for loop in one_level} == {num > 1} and {loop.is_fenced for loop in groups} == {True}
+        assert not any(
+            o.decision.get(CheckpointedLoop).is_fenced
+            for f in fronts
+            for o in f.stock
+            if o.decision.get(CheckpointedLoop)
+        )
 
     def two_gradients(ws, xs):
         return jax.grad(recurrent_layers(1)[0])(ws, xs), jax.grad(recurrent_layers(1)[0])(ws, 2 * xs**2)
 
     planner = Planner(two_gradients, *recurrent_layers(1)[1:], of="temporaries")
     fronts = [f for search in planner._whole.searches for f in search.lattice._fronts.values()]
-    assert any(o.decision.fenced for f in fronts for o in f.options), "each gradient has one loop, the step two"
+    assert any(loop.is_fenced for f in fronts for o in f.options if (loop := o.decision.get(CheckpointedLoop))), (
+        "each gradient has one loop, the step two"
+    )
 
 
 @pytest.mark.slow
@@ -700,16 +688,19 @@ def test_groups_mix_two_treatments_of_a_step():
     step = lambda h, w: (block(w, h), None)  # noqa: E731
     fun = lambda w, x: (jax.lax.scan(lambda h, _: step(h, w), x, None, length=16)[0] ** 2).mean()  # noqa: E731
     planner = Planner(fun, WS[0], X, of="temporaries", argnums=0)
-    (front,) = [f for f in planner._search.lattice._fronts.values() if any(o.decision.loop for o in f.options)]
-    groups = [o for o in front.options if isinstance(o.decision.loop, Groups)]
-    assert groups and {o.decision.loop.num_steps for o in groups} == {16}
+    (front,) = [
+        f for f in planner._search.lattice._fronts.values() if any(o.decision.get(CheckpointedLoop) for o in f.options)
+    ]
+    strategy = lambda o: loop.strategy if (loop := o.decision.get(CheckpointedLoop)) else None  # noqa: E731
+    groups = [o for o in front.options if isinstance(strategy(o), Groups)]
+    assert groups and {strategy(o).num_steps for o in groups} == {16}
 
     def least_cost(limit, options):
         return min((o.cost for o in options if o.saved_bytes + o.backward_bytes <= limit), default=float("inf"))
 
-    others = [o for o in front.options if not isinstance(o.decision.loop, Groups)]
+    others = [o for o in front.options if not isinstance(strategy(o), Groups)]
     for is_nested in (False, True):
-        some = [o for o in groups if any(group.inner for group in o.decision.loop.groups) == is_nested]
+        some = [o for o in groups if any(group.inner for group in strategy(o).groups) == is_nested]
         limits = [o.saved_bytes + o.backward_bytes for o in some]
         assert any(least_cost(limit, some) < 0.9 * least_cost(limit, others) for limit in limits)
 
@@ -742,20 +733,8 @@ def test_marked_programs_are_also_cut_as_without_marks():
     plain, marked = (
         _cuts.candidates(_parts.Flat(staged(loss_of(wrap), WS, X))) for wrap in (lambda f: f, statetx.remat)
     )
-    assert set(plain.intervals) - set(itertools.pairwise(sorted(marked.ends[0])))
-    whole = {(0, max(plain.ends[0]))}
+    whole = {(0, max(end for _, end in plain.intervals))}
     assert set(plain.intervals) - whole <= set(marked.intervals)
-
-
-def test_target_below_every_choice_is_raised(monkeypatch):
-    """One candidate that takes far more than the model says must not end the search of its family."""
-    search = Planner(loss, WS, X, of="temporaries", argnums=0)._search
-    bracket = Bracket(search.lattice.families[0])
-    least, find = bracket.family.least_peak(), search._target
-    bracket.high = 2.0 * least
-    monkeypatch.setattr(search, "_target", lambda budget, b: 0.9 * least if b.low < 0.9 * least else find(budget, b))
-    proposal = search._bisect(bracket, least)
-    assert proposal is not None and least < proposal.target < bracket.high
 
 
 def test_region_without_residuals_is_the_users_remat():
@@ -771,8 +750,8 @@ def test_region_without_residuals_is_the_users_remat():
     jaxpr = staged(fun, WS[0], X)
     flat = _parts.Flat(jaxpr)
     (interval,), parts = flat.blocks, flat.split()
-    options = [Decision(frozenset() if p is flat.blocks[interval] else None) for p in parts]
-    (planned,) = [e for e in _layout.rewrite(flat.jaxpr, parts, options).eqns if e.primitive.name in primitives.REMAT]
+    options = [decided(frozenset() if p is flat.blocks[interval] else None) for p in parts]
+    (planned,) = [e for e in rewrite(flat.jaxpr, parts, options).eqns if e.primitive.name in primitives.REMAT]
     (written,) = [e for e in jax.make_jaxpr(fun)(WS[0], X).eqns if e.primitive.name in primitives.REMAT]
     inside = str(planned.params["jaxpr"])
     assert inside == str(written.params["jaxpr"]) and "silu" in inside
@@ -780,10 +759,10 @@ def test_region_without_residuals_is_the_users_remat():
 
 
 def test_choice_changes_after_a_measurement():
-    front = _fronts.Front([Option(100, 0, 0.0, Decision()), Option(10, 5, 2.0, Decision(frozenset()))], [])
+    front = _fronts.Front([Option(100, 0, 0.0, decided()), Option(10, 5, 2.0, decided(frozenset()))], [])
     family = family_of({(0, 1): (front, 0)}, 1)
     assert family.choose(20) is family.choose(20) and family.choose(20)[1][0].cost == 2.0
-    front._steps[1] = front._steps[1]._replace(backward_bytes=30)  # as `measure` finds
+    front.steps[1] = front.steps[1]._replace(backward_bytes=30)  # as `measure` finds
     front._renew()
     assert family.choose(20) is None and family.choose(40)[1][0].backward_bytes == 30
 
@@ -796,8 +775,8 @@ def test_option_of_zero_bytes_is_measured_once():
             self.num_measurements += 1
             return option._replace(backward_bytes=0)
 
-    graph, option = CountingGraph(), Option(10, 5, 2.0, Decision(frozenset()))
-    front = _fronts.Front([Option(100, 0, 0.0, Decision()), option], [option], graph)  # a stock policy saves the same
+    graph, option = CountingGraph(), Option(10, 5, 2.0, decided(frozenset()))
+    front = _fronts.Front([Option(100, 0, 0.0, decided()), option], [option], graph)  # a stock policy saves the same
     assert front.measure(option) and not front.measure(option)
     assert graph.num_measurements == 1 and front.options[-1].backward_bytes == front.stock[0].backward_bytes == 0
 
@@ -818,26 +797,26 @@ class CompiledGraph:
 
 def test_parts_far_from_the_peak_are_not_compiled(monkeypatch):
     """A program of a part is compiled only where the part may have the peak."""
-    monkeypatch.setattr(_measured, "compile_together", list)
+    monkeypatch.setattr(_fronts, "compile_together", list)
     graphs = [CompiledGraph() for _ in range(3)]
     # What is kept adds up: in use are 10 + 20, 20 + 20 and 30 + 70 bytes.
-    options = [Option(10, n, 1.0, Decision(frozenset())) for n in (20, 20, 70)]
+    options = [Option(10, n, 1.0, decided(frozenset())) for n in (20, 20, 70)]
     fronts = [_fronts.Front([o], [o], graph) for o, graph in zip(options, graphs, strict=True)]
     regions = [_layout.Region(i, i + 1, None, front, 0, 0) for i, front in enumerate(fronts)]
     layout = _layout.Layout(types.SimpleNamespace(jaxpr=None), regions)
-    assert _measured.measure_parts(layout, options, lambda: False)
+    assert _search._measure_parts(layout, options, lambda: False)
     assert [len(graph.measured) for graph in graphs] == [0, 0, 1]
-    assert not _measured.measure_parts(layout, options, lambda: False)
+    assert not _search._measure_parts(layout, options, lambda: False)
 
 
 def test_what_is_not_measured_gets_most_of_the_error_of_what_is():
-    none, some, every = (Option(n, 100, c, Decision(frozenset([(n, 0)]))) for n, c in ((0, 2.0), (10, 1.0), (20, 0.5)))
-    front = _fronts.Front([Option(100, 0, 0.0, Decision()), none, some, every], [none], CompiledGraph())
+    none, some, every = (Option(n, 100, c, decided(frozenset([(n, 0)]))) for n, c in ((0, 2.0), (10, 1.0), (20, 0.5)))
+    front = _fronts.Front([Option(100, 0, 0.0, decided()), none, some, every], [none], CompiledGraph())
     front.measure(some)
-    found = {o.saved_bytes: o.backward_bytes for o in front._all_options}
+    found = {o.saved_bytes: o.backward_bytes for o in front._expand(front.steps)}
     assert found == {100: 0, 0: 160, 10: 200, 20: 160}
     front.measure(every)
-    assert {o.saved_bytes: o.backward_bytes for o in front._all_options} == {100: 0, 0: 160, 10: 200, 20: 200}
+    assert {o.saved_bytes: o.backward_bytes for o in front._expand(front.steps)} == {100: 0, 0: 160, 10: 200, 20: 200}
 
 
 def test_offload():
@@ -845,12 +824,12 @@ def test_offload():
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), [False, True], [True, True], [True])
     front = graph.front(offload=True)
     assert (
-        any(o.decision.offloaded for o in front)
-        and min(o.cost for o in front if o.saved_bytes == 0) < graph.option(frozenset()).cost
+        any(ON_HOST in dict(o.decision.saved or ()).values() for o in front)
+        and min(o.cost for o in front if o.saved_bytes == 0) < graph.option({}).cost
     )
     if _jax.HOST_MEMORY in memories:
-        option = next(o for o in front if o.decision.offloaded)
-        assert any("offload" in mark for mark in _layout.marks_of(option.decision).values())
+        option = next(o for o in front if ON_HOST in dict(o.decision.saved or ()).values())
+        assert any("offload" in mark for mark in option.decision.labels().values())
 
 
 def of_400_steps(w, xs):
@@ -866,31 +845,32 @@ def test_loops_with_a_remainder_copy_their_sequence():
     args = jnp.ones(8), jnp.ones((400, 8))
     search = Planner(of_400_steps, *args, of="temporaries", argnums=0)._search
     (front,) = {id(r.front): r.front for r in search.lattice.regions.values() if r.part.eqn is not None}.values()
-    options = {o.decision.loop: o for o in front._all_options if o.decision.saved == frozenset()}
+    options = {
+        o.decision.get(CheckpointedLoop).strategy: o
+        for o in front._expand(front.steps)
+        if o.decision.saved == frozenset()
+    }
     copied = options[Lengths(12, 32)].backward_bytes - options[Lengths(10, 40)].backward_bytes
     assert 0.8 * 384 * 32 < copied < 384 * 32, "eight steps fewer are in a turn"
     assert Lengths(20, 20) in options and Lengths(50, 8) in options
 
 
-def test_remat_on_the_blocks_is_compiled_after_three_misses(monkeypatch):
-    """It keeps the budget where choices by the model miss it, and the search goes on to cheaper ones."""
-    tried, measure = [], _candidate.Candidates.measure
+def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monkeypatch):
+    measure, marked = _candidate.Candidates.measure, functools.partial(loss, block=statetx.remat(block))
+    planner, other = (Planner(marked, WS, X, of="temporaries", argnums=0) for _ in range(2))
+    budget = other._search.candidates.measure(*other._search._on_blocks.choice).temp_bytes
+    blocks = [_candidate._key(*policy.choice) for policy in planner._search._stock if policy.name == "nothing"]
 
     def larger(self, layout, options, name="plan"):
-        candidate = measure(self, layout, options, name)
-        if len(tried) < 3:  # than the model says
+        candidate, key = measure(self, layout, options, name), _candidate._key(layout, options)
+        if key not in blocks:  # than the model says
             cost = dataclasses.replace(candidate.compiled, temp_bytes=int(1.2 * budget))
-            candidate = dataclasses.replace(candidate, compiled=cost)
-            self._others[_candidate._key(layout, options)] = candidate
-        tried.append(name)
+            candidate = self._others[key] = dataclasses.replace(candidate, compiled=cost)
         return candidate
 
-    budget = statetx.measure(functools.partial(loss, block=statetx.remat(block)), WS, X).temp_bytes
     monkeypatch.setattr(_candidate.Candidates, "measure", larger)
-    monkeypatch.setattr(_candidate, "predicted_bytes", lambda peak, candidates: 0)
-    marked = functools.partial(loss, block=statetx.remat(block))
-    plan = statetx.plan(marked, WS, X, of="temporaries", budget=budget, argnums=0)
-    assert tried[:4] == ["plan", "plan", "plan", "nothing"] and plan.temp_bytes <= budget
+    plan = planner.plan(budget)
+    assert plan.temp_bytes <= budget and plan.extra_flops > 0.2
 
 
 def test_time_that_ends_at_once_gives_a_plan_of_few_operations(monkeypatch):
@@ -923,7 +903,7 @@ def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
     near, _ = num_compiled(int(0.99 * smallest))
     assert smallest > _search._HOPELESS * X.nbytes
     # The choices of the lowest peaks in two families, a stock policy, and the program without remat, which might be the smallest.
-    most = _search._MAX_TRIES + 4
+    most = _search._TRIES + 4
     assert far <= most < near
 
 
@@ -1162,7 +1142,7 @@ def test_save_that_fails_keeps_the_old_plan(plan_of_loss, tmp_path, monkeypatch,
         raise error
 
     plan = statetx.Plan.load(path)
-    monkeypatch.setattr(plan, "bounds", fail)  # which a save computes
+    monkeypatch.setattr(plan, "_stored_fields", fail)
     with pytest.raises(error):
         plan.save(path)
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
@@ -1372,8 +1352,8 @@ def test_groups_read_the_whole_xs(reverse, argnums, differentiated):
     groups = Groups((Group(8, frozenset({(0, 0)}), 4), Group(4, frozenset({(0, 0)}))), differentiated)
     loop = Strategy.from_json(json.loads(json.dumps(groups.to_json())))
     assert loop == groups
-    options = [Decision(loop=loop if p.eqn is not None else None) for p in flat.split()]
-    planned = _layout.rewrite(flat.jaxpr, flat.split(), options)
+    options = [decided(loop=loop if p.eqn is not None else None) for p in flat.split()]
+    planned = rewrite(flat.jaxpr, flat.split(), options)
     run = lambda program: jax.grad(lambda w, xs: _jax.evaluate(program, (), [w, xs])[0], argnums=argnums)  # noqa: E731
     for a, b in zip(*(jax.tree.leaves(run(p)(WS[0][:4, :4], xs)) for p in (planned, jaxpr)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -1449,7 +1429,7 @@ def test_times_of_a_target_are_estimates(monkeypatch, sign):
     assert plan.temp_bytes == (min if sign > 0 else max)(sizes) and plan.seconds == min(t for *_, t in plan.timed())
 
 
-@pytest.mark.parametrize("num_fitting", [0, 2])
+@pytest.mark.parametrize("num_fitting", [0, 1])
 def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest(monkeypatch, num_fitting):
     """As on GPUs: the zeros that a program is timed with come on top of the caller's arrays."""
     zeros, fitting = _timing._zeros, []

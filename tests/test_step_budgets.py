@@ -1,6 +1,5 @@
 """What a budget counts: arguments, outputs, donation and temporaries of the compiled step, on each device."""
 
-import dataclasses
 import functools
 import os
 import re
@@ -18,8 +17,9 @@ from statetx import _jax
 from statetx._equations import compiled as _compiled
 from statetx._equations.flops import count
 from statetx._text import format_bytes
-from statetx.planner import Planner, _budget, _search
-from statetx.planner._capture import capture
+from statetx.planner import Planner, _budget
+from statetx.planner._search import search as _search
+from statetx.planner._search.capture import capture
 
 D = 32
 X = jax.random.normal(jax.random.key(9), (256, D))
@@ -173,7 +173,7 @@ def test_estimate_of_arguments_and_outputs_is_close():
 def test_unplanned_step_is_not_compiled_for_a_budget_in_bytes(monkeypatch):
     tight = statetx.plan(step, *ARGS, budget=0.7)
     assert tight.unplanned_is_compiled and "(without a plan " in str(tight)
-    monkeypatch.setattr(_search, "SHORT", dataclasses.replace(_search.SHORT, unplanned_above=1.0))
+    monkeypatch.setattr(_search.Search, "_unplanned_above", 1.0)
     plan = statetx.plan(step, *ARGS, budget=tight.budget_bytes)
     assert not plan.unplanned_is_compiled and "(without a plan " not in str(plan)
     assert plan.unplanned_flops == tight.unplanned_flops and plan.total_bytes <= plan.budget_bytes
@@ -492,7 +492,7 @@ def test_plan_of_a_loss_with_states_in_a_shard_map():
 
 
 def test_fastest_measured_candidate_is_chosen(monkeypatch):
-    from statetx.planner import _timing
+    from statetx.planner._search import timing as _timing
 
     # The choice follows the clock, not the operations: each program is faster than the one before it.
     times = iter([1e-3 * n for n in range(10_000, 0, -1)])

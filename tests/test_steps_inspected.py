@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx.planner._capture import capture
+from statetx.planner._search.capture import capture
 
 WS = [jnp.eye(16) * 0.5 for _ in range(4)]
 X = jnp.ones((64, 16))

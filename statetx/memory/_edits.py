@@ -13,8 +13,9 @@ from .. import _jax
 from .._equations.primitives import REMAT
 from .._jax import Jaxpr
 from .._loops.strategy import Lengths, Strategy
-from ..planner._option import Decision, Interval
-from ..planner._parts import Flat
+from ..planner._program.flat import Flat
+from ..planner._treatments.loops import CheckpointedLoop
+from ..planner._treatments.treatment import Decision, Interval
 from ..residuals._trace import user_line
 from ._names import calls_of
 from .buffer import Loop
@@ -50,8 +51,10 @@ class Checkpoint(Edit):
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
         found = [i for i in program.loops if self._is_at(program.jaxpr.eqns[i])]
-        body = Decision(frozenset(), loop=Lengths(self.loop.length or 1))
-        return {(i, i + 1): body if self.strategy is None else Decision(loop=self.strategy) for i in found}
+        saved, strategy = (
+            (frozenset(), Lengths(self.loop.length or 1)) if self.strategy is None else (None, self.strategy)
+        )
+        return dict.fromkeys([(i, i + 1) for i in found], Decision(saved, (CheckpointedLoop(strategy),)))
 
     def _is_at(self, eqn: Any) -> bool:
         file, line, _ = user_line(eqn)

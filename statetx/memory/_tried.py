@@ -15,9 +15,9 @@ from .._equations.structure import Body
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tree import is_float
-from ..planner._layout import UNPLANNED, as_planned, rewrite
-from ..planner._option import Decision, Interval
-from ..planner._parts import Flat, flatten
+from ..planner._program.flat import Flat, flatten
+from ..planner._treatments.rewrite import UNPLANNED, as_planned, rewrite
+from ..planner._treatments.treatment import Decision, Interval
 from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of

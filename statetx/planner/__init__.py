@@ -1,8 +1,9 @@
 """Choose the values to save under a budget of bytes."""
 
-from ._result import PlanRow as PlanRow
+from ._plan.plan import Plan as Plan
+from ._plan.result import PlanRow as PlanRow
+from ._treatments import TREATMENTS as TREATMENTS
 from .fit import Fit as Fit
 from .fit import budget as budget
-from .plan import Plan as Plan
 from .planner import Planner as Planner
 from .planner import plan as plan

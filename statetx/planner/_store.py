@@ -31,7 +31,7 @@ from .._jax import Jaxpr
 from .._records import Check
 from .._states.messages import library_folders
 from .._targets import current
-from ._fields import PEAK, VERSION
+from ._plan.record import PEAK, VERSION
 
 _MAX_BYTES = 64 * 2**20  # of all stored plans together
 _MAX_ENTRY = 32 * 2**20  # of one of them, not compressed

@@ -34,9 +34,9 @@ from ..transforms.functionalize import Functionalize
 from ..transforms.microbatch import RULES, without_new_states
 from . import _store
 from ._budget import TEMPORARIES, impossible_batch, read_amount, unit_question
-from ._fields import PART, VERSION
+from ._plan.plan import Plan
+from ._plan.record import PART, VERSION
 from ._spinner import spinner
-from .plan import Plan
 from .planner import DEFAULT_TIME_LIMIT, Planner
 
 _LIMIT = 2**24  # examples, where the user gives no limit: most programs that take so many do not depend on their number

@@ -19,15 +19,13 @@ from .._text import format_bytes
 from .._tree import is_float
 from . import _store
 from ._budget import Budget, read_amount
-from ._capture import Captured, Recorded
 from ._clock import read_time_limit
-from ._decision import are_decisions_for
-from ._fields import PLAN
-from ._parts import closed_over_by_rules, flatten
-from ._record import fields_of, shown_fields
-from ._sharded import of_device
-from ._whole import Options, Whole
-from .plan import Plan
+from ._plan.plan import Plan
+from ._plan.record import PLAN, are_decisions_for, fields_of, shown_fields
+from ._program.flat import closed_over_by_rules, flatten
+from ._program.sharded import of_device
+from ._search.capture import Captured, Recorded
+from ._search.whole import Options, Whole
 from .planner import DEFAULT_TIME_LIMIT, fit, warn_if_expensive
 
 F = TypeVar("F", bound=Callable[..., Any])

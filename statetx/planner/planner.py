@@ -18,18 +18,18 @@ from .._targets import current
 from .._text import format_bytes, suggestion
 from . import _store
 from ._budget import STEP, Budget, impossible, no_plan
-from ._capture import Captured, variants
 from ._clock import read_time_limit
-from ._decision import are_decisions_for
-from ._fields import OBJECTIVES, PLAN
-from ._fingerprint import full_fingerprint
-from ._record import bytes_of, fields_of, shown_fields, unplanned_fields
-from ._show import described
+from ._plan.plan import Plan
+from ._plan.record import OBJECTIVES, PLAN, are_decisions_for, bytes_of, fields_of, shown_fields, unplanned_fields
+from ._plan.show import described
+from ._program.fingerprint import full_fingerprint
+from ._program.ways import read_formats
+from ._search.capture import Captured, variants
+from ._search.timing import Timer, refuse_unknown_times
+from ._search.whole import Choice, Options, Whole, fixed_above, whole_of
 from ._spinner import spinner
-from ._stored import read_formats
-from ._timing import Timer, refuse_unknown_times
-from ._whole import Choice, Options, Whole, fixed_above, whole_of
-from .plan import Plan
+from ._treatments import TREATMENTS
+from ._treatments.treatment import Treatment
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -137,7 +137,8 @@ def _for_target(method: F) -> F:
 class Planner:
     """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
 
-    The time limit is for each plan; by default there is none. The target is the one in force when the planner is made.
+    The time limit is for each plan; by default there is none. The target is the one in force when the planner is made. ``treatments=`` leaves some of
+    those in `statetx.planner.TREATMENTS` out, to see what they are worth.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -165,6 +166,7 @@ class Planner:
         argnums: int | Sequence[int] | None = None,
         time_limit: float | None = None,
         progress: bool = False,
+        treatments: Sequence[type[Treatment]] = TREATMENTS,
         **kwargs: Any,
     ):
         refuse_value("plan", fun)
@@ -184,7 +186,7 @@ class Planner:
         self._captured = self._variants[0]
         time_limit = read_time_limit(time_limit)
         time_limit = None if time_limit is None else time_limit / len(self._variants)
-        self._options = Options(objective, offload, time_limit, formats=formats)
+        self._options = Options(objective, offload, time_limit, formats, tuple(treatments))
         self._timer = Timer() if objective == "time" else None
         self._started: Whole | None = None
 

@@ -1,0 +1,224 @@
+"""`Plan`: which values a program saves, recomputes or offloads; applied to functions, stored, and shown."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Never, ParamSpec, TypeVar, cast
+
+from ... import _files, _records
+from ..._equations.structure import Body
+from ..._errors import FunctionError, PlanError
+from ..._remat.gradients import rewritten_by
+from ..._remat.rewriter import Rewriter
+from ..._tables import Table, Tabular
+from ..._text import brief, format_bytes
+from ..._typing import public
+from ...transforms.remat import Remat
+from .._budget import STEP
+from .._program.fingerprint import digest_of, fingerprint
+from .._program.flat import flatten
+from .._program.sharded import of_device
+from .._treatments.rewrite import as_planned, rewrite
+from . import show
+from .record import PLAN, VERSION, parts_of
+from .result import Result
+
+_MAX_BYTES = 2**28  # of a file
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@public
+class Plan(Result, Tabular, Rewriter):
+    """The values of a program to save, offload or recompute. Made by `plan`; a policy for `remat`.
+
+    Prints as a table: as text, in colors with ``rich.print``, as HTML in a notebook. Applies to any function with the same equations; for others the error names the first difference.
+
+    Attributes:
+        name: the function's name.
+        of: what the budget counts: "step" or "temporaries".
+        budget_bytes: the requested budget.
+        argument_bytes, output_bytes: of the compiled program, which no plan changes.
+        alias_bytes: of the outputs, those in the memory of donated arguments.
+        temp_bytes: temporary memory of the compiled program with its gradient.
+        predicted_bytes: temporary memory by the model, corrected by all other compiled programs.
+        initial_prediction_bytes: temporary memory by the model, corrected by the programs compiled before this one.
+        unplanned_bytes: temporary memory of the baseline (no rematerialization), to within a few hundred bytes if it was
+            compiled, or extrapolated from compiled versions with fewer layers (`unplanned_is_compiled`); else by the model, which
+            may be far off. For a budget in bytes it is compiled only if it may fit.
+        flops, unplanned_flops: operations of the planned program and of the baseline.
+        seconds: the median time of a run, or XLA's estimate for a target, if plans were compared by it (``objective="time"``); else None.
+        objective: as in `plan`.
+        rows: a `PlanRow` for every value of the program; saved values first, the largest first.
+        groups: a line for each set of regions of equal structure, such as layers: which of them keep what.
+        loops: a line for each loop that the plan changes.
+        stock: the name of the stock policy that equals this plan, "no remat" for the baseline, else "".
+        complete: whether the search ended before its time limit. The integer program of each region has a limit of its own, a few
+            seconds, which this does not show; where it is met, the plan may cost more than it must.
+        num_equations: number of equations of the planned program; a loop counts as one.
+        is_step: whether the program is a training step, whose gradients are planned.
+        num_devices: the number of devices that the compiler may share a value between: `rows` and `groups` have the bytes of all of them.
+        is_sequential: whether the gradients of the step are computed one after the other.
+        inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if there are none.
+    """
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        # Rows follow from the decisions.
+        programs = [
+            {k: v for k, v in p.items() if k not in ("rows", "groups", "loops")} for p in self._fields["programs"]
+        ]
+        return hashlib.sha256(json.dumps(self._fields | {"programs": programs}, sort_keys=True).encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    # -- use -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Never, **kwargs: Never) -> Never:
+        """Raise an error: a plan is not a function."""
+        raise FunctionError(
+            f"{self!r} was called. A plan says what to keep, and is not a function itself.\n"
+            f"Fix: planned = plan.apply({self.name}), and call planned{'' if self.is_step else ', or take its gradient'}."
+        )
+
+    def apply(self, fun: Callable[P, R]) -> Callable[P, R]:
+        """Apply the plan to a function. Differentiate the result of a planned loss; call the result of a planned training step.
+
+        Args:
+            fun: a function with the equations that the plan was made for, jitted or not. They are compared whenever it is traced. A jitted
+                step keeps its methods `lower`, `trace` and `eval_shape`.
+
+        Raises:
+            PlanError: on a call, if the equations differ; it names the first difference.
+        """
+        if not self.is_step:
+            return cast(Any, Remat(fun, policy=self))
+
+        step = self._rewriting(fun)
+        for name in ("lower", "trace", "eval_shape"):  # of a jitted step
+            if (stage := getattr(fun, name, None)) is not None:
+                setattr(step, name, self._rewriting(stage))
+        return step
+
+    def _rewriting(self, fun: Callable[P, R]) -> Callable[P, R]:
+        # A step differentiates functions that it may define inside itself, so they are replaced when JAX gets them.
+        @functools.wraps(fun)
+        def step(*args: P.args, **kwargs: P.kwargs) -> R:
+            with rewritten_by(self):
+                return fun(*args, **kwargs)
+
+        return step
+
+    @of_device
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        program = flatten(body.jaxpr)
+        lines = fingerprint(program)
+        fields = self._find(lines, name)
+        if fields is None:
+            return body
+        # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
+        waits = {"last_input": fields["last_input"], "is_sequential": fields["is_sequential"]}
+        planned = Body(rewrite(*parts_of(program, fields), **waits), [])
+        return as_planned(planned)
+
+    def _find(self, lines: Sequence[str], name: str) -> dict[str, Any] | None:
+        """The program with these equations; None if the plan leaves it unchanged."""
+        programs = self._fields["programs"]
+        for fields in programs:
+            if fields["equations"] == lines:
+                return fields
+        if digest_of(lines) in self._fields["ignored"]:
+            return None
+
+        # Of several programs the one that agrees for longest is the one that was meant.
+        expected = max((p["equations"] for p in programs), key=lambda e: _num_common(e, lines))
+        n, total = _num_common(expected, lines), len(expected)
+        if n < min(total, len(lines)):
+            raise PlanError(
+                f"The plan for {self.name} does not fit {name}: equation {n} of {total} is\n  {lines[n]}\n"
+                f"and was, when the plan was made,\n  {expected[n]}\nFix: make a plan for this program{_of_numbers(lines[n], expected[n])}."
+            )
+        raise PlanError(
+            f"The plan for {self.name} does not fit {name}: it has {len(lines)} equations, and had {total} "
+            f"when the plan was made.\nFix: make a plan for this program."
+        )
+
+    # -- storage ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the plan to a file, as JSON. A file that is there is replaced once the plan is written."""
+        _files.write(path, _records.dump(self._stored_fields(), indent=1))
+
+    def _stored_fields(self) -> dict[str, Any]:
+        return self._fields | {"programs": self._programs}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self._stored_fields(),)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Plan:
+        """Read a plan from a file. It is data: it is checked, and no code of it runs.
+
+        Raises:
+            PlanError: it is not a plan, or one of another version; or it has changed since it was written.
+            OSError: the file cannot be opened.
+        """
+        try:
+            fields = _records.parse(_files.read(path, _MAX_BYTES))
+
+            # First the version: fields of another version may be missing, or mean something else.
+            if "version" in fields and fields["version"] != VERSION:
+                raise PlanError(
+                    f"{path}: a plan of version {brief(fields['version'])}; this is version {VERSION}. Make it again."
+                )
+            fields = _records.verified(fields, PLAN)
+        except ValueError as e:
+            if isinstance(e, PlanError):
+                raise
+            raise PlanError(f"{path} is not a plan: {e}.") from e
+        return cls(fields)
+
+    # -- show ------------------------------------------------------------------------------------------------------
+
+    def plot(self, path: str | os.PathLike | None = None) -> Any:
+        """Draw added operations over memory: the curve, the compiled programs, the budget. Needs matplotlib.
+
+        Memory is what the budget counts.
+
+        Args:
+            path: the image file to write; without it the caller shows the figure.
+
+        Returns:
+            The matplotlib figure.
+        """
+        return show.plot(self, path)
+
+    def _table(self) -> Table:
+        return show.table(self)
+
+    def __repr__(self) -> str:
+        counted = self.total_bytes if self.of == STEP else self.temp_bytes
+        return f"Plan({self.name}, {format_bytes(counted)} of {format_bytes(self.budget_bytes)})"
+
+
+def _num_common(a: Sequence[str], b: Sequence[str]) -> int:
+    """The length of the common beginning."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _of_numbers(line: str, expected: str) -> str:
+    """What to do where two lines read other inputs only: numbers and equal arrays are inputs of a jitted function each, and of no other."""
+    anonymous = [re.sub(r"\bv[0-9]+", "v", text) for text in (line, expected)]
+    is_likely = line != expected and anonymous[0] == anonymous[1]
+    fix = "; with Python numbers, NumPy scalars or one array twice among its arguments or states plan and call statetx.jit(fun)"
+    return fix if is_likely else ""

@@ -1,0 +1,97 @@
+"""Fingerprints of programs: a line for each equation. Programs with equal fingerprints have the same plans."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import _frames, _jax
+from ..._jax import Jaxpr, Literal
+from ..._text import type_str
+from .flat import flatten
+
+
+def fingerprint(jaxpr: Jaxpr) -> list[str]:
+    """A line for each equation of a flat program. Programs with equal equations have equal lines; what they return does not count."""
+    return _lines(jaxpr)[0]
+
+
+def full_fingerprint(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """The fingerprint of a flat program, and a line for what it returns."""
+    lines, last = _lines(jaxpr)
+    return (*lines, last)
+
+
+def digest_of(lines: Sequence[str]) -> str:
+    """A digest of a fingerprint."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _lines(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[list[str], str]:
+    # Variables are numbered in the order of their definition: names of variables and of functions do not count.
+    variables = {v: f"v{i}:{_type(v)}" for i, v in enumerate(jaxpr.invars)}
+
+    def operand(atom: Any) -> str:
+        if isinstance(atom, Literal):
+            return f"{np.asarray(atom.val).tolist() if np.ndim(atom.val) == 0 else 'constant'}:{_type(atom)}"
+        return variables[atom]
+
+    lines = []
+    for eqn in jaxpr.eqns:
+        operands = " ".join(map(operand, eqn.invars))
+        types = [_type(v) for v in eqn.outvars]
+        for v, type in zip(eqn.outvars, types, strict=True):
+            variables[v] = f"v{len(variables)}:{type}"
+        outs = " ".join(types)
+        params = [f"{k}={_param(v, has_rules)}" for k, v in sorted(eqn.params.items()) if k not in _UNSTABLE]
+        # A plan may keep values of a rule, but not of the rules in it: often it calls the function itself.
+        if has_rules and eqn.primitive.name == "custom_vjp_call":
+            params.append(f"rule={_rule(eqn)}")
+        lines.append(f"{eqn.primitive.name} {operands} -> {outs}" + (f" [{' '.join(params)}]" if params else ""))
+    return lines, f"return {' '.join(map(operand, jaxpr.outvars))}"
+
+
+# Parameters that may differ between traces of the same program: functions made by each trace, names and debugging information. A
+# difference in them alone, such as another rule for forward mode, is not noticed.
+_UNSTABLE = frozenset(
+    {"policy", "name", "debug_info", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "ctx_mesh"}
+)
+
+
+def _type(v: Any) -> str:
+    return _array_type(v.aval.shape, v.aval.dtype) if hasattr(v.aval, "dtype") else str(v.aval)
+
+
+@functools.lru_cache(4096)
+def _array_type(shape: tuple[Any, ...], dtype: Any) -> str:
+    # Hashed into stored plans, without sharding and weak type: not to be changed with the notation of messages.
+    return type_str(jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _param(x: Any, has_rules: bool) -> str:
+    if _jax.is_jaxpr(x):
+        lines, last = _lines(flatten(_jax.constants_as_inputs(_jax.open_jaxpr(x)[0])), has_rules)
+        return hashlib.sha256("\n".join([*lines, last]).encode()).hexdigest()[:12]
+    if isinstance(x, (tuple, list)):
+        return f"({','.join(_param(item, has_rules) for item in x)})"
+    if callable(x) and not isinstance(x, type):
+        return getattr(x, "__name__", type(x).__name__)
+    return _ADDRESS.sub("", str(x))
+
+
+def _rule(eqn: Any) -> str:
+    """The forward rule of a ``custom_vjp``; nothing if it raises, since no plan sees into it then."""
+    try:
+        rule = _frames.undone(_jax.rule_of)(eqn)
+    except Exception:
+        return ""
+    return _param(rule, has_rules=False)
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")

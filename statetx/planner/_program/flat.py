@@ -1,0 +1,293 @@
+"""A program as a sequence of parts: regions that may be rematerialized, loops, and unchanged equations."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from jax.extend.core.primitives import closed_call_p
+
+from ... import _frames, _jax
+from ..._equations.inline import inline
+from ..._equations.primitives import JIT, REMAT, row_of
+from ..._equations.structure import Body
+from ..._jax import Jaxpr, Literal, Var
+from ..._remat.bits import of_steps, reader
+from ..._tree import is_float
+
+
+class Part:
+    """Some consecutive equations of a program.
+
+    Attributes:
+        category: "region", which may be rematerialized; "loop", a scan whose steps may be.
+        jaxpr: the equations as a function; for a loop, one step.
+        invars, outvars: the program's variables that the part reads, and those that it defines for later parts.
+        eqn: the scan of a loop, else None.
+        original_jaxpr: for a function that the user rematerialized, its jaxpr as written, with inner calls; else `jaxpr`.
+        bit_carries: for a loop, the leaves of its carry that each step returns as 0 or 1, and whether the first one is proved to be 0 or 1, too.
+        key: equal for parts of equal structure.
+    """
+
+    def __init__(
+        self,
+        category: str,
+        jaxpr: Jaxpr,
+        invars: Sequence[Any],
+        outvars: Sequence[Any],
+        eqn: Any = None,
+        original_jaxpr: Jaxpr | None = None,
+        bit_carries: Mapping[int, bool] = MappingProxyType({}),
+    ):
+        self.category = category
+        self.jaxpr = jaxpr
+        self.original_jaxpr = jaxpr if original_jaxpr is None else original_jaxpr
+        self.invars = list(invars)
+        self.outvars = list(outvars)
+        self.eqn = eqn
+
+        # The body of a loop alone does not determine its options: they depend on the length and on which inputs are carried, or 0 or 1.
+        self.bit_carries = bit_carries
+        loop_key = None
+        if eqn is not None:
+            loop_key = (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn), *bit_carries.items())
+        self.key = (category, loop_key, Body(jaxpr, []).key)
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Run it unchanged."""
+        if self.eqn is not None:
+            return _jax.bind_equation(self.eqn, self.eqn.params, args)
+        return _jax.evaluate(self.jaxpr, (), args)
+
+    def __repr__(self) -> str:
+        return f"Part({self.category}, {len(self.jaxpr.eqns)} equations)"
+
+
+def flatten(jaxpr: Jaxpr) -> Jaxpr:
+    """Inline the jits of a program, so that each variable is defined once.
+
+    A loop with ``checkpoint="auto"`` or a size that stays plain becomes a scan, and can be planned. Conversions of a weak type are left out: a
+    state that is weakly typed before its first update is not after it, and the program has the same plan.
+    """
+    return _without_jits(_simplified(jaxpr))
+
+
+def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
+    return inline(jaxpr, calls=JIT | {_jax.CLOSED_CALL}, deep=False)
+
+
+def _simplified(x: Any) -> Any:
+    """At any depth, replace statetx's loop primitive by a call of the plain scan, where the loop stays plain, and drop conversions of weak types."""
+    eqns, outvars = _jax.open_jaxpr(x)[0].eqns, _jax.open_jaxpr(x)[0].outvars
+    unconverted: dict[Any, Any] = {}
+    new = []
+    for eqn in eqns:
+        if unconverted and any(v in unconverted for v in eqn.invars if isinstance(v, Var)):
+            eqn = eqn.replace(invars=[unconverted.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
+        # The results of a jaxpr keep their types.
+        if _converts_weak_type(eqn) and not any(v is eqn.outvars[0] for v in outvars):
+            unconverted[eqn.outvars[0]] = eqn.invars[0]
+            continue
+        loop = _jax.loop_of(eqn)
+        if loop is not None and loop.is_plain():  # `flatten` inlines the call
+            eqn = eqn.replace(primitive=closed_call_p, params={"call_jaxpr": eqn.params["jaxpr"]})
+        # A kernel is left unchanged.
+        new.append(eqn if eqn.primitive.name == "pallas_call" else _jax.map_jaxprs(_simplified, eqn))
+    is_same = len(new) == len(eqns) and all(a is b for a, b in zip(new, eqns, strict=True))
+    return x if is_same else _jax.with_equations(x, new)
+
+
+def _converts_weak_type(eqn: Any) -> bool:
+    """Whether an equation changes nothing but a weak type, to the strong one of the same dtype."""
+    if eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
+        return False
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    same = (before.shape, before.dtype, before.sharding) == (after.shape, after.dtype, after.sharding)
+    return same and before.weak_type and not after.weak_type
+
+
+class Flat:
+    """A flat program with its rematerialized functions inlined, and where these were. Its parts are intervals of its equations.
+
+    Args:
+        jaxpr: a program from `flatten`.
+        opens_blocks: whether rematerialized functions are inlined; else each stays one equation, with its policy.
+
+    Attributes:
+        jaxpr: the program without calls.
+        blocks: the functions that the user rematerialized, by the interval (start, end) of their equations.
+        loops: the equations that are loops.
+        ends: the equations at which such functions, and loops outside of them, begin or end.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, *, opens_blocks: bool = True):
+        self._calls = _CALLS if opens_blocks else _CALLS - REMAT
+        self.jaxpr = whole = inline(jaxpr, calls=self._calls, deep=False)
+        self._last_reads = last_reads(whole)
+        self._parts: dict[tuple[int, int], Part] = {}
+        self.blocks: dict[tuple[int, int], Part] = {}
+        self.ends: set[int] = set()
+
+        # Follow the variables of `jaxpr` into the inlined program, where a function takes as many equations as it has.
+        atoms: dict[Any, Any] = dict(zip(jaxpr.invars, whole.invars, strict=True))
+        index = 0
+        for eqn in jaxpr.eqns:
+            operands = [a if isinstance(a, Literal) else atoms[a] for a in eqn.invars]
+            if eqn.primitive.name not in self._calls:
+                outs = whole.eqns[index].outvars
+                atoms.update(zip(eqn.outvars, outs, strict=True))
+                if eqn.primitive.name in REMAT:
+                    self._add_block(index, index + 1, eqn, operands, outs)
+                index += 1
+                continue
+            body = inline(eqn.params["jaxpr"], calls=_CALLS, deep=False)
+            end = index + len(body.eqns)
+            inner: dict[Any, Any] = dict(zip(body.invars, operands, strict=True))
+            for ours, copy in zip(body.eqns, whole.eqns[index:end], strict=True):
+                inner.update(zip(ours.outvars, copy.outvars, strict=True))
+            outs = [a if isinstance(a, Literal) else inner[a] for a in body.outvars]
+            atoms.update(zip(eqn.outvars, outs, strict=True))
+            self._add_block(index, end, eqn, operands, outs)
+            index = end
+        self.loops = [i for i, e in enumerate(whole.eqns) if is_loop(e)]
+        outside = [i for i in self.loops if not any(start <= i < end for start, end in self.blocks)]
+        self.ends |= {j for i in outside for j in (i, i + 1)}
+
+    def _add_block(self, start: int, end: int, eqn: Any, operands: Sequence[Any], outs: Sequence[Any]) -> None:
+        self.ends |= {start, end}
+        defined = {v for e in self.jaxpr.eqns[start:end] for v in e.outvars}
+        # A function that returns an input, or a value twice, cannot be a part: each part defines its outputs.
+        if (
+            end > start
+            and all(not isinstance(v, Literal) and v in defined for v in outs)
+            and len(set(outs)) == len(outs)
+        ):
+            variables, original = _bind_literals(_jax.open_jaxpr(eqn.params["jaxpr"])[0], operands)
+            # Functions rematerialized inside of it are inlined, too: the plan decides what the whole keeps.
+            jaxpr = inline(original, calls=_CALLS, deep=False)
+            self.blocks[start, end] = Part("region", jaxpr, variables, outs, original_jaxpr=original)
+
+    def __len__(self) -> int:
+        return len(self.jaxpr.eqns)
+
+    def part(self, start: int, end: int) -> Part:
+        """The equations of an interval: a function that the user rematerialized, a loop, or a region."""
+        is_open = REMAT <= self._calls
+        part = self._parts.get((start, end)) or (self.blocks.get((start, end)) if is_open else None)
+        if part is None:
+            part = (
+                self._loop(start) if end == start + 1 and is_loop(self.jaxpr.eqns[start]) else self._region(start, end)
+            )
+        self._parts[start, end] = part
+        return part
+
+    def _loop(self, index: int) -> Part:
+        # Rematerialized functions are inlined too: the plan decides what a step saves.
+        eqn = self.jaxpr.eqns[index]
+        body = inline(_jax.open_jaxpr(eqn.params["jaxpr"])[0], calls=self._calls, deep=False)
+        num_constants, num_carry = _jax.scan_counts(eqn)
+        inputs, outs = of_steps(body, num_constants, num_carry, [self._is_bits(v) for v in eqn.invars])
+        bit_carries = {n: inputs[num_constants + n] for n in range(num_carry) if outs[n]}
+        return Part("loop", body, eqn.invars, eqn.outvars, eqn, bit_carries=bit_carries)
+
+    @functools.cached_property
+    def _is_bits(self) -> Callable[[Any], bool]:
+        """Whether a variable is proved to be 0 or 1."""
+        return reader(self.jaxpr)
+
+    def _region(self, start: int, end: int) -> Part:
+        # As a function: its inputs are the variables that it reads and does not define, its outputs those read later.
+        eqns = self.jaxpr.eqns[start:end]
+        defined = {v for e in eqns for v in e.outvars}
+        invars = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in defined}
+        outvars = [v for e in eqns for v in e.outvars if self._last_reads.get(v, -1) >= end]
+        return Part(
+            "region", _jax.rebuild(self.jaxpr, invars=list(invars), outvars=outvars, eqns=eqns), list(invars), outvars
+        )
+
+    def split(self, cuts: Iterable[int] | None = None) -> list[Part]:
+        """The parts between cuts, the indices of the equations that begin one; by default the blocks, the loops and the rest."""
+        boundaries = sorted({0, len(self), *(self.ends if cuts is None else cuts)})
+        return [self.part(a, b) for a, b in itertools.pairwise(boundaries)]
+
+
+_CALLS = JIT | REMAT | {_jax.CLOSED_CALL}
+
+
+def is_loop(eqn: Any) -> bool:
+    """Whether an equation is a loop that can be planned: a scan of several steps, without effects or constants."""
+    return eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects and not _consts(eqn)
+
+
+def is_linear(eqn: Any) -> bool:
+    """Whether an equation is linear in its operands, so that its derivative reads none of them."""
+    name, is_literal = eqn.primitive.name, [isinstance(v, Literal) for v in eqn.invars]
+    return row_of(eqn).is_linear or (name == "mul" and any(is_literal)) or (name == "div" and is_literal[1])
+
+
+def _consts(eqn: Any) -> Sequence[Any]:
+    return _jax.open_jaxpr(eqn.params["jaxpr"])[1]
+
+
+def _bind_literals(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
+    """Inline the literals among the arguments of a jaxpr. Returns the remaining arguments, and the jaxpr."""
+    literals = {v: a for v, a in zip(jaxpr.invars, atoms, strict=True) if isinstance(a, Literal)}
+    if not literals:
+        return list(atoms), jaxpr
+    return [a for a in atoms if not isinstance(a, Literal)], _jax.with_literals(jaxpr, literals)
+
+
+def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
+    """For each variable, the index of the last equation that reads it; the number of equations for outputs."""
+    uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
+    return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
+
+
+def closed_over_by_rules(jaxpr: Jaxpr) -> list[int]:
+    """The inputs of a program, by number, that functions with a ``custom_vjp`` close over."""
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "custom_vjp_call"]
+    found = {v for eqn in eqns for v in eqn.invars[: _jax.num_closed_over(eqn)] if isinstance(v, Var)}
+    return [i for i, v in enumerate(jaxpr.invars) if v in found]
+
+
+def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[Any]:
+    """The variables with a nonzero tangent in differentiation with respect to these inputs."""
+    # By JAX's own rules: one output of a loop may have a tangent and another none, so that what reads only the other needs no derivative.
+    variables = [v for eqn in jaxpr.eqns for v in eqn.outvars if is_float(v.aval) and not _jax.is_dropped(v)]
+    every = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=variables, eqns=jaxpr.eqns)
+    given = [i in diff_indices for i in range(len(jaxpr.invars))]
+    flags = _frames.undone(_jax.outputs_with_tangents)(every, given)
+    return {v for v, flag in zip([*jaxpr.invars, *variables], [*given, *flags], strict=True) if flag}
+
+
+def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
+    """The variables that may get a cotangent: those that the first `num_out` outputs depend on."""
+    dependencies = {v for v in jaxpr.outvars[:num_out] if not isinstance(v, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in dependencies for v in eqn.outvars):
+            dependencies.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return dependencies
+
+
+# -- running them ----------------------------------------------------------------------------------------------------
+
+
+def run(
+    jaxpr: Jaxpr,
+    parts: Sequence[Part],
+    replacements: Sequence[Callable[..., list] | None],
+    args: Sequence[Any],
+) -> list[Any]:
+    """Evaluate a program part by part; a replacement of a part is called in place of its equations."""
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for part, replacement in zip(parts, replacements, strict=True):
+        outs = (replacement or part)(*(read(v) for v in part.invars))
+        values.update(zip(part.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]

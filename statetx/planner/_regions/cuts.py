@@ -1,0 +1,416 @@
+"""Where a program may be cut: the intervals of its equations that may become regions.
+
+They are a union, from which the dynamic program of `_lattice` takes a path from the first equation to the last:
+
+- the functions that the user rematerialized,
+- stretches between cuts that few bytes cross, and two or four neighboring ones merged,
+- the periods of a repeating program, such as its layers, and up to four of them merged.
+
+Where the periods begin is not unique. Of ``gelu(x @ w)`` the result of the product and that of the activation have equal bytes. A region that begins with
+a product runs it again, for the derivative of the activation behind it; one that begins with the activation need not run the product before. Conversely,
+a value that several regions read, such as a residual stream, should be the output of a region. So there are several *cuttings* of a program, each with
+periods of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..._equations.flops import flops
+from ..._equations.primitives import REMAT, row_of
+from ..._jax import Jaxpr
+from ..._lift.context import device_bytes
+from .._program.flat import Flat, is_linear, last_reads
+from .._treatments.treatment import Interval
+
+MAX_PERIODS = 4  # that are merged to one region
+_MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time
+_MAX_OF_THREE = 160  # of three periods: between two and four, and as expensive to analyze as four (2 s for 255 equations of a transformer)
+_FEW = 4  # periods: fewer than these are given up for repetitions within
+_MOSTLY = 2 / 3  # of a period
+_NEARLY = 1.01  # of the fewest bytes that cross between periods: a key or a few numbers more make no difference
+_LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
+
+
+class Phase(enum.Enum):
+    """Where the periods of a repetition begin.
+
+    Of places that equally few bytes cross, `BEHIND_PRODUCTS` takes the one behind the most expensive equation, if nonlinear ones are between it
+    and the usual place: only their derivatives read what crosses there. `MOST_PERIODS` does not count what crosses into the rest of the program.
+    """
+
+    FEWEST_BYTES = "fewest bytes"
+    BEHIND_PRODUCTS = "behind products"
+    MOST_PERIODS = "most periods"
+
+
+class Run(NamedTuple):
+    """Equal periods, one after the other, such as the layers of a model.
+
+    Attributes:
+        start: the first equation.
+        period: equations of each.
+        count: their number.
+    """
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def boundaries(self) -> list[int]:
+        return [self.start + k * self.period for k in range(self.count + 1)]
+
+
+class Cutting(NamedTuple):
+    """One way to cut a program.
+
+    Attributes:
+        runs: where the program repeats.
+        intervals: that may become regions, the most useful first.
+    """
+
+    runs: list[Run]
+    intervals: list[Interval]
+
+
+class Candidates(NamedTuple):
+    """The intervals that may become regions.
+
+    Attributes:
+        stock: partitions, as cuts, where the stock policies act on the parts of the second item, and other parts stay unchanged.
+        cuttings: by the user's functions, and by each `Phase`; `Phase.MOST_PERIODS` only where it has more of them.
+    """
+
+    stock: list[tuple[list[int], list[Interval]]]
+    cuttings: list[Cutting]
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """Those of all cuttings."""
+        return list(dict.fromkeys(i for cutting in self.cuttings for i in cutting.intervals))
+
+
+def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
+    """For each equation, the bytes of values computed before it and read by it or later."""
+    # A value crosses into the equations after its own, up to and including its last reader: add its bytes at the first of them,
+    # subtract them after the last, and take running sums. Outputs are read at index `len(eqns)`, hence two more entries.
+    reads = last_reads(jaxpr)
+    deltas = [0] * (len(jaxpr.eqns) + 2)
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.outvars:
+            if v in reads:
+                deltas[i + 1] += device_bytes(v.aval)
+                deltas[reads[v] + 1] -= device_bytes(v.aval)
+    return list(itertools.accumulate(deltas[:-2]))
+
+
+def candidates(program: Flat) -> Candidates:
+    """The intervals of a program that may become regions."""
+    live = crossing_bytes(program.jaxpr)
+    cuts = _Cuts.of(program, live, sorted(program.blocks))
+
+    # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
+    unmarked, behind, most = (_Cuts.of(program, live, None, phase) for phase in Phase)
+    more = [most] if most.num_periods > unmarked.num_periods else []
+    cuttings: list[Cutting] = []
+    for own in (cuts, unmarked, behind, *more):
+        periods = {i for run in own.runs for i in itertools.pairwise(run.boundaries)}
+        intervals = dict.fromkeys(i for row in _intervals(program, live, own) for i in row if i[0] < i[1])
+        cutting = Cutting(own.runs, [i for i in intervals if i in periods or _is_allowed(program, *i)])
+        if cutting not in cuttings:
+            cuttings.append(cutting)
+    stock = [layout for own in (cuts, *more) for layout in _stock(program, own.runs, own.all)]
+    return Candidates([s for i, s in enumerate(stock) if s not in stock[:i]], cuttings)
+
+
+class _Cuts(NamedTuple):
+    """Where a program may be cut.
+
+    Attributes:
+        blocks: the user's functions; none if it is cut as if there were none.
+        ends: where these begin or end, or loops.
+        runs: where it repeats.
+        inner: the ends of repetitions within one period.
+        outer: the ends of blocks, loops and periods.
+        minima: other cuts, that few bytes cross.
+        all: all of these, in order.
+    """
+
+    blocks: list[Interval]
+    ends: set[int]
+    runs: list[Run]
+    inner: set[int]
+    outer: set[int]
+    minima: list[int]
+    all: list[int]
+
+    @property
+    def fixed(self) -> set[int]:
+        return self.outer | self.inner
+
+    @property
+    def num_periods(self) -> int:
+        return sum(run.count for run in self.runs)
+
+    @classmethod
+    def of(
+        cls, program: Flat, live: Sequence[int], blocks: Sequence[Interval] | None, phase: Phase = Phase.FEWEST_BYTES
+    ) -> _Cuts:
+        """The cuts of a program.
+
+        Args:
+            blocks: the user's functions; None to cut it as if there were none.
+        """
+        num = len(program)
+        ends = _loop_ends(program) | (program.ends if blocks is not None else set())
+        runs, inner = runs_of(program, live, ends, phase)
+        outer = {0, num, *ends, *(b for run in runs for b in run.boundaries)}
+        fixed = outer | inner
+
+        # A cut within the same plateau as a fixed one separates nothing.
+        plateaus = _plateaus(live)
+        taken = {plateaus[c] for c in fixed if c < num}
+        minima = [c for c in _minima(live) if plateaus[c] not in taken]
+        cuts = sorted(fixed.union(minima))
+        for run in runs:
+            cuts = _with_period(cuts, run, ends)
+        return cls(list(blocks or ()), ends, runs, inner, outer, minima, cuts)
+
+
+def _loop_ends(program: Flat) -> set[int]:
+    return {j for i in program.loops for j in (i, i + 1)}
+
+
+def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable[Interval]]:
+    """Intervals between cuts, the most useful first."""
+    num, walls, runs, minima = len(program), _loop_ends(program), cuts.runs, cuts.minima
+    lists: list[Iterable[Interval]] = [_small(itertools.pairwise(sorted({0, num, *cuts.ends})))]
+    bounds = sorted({0, num, *walls, *(b for run in runs for b in run.boundaries)})
+    for start, end in itertools.pairwise(bounds):
+        local = [c for c in cuts.all if start <= c <= end]
+        lists += [_merged(local, n) for n in (1, 2, 4)]
+
+        # The ends of blocks, of the user's or of structure, and the global minima alone.
+        lists.append(itertools.pairwise([c for c in local if c in cuts.fixed]))
+        lists.append(itertools.pairwise([c for c in local if c in cuts.outer]))
+        lowest = min((live[c] for c in minima if start < c < end), default=0)
+        lists.append(
+            itertools.pairwise([c for c in local if c in (start, end) or (c in minima and live[c] <= _LOW * lowest)])
+        )
+    for run in runs:
+        lists.append(itertools.pairwise(run.boundaries))
+
+        # The rest of the program before and after the periods, such as the loss, merged with one of them: a value between the two,
+        # such as the last activation, can then be computed again.
+        before = max((b for b in bounds if b < run.start), default=run.start)
+        after = min((b for b in bounds if b > run.boundaries[-1]), default=run.boundaries[-1])
+        lists.append(_small([(before, run.boundaries[1]), (run.boundaries[-2], after)]))
+    lists.append(cuts.blocks)
+
+    # Periods of a run are merged in `_lattice`; of other blocks, neighbors.
+    outside = [b for b in cuts.blocks if not any(r.start < b[1] and b[0] < r.boundaries[-1] for r in runs)]
+    pairs = zip(outside[::2], outside[1::2], strict=False)
+    lists.append(_small((a, d) for (a, b), (c, d) in pairs if b == c))
+    return lists
+
+
+def merged_periods(run: Run, first: int, number: int) -> Interval | None:
+    """The interval of some periods of a run; None if it is too large for a region."""
+    start = run.start + first * run.period
+    interval = start, start + number * run.period
+    most = _MAX_OF_THREE if number == 3 else _MAX_MERGED
+    return interval if number * run.period <= most else None
+
+
+def _small(intervals: Iterable[Interval]) -> list[Interval]:
+    return [(start, end) for start, end in intervals if end - start <= _MAX_MERGED]
+
+
+def _is_allowed(program: Flat, start: int, end: int) -> bool:
+    """Whether an interval can be a region: without loops, or a loop alone, or a function that the user rematerialized.
+
+    The periods of a run can be regions, too, such as layers that run through a sequence.
+    """
+    if end == start + 1 or (start, end) in program.blocks:
+        return True
+    return not any(start <= i < end for i in program.loops)
+
+
+def _stock(program: Flat, runs: Sequence[Run], cuts: Sequence[int]) -> list[tuple[list[int], list[Interval]]]:
+    """Where the stock policies act: on the user's functions; without such, on the periods of structure; without these, on the finest parts."""
+    loops = [(i, i + 1) for i in program.loops]
+    if program.blocks or any(_has_remat_inside(program, i) for i in program.loops):
+        return [(sorted({0, *program.ends} - {len(program)}), [*program.blocks, *loops])]
+    periods = [i for run in runs for i in itertools.pairwise(run.boundaries)]
+    walls = {0, *(j for j in _loop_ends(program) if not any(start < j < end for start, end in periods))}
+    structural = sorted({*walls, *(b for run in runs for b in run.boundaries)} - {len(program)})
+    finest = sorted(set(cuts) - {len(program)})
+    return [(structural, [*periods, *loops]) if periods else (finest, [*itertools.pairwise([*finest, len(program)])])]
+
+
+def _has_remat_inside(program: Flat, index: int) -> bool:
+    return any(e.primitive.name in REMAT for e in program.jaxpr.eqns[index].params["jaxpr"].eqns)
+
+
+def _merged(cuts: Sequence[int], number: int) -> list[Interval]:
+    """Every `number` neighboring stretches, counted from the first. The last may have fewer."""
+    if not cuts:
+        return []
+    return list(itertools.pairwise(dict.fromkeys([*cuts[::number], cuts[-1]])))
+
+
+def _minima(live: Sequence[int]) -> list[int]:
+    """Local minima of the crossing bytes."""
+    # A dip of less than 2% of the highest count does not separate regions.
+    least_depth = 0.02 * max(live, default=0)
+
+    # Within a plateau of equal bytes, cut at its end: cheap equations stay with the producers of their operands.
+    ends = [i for i, (a, b) in enumerate(itertools.pairwise([*live, None])) if a != b]
+    levels = [live[i] for i in ends]
+    minima = []
+    for n in range(1, len(levels) - 1):
+        level = levels[n]
+        if levels[n - 1] > level < levels[n + 1]:
+            # Its depth is that below the lower one of the two heights between it and a lower level, or an end.
+            before = itertools.takewhile(lambda x, level=level: x >= level, reversed(levels[:n]))
+            after = itertools.takewhile(lambda x, level=level: x >= level, levels[n + 1 :])
+            if min(max(before), max(after)) - level >= least_depth:
+                minima.append(ends[n])
+    return minima
+
+
+def _plateaus(live: Sequence[int]) -> list[int]:
+    """For each equation, the number of its plateau of equal bytes."""
+    return list(itertools.accumulate([0, *(int(a != b) for a, b in itertools.pairwise(live))]))
+
+
+# -- repetition ------------------------------------------------------------------------------------------------------
+
+
+def runs_of(
+    program: Flat, live: Sequence[int], marked: set[int], phase: Phase = Phase.FEWEST_BYTES
+) -> tuple[list[Run], set[int]]:
+    """Where a program repeats, and the ends of repetitions within one period.
+
+    Args:
+        live: the bytes that cross into each equation.
+        marked: where the user's functions end.
+    """
+    eqns = program.jaxpr.eqns
+    # By kind alone, not by shape: levels of a convolutional net repeat with other sizes.
+    numbers: dict[str, int] = collections.defaultdict(lambda: len(numbers))
+    tokens = np.array([numbers[e.primitive.name] for e in eqns], int)
+    heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
+
+    in_phase = functools.partial(_in_phase, program, live, marked, phase)
+    runs = _repetitions(tokens, heavy, len(tokens) // 10, in_phase)
+    inner: set[int] = set()
+    for run in runs:
+        inside = tokens[run.start : run.start + run.period]
+        shifted = lambda start, *rest, by=run.start: in_phase(by + start, *rest)  # noqa: E731
+        for found in _repetitions(inside, heavy[run.start :], run.period // 2, shifted):
+            inner |= {b + k * run.period for b in found.boundaries for k in range(run.count)}
+    return sorted(runs), inner
+
+
+def _repetitions(
+    tokens: np.ndarray, heavy: np.ndarray, least: int, in_phase: Callable[[int, int, int], Run]
+) -> list[Run]:
+    """Periodic stretches of a sequence, as long as possible and of a least length, that do not overlap.
+
+    Args:
+        tokens: the sequence.
+        heavy: the running number of equations that do not fuse.
+        least: of the lengths.
+        in_phase: ``(start, period, length) -> Run``, the periods of a stretch.
+    """
+    chosen: list[tuple[int, int]] = []
+    runs: list[Run] = []
+    for start, period, length in _stretches(tokens, heavy, least):
+        if any(s < start + length and start < s + n for s, n in chosen):
+            continue
+        # Two stages of a residual network may be alike. The blocks in them tell more.
+        inside = tokens[start : start + period], heavy[start:], int(_MOSTLY * period)
+        if length < _FEW * period and _stretches(*inside):
+            continue
+        run = in_phase(start, period, length)
+        if run.count > 1:
+            chosen.append((start, length))
+            runs.append(run)
+    return runs
+
+
+def _stretches(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tuple[int, int, int]]:
+    """Maximal periodic stretches ``(start, period, length)``, the longest first."""
+    found: list[tuple[int, int, int]] = []
+    num = len(tokens)
+    for period in range(2, num // 2 + 1):
+        equal = np.concatenate([[False], tokens[period:] == tokens[:-period], [False]]).astype(np.int8)
+        starts, ends = np.nonzero(np.diff(equal) == 1)[0], np.nonzero(np.diff(equal) == -1)[0]
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            # A period without an equation that does not fuse, such as a product, is not worth a region.
+            if end - start + period >= least and end - start >= period and heavy[start + period] > heavy[start]:
+                found.append((start, period, end - start + period))
+    # Of equal lengths the shortest period: multiples of it repeat as well.
+    return sorted(found, key=lambda r: (-(r[2] // r[1] * r[1]), r[1], r[0]))
+
+
+def _in_phase(
+    program: Flat, live: Sequence[int], marked: set[int], phase: Phase, start: int, period: int, length: int
+) -> Run:
+    """The periods of a periodic stretch, begun where the user's functions end, or else as `phase` says."""
+    num, eqns = len(live), program.jaxpr.eqns
+    cost = lambda i: flops(eqns[i]) if i < num else 0  # noqa: E731
+
+    def boundaries_of(offset: int) -> list[int]:
+        return list(range(start + offset, start + length + 1, period))
+
+    def crossing_of(offset: int, last: int | None) -> float:
+        """The bytes that cross on average where periods begin, except for the first."""
+        between = boundaries_of(offset)[1:last] or boundaries_of(offset)[1:]
+        return sum(live[b] for b in between if b < num) / len(between)
+
+    def rank(offset: int, phase: Phase) -> tuple:
+        boundaries = boundaries_of(offset)
+        count = len(boundaries) - 1
+        crossing = crossing_of(offset, None)
+        is_marked = all(b in marked or b in (0, num) for b in boundaries)
+
+        # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
+        order = (-count, -cost(boundaries[1]))
+        if phase is Phase.BEHIND_PRODUCTS:
+            order = (-cost(boundaries[1] - 1), -count)
+        elif phase is Phase.MOST_PERIODS:
+            crossing = max(crossing_of(offset, -1), _NEARLY * least)
+        return not is_marked, crossing, *order, offset
+
+    # Offsets that leave one period only are not a repetition.
+    offsets = [o for o in range(period) if (length - o) // period >= 1]
+    least = min(crossing_of(o, -1) for o in offsets)
+    offset = min(
+        offsets, key=lambda o: rank(o, Phase.MOST_PERIODS if phase is Phase.MOST_PERIODS else Phase.FEWEST_BYTES)
+    )
+    if phase is Phase.BEHIND_PRODUCTS:
+        late = min(offsets, key=lambda o: rank(o, phase))
+        between = range(start + late, start + late + (offset - late) % period)
+        if not all(is_linear(eqns[i]) for i in between if i < num):
+            offset = late
+    return Run(start + offset, period, (length - offset) // period)
+
+
+def _with_period(cuts: Sequence[int], run: Run, ends: set[int]) -> list[int]:
+    """Replace the cuts within a run by those that most of its periods have, except where the user's functions end."""
+    first, last = run.start, run.boundaries[-1]
+    inside = [c for c in cuts if first <= c < last]
+    votes = collections.Counter((c - first) % run.period for c in inside)
+    common = [offset for offset, number in votes.items() if 2 * number >= run.count]
+    regular = {first + k * run.period + offset for k in range(run.count) for offset in common}
+    return sorted({c for c in cuts if not first <= c < last} | regular | {c for c in inside if c in ends} | {first})

@@ -1,0 +1,414 @@
+"""Stage the program to plan: a loss, or the gradients within a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ... import _jax
+from ..._equations.compiled import Program, donated_inputs
+from ..._equations.structure import Body
+from ..._errors import PlanError
+from ..._jax import Jaxpr, Literal
+from ..._lift.context import TraceContext, close_over, device_bytes, sharding_of
+from ..._lift.targets import resolve_argnums
+from ..._lift.wrapper import name_of
+from ..._remat.gradients import rewritten_by
+from ..._remat.rewriter import Rewriter, Seen, is_training_step
+from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
+from ...transforms.abstract import staged_jaxpr
+from ...transforms.remat import Remat
+from .._program.fingerprint import fingerprint, full_fingerprint
+from .._program.flat import flatten
+from .._program.sharded import is_on_devices, of_device
+from .._treatments.rewrite import as_planned
+from .candidates import gradient_of
+from .inner import VARIANTS, InnerGradients
+
+_NEGLIGIBLE = 0.01
+"""A gradient is left unchanged if its values take less than this part of the largest one's: a rule of a library, a few scalars."""
+
+_EMBEDDED = 2**20  # bytes of a constant, at most
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+    """A recorded function.
+
+    Attributes:
+        num_out: number of outputs of the function itself; new values of states follow them.
+        diff_indices: the inputs under differentiation.
+        traced_floats: the float inputs that are traced, not constants.
+        context: the transforms and shardings that it runs under.
+        constants: by number, the small arrays among the inputs that the function closes over. The compiled function has their values, and
+            XLA computes what follows from them alone.
+    """
+
+    jaxpr: Jaxpr
+    num_out: int
+    diff_indices: list[int]
+    traced_floats: list[int]
+    context: TraceContext
+    constants: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def flat(self) -> Jaxpr:
+        """The program without inner jits."""
+        return flatten(self.jaxpr)
+
+    @functools.cached_property
+    def lines(self) -> tuple[str, ...]:
+        """The fingerprint."""
+        return tuple(fingerprint(self.flat))
+
+    @functools.cached_property
+    def key(self) -> tuple[str, ...]:
+        """The fingerprint, and what the program returns."""
+        return full_fingerprint(self.flat)
+
+
+class _Recorder(Rewriter):
+    """A policy that records the functions it is used on, and leaves them unchanged.
+
+    What it recorded is taken once (`take`): JAX's caches keep the recorder itself, which was part of the settings of a trace.
+    """
+
+    is_used_once = True
+
+    def __init__(self, inner: Rewriter | None = None) -> None:
+        self._recorded: list[Recorded] = []
+        self.inner = inner
+
+    def take(self) -> list[Recorded]:
+        """The functions, which it keeps no longer."""
+        recorded, self._recorded = self._recorded, []
+        return recorded
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return "plan"
+
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+            # Only the tracers of this call tell what is differentiated and mapped, so they are asked here and now.
+            floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
+            diff_indices = [i for i, x in floats if _jax.is_differentiated(x)]
+            traced_floats = [i for i, x in floats if isinstance(x, _jax.Tracer)]
+            constants = {i: x for i, x in enumerate(operands) if _is_embedded(x)}
+            context = TraceContext.of([*operands, *args])
+            self._recorded.append(Recorded(body.jaxpr, num_out, diff_indices, traced_floats, context, constants))
+            return self._run(body, operands, args)
+
+        return run
+
+    def _run(self, body: Body, operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        return body(operands, *args)
+
+
+class _GradientRecorder(_Recorder):
+    """The same for functions that are differentiated, each of which becomes one equation: to differentiate them takes the most time.
+
+    Of one that consists of a shard_map, what runs on a device is recorded.
+    """
+
+    @of_device
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        return super().rewrite(body, name, num_out)
+
+    def _run(self, body: Body, operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        return _jax.deferred_call(body, [*operands, *args], [v.aval for v in body.jaxpr.outvars])
+
+
+class _Replace(Rewriter):
+    """A policy that replaces functions by programs, which it finds by the keys of the functions."""
+
+    def __init__(self, programs: dict[tuple[str, ...], Jaxpr], inner: Rewriter | None):
+        self._bodies = {key: Body(jaxpr, []) for key, jaxpr in programs.items()}
+        self.inner = inner
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @of_device
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        planned = self._bodies.get(full_fingerprint(flatten(body.jaxpr))) if self._bodies else None
+        return body if planned is None else as_planned(planned)
+
+
+class Fixed(NamedTuple):
+    """The bytes that no plan changes: of arguments and outputs, on one device.
+
+    Attributes:
+        alias_bytes: of the outputs, those in the memory of donated arguments.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes - self.alias_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step.
+
+    Attributes:
+        outline: the step with each gradient as one equation.
+        donated: positions of the inputs that the step donates.
+        fun, args, kwargs: the step and its arguments, to stage it with other gradients.
+        is_in_shard_map: whether a gradient is taken in a shard_map.
+        inner: rewrites the gradients inside of its gradients.
+    """
+
+    outline: Recorded
+    donated: tuple[int, ...]
+    fun: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    is_in_shard_map: bool
+    inner: Rewriter | None = None
+
+    def compiled_with(self, programs: dict[tuple[str, ...], Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
+        """The step with these programs in place of the functions that it differentiates, which have these keys."""
+        # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step is traced.
+        with self._outside():
+            return self._compiled(self._replaced(programs) if programs else self.program, compiler_options)
+
+    @functools.cached_property
+    def program(self) -> Recorded:
+        """The whole step, with its gradients as the user wrote them."""
+        with self._outside():
+            return self._replaced({})
+
+    def _outside(self) -> Any:
+        # The axes of a shard_map are bound while its gradient is analyzed, but the step begins outside of it.
+        return _jax.outside_all_transforms() if self.is_in_shard_map else contextlib.nullcontext()
+
+    def _replaced(self, programs: dict[tuple[str, ...], Jaxpr]) -> Recorded:
+        return _record(self.fun, self.args, self.kwargs, _Replace(programs, self.inner))
+
+    def _compiled(self, recorded: Recorded, compiler_options: dict[str, Any] | None) -> Program:
+        avals = [v.aval for v in recorded.jaxpr.invars]
+        run = lambda *inputs: _jax.evaluate(recorded.jaxpr, (), inputs)  # noqa: E731
+        return recorded.context.program(run, avals, compiler_options, self.donated, recorded.constants)
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A program to plan.
+
+    Attributes:
+        gradients: the distinct functions to differentiate: the loss, or those of the step.
+        num_taken: how many gradients of these functions the step takes.
+        ignored: fingerprints of functions that the step differentiates and that take next to nothing.
+        step: the step that differentiates them; None for a loss, unless it consists of a shard_map.
+        variant: of the gradients inside of these, as in `InnerGradients`; None if there are none.
+        is_loss: whether the step only differentiates a loss.
+    """
+
+    gradients: tuple[Recorded, ...]
+    ignored: tuple[tuple[str, ...], ...] = ()
+    step: Step | None = None
+    variant: str | None = None
+    num_taken: int = 1
+    is_loss: bool = False
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a step of the user."""
+        return self.step is not None and not self.is_loss
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that the compiler may share a value between."""
+        more = () if self.step is None else self.step.outline.context.shardings
+        return max(gradient.context.num_sharing(more) for gradient in self.gradients)
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of the arrays that the program closes over."""
+        program = self.gradients[0] if self.step is None else self.step.outline
+        return num_bytes(list(program.constants.values()))
+
+    @functools.cached_property
+    def fixed(self) -> Fixed:
+        """The bytes of arguments and outputs, by their types: an estimate, which the compiled program corrects."""
+        program = self.gradients[0] if self.step is None else self.step.program
+        differentiated = program.diff_indices if self.step is None else ()
+        jaxpr, context = _jax.without_dead_code(program.jaxpr), program.context
+        outputs = [v.aval for v in (*jaxpr.outvars, *(jaxpr.invars[i] for i in differentiated))]
+        used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)} | {
+            v for v in jaxpr.outvars if not isinstance(v, Literal)
+        }
+        used -= {jaxpr.invars[i] for i in program.constants}
+
+        # On automatic axes only the shardings of inputs are known: outputs of the type of an input count as sharded like it.
+        shardings = [*context.shardings, *[None] * (len(jaxpr.invars) - len(context.shardings))]
+        sizes = [_bytes_on_device(v.aval, s) for v, s in zip(jaxpr.invars, shardings, strict=False)]
+        like = {_type(v.aval): size for v, size in zip(jaxpr.invars, sizes, strict=False)}
+        free = [_type(jaxpr.invars[i].aval) for i in (self.step.donated if self.step is not None else ())]
+        alias_bytes = output_bytes = 0
+        for aval in outputs:
+            size = like.get(_type(aval), device_bytes(aval)) * context.num_examples
+            output_bytes += size
+            if _type(aval) in free:  # an output takes the memory of a donated input of its type
+                free.remove(_type(aval))
+                alias_bytes += size
+        argument_bytes = sum(size for v, size in zip(jaxpr.invars, sizes, strict=True) if v in used)
+        return Fixed(argument_bytes, output_bytes, alias_bytes)
+
+
+def _bytes_on_device(aval: Any, sharding: Any) -> int:
+    if sharding is None or len(sharding.spec) > len(aval.shape):
+        return device_bytes(aval)
+    try:
+        shape = sharding.shard_shape(aval.shape)
+    except ValueError:  # it does not divide the shape
+        return device_bytes(aval)
+    return num_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))
+
+
+def _type(aval: Any) -> tuple[Any, ...]:
+    return (aval.shape, aval.dtype)
+
+
+def variants(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> list[Captured]:
+    """The program to plan, as by `capture`. If gradients are taken inside of what is differentiated, one for each variant of these.
+
+    Their results are equal. The first is without rematerialization of inner gradients.
+    """
+    seen = Seen()
+    captured = capture(fun, args, kwargs, argnums, seen)
+    if not seen.any:
+        return [captured]
+    found = {}
+    for variant in VARIANTS:
+        other = capture(fun, args, kwargs, argnums, InnerGradients(variant))
+        found.setdefault(tuple(g.lines for g in other.gradients), dataclasses.replace(other, variant=variant))
+    return list(found.values())
+
+
+def capture(
+    fun: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None,
+    of_inner: Rewriter | None = None,
+) -> Captured:
+    """Trace a function once, and return the program to plan: its gradients if it is a training step, else the function.
+
+    Args:
+        of_inner: rewrites the gradients inside of these.
+
+    Raises:
+        PlanError: there is nothing to differentiate.
+    """
+    nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
+
+    # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
+    inner = _GradientRecorder(of_inner)
+    function = _record(fun, args, kwargs, inner if nums is None else None, of_inner)
+    recorded = inner.take()
+    if recorded and not _is_step(function, recorded):
+        function = _record(fun, args, kwargs, None, of_inner)
+    elif recorded:
+        gradients, ignored = _distinct(recorded)
+        is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
+        step = Step(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
+        num_taken = sum(r.lines not in ignored for r in recorded)
+        return Captured(gradients, ignored, step, num_taken=num_taken)
+
+    # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
+    # `argnums` counts arguments as the user wrote them, each of which may be a tree of any number of arrays.
+    in_argnums = []
+    for n, arg in enumerate((*args, *kwargs.values())):
+        in_argnums += [nums is None or n in nums] * len(partition(arg, is_array_or_type)[0])
+    num_operands = len(function.jaxpr.invars) - len(in_argnums)
+    diff_indices = [i for i in function.traced_floats if i < num_operands or in_argnums[i - num_operands]]
+    if not diff_indices or not any(is_float(v.aval) for v in function.jaxpr.outvars[: function.num_out]):
+        raise PlanError(
+            f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to differentiate; and it "
+            f"takes no gradient itself."
+        )
+    is_outermost = not function.context.maps and function.context.manual is None
+    if is_outermost and is_on_devices(function.jaxpr):
+        return _on_devices(function, diff_indices)
+    return Captured((dataclasses.replace(function, diff_indices=diff_indices),))
+
+
+def _is_step(function: Recorded, gradients: Sequence[Recorded]) -> bool:
+    outputs = [v.aval for v in function.jaxpr.outvars[: function.num_out] if is_float(v.aval)]
+    return is_training_step([[v.aval for v in g.jaxpr.outvars[: g.num_out]] for g in gradients], outputs)
+
+
+def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:
+    """A loss that consists of a shard_map: the step that computes its gradient, in which what runs on a device is differentiated."""
+    jaxpr = loss.jaxpr
+    types = loss.context.types([v.aval for v in jaxpr.invars])
+    gradient, types = close_over(gradient_of(jaxpr, diff_indices, loss.num_out), types, loss.constants)
+    captured = capture(gradient, tuple(types), {}, None)
+    return dataclasses.replace(captured, is_loss=True)
+
+
+def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:
+    """The different functions among the recorded ones, and the fingerprints of those that take next to nothing."""
+    # One loss may be differentiated several times, such as for each microbatch.
+    distinct = {r.key: r for r in reversed(recorded)}
+    sizes = {key: _value_bytes(r) for key, r in distinct.items()}
+    least = _NEGLIGIBLE * max(sizes.values())
+    kept = tuple(r for key, r in reversed(distinct.items()) if sizes[key] >= least)
+    return kept, tuple(r.lines for key, r in distinct.items() if sizes[key] < least)
+
+
+def _value_bytes(recorded: Recorded) -> int:
+    values = [v.aval for eqn in recorded.flat.eqns for v in eqn.outvars]
+    return recorded.context.num_examples * sum(device_bytes(aval) for aval in values if hasattr(aval, "dtype"))
+
+
+def _is_embedded(x: Any) -> bool:
+    """Whether a value is a small array of one device, which a compiled program has inside. Larger ones count as arguments: they take memory."""
+    return is_array(x) and not isinstance(x, _jax.Tracer) and num_bytes(x) <= _EMBEDDED and sharding_of(x) is None
+
+
+def _record(
+    fun: Callable, args: tuple, kwargs: dict[str, Any], rewriter: Rewriter | None, inner: Rewriter | None = None
+) -> Recorded:
+    """Stage a call, with the functions that it differentiates rewritten. Arguments other than arrays are closed over."""
+    outer = _Recorder(inner)
+
+    @functools.wraps(fun)
+    def traced(*args: Any, **kwargs: Any) -> list[Any]:
+        # Outputs in the order of `jax.jit`, which flattens the variables of flax too: XLA's schedule depends on it.
+        if rewriter is None:
+            return jax.tree.leaves(fun(*args, **kwargs))
+        with rewritten_by(rewriter):
+            return jax.tree.leaves(fun(*args, **kwargs))
+
+    arrays, static = partition((args, kwargs), is_array_or_type)
+    planned = Remat(traced, policy=outer)
+
+    @functools.wraps(fun)
+    def call(*arrays: Any) -> Any:
+        call_args, call_kwargs = static.combine(arrays)
+        planned(*call_args, **call_kwargs)  # what it returns has been recorded
+
+    traced.__qualname__ = call.__qualname__ = name_of(fun)  # of an object, too, which has none of its own
+    staged_jaxpr("plan", call, arrays, {})
+    (function,) = outer.take()
+    return function

@@ -1,0 +1,325 @@
+"""The choices of a region: bytes saved, bytes in use during its backward pass, cost of recomputation.
+
+The model. A region is staged with its derivative. The backward pass reads values of the forward graph. Each is either saved
+or recomputed, and recomputation needs the operands: inputs of the region, saved values, or recomputed ones. `Graph.front` finds
+the Pareto front of bytes and cost, by integer programs (`_integer`). The bytes in use during the backward pass come from a walk
+over its equations, which takes elementwise operations to be fused into their readers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ... import _jax
+from ..._equations.compiled import Program, fast_compile_options
+from ..._equations.flops import flops
+from ..._equations.primitives import row_of
+from ..._jax import Jaxpr, Var
+from ..._lift.context import TraceContext, device_bytes
+from ..._remat import decide, mark
+from ..._tree import is_float
+from .._program.derivative import BackwardPass, derivative_of, without_identities
+from .._program.values import Address, labels_of, values_of
+from .._program.ways import KEEP, ON_HOST, Formats, InFormat, Way, smallest
+from .integer import IntegerProgram, Storage
+from .treatment import Decision, Option, pareto_front
+
+_PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
+_MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of the dynamic program over the parts
+
+# Values of a region; the front of a larger one is sampled. Chosen by hand, without a measurement on record.
+_MAX_ENUMERATED = 12
+
+# Of the bytes of a region's largest value. Smaller ones, such as tests of indices, would only make more choices that differ in nothing.
+WORTH_STORING = 1 / 64
+
+
+class Graph:
+    """A region with its derivative.
+
+    Args:
+        jaxpr: the region.
+        is_computed: for each input, whether the program computes it, so that its cotangent takes temporary memory.
+        is_differentiated: for each input, whether it has a tangent.
+        has_cotangent: for each output, whether it gets a cotangent.
+        context: the transforms and shardings that the region runs under.
+        formats: in which saved values may be stored.
+        is_step: whether the region is a step of a loop. A loop stacks what its steps save, also if it stacks their outputs.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        is_computed: Sequence[bool],
+        is_differentiated: Sequence[bool],
+        has_cotangent: Sequence[bool],
+        context: TraceContext = TraceContext(),  # noqa: B008
+        formats: Formats = (),
+        is_step: bool = False,
+    ):
+        self.jaxpr = jaxpr
+        self._context = context.for_other_inputs()
+        diff_indices = [i for i, v in enumerate(jaxpr.invars) if is_differentiated[i] and is_float(v.aval)]
+        out_indices = [i for i, v in enumerate(jaxpr.outvars) if has_cotangent[i] and is_float(v.aval)]
+        self.diff_indices = frozenset(diff_indices)
+        self._out_indices = out_indices
+        self._is_computed = [is_computed[i] for i in diff_indices]
+
+        # Differentiated with every value marked, for choices of what to save. Without the marks it is the derivative of the baseline.
+        self.sites, self._results_of_rules = values_of(jaxpr)
+        names = {address: ".".join(map(str, address)) for address in self.sites}
+        marked = mark.mark(jaxpr, labels_of(names), region=_PLANNED)
+        self._forward, self._backward = derivative_of(marked, diff_indices, out_indices)
+        plain, self._baseline_backward = without_identities(self._forward, self._backward, _is_planned_mark)
+        self._baseline_residuals = plain.computed_residuals
+        self.residual_inputs = [i for i, v in enumerate(plain.inputs) if v in plain.residuals]
+
+        # Only marks that residuals depend on become candidates: saving any other value spares no recomputation.
+        needed = self._forward.needed()
+        self._address_of: dict[Any, Address] = {}
+        for i in needed:
+            eqn = self._forward.jaxpr.eqns[i]
+            if _is_planned_mark(eqn):
+                self._address_of[eqn.outvars[0]] = tuple(map(int, eqn.params["what"].split(".")))
+
+        # An output of the region is an input of others, and counted there: saving it takes no further bytes.
+        outputs = set() if is_step else {v for v in jaxpr.outvars if isinstance(v, Var)}
+        self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[-1]] in outputs}
+
+        self._smaller: dict[Address, InFormat] = {}
+        for address in set(self._address_of.values()):
+            value = self.sites[address].value
+            if (way := smallest(value.type, formats, is_bits=value.is_bits)) is not None:
+                self._smaller[address] = way
+        self._programs: dict[tuple[Any, ...], Program] = {}  # that `measure` is to read
+
+        # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
+        self.costs = {i: flops(self._forward.jaxpr.eqns[i]) for i in needed}
+        self.residual_cost = sum(self.costs.values())
+
+    # -- options --
+
+    def front(self, *, offload: bool = False, deadline: Callable[[], bool] = lambda: False) -> list[Option]:
+        """The Pareto front, from the option that saves all it needs to the one that saves nothing.
+
+        Points are missing after a `deadline`, in the front of a region with many values, which is sampled, and where
+        `_MAX_OPTIONS` or the limits of the solver end the enumeration. All of this errs towards more cost and
+        memory: a plan may recompute more than it must, and a budget near the least memory may be refused. Bytes and cost of each
+        option are always those of its own set of values.
+
+        Args:
+            offload: whether values may be stored in host memory.
+            deadline: whether time is up.
+        """
+        return self.front_finder(offload, deadline)()
+
+    def front_finder(self, offload: bool, deadline: Callable[[], bool]) -> Callable[[], list[Option]]:
+        """A function that finds the `front`. It traces nothing, so that another thread may call it."""
+        program = self._integer_program(offload) if self.sites and self.costs else None
+        return functools.partial(self._front, program, offload, deadline)
+
+    def _front(self, program: IntegerProgram | None, offload: bool, deadline: Callable[[], bool]) -> list[Option]:
+        options = [self.baseline(), self.option({})]
+        if program is None:
+            return pareto_front(options)
+
+        # From the cheapest option downwards: each must save fewer bytes than the one before it.
+        limit, total = np.inf, None
+        while len(options) < _MAX_OPTIONS and not deadline():
+            solution = program.solve(limit)
+            if solution is None:
+                break
+            option = self.option(solution)
+            options.append(option)
+            total = total or max(option.saved_bytes, 1)
+            if option.saved_bytes == 0:
+                break
+            # A short front is enumerated point by point. A long one is sampled at distances of equal bytes.
+            is_sampled = len(self._address_of) > _MAX_ENUMERATED
+            limit = option.saved_bytes - max(1, total // _MAX_OPTIONS if is_sampled else 1)
+        return pareto_front(options)
+
+    def _integer_program(self, offload: bool) -> IntegerProgram:
+        storages: dict[Address, dict[Way, Storage]] = {}
+        worth_it = self.smaller
+        for address in sorted(set(self._address_of.values())):
+            aval, num_bytes = self.sites[address].value.type, self.num_bytes(address)
+            storages[address] = {KEEP: Storage(num_bytes, 0.0, num_bytes)}
+            if (way := worth_it.get(address)) is not None:
+                storages[address][way] = Storage(way.num_bytes(aval), way.cost(aval), way.num_bytes(aval))
+            if offload:
+                storages[address][ON_HOST] = Storage(0, 0.0, 2 * num_bytes)
+        return IntegerProgram(self._forward, self.costs, self._address_of, storages)
+
+    def option(self, saved: Mapping[Address, Way]) -> Option:
+        """The region, saving these values in these ways."""
+        recomputed = self._recomputed(saved.keys())
+        types = {address: self.sites[address].value.type for address in saved}
+        saved_bytes = sum(self.num_bytes(address, way) for address, way in saved.items())
+        cost = sum(self.costs[i] for i in recomputed) + sum(way.cost(types[a]) for a, way in saved.items())
+        fetched = [self.num_bytes(a) for a, way in saved.items() if way.is_read_early]
+        decoded = [way.read_bytes(types[a]) for a, way in saved.items() if not way.is_read_early]
+        read_bytes = sum(fetched) + max(decoded, default=0)
+        decision = Decision(frozenset(saved.items()))
+        return Option(saved_bytes, self._backward_bytes(recomputed) + read_bytes, cost, decision)
+
+    def inputs_read(self, decision: Decision) -> set[int]:
+        """The inputs, by index, that the backward pass of an option reads, to compute values again or itself."""
+        if decision.saved is None:
+            return set(self.residual_inputs)
+        forward = self._forward
+        read = {
+            v for i in self._recomputed(decision.addresses) for v in forward.jaxpr.eqns[i].invars if isinstance(v, Var)
+        }
+        return {i for i, v in enumerate(forward.inputs) if v in read or v in forward.residuals}
+
+    def baseline(self) -> Option:
+        """The region without rematerialization."""
+        saved_bytes = sum(device_bytes(v.aval) for v in self._baseline_residuals)
+        return Option(saved_bytes, self._peak_bytes(self._baseline_backward, []), 0.0, Decision())
+
+    def by_policy(self, policy: Any) -> Option:
+        """The region under a policy."""
+        # A result of a rule is judged by the equation that computes it there, as by the policy itself.
+        sites = self.sites | self._results_of_rules
+        return self.option(dict.fromkeys(decide.decide(policy, list(sites.values())), KEEP))
+
+    def num_bytes(self, address: Address, way: Way = KEEP) -> int:
+        """Bytes of a saved value between the passes. An output is in memory for other regions, unless it is in fewer bits."""
+        is_held = way is KEEP and address in self._output_addresses
+        return 0 if is_held else way.num_bytes(self.sites[address].value.type)
+
+    @property
+    def smaller(self) -> dict[Address, InFormat]:
+        """The values worth storing in fewer bits; not outputs, which are in memory for other regions."""
+        largest = max((device_bytes(site.value.type) for site in self.sites.values()), default=0)
+        spared = {a: self.num_bytes(a) - self.num_bytes(a, way) for a, way in self._smaller.items()}
+        return {a: self._smaller[a] for a, n in spared.items() if n > WORTH_STORING * largest}
+
+    def _recomputed(self, saved: Container[Address]) -> list[int]:
+        """The equations that run again, in order, where these values are saved."""
+        return self._forward.needed({v for v, address in self._address_of.items() if address in saved})
+
+    # -- memory in use --
+
+    def _backward_bytes(self, recomputed: Sequence[int]) -> int:
+        return self._peak_bytes(self._backward, [self._forward.jaxpr.eqns[i] for i in recomputed])
+
+    def _peak_bytes(self, backward: BackwardPass, recomputed: Sequence[Any]) -> int:
+        """The most bytes live at a time during recomputation and the backward pass after it.
+
+        Errs in both directions, by up to half (decision 9): XLA's fusions and its order of the equations are unknown here. So it
+        orders the options, and `measure` replaces it for the chosen ones.
+        """
+        eqns = [*recomputed, *backward.jaxpr.eqns]
+        forward_variable = dict(zip(backward.residuals, backward.forward_residuals, strict=True))
+        resolve = lambda v: forward_variable.get(v, v)  # noqa: E731
+
+        # The cotangent of an input that the program does not compute, such as a parameter, is an output of the whole program.
+        # Outputs have their own memory, so it is not temporary.
+        uncounted = {v for v, c in zip(backward.outs, self._is_computed, strict=True) if not c and isinstance(v, Var)}
+        outputs = {v for v in backward.outs if isinstance(v, Var)} - uncounted
+
+        # Last uses, and the values that must be in memory because an equation that does not fuse reads them.
+        last_use: dict[Any, int] = {}
+        in_memory: set[Any] = set(outputs)
+        for i, eqn in enumerate(eqns):
+            fuses = row_of(eqn).fuses or row_of(eqn).reads_fused
+            for v in eqn.invars:
+                if isinstance(v, Var):
+                    last_use[resolve(v)] = i
+                    if not fuses:
+                        in_memory.add(resolve(v))
+        last_use |= dict.fromkeys(outputs, len(eqns))
+
+        # A fused value is computed where it is read: its operands live until then. Readers come first in this order, so the
+        # last use of a fused value is final before it is passed on to its operands.
+        for eqn in reversed(eqns):
+            if row_of(eqn).fuses:
+                for v in eqn.outvars:
+                    if v not in in_memory:
+                        for u in eqn.invars:
+                            if isinstance(u, Var):
+                                last_use[resolve(u)] = max(last_use[resolve(u)], last_use.get(v, -1))
+
+        # The walk: allocate at an equation's outputs, free after last uses.
+        live = sum(device_bytes(v.aval) for v in backward.cotangents)
+        freed_after: dict[int, int] = {}
+        for v in backward.cotangents:
+            end = last_use.get(v, 0)
+            freed_after[end] = freed_after.get(end, 0) + device_bytes(v.aval)
+        peak = live
+        for i, eqn in enumerate(eqns):
+            fused = row_of(eqn).fuses
+            for v in eqn.outvars:
+                if v in uncounted or (fused and v not in in_memory) or v not in last_use:
+                    continue
+                live += device_bytes(v.aval)
+                freed_after[last_use[v]] = freed_after.get(last_use[v], 0) + device_bytes(v.aval)
+
+            # Operands are freed after the outputs are allocated: an equation holds both. XLA may reuse a buffer in place, so
+            # this errs high.
+            peak = max(peak, live)
+            live -= freed_after.get(i, 0)
+        return peak
+
+    def measure(self, option: Option) -> Option:
+        """Return the option with the backward bytes of the region's backward pass, compiled on its own."""
+        decision = option.decision
+        program = self.program(decision)
+        del self._programs[decision.held]
+        # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary. The
+        # context maps the program over all examples of a `vmap`, and the model counts one of them.
+        backward = self._baseline_backward if decision.saved is None else self._backward
+        temp_bytes = program.cost.temp_bytes // self._context.num_examples
+        out_cotangents = [v for v, c in zip(backward.outs, self._is_computed, strict=True) if c and isinstance(v, Var)]
+        cotangent_bytes = sum(device_bytes(v.aval) for v in (*backward.cotangents, *out_cotangents))
+        offloaded_bytes = sum(self.num_bytes(a) for a, way in decision.saved or () if way.is_read_early)
+        return option._replace(backward_bytes=temp_bytes + cotangent_bytes + offloaded_bytes)
+
+    def program(self, decision: Decision) -> Program:
+        """The region's backward pass, to be compiled; kept until the option is measured."""
+        if decision.held not in self._programs:
+            self._programs[decision.held] = self._program(decision)
+        return self._programs[decision.held]
+
+    def _program(self, decision: Decision) -> Program:
+        if decision.saved is None:
+            backward, recomputed, saved = self._baseline_backward, [], self._baseline_residuals
+        else:
+            addresses = decision.addresses
+            backward = self._backward
+            recomputed = [self._forward.jaxpr.eqns[i] for i in self._recomputed(addresses)]
+            saved = [v for v, address in self._address_of.items() if address in addresses]
+
+        # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved values and
+        # inputs of the region are counted by `Layout.peak`. Those in fewer bits are arguments as they are stored.
+        computed = {v for e in recomputed for v in e.outvars}
+        inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
+        inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
+        by_address, by_input = dict(decision.saved or ()), decision.held_inputs
+        ways = {v: by_address.get(address, KEEP) for v, address in self._address_of.items()}
+        ways |= {v: by_input[i] for i, v in enumerate(self._forward.inputs) if i in by_input}
+        types = [ways.get(v, KEEP).stored_type(v.aval) for v in inputs]
+
+        recomputation = _jax.rebuild(
+            self._forward.jaxpr, invars=list(inputs), outvars=backward.forward_residuals, eqns=recomputed
+        )
+
+        def run(arrays: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+            pairs = zip(inputs, arrays, strict=True)
+            values = [ways.get(v, KEEP).decode(x, v.aval) for v, x in pairs]
+            residuals = _jax.interpret(recomputation, values, lambda eqn, ins: _jax.bind_equation(eqn, eqn.params, ins))
+            return _jax.evaluate(backward.jaxpr, (), [*residuals, *cts])
+
+        num = len(types)
+        avals = [*types, *(v.aval for v in backward.cotangents)]
+        return self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
+
+
+def _is_planned_mark(eqn: Any) -> bool:
+    return eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED

@@ -1,0 +1,331 @@
+"""Loops: how their carries are stored, at every step, in loops of loops or in slots; and the options of a loop from those of its step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Any
+
+from ... import _jax
+from ..._equations.flops import flops
+from ..._errors import PolicyError
+from ..._jax import Var
+from ..._lift.context import device_bytes
+from ..._loops import schedule
+from ..._loops.strategy import Lengths, Slots, Strategy
+from ..._records import decoded_by, flag, many, record, row, whole
+from ..._text import format_bytes, short_path
+from ..._tree import is_float
+from ...residuals._trace import user_line
+from .._program.flat import Part
+from .._program.values import Address
+from .._program.ways import FORMAT, Formats, InFormat, smallest
+from .graph import WORTH_STORING, Graph
+from .treatment import Decision, Facts, Option, Rewriting, Saved, Settings, Treatment, saved_as
+
+Carries = tuple[tuple[int, InFormat], ...]
+"""The leaves of a loop's carry that are held in fewer bits, by number."""
+
+
+class OfSteps(Strategy):
+    """A strategy that has values of steps of its own to save."""
+
+    def steps(self) -> Iterator[tuple[int, Decision]]:
+        """Numbers of consecutive steps, and the decision for these."""
+        raise NotImplementedError
+
+    def check_values(self, part: Part, addresses: Set[Address]) -> None:
+        """Raise ValueError if it is for another loop than that of a part with these values."""
+
+
+def steps_of(decision: Decision, length: int = 1) -> Iterator[tuple[int, Decision]]:
+    """Numbers of consecutive steps of a loop of some length, with the decision for these; a region is one step."""
+    loop = decision.get(CheckpointedLoop)
+    if loop is not None and isinstance(loop.strategy, OfSteps):
+        yield from loop.strategy.steps()
+    else:
+        yield length, decision
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointedLoop(Treatment):
+    """How a loop stores its carries. The saved values are those of each step.
+
+    Attributes:
+        is_fenced: whether the backward pass is kept from starting early (`_remat.fence`).
+    """
+
+    strategy: Strategy
+    carries: Carries = ()
+    is_fenced: bool = False
+
+    name = "loop"
+    CHECK = record({"strategy": decoded_by(Strategy.from_json), "carries": many(row(whole(), FORMAT)), "fenced": flag})
+
+    def to_json(self) -> dict[str, Any]:
+        carries = [[n, way.name] for n, way in self.carries]
+        return {"strategy": self.strategy.to_json(), "carries": carries, "fenced": self.is_fenced}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> CheckpointedLoop:
+        carries = tuple((n, InFormat(name)) for n, name in fields["carries"])
+        return cls(Strategy.from_json(fields["strategy"]), carries, fields["fenced"])
+
+    @classmethod
+    def expanding(
+        cls, part: Part, graph: Graph, settings: Settings
+    ) -> Callable[[Sequence[Option]], list[Option]] | None:
+        return None if part.eqn is None else LoopOptions(part, graph, settings.is_alone, settings.formats)
+
+    def check(self, part: Part, facts: Facts) -> None:
+        if part.eqn is None:
+            raise ValueError("a part that is not a loop")
+        num_constants, _ = _jax.scan_counts(part.eqn)
+        for n, way in self.carries:
+            is_exact = n in part.bit_carries and way.format.is_exact
+            if not (is_exact and way.format.shrinks(part.jaxpr.invars[num_constants + n].aval)):
+                raise ValueError(f"a carry that cannot be kept as {way.name}")
+        length = part.eqn.params["length"]
+        try:
+            self.strategy.check("plan", "steps", length)
+        except PolicyError:
+            raise ValueError(f"a loop of other than {length} steps") from None
+        if isinstance(self.strategy, OfSteps):
+            self.strategy.check_values(part, facts.addresses(part))
+
+    def ways(self) -> Sequence[InFormat]:
+        return [way for _, way in self.carries]
+
+    def apply(self, rewriting: Rewriting) -> None:
+        rewriting.strategy, rewriting.is_fenced = self.strategy, self.is_fenced
+        rewriting.carries = {n: way.format for n, way in self.carries}
+
+    def as_written(self) -> CheckpointedLoop:
+        return dataclasses.replace(self, is_fenced=False)
+
+    def line(self, part: Part) -> str:
+        file, line, _ = user_line(part.eqn)
+        location = f" at {short_path(file)}:{line}" if file else ""
+        text = f"The loop of {part.eqn.params['length']} steps{location} is stored by {self.strategy!r}"
+        return f"{text}{self._carries_text(part)}."
+
+    def _carries_text(self, part: Part) -> str:
+        if not self.carries:
+            return ""
+        num_constants, num_carry = _jax.scan_counts(part.eqn)
+        types = [v.aval for v in part.jaxpr.invars[num_constants : num_constants + num_carry]]
+        names = ", ".join(dict.fromkeys(way.name for _, way in self.carries))
+        stored = sum(way.num_bytes(types[n]) for n, way in self.carries)
+        unchanged = sum(device_bytes(types[n]) for n, _ in self.carries)
+        sizes = f"{format_bytes(stored)} in place of {format_bytes(unchanged)}"
+        return f", {len(self.carries)} of the {num_carry} arrays in its carry as {names} ({sizes})"
+
+
+# -- the options of a loop ---------------------------------------------------------------------------------------------
+
+# Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the next carry,
+# which a step computes from it. Cotangents of the carry are among the step's backward bytes.
+_CARRIES_BESIDE_SLOTS = 2
+
+
+class _Carry:
+    """How a loop stores its carry.
+
+    Attributes:
+        ways: of the leaves that are held in fewer bits, by number.
+        leaf_bytes: of each leaf as it is held.
+        decoded_bytes: of the leaves that have to be decoded.
+        cost: of storing and decoding a carry.
+    """
+
+    def __init__(self, types: Sequence[Any], ways: Mapping[int, InFormat] = MappingProxyType({})):
+        self.ways: Carries = tuple(ways.items())
+        self.leaf_bytes = [ways[n].num_bytes(aval) if n in ways else device_bytes(aval) for n, aval in enumerate(types)]
+        self.decoded_bytes = sum(way.read_bytes(types[n]) for n, way in ways.items())
+        self.cost = float(sum(way.cost(types[n]) for n, way in ways.items()))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.leaf_bytes)
+
+
+class LoopOptions:
+    """Makes the options of a loop.
+
+    Args:
+        part: the loop.
+        graph: one step with its derivative.
+        is_alone: whether nothing that is differentiated beside it has a loop. The fence keeps loops from allocating what their backward passes write before it is
+            their turn; it takes a copy of a cotangent.
+        formats: in which leaves of the carry may be stored. Only exact ones are.
+    """
+
+    def __init__(self, part: Part, graph: Graph, is_alone: bool, formats: Formats = ()):
+        self._is_alone = is_alone
+        self._graph = graph
+        self._step, self._length = part.jaxpr, part.eqn.params["length"]
+        self._num_constants, self._num_carry = _jax.scan_counts(part.eqn)
+        self._first_x = self._num_constants + self._num_carry
+        self._xs = part.jaxpr.invars[self._first_x :]
+        self._carries = [_Carry(self._carry_types), *self._in_fewer_bits(part.bit_carries, formats)]
+
+    @property
+    def _carry_types(self) -> list[Any]:
+        return [v.aval for v in self._step.invars[self._num_constants : self._first_x]]
+
+    def _in_fewer_bits(self, leaves: Iterable[int], formats: Formats) -> list[_Carry]:
+        """The carry with leaves that are 0 or 1 in exact formats; nothing if that makes it hardly smaller."""
+        exact, types = tuple(f for f in formats if f.is_exact), self._carry_types
+        carry = _Carry(types, {n: way for n in leaves if (way := smallest(types[n], exact, is_bits=True)) is not None})
+        return [carry] if carry.num_bytes < (1 - WORTH_STORING) * _Carry(types).num_bytes else []
+
+    def __call__(self, steps: Sequence[Option]) -> list[Option]:
+        """The options; the last one applies the last step option to all steps alike, in one loop."""
+        unchanged = [self._unchanged(step) for step in steps if step.decision.saved is None]
+        options = []
+        for carry in reversed(self._carries):
+            for step in steps:
+                if step.decision.saved is None:
+                    options += self._with_slots(step, carry)
+                else:
+                    options += [*self._nested(step, carry), *self._keeping(step, carry), self._one_level(step, carry)]
+        return [*unchanged, *options]
+
+    def _with(self, strategy: Strategy, carry: _Carry, saved: Saved | None = None) -> Decision:
+        return Decision(saved, (CheckpointedLoop(strategy, carry.ways, not self._is_alone),))
+
+    # -- all steps alike --
+
+    def _bytes_per_step(self, step: Option, carry: _Carry) -> int:
+        """What a step stores where each stores its own: values that it saves, and of its carry what its backward pass reads."""
+        read = self._graph.inputs_read(step.decision)
+        return step.saved_bytes + sum(n for i, n in enumerate(carry.leaf_bytes) if self._num_constants + i in read)
+
+    def _unchanged(self, step: Option) -> Option:
+        return step._replace(saved_bytes=self._length * self._bytes_per_step(step, self._carries[0]))
+
+    def _one_level(self, step: Option, carry: _Carry) -> Option:
+        return step._replace(
+            saved_bytes=self._length * self._bytes_per_step(step, carry),
+            backward_bytes=step.backward_bytes + carry.decoded_bytes,
+            cost=self._length * (step.cost + carry.cost),
+            decision=self._with(Lengths(self._length), carry, step.decision.saved),
+        )
+
+    def _nested(self, step: Option, carry: _Carry) -> list[Option]:
+        """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and store as much as in one
+        loop.
+
+        The turns of a division with a remainder read a slice of the xs, which is a copy.
+        """
+        cost = self._length * (self._ahead_cost(step.decision.addresses) + step.cost)
+        options = []
+        for outer, inner in _lengths(self._length):
+            option = Option(
+                outer * carry.num_bytes,
+                inner * (self._bytes_per_step(step, carry) + self._slice_bytes)
+                + self._in_turn(step, carry)
+                + self._sliced_bytes(outer * inner),
+                cost + (outer + self._length) * carry.cost,
+                self._with(Lengths(outer, inner), carry, step.decision.saved),
+            )
+            options.append(option)
+        return options
+
+    def _keeping(self, step: Option, carry: _Carry) -> list[Option]:
+        """The same, but what steps save is stored for all of them, so that only carries are computed again; a turn reads its part as a copy."""
+        addresses = step.decision.addresses
+        if not addresses or step.decision.saved != saved_as(addresses):
+            return []
+        cost = self._length * (self._carry_cost(addresses) + step.cost)
+        options = []
+        for outer, inner in _lengths(self._length):
+            copied_bytes = step.saved_bytes + self._slice_bytes
+            option = Option(
+                outer * carry.num_bytes + self._length * step.saved_bytes,
+                inner * (self._bytes_per_step(step, carry) + copied_bytes)
+                + self._in_turn(step, carry)
+                + self._sliced_bytes(outer * inner),
+                cost + (outer + self._length) * carry.cost,
+                self._with(Lengths(outer, inner, keep="loop"), carry, step.decision.saved),
+            )
+            options.append(option)
+        return options
+
+    def _in_turn(self, step: Option, carry: _Carry) -> int:
+        """Bytes in use while a step of a turn is reversed, with what is decoded for the turn and for the step."""
+        return step.backward_bytes + 2 * carry.decoded_bytes
+
+    def _with_slots(self, step: Option, carry: _Carry) -> list[Option]:
+        """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
+        ahead_cost, length = self._ahead_cost(), self._length
+        options, slots = [], 1
+        while slots < length:
+            # Of all runs as many as there are steps count as the forward pass, which the baseline has too. As many others compute what a
+            # step keeps, and the rest the carry alone.
+            bytes_of_step = {"carry_bytes": carry.num_bytes, "residual_bytes": step.saved_bytes}
+            num_reruns = Slots(slots).runs(length, **bytes_of_step) - length
+            cost = length * max(self._graph.residual_cost, ahead_cost) + (num_reruns - length) * ahead_cost
+            cost += length * carry.cost  # each step begins with a carry from a slot, at most
+            backward_bytes = step.backward_bytes + step.saved_bytes + _CARRIES_BESIDE_SLOTS * self._carries[0].num_bytes
+            options.append(Option(slots * carry.num_bytes, backward_bytes, cost, self._with(Slots(slots), carry)))
+            slots = slots + 1 if slots < 4 else slots * 3 // 2  # geometric: few options cover every length
+        return options
+
+    # -- bytes and costs --
+
+    @property
+    def _differentiated(self) -> list[int]:
+        """The xs with a cotangent."""
+        return [i - self._first_x for i in sorted(self._graph.diff_indices) if i >= self._first_x]
+
+    @functools.cached_property
+    def _slice_bytes(self) -> int:
+        """What the reversal of a turn copies for a step: elements of xs and of cotangents of ys, and cotangents of xs."""
+        ys = [v for v in self._step.outvars[self._num_carry :] if is_float(v.aval)]
+        copied = [*self._xs, *ys, *(self._xs[i] for i in self._differentiated)]
+        return sum(device_bytes(v.aval) for v in copied)
+
+    def _sliced_bytes(self, num_steps: int) -> int:
+        """The copy of the xs of these steps, if they are not all steps."""
+        return num_steps * sum(device_bytes(v.aval) for v in self._xs) if num_steps < self._length else 0
+
+    def _ahead_cost(self, saved: Iterable[Address] = ()) -> float:
+        """The cost of a run ahead, which computes the carry and some other values."""
+        values = [v for address in saved for v in self._values_at(address)]
+        outvars = [*self._step.outvars[: self._num_carry], *values]
+        needed = _jax.rebuild(self._step, invars=self._step.invars, outvars=outvars, eqns=self._step.eqns)
+        return sum(map(flops, _jax.without_dead_code(needed).eqns))
+
+    def _carry_cost(self, saved: Iterable[Address]) -> float:
+        """The cost of computing the carry from saved values and the carry before it."""
+        given = {v for address in saved if len(address) == 2 for v in self._values_at(address)}
+        carry = {v for v in self._step.outvars[: self._num_carry] if isinstance(v, Var)}
+        needed, cost = carry - given, 0.0
+        for eqn in reversed(self._step.eqns):
+            if any(v in needed for v in eqn.outvars):
+                cost += flops(eqn)
+                needed.update(v for v in eqn.invars if isinstance(v, Var) and v not in given)
+        return cost
+
+    def _values_at(self, address: Address) -> Sequence[Any]:
+        """The value with an address; for one in a rule all results of the call."""
+        i, *rest = address
+        outvars = self._step.eqns[i].outvars
+        return outvars if len(rest) > 1 else [outvars[rest[0]]]
+
+
+@functools.cache
+def _lengths(length: int) -> tuple[tuple[int, int], ...]:
+    """Lengths of outer and inner loops to try: about the square root, powers of two, and the divisors next to these."""
+    # An inner and an outer loop of two steps each are the least nesting.
+    if length < 4:
+        return ()
+    powers = [2**n for n in range(1, length.bit_length())]
+    divisors = [n for n in range(2, length // 2 + 1) if length % n == 0]
+    exact = [min(divisors, key=lambda d: abs(math.log(d / n))) for n in powers if divisors]
+    candidates = {schedule.nested_lengths(length, 2)[1], *powers, *exact}
+    return tuple((length // n, n) for n in sorted(candidates) if 1 < n <= length // 2)

@@ -1,0 +1,187 @@
+"""A program rewritten as decided: each part by its treatments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from ... import _jax
+from ..._equations.primitives import row_of, size
+from ..._equations.structure import Body
+from ..._jax import Jaxpr, Var
+from ..._loops.step import Step
+from ..._loops.strategy import Strategy
+from ..._remat import decide, fence
+from ..._remat.atoms import Marks
+from ..._remat.override import override
+from ..._remat.policy import Policy
+from ..._remat.stored import StoredType
+from .._program.flat import Part, run
+from .treatment import Decision
+
+UNPLANNED = Decision()
+"""The decision to leave a part unchanged, without its bytes."""
+
+
+def rewrite(
+    jaxpr: Jaxpr,
+    parts: Sequence[Part],
+    decisions: Sequence[Decision],
+    *,
+    last_input: int | None = None,
+    is_sequential: bool = False,
+) -> Jaxpr:
+    """Apply a decision to each part of a program.
+
+    Args:
+        last_input: the number of an input that waits for all others; None for no such order.
+        is_sequential: whether this input also waits for the gradient before.
+    """
+    kinds = {type(t) for decision in decisions for t in decision.treatments}
+    for kind in sorted(kinds, key=lambda kind: kind.name):
+        parts, decisions = kind.prepare(jaxpr, parts, decisions)
+    # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
+    cache: dict[Any, Callable | None] = {}
+    replacements = []
+    for part, decision in zip(parts, decisions, strict=True):
+        key = (part.key, decision)
+        if key not in cache:
+            cache[key] = _loop(part, decision) if part.eqn is not None else region(part, decision)
+        replacements.append(cache[key])
+
+    def planned(*args: Any) -> list[Any]:
+        if last_input is not None:
+            args = tuple(
+                _jax.hold(x, args, is_sequential=is_sequential) if i == last_input else x for i, x in enumerate(args)
+            )
+        # `flatten` leaves out conversions of weak types within the program.
+        outs = run(jaxpr, parts, replacements, [_typed(x, is_weak=False) for x in args])
+        return [_typed(x, is_weak=_is_weak(v.aval)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
+
+    avals = [v.aval for v in jaxpr.invars]
+    body = Body.close(*_jax.stage(planned, avals, traced_for="statetx.plan", name="planned"))
+    assert not body.operands, "rewriting a program without constants made some"
+    return body.jaxpr
+
+
+def _is_weak(aval: Any) -> bool:
+    return getattr(aval, "weak_type", False)
+
+
+def _typed(x: Any, *, is_weak: bool) -> Any:
+    return x if _is_weak(jax.typeof(x)) == is_weak else _jax.with_weak_type(x, is_weak)
+
+
+def as_planned(planned: Body) -> Callable:
+    """``(operands, *args) -> outputs`` of a rewritten function, which waits for the gradient before if `rewrite` was told so."""
+    held = [e.invars[0] for e in planned.jaxpr.eqns if e.primitive is _jax.hold_primitive and e.params["is_sequential"]]
+    last_inputs = [i for i, v in enumerate(planned.jaxpr.invars) if v in held]
+
+    def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+        if not last_inputs or override.gradient_order is None:
+            return planned(operands, *args)
+        return override.gradient_order.run(functools.partial(planned, ()), last_inputs[0], [*operands, *args])
+
+    return run
+
+
+def _loop(part: Part, decision: Decision) -> Callable:
+    rewriting = decision.rewriting()
+    marks = None if rewriting.labels is None else Marks(tuple(rewriting.labels.items()))
+    fenced = "auto" if rewriting.is_fenced else None
+    return loop_of(part, rewriting.strategy, marks, fenced, rewriting.carries)
+
+
+def loop_of(
+    part: Part,
+    strategy: Strategy | None,
+    policy: Policy | None,
+    fence: str | None = None,
+    carries: Mapping[int, StoredType] = MappingProxyType({}),
+) -> Callable:
+    """A part that is a loop, with another strategy; None for none.
+
+    Args:
+        policy: of the loop's steps.
+        fence: as for `Step`.
+        carries: the stored types of the leaves of the carry that are stored in fewer bits, by number.
+    """
+    num_constants, num_carry = _jax.scan_counts(part.eqn)
+    step = Step(
+        Body(part.jaxpr, []),
+        num_constants,
+        num_carry,
+        length=part.eqn.params["length"],
+        reverse=part.eqn.params["reverse"],
+        policy=policy,
+        name="plan",
+        carry_formats=[carries.get(n) for n in range(num_carry)],
+        exact_first=[n for n, is_exact in part.bit_carries.items() if is_exact],
+        fence=fence,
+    )
+    call = step.plain() if strategy is None else strategy.build(step)
+
+    def loop(*args: Any) -> list[Any]:
+        constants, carry, xs = args[:num_constants], args[num_constants:][:num_carry], args[num_constants + num_carry :]
+        carry, ys = call(list(constants), list(carry), list(xs))
+        return [*carry, *ys]
+
+    return loop
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+
+def region(part: Part, decision: Decision) -> Callable | None:
+    """``(*inputs) -> outputs`` of a rematerialized region; None if it is not rematerialized."""
+    if decision.saved is None:
+        return None
+    rewriting = decision.rewriting(is_ordered=True)
+    # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
+    # with it the memory, depends on them.
+    sums = [] if part.original_jaxpr is not part.jaxpr else _sums_of_numbers(part.jaxpr, decision)
+    if sums:
+        return _around(sums, part, decision) if len(sums) < len(part.jaxpr.eqns) else None
+    jaxpr = part.jaxpr if decision.saved else part.original_jaxpr
+    jaxpr, policy = decide.keep(jaxpr, rewriting.labels or {}, rewriting.inputs)
+    return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
+
+
+def _sums_of_numbers(jaxpr: Jaxpr, decision: Decision) -> list[int]:
+    """The equations that add up single numbers for outputs alone, such as the losses of layers."""
+    saved = {address[0] for address in decision.addresses}
+    read: set[Any] = set()
+    sums = []
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        is_sum = row_of(eqn).is_linear and all(size(v) == 1 for v in (*eqn.invars, *eqn.outvars))
+        if is_sum and i not in saved and not eqn.effects and not any(v in read for v in eqn.outvars):
+            sums.append(i)
+        else:
+            read.update(v for v in eqn.invars if isinstance(v, Var))
+    return sums[::-1]
+
+
+def _around(sums: Sequence[int], part: Part, decision: Decision) -> Callable:
+    """A region without some equations, which run after it. Else each number would pass through the region, with its cotangent."""
+    jaxpr = part.jaxpr
+    inside = [i for i in range(len(jaxpr.eqns)) if i not in sums]
+    number = {i: n for n, i in enumerate(inside)}
+    eqns, after = [jaxpr.eqns[i] for i in inside], [jaxpr.eqns[i] for i in sums]
+    read = {v for e in eqns for v in e.invars if isinstance(v, Var)}
+    read_after = {v for e in after for v in e.invars if isinstance(v, Var)} | set(jaxpr.outvars)
+    invars = [v for v in jaxpr.invars if v in read]
+    outvars = [v for e in eqns for v in e.outvars if v in read_after]
+    own = Part("region", _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns), invars, outvars)
+    inner = region(own, decision.renumbered(number.__getitem__, lambda i: invars.index(jaxpr.invars[i])))
+    rest = _jax.rebuild(jaxpr, invars=[*jaxpr.invars, *outvars], outvars=jaxpr.outvars, eqns=after)
+    assert inner is not None
+
+    def call(*args: Any) -> list[Any]:
+        values = dict(zip(jaxpr.invars, args, strict=True))
+        return _jax.evaluate(rest, (), [*args, *inner(*(values[v] for v in invars))])
+
+    return call

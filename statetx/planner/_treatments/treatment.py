@@ -1,0 +1,275 @@
+"""What a plan does with a part of a program: the values that it saves, and treatments beside; as options with bytes and cost.
+
+A treatment is a class in a file of this folder, listed in `TREATMENTS` (`__init__`). It has all that a plan needs to know of it: its proposals, how it
+changes the program, its text, its record and the check of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+
+from ..._jax import Jaxpr
+from ..._loops.strategy import Strategy
+from ..._records import Check
+from ..._remat import mark
+from ..._remat.stored import StoredType
+from .._program.flat import Flat, Part
+from .._program.pareto import undominated
+from .._program.values import Address, labels_of, renumbered
+from .._program.ways import KEEP, Formats, InFormat, Way
+
+Interval = tuple[int, int]
+"""Equations of a program or of a region: the first, and the one after the last."""
+
+Saved = frozenset[tuple[Address, Way]]
+"""Values of a region, each with the way in which it is held."""
+
+T = TypeVar("T", bound="Treatment")
+
+
+def saved_as(addresses: Set[Address] | Sequence[Address], way: Way = KEEP) -> Saved:
+    """Values that are all held in one way."""
+    return frozenset((address, way) for address in addresses)
+
+
+@dataclasses.dataclass
+class Rewriting:
+    """How a part will be rewritten, to which each of its treatments adds.
+
+    Attributes:
+        labels: of the values that it saves; None if it is not rematerialized.
+        inputs: labels of inputs that are stored in fewer bits, by index.
+        strategy: of a loop; None for an unchanged one.
+        carries: the leaves of a loop's carry that are stored in fewer bits, by number.
+        is_fenced: whether the backward pass of a loop is kept from starting early (`_remat.fence`).
+    """
+
+    labels: Mapping[tuple[int, ...], mark.Label] | None = None
+    inputs: Mapping[int, mark.Label] = dataclasses.field(default_factory=dict)
+    strategy: Strategy | None = None
+    carries: Mapping[int, StoredType] = dataclasses.field(default_factory=dict)
+    is_fenced: bool = False
+
+
+class Facts(Protocol):
+    """What a stored treatment is checked against, beside the part that it is for."""
+
+    def can_store(self, variable: Any, way: InFormat) -> bool:
+        """Whether a variable of the program may be held in fewer bits."""
+        ...
+
+    def addresses(self, part: Part) -> Set[Address]:
+        """The values of a part that may be saved."""
+        ...
+
+
+class Settings(NamedTuple):
+    """What the proposals for a part depend on.
+
+    Attributes:
+        formats: in which values may be held.
+        is_alone: whether nothing that is differentiated beside the part has a loop.
+    """
+
+    formats: Formats = ()
+    is_alone: bool = True
+
+
+class PathSettings(NamedTuple):
+    """What variants of all regions depend on.
+
+    Attributes:
+        program: cut at no place yet.
+        formats: in which values may be held.
+        parts_of: the parts that share a `Front`.
+    """
+
+    program: Flat
+    formats: Formats
+    parts_of: Callable[[Any], Sequence[Part]]
+
+
+class PathVariant(Protocol):
+    """Variants of all regions.
+
+    Attributes:
+        unheld: the values of the program that are not in memory between regions: each region makes or holds what it reads.
+        saves_memory: whether the variants may also be worth it for the memory that they spare.
+    """
+
+    unheld: Set[Any]
+    saves_memory: bool
+
+    def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int] | None:
+        """The options of a region as a `Front`, and bytes beside its cotangents in its backward pass; None if it has no variant."""
+        ...
+
+
+class Treatment:
+    """Base of the treatments, which are frozen values. What a treatment does not override, it has no part in.
+
+    Attributes:
+        name: in a stored plan.
+        CHECK: of its record.
+    """
+
+    name: ClassVar[str]
+    CHECK: ClassVar[Check]
+
+    # -- proposals --
+
+    @classmethod
+    def expanding(cls, part: Part, graph: Any, settings: Settings) -> Callable[[Sequence[Option]], list[Option]] | None:
+        """A function from the options of a part, the unchanged one first, to more of them or others; None for none.
+
+        The last of its results stands for the last of what it gets. `graph` is the `Graph` of the part, or of a step of a loop.
+        """
+        return None
+
+    @classmethod
+    def paths(cls, settings: PathSettings) -> PathVariant | None:
+        """Variants of all regions of a program, which are of use together only; None for none."""
+        return None
+
+    # -- in a stored plan --
+
+    def to_json(self) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Self:
+        raise NotImplementedError
+
+    def check(self, part: Part, facts: Facts) -> None:
+        """Raise ValueError, with what is wrong, if it is for another part."""
+
+    def ways(self) -> Sequence[Way]:
+        """The ways in which it holds values."""
+        return ()
+
+    # -- in the program --
+
+    def held_inputs(self) -> Mapping[int, InFormat]:
+        """The inputs of a region, by index, that it holds in fewer bits."""
+        return {}
+
+    @classmethod
+    def prepare(
+        cls, jaxpr: Jaxpr, parts: Sequence[Part], decisions: Sequence[Decision]
+    ) -> tuple[Sequence[Part], Sequence[Decision]]:
+        """Change the parts of a program before each is rewritten by itself."""
+        return parts, decisions
+
+    def apply(self, rewriting: Rewriting) -> None:
+        """Say how the part is rewritten."""
+
+    def as_written(self) -> Self:
+        """The same as a user would write it."""
+        return self
+
+    def renumbered(self, equation: Callable[[int], int], inputs: Callable[[int], int]) -> Self:
+        """The same for a region whose equations and inputs have other numbers."""
+        return self
+
+    # -- in what is printed --
+
+    def text(self, part: Part) -> str:
+        """What follows the list of saved values."""
+        return ""
+
+    def line(self, part: Part) -> str:
+        """A line of its own."""
+        return ""
+
+
+class Decision(NamedTuple):
+    """What is done with a region, or with each step of a loop.
+
+    Attributes:
+        saved: the values that it saves; None if it is not rematerialized.
+        treatments: what else is done, at most one of each class, in the order of `TREATMENTS`.
+    """
+
+    saved: Saved | None = None
+    treatments: tuple[Treatment, ...] = ()
+
+    def get(self, kind: type[T]) -> T | None:
+        """The treatment of a class."""
+        return next((t for t in self.treatments if isinstance(t, kind)), None)
+
+    def having(self, new: Treatment) -> Decision:
+        """The decision with a treatment, in place of another one of its class."""
+        others = [t for t in self.treatments if type(t) is not type(new)]
+        return self._replace(treatments=tuple(sorted([*others, new], key=lambda t: t.name)))
+
+    def without(self, kind: type[Treatment]) -> Decision:
+        return self._replace(treatments=tuple(t for t in self.treatments if not isinstance(t, kind)))
+
+    @property
+    def addresses(self) -> frozenset[Address]:
+        """The values that are saved, in whatever way."""
+        return frozenset(address for address, _ in self.saved or ())
+
+    @property
+    def held_inputs(self) -> dict[int, InFormat]:
+        return {i: way for t in self.treatments for i, way in t.held_inputs().items()}
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """What is held for the backward pass of a region, or of a step of a loop, whose bytes depend on this alone."""
+        return self.saved, tuple(self.held_inputs.items())
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.saved is None and not self.treatments
+
+    def labels(self, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:
+        """The saved values as labels for `decide.keep`; `is_ordered` as for `Way.label`."""
+        pairs = sorted(self.saved or (), key=lambda pair: pair[0])
+        return labels_of({address: way.label(is_ordered=is_ordered) for address, way in pairs})
+
+    def as_written(self) -> Decision:
+        """The same as a user would write it."""
+        return self._replace(treatments=tuple(t.as_written() for t in self.treatments))
+
+    def rewriting(self, *, is_ordered: bool = False) -> Rewriting:
+        rewriting = Rewriting(None if self.saved is None else self.labels(is_ordered=is_ordered))
+        for treatment in self.treatments:
+            treatment.apply(rewriting)
+        return rewriting
+
+    def renumbered(self, equation: Callable[[int], int], inputs: Callable[[int], int] = lambda i: i) -> Decision:
+        """The decision for a region whose equations and inputs have other numbers."""
+        saved = None if self.saved is None else frozenset((renumbered(a, equation(a[0])), w) for a, w in self.saved)
+        return Decision(saved, tuple(t.renumbered(equation, inputs) for t in self.treatments))
+
+
+class Option(NamedTuple):
+    """A decision for a region, with what it takes.
+
+    Attributes:
+        saved_bytes: bytes held between the passes, beyond the region's inputs.
+        backward_bytes: bytes in use during its backward pass, beyond the saved ones.
+        cost: of recomputation.
+    """
+
+    saved_bytes: int
+    backward_bytes: int
+    cost: float
+    decision: Decision
+
+    @property
+    def total_bytes(self) -> int:
+        """What its backward pass has in use."""
+        return self.saved_bytes + self.backward_bytes
+
+    def having(self, new: Treatment) -> Option:
+        """The option with a treatment, and the same bytes and cost."""
+        return self._replace(decision=self.decision.having(new))
+
+
+def pareto_front(options: Sequence[Option]) -> list[Option]:
+    """The options that no other dominates in cost, saved bytes and backward bytes, the cheapest first."""
+    return undominated(options, lambda o: o.cost, lambda o: o.saved_bytes, lambda o: o.backward_bytes)
