@@ -55,7 +55,8 @@ from statetx.planner._search.capture import capture
 
 MAX_NODES = 100  # of HiGHS's search tree for one program; after these its dual bound counts, which is lower
 TOLERANCE = 1e-6  # of the largest value and the most expensive equation; HiGHS meets its conditions to within 1e-7
-TURNS = 12  # that are tried
+TURNS = 40  # that are looked at; of these the ones with the most bytes of values that are not free to compute again are tried
+TRIED = 4
 
 _RANDOM = ("random_", "threefry", "rng_")
 
@@ -240,6 +241,9 @@ class Turn:
         columns = {x: i for i, x in enumerate([*nodes, *values])}
         self.before = {n for n in closure([turn], needed) if n is not turn}
 
+        self.costly_bytes = sum(
+            v.num_bytes for v in values if v.producer in self.before and v.producer.cost and not v.is_backward
+        )
         # In units of the largest value and of all operations. A value of a loop fits into an output with that of one step.
         sizes = np.array([v.num_bytes for v in values], float)
         of_step = sizes / [v.loop.times for v in values] if values else sizes
@@ -309,7 +313,7 @@ class LowerBound:
         graph = Graph(fun, args, argnums, stored_as)
         self.operations = graph.operations
         turns = [Turn(graph, turn) for turn in graph.turns()]
-        self._turns = [turn for turn in turns if turn.bytes.any()]
+        self._turns = sorted((t for t in turns if t.bytes.any()), key=lambda t: -t.costly_bytes)[:TRIED]
 
     def bytes_at(self, extra_operations: float) -> int:
         """The least temporary bytes at that many added operations."""
