@@ -5,6 +5,7 @@ import contextlib
 import warnings
 
 import jax
+import jax.ad_checkpoint
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
@@ -444,21 +445,56 @@ def test_vmap_jvp_and_second_derivatives(nesting, policy):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, expected)
 
 
-@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")
-def test_names_are_saved_with_jax_remat3():
+@pytest.fixture
+def remat3():
+    """JAX's new rematerialization, switched on."""
+    if not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX has none")
     is_on = jax.config.jax_remat3
     jax.config.update("jax_remat3", True)
-    try:
-        f = lambda x: two_products(x)  # noqa: E731
-        for nest in (f, jax.checkpoint(f), in_scan(f), jax.jit(f), statetx.remat(f), on_devices(f)):
-            for policy in (policies.names("h"), JAX.save_only_these_names("h")):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error", statetx.PolicyWarning)
-                    rows = statetx.saved_residuals(statetx.remat(nest, policy=policy), X)
-                (row,) = [r for r in rows if r.origin == "intermediate"]
-                assert (row.names, row.type) == (("h",), "f32[4,16]")
-    finally:
-        jax.config.update("jax_remat3", is_on)
+    yield
+    jax.config.update("jax_remat3", is_on)
+
+
+def test_names_are_saved_with_jax_remat3(remat3):
+    f = lambda x: two_products(x)  # noqa: E731
+    for nest in (f, jax.checkpoint(f), in_scan(f), jax.jit(f), statetx.remat(f), on_devices(f)):
+        for policy in (policies.names("h"), JAX.save_only_these_names("h")):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", statetx.PolicyWarning)
+                rows = statetx.saved_residuals(statetx.remat(nest, policy=policy), X)
+            (row,) = [r for r in rows if r.origin == "intermediate"]
+            assert (row.names, row.type) == (("h",), "f32[4,16]")
+
+
+@pytest.mark.parametrize("name", ["checkpoint_name", "checkpoint_name_fwd"])
+def test_names_in_rules_of_custom_vjp_are_saved_with_jax_remat3(name, remat3):
+    named = getattr(jax.ad_checkpoint, name, None)
+    if named is None:
+        pytest.skip("since jax 0.12")
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (jnp.sin(x), named(2 * jnp.cos(x), "h")), lambda h, ct: (h * ct / 2,))
+    for nest in (f, in_scan(f), jax.jit(f)):
+        outer = lambda x, nest=nest: jnp.exp(nest(jnp.tanh(x))).sum()  # noqa: E731
+        for policy in (policies.names("h"), policies.nothing):
+            stored = statetx.remat(outer, policy=policy)
+            rows = [r for r in statetx.saved_residuals(stored, X) if r.origin == "intermediate"]
+            assert len(rows) == (policy == policies.names("h"))
+            np.testing.assert_allclose(jax.grad(stored)(X), jax.grad(outer)(X), rtol=1e-6)
+
+
+def test_gradients_of_scans_in_a_region_with_jax_remat3(remat3):
+    """Linearized loops are equations of their own, such as ``vjp_node[scan]``."""
+    body = lambda c, _: (jnp.sin(statetx.checkpoint_name(2 * jnp.cos(c), "h")), None)  # noqa: E731
+    loop = lambda x: jnp.sum(jax.lax.scan(body, x, None, length=3)[0])  # noqa: E731
+    for inner in (loop, jax.checkpoint(loop)):
+        for f in (lambda x, g=inner: jnp.sin(jax.grad(g)(x)).sum(), lambda x, g=inner: jax.vjp(g, x)[1](1.0)[0].sum()):
+            stored = statetx.remat(f, policy=policies.names("h"))
+            np.testing.assert_allclose(jax.jit(jax.grad(stored))(X), jax.grad(f)(X), rtol=1e-6)
 
 
 @jax.tree_util.register_static

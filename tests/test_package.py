@@ -108,6 +108,20 @@ def test_private_jax_names_only_in_their_modules():
             assert not re.search(r"^\s*(import|from) (brainstate|flax)", text, re.M), path
 
 
+def test_modules_of_private_jax_names_share_no_name():
+    """`_jax` has the names of all its modules; a name that two of them define would be that of the last."""
+    found: dict[str, str] = {}
+    for path in SOURCES:
+        if path.parent.name == "_jax" and path.stem not in ("__init__", "patches"):
+            for node in ast.parse(path.read_text()).body:
+                targets = node.targets if isinstance(node, ast.Assign) else [node]
+                names = [getattr(x, "name", getattr(x, "id", "_")) for x in targets]
+                names += [a.asname or a.name for a in node.names] if isinstance(node, ast.ImportFrom) else []
+                local = not isinstance(node, ast.ImportFrom) or node.level == 2
+                for name in names if local else ():
+                    assert name.startswith("_") or found.setdefault(name, path.stem) in (path.stem, "__init__"), name
+
+
 # What SECURITY.md promises of all files, and the network.
 RUNS_OR_WRITES = re.compile(
     r"(?<![.\w])(?<!def )(open|eval|exec)\(|\.write_(text|bytes)\(|^(?!.*``).*savefig\(|\b(pickle|marshal)\.loads?\(|"

@@ -1,222 +1,27 @@
 """The only folder that touches private names of JAX.
 
 It supports jax 0.10 to 0.12. Each private name is used in one place; `tests/test_compat.py` fails when the meaning of one
-shifts.
+shifts. The public names of its modules, which no two of them share, are names of this package.
 """
 
-from jax._src.ad_checkpoint import remat_p as remat_p
-from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]  # in equations of jit
-
 from . import patches as patches
-from .batching import batch_size as batch_size
-from .batching import batch_tracer as batch_tracer
-from .batching import enclosing_vmaps as enclosing_vmaps
-from .batching import explicit_mesh_axes as explicit_mesh_axes
-from .batching import map_jaxpr as map_jaxpr
-from .batching import map_over as map_over
-from .batching import mapped_in_each as mapped_in_each
-from .batching import named_axes as named_axes
-from .batching import notify_of_vmap as notify_of_vmap
-from .batching import stacked_type as stacked_type
-from .batching import unwrap_batched as unwrap_batched
-from .batching import vmap_callbacks as vmap_callbacks
-from .batching import with_batch_axis as with_batch_axis
-from .buffers import PRIMITIVES as PRIMITIVES
-from .buffers import CompiledProgram as CompiledProgram
-from .buffers import Instruction as Instruction
-from .buffers import StackFrame as StackFrame
-from .buffers import compiled_program as compiled_program
-from .buffers import options_to_write as options_to_write
-from .buffers import product_of as product_of
-from .buffers import reserved_bytes as reserved_bytes
-from .buffers import without_new_cache_entries as without_new_cache_entries
-from .buffers import written_program as written_program
-from .custom_loop import CustomLoop as CustomLoop
-from .custom_loop import call_loop as call_loop
-from .custom_loop import loop_of as loop_of
-from .custom_loop import with_body as with_body
-from .editing import bind_equation as bind_equation
-from .editing import check_edits as check_edits
-from .editing import closed_like as closed_like
-from .editing import constants_as_inputs as constants_as_inputs
-from .editing import function_of as function_of
-from .editing import inlined as inlined
-from .editing import interpret as interpret
-from .editing import map_jaxprs as map_jaxprs
-from .editing import rebuild as rebuild
-from .editing import spliced as spliced
-from .editing import with_equations as with_equations
-from .editing import with_literals as with_literals
-from .editing import with_scope as with_scope
-from .editing import without_dead_code as without_dead_code
-from .equations import CLOSED_CALL as CLOSED_CALL
-from .equations import ClosedJaxpr as ClosedJaxpr
-from .equations import Jaxpr as Jaxpr
-from .equations import Literal as Literal
-from .equations import Var as Var
-from .equations import abstract as abstract
-from .equations import as_array as as_array
-from .equations import close as close
-from .equations import drop_axis as drop_axis
-from .equations import empty_jaxpr as empty_jaxpr
-from .equations import inner_jaxprs as inner_jaxprs
-from .equations import is_debug_callback as is_debug_callback
-from .equations import is_dropped as is_dropped
-from .equations import is_jaxpr as is_jaxpr
-from .equations import open_jaxpr as open_jaxpr
-from .equations import output_types as output_types
-from .equations import scope as scope
-from .equations import with_weak_type as with_weak_type
-from .equations import zero_tangent as zero_tangent
-from .equations import zeros as zeros
-from .estimates import ESTIMATES as ESTIMATES
-from .estimates import estimated_seconds as estimated_seconds
-from .gradients import differentiated_function as differentiated_function
-from .gradients import in_backward_pass as in_backward_pass
-from .gradients import note_differentiated as note_differentiated
-from .gradients import replace_differentiated as replace_differentiated
-from .linear import deferred_call as deferred_call
-from .linear import linear_call as linear_call
-from .loops import bind_scan as bind_scan
-from .loops import counted as counted
-from .loops import counted_fori_loop as counted_fori_loop
-from .loops import empty as empty
-from .loops import known_runs as known_runs
-from .loops import runs_primitive as runs_primitive
-from .loops import scan_counts as scan_counts
-from .loops import with_scan_constants as with_scan_constants
-from .marks import attach_primitive as attach_primitive
-from .marks import checked as checked
-from .marks import encoded_as as encoded_as
-from .marks import is_link as is_link
-from .marks import is_storing as is_storing
-from .marks import link_primitive as link_primitive
-from .marks import mark as mark
-from .marks import mark_equation as mark_equation
-from .marks import mark_primitive as mark_primitive
-from .marks import new_link as new_link
-from .marks import store as store
-from .marks import stored_primitive as stored_primitive
-from .meshes import Manual as Manual
-from .meshes import as_varying as as_varying
-from .meshes import concrete_mesh as concrete_mesh
-from .meshes import enclosing_shard_map as enclosing_shard_map
-from .meshes import in_shard_maps as in_shard_maps
-from .meshes import inside_shard_map as inside_shard_map
-from .meshes import on_current_mesh as on_current_mesh
-from .meshes import outside_all_transforms as outside_all_transforms
-from .meshes import psum_like as psum_like
-from .meshes import replicated as replicated
-from .meshes import shard_mapped as shard_mapped
-from .meshes import varying_axes as varying_axes
-from .meshes import varying_like as varying_like
-from .meshes import with_divisible_axis as with_divisible_axis
-from .meshes import with_varying_inputs as with_varying_inputs
-from .order import Noted as Noted
-from .order import hold as hold
-from .order import hold_primitive as hold_primitive
-from .order import note as note
-from .order import note_primitive as note_primitive
-from .order import set_hold_lowering as set_hold_lowering
-from .refs import discharge_refs as discharge_refs
-from .refs import has_made_refs as has_made_refs
-from .refs import ref_buffer as ref_buffer
-from .refs import ref_store as ref_store
-from .refs import ref_value as ref_value
-from .refs import takes_refs as takes_refs
-from .refs import touches_refs as touches_refs
-from .remat import CPU_DROPS_BARRIERS as CPU_DROPS_BARRIERS
-from .remat import HOST_MEMORY as HOST_MEMORY
-from .remat import Offloadable as Offloadable
-from .remat import Ordered as Ordered
-from .remat import callbacks as callbacks
-from .remat import custom_lin_primitive as custom_lin_primitive
-from .remat import forbidden_effects as forbidden_effects
-from .remat import has_side_effects as has_side_effects
-from .remat import ir_type as ir_type
-from .remat import is_jax_policy as is_jax_policy
-from .remat import memory_of as memory_of
-from .remat import name_primitive as name_primitive
-from .remat import named as named
-from .remat import names_in_policy as names_in_policy
-from .remat import num_devices as num_devices
-from .remat import platforms as platforms
-from .remat import policy_answer as policy_answer
-from .remat import rematerialize as rematerialize
-from .remat import set_remat_lowering as set_remat_lowering
-from .remat import to_device as to_device
-from .remat import to_host as to_host
-from .remat import undo_checkpoints as undo_checkpoints
-from .remat import with_sharding as with_sharding
-from .remat import without_remat3 as without_remat3
-from .rules import derivative_rule as derivative_rule
-from .rules import escaped_values as escaped_values
-from .rules import failed_rule as failed_rule
-from .rules import has_rule as has_rule
-from .rules import has_users_rule as has_users_rule
-from .rules import is_rule_inspected as is_rule_inspected
-from .rules import is_written_by_jax as is_written_by_jax
-from .rules import num_closed_over as num_closed_over
-from .rules import results_of_rule as results_of_rule
-from .rules import rule_kept as rule_kept
-from .rules import rule_of as rule_of
-from .rules import running_rule as running_rule
-from .rules import with_rule as with_rule
-from .rules import with_watched_rules as with_watched_rules
-from .staging import compile_settings as compile_settings
-from .staging import evaluate as evaluate
-from .staging import evaluate_checked as evaluate_checked
-from .staging import name_as_staged as name_as_staged
-from .staging import name_function as name_function
-from .staging import name_inputs as name_inputs
-from .staging import new_input as new_input
-from .staging import num_devices_of as num_devices_of
-from .staging import outputs_with_tangents as outputs_with_tangents
-from .staging import stage as stage
-from .staging import steps_with_tangents as steps_with_tangents
-from .staging import variable_of as variable_of
-from .topology import TooFewDevices as TooFewDevices
-from .topology import lowered_for as lowered_for
-from .topology import without_compilation_cache as without_compilation_cache
-from .traces import JAX_FOLDER as JAX_FOLDER
-from .traces import LEAVES as LEAVES
-from .traces import LITERALS as LITERALS
-from .traces import ArrayImpl as ArrayImpl
-from .traces import Tracer as Tracer
-from .traces import TraceState as TraceState
+from .batching import *
+from .buffers import *
+from .custom_loop import *
+from .editing import *
+from .equations import *
+from .estimates import *
+from .gradients import *
+from .linear import *
+from .loops import *
+from .marks import *
+from .meshes import *
+from .order import *
+from .refs import *
+from .remat import *
+from .rules import *
+from .staging import *
+from .topology import *
+from .traces import *
 from .traces import _context as _context
-from .traces import api_boundary as api_boundary
-from .traces import cache_key_context as cache_key_context
-from .traces import checks_keys as checks_keys
-from .traces import constants_of as constants_of
-from .traces import current_trace as current_trace
-from .traces import derivatives_of as derivatives_of
-from .traces import eager_trace as eager_trace
-from .traces import ends_with_current_trace as ends_with_current_trace
-from .traces import eval_context as eval_context
-from .traces import in_loop_body as in_loop_body
-from .traces import in_parent_trace as in_parent_trace
-from .traces import in_trace as in_trace
-from .traces import innermost_derivative as innermost_derivative
-from .traces import is_batched as is_batched
-from .traces import is_derivative_of_rule as is_derivative_of_rule
-from .traces import is_derivative_or_batching as is_derivative_or_batching
-from .traces import is_differentiated as is_differentiated
-from .traces import is_eager as is_eager
-from .traces import is_jit_disabled as is_jit_disabled
-from .traces import is_jitted as is_jitted
-from .traces import is_live as is_live
-from .traces import is_of_current_trace as is_of_current_trace
-from .traces import is_run_outside as is_run_outside
-from .traces import is_usable_here as is_usable_here
-from .traces import leaked_tracers as leaked_tracers
-from .traces import primal_of as primal_of
-from .traces import refuse_as_value as refuse_as_value
-from .traces import register_cache as register_cache
-from .traces import staging_trace as staging_trace
-from .traces import trace_context as trace_context
-from .traces import trace_ref as trace_ref
-from .traces import traceback_frame as traceback_frame
-from .traces import traceback_site as traceback_site
-from .traces import transform_name as transform_name
-from .whole_call import call_whole as call_whole
+from .whole_call import *

@@ -15,9 +15,9 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow.loops import scan_p
 
-from .._positions import function_of
-from .checked import check_inside
+from .._positions import function_of as _function_of
 from .equations import ClosedJaxpr, Jaxpr, abstract, as_array, with_nonzero
+from .primitives import check_inside
 
 
 class CustomLoop(Protocol):
@@ -134,7 +134,7 @@ def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) 
         return [outs[i] for i in has_ct]
 
     arg_cts = iter(
-        jax.linear_transpose(function_of(run, args, linear), *(args[i].aval for i in linear))([cts[i] for i in has_ct])
+        jax.linear_transpose(_function_of(run, args, linear), *(args[i].aval for i in linear))([cts[i] for i in has_ct])
     )
     return [next(arg_cts) if i in linear else None for i in range(len(args))]
 

@@ -16,10 +16,11 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-from .._positions import function_of, replaced
+from .._positions import function_of as _function_of
+from .._positions import replaced
 from .batching import map_over
-from .checked import check_inside
 from .equations import with_nonzero
+from .primitives import check_inside
 
 
 def linear_call(
@@ -152,7 +153,9 @@ def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **p
         return fun(list(operands[:num_res]), list(operands[num_res:]))
 
     return jax.jvp(
-        function_of(run, primals, diff_indices), [primals[i] for i in diff_indices], [tangents[i] for i in diff_indices]
+        _function_of(run, primals, diff_indices),
+        [primals[i] for i in diff_indices],
+        [tangents[i] for i in diff_indices],
     )
 
 

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import core as _core
 from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching as _batching
-from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow import loops as _loops
 from jax._src.lax.control_flow.loops import scan_p, while_p
 
@@ -23,6 +20,7 @@ except ImportError:
 from . import patches
 from .equations import ClosedJaxpr, open_jaxpr
 from .meshes import replicated
+from .primitives import identity
 
 
 def bind_scan(
@@ -102,16 +100,8 @@ def with_scan_constants(eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any]) 
 # and their equations do not say how often they run. The schedule does. The number stands on the condition, in a primitive:
 # the condition is never removed, and what rewrites the loop (vmap, hoisting, dead code) keeps its equations.
 
-runs_primitive = _core.Primitive("statetx_runs")
+runs_primitive = identity("statetx_runs")
 """The identity, on the condition of a `while` loop: ``runs`` is how often its body runs, a mean over the entries of the loop."""
-
-runs_primitive.def_impl(lambda x, **_: x)
-runs_primitive.def_abstract_eval(lambda x, **_: x)
-_batching.primitive_batchers[runs_primitive] = lambda args, dims, **params: (
-    runs_primitive.bind(*args, **params),
-    dims[0],
-)
-_mlir.register_lowering(runs_primitive, lambda ctx, x, **_: [x])
 
 
 def counted(condition: Any, runs: Fraction) -> Any:

@@ -39,27 +39,13 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.sharding_impls import physical_sharding as _physical_sharding
 
 from .equations import Var, zeros
+from .primitives import identity
 
 # -- marks ---------------------------------------------------------------------------------------------------------
 
-mark_primitive = _core.Primitive("statetx_mark")
+mark_primitive = identity("statetx_mark")
 """The identity, on a value that a region of `statetx.remat` saves: ``region`` is the number of the region, ``what`` a label,
 which says whether the value is saved or offloaded (the planner writes the value's place). Unlike a name, JAX's policies ignore it."""
-
-mark_primitive.def_impl(lambda x, **_: x)
-mark_primitive.def_abstract_eval(lambda x, **_: x)
-
-_ad.primitive_jvps[mark_primitive] = lambda primals, tangents, **params: (
-    mark_primitive.bind(*primals, **params),
-    tangents[0],  # not marked: the primitive has no transpose
-)
-
-_batching.primitive_batchers[mark_primitive] = lambda args, dims, **params: (
-    mark_primitive.bind(*args, **params),
-    dims[0],
-)
-
-_mlir.register_lowering(mark_primitive, lambda ctx, x, **_: [x])
 
 
 def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:
@@ -166,23 +152,18 @@ def new_link(aval: Any) -> Any:
 
 # -- stored values -------------------------------------------------------------------------------------------------
 
-stored_primitive = _core.Primitive("statetx_stored")
+stored_primitive = identity("statetx_stored")
 """The identity on its first operand: ``stored(v, decoded, link)``; without a link if v has no tangents. Parameters: ``type``, the
 `StoredType`; ``region`` and ``what``, of the marks on the codes; ``is_ordered``, whether what follows has to wait for the codes."""
 
-attach_primitive = _core.Primitive("statetx_attach")
+attach_primitive = identity("statetx_attach")
 """The identity on its first operand, with the tangents of the last, a link: ``attach(x, link)``. Operands and parameters as of `stored_primitive`."""
 
 
-def _tangent_of(primitive: Any, index: int) -> None:
-    _ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (
-        primitive.bind(*primals, **params),
-        tangents[index],
-    )
-
-
-_tangent_of(stored_primitive, 0)
-_tangent_of(attach_primitive, -1)
+_ad.primitive_jvps[attach_primitive] = lambda primals, tangents, **params: (
+    attach_primitive.bind(*primals, **params),
+    tangents[-1],
+)
 
 
 def _batch(primitive: Any) -> None:
@@ -196,11 +177,8 @@ def _batch(primitive: Any) -> None:
     _batching.fancy_primitive_batchers[primitive] = rule
 
 
-for _p in (stored_primitive, attach_primitive):
-    _p.def_impl(lambda x, *_, **__: x)
-    _p.def_abstract_eval(lambda x, *_, **__: x)
-    _batch(_p)
-    _mlir.register_lowering(_p, lambda ctx, x, *_, **__: [x])
+_batch(stored_primitive)
+_batch(attach_primitive)
 
 
 def _missing(inst: Sequence[bool], eqn: Any) -> list[Any]:

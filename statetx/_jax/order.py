@@ -13,12 +13,12 @@ from typing import Any
 from jax._src import core as _core
 from jax._src.ad_util import Zero as _Zero
 from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-hold_primitive = _core.Primitive("statetx_hold")
+from .primitives import identity
 
-note_primitive = _core.Primitive("statetx_note")
+hold_primitive = identity("statetx_hold")
+note_primitive = identity("statetx_note")
 
 
 def hold(x: Any, others: Sequence[Any], *, is_sequential: bool = False) -> Any:
@@ -53,17 +53,7 @@ def set_hold_lowering(rule: Callable) -> None:
     _mlir.register_lowering(hold_primitive, rule)
 
 
-hold_primitive.def_impl(lambda x, *_, **__: x)
-hold_primitive.def_abstract_eval(lambda x, *_, **__: x)
-_ad.primitive_jvps[hold_primitive] = lambda primals, tangents, **params: (
-    hold_primitive.bind(*primals, **params),
-    tangents[0],
-)
 _ad.primitive_transposes[hold_primitive] = lambda ct, x, *others, **_: [ct, *(None for _ in others)]
-_batching.primitive_batchers[hold_primitive] = lambda args, dims, **params: (
-    hold_primitive.bind(*args, **params),
-    dims[0],
-)
 
 
 def _note_transpose(ct: Any, _: Any, *, noted: Noted) -> list[Any]:
@@ -78,12 +68,5 @@ def _note_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, noted: Noted) 
     return x, (t if type(t) is _Zero else note_primitive.bind(t, noted=noted))
 
 
-note_primitive.def_impl(lambda x, **_: x)
-note_primitive.def_abstract_eval(lambda x, **_: x)
 _ad.primitive_jvps[note_primitive] = _note_jvp
 _ad.primitive_transposes[note_primitive] = _note_transpose
-_batching.primitive_batchers[note_primitive] = lambda args, dims, **params: (
-    note_primitive.bind(*args, **params),
-    dims[0],
-)
-_mlir.register_lowering(note_primitive, lambda ctx, x, **_: [x])

@@ -219,7 +219,7 @@ def _equation_without_remat3(eqn: Any) -> Any:
     if new is None:
         return map_jaxprs(without_remat3, eqn)
     class_name = type(new).__name__ if type(new).__module__ == _ad_checkpoint.__name__ else ""
-    if class_name == "CheckpointName":
+    if class_name in ("CheckpointName", "CheckpointNameFwd"):  # the latter in rules of custom_vjp, since jax 0.12
         return eqn.replace(primitive=name_primitive, params={"name": new.name})
     if class_name == "RematTraced":
         jaxpr, consts = open_jaxpr(without_remat3(new.jaxpr))

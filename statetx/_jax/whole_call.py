@@ -15,8 +15,8 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-from .checked import check_inside
 from .equations import ClosedJaxpr, abstract, with_nonzero
+from .primitives import check_inside
 
 
 def call_whole(jaxpr: ClosedJaxpr, args: list[Any]) -> list[Any]:

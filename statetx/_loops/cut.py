@@ -68,6 +68,7 @@ def smallest_residuals(jaxpr: Any, residuals: Iterable[Any], known: set, cost: C
     return cut if again <= _MOST_COMPUTED_AGAIN * sum(map(flops, jaxpr.eqns)) else residuals
 
 
+# Not by SciPy, whose `maximum_flow` counts in int32: of an edge of 8 GiB it makes a flow of 0, without an error (1.17).
 def _saturate(capacities: dict[Any, dict[Any, float]]) -> None:
     """Send a maximum flow from source to sink: what is left of the capacities stays."""
     while True:

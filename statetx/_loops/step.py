@@ -164,7 +164,7 @@ class Step:
         return step
 
     def with_length(
-        self, length: int, policy: Policy | None, carry_formats: list[StoredType | None] | None = None
+        self, length: int, policy: Policy | None, carry_formats: Sequence[StoredType | None] | None = None
     ) -> Step:
         """The step of a part of the loop, which reports no progress, with a policy for its values, and by default what it says of the carry."""
         step = copy.copy(self)
@@ -177,11 +177,11 @@ class Step:
         """The step of a loop that stores carries unchanged, whatever its policy asks for."""
         return copy.copy(self)._storing([None] * self.num_carry)
 
-    def _storing(self, carry_formats: list[StoredType | None] | None) -> Step:
+    def _storing(self, carry_formats: Sequence[StoredType | None] | None) -> Step:
         for name in ("carry_formats", "rows"):
             vars(self).pop(name, None)
         if carry_formats is not None:
-            self.carry_formats = carry_formats
+            self.carry_formats = list(carry_formats)
         return self
 
     def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
