@@ -142,7 +142,7 @@ class BackwardStep:
         """The inverse of `encoded`, given the carry before the loop's first step."""
         rows = self._step.rows
         values = [rows[i].decode(residuals[n], step, first[i]) for n, i in self._carries.items()]
-        return replaced(residuals, self._carries, values)
+        return replaced(residuals, list(self._carries), values)
 
     def backward(self, constants: list, x: list, residuals: list, ct_carry: list, ct_ys: list) -> tuple:
         """The cotangents of the differentiated constants, carries and elements, from those of the next carry and the float ys."""
