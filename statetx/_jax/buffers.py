@@ -296,13 +296,13 @@ class _Program:
 
 
 class _Module:
-    """Of ``HloModuleProto``."""
+    """Numbers of the fields of ``HloModuleProto``."""
 
     NAME, COMPUTATIONS, ENTRY, SCHEDULE, STACK_FRAMES = 1, 3, 6, 7, 17
 
 
 class _Instruction:
-    """Of ``HloInstructionProto``."""
+    """Numbers of the fields of ``HloInstructionProto``."""
 
     NAME, OPCODE, SHAPE, METADATA, PARAMETER, TUPLE_INDEX = 1, 2, 3, 7, 9, 13
     TARGET, ID, OPERANDS, CALLED, BACKEND_CONFIG = 28, 35, 36, 38, 43
@@ -378,39 +378,30 @@ _Fields = defaultdict
 """The values of each field of a message, by its number: integers, or bytes of a text, a message or packed integers."""
 
 
+_FIXED = {1: 8, 5: 4}  # bytes of the wire types for numbers of a fixed size
+
+
 def _message(data: Any) -> _Fields:
     fields: _Fields = _Fields(list)
-    view, i, end = memoryview(data), 0, len(data)
-    while i < end:
+    view, i = memoryview(data), 0
+    while i < len(view):
         key, i = _varint(view, i)
-        wire_type = key & 7
-        if wire_type == 0:
+        if key & 7 == 0:
             value, i = _varint(view, i)
-        elif wire_type == 2:
-            size, i = _varint(view, i)
-            value, i = view[i : i + size], i + size
-        elif wire_type in (1, 5):
-            size = 8 if wire_type == 1 else 4
-            value, i = view[i : i + size], i + size
         else:
-            raise ValueError(f"wire type {wire_type} at byte {i}")
+            size, i = _varint(view, i) if key & 7 == 2 else (_FIXED[key & 7], i)
+            value, i = view[i : i + size], i + size
         fields[key >> 3].append(value)
     return fields
 
 
 def _varint(view: memoryview, i: int) -> tuple[int, int]:
-    byte = view[i]
-    i += 1
-    if byte < 128:
-        return byte, i
-    value, shift = byte & 127, 7
-    while True:
-        byte = view[i]
-        i += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, i
-        shift += 7
+    """The integer at a position, 7 bits in a byte, the lowest first, and the position behind it."""
+    value = shift = 0
+    while view[i] > 127:
+        value |= (view[i] & 127) << shift
+        shift, i = shift + 7, i + 1
+    return value | view[i] << shift, i + 1
 
 
 def _int(message: _Fields, number: int) -> int:
@@ -428,11 +419,9 @@ def _ints(values: Sequence[Any]) -> list[int]:
     """A repeated field of integers, packed or not."""
     out: list[int] = []
     for value in values:
-        if isinstance(value, int):
-            out.append(value)
-            continue
-        i = 0
-        while i < len(value):
-            number, i = _varint(value, i)
+        packed, i = (b"", 0) if isinstance(value, int) else (value, 0)
+        out += [value] if isinstance(value, int) else []
+        while i < len(packed):
+            number, i = _varint(packed, i)
             out.append(number)
     return out

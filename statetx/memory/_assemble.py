@@ -94,7 +94,7 @@ class Assembly:
                     o = self.names.origin(fusion)
                     yield Buffer(
                         constant.name, num_bytes, constant.type, 0, last, "constant", "forward", o.function or "(compiler)",
-                        o.function, o.source, "", "", None, None, place, 0, (self.schedule.step[fusion.id],),
+                        o.function, o.source, allocation=place, readers=(self.schedule.step[fusion.id],),
                     )  # fmt: skip
 
     # -- one buffer from the values that are the same array, at the places of a loop's carry or a branch's result ---------

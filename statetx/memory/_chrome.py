@@ -44,19 +44,8 @@ def to_chrome_trace(profile: MemoryProfile) -> dict[str, Any]:
         *_slices(profile),
         *_peak(profile),
     ]
-    totals = {
-        name: getattr(profile, name)
-        for name in (
-            "peak_bytes",
-            "argument_bytes",
-            "output_bytes",
-            "alias_bytes",
-            "temp_bytes",
-            "constant_bytes",
-            "num_devices",
-            "backend",
-        )
-    }
+    names = "peak_bytes argument_bytes output_bytes alias_bytes temp_bytes constant_bytes num_devices backend".split()
+    totals = {name: getattr(profile, name) for name in names}
     return {
         "traceEvents": events,
         "displayTimeUnit": "ns",
@@ -144,13 +133,5 @@ def _peak(profile: MemoryProfile) -> Iterator[dict[str, Any]]:
     step = profile.steps[profile.peak_step]
     name = f"peak: {format_bytes(profile.peak_bytes)}"
     args = {"operation": step.primitive, "at": step.source, "phase": step.phase}
-    yield {
-        "ph": "i",
-        "s": "g",
-        "name": name,
-        "cat": "peak",
-        "pid": _COUNTERS,
-        "tid": 1,
-        "ts": profile.peak_step,
-        "args": args,
-    }
+    place = {"pid": _COUNTERS, "tid": 1, "ts": profile.peak_step}
+    yield {"ph": "i", "s": "g", "name": name, "cat": "peak", **place, "args": args}

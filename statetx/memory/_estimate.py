@@ -173,10 +173,6 @@ def _buffer(
         function=function,
         source=f"{file}:{line}" if file else "",
         primitive="" if eqn is None else eqn.primitive.name,
-        region="",
-        loop=None,
-        stacked=None,
         allocation=number,  # each has a place of its own
-        offset=0,
         readers=readers,
     )

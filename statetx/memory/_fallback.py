@@ -31,32 +31,27 @@ def without_assignment(
         (f"args[{keys[1].idx}]{keystr(keys[2:])}" if keys[0].idx == 0 else keys[1].key + keystr(keys[2:]), x)
         for keys, x in jax.tree_util.tree_flatten_with_path(compiled.in_avals)[0]
     ]
+    leaves = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
+    results = [(f"output{keystr(keys)}", x) for keys, x in leaves]
     arguments = [
-        Buffer(name, _num_bytes(x), _type(x), 0, 1, "argument", "forward", name, *_NOWHERE, n, 0)
+        Buffer(name, _num_bytes(x), _type(x), 0, 1, "argument", "forward", name, allocation=n)
         for n, (name, x) in enumerate(named)
     ]
-    named = [(f"output{keystr(keys)}", x) for keys, x in jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]]
     outputs = [
-        Buffer(name, _num_bytes(x), _type(x), 1, 1, "output", "backward", name, *_NOWHERE, n, 0)
-        for n, (name, x) in enumerate(named)
+        Buffer(name, _num_bytes(x), _type(x), 1, 1, "output", "backward", name, allocation=n)
+        for n, (name, x) in enumerate(results)
     ]
     kept = [] if residuals is None else [row for row in residuals().rows if row.origin == "intermediate"]
     saved = [
         Buffer(
             f"residual {n}", r.nbytes, r.type, 0, 1, "residual", "forward", r.module or r.function, r.function, r.source,
-            r.primitive, "", None, None, len(arguments) + n, 0,
+            r.primitive, allocation=len(arguments) + n,
         )
         for n, r in enumerate(kept)
     ]  # fmt: skip
     sizes = [sum(b.num_bytes for b in group) for group in (arguments, outputs, saved)]
-    told = [0, 0, 0, 0]
-    if memory is not None:
-        told = [
-            memory.argument_size_in_bytes,
-            memory.output_size_in_bytes,
-            memory.alias_size_in_bytes,
-            memory.temp_size_in_bytes,
-        ]
+    sizes_of = "argument_size_in_bytes output_size_in_bytes alias_size_in_bytes temp_size_in_bytes".split()
+    told = [getattr(memory, name, 0) for name in sizes_of]
     return MemoryProfile(
         name=name,
         buffers=tuple(b for b in (*arguments, *saved, *outputs) if b.num_bytes),
@@ -76,9 +71,6 @@ def without_assignment(
             + (" Pass the function, or the lowered program." if was_compiled else "")
         ),
     )
-
-
-_NOWHERE = ("", "", "", "", None, None)
 
 
 def _type(x: Any) -> str:

@@ -329,15 +329,8 @@ def _draw(axes: Any, profile: MemoryProfile, layers: Stack, colors: Sequence[str
         low, high = edges[first], edges[last + 1]
         axes.axvspan(low, high, color=_PHASE_COLORS[phase], alpha=0.13, linewidth=0, zorder=0)
         if high - low > 0.08 * len(profile.steps):
-            axes.annotate(
-                phase,
-                ((low + high) / 2, 0.98),
-                xycoords=("data", "axes fraction"),
-                ha="center",
-                va="top",
-                fontsize=9,
-                color="#555555",
-            )
+            text = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top"}
+            axes.annotate(phase, ((low + high) / 2, 0.98), **text, fontsize=9, color="#555555")
     _mark_peak(axes, profile, divisor)
 
 
@@ -346,15 +339,9 @@ def _mark_peak(axes: Any, profile: MemoryProfile, divisor: float) -> None:
     x, reserved = profile.peak_step + 0.5, profile.peak_bytes / divisor
     axes.vlines(x, 0, reserved, color="black", linewidth=0.8, linestyle=":")
     is_right = x > 0.7 * len(profile.steps)
-    axes.annotate(
-        f"peak: {format_bytes(int(profile.timeline[profile.peak_step]))} in use",
-        (x, reserved),
-        xytext=(-3 if is_right else 3, 3),
-        textcoords="offset points",
-        ha="right" if is_right else "left",
-        fontsize=8,
-        weight="bold",
-    )
+    text = f"peak: {format_bytes(int(profile.timeline[profile.peak_step]))} in use"
+    side = {"xytext": (-3, 3), "ha": "right"} if is_right else {"xytext": (3, 3), "ha": "left"}
+    axes.annotate(text, (x, reserved), textcoords="offset points", **side, fontsize=8, weight="bold")
 
 
 def _unit(num_bytes: int) -> tuple[str, float]:

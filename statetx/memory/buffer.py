@@ -70,14 +70,14 @@ class Buffer:
     kind: Kind
     phase: Phase
     owner: str
-    function: str
-    source: str
-    primitive: str
-    region: str
-    loop: Loop | None
-    stacked: Loop | None
-    allocation: int
-    offset: int
+    function: str = ""
+    source: str = ""
+    primitive: str = ""
+    region: str = ""
+    loop: Loop | None = None
+    stacked: Loop | None = None
+    allocation: int = 0
+    offset: int = 0
     readers: tuple[int, ...] = ()
     stored_as: str = ""
     is_bits: bool = False

@@ -7,7 +7,6 @@ program that is traced, and counted as they run there.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,16 +25,15 @@ from .._loops.derivative import Differentiated
 from .._loops.step import Step
 from .._loops.tune import LoopOfLevels
 from .._positions import function_of
-from .._remat.gradients import rewritten_by
 from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
-from .._remat.rewriter import MARKER, marks_in
+from .._remat.rewriter import marks_in
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import format_bytes
 from .._tree import is_array_or_type, is_float, partition
 from .._typing import Policy
-from ..transforms.abstract import staged_jaxpr
+from .measure import staged_with_marks
 
 _POLICIES: tuple[Any, ...] = (None, "dots", "nothing")
 _LENGTHS = (10, 100, 1000, 10_000)  # of a loop of unknown length
@@ -192,17 +190,7 @@ def _as_array(x: Any) -> Any:
 
 def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[int] | None) -> list[Differentiated]:
     """The notes in the program of a step, or in the gradient of a loss."""
-    num_out = 0
-
-    @functools.wraps(fun)
-    def floats(*args: Any, **kwargs: Any) -> list[Any]:
-        nonlocal num_out
-        with rewritten_by(MARKER):
-            outs = [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_float(x)]
-        num_out = len(outs)
-        return outs
-
-    closed = staged_jaxpr("loop_report", floats, args, kwargs)
+    closed, num_out = staged_with_marks("loop_report", fun, args, kwargs)
     notes = _notes_in(closed.jaxpr)
     if nums is None and notes:
         return notes

@@ -74,16 +74,23 @@ def measure(
 
 def is_step(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function is a training step, which takes gradients itself."""
-    outputs: list[Any] = []
+    closed, num_out = staged_with_marks("measure", fun, args, kwargs)
+    return is_step_by_marks(marks_in(closed.jaxpr), [v.aval for v in closed.jaxpr.outvars[:num_out]])
+
+
+def staged_with_marks(name: str, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """The jaxpr of a call, in which the functions that it differentiates are marked. Its first results, of this number, are the float outputs."""
+    num_out = 0
 
     @functools.wraps(fun)
-    def noted(*args: Any, **kwargs: Any) -> list[Any]:
+    def floats(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal num_out
         with rewritten_by(MARKER):
             outs = [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_float(x)]
-        outputs.extend(map(jax.typeof, outs))
+        num_out = len(outs)
         return outs
 
-    return is_step_by_marks(marks_in(staged_jaxpr("measure", noted, args, kwargs).jaxpr), outputs)
+    return staged_jaxpr(name, floats, args, kwargs), num_out
 
 
 class ArrayProgram(NamedTuple):
