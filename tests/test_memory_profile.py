@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import corpus
 import statetx
+from helpers import crossed_in_turn
 from statetx import _jax
 from statetx._equations.compiled import memory_analysis_options
 from statetx._equations.structure import table
@@ -188,12 +189,18 @@ programs = _load("programs")
 SLOW_PROGRAMS = ("SwiGLU transformer", "convolutional net", "deep MLP")
 
 
+WRAPS = {"plain": lambda f: f, "remat": statetx.remat}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_PROGRAMS)) for n in programs.PROGRAMS]
+    "name, wrap",
+    [
+        *crossed_in_turn([n for n in programs.PROGRAMS if n not in SLOW_PROGRAMS], WRAPS),
+        *(pytest.param(n, wrap, marks=pytest.mark.slow) for n in SLOW_PROGRAMS for wrap in WRAPS),
+    ],
 )
-@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["plain", "remat"])
 def test_planners_programs_sum_to_xlas_figures(name, wrap):
-    loss, params, data = programs.PROGRAMS[name](wrap)
+    loss, params, data = programs.PROGRAMS[name](WRAPS[wrap])
     check_sums(loss, params, *data)
 
 
