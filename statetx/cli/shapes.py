@@ -1,21 +1,15 @@
 """``--shapes``: arguments by their types, as in ``f32[32,128], {"x": i32[8]}, mask=bool[32]``.
 
-Grammar, with any white space between the words:
-
-    arguments := [argument ("," argument)* [","]]
-    argument  := [name "="] value
-    value     := array | "(" values ")" | "[" values "]" | "{" [key ":" value ("," key ":" value)* [","]] "}"
-    array     := dtype "[" [size ("," size)* [","]] "]"
-    dtype     := f32, bf16, i32, u8, bool, pred, c64, f8_e4m3fn ... | float32 ... | key<fry>, key<rbg>, key<urbg>
-    key       := name | quoted text
+The text is the arguments of a call in Python, with types for arrays: a dtype (f32, bf16, i32, u8, bool, pred, c64, f8_e4m3fn ..., or in full
+float32 ..., or key<fry>, key<rbg>, key<urbg>) and sizes in brackets. The keys of a dict may lack their quotes.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +18,9 @@ import numpy as np
 from .._text import short_dtype, suggestion
 from .bad_input import BadInput
 
-T = TypeVar("T")
-
 _NAMES = "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64 bfloat16 float16 float32 float64 complex64 complex128"
 _KEYS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}  # as JAX prints them in types
+_ARRAY = re.compile(r"\b([A-Za-z_]\w*(?:<\w*>)?) *\[ *((?:\d[\d_]* *, *)*(?:\d[\d_]*)? *)\]")
 
 
 def parse_shapes(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -48,82 +41,70 @@ def parse_shapes(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ((32, 128), dtype('int32'), dtype(bfloat16))
     """
     try:
-        return _Parser(text).arguments()
-    except RecursionError:
+        return _Parser(re.sub(r"\s", " ", text)).arguments()
+    except (RecursionError, MemoryError):
         raise BadInput("--shapes: the brackets are nested too deeply") from None
 
 
 class _Parser:
-    """Reads a text from the left; `_at` is the place of the next character."""
+    """Python's parser, for a text in which a name of the same length stands for each array."""
 
     def __init__(self, text: str):
         self._text = text
-        self._at = 0
+        self._arrays: dict[int, Any] = {}  # by their places
+
+        def name_for(match: re.Match[str]) -> str:
+            sizes = [size.strip().replace("_", "") for size in match[2].split(",") if size.strip()]
+            for size in sizes:
+                if len(size) > 18:
+                    self._fail(f"a size of {len(size)} digits is more than an array has", match.start(2))
+            dtype = self._dtype(match[1], match.start())
+            self._arrays[match.start()] = jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
+            return "_".ljust(len(match[0]))
+
+        self._call = f"f({_ARRAY.sub(name_for, text)})"
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args: list[Any] = []
+        try:
+            call = ast.parse(self._call, mode="eval").body
+        except (SyntaxError, ValueError) as e:
+            problem, place = str(e.args[0]), (getattr(e, "offset", None) or 3) - 3
+            if "never closed" in problem or place >= len(self._text) > 0 and "closing" in problem:  # by our bracket
+                problem, place = "a bracket is not closed", len(self._text)
+            self._fail(problem, place)
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            self._fail("expected arguments, separated by commas", 0)
         kwargs: dict[str, Any] = {}
-        while self._peek():
-            if match := self._match(r"([A-Za-z_]\w*)\s*="):
-                if match[1] in kwargs:
-                    self._fail(f"the keyword {match[1]!r} is there twice", match.start())
-                kwargs[match[1]] = self._value()
-            else:
-                start = self._at
-                args.append(self._value())
-                if kwargs:
-                    self._fail("a positional argument follows a keyword argument", start)
-            if self._peek() and not self._take(","):
-                self._expected("',' or the end")
-        return tuple(args), kwargs
+        for keyword in call.keywords:
+            if keyword.arg is None or keyword.arg in kwargs:
+                problem = "is there twice" if keyword.arg else "has no name"
+                self._fail(f"the keyword {keyword.arg!r} {problem}", self._place(keyword))
+            kwargs[keyword.arg] = self._value(keyword.value)
+        return tuple(map(self._value, call.args)), kwargs
 
-    def _value(self) -> Any:
-        if self._take("("):
-            values, has_comma = self._items(")", self._value)
-            return values[0] if len(values) == 1 and not has_comma else tuple(values)
-        if self._take("["):
-            return self._items("]", self._value)[0]
-        if self._take("{"):
-            pairs = self._items("}", self._pair)[0]
-            if len(dict(pairs)) < len(pairs):
-                self._fail("a key is given twice", self._at)
-            return dict(pairs)
-        return self._array()
+    def _value(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Name() if self._place(node) in self._arrays:
+                return self._arrays[self._place(node)]
+            case ast.Tuple():
+                return tuple(map(self._value, node.elts))
+            case ast.List():
+                return list(map(self._value, node.elts))
+            case ast.Dict():
+                items = [(self._key(k or node), self._value(v)) for k, v in zip(node.keys, node.values, strict=True)]
+                if len(dict(items)) < len(items):
+                    self._fail("a key is given twice", self._place(node))
+                return dict(items)
+        self._fail("expected a type such as f32[2,3], or '(', '[', '{'", self._place(node))
 
-    def _items(self, end: str, item: Callable[[], T]) -> tuple[list[T], bool]:
-        """The items before a closing bracket, and whether there is a comma."""
-        items: list[T] = []
-        has_comma = False
-        while not self._take(end):
-            if items and not has_comma:
-                self._expected(f"',' or {end!r}")
-            items.append(item())
-            has_comma = self._take(",")
-        return items, has_comma or len(items) != 1
+    def _key(self, node: ast.AST) -> str:
+        match node:
+            case ast.Constant(value=str(key)) | ast.Name(id=key) if self._place(node) not in self._arrays:
+                return key
+        self._fail("expected a key such as 'x'", self._place(node))
 
-    def _pair(self) -> tuple[str, Any]:
-        match = self._match(r"'([^']*)'|\"([^\"]*)\"|([A-Za-z_]\w*)") or self._expected("a key such as 'x'")
-        if not self._take(":"):
-            self._expected("':'")
-        return next(group for group in match.groups() if group is not None), self._value()
-
-    def _array(self) -> jax.ShapeDtypeStruct:
-        start = self._at
-        match = self._match(r"[A-Za-z_]\w*(<\w*>)?")
-        if match is None:
-            self._expected("a type such as f32[2,3], or '(', '[', '{'")
-        dtype = self._dtype(match[0], start)
-        if not self._take("["):
-            self._expected(f"'[' after {match[0]}")
-        return jax.ShapeDtypeStruct(tuple(self._items("]", self._size)[0]), dtype)
-
-    def _size(self) -> int:
-        start = self._at
-        match = self._match(r"\d[\d_]*(?!\w)") or self._expected("a size such as 32")
-        digits = match[0].replace("_", "")
-        if len(digits) > 18:
-            self._fail(f"a size of {len(digits)} digits is more than an array has", start)
-        return int(digits)
+    def _place(self, node: Any) -> int:
+        return len(self._call.encode()[: node.col_offset].decode()) - len("f(")
 
     def _dtype(self, name: str, start: int) -> Any:
         if name.startswith("key<"):
@@ -132,40 +113,14 @@ class _Parser:
             return _key_dtype(_KEYS[name[4:-1]])
         dtypes = _dtypes()
         if name not in dtypes:
-            self._fail(
-                f"{name!r} is not a type.{suggestion(name, dtypes) or ' There are f32, bf16, i32, bool, key<fry>'}",
-                start,
-            )
+            hint = suggestion(name, dtypes) or " There are f32, bf16, i32, bool, key<fry>"
+            self._fail(f"{name!r} is not a type.{hint}", start)
         dtype = dtypes[name]
         if dtype != jax.dtypes.canonicalize_dtype(dtype):
             self._fail(f"{name} needs 64-bit types: set JAX_ENABLE_X64=1", start)
         return dtype
 
-    # -- characters ------------------------------------------------------------------------------------------------
-
-    def _peek(self) -> str:
-        """The next character that is not white space; empty at the end."""
-        self._match("")
-        return self._text[self._at : self._at + 1]
-
-    def _take(self, character: str) -> bool:
-        return self._match(re.escape(character)) is not None
-
-    def _match(self, pattern: str) -> re.Match[str] | None:
-        """Read what matches a pattern, after white space."""
-        self._at = re.compile(r"\s*").match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
-        match = re.compile(pattern).match(self._text, self._at)
-        if match:
-            self._at = match.end()
-        return match
-
-    def _expected(self, what: str) -> NoReturn:
-        rest = self._peek()
-        self._fail(f"expected {what}, got {repr(rest) if rest else 'the end'}", self._at)
-
     def _fail(self, problem: str, place: int) -> NoReturn:
-        # White space before a word is not part of its place.
-        place += len(self._text[place:]) - len(self._text[place:].lstrip())
         before, after = self._text[:place], self._text[place:]
         marked = f"{'...' * (len(before) > 100)}{before[-100:]}>>>{after[:100]}{'...' * (len(after) > 100)}"
         raise BadInput(f"--shapes: {problem.rstrip('.')}, at character {place + 1} (after >>>): {marked}")
