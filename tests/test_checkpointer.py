@@ -223,7 +223,7 @@ def test_save_unsupported_value_raises_with_path(tmp_path):
         statetx.Checkpointer(tmp_path, statetx.states(model, statetx.Param)).save(1)
 
     with statetx.Checkpointer(tmp_path / "long", {"x": statetx.State([np.zeros(2, np.longdouble)])}) as checkpointer:
-        with pytest.raises(statetx.StateValueError, match=r"'x\[0\]' holds a.*\[2\], and no JAX array has this dtype"):
+        with pytest.raises(statetx.StateValueError, match=r"'x\[0\]' holds .*\[2\], and no JAX array has this dtype"):
             checkpointer.save(1)
         assert checkpointer.steps == []
 
@@ -232,7 +232,7 @@ def test_save_unsupported_value_raises_with_path(tmp_path):
 
     with statetx.Checkpointer(tmp_path / "enum", {"phase": statetx.State(Phase.WARM_UP)}) as checkpointer:
         with pytest.raises(
-            statetx.StateValueError, match="the state 'phase' holds a Phase, which is not an array, number"
+            statetx.StateValueError, match="the state 'phase' holds Phase, which is not an array, number"
         ):
             checkpointer.save(1)
 
@@ -638,9 +638,9 @@ def test_killed_run_resumes_to_the_same_losses_after_fifty_kills(tmp_path):
 @pytest.mark.parametrize(
     ("obj", "match"),
     [
-        (lambda w: {"w": w.value}, r"'w' is an f32\[3\], not a state"),
+        (lambda w: {"w": w.value}, r"'w' is f32\[3\], not a state"),
         (lambda w: {"w": w.value.astype("uint8")}, r"'w' is a u8\[3\]"),
-        (lambda w: {"w": w, "step": 3}, "'step' is an int, not a state"),
+        (lambda w: {"w": w, "step": 3}, "'step' is int, not a state"),
         (lambda w: {"w": w, "deep": [{"rate": 0.1}]}, "'deep.0.rate' is a float, not a state"),
         (lambda w: {"w": w, "name": "a"}, "'name' is a str, not a state"),
         (lambda w: 3.0, "'its argument' is a float, not a state"),

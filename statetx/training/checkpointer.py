@@ -32,11 +32,11 @@ from ._manifest import (
     check_contents,
     compare,
     nest,
+    reading,
     refuse_local,
     seal,
     unnest,
     unseal,
-    with_article,
 )
 
 
@@ -230,17 +230,19 @@ class Checkpointer:
         # First the manifest: it tells which arrays to request, and whether the checkpoint is of these states at all.
         manifest = unseal(self._read(location, step, manifest=self._args.JsonRestore()), location)
         live = {path: LiveState(state) for path, state in _states_of(self._obj).items()}
-        compare(manifest, live, location)
-        targets = nest({path: entry.targets(manifest[path]["leaves"]) for path, entry in live.items()})
+        with reading(location):
+            compare(manifest, live, location)
+            targets = nest({path: entry.targets(manifest[path]["leaves"]) for path, entry in live.items()})
         arrays = self._read(location, step, states=self._args.StandardRestore(targets)) if targets else {}
 
         # Every value is made and checked before any state is written.
         values = []
-        for path, entry in live.items():
-            records = manifest[path]["leaves"]
-            leaves = entry.decoded(records, unnest(arrays.get(path, {})))
-            check_contents(path, records, leaves, location)
-            values.append(entry.restored(records, leaves))
+        with reading(location):
+            for path, entry in live.items():
+                records = manifest[path]["leaves"]
+                leaves = entry.decoded(records, unnest(arrays.get(path, {})))
+                check_contents(path, records, leaves, location)
+                values.append(entry.restored(records, leaves))
         locked(_frames.ownership, _store_all, list(live.values()), values)
         return step
 
@@ -363,7 +365,7 @@ def _leaves_of(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _refuse_value(path: str, leaf: Any) -> None:
     if is_array_or_number(leaf) or isinstance(leaf, (bool, str, bytes)):
         raise CheckpointError(
-            f"Checkpointer: {path or 'its argument'!r} is {with_article(type_str(leaf))}, not a state, and would not be saved.\n"
+            f"Checkpointer: {path or 'its argument'!r} is {type_str(leaf)}, not a state, and would not be saved.\n"
             f"Fix: give the state itself rather than its value, keep the value in a statetx.State, or leave it out."
         )
 
