@@ -9,11 +9,41 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from . import _hooks
 from ._atomic import new_lock as _new_lock
 from ._environment import flag as _flag
 from ._targets.absent import load_jax as _load_jax
 
 _load_jax()
+
+
+def _brainstate_kind() -> _Any:
+    from .kinds.brainstate import KIND
+
+    return KIND
+
+
+def _nnx_kind() -> _Any:
+    from .kinds.nnx import KIND
+
+    return KIND
+
+
+def _fit_policy(*args: _Any) -> _Any:
+    from .planner.fit import Fit
+
+    return Fit(*args)
+
+
+def _fit_microbatch(*args: _Any) -> _Any:
+    from .planner.batches import parts
+
+    return parts(*args)
+
+
+_hooks.foreign_kinds.update({"brainstate": _brainstate_kind, "flax.nnx": _nnx_kind})
+_hooks.policies["fit"] = _fit_policy
+_hooks.fits["microbatch"] = _fit_microbatch
 
 from ._errors import CarryTypeError as CarryTypeError
 from ._errors import CheckpointError as CheckpointError

@@ -344,7 +344,7 @@ class count_traces(Wrapper):
     """
 
     def __init__(self, fun: Callable):
-        super().__init__(fun, {})
+        super().__init__(fun)
         self.count = 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

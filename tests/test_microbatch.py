@@ -884,12 +884,12 @@ def test_gradients_keep_the_scale_of_the_loss():
 
 def test_errors_name_the_fix():
     with pytest.raises(
-        ValueError, match=r"(?s)differ in the number of examples.*params\['a'\] has 5.*x has 10.*argnums=1"
+        ValueError, match=r"(?s)differ in length.*params\['a'\] has 5.*x has 10.*argnums=1"
     ):
         statetx.microbatch(mean_loss, 2)(PARAMS, X, Y)
     with pytest.raises(ValueError, match="10 examples cannot be split into 11 parts"):
         statetx.microbatch(lambda x: x.sum(), 11)(X)
-    with pytest.raises(ValueError, match="scale is a f32.* no axis of examples"):
+    with pytest.raises(ValueError, match="scale is a f32.* no axis 0"):
         statetx.microbatch(lambda x, scale: (x * scale).sum(), 2)(X, jnp.float32(2))
     for num in (0, 2.5, True, "many"):
         with pytest.raises(statetx.StaticArgumentError, match="not a number of parts"):

@@ -23,7 +23,7 @@ import pytest
 from pages import BLOCK, assert_same, fill, fill_notebook
 
 import statetx
-from statetx import policies, testing
+from statetx import _hooks, policies, testing
 from statetx._loops import strategy
 from statetx._states import registry
 
@@ -55,7 +55,7 @@ def run_page(page, folder, monkeypatch):
     text = page.read_text()
     for library in set(re.findall(r"^ *(?:import|from) (haiku|equinox|flax|braintools)\b", text, re.M)):
         pytest.importorskip(library)
-    for library in registry._FOREIGN:  # a kind that a page is the first to load would be removed with the page's own
+    for library in _hooks.foreign_kinds:  # a kind that a page is the first to load would be removed with the page's own
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
     registry.kinds()

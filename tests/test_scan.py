@@ -110,7 +110,7 @@ def test_zero_length_and_length_mistakes():
         statetx.scan(lambda c, x: (c, x), 0, (XS, XS[:3]))
     with pytest.raises(ValueError, match="length=5 disagrees"):
         statetx.scan(lambda c, x: (c, x), 0, XS, length=5)
-    with pytest.raises(ValueError, match="no leading axis"):
+    with pytest.raises(ValueError, match="no axis 0"):
         statetx.scan(lambda c, x: (c, x), 0, 1.0)
     with pytest.raises(TypeError, match="must return a pair"):
         statetx.scan(lambda c, x: c, 0, XS)

@@ -210,7 +210,7 @@ def test_flags_in_outputs_are_mapped():
 
 @pytest.mark.parametrize("xs", [(), (jnp.ones(4), jnp.ones(6))], ids=["no arrays", "lengths"])
 def test_batches_of_map_need_one_length(xs):
-    with pytest.raises(ValueError, match=r"scan: (give length=|the leading axes of xs have different lengths)"):
+    with pytest.raises(ValueError, match=r"scan: (give length=|the arrays differ in length)"):
         statetx.map(lambda x: 1.0, xs, batch_size=2)
 
 
@@ -232,7 +232,7 @@ def test_private_batch_tracers():
     [
         (
             lambda f: statetx.vmap(f)(jnp.ones(10), b=jnp.ones((2, 3))),
-            r"^vmap\(.*both\): the arguments differ in the number of examples: a \(f32\[10\]\) has 10 along axis 0, "
+            r"^vmap\(.*both\): the arrays differ in length: a \(f32\[10\]\) has 10 along axis 0, "
             r"b \(f32\[2,3\]\) has 2 along axis 0",
         ),
         (
@@ -240,7 +240,7 @@ def test_private_batch_tracers():
             r"a\['w'\] \(f32\[8\]\) has 8 along axis 0, axis_size is 2",
         ),
         (lambda f: statetx.vmap(f)(4.0, 2), "no argument has an axis to map over.*Python numbers have none"),
-        (lambda f: statetx.vmap(f, (1, None))(jnp.ones(3), 1), r"argument a \(f32\[3\]\) has no axis 1"),
+        (lambda f: statetx.vmap(f, (1, None))(jnp.ones(3), 1), r"a is a f32\[3\], which has no axis 1"),
         (lambda f: statetx.vmap(f)({}, ()), "no argument has an axis to map over"),
     ],
 )

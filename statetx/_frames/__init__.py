@@ -15,13 +15,15 @@ states: both first compute a list of stores, and then run it by `commit`, which 
 `Frame.run` closes its frame on every way out.
 """
 
+from collections.abc import Callable as _Callable
+
 from .access import UNKNOWN as UNKNOWN
 from .access import Access as Access
 from .access import Copy as Copy
 from .access import Effect as Effect
 from .access import is_leaf as is_leaf
 from .current import _local as _local
-from .current import current_frame as current_frame
+from .current import current_frame as _current_frame
 from .current import idle_modes as idle_modes
 from .current import is_idle as is_idle
 from .current import set_current_frame as set_current_frame
@@ -42,3 +44,6 @@ from .threads import ownership as ownership
 from .threads import publish as publish
 from .threads import report_touch as report_touch
 from .watched import WatchedKind as WatchedKind
+
+current_frame: _Callable[[], Frame | None] = _current_frame
+"""The innermost open frame of this thread."""

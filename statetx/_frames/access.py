@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,9 +10,6 @@ import numpy as np
 from .._atomic import Store
 from .._states.protocol import Kind
 from .._states.registry import is_opaque
-
-if TYPE_CHECKING:
-    from .frame import Frame
 
 UNKNOWN: Any = type("Unknown", (), {"__slots__": (), "__repr__": lambda self: "UNKNOWN"})()
 """A placeholder for a value that was not looked up."""
@@ -36,7 +33,7 @@ class Access:
         "written",
     )
 
-    def __init__(self, state: Any, kind: Kind, owner: Frame | None, *, read: bool):
+    def __init__(self, state: Any, kind: Kind, owner: Any, *, read: bool):
         self.state = state
         self.kind = kind
         self.previous_owner = owner  # the frame that owned the state before this one

@@ -6,23 +6,21 @@ import functools
 import sys
 import threading
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .. import _jax
-from .._states.registry import _load_pending, _modal, _pending
-
-if TYPE_CHECKING:
-    from .frame import Frame
+from .._states.registry import load_pending, modal, pending
 
 
 class _Local(threading.local):
-    frame: Frame | None = None
+    frame: Any = None  # the `Frame`, or None
 
 
 _local = _Local()
 
 
-def current_frame() -> Frame | None:
+def current_frame() -> Any:
+    """The frame; None if none is open. `_frames` exports it with its type."""
     return _local.frame
 
 
@@ -40,13 +38,13 @@ def idle_modes() -> Hashable | None:
         return None
 
     # Load the kind of a library that the program has imported since the last call.
-    for library in _pending:
+    for library in pending:
         if library in sys.modules:
-            _load_pending()
+            load_pending()
             break
 
     modes = []
-    for kind in _modal:
+    for kind in modal:
         if not kind.is_idle():
             return None
         modes.append(kind.mode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import _jax
 from .._atomic import Store, commit, locked, new_lock
@@ -14,14 +14,11 @@ from .._states.protocol import Kind
 from .access import UNKNOWN, Access, Effect
 from .current import _local
 
-if TYPE_CHECKING:
-    from .frame import Frame
-
 # A state has one value. While a frame is open, each state that it has touched holds a value of the frame: perhaps a tracer.
 # So the innermost frame that has touched a state owns it, and a touch by another thread raises; a program that shares
 # states between threads guards them by a lock. A state is acquired before it gets its new value and released after it has
 # its old one, so a state without an owner holds no tracer of a call that is running.
-open_frames: dict[int, Frame] = {}
+open_frames: dict[int, Any] = {}  # of `Frame`s, by id
 """The open frames of all threads, by their ids, in the order of opening. If it is empty, no state has an owner, and holding `ownership` keeps it so."""
 
 ownership = new_lock()  # reentrant: a finalizer may run, and touch a state, wherever Python allocates
@@ -131,7 +128,7 @@ def report_touch(state: Any, kind: Kind, frame: Any, owner: Any, *, writing: boo
             receiver.touch(state, kind, writing=is_write)
 
 
-def foreign_state_error(state: Any, kind: Kind, owner: Frame) -> ForeignStateError:
+def foreign_state_error(state: Any, kind: Kind, owner: Any) -> ForeignStateError:
     """The error for a touch of a state whose owner is a frame of another thread, or one that is not running any more."""
     if owner.is_open and owner.thread != threading.get_ident():
         cause = f"another thread is running {owner.name}, which has its own value for it until it ends"

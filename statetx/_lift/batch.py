@@ -10,28 +10,35 @@ import jax.numpy as jnp
 
 from .. import _states
 from .._objects.paths import argument_names
-from .._text import type_str
 from .._tree import Partition, as_array, is_array_or_type, is_key, partition
 from .._typing import Indices, Names
 from .context import sharding_of
+from .lengths import common_length
 from .signature import StaticArguments
 from .wrapper import name_of
+
+Axes = dict[int | str, int]
+"""The arguments that hold the batch, by position or name, and the axis of the examples in their arrays."""
 
 
 class Batch(NamedTuple):
     """The batch of a call.
 
     Attributes:
-        leaves: its arrays, and the random keys among its arguments.
+        leaves: its arrays, with the examples along their first axis, and the random keys among its arguments.
         arguments: ``leaves -> (args, kwargs)`` of the function, for other leaves in place of these.
         is_key: which leaves are random keys.
         size: the number of examples.
+        mask_of_arrays: which arrays of ``(args, kwargs)``, in their order there, are leaves.
+        argnums: the positional arguments that have a leaf.
     """
 
     leaves: list[Any]
     arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]]
     is_key: list[bool]
     size: int
+    mask_of_arrays: list[bool]
+    argnums: set[int]
 
     def types(self, size: int) -> list[jax.ShapeDtypeStruct]:
         """The types of the leaves for so many examples, without shardings."""
@@ -42,30 +49,71 @@ class Batch(NamedTuple):
 
     def mask(self) -> list[bool]:
         """Which arrays of ``(args, kwargs)``, in their order there, are leaves of the batch. One array may be an argument beside the batch, too."""
-        return [isinstance(x, _Mark) for x in partition(self._marked(), _is_marked_or_array)[0]]
+        return self.mask_of_arrays
 
     def holds(self, argnum: int) -> bool:
         """Whether a positional argument has a leaf of the batch."""
-        return any(isinstance(x, _Mark) for x in partition(self._marked()[0][argnum], _is_marked_or_array)[0])
-
-    def _marked(self) -> tuple[tuple, dict[str, Any]]:
-        return self.arguments([_Mark() for _ in self.leaves])
+        return argnum in self.argnums
 
     def is_sharded(self) -> bool:
         """Whether an array is known to be sharded over devices along the examples."""
         return any(map(_is_sharded, self.leaves))
 
 
-class _Mark:
-    """Stands for a leaf of the batch."""
+def batch_along(
+    call: str,
+    fun: Callable,
+    axes: Axes,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    lacking: str,
+    differing: str,
+    missing: str,
+) -> Batch:
+    """The batch of a call.
 
+    Args:
+        call: the call, for messages.
+        lacking, differing: see `common_length`.
+        missing: the fix for a call in which no argument holds an array.
 
-def _is_marked_or_array(x: Any) -> bool:
-    return isinstance(x, _Mark) or is_array_or_type(x)
+    Raises:
+        ValueError: the arguments disagree in the number of examples, or have none.
+    """
+    parts: dict[int | str, Partition] = {}
+    leaves: list[Any] = []
+    leaf_axes: list[int | None] = []
+    for key in (*range(len(args)), *sorted(kwargs)):
+        if key in axes:
+            arrays, parts[key] = partition(args[key] if isinstance(key, int) else kwargs[key], is_array_or_type)
+            leaves += map(as_array, arrays)
+            leaf_axes += [axes[key]] * len(arrays)
+    are_keys = [not x.shape and is_key(x) for x in leaves]
+    leaf_axes = [None if k else axis for k, axis in zip(are_keys, leaf_axes, strict=True)]
+
+    flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)[0]
+    paths = [path for path, x in flat if is_array_or_type(x)]
+    mask = [(path[1].key if path[0].idx else path[1].idx) in axes for path in paths]
+    names = lambda: [argument_names(fun, args)(path) for path, flag in zip(paths, mask, strict=True) if flag]  # noqa: E731
+    size = common_length(
+        call, leaves, leaf_axes, names, lacking=lacking, differing=differing, needed_by="The number of parts"
+    )
+    if size is None:
+        raise ValueError(f"{call}: no argument holds an array to be split.\nFix: {missing}.")
+
+    def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        moved = iter([jnp.moveaxis(x, 0, a) if a else x for x, a in zip(leaves, leaf_axes, strict=True)])
+        given = {key: part.combine([next(moved) for _ in range(part.num_dynamic)]) for key, part in parts.items()}
+        return tuple([given.get(i, x) for i, x in enumerate(args)]), {k: given.get(k, x) for k, x in kwargs.items()}
+
+    leaves = [jnp.moveaxis(x, a, 0) if a else x for x, a in zip(leaves, leaf_axes, strict=True)]
+    argnums = {key for key, part in parts.items() if isinstance(key, int) and part.num_dynamic}
+    return Batch(leaves, arguments, are_keys, size, mask, argnums)
 
 
 class BatchArguments:
-    """Which arguments of a function hold the batch.
+    """Which arguments of a function hold the batch, along the first axis of their arrays.
 
     Args:
         name: the transform, for messages.
@@ -89,67 +137,22 @@ class BatchArguments:
         self._others = others
 
     def of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
-        """The batch of a call.
-
-        Raises:
-            ValueError: the arguments disagree in the number of examples, or have none.
-        """
+        """The batch of a call. Raises as `batch_along`."""
         mask, names = self._batched.mask(len(args)), self._batched.names
         if self._is_default:
             others = self._others(len(args))
             mask, names = [i not in others for i in range(len(args))], set(kwargs)
-        positional = {i: x for i, x in enumerate(args) if mask[i]}
-        named = {name: x for name, x in kwargs.items() if name in names}
-        leaves, part = partition((positional, named), is_array_or_type)
-        leaves = [as_array(x) for x in leaves]
-
-        def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-            positional, named = part.combine(leaves)
-            return tuple([positional.get(i, x) for i, x in enumerate(args)]), {**kwargs, **named}
-
-        are_keys = [not x.shape and is_key(x) for x in leaves]
-        return Batch(leaves, arguments, are_keys, self._size(leaves, are_keys, part, args))
-
-    def _size(self, leaves: list[Any], is_key: list[bool], part: Partition, args: tuple) -> int:
-        first_leaf: dict[int, int] = {}  # by size
-        for n, x in enumerate(leaves):
-            if is_key[n]:
-                continue
-            if not x.shape:
-                raise ValueError(
-                    f"{self._name}: {self._leaf_name(n, part, args)} is a {type_str(x)}, which has no axis of examples.\n"
-                    f"Fix: leave it out of argnums=, which names the arguments that hold the batch."
-                )
-            first_leaf.setdefault(x.shape[0], n)
-        if not first_leaf:
-            raise ValueError(
-                f"{self._name}: no argument holds a batch.\nFix: pass the batch as arrays, and name these arguments by argnums= or argnames=."
-            )
-        symbolic = next((n for size, n in first_leaf.items() if not isinstance(size, int)), None)
-        if symbolic is not None:
-            raise ValueError(
-                f"{self._name}: the number of examples of {self._leaf_name(symbolic, part, args)} is symbolic: {type_str(leaves[symbolic])}. "
-                f"The number of parts depends on it.\nFix: export with a constant number of examples."
-            )
-        if len(first_leaf) > 1:
-            sizes = [f"{self._leaf_name(n, part, args)} has {size}" for size, n in list(first_leaf.items())[:4]]
-            is_raw_key = any(x.shape == (2,) and x.dtype == jnp.uint32 for x in leaves)
-            hint = " A key of jax.random.PRNGKey is such an array: use jax.random.key." if is_raw_key else ""
-            raise ValueError(
-                f"{self._name}: the arguments differ in the number of examples, their first axis: {', '.join(sizes)}.\n"
-                f"Fix: name the arguments that hold the batch, as in argnums=1 for loss(params, batch).{hint}"
-            )
-        return next(iter(first_leaf))
-
-    def _leaf_name(self, n: int, part: Partition, args: tuple) -> str:
-        leaves = [object() for _ in range(part.num_dynamic)]
-        tree = part.combine(leaves)
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_states.is_opaque)[0]:
-            if leaf is leaves[n]:
-                # Positional arguments are a dict by position here.
-                first = jax.tree_util.SequenceKey(keys[1].key) if keys[0].idx == 0 else keys[1]
-                return argument_names(self._fun, args)([keys[0], first, *keys[2:]])
-        return "an argument"
+        axes: Axes = {key: 0 for key in (*(i for i, flag in enumerate(mask) if flag), *names)}
+        return batch_along(
+            self._name,
+            self._fun,
+            axes,
+            args,
+            kwargs,
+            lacking="leave it out of argnums=, which names the arguments that hold the batch",
+            differing="name the arguments that hold the batch, as in argnums=1 for loss(params, batch)",
+            missing="pass the batch as arrays, and name these arguments by argnums= or argnames=",
+        )
 
 
 def _is_sharded(x: Any) -> bool:

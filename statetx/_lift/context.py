@@ -181,7 +181,7 @@ def close_over(fun: Callable, inputs: Sequence[Any], constants: Mapping[int, Any
 
 def _type(aval: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Any:
     """The `jax.ShapeDtypeStruct` that stands for an argument of ``jax.jit``; it drops a sharding that does not divide the shape."""
-    if sharding is not None and not _divides(sharding, shape):
+    if sharding is not None and not divides(sharding, shape):
         sharding = None
     return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
 
@@ -196,7 +196,8 @@ def _in_memory(aval: Any, sharding: NamedSharding | None, is_sharded: bool) -> j
     return sharding.with_memory_kind(kind)
 
 
-def _divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
+def divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether a sharding divides a shape."""
     try:
         sharding.shard_shape(shape)
     except ValueError:

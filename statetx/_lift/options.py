@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -19,6 +19,45 @@ from .._tree import is_array, is_integer
 from .wrapper import name_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+
+
+class Transform(Protocol[P]):
+    """The type of a transform that returns a function of the same type, or with options alone a decorator."""
+
+    @overload
+    def __call__(self, fun: F, /, *args: P.args, **kwargs: P.kwargs) -> F: ...
+    @overload
+    def __call__(self, fun: None = None, /, *args: P.args, **kwargs: P.kwargs) -> Callable[[F], F]: ...
+
+
+def keeps_type(transform: Callable[Concatenate[Any, P], Any]) -> Transform[P]:
+    """Declare for type checkers that a transform returns a function of the same type."""
+    return cast(Transform[P], transform)
+
+
+def transform(hints: Mapping[str, str] | None = None, call: str = "", fix: str | None = None) -> Callable[[F], F]:
+    """Decorate the declaration of a transform: its signature and its docstring. The body may check options.
+
+    The signature is the only list of the options: calls are checked by it, it has the defaults, and the `Wrapper` that is ``made_by`` the
+    transform gets all options of a call. Arguments as in `with_checked_options`.
+    """
+
+    def decorate(declaration: F) -> F:
+        checked = with_checked_options(hints, call, fix)(declaration)
+        name, *optional = inspect.signature(declaration).parameters
+
+        @functools.wraps(declaration)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            checked(*args, **kwargs)
+            given = dict(zip((name, *optional), args, strict=False)) | kwargs
+            fun = given.pop(name, None)
+            wrapper: Any = made.wrapper  # type: ignore[attr-defined]
+            return wrapper.make(fun, wrapper.defaults | given)
+
+        return made  # type: ignore[return-value]
+
+    return decorate
 
 
 def with_checked_options(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 import numpy as np
@@ -31,23 +30,36 @@ class Wrapper(Generic[P, R]):
     It has the function's name, docstring and signature, binds to instances like a function, and is pickled by reference if
     a module variable or class attribute holds it, else by its parts. Attributes that it lacks are read from the wrapped
     function; if a callable object is wrapped, they are also written to the object.
+
+    Attributes:
+        maker: the public transform that makes it: ``class Named(Wrapper, made_by=named)``.
+        defaults: the options of this transform with their defaults, from its signature.
     """
 
     __qualname__: str
     _object: Any = None  # the wrapped callable object; set after `__init__`, whose attributes are the wrapper's
+    maker: ClassVar[Any] = None
+    defaults: ClassVar[dict[str, Any]] = {}
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, made_by: Any = None, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):
             cls.__call__ = _jax.api_boundary(cls.__call__)
+        if made_by is not None:
+            cls.maker, made_by.wrapper = made_by, cls
+            cls.defaults = {p.name: p.default for p in [*inspect.signature(made_by).parameters.values()][1:]}
 
-    def __init__(self, fun: Callable, options: dict[str, Any]):
+    def __init__(self, fun: Callable, **options: Any):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
-        self.__isabstractmethod__ = getattr(
-            fun, "__isabstractmethod__", False
-        )  # `abc.abstractmethod` above sets it, too
-        self._options = options
+        # `abc.abstractmethod` above sets it, too.
+        self.__isabstractmethod__ = getattr(fun, "__isabstractmethod__", False)
+        self._options = self.defaults | options
+
+    @classmethod
+    def make(cls, fun: Any, options: dict[str, Any]) -> Any:
+        """Apply the transform; `options` has all of them. Without a function, return a decorator."""
+        return as_decorator(cls, fun, options)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -78,20 +90,9 @@ class Wrapper(Generic[P, R]):
         return _rebuild, (type(self), self.__wrapped__, self._options)
 
     def __repr__(self) -> str:
-        public = getattr(sys.modules["statetx"], self._made_by(), None)
-        defaults = {} if public is None else inspect.signature(public).parameters
-        texts = {k: brief(v) for k, v in self._options.items() if k in defaults}
-        options = "".join(f", {k}={text}" for k, text in texts.items() if text != brief(defaults[k].default))
-        return f"statetx.{self._made_by()}({name_of(self.__wrapped__)}{options})"
-
-    def _made_by(self) -> str:
-        """The public function that made this wrapper."""
-        return _public_name(type(self))
-
-
-def _public_name(cls: type[Wrapper]) -> str:
-    """The public function that makes wrappers of a class: ``value_and_grad`` for `ValueAndGrad`."""
-    return re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        texts = {k: (brief(v), brief(self.defaults.get(k))) for k, v in self._options.items()}
+        options = "".join(f", {k}={text}" for k, (text, default) in texts.items() if text != default)
+        return f"statetx.{getattr(self.maker, '__name__', type(self).__name__)}({name_of(self.__wrapped__)}{options})"
 
 
 def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
@@ -142,7 +143,7 @@ def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
         return functools.cached_property(decorate(fun.func))
     if isinstance(fun, functools.partialmethod):
         return functools.partialmethod(decorate(fun.func), *fun.args, **fun.keywords)
-    name = _public_name(cls)
+    name = cls.maker.__name__
     if not callable(fun):
         raise _refusal(name, fun)
     refuse_function(fun, name, name_of(fun))

@@ -260,6 +260,13 @@ def argument_names(
     return name
 
 
+def leaf_names(fun: Callable, args: tuple, kwargs: dict[str, Any], mask: Sequence[bool]) -> list[str]:
+    """The names in Python of the leaves of ``(args, kwargs)`` that the mask selects."""
+    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)[0]
+    name = argument_names(fun, args)
+    return [name(keys) for (keys, _), is_selected in zip(leaves, mask, strict=True) if is_selected]
+
+
 def reaches_unwatched(fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call can reach a state that no frame sees."""
     return any(map(_states.is_unwatched, Paths(fun, args, kwargs).items().values()))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 
+from .. import _hooks
 from .._errors import PolicyError
 from .._text import brief, suggestion
 from .atoms import JaxPolicy, dots, dots_without_batch_dims, everything, nothing
@@ -25,9 +25,6 @@ def _jax_names() -> list[str]:
 # Members of jax.checkpoint_policies that return a policy; the other members are policies.
 _FACTORIES = frozenset(n for n in _jax_names() if n.startswith(("save_", "offload_")))
 
-FAMILIES = {"fit": "statetx.planner.fit:Fit"}
-"""For policies written ``"name:argument"``: the constructor, imported by name on first use because this module is below the planner."""
-
 
 def as_policy(policy: Any) -> Policy | Rewriter:
     """Convert an argument ``policy=`` of `remat`: a `Policy`, a `Rewriter`, None, a name, or a callable of JAX's form.
@@ -42,8 +39,8 @@ def as_policy(policy: Any) -> Policy | Rewriter:
         return nothing
     if isinstance(policy, str):
         family, colon, argument = policy.partition(":")
-        if family in FAMILIES and (colon or family == "fit"):
-            return pkgutil.resolve_name(FAMILIES[family])(*([argument.strip()] if colon else []))
+        if family in _hooks.policies:
+            return _hooks.policies[family](*([argument.strip()] if colon else []))
         if policy in _CONSTANTS:
             return _CONSTANTS[policy]
         jax_names = _jax_names()

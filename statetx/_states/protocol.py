@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from .._atomic import Store
 
-if TYPE_CHECKING:
-    from .._frames.access import Effect
-    from .._frames.frame import Frame
-
 
 class Kind(Protocol):
-    """The states of one library. `get` and `store` access the value without a report to any watcher."""
+    """The states of one library. `get` and `store` access the value without a report to any watcher.
+
+    A frame is a `_frames.Frame`, and an effect a `_frames.Effect`; both are above this module.
+    """
 
     name: str
     folder: str
@@ -62,7 +61,7 @@ class Kind(Protocol):
         """Assign a value as the library's users do."""
         ...
 
-    def announce(self, effect: Effect, live: bool) -> list[Store]:
+    def announce(self, effect: Any, live: bool) -> list[Store]:
         """Report a write to every watcher; return the stores that carry it out.
 
         `live`: the body has just run under the present watchers, which have already seen it write.
@@ -80,7 +79,7 @@ class Kind(Protocol):
         """Whether the value was removed, by `invalidate` or by the library."""
         ...
 
-    def owner(self, state: Any) -> Frame | None:
+    def owner(self, state: Any) -> Any:
         """The innermost open frame that has acquired the state."""
         ...
 
@@ -104,9 +103,9 @@ class Kind(Protocol):
 
     def site_of(self, state: Any) -> str: ...
 
-    def open(self, frame: Frame) -> list[Store]: ...
+    def open(self, frame: Any) -> list[Store]: ...
 
-    def close(self, frame: Frame) -> list[Store]:
+    def close(self, frame: Any) -> list[Store]:
         """Stores that undo those of `open`, and end whatever was opened after it and left open."""
         ...
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
-from .. import _jax
+from .. import _hooks, _jax
 from .._atomic import locked, new_lock
 from .protocol import ArrayKind, Jitting, Kind, Modal, Subclassed
 
-# Libraries whose states are watched as soon as the program has imported them, so that `import statetx` imports neither.
-_FOREIGN = {"brainstate": "statetx.kinds.brainstate", "flax.nnx": "statetx.kinds.nnx"}
 _kinds: list[Kind] = []
-_modal: list[Modal] = []
+modal: list[Modal] = []
 _array_bases: tuple[type, ...] = ()
 _unwatched_bases: tuple[type, ...] = ()
-_pending = tuple(_FOREIGN)  # never changed in place: other threads may be iterating over it
+# Libraries whose states are watched as soon as the program has imported them, so that `import statetx` imports neither.
+pending = tuple(_hooks.foreign_kinds)  # never changed in place: other threads may be iterating over it
 _kinds_lock = new_lock()
 
 
@@ -27,7 +25,7 @@ def register_kind(kind: Kind) -> None:
     global _array_bases, _unwatched_bases
     _kinds.append(kind)
     if isinstance(kind, Modal):
-        _modal.append(kind)
+        modal.append(kind)
     if isinstance(kind, ArrayKind):
         _array_bases = (*_array_bases, kind.base)
     if not kind.is_watched:
@@ -36,13 +34,13 @@ def register_kind(kind: Kind) -> None:
 
 def kinds() -> list[Kind]:
     """The kinds of every library that the program has imported by now."""
-    if _pending:
-        _load_pending()
+    if pending:
+        load_pending()
     return _kinds
 
 
-def _load_pending() -> None:
-    for library in _pending:
+def load_pending() -> None:
+    for library in pending:
         module = sys.modules.get(library)
         # A library that is still being imported lacks the classes that the kind needs.
         if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
@@ -51,10 +49,10 @@ def _load_pending() -> None:
 
 
 def _load(library: str) -> None:
-    global _pending
-    if library in _pending:
-        register_kind(importlib.import_module(_FOREIGN[library]).KIND)
-        _pending = tuple(name for name in _pending if name != library)
+    global pending
+    if library in pending:
+        register_kind(_hooks.foreign_kinds[library]())
+        pending = tuple(name for name in pending if name != library)
 
 
 def kind_of(obj: Any) -> Kind | None:
@@ -122,4 +120,4 @@ def holds_other_arrays(args: tuple) -> bool:
 def modes() -> Hashable:
     """The settings of every library of states that a compiled program depends on."""
     kinds()
-    return tuple([kind.mode() for kind in _modal])
+    return tuple([kind.mode() for kind in modal])

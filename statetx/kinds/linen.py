@@ -13,10 +13,9 @@ import jax
 from .. import _jax
 from .._errors import TraceLeakError
 from .._objects.contents import children
-from .wrapper import name_of, short_name
 
 
-def refuse_linen_variables(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+def refuse_linen_variables(name: str, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if a function that was staged for `remat` has written variables of a linen module: its tracers would stay there.
 
     Raises:
@@ -27,7 +26,7 @@ def refuse_linen_variables(fun: Callable, args: tuple, kwargs: dict[str, Any]) -
         variables = module.scope.root.mutable_variables()
         for path, value in jax.tree_util.tree_leaves_with_path(variables):
             if _jax.leaked_tracers(value, _jax.current_trace()):
-                cls, name = type(module).__name__, short_name(name_of(fun))
+                cls = type(module).__name__
                 raise TraceLeakError(
                     f"remat({name}) writes {jax.tree_util.keystr(path, simple=True, separator='.')!r}, a variable of the flax.linen "
                     f"module {cls}.\nlinen holds variables until its apply or init returns, and remat carries states only: a value "

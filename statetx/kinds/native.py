@@ -26,7 +26,7 @@ from .misuse import NotAnArray, prepare
 T = TypeVar("T")
 
 
-class _Invalidated:
+class Invalidated:
     """The value of a state that was invalidated, with the reason."""
 
     __slots__ = ("reason",)
@@ -92,7 +92,7 @@ class State(NotAnArray, Generic[T]):
         # a frame.
         frame = _frames._local.frame
         value = self._value if self._owner is frame else _touched_value(self, frame)
-        if type(value) is _Invalidated:
+        if type(value) is Invalidated:
             raise _states.invalidated_state_error(self, NATIVE.site_of(self), value.reason)
         if self._home is not None:
             _check_home(self, value)
@@ -135,7 +135,7 @@ class State(NotAnArray, Generic[T]):
         from .._text import value_str
 
         # The value in the slot, not `value`: a repr in a debugger must not be a read, nor raise.
-        content = repr(self._value) if type(self._value) is _Invalidated else value_str(self._value)
+        content = repr(self._value) if type(self._value) is Invalidated else value_str(self._value)
         extra = {"name": self.name} if self.name is not None else {}
         fields = "".join(f", {k}={v!r}" for k, v in {**extra, **self.metadata}.items())
         return f"{type(self).__name__}({content}{fields})"
@@ -350,11 +350,11 @@ class _Native(_frames.WatchedKind):
     def invalidate(self, state: State, reason: str, closing: Any) -> list[Store]:
         frame = _frames.enclosing_frame(closing)
         home = None if frame is None else _jax.trace_ref(frame.trace)
-        stores = [self.store(state, _Invalidated(reason)), self.set_owner(state, frame), (_set_home, state, home)]
+        stores = [self.store(state, Invalidated(reason)), self.set_owner(state, frame), (_set_home, state, home)]
         return stores if frame is None else [*stores, frame.creation(state, self)]
 
     def is_invalidated(self, state: State) -> bool:
-        return type(state._value) is _Invalidated
+        return type(state._value) is Invalidated
 
     def owner(self, state: State) -> _frames.Frame | None:
         return state._owner

@@ -35,7 +35,7 @@ from .. import _frames, _jax, _states
 from .._atomic import Store, locked
 from .._errors import StateAccessError
 from .._frames import Frame
-from .native import _Invalidated
+from .native import Invalidated
 
 _local = _frames._local
 _value: Any = nnx.Variable.__dict__["_raw_value"]
@@ -81,7 +81,7 @@ def _get_value(state: nnx.Variable) -> Any:
     else:
         _touch(state, frame, writing=False)
         value = locked(_frames.ownership, _free_value, state, frame)
-    if type(value) is _Invalidated:
+    if type(value) is Invalidated:
         # `set_value` looks at the old value, to see whether it is a Ref, before it stores the new one. That look must
         # not raise, or an invalidated Variable could never be written again.
         if sys._getframe(1).f_code is _SET_VALUE:
@@ -213,7 +213,7 @@ def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
     value = _value.__get__(state)
     if owner is frame or isinstance(value, jax.Ref):
         return
-    is_write = writing or type(value) is _Invalidated  # an invalidated Variable can only be written
+    is_write = writing or type(value) is Invalidated  # an invalidated Variable can only be written
     _frames.report_touch(state, KIND, frame, owner, writing=is_write)
 
 
@@ -276,7 +276,7 @@ class _Nnx(_frames.WatchedKind):
 
     def invalidate(self, state: nnx.Variable, reason: str, closing: Any) -> list[Store]:
         frame = _frames.enclosing_frame(closing)
-        stores = [self.store(state, _Invalidated(reason)), self.set_owner(state, None)]
+        stores = [self.store(state, Invalidated(reason)), self.set_owner(state, None)]
         if frame is None:
             assert type(_trace.__get__(state)) is _FrameTraceState, "only Variables made in a frame are invalidated"
             return stores
@@ -286,7 +286,7 @@ class _Nnx(_frames.WatchedKind):
         return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _CreatedRef(state))]
 
     def is_invalidated(self, state: nnx.Variable) -> bool:
-        return type(_value.__get__(state)) is _Invalidated
+        return type(_value.__get__(state)) is Invalidated
 
     def owner(self, state: nnx.Variable) -> Frame | None:
         return _owner.get(id(state))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .._equations.primitives import FUSED
-from .._lift.linen import flax_remat, module_with_method
 from .._text import short_path
+from ..kinds.linen import flax_remat, module_with_method
 from ._calls import Calls
 from ._candidate import Candidate, Gap, is_backward, saving
 from ._edits import Donate, InParts, Rematerialize, SaveLess

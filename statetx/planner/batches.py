@@ -17,7 +17,7 @@ from .. import _jax, _states
 from .._equations.compiled import Program, memory_analysis_options
 from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
-from .._lift.context import sharding_of
+from .._lift.context import divides, sharding_of
 from .._lift.options import check_flags, notes_shapes
 from .._lift.rules import Rules
 from .._lift.wrapper import name_of, refuse_value, short_name
@@ -253,18 +253,10 @@ def batch_types(batch: Batch, size: int) -> list[Any]:
     types = []
     for x, aval, is_key in zip(batch.leaves, batch.types(size), batch.is_key, strict=True):
         sharding = getattr(x, "sharding", None) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else None
-        if not isinstance(sharding, jax.sharding.NamedSharding) or is_key or not _divides(sharding, aval):
+        if not isinstance(sharding, jax.sharding.NamedSharding) or is_key or not divides(sharding, aval.shape):
             sharding = None
         types.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
     return types
-
-
-def _divides(sharding: Any, aval: Any) -> bool:
-    try:
-        sharding.shard_shape(aval.shape)
-    except ValueError:
-        return False
-    return True
 
 
 # -- the fewest parts --------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import Cost, Program
-from .._lift.linen import flax_remat, module_with_method
 from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.atoms import names_of
@@ -25,6 +24,7 @@ from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import format_bytes, format_flops, format_seconds
 from .._typing import Policy
+from ..kinds.linen import flax_remat, module_with_method
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import remat
 from ._show import in_fewer_bits, see_profile

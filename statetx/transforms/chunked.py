@@ -6,48 +6,21 @@ The chunks are the parts of a `microbatch` whose batch lies along any axis. A sc
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from .. import _states
 from .._errors import StaticArgumentError
-from .._lift.options import with_checked_options
-from .._lift.wrapper import Wrapper, as_decorator, name_of
-from .._objects.paths import argument_names
-from .._text import brief, type_str
-from .._tree import as_array, flatten, is_array, partition
+from .._lift.batch import Batch, batch_along
+from .._lift.options import keeps_type, transform
+from .._lift.wrapper import name_of
+from .._text import brief
 from .._typing import Filter, PyTree
-from .microbatch import Microbatch
-
-F = TypeVar("F", bound=Callable[..., Any])
+from .microbatch import InParts
 
 
-class ChunkedOptions(TypedDict, total=False):
-    """The options of `chunked` besides axis and size."""
-
-    reduce: Any
-    weight: Callable[..., Any] | None
-    states: Mapping[Filter, Any] | None
-    interleave: bool | None
-    accumulate: Any
-
-
-@overload
-def chunked(
-    loss: F, axis: int | Sequence[int | None] = 0, size: int = 1024, **options: Unpack[ChunkedOptions]
-) -> F: ...
-@overload
-def chunked(
-    loss: None = None, axis: int | Sequence[int | None] = 0, size: int = 1024, **options: Unpack[ChunkedOptions]
-) -> Callable[[F], F]: ...
-@with_checked_options(
-    {"chunk_size": "give size=", "num_chunks": "give size=length // num_chunks", "in_axes": "give axis="}
-)
+@keeps_type
+@transform({"chunk_size": "give size=", "num_chunks": "give size=length // num_chunks", "in_axes": "give axis="})
 def chunked(
     loss: Callable[..., Any] | None = None,
     axis: int | Sequence[int | None] = 0,
@@ -114,105 +87,38 @@ def chunked(
         >>> size(parts) < size(whole) / 4
         True
     """
-    options = {
-        "axis": axis,
-        "size": size,
-        "reduce": reduce,
-        "weight": weight,
-        "states": states,
-        "interleave": interleave,
-        "accumulate": accumulate,
-    }
-    return as_decorator(Chunked, loss, options)
+    ...
 
 
-class _Chunks(Microbatch):
-    transform = "chunked"
-
-
-class Chunked(Wrapper):
+class Chunked(InParts, made_by=chunked):
     """Made by `chunked`."""
 
-    def __init__(self, fun: Callable, *, axis: Any, size: Any, **options: Any):
-        super().__init__(fun, {"axis": axis, "size": size, **options})
-        self._axis = _check_axis(axis)
-        self._size = _check_size(size)
-        self._of_parts = options
-        _Chunks(fun, num=1, budget=None, argnums=None, argnames=(), **options)  # checks them
+    def __init__(self, fun: Callable, **options: Any):
+        super().__init__(fun, **options)
+        self._axis = _check_axis(self._options["axis"])
+        self._size = _check_size(self._options["size"])
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        fun, axes = self.__wrapped__, self._axes(len(args))
-        split = {i: args[i] for i, a in enumerate(axes) if a is not None}
-        num = -(-self._length(args, split, axes) // self._size)
-        moved = self._moved(args, axes, lambda x, axis: jnp.moveaxis(x, axis, 0))
-
-        # The parts of a microbatch have the chunks along their first axis.
-        def of_chunk(fun: Callable) -> Callable:
-            @functools.wraps(fun)
-            def call(*args: Any) -> Any:
-                return fun(*self._moved(args, axes, lambda x, axis: jnp.moveaxis(x, 0, axis)), **kwargs)
-
-            return call
-
-        options = {**self._of_parts, "argnums": tuple(split), "argnames": (), "budget": None}
-        if options["weight"] is not None:
-            options["weight"] = of_chunk(options["weight"])
-        return _Chunks(of_chunk(fun), num=max(1, num), **options)(*moved)
-
-    def _axes(self, num_args: int) -> tuple[int | None, ...]:
-        """For each positional argument the axis of the chunks."""
-        axes = (self._axis,) * num_args if isinstance(self._axis, int) else self._axis
-        if len(axes) != num_args:
+    def batch_of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
+        call = f"chunked({name_of(self.__wrapped__)})"
+        axes = (self._axis,) * len(args) if isinstance(self._axis, int) else self._axis
+        if len(axes) != len(args):
             raise StaticArgumentError(
-                f"chunked({name_of(self.__wrapped__)}): axis={axes!r} has {len(axes)} entries, and there are {num_args} positional arguments.\n"
+                f"{call}: axis={axes!r} has {len(axes)} entries, and there are {len(args)} positional arguments.\n"
                 f"Fix: give each positional argument an axis, or None; arguments that every chunk needs whole may be passed by keyword."
             )
-        return axes
+        return batch_along(
+            call,
+            self.__wrapped__,
+            {i: axis for i, axis in enumerate(axes) if axis is not None},
+            args,
+            kwargs,
+            lacking="give None for it in axis=, or pass it by keyword, so that every chunk gets the whole argument",
+            differing="give the axis of each argument, as in axis=(0, None) for loss(hidden, embedding)",
+            missing="pass it by position",
+        )
 
-    def _moved(self, args: Sequence[Any], axes: Sequence[int | None], move: Callable) -> list[Any]:
-        """The arguments, with the axes of their chunked arrays moved."""
-
-        def moved(arg: Any, axis: int | None) -> Any:
-            leaves, part = partition(arg)
-            return part.combine([x if axis in (None, 0) or _is_key(x) else move(as_array(x), axis) for x in leaves])
-
-        return [moved(arg, axis) for arg, axis in zip(args, axes, strict=True)]
-
-    def _length(self, args: tuple, split: dict[int, Any], axes: Sequence[int | None]) -> int:
-        """The length of all chunked arrays along their axes.
-
-        Raises:
-            ValueError: an array has no such axis, or lengths differ, or are symbolic.
-        """
-        name = f"chunked({name_of(self.__wrapped__)})"
-        flatten(split)  # raises for a dict that JAX cannot flatten
-        first_leaf: dict[int, str] = {}  # by length
-        for path, x in jax.tree_util.tree_flatten_with_path(split, is_leaf=_states.is_opaque)[0]:
-            if not is_array(x) or _is_key(x):
-                continue
-            axis, shape = axes[path[0].key], jnp.shape(x)
-            keys = [jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(path[0].key), *path[1:]]
-            leaf = argument_names(self.__wrapped__, args)(keys)
-            assert axis is not None
-            if not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    f"{name}: {leaf} is a {type_str(as_array(x))}, which has no axis {axis}.\n"
-                    f"Fix: give None for it in axis=, or pass it by keyword, so that every chunk gets the whole argument."
-                )
-            first_leaf.setdefault(shape[axis], f"{leaf} has {shape[axis]} along axis {axis}")
-        if not first_leaf:
-            raise ValueError(f"{name}: no positional argument holds an array to be split.\nFix: pass it by position.")
-        symbolic = next((text for length, text in first_leaf.items() if not isinstance(length, int)), None)
-        if symbolic is not None:
-            raise ValueError(
-                f"{name}: {symbolic}, which is symbolic. The number of chunks depends on it.\nFix: export with a constant length."
-            )
-        if len(first_leaf) > 1:
-            raise ValueError(
-                f"{name}: the arguments differ in length: {', '.join([*first_leaf.values()][:4])}.\n"
-                f"Fix: give the axis of each argument, as in axis=(0, None) for loss(hidden, embedding)."
-            )
-        return next(iter(first_leaf))
+    def parts_of(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
+        return self.__wrapped__, -(-batch.size // self._size)
 
 
 def _check_axis(axis: Any) -> int | tuple[int | None, ...]:
@@ -234,7 +140,3 @@ def _check_size(size: Any) -> int:
     if value < 1 or isinstance(size, bool):
         raise StaticArgumentError(f"chunked: size={brief(size)} must be a whole number of at least 1.")
     return value
-
-
-def _is_key(x: Any) -> bool:
-    return not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

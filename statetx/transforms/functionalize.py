@@ -12,11 +12,11 @@ from .. import _jax, _states
 from .._errors import CreatedStateError, StateAccessError, StateValueError
 from .._frames import Access, Effect, Frame
 from .._lift.inputs import InputNames, Lifting
-from .._lift.options import with_checked_options
+from .._lift.options import transform
 from .._lift.outcome import pack, partition_output
 from .._lift.run import RefValues, call, frame_for, run_eagerly
 from .._lift.stage import stage
-from .._lift.wrapper import Wrapper, as_decorator, name_of
+from .._lift.wrapper import Wrapper, name_of
 from .._objects.attributes import created_undone
 from .._objects.contents import has_parts
 from .._objects.paths import Paths, short_site
@@ -117,7 +117,7 @@ class StateTrace(Tabular):
         return Table(f"{self.name}: {counts}", self._COLUMNS, rows)
 
 
-@with_checked_options()
+@transform()
 def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
     """List the states that a function reads, writes and creates, without running it.
 
@@ -143,14 +143,11 @@ def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
         w     Param  f32[2,2]          16 B  yes
         h     State  f32[2]             8 B        yes
     """
-    return as_decorator(TraceStates, fun, {})
+    ...
 
 
-class TraceStates(Wrapper[P, Any]):
+class TraceStates(Wrapper[P, Any], made_by=trace_states):
     """Made by `trace_states`."""
-
-    def __init__(self, fun: Callable):
-        super().__init__(fun, {})
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> StateTrace:
         with created_undone(self.__wrapped__, args, kwargs):
@@ -228,7 +225,7 @@ def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
     return rows
 
 
-@with_checked_options()
+@transform()
 def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
     """Turn a function that reads and writes states into a pure function, for use under any plain JAX transform.
 
@@ -264,17 +261,16 @@ def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
         >>> float(out), float(new["n"]), float(n.value)
         (2.0, 1.0, 0.0)
     """
-    return as_decorator(Functionalize, fun, {})
+    ...
 
 
-class Functionalize(Wrapper[P, R]):
+class Functionalize(Wrapper[P, R], made_by=functionalize):
     """Made by `functionalize`."""
 
     def __init__(self, fun: Callable, takes_refs: bool = False):
-        super().__init__(fun, {})
-        self._takes_refs = (
-            takes_refs  # Refs are among the values, and a call writes none: for calls that are only inspected
-        )
+        super().__init__(fun)
+        # Refs are among the values, and a call writes none: for calls that are only inspected.
+        self._takes_refs = takes_refs
         self._states_by_path: dict[str, Any] = {}
 
     def states(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
-from .._lift.options import check_flags, with_checked_options
+from .._lift.options import check_flags, transform
 from .._lift.outcome import partition_output
 from .._lift.run import Run
 from .._lift.targets import (
@@ -22,7 +22,7 @@ from .._lift.targets import (
     resolve_argnums,
     state_argument_error,
 )
-from .._lift.wrapper import Wrapper, as_decorator, name_of
+from .._lift.wrapper import Wrapper, name_of
 from .._positions import replaced
 from .._text import brief, short_tree_type_str, tree_type_str, type_str
 from .._tree import Partition, is_array_or_number, partition
@@ -57,7 +57,7 @@ def grad(
 def grad(
     fun: None = None, argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
-@with_checked_options()
+@transform()
 def grad(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -105,8 +105,7 @@ def grad(
         >>> seen.value
         1
     """
-    options = _options(argnums, wrt, has_aux, holomorphic, allow_int)
-    return as_decorator(Grad, fun, options)
+    ...
 
 
 @overload
@@ -117,7 +116,7 @@ def value_and_grad(
 def value_and_grad(
     fun: None = None, argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, tuple[R, Any]]]: ...
-@with_checked_options()
+@transform()
 def value_and_grad(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -140,69 +139,106 @@ def value_and_grad(
         >>> float(value), float(g)
         (12.0, 12.0)
     """
-    options = _options(argnums, wrt, has_aux, holomorphic, allow_int)
-    return as_decorator(ValueAndGrad, fun, options)
+    ...
 
 
-def _options(argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool) -> dict[str, Any]:
-    if argnums is None and wrt is None:
-        argnums = 0
-    parse_argnums(argnums)  # an error is raised here, not at the first call
-    return {
-        "argnums": argnums,
-        "wrt": wrt,
-        "has_aux": has_aux,
-        "holomorphic": holomorphic,
-        "allow_int": allow_int,
-    }
+class Derivative(Wrapper):
+    """A derivative of a function with respect to arguments and states.
 
+    Attributes:
+        of_jax: JAX's transform.
+        frame_name: the name of the frames in which the function runs, for messages.
+        argnums: as the user gave it, or its default.
+    """
 
-class ValueAndGrad(Wrapper):
-    """Made by `value_and_grad`."""
+    of_jax: ClassVar[Callable]
+    frame_name: ClassVar[str]
 
-    def __init__(self, fun: Callable, *, argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool):
-        super().__init__(fun, _options(argnums, wrt, has_aux, holomorphic, allow_int))
-        self.argnums = argnums
-        self._wrt = wrt
-        self._has_aux = has_aux
-        self._jax_options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
+    @classmethod
+    def make(cls, fun: Any, options: dict[str, Any]) -> Any:
+        parse_argnums(options["argnums"])  # an error is raised here, not at the first call
+        return super().make(fun, options)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        value, aux, grads = self._differentiate(args, kwargs)
-        return ((value, aux) if self._has_aux else value), grads
+    def __init__(self, fun: Callable, **options: Any):
+        super().__init__(fun, **options)
+        self.argnums, self._wrt, self.has_aux = (self._options[name] for name in ("argnums", "wrt", "has_aux"))
+        if self.argnums is None and self._wrt is None:
+            self.argnums = 0
+        self._jax_options = {name: x for name, x in self._options.items() if name in ("holomorphic", "allow_int")}
 
-    def _differentiate(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        fun = self.__wrapped__
-        allow_int = self._jax_options["allow_int"]
+    def differentiate(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, PyTree, Callable, Any]:
+        """Run the function once in JAX's transform.
+
+        Returns:
+            The transform's result, whose derivatives are pairs of the states' and the arguments'; auxiliary data; a function that
+            combines such a pair in the form of the options; and the structure of the output.
+        """
+        fun, name = self.__wrapped__, self.maker.__name__
+        allow_int = self._jax_options.get("allow_int", False)
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
         diff_argnums, as_tuple = resolve_argnums(self.argnums, len(args), fun)
-        run = Run("grad", fun, has_aux=self._has_aux, targets=targets)
+        structure: Any = None
+        run = Run(self.frame_name, fun, has_aux=self.has_aux, targets=targets)
 
         @run.named
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
+            nonlocal structure
             out, leaves = run(replaced(args, diff_argnums, diff_args), kwargs, state_values, diff_args)
-            if not is_array_or_number(out) or jnp.ndim(out):
-                _refuse_loss(out, self._made_by(), name_of(fun))
+            self.check_output(out)
+            structure = jax.tree.structure(out)
             return out, leaves
 
         # States and arguments are two arguments of `pure`, so that the user's argnums need no shift.
-        differentiate = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
+        differentiate = self.of_jax(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
         values = targets.values() if targets else []
         try:
-            (value, leaves), (state_grads, arg_grads) = differentiate(values, tuple(args[i] for i in diff_argnums))
+            result, leaves = self.split_leaves(differentiate(values, tuple(args[i] for i in diff_argnums)))
         except jax.errors.UnexpectedTracerError as e:
             run.explain(e)
             raise
         except (TypeError, ValueError, StateAccessError) as e:
-            refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
-            refuse_types(e, self._made_by(), fun)
+            refuse_arguments(name, fun, args, diff_argnums, allow_int=allow_int)
+            refuse_types(e, name, fun)
             raise
-        aux = run.finish(leaves)
-        grads_of_args = arg_grads if as_tuple else arg_grads[0] if arg_grads else None
-        if targets is None:
-            return value, aux, grads_of_args
-        grads_of_states = targets.combine(state_grads)
-        return value, aux, grads_of_states if self.argnums is None else (grads_of_states, grads_of_args)
+
+        def combine(of_states: Any, of_args: Any) -> Any:
+            of_args = of_args if as_tuple else of_args[0]
+            if targets is None:
+                return of_args
+            return targets.combine(of_states) if self.argnums is None else (targets.combine(of_states), of_args)
+
+        return result, run.finish(leaves), combine, structure
+
+    def check_output(self, out: PyTree) -> None:
+        """Raise for an output for which JAX's error would not name the function."""
+        raise NotImplementedError
+
+    def split_leaves(self, result: Any) -> tuple[Any, list]:
+        """Split the leaves of auxiliary data and effects off the result of JAX's transform."""
+        return result
+
+
+class ValueAndGrad(Derivative, made_by=value_and_grad):
+    """Made by `value_and_grad`."""
+
+    of_jax = staticmethod(jax.value_and_grad)
+    frame_name = "grad"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        value, aux, grads = self.value_aux_and_grads(args, kwargs)
+        return ((value, aux) if self.has_aux else value), grads
+
+    def value_aux_and_grads(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        (value, grads), aux, combine, _ = self.differentiate(args, kwargs)
+        return value, aux, combine(*grads)
+
+    def split_leaves(self, result: Any) -> tuple[Any, list]:
+        (value, leaves), grads = result
+        return (value, grads), leaves
+
+    def check_output(self, out: PyTree) -> None:
+        if not is_array_or_number(out) or jnp.ndim(out):
+            _refuse_loss(out, self.maker.__name__, name_of(self.__wrapped__))
 
 
 def _refuse_loss(out: Any, transform: str, name: str) -> None:
@@ -227,12 +263,12 @@ def _refuse_loss(out: Any, transform: str, name: str) -> None:
     raise FunctionError(f"{transform} needs a function that returns a scalar: {name} returned {got}.\nFix: {fix}.")
 
 
-class Grad(ValueAndGrad):
+class Grad(ValueAndGrad, made_by=grad):
     """Made by `grad`."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        _, aux, grads = self._differentiate(args, kwargs)
-        return (grads, aux) if self._has_aux else grads
+        _, aux, grads = self.value_aux_and_grads(args, kwargs)
+        return (grads, aux) if self.has_aux else grads
 
 
 @overload

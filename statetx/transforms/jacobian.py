@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
 
 from .. import _jax, _states
-from .._errors import FunctionError, StateAccessError
-from .._lift.options import check_flags, with_checked_options
+from .._errors import FunctionError
+from .._lift.options import check_flags, transform
 from .._lift.outcome import partition_output
 from .._lift.run import Run
-from .._lift.targets import Targets, parse_argnums, refuse_arguments, refuse_types, resolve_argnums
-from .._lift.wrapper import Wrapper, as_decorator, name_of
-from .._positions import replaced
+from .._lift.wrapper import name_of
 from .._text import type_str
 from .._tree import Partition, flatten, is_array_or_number, is_number
 from .._typing import Argnums, Filter, PyTree
+from .grad import Derivative
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 A = TypeVar("A")
 
@@ -168,37 +169,23 @@ class _FlatRun:
         return [jnp.asarray(x) for x in out_leaves], leaves
 
 
-class JacobianTransform(Protocol):
-    """The type of `jacfwd` and `hessian`: applied to a function, or with options as a decorator."""
+class JacobianTransform(Protocol[Q]):
+    """The type of `jacfwd`, `jacrev` and `hessian`: applied to a function, or with options as a decorator."""
 
     @overload
-    def __call__(
-        self,
-        fun: Callable[P, Any],
-        argnums: Argnums = None,
-        has_aux: bool = False,
-        holomorphic: bool = False,
-        *,
-        wrt: PyTree | Filter = None,
-    ) -> Callable[P, Any]: ...
+    def __call__(self, fun: Callable[P, Any], /, *args: Q.args, **kwargs: Q.kwargs) -> Callable[P, Any]: ...
     @overload
     def __call__(
-        self,
-        fun: None = None,
-        argnums: Argnums = None,
-        has_aux: bool = False,
-        holomorphic: bool = False,
-        *,
-        wrt: PyTree | Filter = None,
+        self, fun: None = None, /, *args: Q.args, **kwargs: Q.kwargs
     ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
 
 
-def _typed(fun: Callable) -> JacobianTransform:
-    return cast(JacobianTransform, fun)
+def _returns_jacobian(fun: Callable[Concatenate[Any, Q], Any]) -> JacobianTransform[Q]:
+    return cast(JacobianTransform[Q], fun)
 
 
-@_typed
-@with_checked_options()
+@_returns_jacobian
+@transform()
 def jacfwd(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -233,30 +220,11 @@ def jacfwd(
         Array([[3., 0.],
                [0., 3.]], dtype=float32)
     """
-    return _jacobian(jax.jacfwd, fun, argnums, wrt, has_aux=has_aux, holomorphic=holomorphic)
+    ...
 
 
-@overload
-def jacrev(
-    fun: Callable[P, Any],
-    argnums: Argnums = None,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    wrt: PyTree | Filter = None,
-) -> Callable[P, Any]: ...
-@overload
-def jacrev(
-    fun: None = None,
-    argnums: Argnums = None,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    wrt: PyTree | Filter = None,
-) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
-@with_checked_options()
+@_returns_jacobian
+@transform()
 def jacrev(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -274,12 +242,11 @@ def jacrev(
         >>> statetx.jacrev(lambda x: jnp.sum(w.value * x) * jnp.ones(1), wrt={"w": w})(3.0)
         {'w': Array([[3., 3.]], dtype=float32)}
     """
-    options: dict[str, Any] = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    return _jacobian(jax.jacrev, fun, argnums, wrt, **options)
+    ...
 
 
-@_typed
-@with_checked_options()
+@_returns_jacobian
+@transform()
 def hessian(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -296,93 +263,52 @@ def hessian(
         >>> float(statetx.hessian(lambda x: w.value**3 * x, wrt=w)(1.0))
         12.0
     """
-    if fun is None:
-        return lambda f: hessian(f, argnums, has_aux, holomorphic, wrt=wrt)
-    options = {"argnums": argnums, "has_aux": has_aux, "holomorphic": holomorphic, "wrt": wrt, "name": "hessian"}
-    return _jacobian(jax.jacfwd, _jacobian(jax.jacrev, fun, **options), **options)
+    ...
 
 
-def _jacobian(transform: Callable, fun: Any, argnums: Any, wrt: Any, name: str = "", **options: Any) -> Any:
-    if argnums is None and wrt is None:
-        argnums = 0
-    parse_argnums(argnums)  # an error is raised here, not at the first call
-    options |= {"transform": transform, "argnums": argnums, "wrt": wrt, "name": name or transform.__name__}
-    return as_decorator(Jacobian, fun, options)
+class Jacfwd(Derivative, made_by=jacfwd):
+    """Made by `jacfwd`; `jacrev` and `hessian` have subclasses."""
 
+    of_jax = staticmethod(jax.jacfwd)
 
-class Jacobian(Wrapper):
-    """Made by `jacfwd` and `jacrev`, and twice by `hessian`; `name` tells by which."""
-
-    def __init__(
-        self,
-        fun: Callable,
-        *,
-        transform: Callable,
-        argnums: Any,
-        wrt: Any,
-        has_aux: bool,
-        name: str,
-        **jax_options: bool,
-    ):
-        options = {"transform": transform, "argnums": argnums, "wrt": wrt, "has_aux": has_aux, "name": name}
-        super().__init__(fun, {**options, **jax_options})
-        self._transform = transform
-        self._name = name
-        self._argnums = argnums
-        self._wrt = wrt
-        self._has_aux = has_aux
-        self._jax_options = jax_options
-
-    def _made_by(self) -> str:
-        return self._name
+    @property
+    def frame_name(self) -> str:  # type: ignore[override]
+        return self.maker.__name__
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        fun = self.__wrapped__
-        allow_int = self._jax_options.get("allow_int", False)
-        targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
-        diff_argnums, as_tuple = resolve_argnums(self._argnums, len(args), fun)
-        structure: Any = None
-        run = Run(self._name, fun, has_aux=self._has_aux, targets=targets)
+        jacobian, aux, combine, structure = self.differentiate(args, kwargs)
+        leaves = [combine(*pair) for pair in structure.flatten_up_to(jacobian)]
+        result = jax.tree.unflatten(structure, leaves)
+        return (result, aux) if self.has_aux else result
 
-        def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
-            nonlocal structure
-            out, leaves = run(replaced(args, diff_argnums, diff_args), kwargs, state_values, diff_args)
-            structure = jax.tree.structure(out)
-            self._check_output(jax.tree.leaves(out))
-            return out, leaves
-
-        differentiate = self._transform(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
-        values = targets.values() if targets else []
-        try:
-            jacobian, leaves = differentiate(values, tuple(args[i] for i in diff_argnums))
-        except jax.errors.UnexpectedTracerError as e:
-            run.explain(e)
-            raise
-        except (TypeError, ValueError, StateAccessError) as e:
-            refuse_arguments(self._made_by(), fun, args, diff_argnums, allow_int=allow_int)
-            refuse_types(e, self._made_by(), fun)
-            raise
-        aux = run.finish(leaves)
-        pairs = structure.flatten_up_to(jacobian)
-        leaves_of_jacobian = [self._combine(targets, of_states, of_args, as_tuple) for of_states, of_args in pairs]
-        result = jax.tree.unflatten(structure, leaves_of_jacobian)
-        return (result, aux) if self._has_aux else result
-
-    def _check_output(self, leaves: Sequence[Any]) -> None:
-        """Raise for outputs of which JAX's error would not name the function. States, and integers, have errors of their own."""
+    def check_output(self, out: PyTree) -> None:
+        # States, and integers, have errors of their own.
+        leaves = jax.tree.leaves(out)
         others = [x for x in leaves if not is_array_or_number(x) and _states.kind_of(x) is None]
         flags = [x for x in leaves if is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), bool)]
-        if others or flags or (not leaves and self._transform is jax.jacrev):
+        if others or flags or (not leaves and self.of_jax is jax.jacrev):
             got = type_str((others or flags)[0]) if leaves else "no output"
             raise FunctionError(
-                f"{self._name}({name_of(self.__wrapped__)}) requires outputs that are numbers, but got {got}.\n"
+                f"{self.frame_name}({name_of(self.__wrapped__)}) requires outputs that are numbers, but got {got}.\n"
                 f"Fix: return numbers, and anything else as auxiliary data, with has_aux=True."
             )
 
-    def _combine(self, targets: Targets | None, state_jacobians: Any, arg_jacobians: Any, as_tuple: bool) -> Any:
-        if not as_tuple:
-            (arg_jacobians,) = arg_jacobians
-        if targets is None:
-            return arg_jacobians
-        combined = targets.combine(state_jacobians)
-        return combined if self._argnums is None else (combined, arg_jacobians)
+
+class Jacrev(Jacfwd, made_by=jacrev):
+    """Made by `jacrev`."""
+
+    of_jax = staticmethod(jax.jacrev)
+
+
+class Hessian(Jacfwd, made_by=hessian):
+    """Made by `hessian`: forward mode over reverse mode, which has the same name in messages."""
+
+    @classmethod
+    def make(cls, fun: Any, options: dict[str, Any]) -> Any:
+        if cls is Hessian and fun is not None:
+            fun = _ReverseOfHessian.make(fun, options)
+        return super().make(fun, options) if fun is not None else functools.partial(cls.make, options=options)
+
+
+class _ReverseOfHessian(Hessian):
+    of_jax = staticmethod(jax.jacrev)

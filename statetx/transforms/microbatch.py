@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import functools
 import operator
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .. import _frames, _jax, _states
+from .. import _frames, _hooks, _jax, _states
 from .._errors import FunctionError, StateAccessError, StateValueError, StaticArgumentError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.carry import settle
-from .._lift.options import with_checked_options
+from .._lift.options import keeps_type, transform
 from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, First, Last, Mean, Rules, Split
 from .._lift.staged import Staged
 from .._lift.targets import resolve_argnums
-from .._lift.wrapper import Wrapper, as_decorator, name_of
+from .._lift.wrapper import Wrapper, name_of
 from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
 from .._objects.walk import Walk
 from .._targets import current
@@ -36,34 +35,13 @@ from .functionalize import trace_states
 from .grad import ValueAndGrad
 from .jit.static_keys import Programs, static_key
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 RULES = (Carry, Broadcast, Split, Mean, First, Last)
 
 _MAX_FITS = 1024  # choices that one function remembers
 
 
-class MicrobatchOptions(TypedDict, total=False):
-    """The options of `microbatch` besides the number of parts."""
-
-    budget: int | str | None
-    argnums: Indices | None
-    argnames: Names
-    states: Mapping[Filter, Any] | None
-    reduce: Any
-    weight: Callable[..., Any] | None
-    interleave: bool | None
-    accumulate: Any
-    target: Target | str | None
-
-
-@overload
-def microbatch(fun: F, num: int | str | None = None, **options: Unpack[MicrobatchOptions]) -> F: ...
-@overload
-def microbatch(
-    fun: None = None, num: int | str | None = None, **options: Unpack[MicrobatchOptions]
-) -> Callable[[F], F]: ...
-@with_checked_options({"microbatch_size": "give the number of parts, num=batch_size // microbatch_size"})
+@keeps_type
+@transform({"microbatch_size": "give the number of parts, num=batch_size // microbatch_size"})
 def microbatch(
     fun: Callable[..., Any] | None = None,
     num: int | str | None = None,
@@ -143,68 +121,70 @@ def microbatch(
         >>> round(float(value), 4), round(float(gradient), 4), int(seen.value)
         (14.5, -5.0, 10)
     """
-    options = {
-        "num": num,
-        "budget": budget,
-        "argnums": argnums,
-        "argnames": argnames,
-        "states": states,
-        "reduce": reduce,
-        "weight": weight,
-        "interleave": interleave,
-        "accumulate": accumulate,
-        "target": target,
-    }
-    return as_decorator(Microbatch, fun, options)
+    ...
 
 
-class Microbatch(Wrapper):
-    """Made by `microbatch`; `chunked` has a subclass.
-
-    Attributes:
-        transform: the transform that the user called, for messages.
-    """
-
-    transform = "microbatch"
+class InParts(Wrapper):
+    """A function that runs on one part of its arguments after the other; `microbatch` and `chunked` have subclasses."""
 
     def __init__(self, fun: Callable, **options: Any):
-        super().__init__(fun, options)
-        self._num, self._budget = _check_num(options["num"], options["budget"]), options["budget"]
-        diff_argnums = functools.partial(_diff_argnums, fun)
-        self.batch = BatchArguments(self.transform, fun, options["argnums"], options["argnames"], diff_argnums)
-        self._fits = Programs(_MAX_FITS)  # what was chosen for the budget, by what the choice depends on
-        for how in jax.tree.leaves(options["reduce"]):
-            _check_reduction(self.transform, how)
-        _check_accumulate(self.transform, options["accumulate"])
-        Rules(self.transform, options["states"], fun, RULES)
+        super().__init__(fun, **options)
+        name = self.maker.__name__
+        for how in jax.tree.leaves(self._options["reduce"]):
+            _check_reduction(name, how)
+        _check_accumulate(name, self._options["accumulate"])
+        Rules(name, self._options["states"], fun, RULES)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if _jax.is_jit_disabled():
             with jax.disable_jit(False):  # parts are staged: only then their outputs' types are known
                 return self(*args, **kwargs)
-        fun = self.__wrapped__
-        batch = self.batch.of(args, kwargs)
-        num = self._num
-        if isinstance(num, str):
-            choice = self.fit(*args, **kwargs)
-            fun, num = choice.fun, choice.num
+        batch = self.batch_of(args, kwargs)
+        call = f"{self.maker.__name__}({name_of(self.__wrapped__)})"
         if not batch.size:
-            raise ValueError(f"{self.transform}({name_of(fun)}): the batch has no examples.")
+            raise ValueError(f"{call}: the batch has no examples.")
+        fun, num = self.parts_of(batch, args, kwargs)
         if batch.size < num:
             raise ValueError(
-                f"{self.transform}({name_of(fun)}): {batch.size} examples cannot be split into {num} parts.\nFix: give at most {batch.size} parts."
+                f"{call}: {batch.size} examples cannot be split into {num} parts.\nFix: give at most {batch.size} parts."
             )
-        return _Call(self.transform, fun, batch, num, self._options).run(args, kwargs)
+        return _Call(self.maker.__name__, fun, batch, num, self._options).run(args, kwargs)
+
+    def batch_of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
+        raise NotImplementedError
+
+    def parts_of(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
+        """The function that runs on each part, and the number of parts."""
+        raise NotImplementedError
+
+
+class Microbatch(InParts, made_by=microbatch):
+    """Made by `microbatch`."""
+
+    def __init__(self, fun: Callable, **options: Any):
+        super().__init__(fun, **options)
+        self._budget = self._options["budget"]
+        self._num = _check_num(self._options["num"], self._budget)
+        argnums, argnames = self._options["argnums"], self._options["argnames"]
+        self._batch = BatchArguments("microbatch", fun, argnums, argnames, functools.partial(_diff_argnums, fun))
+        self._fits = Programs(_MAX_FITS)  # what was chosen for the budget, by what the choice depends on
+
+    def batch_of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
+        return self._batch.of(args, kwargs)
+
+    def parts_of(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
+        if not isinstance(self._num, str):
+            return self.__wrapped__, self._num
+        choice = self.fit(*args, **kwargs)
+        return choice.fun, choice.num
 
     def fit(self, /, *args: Any, **kwargs: Any) -> Any:
         """For ``num="fit"``: what is chosen for arguments of these types. Prints as text; nothing is run."""
-        # This module is below the planner, which compiles the candidates.
-        fit = pkgutil.resolve_name("statetx.planner.batches:parts")
         with current.within(self._options["target"]):
-            return self._fit(fit, args, kwargs)
+            return self._fit(args, kwargs)
 
-    def _fit(self, fit: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        batch = self.batch.of(args, kwargs)
+    def _fit(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        batch = self.batch_of(args, kwargs)
         # A flag, or what a state holds, may change the program as types of arguments do.
         touched = trace_states(self.__wrapped__)(*args, **kwargs)
         values = [_states.kind_of_state(row.state).read(row.state) for row in touched if not row.created]
@@ -213,7 +193,9 @@ class Microbatch(Wrapper):
         types = tuple([str(_jax.abstract(x)) for x in arrays])
         key = (types, part.treedef, part.mask, static_key(part.static), is_differentiated, _jax.trace_context())
         if key not in self._fits:
-            self._fits.keep(key, [fit(self, self._budget, batch, args, kwargs, is_differentiated)])
+            self._fits.keep(
+                key, [_hooks.fits["microbatch"](self, self._budget, batch, args, kwargs, is_differentiated)]
+            )
         return self._fits[key][0]
 
     def with_num(self, num: int, fun: Callable | None = None) -> Microbatch:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,7 @@ from .._equations.structure import Body, table
 from .._errors import EffectError, StateAccessError
 from .._lift.inputs import InputNames
 from .._lift.late_rules import guarded
-from .._lift.linen import refuse_linen_variables
-from .._lift.options import with_checked_options
+from .._lift.options import keeps_type, transform
 from .._lift.outcome import pack
 from .._lift.run import frame_for, run_eagerly
 from .._lift.signature import StaticArguments
@@ -40,22 +39,9 @@ from .._states import Kind
 from .._text import brief, suggestion, type_str
 from .._tree import as_array, freeze, is_array, partition
 from .._typing import Filter, Indices, Names, Policy
+from ..kinds.linen import refuse_linen_variables
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-
-
-class RematOptions(TypedDict, total=False):
-    """The options of `remat`."""
-
-    policy: Policy
-    inputs_stored_as: str | Sequence[Any] | None
-    prevent_cse: bool | Sequence[bool] | str
-    fence: str | None
-    static_argnums: Indices
-    static_argnames: Names
-    states: Filter
-    methods: Names | None
 
 
 _TORCH = "an option of torch.utils.checkpoint; leave it out: "
@@ -71,11 +57,8 @@ _HINTS = {
 }
 
 
-@overload
-def remat(fun: F, **options: Unpack[RematOptions]) -> F: ...
-@overload
-def remat(fun: None = None, **options: Unpack[RematOptions]) -> Callable[[F], F]: ...
-@with_checked_options(_HINTS, " torch.utils.checkpoint runs the function at once; this returns a function.")
+@keeps_type
+@transform(_HINTS, " torch.utils.checkpoint runs the function at once; this returns a function.")
 def remat(
     fun: Callable[..., Any] | None = None,
     *,
@@ -172,44 +155,30 @@ def remat(
         >>> block.calls.value
         1
     """
-    options = {
-        "policy": policy,
-        "inputs_stored_as": inputs_stored_as,
-        "prevent_cse": prevent_cse,
-        "fence": fence,
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "states": states,
-    }
-    if fun is None:
-        return functools.partial(remat, **options, methods=methods)
-    if inspect.isclass(fun):
-        return _remat_class(fun, ("__call__",) if methods is None else methods, options)
-    if methods is not None:
-        raise TypeError(f"remat: methods= is for classes, but {name_of(fun)} is a {type(fun).__name__}.")
-    return _remat_object(fun, options) if is_object(fun) else as_decorator(Remat, fun, options)
+    ...
 
 
 checkpoint = remat
 
 
-_DEFAULTS = {
-    "policy": None,
-    "inputs_stored_as": None,
-    "prevent_cse": "auto",
-    "fence": "auto",
-    "static_argnums": (),
-    "static_argnames": (),
-    "states": True,
-}
-
-
-class Remat(Wrapper):
+class Remat(Wrapper, made_by=remat):
     """A rematerialized function; made by `remat`."""
 
-    def __init__(self, fun: Callable, **options: Any):
-        options = {**_DEFAULTS, **options}
-        super().__init__(fun, options)
+    @classmethod
+    def make(cls, fun: Any, options: dict[str, Any]) -> Any:
+        if fun is None:
+            return functools.partial(cls.make, options=options)
+        methods = options["methods"]
+        options = options | {"methods": None}
+        if inspect.isclass(fun):
+            return _remat_class(fun, ("__call__",) if methods is None else methods, options)
+        if methods is not None:
+            raise TypeError(f"remat: methods= is for classes, but {name_of(fun)} is a {type(fun).__name__}.")
+        return _remat_object(fun, options) if is_object(fun) else as_decorator(cls, fun, options)
+
+    def __init__(self, fun: Callable, **given: Any):
+        super().__init__(fun, **given)
+        options = self._options
         self._policy = as_policy(options["policy"])
         self._inputs_stored_as = check_formats(options["inputs_stored_as"])
         if isinstance(self._policy, Rewriter):
@@ -256,7 +225,7 @@ class Remat(Wrapper):
             staged, outcome, refs = stage(body, avals, traced_for="statetx.remat", names=names, read=read)
         staged = guarded(f"remat({name_of(fun)})", staged, outcome.add(refs).effects)
         self._refuse_effects(staged)
-        refuse_linen_variables(fun, args, kwargs)
+        refuse_linen_variables(short_name(name_of(fun)), fun, args, kwargs)
 
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
         formats = self._resolve_formats(dyn_args, dyn_kwargs, args_part.mask)
@@ -456,9 +425,11 @@ def _class_of_objects(cls: type, options: dict[str, Any]) -> type:
 class _ObjectCall(Wrapper):
     """The ``__call__`` of rematerialized objects: `self` is closed over, so that argument positions do not count it."""
 
+    maker, defaults = remat, Remat.defaults
+
     def __init__(self, cls: type, options: dict[str, Any]):
         function = inspect.getattr_static(cls, "__call__")
-        super().__init__(function, options)
+        super().__init__(function, **options)
         self._template = as_decorator(Remat, self._bind(object.__new__(cls)), options)
 
     def _bind(self, instance: Any) -> Callable:

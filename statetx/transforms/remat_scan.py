@@ -96,7 +96,7 @@ def remat_scan(
     check_flags("remat_scan", has_ys=has_ys)
     if num is not None and whole_number(num, 1) is None:
         raise ValueError(f"remat_scan: num must be a whole number of at least 1 and below 2**31, got {brief(num)}.")
-    rules = _Rules(broadcast, carry, axes, split_rngs)
+    options = {"broadcast": broadcast, "carry": carry, "axes": axes, "split_rngs": split_rngs}
     strategy = _read_lengths(lengths, policy)
     count = len(target) if isinstance(target, Stack) and num is None else num
     count = strategy.num_steps if count is None else count
@@ -105,31 +105,33 @@ def remat_scan(
     if isinstance(target, Stack):
         if count != len(target):
             raise ValueError(f"remat_scan: the stack has {len(target)} layers, but num or lengths asks for {count}.")
-        return RematScan(target, len(target), strategy, policy, rules, has_ys)
+        return RematScan(target, len(target), strategy, policy, options, has_ys)
     if count is None:
         raise ValueError("remat_scan: give the number of layers by num= or lengths=.")
     if not callable(target):
         raise TypeError(f"remat_scan needs a Stack, a class, a factory or a function, got {type(target).__name__}.")
 
     def make(*args: Any, **kwargs: Any) -> RematScan:
+        if isinstance(axes, Mapping):
+            raise ValueError("remat_scan: axes= by filter is for functions, whose states are already stacked.")
         # Not the filters themselves, whose paths `RematScan` checks.
         shared = as_predicate([broadcast, carry])
-        layers = stack(lambda: target(*args, **kwargs), count, axis=rules.only_axis(), shared=shared)
-        return RematScan(layers, count, strategy, policy, rules, has_ys)
+        layers = stack(lambda: target(*args, **kwargs), count, axis=axes, shared=shared)
+        return RematScan(layers, count, strategy, policy, options, has_ys)
 
     if inspect.isclass(target):
         return functools.update_wrapper(make, target, updated=())
-    return make() if _takes_nothing(target) else RematScan(target, count, strategy, policy, rules, has_ys)
+    return make() if _takes_nothing(target) else RematScan(target, count, strategy, policy, options, has_ys)
 
 
 class RematScan:
     """Layers and the loop over them; made by `remat_scan`. ``len(deep)`` is the number of layers."""
 
-    def __init__(self, layers: Any, num: int, strategy: Strategy, policy: Policy, rules: _Rules, has_ys: bool):
+    def __init__(self, layers: Any, num: int, strategy: Strategy, policy: Policy, options: dict, has_ys: bool):
         self.__wrapped__ = layers
         self._num = num
         self._strategy = strategy.for_layers(num, policy)
-        self._states = rules.for_layers(layers)
+        self._states = _rules(layers, **options)
         self._has_ys = has_ys
 
     def __len__(self) -> int:
@@ -153,43 +155,37 @@ class RematScan:
         return f"RematScan({self._num} x {name}, {self._strategy!r})"
 
 
-class _Rules:
-    """The rules of `remat_scan` for the states of layers."""
+def _rules(layers: Any, **options: Any) -> dict[Filter, Any]:
+    """The rules for `scan`; the first filter that selects a state decides."""
+    layer = layers.__wrapped__ if isinstance(layers, Stack) else layers
+    axes, split_rngs = options["axes"], options["split_rngs"]
+    for option, filter in (options | {"axes": list(axes) if isinstance(axes, Mapping) else ()}).items():
+        as_predicate(False if filter is None else filter)  # raises if it is not a filter
+        check_paths(f"remat_scan: {option}={brief(filter)}", filter, Paths(layer).items, "A layer reaches")
 
-    def __init__(self, broadcast: Filter, carry: Filter, axes: int | Mapping[Filter, int], split_rngs: Any):
-        self._broadcast = broadcast
-        self._carry = carry
-        self._axes = axes
-        self._split_rngs = split_rngs
+    rules: dict[Filter, Any] = {}
+    if isinstance(layers, Stack):  # the layers' own states come before rules for shared states
+        rules[layers.is_stacked] = layers.axis
+    if split_rngs is not None:
+        rules[_Checked(True if split_rngs is False else split_rngs, is_random=True)] = (
+            Split if split_rngs is not False else Broadcast
+        )
+    rules |= {_Checked(options["carry"]): Carry, _Checked(options["broadcast"]): Broadcast}
+    if not isinstance(layers, Stack):
+        by_filter = axes if isinstance(axes, Mapping) else {Not(_is_random): axes}
+        rules |= {_Checked(filter): axis for filter, axis in by_filter.items()}
+    return rules
 
-    def only_axis(self) -> int:
-        """The axis along which to stack the states of layers that `remat_scan` makes."""
-        if isinstance(self._axes, Mapping):
-            raise ValueError("remat_scan: axes= by filter is for functions, whose states are already stacked.")
-        return self._axes
 
-    def for_layers(self, layers: Any) -> dict[Filter, Any]:
-        """The rules for `scan`; the first filter that selects a state decides."""
-        self._check_paths(layers.__wrapped__ if isinstance(layers, Stack) else layers)
-        rules: dict[Filter, Any] = {}
-        if isinstance(layers, Stack):  # the layers' own states come before rules for shared states
-            rules[layers.is_stacked] = layers.axis
-        if self._split_rngs not in (None, False):
-            rules[_Both(_is_random, self._split_rngs)] = Split
-        if self._split_rngs is False:
-            rules[_is_random] = Broadcast
-        rules[_Both(True, self._carry)] = Carry
-        rules[_Both(True, self._broadcast)] = Broadcast
-        if not isinstance(layers, Stack):
-            by_filter = self._axes if isinstance(self._axes, Mapping) else {Not(_is_random): self._axes}
-            rules |= {_Both(True, filter): axis for filter, axis in by_filter.items()}
-        return rules
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Checked:
+    """A filter of which `remat_scan` has checked the path globs, so that `scan` need not. A copy of the loop copies it, and the states in it."""
 
-    def _check_paths(self, layer: Any) -> None:
-        axes = list(self._axes) if isinstance(self._axes, Mapping) else ()
-        options = {"broadcast": self._broadcast, "carry": self._carry, "axes": axes, "split_rngs": self._split_rngs}
-        for option, filter in options.items():
-            check_paths(f"remat_scan: {option}={brief(filter)}", filter, Paths(layer).items, "A layer reaches")
+    filter: Filter
+    is_random: bool = False
+
+    def __call__(self, path: str, state: Any) -> bool:
+        return as_predicate(self.filter)(path, state) and (not self.is_random or _is_random(path, state))
 
 
 def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
@@ -212,18 +208,3 @@ def _takes_nothing(target: Callable) -> bool:
 def _is_random(path: str, state: Any) -> bool:
     kind = _states.kind_of(state)
     return kind is not None and kind.is_random(state)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Both:
-    """The filter that selects the states that two filters select; hashable, so that it can be a key of ``states=``."""
-
-    a: Filter
-    b: Filter
-
-    def __post_init__(self) -> None:
-        for filter in (self.a, self.b):
-            as_predicate(filter)  # raises if it is not a filter
-
-    def __call__(self, path: str, state: Any) -> bool:
-        return as_predicate(self.a)(path, state) and as_predicate(self.b)(path, state)

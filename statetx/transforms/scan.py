@@ -18,6 +18,7 @@ from .._equations.structure import Body
 from .._errors import StateAccessError
 from .._frames import Effect
 from .._lift.carry import flatten_carry, leaf_names, settle
+from .._lift.lengths import common_length
 from .._lift.options import check_flags
 from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, Rules, Split
@@ -206,36 +207,23 @@ def _as_number(argument: str, value: Any) -> int:
 def _resolve_length(
     xs: Sequence[Any], names: Callable[[], list[str]], length: int | None, rules: Rules, others: Sequence[Any]
 ) -> int:
-    lengths: list[int] = []
-    for n, x in enumerate(xs):
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                f"scan: {names()[n]} is a {type_str(x)}, which has no leading axis to loop over.\nFix: close over it in the body."
-            )
-        lengths.append(x.shape[0])
     if length is not None:
         _check_known("length", length)
         length = _as_number("length", length)
-        if any(n != length for n in lengths):
-            raise ValueError(
-                f"scan: length={length} disagrees with the leading axes of xs: {_sizes(names(), lengths)}."
-            )
-        return length
-    if not lengths:
-        state_length = rules.size_of_mapped(*others)
-        if state_length is None:
-            raise ValueError("scan: give length=, or xs with at least one array.")
-        return state_length
-    if len(set(lengths)) > 1:
-        raise ValueError(f"scan: the leading axes of xs have different lengths: {_sizes(names(), lengths)}.")
-    return lengths[0]
-
-
-def _sizes(names: Sequence[str], lengths: Sequence[int]) -> str:
-    """The length of each array; of many arrays, of the first of each length."""
-    firsts = {length: name for name, length in reversed([*zip(names, lengths, strict=True)])}
-    pairs = zip(names, lengths, strict=True) if len(names) <= 8 else [(n, size) for size, n in reversed(firsts.items())]
-    return ", ".join(f"{name} has {length}" for name, length in pairs)
+    found = common_length(
+        "scan",
+        xs,
+        [0] * len(xs),
+        names,
+        lacking="close over it in the body",
+        differing="give arrays of equal length, and close over the others in the body",
+        given=None if length is None else ("length", length),
+    )
+    if found is None:
+        found = rules.size_of_mapped(*others)
+    if found is None:
+        raise ValueError("scan: give length=, or xs with at least one array.")
+    return found
 
 
 class _Loop:

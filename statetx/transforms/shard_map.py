@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
-from .._lift.options import check_flags, with_checked_options
+from .._lift.options import check_flags, keeps_type, transform
 from .._lift.outcome import Groups
 from .._lift.run import call, frame_for
-from .._lift.wrapper import Wrapper, as_decorator, name_of, place_of
-from .._objects.paths import Paths, argument_names, as_predicate, check_paths
+from .._lift.wrapper import Wrapper, name_of, place_of
+from .._objects.paths import Paths, as_predicate, check_paths, leaf_names
 from .._text import brief, type_str
 from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -25,25 +25,8 @@ from .._typing import Filter, PyTree
 _REPLICATED = PartitionSpec()
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class ShardMapOptions(TypedDict, total=False):
-    """The options of `shard_map` besides the specs."""
-
-    mesh: Any
-    axis_names: Any
-    check_vma: bool
-    states: Mapping[Filter, PartitionSpec] | None
-
-
-@overload
-def shard_map(f: F, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMapOptions]) -> F: ...
-@overload
-def shard_map(
-    f: None = None, *, in_specs: Any, out_specs: Any, **options: Unpack[ShardMapOptions]
-) -> Callable[[F], F]: ...
-@with_checked_options(
+@keeps_type
+@transform(
     {
         "state_in_specs": "a state goes in and comes out with the same spec, states={state: PartitionSpec(...)}",
         "state_out_specs": "give it by states=",
@@ -101,18 +84,17 @@ def shard_map(
         >>> float(g(jnp.ones(2))), h.value.tolist()
         (2.0, [1.0, 1.0])
     """
-    options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "states": states}
-    return as_decorator(ShardMap, f, {**options, "axis_names": axis_names, "check_vma": check_vma})
+    ...
 
 
-class ShardMap(Wrapper):
+class ShardMap(Wrapper, made_by=shard_map):
     """Made by `shard_map`."""
 
-    def __init__(self, fun: Callable, *, in_specs: Any, out_specs: Any, states: Any, **jax_options: Any):
-        super().__init__(fun, {"in_specs": in_specs, "out_specs": out_specs, "states": states, **jax_options})
-        check_flags("shard_map", check_vma=jax_options["check_vma"])
-        self._in_specs = in_specs
-        self._out_specs = out_specs
+    def __init__(self, fun: Callable, **options: Any):
+        super().__init__(fun, **options)
+        check_flags("shard_map", check_vma=self._options["check_vma"])
+        self._in_specs, self._out_specs, states = (self._options[name] for name in ("in_specs", "out_specs", "states"))
+        jax_options = {name: self._options[name] for name in ("mesh", "axis_names", "check_vma")}
         self._jax_options = {k: v for k, v in jax_options.items() if v is not None}
         self._rules = []
         if states is not None and not isinstance(states, Mapping):
@@ -139,7 +121,7 @@ class ShardMap(Wrapper):
         specs = [spec for spec, is_dynamic in zip(specs, args_part.mask, strict=True) if is_dynamic]
         devices = _Devices(self, args)
         places = _Places(call_name, self._jax_options)
-        names = _names_of_arrays(fun, args, args_part)
+        names = leaf_names(fun, args, {}, args_part.mask)
         for name, spec, x in zip(names, specs, leaves, strict=True):
             places.check(lambda name=name: f"argument {name}", "in_specs", spec, x)
         for state, spec, values in zip(devices.states, devices.state_specs, devices.state_values, strict=True):
@@ -351,13 +333,6 @@ class _Places:
                 f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: more entries than the array has dimensions.\n"
                 f"Fix: give a spec with fewer entries, or a jax.P() for a scalar, which is the same on all devices."
             )
-
-
-def _names_of_arrays(fun: Callable, args: tuple, part: Partition) -> list[str]:
-    """The names of the arrays among the arguments."""
-    leaves = jax.tree_util.tree_flatten_with_path((args, {}), is_leaf=_states.is_opaque)[0]
-    name = argument_names(fun, args)
-    return [name(keys) for (keys, _), is_dynamic in zip(leaves, part.mask, strict=True) if is_dynamic]
 
 
 def _axes_of(spec: Iterable[Any]) -> list[Any]:

@@ -9,43 +9,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _jax, _states
 from .._errors import StateAccessError
 from .._frames import Effect
-from .._lift.options import with_checked_options
+from .._lift.lengths import common_length
+from .._lift.options import keeps_type, transform
 from .._lift.outcome import Groups
 from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import call, frame_for
-from .._lift.wrapper import Wrapper, as_decorator, name_of
-from .._objects.paths import argument_names
-from .._text import brief, type_str
+from .._lift.wrapper import Wrapper, name_of
+from .._objects.paths import argument_names, leaf_names
+from .._text import brief
 from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition, whole_number
 from .._typing import Filter, PyTree
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-class VmapOptions(TypedDict, total=False):
-    """The options of `vmap` besides the axes."""
-
-    axis_name: Any
-    axis_size: int | None
-    spmd_axis_name: Any
-    states: Mapping[Filter, Any] | None
-
-
-@overload
-def vmap(fun: F, in_axes: Any = 0, out_axes: Any = 0, **options: Unpack[VmapOptions]) -> F: ...
-@overload
-def vmap(fun: None = None, in_axes: Any = 0, out_axes: Any = 0, **options: Unpack[VmapOptions]) -> Callable[[F], F]: ...
-@with_checked_options()
+@keeps_type
+@transform()
 def vmap(
     fun: Callable[..., Any] | None = None,
     in_axes: Any = 0,
@@ -99,27 +85,18 @@ def vmap(
         >>> h.value
         Array([0., 2., 4.], dtype=float32)
     """
-    options = {
-        "in_axes": in_axes,
-        "out_axes": out_axes,
-        "axis_name": axis_name,
-        "axis_size": axis_size,
-        "spmd_axis_name": spmd_axis_name,
-        "states": states,
-    }
-    return as_decorator(Vmap, fun, options)
+    ...
 
 
-class Vmap(Wrapper):
+class Vmap(Wrapper, made_by=vmap):
     """Made by `vmap`."""
 
-    def __init__(self, fun: Callable, *, in_axes: Any, out_axes: Any, states: Any, **jax_options: Any):
-        super().__init__(fun, {"in_axes": in_axes, "out_axes": out_axes, "states": states, **jax_options})
-        self._in_axes = in_axes
-        self._out_axes = out_axes
+    def __init__(self, fun: Callable, **options: Any):
+        super().__init__(fun, **options)
+        self._jax_options = {name: self._options[name] for name in ("axis_name", "axis_size", "spmd_axis_name")}
+        self._in_axes, self._out_axes, states = (self._options[name] for name in ("in_axes", "out_axes", "states"))
         self._states = states
-        self._jax_options = jax_options
-        size = jax_options["axis_size"]
+        size = self._options["axis_size"]
         if size is not None and whole_number(size) is None and not jax.export.is_symbolic_dim(size):
             raise ValueError(
                 f"vmap: axis_size must be a whole number of at least 0 and below 2**31, got {brief(size)}."
@@ -140,7 +117,7 @@ class Vmap(Wrapper):
         rules = Rules("vmap", self._states, fun, (Broadcast, Split), args, kwargs)
         if not isinstance(in_axes, int):
             _refuse_axes_of_others(rules, fun, in_axes, args)
-        size = _Sizes(fun, args, kwargs, args_part, leaves, axes).check(rules, self._jax_options["axis_size"])
+        size = self._num_examples(args, kwargs, args_part.mask, leaves, axes, rules)
         examples = _Examples(self, rules)
 
         def body(tracers: list) -> dict[str, list]:
@@ -166,59 +143,30 @@ class Vmap(Wrapper):
         run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups.keys, **{**self._jax_options, "axis_size": size})
         return groups.finish(run(mapped))
 
-
-class _Sizes:
-    """The number of examples in the arguments of a call; errors name the function's parameters."""
-
-    def __init__(self, fun: Callable, args: tuple, kwargs: dict[str, Any], part: Partition, leaves: list, axes: list):
-        self._fun = fun
-        self._args = args
-        self._kwargs = kwargs
-        self._part = part
-        self._leaves = leaves
-        self._axes = axes
-
-    def check(self, rules: Rules, axis_size: int | None) -> int | None:
-        """The number of examples for `jax.vmap`; None if it can take the number from the arguments.
-
-        Raises:
-            ValueError: nothing gives a number, or the arguments disagree.
-        """
-        first_leaf_by_size: dict[int, int] = {}  # from size to the first leaf of that size
-        for n, (x, axis) in enumerate(zip(self._leaves, self._axes, strict=True)):
-            if axis is None:
-                continue
-            shape = np.shape(x) if not hasattr(x, "shape") else x.shape
-            if not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    f"vmap({name_of(self._fun)}): argument {self._name(n)} has no axis {axis}.\n"
-                    f"Fix: give None for it in in_axes, so that every example gets the whole argument."
-                )
-            first_leaf_by_size.setdefault(shape[axis], n)
-
-        if len({*first_leaf_by_size, *(() if axis_size is None else (axis_size,))}) > 1:
-            sizes = [f"{self._name(n)} has {size} along axis {self._axes[n]}" for size, n in first_leaf_by_size.items()]
-            sizes += [] if axis_size is None else [f"axis_size is {axis_size}"]
-            raise ValueError(
-                f"vmap({name_of(self._fun)}): the arguments differ in the number of examples: {', '.join(sizes)}.\n"
-                f"Fix: give arrays of equal length along these axes, or None in in_axes for arguments that all examples share."
-            )
-        if first_leaf_by_size or axis_size is not None:
-            return axis_size
-
+    def _num_examples(
+        self, args: tuple, kwargs: dict[str, Any], mask: Sequence[bool], leaves: list, axes: list, rules: Rules
+    ) -> int | None:
+        """The number of examples for `jax.vmap`; None if it can take the number from the arguments."""
+        call, size = f"vmap({name_of(self.__wrapped__)})", self._options["axis_size"]
+        length = common_length(
+            call,
+            leaves,
+            axes,
+            lambda: leaf_names(self.__wrapped__, args, kwargs, mask),
+            lacking="give None for it in in_axes, so that every example gets the whole argument",
+            differing="give arrays of equal length along these axes, or None in in_axes for arguments that all examples share",
+            given=None if size is None else ("axis_size", size),
+        )
+        if length is not None:
+            return size
         # No array has an axis. `jax.vmap` does not see states, so a mapped state gives the number.
         size = rules.size_of_mapped()
         if size is None:
             raise ValueError(
-                f"vmap({name_of(self._fun)}): no argument has an axis to map over, so the number of examples is not known. "
-                f"Python numbers have none.\nFix: give an array, an axis in states=, or axis_size=."
+                f"{call}: no argument has an axis to map over, so the number of examples is not known. Python numbers have none.\n"
+                f"Fix: give an array, an axis in states=, or axis_size=."
             )
         return size
-
-    def _name(self, n: int) -> str:
-        paths, _ = jax.tree_util.tree_flatten_with_path((self._args, self._kwargs), is_leaf=_states.is_opaque)
-        dynamic = [path for (path, _), is_dynamic in zip(paths, self._part.mask, strict=True) if is_dynamic]
-        return f"{argument_names(self._fun, self._args)(dynamic[n])} ({type_str(as_array(self._leaves[n]))})"
 
 
 class _Examples:

@@ -13,7 +13,7 @@ from brainstate import _state as _private
 
 from ... import _frames, _jax, _states
 from ..._atomic import Store, commit
-from ..native import State, _Invalidated
+from ..native import Invalidated, State
 from .observe import Observer, Strays, context, observer_of
 from .view import view_of
 
@@ -44,7 +44,7 @@ class Bridge:
     def touch(self, state: Any, kind: Any, *, writing: bool) -> _frames.Access:
         access = _frames.acquire(state, kind, self, writing=writing)
         value_before = kind.get(state)
-        if type(value_before) is _Invalidated:
+        if type(value_before) is Invalidated:
             del self.accesses[id(state)]
             commit([kind.set_owner(state, access.previous_owner)])
             raise _states.invalidated_state_error(state, kind.site_of(state), value_before.reason)

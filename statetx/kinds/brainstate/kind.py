@@ -19,7 +19,7 @@ from brainstate.util import StateJaxTracer
 from ... import _frames, _jax, _states
 from ..._atomic import Store
 from ..._tree import Identity, freeze
-from ..native import _Invalidated
+from ..native import Invalidated
 from .bridge import Bridge
 from .observe import Observer, context, observer_of, observers
 from .threads import check_free, owners, read_checked, site_of
@@ -74,7 +74,7 @@ class _Brainstate(_frames.WatchedKind):
     def read(self, state: brainstate.State) -> Any:
         _private.record_state_value_read(state)
         value = self.get(state)  # as in `threads`
-        if type(value) is _Invalidated:
+        if type(value) is Invalidated:
             raise _states.invalidated_state_error(state, self.site_of(state), value.reason)
         return read_checked(state) if owners else value
 
@@ -126,7 +126,7 @@ class _Brainstate(_frames.WatchedKind):
         return stores if frame is None else [*stores, frame.creation(state, self)]
 
     def is_invalidated(self, state: brainstate.State) -> bool:
-        return isinstance(vars(state)["_value"], (_Invalidated, _private._InvalidatedTraceValue))
+        return isinstance(vars(state)["_value"], (Invalidated, _private._InvalidatedTraceValue))
 
     def owner(self, state: brainstate.State) -> _frames.Frame | None:
         return owners.get(id(state))

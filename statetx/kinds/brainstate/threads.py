@@ -13,7 +13,7 @@ import brainstate
 
 from ... import _frames, _jax, _states
 from ..._atomic import locked
-from ..native import NATIVE, _Invalidated
+from ..native import NATIVE, Invalidated
 from .observe import Observer, context
 from .view import View
 
@@ -52,7 +52,7 @@ def install() -> None:
         self.check_if_deleted()
         self._check_invalidated()
         value = self._value
-        if type(value) is _Invalidated:
+        if type(value) is Invalidated:
             raise _states.invalidated_state_error(self, site_of(self), value.reason)
         return read_checked(self) if owners else value
 

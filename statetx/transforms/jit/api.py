@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import NoneType
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -25,10 +25,10 @@ import numpy as np
 from ... import _frames, _jax, _states
 from ..._atomic import locked, new_lock
 from ..._errors import StagingWarning
-from ..._lift.options import with_checked_options
+from ..._lift.options import transform
 from ..._lift.run import run_eagerly
 from ..._lift.signature import StaticArguments
-from ..._lift.wrapper import Wrapper, as_decorator, name_of
+from ..._lift.wrapper import Wrapper, name_of
 from ..._objects.attributes import created_undone
 from ..._objects.paths import as_predicate
 from ..._text import brief
@@ -41,33 +41,33 @@ from .stages import Lowered, Traced
 from .static_keys import Programs, static_key
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 _log = logging.getLogger("statetx")
 
 
-class JitOptions(TypedDict, total=False):
-    """The options of `jit`."""
+class JitTransform(Protocol[Q]):
+    """The type of `jit`: applied to a function, or with options as a decorator."""
 
-    static_argnums: Indices
-    static_argnames: Names
-    donate_argnums: Indices
-    donate_argnames: Names
-    donate_states: Filter
-    keep_unused: bool
-    inline: bool
-    compiler_options: dict[str, Any] | None
+    @overload
+    def __call__(self, fun: Callable[P, R], /, *args: Q.args, **kwargs: Q.kwargs) -> Jit[P, R]: ...
+    @overload
+    def __call__(
+        self, fun: None = None, /, *args: Q.args, **kwargs: Q.kwargs
+    ) -> Callable[[Callable[P, R]], Jit[P, R]]: ...
+
+
+def _returns_jit(fun: Callable[Concatenate[Any, Q], Any]) -> JitTransform[Q]:
+    return cast(JitTransform[Q], fun)
 
 
 _PLACE = "place arguments and states by jax.device_put; the computation follows them"
 _HINTS: dict[str, str] = dict.fromkeys(["in_shardings", "out_shardings", "device", "backend"], _PLACE)
 
 
-@overload
-def jit(fun: Callable[P, R], **options: Unpack[JitOptions]) -> Jit[P, R]: ...
-@overload
-def jit(fun: None = None, **options: Unpack[JitOptions]) -> Callable[[Callable[P, R]], Jit[P, R]]: ...
-@with_checked_options(_HINTS)
+@_returns_jit
+@transform(_HINTS)
 def jit(
     fun: Callable[..., Any] | None = None,
     *,
@@ -152,24 +152,15 @@ def jit(
         >>> float(add(2.0)), float(add(3.0)), float(total.value)
         (2.0, 5.0, 5.0)
     """
-    options = {
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-        "donate_states": donate_states,
-        "keep_unused": keep_unused,
-        "inline": inline,
-        "compiler_options": compiler_options,
-    }
-    return as_decorator(Jit, fun, options)
+    ...
 
 
-class Jit(Wrapper[P, R]):
+class Jit(Wrapper[P, R], made_by=jit):
     """A compiled function; made by `jit`."""
 
-    def __init__(self, fun: Callable, **options: Any):
-        super().__init__(fun, options)
+    def __init__(self, fun: Callable, **given: Any):
+        super().__init__(fun, **given)
+        options = self._options
         if not isinstance(options["compiler_options"], (Mapping, NoneType)):
             raise TypeError(
                 f"jit: compiler_options= must be a dict of options of XLA, got {brief(options['compiler_options'])}."

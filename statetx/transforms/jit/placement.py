@@ -13,6 +13,7 @@ from ... import _jax
 from ..._atomic import commit
 from ..._equations.primitives import row_of
 from ..._frames import Effect
+from ..._lift.context import divides
 from ..._lift.inputs import Input
 from ..._lift.outcome import Outcome
 from ..._tree import is_array_or_number, partition
@@ -110,7 +111,7 @@ class StateShardings:
             # The sharding of a tracer is not known, and one that does not divide the new shape cannot be kept.
             for n, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
                 is_known = not isinstance(x, _jax.Tracer)
-                written.is_fixed[n] = is_known and (sharding is None or _fits(sharding, avals[start + n]))
+                written.is_fixed[n] = is_known and (sharding is None or divides(sharding, avals[start + n].shape))
             self._written.append(written)
             self.out_shardings += [s if fixed else None for s, fixed in zip(shardings, written.is_fixed, strict=True)]
         self.is_open = any(s is None for w in self._written for s in w.shardings)
@@ -221,12 +222,3 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(x, sharding)
     words = jax.device_put(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-
-
-def _fits(sharding: Sharding, aval: Any) -> bool:
-    """Whether the sharding divides the shape of this type."""
-    try:
-        sharding.shard_shape(aval.shape)
-    except ValueError:
-        return False
-    return True

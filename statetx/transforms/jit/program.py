@@ -30,7 +30,7 @@ from ..._objects.paths import Paths, check_paths
 from ..._text import brief
 from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
-from ...kinds.native import _Invalidated
+from ...kinds.native import Invalidated
 from .arguments import Call, copy_aliased_donations, input_names, name_operands
 from .created import CreatedStates
 from .placement import StateShardings, has_tracer, is_on_mesh, names_mesh
@@ -300,7 +300,7 @@ class Program:
         ]
         if invalid_inputs:
             reason = f"its array was donated to {self.name}, which failed"
-            commit([i.kind.store(i.state, _Invalidated(reason)) for i in invalid_inputs])
+            commit([i.kind.store(i.state, Invalidated(reason)) for i in invalid_inputs])
             names = ", ".join(_states.describe(i.state, i.kind, value=0) for i in invalid_inputs[:3])
             error.add_note(
                 f"{self.name} had consumed the arrays of {len(invalid_inputs)} donated states, which have no value now: "

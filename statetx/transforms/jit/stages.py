@@ -7,7 +7,7 @@ take the function's arguments differ, since the program also takes the values of
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -20,14 +20,11 @@ from ..._typing import PyTree
 from .arguments import Call
 from .program import Program, Restage
 
-if TYPE_CHECKING:
-    from .api import Jit
-
 
 class _Stage:
     """Forwards to JAX's stage the attributes that it does not have itself."""
 
-    def __init__(self, jax_stage: Any, program: Program, jit: Jit, call: Call):
+    def __init__(self, jax_stage: Any, program: Program, jit: Any, call: Call):
         self._jax_stage = jax_stage
         self._program = program
         self._jit = jit
@@ -88,7 +85,7 @@ class Compiled(_Stage):
     creates states, the first two calls run its Python, as those of the jitted function.
     """
 
-    def __init__(self, jax_stage: Any, program: Program, jit: Jit, call: Call):
+    def __init__(self, jax_stage: Any, program: Program, jit: Any, call: Call):
         super().__init__(jax_stage, program, jit, call)
         self._runner = self._with_executable(program)
 

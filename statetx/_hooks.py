@@ -1,0 +1,15 @@
+"""Functions of higher layers that lower ones call. ``statetx/__init__.py``, above all layers, registers each; it imports its module when called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+foreign_kinds: dict[str, Callable[[], Any]] = {}
+"""By library of states, imported or not: returns its kind."""
+
+policies: dict[str, Callable[..., Any]] = {}
+"""By the name in ``policy="name:argument"``: makes the policy."""
+
+fits: dict[str, Callable[..., Any]] = {}
+"""By transform with ``"fit"`` as an option: chooses for the budget."""
