@@ -902,7 +902,7 @@ def wrong_length():
     statetx.scan(lambda c, x: (c, x), 0.0, X, length=5)
 
 
-@mistake("scan: a scalar as xs", ValueError, "xs['b']", "f32[]", "leading axis")
+@mistake("scan: a scalar as xs", ValueError, "xs['b']", "f32[]", "no axis 0")
 def scalar_xs():
     statetx.scan(lambda c, x: (c, None), 0.0, {"a": X, "b": jnp.float32(1)})
 

@@ -106,9 +106,9 @@ def test_zero_length_and_length_mistakes():
     np.testing.assert_array_equal(h.value, 1)
     with pytest.raises(ValueError, match="give length="):
         statetx.scan(lambda c, x: (c, x), 0)
-    with pytest.raises(ValueError, match=r"different lengths: xs\S+ has 4, xs\S+ has 3"):
+    with pytest.raises(ValueError, match=r"differ in length: xs\S+ \S+ has 4 along axis 0, xs\S+ \S+ has 3"):
         statetx.scan(lambda c, x: (c, x), 0, (XS, XS[:3]))
-    with pytest.raises(ValueError, match="length=5 disagrees"):
+    with pytest.raises(ValueError, match="has 4 along axis 0, length=5"):
         statetx.scan(lambda c, x: (c, x), 0, XS, length=5)
     with pytest.raises(ValueError, match="no axis 0"):
         statetx.scan(lambda c, x: (c, x), 0, 1.0)

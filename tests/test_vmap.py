@@ -237,7 +237,7 @@ def test_private_batch_tracers():
         ),
         (
             lambda f: statetx.vmap(f, axis_size=2)({"w": jnp.ones(8)}, None),
-            r"a\['w'\] \(f32\[8\]\) has 8 along axis 0, axis_size is 2",
+            r"a\['w'\] \(f32\[8\]\) has 8 along axis 0, axis_size=2",
         ),
         (lambda f: statetx.vmap(f)(4.0, 2), "no argument has an axis to map over.*Python numbers have none"),
         (lambda f: statetx.vmap(f, (1, None))(jnp.ones(3), 1), r"a is a f32\[3\], which has no axis 1"),

@@ -28,7 +28,7 @@ from .stage import with_read_refs
 class _RuleFrame(Frame):
     """The frame of a derivative rule that runs."""
 
-    def __init__(self, watch: Watch, on_read: Callable):
+    def __init__(self, watch: RuleWatch, on_read: Callable):
         super().__init__(f"the derivative rule of {watch.place}", on_read=on_read)
         self.watch = watch
 
@@ -41,7 +41,7 @@ def _enclosing_frame() -> Frame | None:
     return frame
 
 
-def running_rule() -> Watch | None:
+def running_rule() -> RuleWatch | None:
     """The watch of the innermost derivative rule that runs."""
     frame = current_frame()
     while frame is not None and not isinstance(frame, _RuleFrame):
@@ -49,7 +49,7 @@ def running_rule() -> Watch | None:
     return None if frame is None else frame.watch
 
 
-class Watch:
+class RuleWatch:
     """Runs one derivative rule and notes what it reads; see `watched`.
 
     Attributes:
@@ -162,8 +162,10 @@ class Watch:
             )
 
 
-def watched(name: str, body: Body, effects: Sequence[Effect], *, is_framed: bool = True) -> tuple[Body, list[Watch]]:
-    """The body, in which each derivative rule of a user runs through a `Watch`; and the watches, more of them once rules have run.
+def watched(
+    name: str, body: Body, effects: Sequence[Effect], *, is_framed: bool = True
+) -> tuple[Body, list[RuleWatch]]:
+    """The body, in which each derivative rule of a user runs through a `RuleWatch`; and the watches, more of them once rules have run.
 
     Args:
         name: the call that was staged, for messages.
@@ -172,13 +174,13 @@ def watched(name: str, body: Body, effects: Sequence[Effect], *, is_framed: bool
     """
     if not _jax.has_users_rule(body.jaxpr):
         return body, []
-    watches: list[Watch] = []
+    watches: list[RuleWatch] = []
     # By token: a state made in the call must not live on because a rule might read it.
     tokens = [(e.kind.token(e.state), e.site) for e in effects]
     written = {id(token): (token, site) for token, site in tokens}
 
-    def watch_for(place: str, inner: Sequence[Any]) -> Watch:
-        watch = Watch(name, written, place, inner, is_framed)
+    def watch_for(place: str, inner: Sequence[Any]) -> RuleWatch:
+        watch = RuleWatch(name, written, place, inner, is_framed)
         watches.append(watch)
         return watch
 
@@ -259,7 +261,7 @@ def _differentiated_in(frame: Frame) -> Iterator[tuple[Any, Kind, Any]]:
             yield access.state, access.kind, value
 
 
-def are_current(watches: Sequence[Watch]) -> bool:
+def are_current(watches: Sequence[RuleWatch]) -> bool:
     """Whether the states that rules have read hold now what was read."""
     return all(
         not kind.is_invalidated(state)

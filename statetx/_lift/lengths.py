@@ -58,7 +58,7 @@ def common_length(
     lengths = [*firsts, *(() if given is None or given[1] in firsts else (given[1],))]
     if len(lengths) > 1:
         texts = [f"{describe(n)} has {length} along axis {axes[n]}" for length, n in [*firsts.items()][:8]]
-        texts += [] if given is None else [f"{given[0]} is {given[1]}"]
+        texts += [] if given is None else [f"{given[0]}={given[1]}"]
         is_raw_key = any(np.shape(arrays[n]) == (2,) and arrays[n].dtype == jnp.uint32 for n in firsts.values())
         hint = " A key of jax.random.PRNGKey is an array of length 2: use jax.random.key." if is_raw_key else ""
         raise ValueError(f"{call}: the arrays differ in length: {', '.join(texts)}.\nFix: {differing}.{hint}")

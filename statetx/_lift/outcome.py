@@ -1,6 +1,6 @@
 """Split the output and the writes of a call into arrays, which leave a JAX transform, and structure, which stays; publish them.
 
-`pack` splits inside the transform; after it `Outcome.finish` combines the output and stores the written values. In `Groups` the
+`pack` splits inside the transform; after it `Outcome.finish` combines the output and stores the written values. In `OutputGroups` the
 arrays leave in groups: along axes (`vmap`), by shardings (`shard_map`). `publish` is the only caller of `_frames.publish`.
 """
 
@@ -106,7 +106,7 @@ def partition_output(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced)
     return leaves, part
 
 
-class Groups:
+class OutputGroups:
     """Output and effects of one framed call whose arrays leave the transform in groups, each with a key: an axis, a spec.
 
     Attributes:

@@ -29,7 +29,7 @@ from .wrapper import name_of
 T = TypeVar("T")
 
 
-class Run:
+class FramedRun:
     """A stateful function in the form that JAX's derivatives need; one call.
 
     Call it inside JAX's transform, which carries its outputs, and then `finish` after the transform has returned.

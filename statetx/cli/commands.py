@@ -18,7 +18,7 @@ from .. import _files
 from .._tables import Cell, Column, Table, page
 from .._text import format_bytes, suggestion
 from .bad_input import BadInput
-from .target import Target
+from .target import UserFunction
 
 if TYPE_CHECKING:
     from ..memory.baseline import Baseline
@@ -38,7 +38,7 @@ class Output(NamedTuple):
     is_failed: bool = False
 
 
-def memory(target: Target, options: argparse.Namespace) -> Output:
+def memory(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..memory import baseline
     from ..memory.measure import memory_profile
 
@@ -89,7 +89,7 @@ def _save(path: str, key: str, now: Baseline) -> None:
         raise BadInput(f"--save: {e}") from None
 
 
-def fit(target: Target, options: argparse.Namespace) -> Output:
+def fit(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..memory.oom import explain_oom
 
     is_shown = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
@@ -100,19 +100,19 @@ def fit(target: Target, options: argparse.Namespace) -> Output:
     return _output(report)._replace(is_failed=not report.can_fit)
 
 
-def residuals(target: Target, options: argparse.Namespace) -> Output:
+def residuals(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..residuals.table import saved_residuals
 
     return _output(saved_residuals(target.fun, *target.args, **target.kwargs))
 
 
-def report(target: Target, options: argparse.Namespace) -> Output:
+def report(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..residuals.report import memory_report
 
     return _output(memory_report(target.fun, *target.args, gradient=options.gradient, **target.kwargs))
 
 
-def plan(target: Target, options: argparse.Namespace) -> Output:
+def plan(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..planner.planner import plan
 
     made = plan(target.fun, *target.args, budget=options.budget, of=options.of, **target.kwargs)
@@ -122,11 +122,11 @@ def plan(target: Target, options: argparse.Namespace) -> Output:
 def targets() -> str:
     """The table of common devices."""
     from .._targets.spec import table
-    from .._targets.target import Target as Device
+    from .._targets.target import Target
 
     rows, reasons = [], {}
     for name, spec in table().items():
-        device = Device(name)
+        device = Target(name)
         here = "yes"
         if device.missing:
             reasons.setdefault(device.missing, len(reasons) + 1)

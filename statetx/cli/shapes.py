@@ -41,12 +41,12 @@ def parse_shapes(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ((32, 128), dtype('int32'), dtype(bfloat16))
     """
     try:
-        return _Parser(re.sub(r"\s", " ", text)).arguments()
+        return _ShapesParser(re.sub(r"\s", " ", text)).arguments()
     except (RecursionError, MemoryError):
         raise BadInput("--shapes: the brackets are nested too deeply") from None
 
 
-class _Parser:
+class _ShapesParser:
     """Python's parser, for a text in which a name of the same length stands for each array."""
 
     def __init__(self, text: str):

@@ -17,7 +17,7 @@ from .bad_input import BadInput
 from .shapes import parse_shapes
 
 
-class Target(NamedTuple):
+class UserFunction(NamedTuple):
     """A function and its arguments."""
 
     fun: Callable[..., Any]
@@ -25,7 +25,7 @@ class Target(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def load_target(name: str, shapes: str | None, is_factory: bool) -> Target:
+def load_target(name: str, shapes: str | None, is_factory: bool) -> UserFunction:
     """Import the user's module, and find or make the function and its arguments.
 
     Args:
@@ -49,7 +49,7 @@ def load_target(name: str, shapes: str | None, is_factory: bool) -> Target:
             return _from_factory(fun(), name, args, kwargs, shapes is not None)
     hint = "--shapes has the arguments" if shapes else "give them with --shapes"
     _check_arguments(fun, name, args, kwargs, hint)
-    return Target(fun, args, kwargs)
+    return UserFunction(fun, args, kwargs)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -170,10 +170,10 @@ def _short(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty)).replace("Ellipsis", "...")
 
 
-def _from_factory(result: Any, name: str, args: tuple, kwargs: dict[str, Any], has_shapes: bool) -> Target:
+def _from_factory(result: Any, name: str, args: tuple, kwargs: dict[str, Any], has_shapes: bool) -> UserFunction:
     if callable(result):
         _check_arguments(result, f"the function of {name}", args, kwargs, "give its arguments with --shapes")
-        return Target(result, args, kwargs)
+        return UserFunction(result, args, kwargs)
     forms = "(fun, args) or (fun, args, kwargs), or a function to call with --shapes"
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 3) or not callable(result[0]):
         raise BadInput(f"the factory {name} has to return {forms}, and returned {brief(result)}")
@@ -185,4 +185,4 @@ def _from_factory(result: Any, name: str, args: tuple, kwargs: dict[str, Any], h
         types = ", ".join(type(x).__name__ for x in result[1:])
         raise BadInput(f"the factory {name} has to return a tuple of arguments and a dict of keywords, not {types}")
     _check_arguments(fun, f"the function of {name}", tuple(made_args), made_kwargs, "the factory made its arguments")
-    return Target(fun, tuple(made_args), made_kwargs)
+    return UserFunction(fun, tuple(made_args), made_kwargs)

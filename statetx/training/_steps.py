@@ -13,7 +13,7 @@ _MARKERS = (MANIFEST, "_CHECKPOINT_METADATA")  # of a step that lost one of them
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class SavedStep:
     """A step, as orbax asks for it.
 
     Attributes:
@@ -29,22 +29,22 @@ class Step:
         return datetime.datetime.fromtimestamp(os.stat(self.path).st_mtime, datetime.UTC)
 
 
-class Names:
+class StepNames:
     """The names of steps, as orbax's ``NameFormat``."""
 
     def build_name(self, step: int) -> str:
         return str(step)
 
-    def find_all(self, base_path: Any) -> Iterator[Step]:
+    def find_all(self, base_path: Any) -> Iterator[SavedStep]:
         for name in os.listdir(base_path):
             if name.isascii() and name.isdigit() and name == str(int(name)) and _is_ours(base_path / name):
-                yield Step(int(name), base_path / name)
+                yield SavedStep(int(name), base_path / name)
 
-    def find_step(self, base_path: Any, step: int) -> Step:
+    def find_step(self, base_path: Any, step: int) -> SavedStep:
         path = base_path / self.build_name(step)
         if not _is_ours(path):
             raise ValueError(f"{path} is not a step.")
-        return Step(step, path)
+        return SavedStep(step, path)
 
 
 def _is_ours(path: Any) -> bool:

@@ -101,7 +101,7 @@ class Checkpointer:
                 [policies.FixedIntervalPolicy(save_every), policies.PreemptionCheckpointingPolicy()]
             ),
             preservation_policy=_steps.Latest(self._directory, max_to_keep),
-            step_name_format=_steps.Names(),
+            step_name_format=_steps.StepNames(),
         )
         with _as_one_error(f"{self._directory} cannot be opened", "give a directory that can be read, or made"):
             self._manager = orbax.CheckpointManager(self._directory, options=self._options())

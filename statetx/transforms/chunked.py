@@ -16,7 +16,7 @@ from .._lift.options import keeps_type, transform
 from .._lift.wrapper import name_of
 from .._text import brief
 from .._typing import Filter, PyTree
-from .microbatch import InParts
+from .microbatch import Partwise
 
 
 @keeps_type
@@ -90,7 +90,7 @@ def chunked(
     ...
 
 
-class Chunked(InParts, made_by=chunked):
+class Chunked(Partwise, made_by=chunked):
     """Made by `chunked`."""
 
     def __init__(self, fun: Callable, **options: Any):

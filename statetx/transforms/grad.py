@@ -13,7 +13,7 @@ from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
 from .._lift.options import check_flags, transform
 from .._lift.outcome import partition_output
-from .._lift.run import Run
+from .._lift.run import FramedRun
 from .._lift.targets import (
     Targets,
     parse_argnums,
@@ -178,7 +178,7 @@ class Derivative(Wrapper):
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
         diff_argnums, as_tuple = resolve_argnums(self.argnums, len(args), fun)
         structure: Any = None
-        run = Run(self.frame_name, fun, has_aux=self.has_aux, targets=targets)
+        run = FramedRun(self.frame_name, fun, has_aux=self.has_aux, targets=targets)
 
         @run.named
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
@@ -315,7 +315,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         if error is not None:
             raise error
     out_part: Any = None
-    run = Run("vjp", fun, has_aux=has_aux, targets=targets)
+    run = FramedRun("vjp", fun, has_aux=has_aux, targets=targets)
 
     @run.named
     def pure(state_values: list, *diff: Any) -> tuple[list, list]:

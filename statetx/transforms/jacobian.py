@@ -13,7 +13,7 @@ from .. import _jax, _states
 from .._errors import FunctionError
 from .._lift.options import check_flags, transform
 from .._lift.outcome import partition_output
-from .._lift.run import Run
+from .._lift.run import FramedRun
 from .._lift.wrapper import name_of
 from .._text import type_str
 from .._tree import Partition, flatten, is_array_or_number, is_number
@@ -155,12 +155,12 @@ def _arrays(trees: Sequence[Any]) -> tuple:
 
 
 class _FlatRun:
-    """A `Run` whose output is a list of arrays, as `jax.jvp` and `jax.linearize` need it; `out` has the structure."""
+    """A `FramedRun` whose output is a list of arrays, as `jax.jvp` and `jax.linearize` need it; `out` has the structure."""
 
     out: Partition
 
     def __init__(self, name: str, fun: Callable, has_aux: bool):
-        self._run = Run(name, fun, has_aux=has_aux)
+        self._run = FramedRun(name, fun, has_aux=has_aux)
         self.finish = self._run.finish
 
     def __call__(self, *primals: Any) -> tuple[list, list]:

@@ -124,7 +124,7 @@ def microbatch(
     ...
 
 
-class InParts(Wrapper):
+class Partwise(Wrapper):
     """A function that runs on one part of its arguments after the other; `microbatch` and `chunked` have subclasses."""
 
     def __init__(self, fun: Callable, **options: Any):
@@ -158,7 +158,7 @@ class InParts(Wrapper):
         raise NotImplementedError
 
 
-class Microbatch(InParts, made_by=microbatch):
+class Microbatch(Partwise, made_by=microbatch):
     """Made by `microbatch`."""
 
     def __init__(self, fun: Callable, **options: Any):

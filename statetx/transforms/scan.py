@@ -161,7 +161,7 @@ def scan(
         return rule is None or rule is Carry or (rule is Broadcast and effect.kind.is_random(effect.state))
 
     body, carry, _ = settle(stage, carry, carry_part, is_carried=is_carried)
-    loop = _Loop(body, len(carry), length, rules, _effects_on(refs.values(), body))
+    loop = _ScanLoop(body, len(carry), length, rules, _effects_on(refs.values(), body))
     rules.check_paths()
     carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy, progress=progress)
     return carry_part.combine(carry), body.outs[1].combine(ys)
@@ -226,7 +226,7 @@ def _resolve_length(
     return found
 
 
-class _Loop:
+class _ScanLoop:
     """A staged body, with its states sorted by their rules.
 
     Inputs of the loop body, in order: operands, broadcast and repeated states, carry, carried and repeated states, x, split

@@ -14,7 +14,7 @@ from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
 from .._lift.options import check_flags, keeps_type, transform
-from .._lift.outcome import Groups
+from .._lift.outcome import OutputGroups
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, name_of, place_of
 from .._objects.paths import Paths, as_predicate, check_paths, leaf_names
@@ -146,7 +146,7 @@ class ShardMap(Wrapper, made_by=shard_map):
             return groups.pack()
 
         outside = _jax.current_trace()
-        groups = Groups([_REPLICATED, *out_specs, *(spec for _, spec in self._rules)])
+        groups = OutputGroups([_REPLICATED, *out_specs, *(spec for _, spec in self._rules)])
         in_specs = (specs, devices.state_specs)
         _jax.name_function(body, "shard_map", place_of(fun), [*names, *devices.names()])
         run = jax.shard_map(body, in_specs=in_specs, out_specs=groups.keys, **self._jax_options)
@@ -231,7 +231,7 @@ class _Devices:
 
         return on_read
 
-    def add_effects(self, effects: Sequence[Effect], groups: Groups) -> None:
+    def add_effects(self, effects: Sequence[Effect], groups: OutputGroups) -> None:
         """Group the leaves of written values by the specs of their states."""
         for effect in effects:
             spec = self._owner.spec_of(self.paths(effect.state), effect.state)

@@ -20,7 +20,7 @@ from .._errors import StateAccessError
 from .._frames import Effect
 from .._lift.lengths import common_length
 from .._lift.options import keeps_type, transform
-from .._lift.outcome import Groups
+from .._lift.outcome import OutputGroups
 from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, name_of
@@ -139,7 +139,7 @@ class Vmap(Wrapper, made_by=vmap):
             return groups.pack()
 
         mapped_axes = [a for a in axes if a is not None]
-        groups = Groups([None, 0, *_axes_in(self._out_axes)])
+        groups = OutputGroups([None, 0, *_axes_in(self._out_axes)])
         run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups.keys, **{**self._jax_options, "axis_size": size})
         return groups.finish(run(mapped))
 
@@ -200,7 +200,7 @@ class _Examples:
                 self._rules.slice_type(state, _jax.abstract(x), _jax.batch_size(self.trace))
             return part.combine([_jax.batch_tracer(self.trace, jnp.asarray(x), rule) for x in arrays])
 
-    def add_effects(self, effects: Sequence[Effect], groups: Groups) -> None:
+    def add_effects(self, effects: Sequence[Effect], groups: OutputGroups) -> None:
         """Group the leaves of written values by axis: 0 for those with one slice for each example, None for those that all share."""
         rules = [self._rules(effect.state) for effect in effects]
         self._rules.check_paths()

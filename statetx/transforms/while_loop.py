@@ -110,7 +110,7 @@ def while_loop(
     body, carry, enter = settle(functools.partial(stage, body_fun, "while_body"), carry, part)
     test = stage(cond_fun, "while_cond", carry, enter)
     _check_test(test)
-    loop = _Loop(body, test)
+    loop = _WhileLoop(body, test)
     return part.combine(loop.publish(loop.run_while(carry, strategy, max_steps)))
 
 
@@ -229,14 +229,14 @@ def fori_loop(
     body, carry, _ = settle(stage, carry, part, num_before=1)  # the counter comes first
 
     if is_static:
-        loop = _Loop(body, None)
+        loop = _WhileLoop(body, None)
         options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}
         final_carry = loop.run_fori([start, *carry], length, **options)
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
         is_below_limit = lambda i, *xs: (i < limit,)  # noqa: E731
         test = Staged("fori_loop", body_fun, is_below_limit, body.avals, traced_for="while_cond", arguments=arguments)
-        loop = _Loop(body, test)
+        loop = _WhileLoop(body, test)
         final_carry = loop.run_while([start, *carry])
     return part.combine(loop.publish(final_carry)[1:])
 
@@ -258,7 +258,7 @@ def _check_test(test: Staged) -> None:
         raise TypeError(f"while_loop: the condition {name_of(test.fun)} must return a scalar bool, got {got}.")
 
 
-class _Loop:
+class _WhileLoop:
     """A staged body, and perhaps a condition, with the written states in the carry and the others as constants.
 
     Attributes:

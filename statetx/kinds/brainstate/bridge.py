@@ -14,7 +14,7 @@ from brainstate import _state as _private
 from ... import _frames, _jax, _states
 from ..._atomic import Store, commit
 from ..native import Invalidated, State
-from .observe import Observer, Strays, context, observer_of
+from .observe import Strays, TraceObserver, context, observer_of
 from .view import view_of
 
 
@@ -115,7 +115,7 @@ class Bridge:
 
 def _is_catching_new_states() -> bool:
     """Whether brainstate manages the states that are being made."""
-    return any(not isinstance(c, (Observer, Strays)) for c in context.new_state_catcher)
+    return any(not isinstance(c, (TraceObserver, Strays)) for c in context.new_state_catcher)
 
 
 def _transferred(state: Any, kind: Any, frame: Any) -> list[Store]:

@@ -21,7 +21,7 @@ from ..._atomic import Store
 from ..._tree import Identity, freeze
 from ..native import Invalidated
 from .bridge import Bridge
-from .observe import Observer, context, observer_of, observers
+from .observe import TraceObserver, context, observer_of, observers
 from .threads import check_free, owners, read_checked, site_of
 
 _NAME = itertools.repeat("_value")
@@ -100,7 +100,7 @@ class _Brainstate(_frames.WatchedKind):
         if not stacks:
             if not state._trace_state.is_valid():  # made in the present trace, and dies with it
                 _frames.check_write(state, self, effect.value, None, effect.site)
-        elif isinstance(stacks[-1], Observer):
+        elif isinstance(stacks[-1], TraceObserver):
             frame = stacks[-1].frame
             _frames.check_write(state, self, effect.value, frame.trace, effect.site)
             access = frame.accesses.get(id(state))
@@ -158,7 +158,7 @@ class _Brainstate(_frames.WatchedKind):
         return site_of(state)
 
     def open(self, frame: _frames.Frame) -> list[Store]:
-        observer = Observer(frame, self)
+        observer = TraceObserver(frame, self)
         return [
             (operator.setitem, observers, id(frame), observer),
             (context.state_stack.append, observer),

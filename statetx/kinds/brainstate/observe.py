@@ -18,7 +18,7 @@ context: Any = _private.TRACE_CONTEXT
 """brainstate's stacks of this thread."""
 
 
-class Observer(brainstate.StateTraceStack):
+class TraceObserver(brainstate.StateTraceStack):
     """The trace stack that a frame enters; it reports accesses to the frame.
 
     Attributes:
@@ -87,13 +87,13 @@ class Strays(weakref.WeakSet):
     append = weakref.WeakSet.add
 
 
-def innermost(stacks: list[Any]) -> Observer | None:
-    return next((s for s in reversed(stacks) if isinstance(s, Observer)), None)
+def innermost(stacks: list[Any]) -> TraceObserver | None:
+    return next((s for s in reversed(stacks) if isinstance(s, TraceObserver)), None)
 
 
-observers: dict[int, Observer] = {}
+observers: dict[int, TraceObserver] = {}
 """By the id of an open frame."""
 
 
-def observer_of(frame: _frames.Frame) -> Observer:
+def observer_of(frame: _frames.Frame) -> TraceObserver:
     return observers[id(frame)]

@@ -14,7 +14,7 @@ import brainstate
 from ... import _frames, _jax, _states
 from ..._atomic import locked
 from ..native import NATIVE, Invalidated
-from .observe import Observer, context
+from .observe import TraceObserver, context
 from .view import View
 
 # The innermost open frame that has touched a state, by the state's id. The frame's accesses keep the state alive, and so
@@ -64,7 +64,7 @@ def install() -> None:
         innermost = (
             context.state_stack[-1] if self._level < len(context.state_stack) else None
         )  # None: the state was made under this stack
-        if isinstance(innermost, Observer) and innermost.frame.is_undo:
+        if isinstance(innermost, TraceObserver) and innermost.frame.is_undo:
             state, kind = (self.native, NATIVE) if isinstance(self, View) else (self, innermost.kind)
             access = innermost.frame.accesses.get(id(state))
             # A transform ends its staging by giving back what the call has read. Any other value is a write, which brainstate reports as a read.

@@ -4,7 +4,7 @@ The first call stages the function: the user's Python runs once, and each state 
 that nothing has to be declared or searched for. A later call gathers the values of these states, calls one
 `jax.jit`-ed function, and stores its outputs.
 
-A `Program` is the result of one staging. The function that JAX compiles for it evaluates the staged equations. JAX calls
+A `StagedProgram` is the result of one staging. The function that JAX compiles for it evaluates the staged equations. JAX calls
 this function again if it has no executable for the types or settings of a call. If these differ from the staged ones, the
 function raises `Restage`: the user's Python may do something else for them and must run again.
 """
@@ -34,9 +34,9 @@ from ..._objects.paths import as_predicate
 from ..._text import brief
 from ..._tree import as_array, flatten, is_argument
 from ..._typing import Filter, Indices, Names, PyTree
-from .arguments import Call, Layout
+from .arguments import ArgumentLayout, Call
 from .created import CreatedStates
-from .program import Program, Restage
+from .program import Restage, StagedProgram
 from .stages import Lowered, Traced
 from .static_keys import Programs, static_key
 
@@ -213,7 +213,7 @@ class Jit(Wrapper[P, R], made_by=jit):
 
         return self._first_run(call, programs)
 
-    def _first_run(self, call: Call, tried: list[Program] | None) -> Any:
+    def _first_run(self, call: Call, tried: list[StagedProgram] | None) -> Any:
         if not _frames.is_idle():
             # No lock here: another thread may be waiting for an enclosing call of this thread (deadlock).
             return self._stage(call, tried or []).first_run(call)
@@ -222,11 +222,11 @@ class Jit(Wrapper[P, R], made_by=jit):
             return self(*call.args, **call.kwargs)
         return program.first_run(call)
 
-    def _stage_unless_done(self, call: Call, tried: list[Program] | None) -> Program | None:
+    def _stage_unless_done(self, call: Call, tried: list[StagedProgram] | None) -> StagedProgram | None:
         return self._stage(call, tried or []) if self.cache.programs.get(call.key) is tried else None
 
-    def _stage(self, call: Call, tried: Sequence[Program], *, is_run: bool = True) -> Program:
-        program = Program(self, call, tried)
+    def _stage(self, call: Call, tried: Sequence[StagedProgram], *, is_run: bool = True) -> StagedProgram:
+        program = StagedProgram(self, call, tried)
         created = program.created
         # A call that is only inspected, or within another trace, such as that of a report, says nothing of later ones.
         if is_run and created.is_second and _frames.is_idle():
@@ -256,12 +256,12 @@ class Jit(Wrapper[P, R], made_by=jit):
             )
             warnings.warn(advice, StagingWarning, stacklevel=_states.user_stacklevel())
 
-    def _keep(self, call: Call, program: Program) -> None:
+    def _keep(self, call: Call, program: StagedProgram) -> None:
         is_first = not self.cache.programs
         self._put_first(call, program)
         self.cache.fast_path = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
 
-    def _put_first(self, call: Call, program: Program) -> None:
+    def _put_first(self, call: Call, program: StagedProgram) -> None:
         other_programs = [
             p
             for p in self.cache.programs.get(call.key, ())
@@ -292,7 +292,7 @@ class Jit(Wrapper[P, R], made_by=jit):
         """Return the output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state changes."""
         return self._program_for(args, kwargs)[0].out_info()
 
-    def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Program, Call]:
+    def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StagedProgram, Call]:
         call = self.read(args, kwargs)
         programs = self.cache.programs.get(call.key, [])
         program = next((p for p in programs if p.accepts(call)), None)
@@ -301,7 +301,7 @@ class Jit(Wrapper[P, R], made_by=jit):
                 program = self._stage(call, programs, is_run=False)
         return program, call
 
-    def stage(self, call: Call, compiled: Program) -> Program:
+    def stage(self, call: Call, compiled: StagedProgram) -> StagedProgram:
         """Stage a call of a program that was compiled ahead of time."""
         return locked(self.cache.staging, self._stage, call, [compiled, *self.cache.programs.get(call.key, ())])
 
@@ -312,7 +312,7 @@ class Jit(Wrapper[P, R], made_by=jit):
     def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, merge = self.static.split(args, kwargs)
         # Flattening a module reads its states, which open frames would record, and does not end if the module is cyclic. So
-        # modules are leaves inside a frame, and if an argument is one. For modules in other containers see `Layout.is_split`.
+        # modules are leaves inside a frame, and if an argument is one. For modules in other containers see `ArgumentLayout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
         is_leaf = _states.is_opaque if is_whole else None
         leaves, treedef = flatten((dyn_args, dyn_kwargs), is_leaf)
@@ -326,7 +326,7 @@ class Jit(Wrapper[P, R], made_by=jit):
         if layout is None:
             if len(layouts) >= _MAX_KEYS:
                 layouts.clear()
-            layout = layouts[key] = Layout(donated, dyn_args, dyn_kwargs)
+            layout = layouts[key] = ArgumentLayout(donated, dyn_args, dyn_kwargs)
 
         if layout.is_split:
             leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_states.is_opaque)
@@ -354,7 +354,7 @@ class _Cache:
     """The programs of a function, shared by every `jit` of it with the same options.
 
     Attributes:
-        layouts: `Layout` by structure and types of the arguments.
+        layouts: `ArgumentLayout` by structure and types of the arguments.
         programs: for each key of calls, its programs, most recently used first.
         fast_path: the program and its modes, if it is the only one and JAX can take the arguments unchanged; else None.
         has_logged, has_warned: whether it was said that the function is staged a second time, and that it is in every call.
@@ -363,9 +363,9 @@ class _Cache:
     """
 
     def __init__(self) -> None:
-        self.layouts: dict[Hashable, Layout] = {}
+        self.layouts: dict[Hashable, ArgumentLayout] = {}
         self.programs = Programs(_MAX_KEYS)
-        self.fast_path: tuple[Program, Hashable] | None = None
+        self.fast_path: tuple[StagedProgram, Hashable] | None = None
         self.has_logged = self.has_warned = False
         self.lock = new_lock()
         self.staging = new_lock()

@@ -1,4 +1,4 @@
-"""`Call`: the arguments of one call of a jitted function, split by a `Layout` into kept, donated and static leaves."""
+"""`Call`: the arguments of one call of a jitted function, split by a `ArgumentLayout` into kept, donated and static leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Donated = tuple[Sequence[bool], Set[str]] | None
 """For each positional argument that is not static, whether it is donated; and the names of donated keyword arguments."""
 
 
-class Layout:
+class ArgumentLayout:
     """Indices of the dynamic, donated and static leaves of a call's arguments; cached by their structure and types.
 
     Attributes:
@@ -74,7 +74,9 @@ class Call:
         "operand",
     )
 
-    def __init__(self, args: tuple, kwargs: dict, leaves: list, layout: Layout, merge: Callable, static: Hashable):
+    def __init__(
+        self, args: tuple, kwargs: dict, leaves: list, layout: ArgumentLayout, merge: Callable, static: Hashable
+    ):
         self.args = args
         self.kwargs = kwargs
         self.leaves = leaves

@@ -7,7 +7,7 @@ the function again, it creates a new state, which replaces the first. A compiled
 
 The second staging finds the states of the first call where the third would find those of the second. So the kept program reads and
 writes *places*, attributes and items of objects: a state that the staging replaced at a place is read from its successor there
-(`Places.successors`), and a call puts the created states back where others have replaced them (`CreatedStates.stores`).
+(`PlacesOfObjects.successors`), and a call puts the created states back where others have replaced them (`CreatedStates.stores`).
 
 The objects are those that the function and its arguments hold before the staging. A created state that none of them holds afterwards
 receives its value in every call, too. A state that only the result holds belongs to the caller: such a function is staged in every call.
@@ -128,7 +128,7 @@ def _states_in(obj: Any) -> dict[int, Any]:
     return {id(state): state for _, state in Walk(follows_classes=False).held([obj], is_called=False)}
 
 
-class Places:
+class PlacesOfObjects:
     """The places that a call of a function may change, with what they hold before it.
 
     Attributes:
@@ -238,7 +238,7 @@ class CreatedStates:
         self.is_returned = False
         self.num_stagings = 1
         self.summary = ""
-        self._before: Places | None = Places(*roots)  # until the staged function has returned
+        self._before: PlacesOfObjects | None = PlacesOfObjects(*roots)  # until the staged function has returned
         self._successors: dict[int, Any] = {}
         self._places: dict[Any, Place] = {}
         self._placed: list[_Placed] = []

@@ -1,4 +1,4 @@
-"""`Program`: the result of staging a jitted function, which runs every call with the same types.
+"""`StagedProgram`: the result of staging a jitted function, which runs every call with the same types.
 
 A program gathers the values of its states, calls one `jax.jit`-ed function, and stores the returned values. The arguments come
 as a `Call`.
@@ -40,7 +40,7 @@ class Restage(Exception):
     """A call has other types or settings than the program was staged for."""
 
 
-class _Group:
+class _KindGroup:
     """Inputs of one kind of state, whose values are read by one call."""
 
     __slots__ = ("inputs", "kind", "states")
@@ -51,7 +51,7 @@ class _Group:
         self.states = [i.state for i in inputs]
 
 
-class Program:
+class StagedProgram:
     """The result of staging a function for one call.
 
     The compiled function takes the values of kept states, the values of donated states, a call's `operand` and its donated
@@ -69,7 +69,7 @@ class Program:
         compiled: the `jax.jit`-ed function.
     """
 
-    def __init__(self, owner: Any, call: Call, tried: Sequence[Program]):
+    def __init__(self, owner: Any, call: Call, tried: Sequence[StagedProgram]):
         fun = owner.__wrapped__
         self.name = f"jit({name_of(fun)})"
         lifting = Lifting(is_array_or_number)
@@ -126,7 +126,7 @@ class Program:
         self.is_direct = is_simple and not (self.guards or self.donated or outcome.out.static or self.created)
 
     def _init_compiled(
-        self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any, tried: Sequence[Program]
+        self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any, tried: Sequence[StagedProgram]
     ) -> None:
         inputs = self._inputs()
         base = staged.num_operands + len(self.avals)
@@ -183,7 +183,7 @@ class Program:
         for i in inputs:
             i.values = []  # else the program would keep the staged values alive
 
-    def can_share_compiled(self, other: Program) -> bool:
+    def can_share_compiled(self, other: StagedProgram) -> bool:
         """Whether the other program's compiled function is also correct for this one."""
         if self._is_unshareable or other._is_unshareable or self._signature != other._signature:
             return False
@@ -448,15 +448,15 @@ class Program:
             raise Restage
 
 
-def _values_of(groups: list[_Group]) -> list:
+def _values_of(groups: list[_KindGroup]) -> list:
     if len(groups) == 1:
         return groups[0].kind.get_all(groups[0].states)
     return [v for group in groups for v in group.kind.get_all(group.states)]
 
 
-def _group(inputs: list[Input]) -> list[_Group]:
+def _group(inputs: list[Input]) -> list[_KindGroup]:
     kinds = {id(i.kind): i.kind for i in inputs}
-    return [_Group(kind, [i for i in inputs if i.kind is kind]) for kind in kinds.values()]
+    return [_KindGroup(kind, [i for i in inputs if i.kind is kind]) for kind in kinds.values()]
 
 
 def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:

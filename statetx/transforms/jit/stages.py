@@ -18,13 +18,13 @@ from ..._objects.attributes import created_undone
 from ..._text import tree_type_str
 from ..._typing import PyTree
 from .arguments import Call
-from .program import Program, Restage
+from .program import Restage, StagedProgram
 
 
 class _Stage:
     """Forwards to JAX's stage the attributes that it does not have itself."""
 
-    def __init__(self, jax_stage: Any, program: Program, jit: Any, call: Call):
+    def __init__(self, jax_stage: Any, program: StagedProgram, jit: Any, call: Call):
         self._jax_stage = jax_stage
         self._program = program
         self._jit = jit
@@ -85,11 +85,11 @@ class Compiled(_Stage):
     creates states, the first two calls run its Python, as those of the jitted function.
     """
 
-    def __init__(self, jax_stage: Any, program: Program, jit: Any, call: Call):
+    def __init__(self, jax_stage: Any, program: StagedProgram, jit: Any, call: Call):
         super().__init__(jax_stage, program, jit, call)
         self._runner = self._with_executable(program)
 
-    def _with_executable(self, program: Program) -> Program:
+    def _with_executable(self, program: StagedProgram) -> StagedProgram:
         runner = copy.copy(program)
         runner.compiled = self._jax_stage
         return runner
