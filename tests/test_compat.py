@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import private_jax
 from helpers import ENABLE_CHECKS, REMAT3
 from statetx import _jax
 from statetx._jax import buffers, refs
@@ -398,3 +399,20 @@ def test_value_of_a_ref_is_a_copy_of_its_buffer():
     store(*args)
     double(ref)
     assert (new[0], ref[0]) == (3, 6)
+
+
+# -- the list of private names -----------------------------------------------------------------------------------------
+
+
+def test_every_private_name_is_listed_with_what_it_is_for():
+    listed = private_jax.table()
+    assert private_jax.used() | {"core.positional_effects"} == set(listed)  # that one by `getattr`
+    assert all(len(row) == 2 and all(row) for row in listed.values())
+
+
+@pytest.mark.parametrize("name", private_jax.table())
+def test_private_name_is_in_this_jax_with_the_parameters_that_calls_need(name):
+    if private_jax.lookup(name) is None:
+        assert name in private_jax.OPTIONAL
+    elif name in private_jax.NEEDED:
+        assert set(private_jax.NEEDED[name].split()) <= private_jax.parameters(name)
