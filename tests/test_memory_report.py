@@ -450,9 +450,9 @@ def test_shown_as_text_html_and_rich():
     assert "no remat" in text and "barrier ignored" in text
     console = Console(record=True, width=60, file=io.StringIO())
     console.print(report)
-    header, *rows = console.export_text().splitlines()[2:6]
+    header, _, *rows = console.export_text().splitlines()[1:5]
     assert header.split() == ["policy", "temporary", "vs", "none", "time", "vs", "none"], "whole columns are left out"
-    assert rows[1].split()[:2] == ["no", "remat"]
+    assert rows[0].split()[:2] == ["no", "remat"]
     again = json.loads(json.dumps(report.to_dict()))
     assert again["rows"][1]["temp_bytes"] == report["as written"].temp_bytes
     assert np.isclose(again["rows"][0]["seconds"], report["no remat"].seconds)

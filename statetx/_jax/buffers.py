@@ -419,7 +419,7 @@ def _ints(values: Sequence[Any]) -> list[int]:
     """A repeated field of integers, packed or not."""
     out: list[int] = []
     for value in values:
-        packed, i = (b"", 0) if isinstance(value, int) else (value, 0)
+        packed, i = memoryview(b"") if isinstance(value, int) else value, 0
         out += [value] if isinstance(value, int) else []
         while i < len(packed):
             number, i = _varint(packed, i)
