@@ -1,6 +1,7 @@
 """The documentation: its code runs and prints the given outputs, and the site shows every page and every name."""
 
 import contextlib
+import doctest
 import functools
 import http.server
 import importlib
@@ -11,6 +12,7 @@ import re
 import shutil
 import socket
 import subprocess
+import textwrap
 import threading
 import time
 import types
@@ -159,6 +161,14 @@ def test_pages_are_short():
     assert sum(len(words(page)) for page in [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]) <= 60_000
     long = {page.name: len(words(page)) for page in DOCS.glob("concepts/*.md") if len(words(page)) > 400}
     assert not long
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_definitions_can_be_pasted(page):
+    """They are plain code: behind prompts they are a syntax error in a script, and in Python's own prompt."""
+    blocks = [block["code"] for block in BLOCK.finditer(page.read_text()) if block["kind"] == "pycon"]
+    examples = [example for code in blocks for example in doctest.DocTestParser().get_examples(textwrap.dedent(code))]
+    assert not [e.source for e in examples if e.source.startswith(("def ", "class ", "@")) and not e.want]
 
 
 def test_few_blocks_are_skipped():
