@@ -55,7 +55,7 @@ from statetx.planner._search.capture import capture
 
 MAX_NODES = 100  # of HiGHS's search tree for one program; after these its dual bound counts, which is lower
 TOLERANCE = 1e-6  # of the largest value and the most expensive equation; HiGHS meets its conditions to within 1e-7
-TURNS = 40  # that are looked at; of these the ones with the most bytes of values that are not free to compute again are tried
+TURNS = 40  # that are looked at; tried are those of them with the most bytes of values that cost operations, and some of the others
 TRIED = 4
 
 _RANDOM = ("random_", "threefry", "rng_")
@@ -313,7 +313,8 @@ class LowerBound:
         graph = Graph(fun, args, argnums, stored_as)
         self.operations = graph.operations
         turns = [Turn(graph, turn) for turn in graph.turns()]
-        self._turns = sorted((t for t in turns if t.bytes.any()), key=lambda t: -t.costly_bytes)[:TRIED]
+        turns = [t for t in turns if t.bytes.any()]
+        self._turns = [*sorted(turns, key=lambda t: -t.costly_bytes)[:TRIED], *turns[::TRIED]]
 
     def bytes_at(self, extra_operations: float) -> int:
         """The least temporary bytes at that many added operations."""
