@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .profile import MemoryProfile
 
 _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
+_MUCH = 0.15  # of the peak, that a function has which is tried though it is predicted to save nothing
+_MOST_TRIED = 4  # of such functions
 _NUM_PARTS = 8  # of a value that is computed in parts
 
 
@@ -47,8 +49,12 @@ def changes_of(profile: MemoryProfile, groups: Sequence[Group]) -> dict[int, Cha
     return found
 
 
-def candidates(profile: MemoryProfile, missing: float = float("inf")) -> list[Candidate]:
-    """The changes that are worth it, the cheapest first: those that save a share of the peak, or the bytes that are missing."""
+def candidates(profile: MemoryProfile, missing: float = float("inf"), *, to_try: bool = False) -> list[Candidate]:
+    """The changes that are worth it, the cheapest first: those that save a share of the peak, or the bytes that are missing.
+
+    Args:
+        to_try: whether they will be compiled: then with each function that has much of the peak, whatever the timeline predicts.
+    """
     if profile.note:
         return []
     makers: list[Callable[[MemoryProfile], Iterable[Candidate]]] = [
@@ -61,7 +67,13 @@ def candidates(profile: MemoryProfile, missing: float = float("inf")) -> list[Ca
         _parts,
     ]
     least = min(_LEAST_SHARE * profile.peak_bytes, max(missing, 1))
-    found = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
+    some = [c for make in makers for c in make(profile)]
+    found = [c for c in some if c.change.saved_bytes >= least]
+    if to_try:
+        at_peak = set(profile.alive(profile.peak_step))
+        held = {c.change: sum(b.num_bytes for b in c.buffers & at_peak) for c in some if c.change.action in ("remat", "policy")}
+        most = sorted((c for c in some if held.get(c.change, 0) >= _MUCH * profile.peak_bytes), key=lambda c: -held[c.change])
+        return found + [c for c in most[:_MOST_TRIED] if c not in found] + list(in_parts(profile, _NUM_PARTS))
     # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where no other change does a quarter of it.
     most = max((c.change.saved_bytes for c in found), default=0)
     return found + [c for c in in_parts(profile, _NUM_PARTS) if c.change.saved_bytes >= max(4 * most, least)]

@@ -71,6 +71,7 @@ class Search:
 
     Attributes:
         unused: the tools that are not used, with the reasons.
+        tried: the changes that were compiled alone.
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class Search:
         self._alone: dict[str, str] = {}  # what each tool does alone, by action
         # A constant that is passed as an argument saves a copy of an array, which is not among what the program needs.
         missing = float("inf") if available is None else self._needed - available
-        found = [c for c in candidates(dataclasses.replace(profile, note=""), missing) if c.change.action != "argument"]
+        found = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
+        found = [c for c in found if c.change.action != "argument"]
         found = found if trials is None else with_bodies(found)
         self._candidates = sorted(found, key=lambda c: -c.change.saved_bytes)
         self.unused: tuple[Unused, ...] = ()
+        self.tried: tuple[Remedy, ...] = ()
 
     def run(self) -> tuple[Remedy, ...]:
         chosen: list[Candidate] = []
@@ -97,14 +100,11 @@ class Search:
             tried = self._try_alone(self._trials)
             chosen = self._cheapest(tried) or self._together(self._trials, tried)
             compiled = [t.candidate for t in tried]
-            are_parts_tried = "microbatch" in self._alone or any(c.change.action == "microbatch" for c in chosen)
-            left = [c for c in left if c not in compiled and not (are_parts_tried and isinstance(c.edit, InParts))]
+            left = [c for c in left if c not in compiled and c.change.saved_bytes > 0]
             remedies = list(self._compiled(self._trials, chosen))
         remedies += self._predicted(remedies, {b for c in chosen for b in c.buffers}, left)
         used = {r.change.action for r in remedies}
         why = {a: self._alone.get(a, none) for a, (_, none) in TOOLS.items() if a not in used}
-        if "microbatch" in why and "microbatch" not in self._alone and any(in_parts(self._profile, 2)):
-            why["microbatch"] = "the others suffice, and hold for any examples"
         if self._profile.gradient and "donate" in why:
             why["donate"] = "a gradient reads its arguments"
         self.unused = tuple(Unused(TOOLS[action][0], reason) for action, reason in why.items())
@@ -126,23 +126,25 @@ class Search:
     def _try_alone(self, trials: Trials) -> list[_Tried]:
         found = []
         for c in self._candidates:
-            if c.change.action == "microbatch":  # under a condition: only if nothing else suffices
-                continue
             cost = None if c.edit is None else self._cost(trials, [c])
             if cost is None:
                 late = "the time was over" if trials.is_late else "cannot be tried"
                 why = f"predicted {format_bytes(c.change.saved_bytes)} less; {late}"
             else:
-                found.append(
-                    tried := _Tried(c, self._needed - self._of(cost), trials.added_operations(cost), self._fits(cost))
-                )
+                found.append(tried := _Tried(c, self._remedy(trials, c.change, self._needed, cost)))
                 why = tried.text
             self._alone.setdefault(c.change.action, why)
+        self.tried = tuple(t.alone for t in found)
         return found
 
+    def _remedy(self, trials: Trials, change: Change, before: int, cost: Cost) -> Remedy:
+        needed, operations = self._of(cost), trials.added_operations(cost)
+        change = change._replace(saved_bytes=before - needed, is_least=False)
+        return Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
+
     def _cheapest(self, tried: Sequence[_Tried]) -> list[Candidate]:
-        """The cheapest change that suffices alone."""
-        fitting = [t for t in tried if t.fits]
+        """The cheapest change that suffices alone, and holds without a condition."""
+        fitting = [t for t in tried if t.alone.fits and not t.alone.change.condition]
         return [min(fitting, key=lambda t: (round(t.operations, 3), -t.saved_bytes)).candidate] if fitting else []
 
     def _together(self, trials: Trials, tried: Sequence[_Tried]) -> list[Candidate]:
@@ -150,6 +152,8 @@ class Search:
         chosen: list[Candidate] = []
         needed = self._needed
         for t in sorted(tried, key=lambda t: t.price):
+            if t.alone.change.condition:  # only if nothing else suffices
+                continue
             if any(t.candidate.change.target == c.change.target for c in chosen):
                 continue
             cost = self._cost(trials, [*chosen, t.candidate])
@@ -205,11 +209,8 @@ class Search:
             cost = self._cost(trials, chosen[:n])
             if cost is None:  # the time is over: only the whole was compiled
                 continue
-            needed = self._of(cost)
-            change = c.change._replace(saved_bytes=before - needed, is_least=False)
-            before = needed
-            operations = trials.added_operations(cost)
-            yield Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
+            yield self._remedy(trials, c.change, before, cost)
+            before = self._of(cost)
 
     # -- predicted -----------------------------------------------------------------------------------------------------
 
@@ -232,9 +233,15 @@ class _Tried(NamedTuple):
     """A change that was compiled alone."""
 
     candidate: Candidate
-    saved_bytes: int
-    operations: float
-    fits: bool
+    alone: Remedy
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.alone.saved_bytes
+
+    @property
+    def operations(self) -> float:
+        return self.alone.added_operations or 0.0
 
     @property
     def price(self) -> tuple[float, int]:
@@ -247,7 +254,9 @@ class _Tried(NamedTuple):
     def text(self) -> str:
         if self.saved_bytes <= 0:
             return "saves nothing as compiled"
-        not_needed = "" if self.fits else "; not enough alone, nor needed with the others"
+        not_needed = "" if self.alone.fits else "; not enough alone, nor needed with the others"
+        if self.alone.change.condition:
+            not_needed = f" with {self.alone.change.text.partition(' parts')[0].split()[-1]} parts, if the examples are independent"
         return (
             f"{format_bytes(self.saved_bytes)} less, {100 * self.operations:+.1f}% operations, as compiled{not_needed}"
         )

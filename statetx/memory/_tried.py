@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .. import _jax
 from .._equations.compiled import Cost, Program, is_out_of_memory
+from .._equations.primitives import REMAT
 from .._equations.structure import Body
+from .._jax import Jaxpr
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tree import is_float
-from ..planner._program.flat import Flat, flatten
+from ..planner._program.flat import Flat, Part, flatten
 from ..planner._treatments.rewrite import UNPLANNED, as_planned, rewrite
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
@@ -158,7 +161,20 @@ class _Edited(Rewriter):
         return edited
 
     def _edited(self, body: Body) -> Callable:
-        program = Flat(flatten(body.jaxpr), opens_blocks=False)
+        jaxpr = self._edited_jaxpr(body.jaxpr)
+        return body if jaxpr is body.jaxpr else as_planned(Body(jaxpr, []))
+
+    def _edited_inside(self, x: Any) -> Any:
+        """The body of a loop, or of a rematerialized function."""
+        jaxpr, constants = _jax.open_jaxpr(x)
+        edited = jaxpr if constants else self._edited_jaxpr(jaxpr)
+        return x if edited is jaxpr else _jax.closed_like(x, edited)
+
+    def _edited_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        flat = flatten(jaxpr)
+        eqns = [_jax.map_jaxprs(self._edited_inside, e) if _has_body(e) else e for e in flat.eqns]
+        is_same = all(a is b for a, b in zip(eqns, flat.eqns, strict=True))
+        program = Flat(flat if is_same else _jax.with_equations(flat, eqns), opens_blocks=False)
         decided: dict[Interval, Decision] = {}
         for edit in self._edits:
             own = edit.decisions(program)
@@ -166,12 +182,26 @@ class _Edited(Rewriter):
                 self._found.add(edit)
                 decided |= own
         if not decided:
-            return body
+            return jaxpr if is_same else program.jaxpr
         bounds = sorted({0, len(program), *itertools.chain.from_iterable(decided)})
         spans = list(itertools.pairwise(bounds))
-        parts = [(span in decided and program.blocks.get(span)) or program.part(*span) for span in spans]
-        decisions = [decided.get(span, UNPLANNED) for span in spans]
-        return as_planned(Body(rewrite(program.jaxpr, parts, decisions), []))
+        parts = [(span in decided and program.blocks.get(span)) or _as_called(program, span) for span in spans]
+        return rewrite(program.jaxpr, parts, [decided.get(span, UNPLANNED) for span in spans])
+
+
+def _has_body(eqn: Any) -> bool:
+    return eqn.primitive.name in REMAT or eqn.primitive.name == "scan" or _jax.loop_of(eqn) is not None
+
+
+def _as_called(program: Flat, span: Interval) -> Part:
+    """A part that takes parameters before what is computed, as functions and methods mostly do: XLA orders by it what it runs."""
+    part = program.part(*span)
+    if part.eqn is not None:
+        return part
+    given = [v for v in program.jaxpr.invars if v in part.invars]
+    invars = [*given, *(v for v in part.invars if v not in given)]
+    jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=part.jaxpr.outvars, eqns=part.jaxpr.eqns)
+    return Part("region", jaxpr, invars, part.outvars)
 
 
 class _EditedInParts(_Edited):

@@ -67,6 +67,7 @@ class OutOfMemory(Tabular):
         requested_bytes: what the allocation that failed asked for; None if the error does not say.
         remedies: changes that together make it fit, the cheapest first; all that help if they do not suffice.
         unused: the tools that are not among them, with the reasons; nothing unless changes were compiled.
+        tried: the changes that were compiled alone, used or not.
         plan: the automatic alternative; None if none was made.
     """
 
@@ -78,6 +79,7 @@ class OutOfMemory(Tabular):
     requested_bytes: int | None
     remedies: tuple[Remedy, ...]
     unused: tuple[Unused, ...] = ()
+    tried: tuple[Remedy, ...] = ()
     plan: Alternative | None = None
 
     @property
@@ -106,9 +108,10 @@ class OutOfMemory(Tabular):
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, numbers and text, for ``json.dump``; without the profile, which has its own."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "profile"}
-        remedies = [r._asdict() | {"change": r.change._asdict()} for r in self.remedies]
+        told = lambda some: [r._asdict() | {"change": r.change._asdict()} for r in some]  # noqa: E731
         made = {
-            "remedies": remedies,
+            "remedies": told(self.remedies),
+            "tried": told(self.tried),
             "unused": [u._asdict() for u in self.unused],
             "plan": None if self.plan is None else self.plan._asdict(),
         }
@@ -295,7 +298,8 @@ def explain_oom(
     begin = time.monotonic()
     with spinner(f"explain_oom of {name}", is_shown=progress) as tell:
         search = Search(profile, report.available_bytes, trials, tell)
-        report = dataclasses.replace(report, remedies=search.run(), unused=search.unused if trials else ())
+        report = dataclasses.replace(report, remedies=search.run(), tried=search.tried)
+        report = dataclasses.replace(report, unused=search.unused if trials else ())
         spent = time.monotonic() - begin
         # A plan may take twice its time until a first one fits; a search of seconds should not be followed by one of minutes.
         for_plan = min((seconds - spent) / 2, max(spent, _LEAST_FOR_PLAN))
