@@ -706,12 +706,11 @@ def equinox_blocks(hand: Hand) -> Any:
         def __call__(self, x: jax.Array) -> jax.Array:
             return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x)))
 
-    hand.changes["remat"] = "equinox_blocks.Gated.__call__"
     params, static = eqx.partition([Gated(jax.random.key(n)) for n in range(6)], eqx.is_array)
 
     def loss(params: Any, x: Any) -> Any:
         for block in eqx.combine(params, static):
-            x = (eqx.filter_checkpoint(block) if hand.change == "remat" else block)(x)
+            x = hand.remat(block, Gated.__call__)(x)
         return (x**2).mean()
 
     return with_moments(hand, loss, params, f32(512, 32))
@@ -738,12 +737,9 @@ def haiku_blocks(hand: Hand) -> Any:
         def __call__(self, x: jax.Array) -> jax.Array:
             return x + hk.Linear(32)(jax.nn.gelu(hk.Linear(128)(x)))
 
-    hand.changes["remat"] = "haiku_blocks.Wide.__call__"
-
     def network(x: jax.Array) -> jax.Array:
         for _ in range(5):
-            block = Wide()
-            x = (hk.remat(block) if hand.change == "remat" else block)(x)
+            x = hand.remat(Wide(), Wide.__call__)(x)
         return x
 
     model = hk.without_apply_rng(hk.transform(network))

@@ -165,6 +165,12 @@ def test_message_names_versions_that_changed(saved, tmp_path):
         ('{"version": 1, "programs": {"loss on cpu": {}}}', r"baselines: programs\.'loss on cpu'\.device is missing"),
         ('{"version": 2, "programs": {}}', "version must be one of 1"),
         ('{"version": 1, "programs": {}}', "has no program 'loss on cpu'; it has none"),
+        ("", "is not a file of memory baselines"),
+        ("[]", "is not a file of memory baselines"),
+        ("\x89PNG\x00", "is not a file of memory baselines"),
+        ("[" * 100_000, "is not a file of memory baselines"),
+        ('{"version": 1, "programs": {"a": NaN}}', "is not a file of memory baselines"),
+        ('{"created_by": "statetx.plan"}', "is not a file of memory baselines: version is missing"),
     ],
 )
 def test_damaged_or_foreign_file_is_refused(tmp_path, content, message):
@@ -173,6 +179,25 @@ def test_damaged_or_foreign_file_is_refused(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         assert_memory(named(loss, "loss"), WS, X, against=path)
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"loss on cpu"', '"loss on h100"', "has no program 'loss on cpu'; it has loss on h100, recurrent on cpu"),
+        ('"loss on cpu"', '"evaluate on cpu"', "has no program 'loss on cpu'; it has evaluate on cpu, recurrent on cpu"),
+        ('"peak_bytes": ', '"peak_bytes": -', r"baselines: programs\.'loss on cpu'\.peak_bytes must be"),
+        ('"residual"', '"leftover"', r"baselines: programs\.'loss on cpu'\.parts\[\d\]\[0\] must be one of"),
+        ('"device": "cpu"', '"device": 3', r"baselines: programs\.'loss on cpu'\.device must be"),
+    ],
+    ids=["another target", "another program", "a negative size", "an unknown role", "a number for a device"],
+)
+def test_a_record_of_another_program_or_a_changed_one_is_refused(saved, tmp_path, old, new, message):
+    path = tmp_path / "memory.json"
+    path.write_text(saved.read_text().replace(old, new))
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        assert_memory(named(loss, "loss"), WS, X, against=path)
+    assert "\nFix: " in str(error.value)
 
 
 def test_bad_arguments_are_refused(tmp_path):

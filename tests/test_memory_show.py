@@ -117,7 +117,7 @@ def test_first_line_names_place_owner_and_best_change():
     made = profile([*layers(1), buffer(5 * KIB, 5, 5, "working memory", "loss")], changes=[change], gap=KIB)
     assert str(made).splitlines()[0] == (
         "Peak 19.0 KiB in the backward pass at model.py:5 (dot_general): 53% is residuals of net.blocks.0 "
-        "(Block.__call__, model.py:7). Largest saving: rematerialize Block.__call__ with @statetx.remat: 62.0 KiB less."
+        "(Block.__call__, model.py:7). Largest saving: rematerialize Block.__call__ with @statetx.remat: 62.0 KiB less (predicted)."
     )
 
 
@@ -215,7 +215,7 @@ def test_changes_are_numbered_below_the_table():
     best, other = Change("remat", "a", "Do this.", 60 * KIB), Change("donate", "x", "Do that.", 2 * KIB)
     made = with_change(profile(layers(), changes=[best]), other, lambda g: g.kind == "argument")
     shown = _show.table(made)
-    assert shown.notes == [("[1]", "Do this: 60.0 KiB less (67%)."), ("[2]", "Do that: 2.0 KiB less (2%).")]
+    assert shown.notes == [("[1]", "Do this: 60.0 KiB less (predicted, 67%)."), ("[2]", "Do that: 2.0 KiB less (predicted, 2%).")]
     column = [c.name for c in shown.columns].index("change")
     assert {row[3].text: row[column].text for row in shown.rows} == {"net.blocks.* (8)": "", "net.blocks.*.w (8)": "", "x": "[2]"}  # fmt: skip
     assert "[1] Do this" in str(made) and made.changes[0].text in _show.html(made).replace("Do this:", "Do this.")

@@ -96,7 +96,8 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
     names = InputNames(user_function)
     with policies:
         staged, outcome, refs = stage(body, [_jax.abstract(x) for x in arrays], traced_for="statetx.remat", names=names)
-    staged, arrays = _in_order_of_reading(staged, arrays)
+    if not rewriter.keeps_order:
+        staged, arrays = _in_order_of_reading(staged, arrays)
     name = name_of(user_function)
     build = lambda body: rewriter.rewrite(body, name, num_out)  # noqa: E731
     replaced = build(staged) if rewriter.is_used_once else table.get(staged, ("gradient", rewriter, num_out), build)

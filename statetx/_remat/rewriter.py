@@ -27,11 +27,13 @@ class Rewriter:
         keeps_policies: whether rematerialized functions inside keep their policies, since nothing is replaced.
         is_used_once: whether it is made for one trace. What it builds then must not stay in the table of structures, where it would keep the
             arrays of the trace alive.
+        keeps_order: whether it sees the inputs in their own order, and not in that in which they are read.
     """
 
     inner: Rewriter | None = None
     keeps_policies = False
     is_used_once = False
+    keeps_order = False
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Any:
         """Return ``(operands, *args) -> outputs`` in place of a staged function (`Body`) of this name.
@@ -81,6 +83,7 @@ class Observed(Rewriter):
     def __init__(self, rewriter: Rewriter, observer: Observer):
         self._rewriter, self._observer = rewriter, observer
         self.inner, self.keeps_policies = rewriter.inner, rewriter.keeps_policies
+        self.keeps_order = rewriter.keeps_order
         self.is_used_once = True
 
     def __eq__(self, other: object) -> bool:

@@ -67,13 +67,16 @@ def candidates(profile: MemoryProfile, missing: float = float("inf"), *, to_try:
         _parts,
     ]
     least = min(_LEAST_SHARE * profile.peak_bytes, max(missing, 1))
-    some = [c for make in makers for c in make(profile)]
-    found = [c for c in some if c.change.saved_bytes >= least]
+    found = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
     if to_try:
         at_peak = set(profile.alive(profile.peak_step))
-        held = {c.change: sum(b.num_bytes for b in c.buffers & at_peak) for c in some if c.change.action in ("remat", "policy")}
-        most = sorted((c for c in some if held.get(c.change, 0) >= _MUCH * profile.peak_bytes), key=lambda c: -held[c.change])
-        return found + [c for c in most[:_MOST_TRIED] if c not in found] + list(in_parts(profile, _NUM_PARTS))
+        held = lambda c: sum(b.num_bytes for b in c.buffers & at_peak)  # noqa: E731
+        edits = {c.edit for c in found}
+        others = [*_remat(profile), *_stacked(profile), *bodies(profile, "recomputed"), *checkpoints(profile, "recomputed")]
+        others = [c for c in others if c.edit not in edits]
+        others = sorted((c for c in others if held(c) >= _MUCH * profile.peak_bytes), key=held, reverse=True)
+        unpredicted = [c._replace(change=c.change._replace(saved_bytes=0)) for c in others[:_MOST_TRIED]]
+        return [*found, *unpredicted, *in_parts(profile, _NUM_PARTS)]
     # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where no other change does a quarter of it.
     most = max((c.change.saved_bytes for c in found), default=0)
     return found + [c for c in in_parts(profile, _NUM_PARTS) if c.change.saved_bytes >= max(4 * most, least)]
@@ -170,6 +173,18 @@ def _remat(profile: MemoryProfile) -> Iterable[Candidate]:
         how = f"@statetx.remat{_at(function, file)}" if linen is None else flax_remat(linen)
         text = f"Rematerialize {function}{times} with {how}{where}."
         yield Candidate(Change("remat", function, text, saved), frozenset(freed), Rematerialize(function))
+
+
+def _stacked(profile: MemoryProfile) -> Iterable[Candidate]:
+    """Functions in the body of a loop, which stacks their residuals: by how much the peak falls is not known."""
+    by_function: dict[str, list[Buffer]] = defaultdict(list)
+    for b in profile.buffers:
+        if b.stacked is not None and b.kind in ("residual", "recomputed"):
+            by_function[b.function].append(b)
+    for function, found in by_function.items():
+        loop, file = found[0].stacked, found[0].source.rpartition(":")[0]
+        text = f"Rematerialize {function} with @statetx.remat{_at(function, file)}, in the {loop}."
+        yield Candidate(Change("remat", function, text, 0), frozenset(found), Rematerialize(function))
 
 
 def _at(function: str, file: str) -> str:

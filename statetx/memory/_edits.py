@@ -99,10 +99,11 @@ class InParts(Edit):
 
 
 def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
-    """The equations from the first to the last of each outermost call of a function."""
+    """The equations from the first to the last of each outermost call of a function; without those of gradients inside, which are edited where they are taken."""
     bounds: dict[tuple[str, ...], list[int]] = {}
     for i, eqn in enumerate(jaxpr.eqns):
-        calls = calls_of(str(eqn.source_info.name_stack))
+        names = str(eqn.source_info.name_stack)
+        calls = () if "jvp(" in names else calls_of(names)
         depth = next((n for n, call in enumerate(calls) if call.rpartition("~")[0] == function), None)
         if depth is not None:
             bounds.setdefault(calls[: depth + 1], []).append(i)

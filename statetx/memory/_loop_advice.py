@@ -11,17 +11,17 @@ from .._loops import schedule
 from .._loops.strategy import Levels, Slots, Strategy
 from ._candidate import Candidate, Gap, is_backward, saving
 from ._edits import Checkpoint
-from .buffer import Buffer, Change, Loop
+from .buffer import Buffer, Change, Kind, Loop
 
 if TYPE_CHECKING:
     from .profile import MemoryProfile
 
 
-def _stacks(profile: MemoryProfile) -> dict[Loop, list[Buffer]]:
-    """What each loop of known length stacks in the forward pass for its backward pass."""
+def _stacks(profile: MemoryProfile, kind: Kind) -> dict[Loop, list[Buffer]]:
+    """What each loop of known length stacks for its backward pass: in the forward pass, or where it is computed again."""
     stacks: dict[Loop, list[Buffer]] = defaultdict(list)
     for b in profile.buffers:
-        if b.kind == "residual" and b.stacked is not None and b.stacked.length:
+        if b.kind == kind and b.stacked is not None and b.stacked.length:
             stacks[b.stacked].append(b)
     return stacks
 
@@ -33,9 +33,9 @@ def _step_of_reversal(buffers: Sequence[Buffer], profile: MemoryProfile) -> tupl
     return (min(reads) if reads else end), end
 
 
-def bodies(profile: MemoryProfile) -> Iterable[Candidate]:
+def bodies(profile: MemoryProfile, kind: Kind = "residual") -> Iterable[Candidate]:
     """Rematerialize a loop's body: it stacks its carry, and one step's residuals are recomputed at a time."""
-    for loop, stacks in _stacks(profile).items():
+    for loop, stacks in _stacks(profile, kind).items():
         inner = [b for b in stacks if b.primitive != "carry"]
         length = loop.length or 1
         if not inner or len(inner) == len(stacks):  # without a stacked carry, its size is not known
@@ -65,9 +65,9 @@ def with_bodies(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found
 
 
-def checkpoints(profile: MemoryProfile) -> Iterable[Candidate]:
+def checkpoints(profile: MemoryProfile, kind: Kind = "residual") -> Iterable[Candidate]:
     """Checkpoint a loop: some carries are kept, and one step's residuals, or those of an inner loop, are recomputed at a time."""
-    for loop, stacks in _stacks(profile).items():
+    for loop, stacks in _stacks(profile, kind).items():
         if first := _checkpointed(profile, loop, stacks, 2):
             yield first
 

@@ -127,6 +127,8 @@ class Search:
         found = []
         for c in self._candidates:
             cost = None if c.edit is None else self._cost(trials, [c])
+            if cost is None and not c.change.saved_bytes:  # nothing is predicted of it
+                continue
             if cost is None:
                 late = "the time was over" if trials.is_late else "cannot be tried"
                 why = f"predicted {format_bytes(c.change.saved_bytes)} less; {late}"

@@ -105,12 +105,13 @@ def headline(profile: MemoryProfile) -> str:
     if not changes:
         return _peak_sentence(profile)
     best = _sentence(changes[0])
-    return f"{_peak_sentence(profile)} Largest saving: {best[0].lower()}{best[1:]}."
+    return f"{_peak_sentence(profile)} Largest saving: {best[0].lower()}{best[1:]})."
 
 
 def _sentence(change: Change) -> str:
+    """With an open parenthesis, in which its share may follow."""
     least = "at least " if change.is_least else ""
-    return f"{change.text.rstrip('.')}: {least}{format_bytes(change.saved_bytes)} less"
+    return f"{change.text.rstrip('.')}: {least}{format_bytes(change.saved_bytes)} less (predicted"
 
 
 def _peak_sentence(profile: MemoryProfile) -> str:
@@ -319,7 +320,7 @@ def _total(num_bytes: int, label: str, profile: MemoryProfile) -> list[Cell]:
 
 
 def _notes(profile: MemoryProfile, changes: dict[Change, int]) -> list[tuple[str, str]]:
-    notes = [(f"[{n}]", f"{_sentence(c)} ({percent(c.saved_bytes, profile.peak_bytes)}).") for c, n in changes.items()]
+    notes = [(f"[{n}]", f"{_sentence(c)}, {percent(c.saved_bytes, profile.peak_bytes)}).") for c, n in changes.items()]
     if 100 * profile.constant_bytes > profile.peak_bytes:
         notes.append(("Constants:", f"{_constants(profile)}."))
     if profile.note:

@@ -14,7 +14,7 @@ from .. import _jax
 from .._equations.compiled import Cost, Program, is_out_of_memory
 from .._equations.primitives import REMAT
 from .._equations.structure import Body
-from .._jax import Jaxpr
+from .._jax import Jaxpr, Literal
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tree import is_float
@@ -99,12 +99,12 @@ class Trials:
 
     def _program(self, edits: Sequence[Edit]) -> Any:
         arrays = self._program_of(self._step, self._args, self._kwargs)
-        rewriter: _Edited = _Edited(edits)
+        names, states = input_names(self._step, self._args, arrays)
+        rewriter: _Edited = _Edited(edits, keeps_order=not states)
         if in_parts := next((e for e in edits if isinstance(e, InParts)), None):
             rewriter = self._in_parts(arrays, rewriter, in_parts)
             if not rewriter.gradients:
                 return None
-        names, _ = input_names(self._step, self._args, arrays)
         given = {name for e in edits if isinstance(e, Donate) for name in e.inputs}
         donated = {*arrays.donated(arrays.arrays), *(i for i, name in enumerate(names) if name in given)}
         with rewritten_by(rewriter):
@@ -138,6 +138,9 @@ class _Gradient(NamedTuple):
 class _Edited(Rewriter):
     """Applies edits to the functions that are differentiated.
 
+    Args:
+        keeps_order: as in `Rewriter`. A function takes arguments in their order, and states, which it closes over, in that in which it reads them.
+
     Attributes:
         gradients: the functions, in the order of the trace.
     """
@@ -145,8 +148,13 @@ class _Edited(Rewriter):
     is_used_once = True
     keeps_policies = True
 
-    def __init__(self, edits: Sequence[Edit]):
+    @property
+    def inner(self) -> Rewriter:  # gradients inside of a gradient: of both, the same calls are changed
+        return self
+
+    def __init__(self, edits: Sequence[Edit], *, keeps_order: bool = True):
         self._edits = edits
+        self.keeps_order = keeps_order
         self._found: set[Edit] = {e for e in edits if isinstance(e, (Donate, InParts))}
         self.gradients: list[_Gradient] = []
 
@@ -198,8 +206,11 @@ def _as_called(program: Flat, span: Interval) -> Part:
     part = program.part(*span)
     if part.eqn is not None:
         return part
-    given = [v for v in program.jaxpr.invars if v in part.invars]
-    invars = [*given, *(v for v in part.invars if v not in given)]
+    number = {v: n for n, v in enumerate(program.jaxpr.invars)}
+    for eqn in program.jaxpr.eqns[: span[0]]:  # a parameter of another dtype or form is one
+        if len(eqn.invars) == len(eqn.outvars) == 1 and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in number:
+            number[eqn.outvars[0]] = number[eqn.invars[0]]
+    invars = sorted(part.invars, key=lambda v: number.get(v, len(number)))
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=part.jaxpr.outvars, eqns=part.jaxpr.eqns)
     return Part("region", jaxpr, invars, part.outvars)
 
@@ -208,7 +219,7 @@ class _EditedInParts(_Edited):
     """The same, with each gradient in parts of the batch."""
 
     def __init__(self, of_part: _Edited, edit: InParts):
-        super().__init__(())
+        super().__init__((), keeps_order=of_part.keeps_order)
         self._of_part, self._num = of_part, edit.num
         self._next = 0
         self._is_split = False
