@@ -62,7 +62,9 @@ class Hand:
 
         return jax.jit(step, donate_argnames=("params",) if self.change == "donate" else ())
 
-    def stateful(self, loss: Callable, states: Any, wrt: Any = statetx.Param, batch: tuple[int, ...] = (0,)) -> Callable:
+    def stateful(
+        self, loss: Callable, states: Any, wrt: Any = statetx.Param, batch: tuple[int, ...] = (0,)
+    ) -> Callable:
         """The same of a loss that reads states, without momentum."""
         self.changes |= {"donate": "states"} | ({"parts": "batch"} if batch else {})
         if self.change == "parts":
@@ -113,7 +115,9 @@ def conv(x: jax.Array, w: jax.Array) -> jax.Array:
 # -- functions -------------------------------------------------------------------------------------------------------------
 
 
-def with_moments(hand: Hand, loss: Callable, params: Any, *data: Any, batch: tuple[int, ...] = (1,)) -> tuple[Callable, tuple]:
+def with_moments(
+    hand: Hand, loss: Callable, params: Any, *data: Any, batch: tuple[int, ...] = (1,)
+) -> tuple[Callable, tuple]:
     return hand.step(loss, batch), (params, params, *data)
 
 
@@ -291,7 +295,9 @@ def graph_network(hand: Hand) -> Any:
             x = wrapped(w, x, edges)
         return (x**2).mean()
 
-    return with_moments(hand, loss, [f32(64, 32)] * 5, f32(256, 32), jax.ShapeDtypeStruct((2, 2048), jnp.int32), batch=())
+    return with_moments(
+        hand, loss, [f32(64, 32)] * 5, f32(256, 32), jax.ShapeDtypeStruct((2, 2048), jnp.int32), batch=()
+    )
 
 
 @program()
@@ -335,7 +341,9 @@ def large_vocabulary(hand: Hand) -> Any:
         logits = x @ params["embed"].T
         return (jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]).mean()
 
-    return with_moments(hand, loss, {"embed": f32(2048, 32), "w": f32(32, 32)}, jax.ShapeDtypeStruct((16, 33), jnp.int32))
+    return with_moments(
+        hand, loss, {"embed": f32(2048, 32), "w": f32(32, 32)}, jax.ShapeDtypeStruct((16, 33), jnp.int32)
+    )
 
 
 @program()
@@ -856,7 +864,9 @@ def row(name: str) -> dict[str, Any]:
     for change, target in changes.items():
         action = ACTIONS[change]
         matching = [
-            r for (a, t), r in tried.items() if a == action and (t == target or (target == "scan" and t.startswith("scan")))
+            r
+            for (a, t), r in tried.items()
+            if a == action and (t == target or (target == "scan" and t.startswith("scan")))
         ]
         strategy = policies.Levels(2)
         if change == "slots" and matching:

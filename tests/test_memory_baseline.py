@@ -66,6 +66,14 @@ def capturing(ws, x):
     return loss(ws, x) + jnp.sin(x @ jnp.asarray(TABLE)).mean()
 
 
+def step_with_more(ws, x):
+    def update(ws, x):
+        grads = jax.grad(loss)(ws, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), [jnp.sin(g) for g in grads]
+
+    return jax.jit(update, donate_argnums=0), (ws, x)
+
+
 def named(fun, name):
     """The same name, as after an edit."""
     wrapper = lambda *args: fun(*args)  # noqa: E731
@@ -92,6 +100,7 @@ REGRESSIONS = {
         (WS[0], XS),
         r"residuals of .*test_memory_baseline.py:\d+ \(recurrent",
     ),
+    "another output": ("step", *step_with_more(WS, X), r"the output .*test_memory_baseline.py:\d+ \(step_with_more"),
     "an argument no longer donated": (
         "step",
         *step(WS, X, donate=()),
@@ -185,7 +194,11 @@ def test_damaged_or_foreign_file_is_refused(tmp_path, content, message):
     ("old", "new", "message"),
     [
         ('"loss on cpu"', '"loss on h100"', "has no program 'loss on cpu'; it has loss on h100, recurrent on cpu"),
-        ('"loss on cpu"', '"evaluate on cpu"', "has no program 'loss on cpu'; it has evaluate on cpu, recurrent on cpu"),
+        (
+            '"loss on cpu"',
+            '"evaluate on cpu"',
+            "has no program 'loss on cpu'; it has evaluate on cpu, recurrent on cpu",
+        ),
         ('"peak_bytes": ', '"peak_bytes": -', r"baselines: programs\.'loss on cpu'\.peak_bytes must be"),
         ('"residual"', '"leftover"', r"baselines: programs\.'loss on cpu'\.parts\[\d\]\[0\] must be one of"),
         ('"device": "cpu"', '"device": 3', r"baselines: programs\.'loss on cpu'\.device must be"),

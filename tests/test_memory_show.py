@@ -215,7 +215,10 @@ def test_changes_are_numbered_below_the_table():
     best, other = Change("remat", "a", "Do this.", 60 * KIB), Change("donate", "x", "Do that.", 2 * KIB)
     made = with_change(profile(layers(), changes=[best]), other, lambda g: g.kind == "argument")
     shown = _show.table(made)
-    assert shown.notes == [("[1]", "Do this: 60.0 KiB less (predicted, 67%)."), ("[2]", "Do that: 2.0 KiB less (predicted, 2%).")]
+    assert shown.notes == [
+        ("[1]", "Do this: 60.0 KiB less (predicted, 67%)."),
+        ("[2]", "Do that: 2.0 KiB less (predicted, 2%)."),
+    ]
     column = [c.name for c in shown.columns].index("change")
     assert {row[3].text: row[column].text for row in shown.rows} == {"net.blocks.* (8)": "", "net.blocks.*.w (8)": "", "x": "[2]"}  # fmt: skip
     assert "[1] Do this" in str(made) and made.changes[0].text in _show.html(made).replace("Do this:", "Do this.")

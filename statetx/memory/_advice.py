@@ -72,7 +72,12 @@ def candidates(profile: MemoryProfile, missing: float = float("inf"), *, to_try:
         at_peak = set(profile.alive(profile.peak_step))
         held = lambda c: sum(b.num_bytes for b in c.buffers & at_peak)  # noqa: E731
         edits = {c.edit for c in found}
-        others = [*_remat(profile), *_stacked(profile), *bodies(profile, "recomputed"), *checkpoints(profile, "recomputed")]
+        others = [
+            *_remat(profile),
+            *_stacked(profile),
+            *bodies(profile, "recomputed"),
+            *checkpoints(profile, "recomputed"),
+        ]
         others = [c for c in others if c.edit not in edits]
         others = sorted((c for c in others if held(c) >= _MUCH * profile.peak_bytes), key=held, reverse=True)
         unpredicted = [c._replace(change=c.change._replace(saved_bytes=0)) for c in others[:_MOST_TRIED]]

@@ -10,7 +10,6 @@ from .._equations.compiled import Cost
 from .._text import format_bytes
 from ._advice import candidates, in_parts
 from ._candidate import Candidate
-from ._edits import InParts
 from ._loop_advice import with_bodies
 from ._tried import Trials
 from .buffer import Buffer, Change

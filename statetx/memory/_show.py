@@ -203,17 +203,21 @@ def kinds_line(profile: MemoryProfile) -> str:
     return "At the peak: " + ", ".join(parts) if parts else ""
 
 
+def unwritten_outputs(profile: MemoryProfile) -> list[Buffer]:
+    """The outputs that have their memory at the peak, and are written later."""
+    used = {b.allocation for b in profile.alive(profile.peak_step)}
+    return [b for b in profile.buffers if b.kind == "output" and b.allocation not in used]
+
+
 def unused_parts(profile: MemoryProfile) -> dict[str, int]:
     """The parts of ``profile.unused_bytes``."""
-    used = {b.allocation for b in profile.alive(profile.peak_step)}
-    unwritten = sum(b.num_bytes for b in profile.buffers if b.kind == "output" and b.allocation not in used)
-    unwritten = min(unwritten, max(profile.unused_bytes, 0))
+    unwritten = min(sum(b.num_bytes for b in unwritten_outputs(profile)), max(profile.unused_bytes, 0))
     gaps = profile.unused_bytes - unwritten
     # Without a buffer assignment working memory is not among the buffers, and the residuals before compilation can be more than what the
     # program reserves.
     label = "working memory, not told" if profile.note else "unused (gaps between buffers)"
     label = label if gaps > 0 else "more than the program reserves"
-    return {name: n for name, n in (("outputs not yet written", unwritten), (label, gaps)) if n}
+    return {name: n for name, n in ((UNWRITTEN, unwritten), (label, gaps)) if n}
 
 
 def _by_kind(profile: MemoryProfile) -> dict[str, int]:
@@ -226,6 +230,9 @@ def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     for name, n in pairs:
         totals[name] += n
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+UNWRITTEN = "outputs not yet written"
 
 
 # -- sparkline ---------------------------------------------------------------------------------------------------------

@@ -208,7 +208,11 @@ def _as_called(program: Flat, span: Interval) -> Part:
         return part
     number = {v: n for n, v in enumerate(program.jaxpr.invars)}
     for eqn in program.jaxpr.eqns[: span[0]]:  # a parameter of another dtype or form is one
-        if len(eqn.invars) == len(eqn.outvars) == 1 and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in number:
+        if (
+            len(eqn.invars) == len(eqn.outvars) == 1
+            and not isinstance(eqn.invars[0], Literal)
+            and eqn.invars[0] in number
+        ):
             number[eqn.outvars[0]] = number[eqn.invars[0]]
     invars = sorted(part.invars, key=lambda v: number.get(v, len(number)))
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=part.jaxpr.outvars, eqns=part.jaxpr.eqns)

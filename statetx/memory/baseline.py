@@ -15,7 +15,7 @@ from .._records import many, mapping, one_of, record, row, text, whole
 from .._targets import current
 from .._text import format_bytes, short_path
 from ._plot import family
-from ._show import SUBJECTS, unused_parts
+from ._show import SUBJECTS, UNWRITTEN, unused_parts, unwritten_outputs
 from .buffer import KINDS
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _PACKAGES = ("statetx", "jax", "jaxlib", "brainstate", "flax", "equinox", "optax
 
 
 class Part(NamedTuple):
-    """What is alive at the peak with one role, of one owner and function. Layers of a model count together.
+    """What has memory at the peak with one role, of one owner and function. Layers of a model count together.
 
     Attributes:
         source: the line that makes the largest of it, ``file:line``; no part of what is compared.
@@ -125,13 +125,18 @@ def _parts(profile: MemoryProfile) -> tuple[Part, ...]:
 
     found: dict[tuple[str, str, str], list[Any]] = {}
     constants = group_buffers(b for b in profile.buffers if b.kind == "constant")
-    for group in (*profile.at_peak, *constants):
+    unused, unwritten = unused_parts(profile), group_buffers(unwritten_outputs(profile))
+    if sum(g.num_bytes for g in unwritten) == unused.get(UNWRITTEN):
+        del unused[UNWRITTEN]
+    else:  # they count in part
+        unwritten = ()
+    for group in (*profile.at_peak, *unwritten, *constants):
         found.setdefault((group.kind, family(group.owner), group.function), []).append(group)
     parts = []
     for key, groups in found.items():
         largest = max(groups, key=lambda g: g.num_bytes)
         parts.append(Part(*key, short_path(largest.source), sum(g.num_bytes for g in groups)))
-    parts += [Part(UNUSED, name, "", "", num_bytes) for name, num_bytes in unused_parts(profile).items()]
+    parts += [Part(UNUSED, name, "", "", num_bytes) for name, num_bytes in unused.items()]
     return tuple(sorted(parts, key=lambda p: (-p.num_bytes, p.key)))
 
 
