@@ -370,9 +370,7 @@ def programs(part: str) -> Iterator[tuple[str, Any, tuple]]:
             continue
         hand = advised.Hand()
         step, args = make(hand)
-        jax.eval_shape(step, *args) if hasattr(step, "eval_shape") else statetx.eval_shape(
-            step, *args
-        )  # notes the changes
+        statetx.eval_shape(step, *args)  # notes the changes
         for change in ("", *hand.changes):
             for text, scale in SIZES.items():
                 step, args = make(advised.Hand(change, statetx.policies.Levels(2)))
