@@ -158,10 +158,8 @@ def test_infeasible_budget_error_states_the_shortfall():
     ) as e:
         statetx.plan(loss, FEW, X, of="temporaries", budget="1KiB", argnums=0)
     assert e.value.smallest_bytes is not None
-    assert (
-        statetx.plan(loss, FEW, X, of="temporaries", budget=e.value.smallest_bytes, argnums=0).temp_bytes
-        == e.value.smallest_bytes
-    )
+    plan = statetx.plan(loss, FEW, X, of="temporaries", budget=e.value.smallest_bytes, argnums=0)
+    assert 0.999 * e.value.smallest_bytes < plan.temp_bytes <= e.value.smallest_bytes
 
 
 def test_no_stock_policy_does_better():
