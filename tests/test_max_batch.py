@@ -373,4 +373,4 @@ def test_results_in_a_notebook():
     found = statetx.max_batch(loss, jnp.eye(8), x, argnums=1, budget="4KiB")
     fit = statetx.microbatch(loss, "fit", budget="4KiB", argnums=1).fit(jnp.eye(8), x)
     for result in (found, fit):
-        assert "<table" in result._repr_html_() and "linear-gradient" in result._repr_html_()
+        assert "<table" in result._repr_html_() and '<span class="share">' in result._repr_html_()

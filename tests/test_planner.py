@@ -164,10 +164,10 @@ def test_infeasible_budget_error_states_the_shortfall():
 
 def test_no_stock_policy_does_better():
     marked = functools.partial(loss, block=statetx.remat(block))
-    planner = Planner(marked, WS, X, argnums=0, of="temporaries")
+    planner = Planner(marked, FEW, X, argnums=0, of="temporaries")
     for policy in ("nothing", "dots", "everything"):
         wrapped = functools.partial(loss, block=statetx.remat(block, policy=policy))
-        stock = statetx.measure(jax.value_and_grad(wrapped), WS, X, gradient=False)
+        stock = statetx.measure(jax.value_and_grad(wrapped), FEW, X, gradient=False)
         plan = planner.plan(stock.temp_bytes)
         assert plan.temp_bytes <= stock.temp_bytes
         assert plan.flops <= stock.flops
@@ -855,7 +855,7 @@ def test_loops_with_a_remainder_copy_their_sequence():
 
 def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monkeypatch):
     measure, marked = _candidate.Candidates.measure, functools.partial(loss, block=statetx.remat(block))
-    planner, other = (Planner(marked, WS, X, of="temporaries", argnums=0) for _ in range(2))
+    planner, other = (Planner(marked, FEW, X, of="temporaries", argnums=0) for _ in range(2))
     budget = other._search.candidates.measure(*other._search._on_blocks.choice).temp_bytes
     blocks = [_candidate._key(*policy.choice) for policy in planner._search._stock if policy.name == "nothing"]
 
