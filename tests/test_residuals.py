@@ -550,7 +550,7 @@ def test_fwd_bwd_of_values_stored_in_fewer_bits(format):
     x, w = jnp.ones((2, 16)), jnp.ones((16, 16))
     shown = statetx.print_fwd_bwd(loss, x, w)
     types = [type_ for _, type_, _ in shown.residuals]
-    assert {"bits": "u8[2,2]", "bfloat16": "bf16[2,16]", "float8_e5m2": "f8e5m2[2,16]"}[format] in types
+    assert {"bits": "u8[2,2]", "bfloat16": "bf16[2,16]", "float8_e5m2": "f8_e5m2[2,16]"}[format] in types
     assert sum(size for _, _, size in shown.residuals) == statetx.saved_residuals(loss, x, w).total_bytes
 
 
