@@ -216,7 +216,7 @@ def test_errors_of_max_batch():
         statetx.max_batch(grows_slowly, jnp.ones(4), jnp.ones((8, 4)), argnums=1, budget="10GiB")
     with pytest.raises(statetx.PlanError, match="is a fraction"):
         statetx.max_batch(sgd, PARAMS, X, argnums=1, budget=0.5)
-    with pytest.raises(ValueError, match=r"(?s)max_batch\(sgd\): the arguments differ.*argnums=1"):
+    with pytest.raises(ValueError, match=r"(?s)max_batch\(sgd\): the arrays differ in length.*argnums=1"):
         statetx.max_batch(sgd, PARAMS, X, budget="1MiB")
 
 
