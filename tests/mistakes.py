@@ -1070,7 +1070,7 @@ def condition_writes():
 
 for text, words in {
     "auot": ("'auot'", "Did you mean 'auto'?"),
-    "2 gigs": ("'2 gigs' is not a size", "'2GiB'"),
+    "2 gigs": ("'2 gigs' is not a strategy", "Budget('64MiB')"),
 }.items():
 
     @mistake(f"scan(checkpoint={text!r})", PolicyError, "checkpoint=", *words)
@@ -1103,10 +1103,10 @@ def wrong_lengths():
     statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=(3, 2))
 
 
-@mistake("scan(checkpoint='1B')", PolicyError, "1 B")
+@mistake("scan(checkpoint=Budget('1B'))", PolicyError, "1 B")
 def tiny_checkpoint():
     step = lambda c, x: (jnp.sin(c * x), None)  # noqa: E731
-    jax.grad(lambda c: statetx.scan(step, c, X, checkpoint="1B")[0])(2.0)
+    jax.grad(lambda c: statetx.scan(step, c, X, checkpoint=statetx.policies.Budget("1B"))[0])(2.0)
 
 
 # -- budgets and plans -------------------------------------------------------------------------------------------------

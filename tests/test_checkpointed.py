@@ -458,7 +458,7 @@ def test_second_gradient_of_a_loop_in_a_scan(scan, strategy):
 
 LOOPS_OF_A_NUMBER = {
     "scan, slots": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint=Slots(3))[0],
-    "scan, size": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint="1MiB")[0],
+    "scan, size": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint=Budget("1MiB"))[0],
     "while_loop": lambda step, h: statetx.while_loop(
         lambda c: c[0] < 9, lambda c: (c[0] + 1, step(c[1])), (0, h), checkpoint=Slots(3)
     )[1],
@@ -723,7 +723,7 @@ def test_loop_report_lists_loops_in_the_steps_of_loops():
         step = lambda h, _: (inner(h, Slots(3)), None)  # noqa: E731
         return statetx.scan(step, h, None, 20, checkpoint=strategy)[0].sum()
 
-    for strategy, slots in ((Slots(4), 4), ("1GiB", 0)):
+    for strategy, slots in ((Slots(4), 4), (Budget("1GiB"), 0)):
         rows = statetx.loop_report(lambda h: outer(h, strategy), H, policies=()).rows  # noqa: B023
         assert [(r.length, r.slots) for r in rows] == [(20, slots), (30, 3)]
 
@@ -1196,7 +1196,7 @@ STRICT = {
     "Slots(1)": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint=1)[0],
     "block": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint=Slots(3, block=2))[0],
     "auto": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint="auto")[0],
-    "size": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint="1MiB")[0],
+    "size": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint=Budget("1MiB"))[0],
     "levels": lambda body: statetx.scan(body, 1.0, jnp.ones(12), checkpoint=Levels(2))[0],
     "fori_loop": lambda body: statetx.fori_loop(0, 12, lambda i, c: body(c, 1.0)[0], 1.0, checkpoint=2),
     "while_loop": lambda body: statetx.while_loop(
@@ -1263,7 +1263,7 @@ def test_carries_without_tangents_need_no_derivative(name, moving):
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("checkpoint", [Slots(2), "1MiB"], ids=str)
+@pytest.mark.parametrize("checkpoint", [Slots(2), Budget("1MiB")], ids=str)
 @pytest.mark.parametrize(
     "transform", [jax.grad, lambda f: jax.grad(jax.grad(f)), jax.jacfwd], ids=["1", "2", "forward"]
 )

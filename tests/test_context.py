@@ -13,7 +13,7 @@ import statetx
 from statetx._lift.context import TraceContext, note_shardings, sharding_of
 from statetx.planner import fit
 from statetx.planner._search.capture import capture
-from statetx.policies import Slots
+from statetx.policies import Budget, Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
 
@@ -135,8 +135,8 @@ def test_loop_budget_counts_bytes_per_device(kind):
         step = lambda checkpoint: statetx.value_and_grad(lambda x: loss(x, checkpoint), wrt=w)  # noqa: E731
         # A carry has 16 KiB on a device, and 128 KiB in all.
         budget = 2**18
-        sizes = {c: compiled_bytes(step(c), x) for c in (None, 1, "256KiB")}
-        assert sizes[1] < sizes["256KiB"] <= budget + 2**15 < sizes[None]
+        sizes = {c: compiled_bytes(step(c), x) for c in (None, 1, Budget(budget))}
+        assert sizes[1] < sizes[Budget(budget)] <= budget + 2**15 < sizes[None]
 
 
 def test_loop_that_fits_on_a_device_stays_plain():
@@ -148,7 +148,7 @@ def test_loop_that_fits_on_a_device_stays_plain():
         compiled_bytes(
             statetx.value_and_grad(lambda x, c=c: statetx.scan(body, x, None, 128, checkpoint=c)[0].sum(), wrt=w), x
         )
-        for c in (None, "8MiB")  # a device needs 4 MiB, all together 24
+        for c in (None, Budget("8MiB"))  # a device needs 4 MiB, all together 24
     ]
     assert sizes[0] == sizes[1]
 
@@ -192,14 +192,16 @@ def meeting(c):
 
 
 LOOPS = {
-    "scan": lambda checkpoint: (
-        lambda x: statetx.scan(lambda c, _: (cell(c), None), x, None, 6, checkpoint=checkpoint)[0]
+    "scan": lambda size: (
+        lambda x: statetx.scan(lambda c, _: (cell(c), None), x, None, 6, checkpoint=size and Budget(size))[0]
     ),
-    "collective": lambda checkpoint: (
-        lambda x: statetx.scan(lambda c, _: (meeting(c), None), x, None, 6, checkpoint=checkpoint)[0]
+    "collective": lambda size: (
+        lambda x: statetx.scan(lambda c, _: (meeting(c), None), x, None, 6, checkpoint=size and Budget(size))[0]
     ),
-    "remat_scan": lambda lengths: (
-        lambda x: statetx.remat_scan(lambda c: c + jnp.tanh(c @ WS.value), lengths=lengths or (2, 3), num=6)(x)
+    "remat_scan": lambda size: (
+        lambda x: statetx.remat_scan(
+            lambda c: c + jnp.tanh(c @ WS.value), lengths=Budget(size) if size else (2, 3), num=6
+        )(x)
     ),
     "fit": lambda size: statetx.remat(lambda x: cell(cell(cell(x))), policy=size and f"fit:{size}"),
     "fit, collective": lambda size: statetx.remat(lambda x: meeting(meeting(x)), policy=size and f"fit:{size}"),
@@ -223,9 +225,9 @@ def test_budget_in_shard_map_is_per_device(check_vma):
     w = statetx.Param(jnp.full((64, 64), 0.01))
     f = lambda c: lambda x: statetx.scan(lambda h, _: (jnp.tanh(h @ w.value), None), x, None, 128, checkpoint=c)[0]  # noqa: E731
     run = lambda c: statetx.value_and_grad(in_shard_map(f(c), mesh, check_vma), wrt=w)  # noqa: E731
-    sizes = {c: compiled_bytes(run(c), x) for c in (None, 1, "512KiB", "8MiB")}
-    assert sizes["8MiB"] == sizes[None]
-    assert sizes[1] < sizes["512KiB"] <= 2**19 + 2**15
+    sizes = {c: compiled_bytes(run(c), x) for c in (None, 1, Budget("512KiB"), Budget("8MiB"))}
+    assert sizes[Budget("8MiB")] == sizes[None]
+    assert sizes[1] < sizes[Budget("512KiB")] <= 2**19 + 2**15
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])

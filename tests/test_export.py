@@ -121,7 +121,7 @@ def test_gradients_of_a_symbolic_batch(loss):
     "loss, message",
     [
         (
-            functools.partial(scanned, "10KiB"),
+            functools.partial(scanned, policies.Budget("10KiB")),
             r"Budget\('10KiB'\) needs the sizes of the carry, and f32\[b,4\] has a symbolic",
         ),
         (

@@ -63,7 +63,7 @@ def of_layers(checkpoint):
 LOOPS = {
     "keys, Slots": (over_keys, 2),
     "keys, Levels": (over_keys, Levels(2)),
-    "keys, size": (over_keys, "64KiB"),
+    "keys, size": (over_keys, statetx.policies.Budget("64KiB")),
     "state, Slots": (of_state, Slots(3)),
     "state, Levels": (of_state, Levels(2)),
     "carry, Slots": (key_carried, Slots(2)),

@@ -161,7 +161,9 @@ def test_a_step_has_the_rows_of_its_loss(name):
         assert rows == expected and [r.policy for r in rows] == ["-", "dots", "nothing"]
 
 
-@pytest.mark.parametrize(("checkpoint", "is_plain"), [("auto", True), ("1GiB", True), ("8KiB", False)])
+@pytest.mark.parametrize(
+    ("checkpoint", "is_plain"), [("auto", True), (policies.Budget("1GiB"), True), (policies.Budget("8KiB"), False)]
+)
 def test_a_step_has_the_strategy_that_sizes_choose(checkpoint, is_plain):
     loss = functools.partial(product_loss, Runs(), checkpoint=checkpoint)
     args = W, H, jnp.concatenate([XS, XS])

@@ -286,7 +286,7 @@ def test_names_of_step_inputs_belong_to_each_step():
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
-@pytest.mark.parametrize("checkpoint", ["auto", "64MiB"])
+@pytest.mark.parametrize("checkpoint", ["auto", policies.Budget("64MiB")])
 def test_budgeted_plain_loop_saves_values_of_each_step(checkpoint, mapped):
     if mapped and REMAT3:
         pytest.skip("JAX does not map names where it is on")

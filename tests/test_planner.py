@@ -53,7 +53,7 @@ from statetx.planner._treatments.groups import Group, Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
 from statetx.planner._treatments.rewrite import rewrite
 from statetx.planner._treatments.treatment import Option
-from statetx.policies import Lengths, Slots
+from statetx.policies import Budget, Lengths, Slots
 
 X = jnp.ones((256, 64))
 WS = [jnp.eye(64) * (1 + 0.01 * i) for i in range(8)]
@@ -530,7 +530,7 @@ def test_budgeted_plain_loop_is_planned_as_a_scan():
         mapped = lambda w, x: jax.vmap(statetx.remat(lambda x: loss(w, x)))(x[None]).sum() + loss(w, x)  # noqa: E731
         return _parts.Flat(_parts.flatten(staged(mapped, WS[0], X[:2]))).split()
 
-    kinds = [[part.category for part in program(cp)] for cp in (None, "auto", "64MiB", Slots(3))]
+    kinds = [[part.category for part in program(cp)] for cp in (None, "auto", Budget("64MiB"), Slots(3))]
     assert kinds[0].count("loop") == 1 and "loop" not in kinds[3]
     assert kinds[1] == kinds[2] == kinds[0]
 

@@ -11,7 +11,7 @@ import pytest
 import statetx
 from helpers import REMAT3, Counted, compilations, in_turn
 from statetx import _jax
-from statetx.policies import Levels, Slots
+from statetx.policies import Budget, Levels, Slots
 
 H = jnp.array([0.3, -0.7, 1.1])
 W = jnp.array([0.5, 1.5, -0.4])
@@ -528,7 +528,7 @@ STASHING = {
     "scan": lambda r, x: statetx.scan(stashing_body(r), x, None, 1)[0],
     "scan(remat)": lambda r, x: statetx.scan(statetx.remat(stashing_body(r)), x, None, 1)[0],
     "scan(slots)": lambda r, x: statetx.scan(stashing_body(r), x, None, 1, checkpoint=Slots(1))[0],
-    "scan(size)": lambda r, x: statetx.scan(stashing_body(r), x, None, 1, checkpoint="1MiB")[0],
+    "scan(size)": lambda r, x: statetx.scan(stashing_body(r), x, None, 1, checkpoint=Budget("1MiB"))[0],
     "microbatch": lambda r, x: statetx.microbatch(lambda x: stashing(r, x[0]), 1)(jnp.stack([x])),
     "chunked": lambda r, x: statetx.chunked(lambda x: stashing(r, x[0]), size=1, reduce="mean")(jnp.stack([x])),
     "jit(remat(jit))": lambda r, x: statetx.jit(lambda x: statetx.remat(lambda x: statetx.jit(stashing)(r, x))(x))(x),

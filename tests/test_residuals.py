@@ -302,7 +302,7 @@ def test_functions_in_a_budgeted_loop_are_named():
         loop = lambda h: statetx.scan(lambda h, _: (cell(h), None), h, None, 70, checkpoint=checkpoint)[0]  # noqa: E731
         return [(row.type, row.times, row.why, row.source) for row in statetx.saved_residuals(loop, jnp.ones(3))]
 
-    assert rows("auto") == rows("64MiB") == rows(None)
+    assert rows("auto") == rows(statetx.policies.Budget("64MiB")) == rows(None)
     assert any("input of cell" in row[2] for row in rows("auto"))
 
 

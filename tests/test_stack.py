@@ -297,7 +297,7 @@ def check_layers(each, layers, deep, xs):
 # -- remat_scan ----------------------------------------------------------------------------------------------------
 
 
-LENGTHS = [(6,), (2, 3), (2, 2), "auto", "1MiB", policies.Slots(2), policies.Levels(2), 6]
+LENGTHS = [(6,), (2, 3), (2, 2), "auto", policies.Budget("1MiB"), policies.Slots(2), policies.Levels(2), 6]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(statetx.jit, marks=pytest.mark.slow)], ids=["eager", "jit"])
@@ -407,7 +407,7 @@ def test_innermost_level_is_rematerialized_by_default():
 
 
 @pytest.mark.parametrize(
-    "lengths", [policies.Levels(1), policies.Lengths(6), policies.Slots(2), "auto", "1MiB"], ids=repr
+    "lengths", [policies.Levels(1), policies.Lengths(6), policies.Slots(2), "auto", policies.Budget("1MiB")], ids=repr
 )
 def test_the_policy_reaches_every_strategy(lengths):
     deep = statetx.remat_scan(statetx.stack(make_layers()), lengths, policy=policies.dots)

@@ -116,7 +116,7 @@ def test_budget_holds_for_all_examples_in_every_loop(loop):
 
 def test_loop_that_fits_with_all_examples_stays_plain():
     f = grad_of_vmap(jax.vmap)
-    assert temporary(f("64MiB")) == temporary(f(None))
+    assert temporary(f(policies.Budget("64MiB"))) == temporary(f(None))
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["grad", "vmap of grad"])
@@ -128,7 +128,7 @@ def test_plain_loop_has_the_equations_of_a_scan_and_a_note(mapped):
         return len(traced.jaxpr.eqns), str(traced.jaxpr).count("statetx_notice"), traced.lower().as_text()
 
     num, _, expected = equations(None)
-    for checkpoint in ("auto", "64MiB"):
+    for checkpoint in ("auto", policies.Budget("64MiB")):
         assert equations(checkpoint) == (num + 1, 1, expected)
 
 
@@ -143,7 +143,13 @@ def test_auto_counts_the_examples(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "checkpoint, expected", [("auto", Levels(2)), ("0.4MiB", Levels(2)), ("0.2MiB", Slots), ("8MiB", None)]
+    "checkpoint, expected",
+    [
+        ("auto", Levels(2)),
+        (policies.Budget("0.4MiB"), Levels(2)),
+        (policies.Budget("0.2MiB"), Slots),
+        (policies.Budget("8MiB"), None),
+    ],
 )
 def test_loops_on_gpus_have_known_lengths(checkpoint, expected, monkeypatch):
     """XLA waits for a GPU before each turn of a loop of unknown length."""
@@ -166,7 +172,7 @@ def test_loops_on_gpus_have_known_lengths(checkpoint, expected, monkeypatch):
         assert temporary == gradient(expected).lower().compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("checkpoint", ["auto", "1MiB"])
+@pytest.mark.parametrize("checkpoint", ["auto", policies.Budget("1MiB")])
 def test_loops_on_gpus_are_reported(checkpoint, monkeypatch):
     monkeypatch.setattr("statetx._loops.tune._waits_for_loops", lambda: True)
 
@@ -180,10 +186,10 @@ def test_loops_on_gpus_are_reported(checkpoint, monkeypatch):
 
 def test_least_budget_is_reported_with_its_examples():
     with pytest.raises(statetx.PolicyError, match=r"mapped over 64 examples.* needs .* with one slot"):
-        grad_of_vmap(jax.vmap)("8KiB")(W, X)
+        grad_of_vmap(jax.vmap)(policies.Budget("8KiB"))(W, X)
     with pytest.raises(statetx.PolicyError, match=r"this loop, mapped over 64 examples, needs .* with one slot"):
-        PROGRAMS["vmap of grad"]("8KiB")(W, X)
-    jax.grad(one)(W, X[0], "8KiB")
+        PROGRAMS["vmap of grad"](policies.Budget("8KiB"))(W, X)
+    jax.grad(one)(W, X[0], policies.Budget("8KiB"))
 
 
 @pytest.mark.parametrize("size", [BUDGET, 2**14])  # plain for one example, or in slots
@@ -208,7 +214,7 @@ def test_gradient_in_a_mapped_loop_raises():
 def test_nothing_is_measured_without_a_gradient():
     x = X[0]
     with compilations() as compiled:
-        one(W, x, "8KiB")
+        one(W, x, policies.Budget("8KiB"))
     assert {"jit(scan)"} <= set(compiled) <= {"jit(scan)", "jit(_reduce_sum)"}
     one(W, X[0], policies.Budget(1))
     with pytest.raises(statetx.PolicyError, match="with one slot"):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import statetx
+from statetx.residuals.measure import Cost
 from statetx.transforms.jit.stages import Lowered
 
 weight = statetx.Param(jnp.ones(2))
@@ -28,6 +29,10 @@ def with_aux(x: jax.Array) -> tuple[jax.Array, dict[str, int]]:
 
 def total(x: jax.Array) -> jax.Array:
     return scaled(x).sum()
+
+
+def of_tree(tree: dict[str, jax.Array]) -> jax.Array:
+    return total(tree["x"])
 
 
 def with_index(i: int, carry: jax.Array) -> jax.Array:
@@ -54,6 +59,30 @@ class Model:
     def static(self, x: jax.Array, scale: int) -> jax.Array:
         return scaled(x, scale=scale)
 
+    @classmethod
+    @statetx.jit
+    def of_class(cls, x: jax.Array) -> jax.Array:
+        return scaled(x)
+
+    @statetx.jit
+    @classmethod
+    def of_class_inside(cls, x: jax.Array) -> jax.Array:
+        return scaled(x)
+
+    @staticmethod
+    @statetx.jit
+    def of_none(x: jax.Array) -> jax.Array:
+        return scaled(x)
+
+    @staticmethod
+    @statetx.jit
+    def without_annotations(x):
+        return scaled(x)
+
+    @statetx.value_and_grad(wrt=weight)
+    def differentiated(self, x: jax.Array) -> jax.Array:
+        return total(x)
+
 
 @statetx.remat
 class Layer:
@@ -71,7 +100,7 @@ def states() -> None:
     assert_type(statetx.State(0).value, int)
     assert_type(rng.next(), jax.Array)
     assert_type(statetx.states(Model()), dict[str, Any])
-    assert_type(statetx.states(Model(), statetx.Param), dict[str, statetx.Param[Any]])
+    assert_type(statetx.states(Model(), statetx.Param), dict[str, statetx.Param[jax.Array]])
     weight.value = "text"  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -91,6 +120,13 @@ def wrapped(x: jax.Array) -> None:
     assert_type(statetx.jit(scaled).lower(x), Lowered)
     assert_type(model.compiled(x, scale=2.0), jax.Array)
     assert_type(Model.compiled(model, x), jax.Array)
+    assert_type(Model.of_class(x), jax.Array)
+    assert_type(model.of_class(x), jax.Array)
+    assert_type(Model.of_class_inside(x), jax.Array)
+    assert_type(Model.of_none(x), jax.Array)
+    assert_type(model.of_none(x), jax.Array)
+    assert_type(model.without_annotations(x), jax.Array)
+    assert_type(model.differentiated(x), tuple[jax.Array, jax.Array])
     assert_type(model.static(x, 2), jax.Array)
     assert_type(statetx.vmap(scaled, in_axes=0)(x), jax.Array)
     assert_type(statetx.functionalize(total)({"weight": weight.value}, x), tuple[jax.Array, dict[str, Any]])
@@ -99,7 +135,10 @@ def wrapped(x: jax.Array) -> None:
 
 def refused(x: jax.Array) -> None:
     model = Model()
-    statetx.Optimizer(optax.sgd(0.1), weight).update()  # pyright: ignore[reportCallIssue]
+    optimizer = statetx.Optimizer(optax.sgd(0.1), {"w": weight})
+    optimizer.update()  # pyright: ignore[reportCallIssue]
+    optimizer.update(model, {"w": x})  # pyright: ignore[reportArgumentType]
+    _ = optimizer.states["w"].vlaue  # pyright: ignore[reportAttributeAccessIssue]
     statetx.remat(scaled)(x, size=2.0)  # pyright: ignore[reportCallIssue]
     statetx.remat(scaled, polcy="dots")  # pyright: ignore[reportCallIssue]
     statetx.jit(scaled)("x")  # pyright: ignore[reportArgumentType]
@@ -108,13 +147,28 @@ def refused(x: jax.Array) -> None:
     model.static(x, "2")  # pyright: ignore[reportArgumentType]
     statetx.grad(total)(x, 1.0)  # pyright: ignore[reportCallIssue]
     statetx.grad(total, wrt=weight, has_axu=True)  # pyright: ignore[reportCallIssue]
+    _ = statetx.grad(total, wrt=optimizer.states)(x).w  # pyright: ignore[reportAttributeAccessIssue]
+    statetx.memory_report(total)  # pyright: ignore[reportCallIssue]
+    statetx.memory_report(total, x, repeat=2)  # pyright: ignore[reportCallIssue]
+    statetx.measure(total)  # pyright: ignore[reportCallIssue]
     statetx.vmap(scaled)()  # pyright: ignore[reportCallIssue]
     statetx.scan(lambda c: c, x, x)  # pyright: ignore[reportArgumentType]
+    statetx.scan(lambda c, e: (c, e), x, x, checkpoint="auot")  # pyright: ignore[reportArgumentType]
     statetx.fori_loop(0, 2, with_index, "text")  # pyright: ignore[reportArgumentType]
 
 
 def derivatives(x: jax.Array) -> None:
-    assert_type(statetx.value_and_grad(total, wrt={"w": weight})(x), tuple[jax.Array, Any])
+    tree = {"x": x}
+    assert_type(statetx.grad(total)(x), jax.Array)
+    assert_type(statetx.grad(jnp.sin)(1.0), jax.Array)
+    assert_type(statetx.grad(of_tree)(tree), dict[str, jax.Array])
+    assert_type(statetx.grad(lambda tree: tree["x"].sum())(tree), Any)
+    assert_type(statetx.jit(statetx.grad(total))(x), jax.Array)
+    assert_type(statetx.grad(total, wrt=weight)(x), jax.Array)
+    assert_type(statetx.grad(total, wrt=statetx.Param)(x), dict[str, jax.Array])
+    assert_type(statetx.value_and_grad(total)(x), tuple[jax.Array, jax.Array])
+    assert_type(statetx.value_and_grad(of_tree)(tree), tuple[jax.Array, dict[str, jax.Array]])
+    assert_type(statetx.value_and_grad(total, wrt={"w": weight})(x), tuple[jax.Array, dict[str, jax.Array]])
     value, _ = statetx.value_and_grad(with_aux, has_aux=True)(x)
     assert_type(value, tuple[jax.Array, dict[str, int]])
     _, aux = statetx.grad(with_aux, has_aux=True)(x)
@@ -124,7 +178,7 @@ def derivatives(x: jax.Array) -> None:
     def loss(x: jax.Array) -> jax.Array:
         return total(x)
 
-    assert_type(loss(x), tuple[jax.Array, Any])
+    assert_type(loss(x), tuple[jax.Array, jax.Array])
     assert_type(statetx.jvp(total, (x,), (x,)), tuple[jax.Array, jax.Array])
     assert_type(statetx.vjp(total, x)[0], jax.Array)
     assert_type(statetx.vjp(with_aux, x, has_aux=True)[2], dict[str, int])
@@ -139,6 +193,7 @@ def loops(x: jax.Array) -> None:
         return carry + element.sum(), 1
 
     assert_type(statetx.scan(step, x.sum(), x), tuple[jax.Array, int])
+    assert_type(statetx.scan(step, x.sum(), x, checkpoint=statetx.policies.Budget("1MiB")), tuple[jax.Array, int])
     assert_type(statetx.scan(lambda c, e: (c, total(x)), None, x), tuple[None, jax.Array])
     assert_type(statetx.map(lambda e: e * 2, x), jax.Array)
     assert_type(statetx.fori_loop(0, 2, with_index, x), jax.Array)
@@ -149,6 +204,7 @@ def loops(x: jax.Array) -> None:
 
 def training(x: jax.Array) -> None:
     optimizer = statetx.Optimizer(optax.sgd(0.1), {"w": weight})
+    assert_type(optimizer.states, dict[str, statetx.Param[jax.Array]])
 
     @statetx.jit
     def train(x: jax.Array) -> jax.Array:
@@ -157,6 +213,8 @@ def training(x: jax.Array) -> None:
         return value
 
     assert_type(train(x), jax.Array)
+    assert_type(statetx.measure(total, x), Cost)
+    assert_type(statetx.measure(total, x, gradient=False), Cost)
 
 
 CASES: list[Callable[[jax.Array], None]] = [wrapped, derivatives, loops, training]

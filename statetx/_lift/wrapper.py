@@ -77,10 +77,20 @@ class Wrapper(Generic[P, R]):
         is_own = self._object is None or name in vars(self)
         object.__delattr__(self, name) if is_own else delattr(self._object, name)
 
+    # A type checker asks this also below `classmethod`, where the first parameter is a class, and below `staticmethod`. Only a
+    # parameter without annotation takes an Ellipsis: `self` and `cls` have types.
+    @overload
+    def __get__(
+        self: Wrapper[Concatenate[types.EllipsisType, Q], R], instance: Any, owner: type
+    ) -> Callable[Concatenate[Any, Q], R]: ...
+    @overload
+    def __get__(self: Wrapper[Concatenate[type[S], Q], R], instance: S | None, owner: type[S]) -> Callable[Q, R]: ...
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
     @overload
     def __get__(self: Wrapper[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> Callable[Q, R]: ...
+    @overload
+    def __get__(self, instance: Any, owner: type | None = None) -> Self: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 

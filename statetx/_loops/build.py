@@ -20,7 +20,7 @@ from . import bind
 from .progress import Bars
 from .step import Step
 from .strategy import Lengths, Slots, Strategy
-from .tune import Auto, Budget
+from .tune import Auto
 
 
 def as_strategy(name: str, checkpoint: Any) -> Strategy:
@@ -34,13 +34,6 @@ def as_strategy(name: str, checkpoint: Any) -> Strategy:
         return checkpoint
     if checkpoint == "auto":
         return Auto()
-    if isinstance(checkpoint, str):
-        try:
-            return Budget(checkpoint)  # type: ignore[arg-type]
-        except PolicyError as e:
-            raise PolicyError(
-                f"{name}: checkpoint={brief(checkpoint)}: {e.args[0]}{suggestion(checkpoint, ['auto'])}"
-            ) from None
     if is_integer(checkpoint):
         return Slots(checkpoint)
     if isinstance(checkpoint, tuple) and checkpoint:
@@ -51,9 +44,10 @@ def as_strategy(name: str, checkpoint: Any) -> Strategy:
             f"Fix: give it to a strategy, policies.Slots(n, policy={checkpoint!r}), or put it on the body: "
             f"statetx.remat(body, policy={checkpoint!r})."
         )
+    hint = suggestion(checkpoint, ["auto"]) if isinstance(checkpoint, str) else ""
     raise PolicyError(
-        f"{name}: checkpoint={checkpoint!r} is not a strategy (statetx.policies.Levels, Lengths, Slots, Budget) nor a "
-        f"short form of one: a number of slots, a tuple of lengths, a size such as '64MiB', or 'auto'."
+        f"{name}: checkpoint={brief(checkpoint)} is not a strategy (policies.Levels, Lengths, Slots; Budget('64MiB') for a size) nor a "
+        f"short form of one: a number of slots, a tuple of lengths, or 'auto'.{hint}"
     )
 
 

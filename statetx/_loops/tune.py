@@ -1,4 +1,4 @@
-"""Loops whose strategy is decided by sizes: ``checkpoint="auto"`` and ``checkpoint="64MiB"``.
+"""Loops whose strategy is decided by sizes: ``checkpoint="auto"`` and `Budget`.
 
 The strategy is decided when the gradient is built. A loop that is not differentiated stays plain, and is not measured. When
 the gradient is built, every `jax.vmap` inside the derivative has mapped the loop's step (see `derivative`), and each `vmap`
@@ -67,10 +67,9 @@ class Budget(Strategy):
     bytes: int
     policy: Policy = dataclasses.field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes", parse_bytes(self.bytes))
-        if self.policy is not None:
-            object.__setattr__(self, "policy", as_value_policy(self.policy))
+    def __init__(self, bytes: int | str, *, policy: Policy = None):
+        object.__setattr__(self, "bytes", parse_bytes(bytes))
+        object.__setattr__(self, "policy", None if policy is None else as_value_policy(policy))
 
     def build(self, step: Step) -> Callable:
         return Sized(step, self)

@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,12 @@ from .._typing import public
 from .misuse import NotAnArray, prepare
 
 T = TypeVar("T")
+if TYPE_CHECKING:  # `typing` knows defaults from Python 3.13 on
+    import typing_extensions
+
+    A = typing_extensions.TypeVar("A", default=jax.Array)
+else:
+    A = TypeVar("A")
 
 
 class Invalidated:
@@ -169,7 +175,7 @@ class State(NotAnArray, Generic[T]):
 
 
 @public
-class Param(State[T]):
+class Param(State[A]):
     """A trainable state: `grad(wrt=Param)` differentiates with respect to all of them.
 
     Example:

@@ -7,7 +7,7 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, overload
 
 import jax
 
@@ -28,6 +28,7 @@ from .._lift.wrapper import name_of, refuse_value, short_name
 from .._objects.attributes import created_undone
 from .._objects.paths import argument_names
 from .._targets import current
+from .._targets.target import Target
 from .._text import brief
 from .._tree import is_float
 from ..residuals.measure import ArrayProgram, is_step, with_gradient, without_gradient
@@ -38,7 +39,18 @@ from ._fallback import without_assignment
 from ._scopes import numbered_calls
 from .profile import MemoryProfile
 
+P = ParamSpec("P")
 
+
+# Without an option the arguments are checked as those of `fun`, which must not be left out.
+@overload
+def memory_profile(fun: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> MemoryProfile: ...
+@overload
+def memory_profile(compiled: Any, /) -> MemoryProfile: ...
+@overload
+def memory_profile(fun: Any, /, *args: Any, gradient: bool | None, **kwargs: Any) -> MemoryProfile: ...
+@overload
+def memory_profile(fun: Any, /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryProfile: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target

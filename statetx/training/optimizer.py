@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Never
+from typing import Any, Generic, Never, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,11 @@ _ELSEWHERE = {
 }
 
 
+S = TypeVar("S")
+
+
 @public
-class Optimizer:
+class Optimizer(Generic[S]):
     """Update states with an optax optimizer, whose own memory (momenta, counts) is a state.
 
     Every transform handles that state: `jit` passes it in and out, `scan` carries it, an exception rolls it back, and
@@ -62,7 +65,7 @@ class Optimizer:
         (5.0, 1.25, Array([ 0.25, -0.5 ], dtype=float32))
     """
 
-    def __init__(self, tx: Any, states: PyTree):
+    def __init__(self, tx: Any, states: S):
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             call = " Did you call it?" if inspect.isroutine(tx) else ""
             swapped = (

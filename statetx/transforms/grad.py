@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Callable, Mapping
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Literal,
+    Never,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +41,42 @@ from .._text import brief, short_tree_type_str, tree_type_str, type_str
 from .._tree import Partition, is_array_or_number, partition
 from .._typing import Argnums, Filter, PyTree
 
+if TYPE_CHECKING:
+    from ..kinds.native import State
+
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
+G = TypeVar("G")
+X = TypeVar(
+    "X", bound=Any
+)  # without this bound, pyright takes the parameter of a lambda for an object without attributes
+G_co = TypeVar("G_co", covariant=True)
+L = TypeVar("L", bound=jax.typing.ArrayLike)
+First = Literal[0] | None
+
+
+class Gradient(Protocol[P, G_co]):
+    """The type of ``grad(fun)`` and of ``value_and_grad(fun)``: gradients are as the first argument, those of numbers arrays.
+
+    Only Any, the type of an argument without annotation, is a Never.
+    """
+
+    @overload
+    def __call__(self: Gradient[P, Never], *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    @overload
+    def __call__(self: Gradient[P, tuple[R, Never]], *args: P.args, **kwargs: P.kwargs) -> tuple[R, Any]: ...
+    @overload
+    def __call__(self: Gradient[P, L], *args: P.args, **kwargs: P.kwargs) -> jax.Array: ...
+    @overload
+    def __call__(self: Gradient[P, tuple[R, L]], *args: P.args, **kwargs: P.kwargs) -> tuple[R, jax.Array]: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> G_co: ...
 
 
 class GradOptions(TypedDict, total=False):
-    """The options of `grad` and `value_and_grad` besides `argnums` and `has_aux`."""
+    """The options of `grad` and `value_and_grad` that say nothing of types."""
 
-    wrt: PyTree | Filter
     holomorphic: bool
     allow_int: bool
 
@@ -46,16 +86,43 @@ def grad(
     fun: Callable[P, tuple[Any, A]],
     argnums: Argnums = None,
     *,
+    wrt: PyTree | Filter = None,
     has_aux: Literal[True],
     **options: Unpack[GradOptions],
 ) -> Callable[P, tuple[Any, A]]: ...
 @overload
 def grad(
-    fun: Callable[P, Any], argnums: Argnums = None, *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
-) -> Callable[P, Any]: ...
+    fun: Callable[Concatenate[X, P], Any], argnums: First = None, *, wrt: None = None, **options: Unpack[GradOptions]
+) -> Gradient[Concatenate[X, P], X]: ...
+@overload
+def grad(fun: Callable[P, Any], *, wrt: State[G], **options: Unpack[GradOptions]) -> Callable[P, G]: ...
 @overload
 def grad(
-    fun: None = None, argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
+    fun: Callable[P, Any], *, wrt: Mapping[str, State[G]] | type[State[G]], **options: Unpack[GradOptions]
+) -> Callable[P, dict[str, G]]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: Argnums = None,
+    *,
+    wrt: PyTree | Filter = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> Callable[P, Any]: ...
+@overload
+def grad(*, wrt: State[G], **options: Unpack[GradOptions]) -> Callable[[Callable[P, Any]], Callable[P, G]]: ...
+@overload
+def grad(
+    *, wrt: Mapping[str, State[G]] | type[State[G]], **options: Unpack[GradOptions]
+) -> Callable[[Callable[P, Any]], Callable[P, dict[str, G]]]: ...
+@overload
+def grad(
+    fun: None = None,
+    argnums: Argnums = None,
+    *,
+    wrt: PyTree | Filter = None,
+    has_aux: bool = False,
+    **options: Unpack[GradOptions],
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
 @transform()
 def grad(
@@ -110,11 +177,50 @@ def grad(
 
 @overload
 def value_and_grad(
-    fun: Callable[P, R], argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
+    fun: Callable[Concatenate[X, P], R],
+    argnums: First = None,
+    *,
+    wrt: None = None,
+    has_aux: bool = False,
+    **options: Unpack[GradOptions],
+) -> Gradient[Concatenate[X, P], tuple[R, X]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, R], *, wrt: State[G], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Callable[P, tuple[R, G]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, R],
+    *,
+    wrt: Mapping[str, State[G]] | type[State[G]],
+    has_aux: bool = False,
+    **options: Unpack[GradOptions],
+) -> Callable[P, tuple[R, dict[str, G]]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, R],
+    argnums: Argnums = None,
+    *,
+    wrt: PyTree | Filter = None,
+    has_aux: bool = False,
+    **options: Unpack[GradOptions],
 ) -> Callable[P, tuple[R, Any]]: ...
 @overload
 def value_and_grad(
-    fun: None = None, argnums: Argnums = None, *, has_aux: bool = False, **options: Unpack[GradOptions]
+    *, wrt: State[G], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Callable[[Callable[P, R]], Callable[P, tuple[R, G]]]: ...
+@overload
+def value_and_grad(
+    *, wrt: Mapping[str, State[G]] | type[State[G]], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> Callable[[Callable[P, R]], Callable[P, tuple[R, dict[str, G]]]]: ...
+@overload
+def value_and_grad(
+    fun: None = None,
+    argnums: Argnums = None,
+    *,
+    wrt: PyTree | Filter = None,
+    has_aux: bool = False,
+    **options: Unpack[GradOptions],
 ) -> Callable[[Callable[P, R]], Callable[P, tuple[R, Any]]]: ...
 @transform()
 def value_and_grad(

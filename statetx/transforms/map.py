@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def map(
     xs: X,
     *,
     batch_size: int | None = None,
-    checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
+    checkpoint: Strategy | int | tuple[int, ...] | Literal["auto"] | None = None,
     progress: bool = False,
 ) -> Y:
     """Apply a function to each element of the leading axis of `xs`, one after the other; it may read and write states.

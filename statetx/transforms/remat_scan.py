@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from .. import _states
 from .._lift.options import check_flags
@@ -24,7 +24,7 @@ from .stack import Stack, stack
 
 def remat_scan(
     target: Any,
-    lengths: tuple[int, ...] | int | str | Strategy = "auto",
+    lengths: tuple[int, ...] | int | Literal["auto"] | Strategy = "auto",
     *,
     num: int | None = None,
     policy: Policy = None,
@@ -47,7 +47,7 @@ def remat_scan(
             - a factory (a callable without required arguments): it is called once for each layer;
             - a function of the carry, which reads and writes already stacked states.
         lengths: the lengths of nested loops (a tuple, outermost first), whose product is the number of layers; or the way
-            to store carries: a strategy of `policies`, a size such as ``"64MiB"``, or ``"auto"``, which stores enough
+            to store carries: a strategy of `policies`, or ``"auto"``, which stores enough
             that no layer runs more than three times.
         num: number of layers; needed if neither a `Stack` nor `lengths` gives it.
         policy: the values that a layer saves as residuals; nothing by default. ``policies.everything`` leaves layers

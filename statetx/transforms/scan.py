@@ -8,7 +8,7 @@ explicitly, an axis gives each step its slice of the state and stacks the writes
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def scan(
     unroll: int | bool = 1,
     *,
     states: Mapping[Filter, Any] | None = None,
-    checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
+    checkpoint: Strategy | int | tuple[int, ...] | Literal["auto"] | None = None,
     progress: bool = False,
 ) -> tuple[C, Y]:
     """Run ``carry, y = f(carry, x)`` over the leading axis of `xs`; the body may read and write states.
@@ -69,7 +69,7 @@ def scan(
             slice for each step along it; writes are stacked back), or `Split` for random states. Filters are tried
             in order. States that none selects are carried if written and broadcast if only read.
         checkpoint: how to store less for the gradient of the loop: one of ``policies.Slots``, ``Budget``, ``Levels`` or
-            ``Lengths``; or for short a number of slots, a size such as ``"64MiB"`` or a tuple of lengths; ``"auto"``
+            ``Lengths``; or for short a number of slots or a tuple of lengths; ``"auto"``
             measures and chooses. Results and gradients do not change. ``Truncated(k)`` stops gradients every k steps. Requires
             ``unroll=1``.
         progress: whether to show a progress bar (of rich) for the loop, and for its reversal if there is a schedule. Works

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ def fori_loop(
     init_val: T,
     *,
     unroll: int | bool | None = None,
-    checkpoint: Strategy | int | tuple[int, ...] | str | None = None,
+    checkpoint: Strategy | int | tuple[int, ...] | Literal["auto"] | None = None,
     progress: bool = False,
 ) -> T:
     """Run ``val = body_fun(i, val)`` for `i` from `lower` up to `upper`; the body may read and write states.
