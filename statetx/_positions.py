@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
-def replaced(items: Sequence[Any], positions: Sequence[int], values: Sequence[Any]) -> list[Any]:
+def replaced(items: Sequence[Any], positions: Iterable[int], values: Sequence[Any]) -> list[Any]:
     """A copy of `items` with `values` at `positions`."""
     copy = list(items)
     for i, value in zip(positions, values, strict=True):
