@@ -658,7 +658,7 @@ def test_mistakes():
         scan(3, unroll=2)
     with pytest.raises(statetx.PolicyError, match=r"Lengths\(2, 2\) are 4 steps in all, and there are 10"):
         scan((2, 2))
-    with pytest.raises(statetx.PolicyError, match="'lots' is not a size"):
+    with pytest.raises(statetx.PolicyError, match="checkpoint='lots' is not a strategy"):
         scan("lots")
     with pytest.raises(
         statetx.PolicyError, match=r"(?s)needs .* with one slot, more than the budget of 1 B.*Fix: allow"

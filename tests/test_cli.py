@@ -385,6 +385,7 @@ def main():
 """
 
 
+@pytest.mark.slow
 def test_fit_lists_what_was_compiled_and_tells_by_its_exit_status(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fitting.py").write_text(FITTING)

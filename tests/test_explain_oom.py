@@ -355,6 +355,7 @@ def refuses(message):
     return profiled
 
 
+@pytest.mark.slow
 def test_compiler_without_memory_gives_an_estimate(monkeypatch):
     compiled = explain_oom(Model().step, X, limit="4MiB")
     error = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.00M of 15.00M hbm."
@@ -443,6 +444,7 @@ def test_estimate_tells_the_lengths_of_scans():
 # -- forms -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_report_prints_in_every_form():
     from rich.console import Console
 

@@ -381,7 +381,7 @@ def test_interrupted_save_of_a_plan_leaves_the_old_file(tmp_path):
             assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
         else:
             break
-        num, nth = num + 1, nth + 61
+        num, nth = num + 1, nth + 5
     assert num > 5 and statetx.Plan.load(path) == plans[1]
 
 

@@ -288,6 +288,7 @@ def test_page_of_a_large_program_is_below_4_mb_and_complete():
     assert data_of(page)["profiles"][0]["small"] is None  # nothing had to be merged
 
 
+@pytest.mark.slow
 def test_two_very_large_programs_are_below_8_mb():
     made = large(30_000, 50_000)
     page = _page.to_html(made, made)

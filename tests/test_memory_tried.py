@@ -69,6 +69,7 @@ def test_a_strategy_for_a_loop_takes_what_it_takes_by_hand(scan, strategy):
     assert cost.peak_bytes < 0.7 * statetx.measure(step, *RECURRENT, gradient=False).peak_bytes
 
 
+@pytest.mark.slow
 def test_a_loop_gets_the_number_with_which_it_fits():
     step = recurrent(jax.lax.scan)
     limits = [statetx.measure(recurrent(statetx.scan, checkpoint=c), *RECURRENT).peak_bytes for c in (24, 11)]
@@ -302,6 +303,7 @@ def test_a_step_that_needs_its_batch_is_not_tried_in_parts():
 SMALL = jax.ShapeDtypeStruct((128, 64), F32)
 
 
+@pytest.mark.slow
 def test_changes_are_combined_until_it_fits():
     blocks = [Block(n) for n in range(3)]
     remat = cost_of(training_step(blocks), (SMALL,), Rematerialize("Block.__call__"))
@@ -311,6 +313,7 @@ def test_changes_are_combined_until_it_fits():
     assert all(r.is_compiled for r in report.remedies)
 
 
+@pytest.mark.slow
 def test_what_costs_nothing_goes_first_and_the_reasons_against_others_are_told():
     blocks = [Block(n) for n in range(3)]
     plain = statetx.measure(training_step(blocks), SMALL, gradient=False)
@@ -324,6 +327,7 @@ def test_what_costs_nothing_goes_first_and_the_reasons_against_others_are_told()
     assert "Not used: rematerialization: " in str(report)
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_alternative_with_its_cost():
     blocks = [Block(n) for n in range(2)]
     limit = int(0.8 * statetx.measure(training_step(blocks), X, gradient=False).peak_bytes)
@@ -333,6 +337,7 @@ def test_a_plan_is_the_alternative_with_its_cost():
     assert none.plan.needed_bytes is None and not none.can_fit and "statetx.plan finds none" in str(none)
 
 
+@pytest.mark.slow
 def test_a_small_change_is_told_where_little_is_missing():
     blocks = [Block(n) for n in range(3)]  # whose weights are one percent
     profile = statetx.memory_profile(training_step(blocks), X, gradient=False)
@@ -342,6 +347,7 @@ def test_a_small_change_is_told_where_little_is_missing():
     assert remedy.change.action == "donate" and remedy.added_operations == 0 and remedy.fits
 
 
+@pytest.mark.slow
 def test_progress_tells_what_is_tried(monkeypatch):
     told, shown = [], []
     spinner = lambda what, is_shown: shown.append(is_shown) or contextlib.nullcontext(told.append)  # noqa: E731

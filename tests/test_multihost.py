@@ -157,7 +157,7 @@ def test_two_processes_share_a_key_and_reject_saving_different_values(tmp_path):
         ["placed", "saved"],
         ["number", "Checkpointer: 'position' differs between the processes"],
         ["array", "Checkpointer: 'position' differs between the processes"],
-        ["local", "Checkpointer: 'position'"],
+        ["local", "Checkpointer: 'position' (~i32[2]) is on devices of this process only"],
     ]
 
 

@@ -1,9 +1,18 @@
 """The settings of the suite itself: what is compiled is kept, and a test that takes too long fails."""
 
-import conftest
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
+
+
+@pytest.fixture
+def conftest(pytestconfig):
+    """The settings that pytest has read; another file of that name may be imported by now."""
+    path = str(pathlib.Path(__file__).with_name("conftest.py"))
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    return next(plugin for plugin in plugins if getattr(plugin, "__file__", None) == path)
 
 
 def events_of(fun, *args):
@@ -24,7 +33,7 @@ def test_a_program_that_was_compiled_before_is_read():
     assert "/jax/compilation_cache/cache_hits" in events_of(lambda x: fun(x), x)
 
 
-def test_an_entry_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_an_entry_is_there_as_a_whole_or_not_at_all(conftest, tmp_path, monkeypatch):
     cache = conftest.lru_cache.LRUCache(str(tmp_path), max_size=-1)
     cache.put("first", b"program")
     assert cache.get("first") == b"program"
@@ -38,7 +47,7 @@ def test_an_entry_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     assert cache.get("second") is None
 
 
-def test_a_test_of_the_fast_suite_that_takes_over_five_seconds_fails():
+def test_a_test_of_the_fast_suite_that_takes_over_five_seconds_fails(conftest):
     conftest.check_time(4.9)
     conftest.check_time(6.0, lambda: 2.0)  # on a machine that takes twice as long
     with pytest.raises(pytest.fail.Exception, match="mark it slow"):
