@@ -381,8 +381,8 @@ def test_interrupted_save_of_a_plan_leaves_the_old_file(tmp_path):
             assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
         else:
             break
-        num, nth = num + 1, nth + 5
-    assert num > 5 and statetx.Plan.load(path) == plans[1]
+        num, nth = num + 1, nth + 19
+    assert num > 1 and statetx.Plan.load(path) == plans[1]
 
 
 def test_callback_exception_in_a_donating_program_names_lost_states():
