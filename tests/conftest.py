@@ -169,7 +169,8 @@ def slowdown():
     """How much longer than the reference this machine takes now, at least 1."""
     start = cpu_seconds()
     count_up()
-    return max(1.0, (cpu_seconds() - start) / REFERENCE_SECONDS)
+    shared = 1.5 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 1.0  # caches, which a count has no need of
+    return shared * max(1.0, (cpu_seconds() - start) / REFERENCE_SECONDS)
 
 
 def check_time(seconds, slowdown=slowdown):
