@@ -125,7 +125,7 @@ def test_a_plan_reaches_the_memory_of_rematerialized_blocks(is_marked, tmp_path,
     planner = Planner(loss, WS, X, Y, argnums=0, of="temporaries")
     again = planner.plan(full.temp_bytes)
     assert planner._started is None and again.flops == plan.flops and again.inner == plan.inner
-    assert "Lower bound" in str(again) and f"with policy {plan.inner.variant!r} on their blocks" in str(again)
+    assert f"with policy {plan.inner.variant!r} on their blocks" in str(again)
 
 
 @pytest.mark.slow

@@ -98,7 +98,6 @@ def test_plan_keeps_its_budget_in_the_users_program(device):
         gradient = jax.grad(plan.apply(blocks), argnums=(0, 1))
         users = statetx.measure(lambda ws, x: gradient(ws, x), WEIGHTS, X, gradient=False)
     assert users.peak_bytes <= 0.85 * unplanned.peak_bytes and plan.extra_flops < 0.35
-    # Asked for outside of the block. TPUs hold values in memory that does not count as temporary.
 
 
 def test_plans_for_a_target_are_stored(tmp_path, monkeypatch):
