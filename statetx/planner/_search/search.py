@@ -42,19 +42,8 @@ _TRIES, _TRIES_OF_LONG = 8, 2  # compilations without an improvement; long progr
 _PERSISTENCE = 3  # so many times as many tries as long as no candidate keeps the budget, but one comes near
 _HOPELESS = 1.3  # of the budget: if the smallest of as many candidates takes more, the search ends
 _NEGLIGIBLE = 3e-3  # forward passes: a gain that is not worth a compilation
-_STEPS = (
-    0.8,
-    0.9,
-    0.95,
-    0.98,
-    1.0,
-    1.02,
-    1.05,
-    1.1,
-    1.2,
-    1.35,
-    1.6,
-)  # limits to try, by the one that the prediction puts at the budget
+# Limits to try, by the one that the prediction puts at the budget.
+_STEPS = (0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6)
 _STEPS_OF_LONG = (0.95, 1.0, 1.05)  # each takes a second to find there
 _SCATTER = 0.03  # of a prediction of bytes: the memory of choices that the model finds alike differs so much
 _DRIFT = 0.3  # of a prediction, for each e-fold between the model's bytes and those that it is made from
@@ -235,9 +224,8 @@ class Search:
                 choice = family.choose(step * target)
                 if choice is not None:
                     choices.append((*choice, "plan"))
-        if best is None and any(
-            c.name != BASELINE for c in self.candidates
-        ):  # surer than what is cheapest by the model
+        # After a miss also what is surer than the cheapest by the model.
+        if best is None and any(c.name != BASELINE for c in self.candidates):
             choices += [(*policy.choice, policy.name) for policy in self._stock]
         for layout, options, name in choices:
             cost = sum(o.cost for o in options)
@@ -254,9 +242,8 @@ class Search:
         predicted = max(predicted_bytes(peak, guides), 1.0)
         distance = min((abs(math.log(max(peak, 1) / max(c.peak, 1))) for c in guides), default=1.0)
         error = _SCATTER + _DRIFT * min(distance, 1.0)
-        return 1 / (
-            1 + math.exp(min(math.log(predicted / max(budget, 1)) / error, 700.0))
-        )  # logistic: some errors are large
+        excess = math.log(predicted / max(budget, 1)) / error
+        return 1 / (1 + math.exp(min(excess, 700.0)))  # logistic: some errors are large
 
     @functools.cached_property
     def _high_cost(self) -> float:

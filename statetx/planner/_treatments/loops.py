@@ -136,7 +136,7 @@ class _Carry:
 
     Attributes:
         ways: of the leaves that are held in fewer bits, by number.
-        leaf_bytes: of each leaf as it is held.
+        leaf_bytes: of each leaf in its way.
         decoded_bytes: of the leaves that have to be decoded.
         cost: of storing and decoding a carry.
     """

@@ -204,9 +204,6 @@ class Decision(NamedTuple):
         others = [t for t in self.treatments if type(t) is not type(new)]
         return self._replace(treatments=tuple(sorted([*others, new], key=lambda t: t.name)))
 
-    def without(self, kind: type[Treatment]) -> Decision:
-        return self._replace(treatments=tuple(t for t in self.treatments if not isinstance(t, kind)))
-
     @property
     def addresses(self) -> frozenset[Address]:
         """The values that are saved, in whatever way."""
