@@ -48,13 +48,13 @@ def test_memory_without_gradient(capsys):
 
 
 def test_memory_writes_its_files(capsys, tmp_path):
-    files = {name: tmp_path / name for name in ("html", "json", "perfetto")}
+    files = {name: tmp_path / name for name in ("html", "json")}
     status, out, err = run(capsys, "memory", *LOSS, *[x for name, path in files.items() for x in (f"--{name}", path)])
     assert (status, err) == (0, "")
-    assert out.splitlines()[-3:] == [f"Wrote {path}" for path in files.values()]
+    assert out.splitlines()[-2:] == [f"Wrote {path}" for path in files.values()]
     numbers = json.loads(files["json"].read_text())
     assert numbers["name"] == "loss" and numbers["peak_bytes"] > 0 and out.startswith(numbers["summary"])
-    assert "<html" in files["html"].read_text() and json.loads(files["perfetto"].read_text())["traceEvents"]
+    assert "<html" in files["html"].read_text()
 
 
 @pytest.mark.parametrize("command, word", [("residuals", "loss keeps"), ("report", "loss: value and gradient")])

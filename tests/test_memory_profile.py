@@ -733,8 +733,6 @@ def test_profile_is_written_in_every_form(tmp_path):
     profile = statetx.memory_profile(lambda x: Net()(x).sum(), X)
     json.dumps(profile.to_dict())
     profile.to_html(tmp_path / "p.html", after=profile)
-    profile.to_perfetto(tmp_path / "p.json")
-    assert json.loads((tmp_path / "p.json").read_text())["traceEvents"]
     assert "<svg" in profile._repr_html_() and (tmp_path / "p.html").read_text().startswith("<!")
     other = statetx.memory_profile(lambda x: Net(statetx.remat)(x).sum(), X)
     assert "Peak of <lambda>: 1.0 MiB before" in str(profile.compare(other)) and "residual" in str(

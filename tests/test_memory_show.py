@@ -16,7 +16,7 @@ import rich.console
 import statetx
 from statetx._tables import Cell, Column, Table
 from statetx._text import format_bytes
-from statetx.memory import _chrome, _plot, _show
+from statetx.memory import _plot, _show
 from statetx.memory.buffer import Buffer, Change, Loop, Step
 from statetx.memory.profile import MemoryProfile
 
@@ -167,7 +167,6 @@ def test_a_program_without_buffers():
     made = profile([], phases="f")
     assert str(made).splitlines()[0] == "Peak 0 B at model.py:0 (dot_general)."
     assert "<svg" in _show.html(made) and _show.to_dict(made)["timeline"] == [0]
-    assert len(_chrome.to_chrome_trace(made)["traceEvents"]) > 3
     assert _plot.choose_bands([made]) == ()
 
 
@@ -388,74 +387,6 @@ def test_compare_two_profiles():
     assert rows["at the peak, state"] == ["8.0 KiB", "8.0 KiB", "0 B", "+0%"]
     assert "state, net.blocks.*.w" not in rows  # it does not differ
     assert shown.title == "Peak of loss: 90.0 KiB before, 26.0 KiB after" and str(before.compare(after)) == str(shown)
-
-
-# -- traces --------------------------------------------------------------------------------------------------------------
-
-
-def test_trace_has_the_documented_fields(compiled):
-    """By the Trace Event Format: what each phase of event needs, and slices of a thread that nest."""
-    trace = json.loads(json.dumps(_chrome.to_chrome_trace(compiled)))
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    needed = {"M": {"args"}, "C": {"ts", "args"}, "X": {"ts", "dur"}, "i": {"ts", "s"}}
-    slices = defaultdict(list)
-    named = set()
-    for event in trace["traceEvents"]:
-        assert needed[event["ph"]] | {"name", "pid", "tid"} <= event.keys()
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
-            named.add((event["pid"], event["tid"]))
-        elif event["ph"] == "C":
-            assert all(isinstance(n, int) and n >= 0 for n in event["args"].values())
-        elif event["ph"] == "X":
-            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert slices.keys() <= named
-    for spans in slices.values():
-        spans.sort()
-        assert all(a < b for a, b in spans) and all(x[1] <= y[0] for x, y in zip(spans, spans[1:], strict=False))
-
-
-def test_counters_of_a_trace_sum_to_the_timeline(compiled):
-    events = [e for e in _chrome.to_chrome_trace(compiled)["traceEvents"] if e["ph"] == "C"]
-    totals = {e["ts"]: sum(e["args"].values()) for e in events}
-    assert totals.pop(len(compiled.steps)) == 0
-    level = 0
-    for step, num_bytes in enumerate(compiled.timeline.tolist()):
-        level = totals.get(step, level)
-        assert level == num_bytes
-
-
-def test_trace_has_a_slice_for_each_buffer_and_the_peak(compiled):
-    events = _chrome.to_chrome_trace(compiled)["traceEvents"]
-    slices = [e for e in events if e["ph"] == "X" and e["pid"] == 2]
-    assert sorted((e["ts"], e["dur"], e["args"]["name"]) for e in slices) == sorted(
-        (b.start, b.end - b.start + 1, b.name) for b in compiled.buffers
-    )
-    (peak,) = [e for e in events if e["ph"] == "i"]
-    assert (peak["ts"], peak["s"]) == (compiled.peak_step, "g") and format_bytes(compiled.peak_bytes) in peak["name"]
-    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {"phase", "self.blocks.*.w" if "self.blocks.*.w" in threads else "blocks.*.w"} <= threads
-
-
-def test_a_track_is_used_again_when_it_is_free():
-    spans = [(0, 3), (1, 2), (3, 5), (4, 4), (6, 6), (6, 7)]
-    tracks = _chrome._lanes([buffer(1, a, b) for a, b in spans])
-    assert [[(b.start, b.end) for b in track] for track in tracks] == [
-        [(0, 3), (4, 4), (6, 7)],
-        [(1, 2), (3, 5), (6, 6)],
-    ]
-
-
-def test_a_trace_keeps_the_largest_buffers(monkeypatch):
-    monkeypatch.setattr(_chrome, "_MAX_SLICES", 3)
-    events = _chrome.to_chrome_trace(profile([buffer(n, 0, 3) for n in range(1, 9)]))["traceEvents"]
-    assert sorted(e["args"]["num_bytes"] for e in events if e["ph"] == "X" and e["pid"] == 2) == [6, 7, 8]
-
-
-def test_a_trace_is_written(compiled, tmp_path):
-    compiled.to_perfetto(tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["peak_bytes"] == compiled.peak_bytes
 
 
 # -- pictures ------------------------------------------------------------------------------------------------------------

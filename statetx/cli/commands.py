@@ -59,7 +59,6 @@ def memory(target: UserFunction, options: argparse.Namespace) -> Output:
         {
             "html": profile.to_html,
             "json": lambda path: _write_json(path, profile.to_dict()),
-            "perfetto": profile.to_perfetto,
             "save": lambda path: _save(path, key, now),
         },
         is_failed,

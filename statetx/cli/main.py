@@ -112,9 +112,6 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             help="whether the function is differentiated; by default, unless it is a training step",
         )
     if name == "memory":
-        command.add_argument(
-            "--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev and chrome://tracing"
-        )
         command.add_argument("--save", metavar="FILE", help="put the size into a file, for --against and assert_memory")
         command.add_argument(
             "--against", metavar="FILE", help="compare with such a file: what grew, and exit status 1 if the peak did"
@@ -196,7 +193,7 @@ def _execute(options: argparse.Namespace) -> int:
         _check_budget(options.budget, options.of)
     if options.command == "memory":
         commands.check_against(options)
-    names = ("html", "json", "perfetto", "save")
+    names = ("html", "json", "save")
     files = {name: path for name in names if (path := getattr(options, name, None)) is not None}
     for name, path in files.items():
         _check_writable(name, path)

@@ -159,18 +159,6 @@ class MemoryProfile(Printed):
 
         _files.write(path, to_html(self, after))
 
-    def to_perfetto(self, path: str | PathLike[str]) -> None:
-        """Write a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
-
-        Args:
-            path: the file to write, JSON. A step of the schedule takes a microsecond.
-        """
-        import json
-
-        from ._chrome import to_chrome_trace
-
-        _files.write(path, json.dumps(to_chrome_trace(self)))
-
     def plot(self, path: str | PathLike[str] | None = None, *, after: MemoryProfile | None = None) -> Any:
         """Draw the timeline, stacked by owner. Needs matplotlib (``pip install 'statetx[plot]'``).
 
