@@ -33,7 +33,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +56,6 @@ from _common import (
 
 import statetx
 from statetx._loops import checkpointed, schedule
-from statetx._loops.cpu_concurrency import concurrent_fori_loop
 from statetx.policies import Budget, Levels, Slots
 
 MIB = 2**20
@@ -332,7 +330,7 @@ def problems(quick: bool) -> dict[str, Problem]:
     return {**cells, "stack": layers}
 
 
-RUN, RUN_AT_ONCE = "a run of the step", "a run whose products are computed at once"
+RUN = "a run of the step"
 NO_WEIGHTS, PRODUCTS = "its reversal, without weights", "and the products of weights' cotangents"
 REVERSAL = "and their sum: all of it"
 
@@ -345,12 +343,12 @@ def turn_programs(problem: Problem) -> dict[str, tuple[Callable, tuple]]:
     def inputs(weights: Any, xs: tuple, i: Any) -> tuple[Any, Any]:
         return (at(weights, i), None) if is_stack else (weights, at(xs[0], i))
 
-    def forward(weights: Any, state: Any, *xs: Any, fori_loop: Callable = jax.lax.fori_loop) -> Any:
+    def forward(weights: Any, state: Any, *xs: Any) -> Any:
         def one(i: Any, h: Any) -> Any:
             w, x = inputs(weights, xs, i)
             return step(w, h, x)[0]
 
-        return fori_loop(0, length, one, state)
+        return jax.lax.fori_loop(0, length, one, state)
 
     def put(total: Any, ct: Any, i: Any, num_rows: int | None) -> Any:
         """The cotangents of a step's weights in their sum or stack; of products that are not summed a single row, for which they
@@ -372,12 +370,8 @@ def turn_programs(problem: Problem) -> dict[str, tuple[Callable, tuple]]:
 
         return jax.lax.fori_loop(0, length, body, (state, jax.tree.map(jnp.zeros_like, weights)))
 
-    def concurrent(first: int, last: int, body: Callable, init: Any) -> Any:
-        return concurrent_fori_loop(jnp.int32(first), jnp.int32(last), body, init, Fraction(length))
-
     return {
         RUN: (forward, args),
-        RUN_AT_ONCE: (functools.partial(forward, fori_loop=concurrent), args),
         NO_WEIGHTS: (functools.partial(turn, of_weights=False), args),
         PRODUCTS: (functools.partial(turn, num_rows=1), args),
         REVERSAL: (turn, args),
@@ -439,7 +433,7 @@ def of_alone(parts: Results, runs: float, who: str, clock: str) -> float:
     """What so many runs a step take with nothing beside them, the last one in the reversal, relative to a gradient."""
 
     def alone(n: int) -> float:
-        run = min(parts[r]["samples"][n][clock] for r in (RUN, RUN_AT_ONCE))
+        run = parts[RUN]["samples"][n][clock]
         return (runs - 1) * run + parts[REVERSAL]["samples"][n][clock]
 
     samples = parts[who]["samples"]

@@ -17,7 +17,7 @@ import pytest
 import statetx
 from helpers import crossed_in_turn
 from statetx import _jax, policies
-from statetx._loops import checkpointed, cpu_concurrency, online, schedule
+from statetx._loops import checkpointed, online, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
 
 STRATEGIES = [
@@ -1012,50 +1012,6 @@ def test_offload_without_host_memory_raises(monkeypatch):
     monkeypatch.setattr("statetx._targets.current.memory_kinds", lambda: ["device"])
     with pytest.raises(statetx.PolicyError, match="have no 'pinned_host' memory"):
         scan(Slots(2, offload=True))
-
-
-def two_products(h, x):
-    return jnp.tanh(h @ W2 + x @ W2), h.sum()
-
-
-W2 = jnp.eye(4) * 0.9
-
-
-def test_concurrent_matmuls_leave_gradients_equal(monkeypatch):
-    """On CPUs, the sweep between slots is built so that XLA runs two large independent products concurrently."""
-    xs = jnp.ones((50, 3, 4))
-
-    def run(checkpoint):
-        loss = lambda xs: sum(  # noqa: E731
-            x.sum() for x in statetx.scan(two_products, jnp.ones((3, 4)), xs, checkpoint=checkpoint)
-        )
-        return jax.make_jaxpr(jax.grad(loss))(xs), jax.jit(jax.grad(loss))(xs)
-
-    (_, expected), (before, _) = run(None), run(Slots(3))
-    monkeypatch.setattr(cpu_concurrency, "_LARGE", 0)
-    statetx.clear_cache()
-    after, got = run(Slots(3))
-    statetx.clear_cache()
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
-    if jax.default_backend() == "cpu":
-        assert "i32[8]" in str(after) and "i32[8]" not in str(before)
-
-
-@pytest.mark.parametrize(
-    ("fun", "overlap"),
-    [
-        (lambda x, y: x @ x + y @ y, True),
-        (lambda x, y: (x @ x) @ y, False),
-        (lambda x, y: x + y @ y, False),
-        (lambda x, y: jax.jit(lambda x, y: x @ x + y @ y)(x, y), True),
-        (lambda x, y: jax.jit(jnp.dot)(x, x) @ jax.jit(jnp.dot)(y, y), True),
-        (lambda x, y: jnp.sin(x) * y, False),
-    ],
-)
-def test_bodies_with_independent_matmuls_are_detected(fun, overlap):
-    large, small = jnp.ones((256, 256)), jnp.ones((16, 16))
-    assert cpu_concurrency.has_independent_products(jax.make_jaxpr(fun)(large, large).jaxpr) == overlap
-    assert not cpu_concurrency.has_independent_products(jax.make_jaxpr(fun)(small, small).jaxpr)
 
 
 @pytest.mark.parametrize("strategy", [None, Slots(3), Levels(2)], ids=repr)

@@ -5,7 +5,6 @@ import io
 import json
 import re
 import sys
-from collections import defaultdict
 from xml.etree import ElementTree
 
 import jax

@@ -21,7 +21,6 @@ from .._positions import replaced
 from .._targets import current
 from .._tree import has_known_sizes, is_float
 from .backward import BackwardStep, starts_early
-from .cpu_concurrency import concurrent_fori_loop
 from .derivative import (
     Differentiated,
     Loop,
@@ -318,10 +317,8 @@ class _Reversal:
     def _advance(self, first: Any, end: Any, carry: list) -> list:
         schedule, block = self._plan.schedule, self._loop.block
         mean_length = Fraction(schedule.num_ahead * block, schedule.num_leaves)
-        # Most runs of the step in a reversal are made here: only this loop is worth the small kernels (decision 25).
-        fori_loop = concurrent_fori_loop if self._step.has_independent_products else _jax.counted_fori_loop
         one = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]  # noqa: E731
-        return fori_loop(first * block, end * block, one, carry, mean_length)
+        return _jax.counted_fori_loop(first * block, end * block, one, carry, mean_length)
 
     # -- single steps --
 

@@ -16,10 +16,8 @@ from .._lift.staged import as_types
 from .._remat import decide
 from .._remat.policy import Policy
 from .._remat.stored import StoredType
-from .._targets import current
 from .._tree import is_float
 from . import bind
-from .cpu_concurrency import has_independent_products
 from .rows import Row
 
 
@@ -116,11 +114,6 @@ class Step:
         """How the leaves of the carry are stored."""
         leaves = enumerate(zip(self.avals, self.carry_formats, strict=True))
         return [Row(aval, format, n in self.exact_first) for n, (aval, format) in leaves]
-
-    @functools.cached_property
-    def has_independent_products(self) -> bool:
-        """Whether a loop of it is faster with `cpu_concurrency.concurrent_fori_loop`."""
-        return current.platform() == "cpu" and has_independent_products(self.body.jaxpr)
 
     def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
         """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have one."""
