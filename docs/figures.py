@@ -236,8 +236,24 @@ def run_page(page, name):
     return scope[name]
 
 
+REASONS = {"policy": GREEN, "input": BLUE, "not rematerialized": ORANGE, "not read": RED}
+
+
 def draw_residuals():
-    save(run_page("residuals.md", "saved").plot().figure, "residuals")
+    saved = run_page("residuals.md", "saved")
+    figure, axes = new(8, 4.6)
+    rows = saved.largest(12)
+    for y, row in enumerate(rows):
+        axes.barh(y, row.nbytes / 1024, color=REASONS[row.reason], height=0.75)
+    axes.set_yticks(
+        range(len(rows)), [f"{r.path or r.primitive}  {r.type}" for r in rows], family="monospace", fontsize=8
+    )
+    axes.invert_yaxis()
+    for reason, num_bytes in saved.by("reason").items():
+        axes.barh(0, 0, color=REASONS[reason], label=f"{reason}: {num_bytes / 1024:.0f} KiB")
+    axes.legend(frameon=False, loc="lower right")
+    plain_axes(axes, "KiB", "")
+    save(figure, "residuals")
 
 
 def draw_plan():
@@ -266,7 +282,20 @@ def draw_memory_profile():
     x = jax.ShapeDtypeStruct((4096, 32), jnp.float32)
     before = statetx.memory_profile(loss, x)
     blocks[:] = map(statetx.remat, blocks)
-    save(before.plot(after=statetx.memory_profile(loss, x)), "memory-profile")
+    profiles = {"without remat": before, "with statetx.remat": statetx.memory_profile(loss, x)}
+    figure, panels = new(9, 6, nrows=2, sharey=True)
+    for axes, (title, profile) in zip(panels, profiles.items(), strict=True):
+        kinds = dict.fromkeys(b.kind for p in profiles.values() for b in p.buffers if b.kind != "constant")
+        alive = {kind: [0] * len(profile.steps) for kind in kinds}
+        for step in range(len(profile.steps)):
+            for b in profile.alive(step):
+                alive[b.kind][step] += b.num_bytes / 2**20
+        axes.stackplot(range(len(profile.steps)), *alive.values(), labels=kinds, step="post")
+        axes.axvline(profile.backward_step, color=GREY, linestyle=":")
+        plain_axes(axes, "step of the compiled program; the backward pass begins at the dotted line", "MiB")
+        axes.set_title(f"{title}: {profile.peak_bytes / 2**20:.1f} MiB reserved", loc="left")
+    panels[0].legend(frameon=False, loc="upper left")
+    save(figure, "memory-profile")
 
 
 DRAWINGS = (

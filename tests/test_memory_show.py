@@ -426,36 +426,6 @@ def test_families_of_owners(owner, family):
     assert _plot.family(owner) == family
 
 
-def test_plot_marks_the_peak_and_both_passes(compiled, tmp_path):
-    pytest.importorskip("matplotlib")
-    figure = compiled.plot(tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    (axes,) = figure.axes
-    words = {text.get_text() for text in axes.texts}
-    in_use = format_bytes(int(compiled.timeline.max()))
-    assert words >= {"forward", "backward", f"peak: {in_use} in use"}
-    assert axes.get_title("left") == f"{compiled.name}: {format_bytes(compiled.peak_bytes)} reserved (dashed)"
-
-    # The legend lies beside the axes.
-    figure.canvas.draw()
-    (legend,) = figure.legends
-    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
-
-
-def test_plot_of_two_profiles_has_one_scale(compiled):
-    pytest.importorskip("matplotlib")
-    larger = profile(layers(num=50))
-    first, second = larger.plot(after=compiled).axes
-    assert first.get_ylim() == second.get_ylim() and first.get_ylabel() == second.get_ylabel()
-    assert first.get_ylim()[1] >= larger.peak_bytes / KIB
-
-
-def test_plot_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plot needs matplotlib.*pip install 'statetx\[plot\]'"):
-        profile(layers()).plot()
-
-
 def test_names_with_brackets_are_no_markup():
     def f(x):
         return jnp.sin(x)

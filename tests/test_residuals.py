@@ -509,19 +509,6 @@ def test_rich():
         assert "'h<1>'" in words and "240 B" in words and "policy of <lambda>" in words
 
 
-def test_plot(tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
-    residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
-    ax = residuals.plot(num=2)
-    ax.figure.savefig(tmp_path / "residuals.png")
-    assert (tmp_path / "residuals.png").stat().st_size > 1000
-    assert [label.get_text() for label in ax.get_yticklabels()][-1] == "1 more"
-    assert sorted(bar.get_width() for bar in ax.patches) == [48, 240, 240]
-    other = matplotlib.figure.Figure().subplots()
-    assert residuals.plot(other) is other
-
-
 # -- forward and backward side by side ---------------------------------------------------------------------------
 
 

@@ -1,18 +1,15 @@
-"""Pictures of a profile: bytes alive at each step, stacked by owner, as an inline SVG and with matplotlib."""
+"""A picture of a profile: bytes alive at each step, stacked by owner, as an inline SVG."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .._extras import require
-from .._files import write_figure
 from .._text import format_bytes
 from .buffer import Buffer, Phase, replacements
 
@@ -264,91 +261,3 @@ def _svg_legend(layers: Stack) -> str:
         for name, color in zip(layers.bands, band_colors(layers.bands), strict=True)
     )
     return f'<p style="margin:4px 0;font-size:90%">{items}</p>'
-
-
-# -- matplotlib --------------------------------------------------------------------------------------------------------
-
-_MAX_COLUMNS = 1200  # about one for each pixel
-
-
-def plot(profile: MemoryProfile, path: str | os.PathLike[str] | None = None, other: MemoryProfile | None = None) -> Any:
-    """Draw the timeline, stacked by owner, with forward and backward pass shaded and the peak marked. Needs matplotlib.
-
-    Args:
-        profile: the profile.
-        path: the image file to write; without it the caller shows the figure.
-        other: a second profile, drawn below with the same scale and colors.
-
-    Returns:
-        The matplotlib figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    require("matplotlib.figure", "plot")
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    profiles = [profile] if other is None else [profile, other]
-    bands = choose_bands(profiles)
-    colors = band_colors(bands)
-    highest = max(p.peak_bytes for p in profiles)
-    unit, divisor = _unit(highest)
-
-    # Not by pyplot, which holds every figure until it is closed.
-    figure = Figure(figsize=(9, 0.6 + 3 * len(profiles)), layout="constrained")
-    panels = figure.subplots(len(profiles), squeeze=False)[:, 0]
-    for axes, p in zip(panels, profiles, strict=True):
-        _draw(axes, p, stack(p, bands, _MAX_COLUMNS), colors, divisor)
-        axes.set_ylim(0, 1.18 * max(highest, 1) / divisor)
-        axes.set_ylabel(unit)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.axhline(p.peak_bytes / divisor, color="#555555", linewidth=0.8, linestyle="--")
-        axes.set_title(f"{p.name}: {format_bytes(p.peak_bytes)} reserved (dashed)", loc="left", fontsize=11)
-    panels[-1].set_xlabel("step of the compiled program")
-
-    # The order of the legend is that of the picture, from top to bottom.
-    handles = [Patch(color=color, label=_short(name)) for name, color in zip(bands, colors, strict=True)][::-1]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
-    if path is not None:
-        write_figure(path, figure)
-    return figure
-
-
-def _draw(axes: Any, profile: MemoryProfile, layers: Stack, colors: Sequence[str], divisor: float) -> None:
-    # Each sampled step lasts until the next.
-    steps = np.append(layers.steps, len(profile.steps))
-    heights = np.hstack([layers.num_bytes, layers.num_bytes[:, -1:]]) / divisor
-    if len(heights):  # a program without buffers has none
-        axes.stackplot(steps, heights, colors=colors, step="post", linewidth=0)
-    axes.set_xlim(0, len(profile.steps))
-
-    # Shaded over the whole height, so that the phases show above the bands, too.
-    edges = np.linspace(0, len(profile.steps), min(_MAX_COLUMNS, len(profile.steps)) + 1)
-    for phase, first, last in phase_spans(profile, _MAX_COLUMNS):
-        low, high = edges[first], edges[last + 1]
-        axes.axvspan(low, high, color=_PHASE_COLORS[phase], alpha=0.13, linewidth=0, zorder=0)
-        if high - low > 0.08 * len(profile.steps):
-            text = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top"}
-            axes.annotate(phase, ((low + high) / 2, 0.98), **text, fontsize=9, color="#555555")
-    _mark_peak(axes, profile, divisor)
-
-
-def _mark_peak(axes: Any, profile: MemoryProfile, divisor: float) -> None:
-    """A dotted line at the peak, up to what the program reserves; its label is above both."""
-    x, reserved = profile.peak_step + 0.5, profile.peak_bytes / divisor
-    axes.vlines(x, 0, reserved, color="black", linewidth=0.8, linestyle=":")
-    is_right = x > 0.7 * len(profile.steps)
-    text = f"peak: {format_bytes(int(profile.timeline[profile.peak_step]))} in use"
-    side = {"xytext": (-3, 3), "ha": "right"} if is_right else {"xytext": (3, 3), "ha": "left"}
-    axes.annotate(text, (x, reserved), textcoords="offset points", **side, fontsize=8, weight="bold")
-
-
-def _unit(num_bytes: int) -> tuple[str, float]:
-    """The unit of the largest value as `format_bytes` writes it, and its bytes."""
-    unit = format_bytes(num_bytes).rpartition(" ")[2]
-    return unit, {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}[unit]
-
-
-def _short(name: str, width: int = 32) -> str:
-    return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-width // 2 :]}"

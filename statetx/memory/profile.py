@@ -159,23 +159,6 @@ class MemoryProfile(Printed):
 
         _files.write(path, to_html(self, after))
 
-    def plot(self, path: str | PathLike[str] | None = None, *, after: MemoryProfile | None = None) -> Any:
-        """Draw the timeline, stacked by owner. Needs matplotlib (``pip install 'statetx[plot]'``).
-
-        Args:
-            path: the picture to write; None to return the figure only.
-            after: a second profile, drawn below with the same scale.
-
-        Returns:
-            The ``matplotlib.figure.Figure``.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        from ._plot import plot
-
-        return plot(self, path, after)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Tabular):

@@ -1,20 +1,16 @@
-"""Output formats of `Residuals`: lines, a table, a plot."""
+"""Output formats of `Residuals`: lines and a table."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .._extras import require
-from .._tables import HEX, Cell, Column, Table
+from .._tables import Cell, Column, Table
 from .._text import counted, format_bytes, format_flops, short_dtype, short_path
 
 if TYPE_CHECKING:
     from .table import Residual, Residuals
-
-_REASONS = {"policy": "kept by policy", "input": "input of a rematerialized function"}
-_REASONS |= {"not rematerialized": "not rematerialized", "not read": "not read"}
 
 _COLORS = {"policy": "green", "input": "cyan", "not rematerialized": "yellow", "not read": "red"}
 
@@ -132,44 +128,3 @@ def table(residuals: Residuals) -> Table:
     largest = max(row.nbytes for row in residuals)
     cells = [_cells(row, largest) for row in residuals]
     return Table(title(residuals), _COLUMNS, cells, [see_profile()]).without_empty_columns()
-
-
-# -- plot ------------------------------------------------------------------------------------------------------
-
-
-def plot(residuals: Residuals, ax: Any, num: int) -> Any:
-    require("matplotlib.pyplot", "plot")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    rows = list(residuals.largest(num))
-    bars = [(f"{_description(r)}  {_counted(r)}", r.nbytes, HEX[_COLORS[r.reason]]) for r in rows]
-    num_remaining = len(residuals) - len(rows)
-    if num_remaining:
-        size = residuals.total_bytes - sum(r.nbytes for r in rows)
-        bars.append((f"{num_remaining} more", size, "#999999"))
-
-    if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 1.2 + 0.28 * len(bars)), layout="constrained")
-
-    # `zip(*[])` has nothing to unpack.
-    labels, sizes, colors = zip(*bars, strict=True) if bars else ((), (), ())
-    positions = range(len(bars))
-    ax.barh(positions, sizes, color=colors, height=0.75)
-    ax.set_yticks(positions, labels, fontsize=8, family="monospace")
-    ax.invert_yaxis()
-    for y, size in zip(positions, sizes, strict=True):
-        ax.annotate(format_bytes(size), (size, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-
-    ax.margins(x=0.15, y=0.01)
-    ax.set_xticks([])
-    ax.spines[:].set_visible(False)
-    ax.tick_params(axis="y", length=0)
-
-    # The legend counts all residuals, also those without a bar of their own.
-    totals = residuals.by("reason")
-    patches = [Patch(color=HEX[_COLORS[key]], label=f"{_REASONS[key]}: {format_bytes(n)}") for key, n in totals.items()]
-    if patches:
-        ax.legend(handles=patches, loc="lower right", fontsize=8, frameon=False)
-    ax.set_title(title(residuals).replace(": ", "\n", 1), fontsize=9, loc="left")
-    return ax

@@ -139,18 +139,6 @@ class Residuals(Tabular, Sequence[Residual]):
         totals = {"total_bytes": self.total_bytes, "intermediate_bytes": self.intermediate_bytes}
         return {"function": self.name, **totals, "residuals": rows}
 
-    def plot(self, ax: Any = None, *, num: int = 15) -> Any:
-        """Draw the `num` largest residuals as bars, colored by the reason; needs matplotlib.
-
-        Args:
-            ax: the ``matplotlib`` axes to draw in; new ones of a suitable size if None.
-            num: the number of residuals with their own bar; the others share one.
-
-        Returns:
-            The axes; ``ax.figure.savefig("residuals.png")`` writes them to a file.
-        """
-        return _show.plot(self, ax, num)
-
     def _table(self) -> Table:
         return _show.table(self)
 
