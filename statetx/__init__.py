@@ -97,9 +97,9 @@ if _TYPE_CHECKING:
     from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
     from .residuals.loop_report import loop_report as loop_report
     from .residuals.measure import measure as measure
+    from .residuals.saved import print_saved_residuals as print_saved_residuals
+    from .residuals.saved import saved_residuals as saved_residuals
     from .residuals.table import Residuals as Residuals
-    from .residuals.table import print_saved_residuals as print_saved_residuals
-    from .residuals.table import saved_residuals as saved_residuals
     from .training.checkpointer import Checkpointer as Checkpointer
     from .training.optimizer import Optimizer as Optimizer
     from .transforms.abstract import eval_shape as eval_shape
@@ -154,7 +154,8 @@ _PUBLIC = {
     ".residuals.fwd_bwd": "print_fwd_bwd",
     ".residuals.loop_report": "loop_report",
     ".residuals.measure": "measure",
-    ".residuals.table": "Residuals print_saved_residuals saved_residuals",
+    ".residuals.saved": "print_saved_residuals saved_residuals",
+    ".residuals.table": "Residuals",
     ".transforms.abstract": "eval_shape make_jaxpr",
     ".transforms.chunked": "chunked",
     ".transforms.cond": "cond switch",

@@ -23,7 +23,8 @@ from ._tree import is_array_or_type, is_float, is_integer, partition
 from .memory.baseline import TOLERANCE, UPDATE, Baseline, Difference, find, key_of, read_tolerance, save
 from .memory.measure import memory_profile
 from .memory.profile import MemoryProfile
-from .residuals.table import Residual, saved_residuals
+from .residuals.saved import saved_residuals
+from .residuals.table import Residual
 from .transforms.functionalize import Functionalize
 from .transforms.remat import remat
 

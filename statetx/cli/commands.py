@@ -100,7 +100,7 @@ def fit(target: UserFunction, options: argparse.Namespace) -> Output:
 
 
 def residuals(target: UserFunction, options: argparse.Namespace) -> Output:
-    from ..residuals.table import saved_residuals
+    from ..residuals.saved import saved_residuals
 
     return _output(saved_residuals(target.fun, *target.args, **target.kwargs))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from .._equations.primitives import FUSED
 from .._text import short_path
@@ -20,10 +19,8 @@ from ._edits import Donate, InParts, Rematerialize, SaveLess
 from ._loop_advice import bodies, checkpoints
 from ._names import parent
 from ._scopes import line_of
+from ._timeline import Timeline
 from .buffer import Buffer, Change, Group
-
-if TYPE_CHECKING:
-    from .profile import MemoryProfile
 
 _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
 _MUCH = 0.15  # of the peak, that a function has which is tried though it is predicted to save nothing
@@ -31,12 +28,12 @@ _MOST_TRIED = 4  # of such functions
 _NUM_PARTS = 8  # of a value that is computed in parts
 
 
-def all_changes(profile: MemoryProfile) -> tuple[Change, ...]:
+def all_changes(profile: Timeline) -> tuple[Change, ...]:
     """The changes that are worth it, the largest saving first; of two with the same target the better one."""
     return tuple(sorted((c.change for c in candidates(profile)), key=lambda c: (-c.saved_bytes, c.action, c.target)))
 
 
-def changes_of(profile: MemoryProfile, groups: Sequence[Group]) -> dict[int, Change]:
+def changes_of(profile: Timeline, groups: Sequence[Group]) -> dict[int, Change]:
     """For each group, by its index: the cheapest change that frees at least half of it."""
     cheapest_first = candidates(profile)
     found = {}
@@ -49,7 +46,7 @@ def changes_of(profile: MemoryProfile, groups: Sequence[Group]) -> dict[int, Cha
     return found
 
 
-def candidates(profile: MemoryProfile, missing: float = float("inf"), *, to_try: bool = False) -> list[Candidate]:
+def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool = False) -> list[Candidate]:
     """The changes that are worth it, the cheapest first: those that save a share of the peak, or the bytes that are missing.
 
     Args:
@@ -57,7 +54,7 @@ def candidates(profile: MemoryProfile, missing: float = float("inf"), *, to_try:
     """
     if profile.note:
         return []
-    makers: list[Callable[[MemoryProfile], Iterable[Candidate]]] = [
+    makers: list[Callable[[Timeline], Iterable[Candidate]]] = [
         _donations,
         _constants,
         _bits,
@@ -90,7 +87,7 @@ def candidates(profile: MemoryProfile, missing: float = float("inf"), *, to_try:
 # -- arguments and constants -----------------------------------------------------------------------------------------
 
 
-def _donations(profile: MemoryProfile) -> Iterable[Candidate]:
+def _donations(profile: Timeline) -> Iterable[Candidate]:
     """Arguments and states of a step whose memory an output of the same type could take."""
     if profile.gradient:
         return
@@ -119,7 +116,7 @@ def argument_of(path: str) -> str:
     return path if not parent(path) else argument_of(parent(path))
 
 
-def _constants(profile: MemoryProfile) -> Iterable[Candidate]:
+def _constants(profile: Timeline) -> Iterable[Candidate]:
     for b in profile.buffers:
         if b.kind == "constant":
             text = f"Pass the constant {b.type} as an argument, or keep it in a State: a compiled program has its own copy of it."
@@ -129,7 +126,7 @@ def _constants(profile: MemoryProfile) -> Iterable[Candidate]:
 # -- rematerialization -------------------------------------------------------------------------------------------------
 
 
-def _remat(profile: MemoryProfile) -> Iterable[Candidate]:
+def _remat(profile: Timeline) -> Iterable[Candidate]:
     """For each function that the user could rematerialize: its residuals live in the forward pass and in its own backward pass only."""
     # What XLA itself computes again has no region: no change of the user's shortens it.
     kept = [
@@ -180,7 +177,7 @@ def _remat(profile: MemoryProfile) -> Iterable[Candidate]:
         yield Candidate(Change("remat", function, text, saved), frozenset(freed), Rematerialize(function))
 
 
-def _stacked(profile: MemoryProfile) -> Iterable[Candidate]:
+def _stacked(profile: Timeline) -> Iterable[Candidate]:
     """Functions in the body of a loop, which stacks their residuals: by how much the peak falls is not known."""
     by_function: dict[str, list[Buffer]] = defaultdict(list)
     for b in profile.buffers:
@@ -197,7 +194,7 @@ def _at(function: str, file: str) -> str:
     return "" if line is None else f" at {short_path(f'{file}:{line}')}"
 
 
-def _is_freed_already(profile: MemoryProfile, b: Buffer, function: str) -> bool:
+def _is_freed_already(profile: Timeline, b: Buffer, function: str) -> bool:
     """Whether a region computes it again that does not contain the function but is the function, or is called by it."""
     if b.kind != "recomputed":
         return False
@@ -208,7 +205,7 @@ def _is_freed_already(profile: MemoryProfile, b: Buffer, function: str) -> bool:
     return function in functions[region:]
 
 
-def _saved_by_policy(profile: MemoryProfile, freed: Sequence[Buffer]) -> list[Buffer]:
+def _saved_by_policy(profile: Timeline, freed: Sequence[Buffer]) -> list[Buffer]:
     """The results that policies save, if they are most of what is freed at the peak; empty if they are not.
 
     The counters of a rematerialized function have its region, too: a few bytes are no reason to change a policy.
@@ -221,7 +218,7 @@ def _saved_by_policy(profile: MemoryProfile, freed: Sequence[Buffer]) -> list[Bu
     return [b for b in saved if b.num_bytes >= _LEAST_SHARE * num_bytes]
 
 
-def _bits(profile: MemoryProfile) -> Iterable[Candidate]:
+def _bits(profile: Timeline) -> Iterable[Candidate]:
     """Residuals that hold zeros and ones as floats or bytes: an eighth of a byte is enough from the last read of the forward pass on."""
     by_function: dict[str, list[Buffer]] = defaultdict(list)
     for b in profile.buffers:
@@ -266,7 +263,7 @@ def _most_ended(buffers: Sequence[Buffer]) -> int:
 class _History:
     """What each buffer of a program is computed from."""
 
-    def __init__(self, profile: MemoryProfile):
+    def __init__(self, profile: Timeline):
         self.profile = profile
         self.steps = profile.steps
         self._read_at: dict[int, list[Buffer]] = defaultdict(list)
@@ -306,7 +303,7 @@ def _is_fused(primitive: str) -> bool:
     return primitive == "" or primitive in FUSED
 
 
-def _functions(profile: MemoryProfile, buffers: Iterable[Buffer]) -> list[str]:
+def _functions(profile: Timeline, buffers: Iterable[Buffer]) -> list[str]:
     """The user's functions that compute them, innermost first; not the whole program."""
     depth: dict[str, int] = {}
     for b in buffers:
@@ -318,7 +315,7 @@ def _functions(profile: MemoryProfile, buffers: Iterable[Buffer]) -> list[str]:
     return sorted((f for f in depth if f not in whole), key=lambda f: (-depth[f], f))
 
 
-def _leaves(profile: MemoryProfile, b: Buffer, calls: Calls) -> bool:
+def _leaves(profile: Timeline, b: Buffer, calls: Calls) -> bool:
     """Whether other calls or functions read it in the forward pass: then it stays, as their input."""
     own = calls.of(b.start)
     return any(calls.of(r) != own for r in b.readers if not is_backward(profile, r, b))
@@ -327,7 +324,7 @@ def _leaves(profile: MemoryProfile, b: Buffer, calls: Calls) -> bool:
 # -- values in parts -----------------------------------------------------------------------------------------------------
 
 
-def _parts(profile: MemoryProfile) -> Iterable[Candidate]:
+def _parts(profile: Timeline) -> Iterable[Candidate]:
     """Compute the largest temporary value in parts along its first axis."""
     temporary = [
         b for b in profile.alive(profile.peak_step) if b.kind in ("working memory", "recomputed") and b.readers
@@ -349,7 +346,7 @@ def _parts(profile: MemoryProfile) -> Iterable[Candidate]:
         yield Candidate(Change("microbatch", where, text, saving(profile, gaps), condition), frozenset(same))
 
 
-def in_parts(profile: MemoryProfile, num: int) -> Iterable[Candidate]:
+def in_parts(profile: Timeline, num: int) -> Iterable[Candidate]:
     """Split the batch of a gradient into parts: of temporaries with an axis of examples, one part's are alive at a time."""
     if not any(step.phase == "backward" for step in profile.steps):
         return
@@ -386,7 +383,7 @@ def in_parts(profile: MemoryProfile, num: int) -> Iterable[Candidate]:
     yield Candidate(change, frozenset(found), edit, lambda: next(iter(in_parts(profile, 2 * num)), None))
 
 
-def _leading_axes(profile: MemoryProfile) -> dict[int, list[str]]:
+def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
     """The arguments by the size of their first axis, if that may be an axis of examples.
 
     An axis as long as a loop is probably what a scan runs over: time, or layers. An argument with a gradient or an update of its type is
@@ -404,7 +401,7 @@ def _leading_axes(profile: MemoryProfile) -> dict[int, list[str]]:
     return leading
 
 
-def _loop_lengths(profile: MemoryProfile) -> set[int | None]:
+def _loop_lengths(profile: Timeline) -> set[int | None]:
     return {step.loop.length for step in profile.steps if step.loop is not None}
 
 

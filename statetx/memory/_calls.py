@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from ._names import AGAIN, PRODUCTS
+from ._timeline import Timeline
 
 if TYPE_CHECKING:
     from .buffer import Step
-    from .profile import MemoryProfile
 
 _MOST_IN_A_LINE = 3  # products of one line of a function without a loop: the query, the key and the value of a layer
 
@@ -25,7 +25,7 @@ class Calls:
         has_loop: whether a call runs the same operations several times.
     """
 
-    def __init__(self, profile: MemoryProfile, function: str):
+    def __init__(self, profile: Timeline, function: str):
         self._number: dict[int, int] = {}
         numbers: dict[Any, int] = {}
         products: Counter[Any] = Counter()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ._edits import Edit
+from ._timeline import Timeline
 from .buffer import Buffer, Change
-
-if TYPE_CHECKING:
-    from .profile import MemoryProfile
 
 
 class Gap(NamedTuple):
@@ -36,7 +34,7 @@ class Candidate(NamedTuple):
     stronger: Callable[[], Candidate | None] = lambda: None
 
 
-def saving(profile: MemoryProfile, gaps: Iterable[Gap]) -> int:
+def saving(profile: Timeline, gaps: Iterable[Gap]) -> int:
     """By how much the peak of the timeline falls with these gaps."""
     change = np.zeros(len(profile.steps) + 1, np.int64)
     for gap in gaps:
@@ -47,7 +45,7 @@ def saving(profile: MemoryProfile, gaps: Iterable[Gap]) -> int:
     return int(profile.timeline.max() - after.max())
 
 
-def is_backward(profile: MemoryProfile, n: int, b: Buffer) -> bool:
+def is_backward(profile: Timeline, n: int, b: Buffer) -> bool:
     """Whether a reader of a buffer is in the backward pass. What a recomputation reads is needed there only if it is a residual.
 
     XLA moves some steps of the backward pass into the forward pass: these do not count.

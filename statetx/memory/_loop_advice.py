@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from .._loops import schedule
 from .._loops.strategy import Levels, Slots, Strategy
 from ._candidate import Candidate, Gap, is_backward, saving
 from ._edits import Checkpoint
+from ._timeline import Timeline
 from .buffer import Buffer, Change, Kind, Loop
 
-if TYPE_CHECKING:
-    from .profile import MemoryProfile
 
-
-def _stacks(profile: MemoryProfile, kind: Kind) -> dict[Loop, list[Buffer]]:
+def _stacks(profile: Timeline, kind: Kind) -> dict[Loop, list[Buffer]]:
     """What each loop of known length stacks for its backward pass: in the forward pass, or where it is computed again."""
     stacks: dict[Loop, list[Buffer]] = defaultdict(list)
     for b in profile.buffers:
@@ -26,14 +23,14 @@ def _stacks(profile: MemoryProfile, kind: Kind) -> dict[Loop, list[Buffer]]:
     return stacks
 
 
-def _step_of_reversal(buffers: Sequence[Buffer], profile: MemoryProfile) -> tuple[int, int]:
+def _step_of_reversal(buffers: Sequence[Buffer], profile: Timeline) -> tuple[int, int]:
     """From the first to the last step of the backward pass of a loop."""
     reads = [r for b in buffers for r in b.readers if is_backward(profile, r, b)]
     end = max(b.end for b in buffers)
     return (min(reads) if reads else end), end
 
 
-def bodies(profile: MemoryProfile, kind: Kind = "residual") -> Iterable[Candidate]:
+def bodies(profile: Timeline, kind: Kind = "residual") -> Iterable[Candidate]:
     """Rematerialize a loop's body: it stacks its carry, and one step's residuals are recomputed at a time."""
     for loop, stacks in _stacks(profile, kind).items():
         inner = [b for b in stacks if b.primitive != "carry"]
@@ -65,14 +62,14 @@ def with_bodies(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found
 
 
-def checkpoints(profile: MemoryProfile, kind: Kind = "residual") -> Iterable[Candidate]:
+def checkpoints(profile: Timeline, kind: Kind = "residual") -> Iterable[Candidate]:
     """Checkpoint a loop: some carries are kept, and one step's residuals, or those of an inner loop, are recomputed at a time."""
     for loop, stacks in _stacks(profile, kind).items():
         if first := _checkpointed(profile, loop, stacks, 2):
             yield first
 
 
-def _checkpointed(profile: MemoryProfile, loop: Loop, stacks: Sequence[Buffer], level: int) -> Candidate | None:
+def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level: int) -> Candidate | None:
     """A loop with a strategy whose steps run so many times at most before their reversal."""
     length = loop.length or 1
     strategy, num_carries, num_steps = _strategy(profile.backend, length, level)

@@ -11,17 +11,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from .._tables import HEX, Table, page, resource
 from .._text import format_bytes, short_path
+from ._changes import AdvisedTimeline
 from ._page_data import clipped, encode
 from ._plot import GRAYS, PALETTE, svg
 from ._show import compare, percent, sums, table
 from .buffer import KINDS, Change, Kind
-
-if TYPE_CHECKING:
-    from .profile import MemoryProfile
 
 MAX_DATA = 7_500_000
 """Bytes of the data in a page; a page is this and about 100 KB more."""
@@ -41,7 +38,7 @@ _KIND_COLORS: dict[Kind, str] = {
 }
 
 
-def to_html(profile: MemoryProfile, other: MemoryProfile | None = None) -> str:
+def to_html(profile: AdvisedTimeline, other: AdvisedTimeline | None = None) -> str:
     """A page with a timeline to zoom, a list of the buffers to filter, and what to change.
 
     Args:
@@ -78,7 +75,7 @@ def to_html(profile: MemoryProfile, other: MemoryProfile | None = None) -> str:
     )
 
 
-def _header(profiles: Sequence[MemoryProfile]) -> str:
+def _header(profiles: Sequence[AdvisedTimeline]) -> str:
     first, last = profiles[0], profiles[-1]
     sizes = " <span class='to'>→</span> ".join(map(_size, (p.peak_bytes for p in profiles)))
     exact = " → ".join(f"{p.peak_bytes:,}" for p in profiles) + " bytes"
@@ -100,7 +97,7 @@ def _size(num_bytes: int) -> str:
     return f'<span title="{num_bytes:,} bytes">{format_bytes(num_bytes).replace(" ", "&nbsp;")}</span>'
 
 
-def _place(profile: MemoryProfile) -> str:
+def _place(profile: AdvisedTimeline) -> str:
     """Where the peak is: its step, and the line that it belongs to."""
     if not profile.steps:
         return ""
@@ -109,7 +106,7 @@ def _place(profile: MemoryProfile) -> str:
     return " · " + " · ".join(filter(None, [*parts, short_path(step.source)]))
 
 
-def _cards(profiles: Sequence[MemoryProfile], labels: Sequence[str]) -> Iterator[str]:
+def _cards(profiles: Sequence[AdvisedTimeline], labels: Sequence[str]) -> Iterator[str]:
     if len(profiles) == 1:
         yield from _of_one(profiles[0])
         return
@@ -120,7 +117,7 @@ def _cards(profiles: Sequence[MemoryProfile], labels: Sequence[str]) -> Iterator
         yield from (*_of_one(profile), "</details>")
 
 
-def _of_one(profile: MemoryProfile) -> Iterator[str]:
+def _of_one(profile: AdvisedTimeline) -> Iterator[str]:
     yield f'<div class="card">{_parts(profile)}</div>'
     if profile.changes:
         yield _changes(profile)
@@ -133,7 +130,7 @@ def _card(shown: Table) -> str:
     return f'<section class="card statetx"><h2>{escape(shown.title)}</h2>{untitled._html()}</section>'
 
 
-def _parts(profile: MemoryProfile) -> str:
+def _parts(profile: AdvisedTimeline) -> str:
     """What the peak is made of: XLA's figures, and a bar with the kinds that are alive."""
     plus, minus, equals = (f'<span class="sign">{sign}</span>' for sign in "+−=")
     tiles = [
@@ -153,7 +150,7 @@ def _parts(profile: MemoryProfile) -> str:
     return f'<h2>Parts of the peak</h2>{_kind_bar(profile)}<dl class="tiles">{items}</dl>{note}'
 
 
-def _kind_bar(profile: MemoryProfile) -> str:
+def _kind_bar(profile: AdvisedTimeline) -> str:
     totals = Counter(sums((g.kind, g.num_bytes) for g in profile.at_peak if g.kind != "constant"))
     parts = [(kind, totals[kind], f"background:{_KIND_COLORS[kind]}") for kind in KINDS if totals[kind]]
     parts += [("unused", profile.unused_bytes, "")] if profile.unused_bytes > 0 else []
@@ -169,7 +166,7 @@ def _kind_bar(profile: MemoryProfile) -> str:
     return f'<div class="bar" aria-hidden="true">{bars}</div><ul class="keys">{keys}</ul>'
 
 
-def _changes(profile: MemoryProfile) -> str:
+def _changes(profile: AdvisedTimeline) -> str:
     items = list(_items(profile.changes, profile.peak_bytes))
     shown, rest = items[:_MAX_CHANGES], items[_MAX_CHANGES:]
     more = f"<details><summary>{len(rest)} more</summary><ol>{''.join(rest)}</ol></details>" if rest else ""

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .._errors import printable
 from .._text import short_path
+from ._changes import AdvisedTimeline
 from .buffer import KINDS, Buffer, Step, replacements
-
-if TYPE_CHECKING:
-    from .profile import MemoryProfile
 
 _MAX_TEXT = 300  # characters of a name; longer ones are cut
 _PHASES = ("forward", "backward", "update")
@@ -26,7 +24,7 @@ def clipped(text: str, width: int = _MAX_TEXT) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def encode(profile: MemoryProfile, max_bytes: int) -> dict[str, Any]:
+def encode(profile: AdvisedTimeline, max_bytes: int) -> dict[str, Any]:
     """The data of a profile, at most `max_bytes` of JSON: without the smallest buffers if need be, then without names of steps."""
     taken = _taken(profile)
     by_size = sorted(range(len(profile.buffers)), key=lambda i: -profile.buffers[i].num_bytes)
@@ -45,7 +43,7 @@ def encode(profile: MemoryProfile, max_bytes: int) -> dict[str, Any]:
     return made
 
 
-def _encode(profile: MemoryProfile, taken: dict[int, int], listed: Sequence[int], with_names: bool) -> dict[str, Any]:
+def _encode(profile: AdvisedTimeline, taken: dict[int, int], listed: Sequence[int], with_names: bool) -> dict[str, Any]:
     buffers = [profile.buffers[i] for i in listed]
     steps = profile.steps if with_names else [s._replace(name="", primitive="", source="") for s in profile.steps]
     strings = {"": 0}
@@ -95,7 +93,7 @@ _BUFFER_TEXTS: dict[str, Callable[[Buffer], str]] = {
 }
 
 
-def _taken(profile: MemoryProfile) -> dict[int, int]:
+def _taken(profile: AdvisedTimeline) -> dict[int, int]:
     """By the index of a buffer: the bytes that others, which replace it in place, take from it in its last step."""
     index = {id(b): i for i, b in enumerate(profile.buffers)}
     taken: dict[int, int] = defaultdict(int)
@@ -104,7 +102,7 @@ def _taken(profile: MemoryProfile) -> dict[int, int]:
     return taken
 
 
-def _encode_small(profile: MemoryProfile, listed: set[int], taken: dict[int, int]) -> dict[str, Any] | None:
+def _encode_small(profile: AdvisedTimeline, listed: set[int], taken: dict[int, int]) -> dict[str, Any] | None:
     """The buffers that are not listed: how many, the size of the largest, and the change of their sum at each step."""
     merged = [(i, b) for i, b in enumerate(profile.buffers) if i not in listed]
     if not merged:

@@ -6,15 +6,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .._text import format_bytes
+from ._changes import AdvisedTimeline
 from .buffer import Buffer, Phase, replacements
-
-if TYPE_CHECKING:
-    from .profile import MemoryProfile
 
 # Okabe and Ito, for the color-blind. What the program holds from its first to its last step is gray, so that colors belong to
 # what changes.
@@ -48,8 +46,8 @@ def band(buffer: Buffer) -> str:
     return f"{buffer.kind}s" if f"{buffer.kind}s" in GRAYS else f"{family(buffer.owner)}: {buffer.kind}"
 
 
-def bytes_by(profile: MemoryProfile, key: Callable[[Buffer], str]) -> dict[str, np.ndarray]:
-    """Bytes alive at each step, by a key of the buffers, int64[len(steps)]. They sum to `MemoryProfile.timeline`."""
+def bytes_by(profile: AdvisedTimeline, key: Callable[[Buffer], str]) -> dict[str, np.ndarray]:
+    """Bytes alive at each step, by a key of the buffers, int64[len(steps)]. They sum to `AdvisedTimeline.timeline`."""
     changes: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(profile.steps) + 1, np.int64))
     counted = [b for b in profile.buffers if b.kind != "constant"]
     for b in counted:
@@ -65,7 +63,7 @@ def bytes_by(profile: MemoryProfile, key: Callable[[Buffer], str]) -> dict[str, 
     return series
 
 
-def sample_steps(profile: MemoryProfile, width: int) -> np.ndarray:
+def sample_steps(profile: AdvisedTimeline, width: int) -> np.ndarray:
     """At most `width` steps: of each run of steps the one with most bytes, so that the peak is among them."""
     timeline = profile.timeline
     if len(timeline) <= width:
@@ -82,7 +80,7 @@ class PhaseSpan(NamedTuple):
     last: int
 
 
-def phase_spans(profile: MemoryProfile, width: int) -> list[PhaseSpan]:
+def phase_spans(profile: AdvisedTimeline, width: int) -> list[PhaseSpan]:
     """The phases of the columns of a picture. A column has the phase of most of its steps, that of the peak the phase of the peak.
 
     XLA schedules single operations of one pass within the other: a run below a fifteenth of the width, between two of another
@@ -151,7 +149,7 @@ class Stack(NamedTuple):
     Attributes:
         bands: their names; the first is drawn at the bottom.
         num_bytes: int64[len(bands), len(steps)].
-        steps: indices into ``MemoryProfile.steps``.
+        steps: indices into ``AdvisedTimeline.steps``.
     """
 
     bands: tuple[str, ...]
@@ -159,7 +157,7 @@ class Stack(NamedTuple):
     steps: np.ndarray
 
 
-def choose_bands(profiles: Sequence[MemoryProfile]) -> tuple[str, ...]:
+def choose_bands(profiles: Sequence[AdvisedTimeline]) -> tuple[str, ...]:
     """States, arguments and outputs, then the owners with most bytes at a peak, one for each color, then `OTHERS`.
 
     Owners that never reach a hundredth of the highest peak would not be visible.
@@ -176,7 +174,7 @@ def choose_bands(profiles: Sequence[MemoryProfile]) -> tuple[str, ...]:
     return (*bands, OTHERS) if len(bands) < len(largest) else tuple(bands)
 
 
-def stack(profile: MemoryProfile, bands: tuple[str, ...], width: int) -> Stack:
+def stack(profile: AdvisedTimeline, bands: tuple[str, ...], width: int) -> Stack:
     """The bytes of each band; owners without a band of their own belong to the last one."""
     steps = sample_steps(profile, width)
     num_bytes = np.zeros((len(bands), len(steps)), np.int64)
@@ -196,7 +194,7 @@ def band_colors(bands: Sequence[str]) -> list[str]:
 _WIDTH, _HEIGHT, _PHASE_HEIGHT, _COLUMNS = 640, 150, 16, 320
 
 
-def svg(profile: MemoryProfile) -> str:
+def svg(profile: AdvisedTimeline) -> str:
     """The timeline as an SVG element for a page, some 10 KB: bands with their names under the pointer, phases below."""
     layers = stack(profile, choose_bands([profile]), _COLUMNS)
     tops = np.cumsum(layers.num_bytes, axis=0)
@@ -243,7 +241,7 @@ def _runs(values: Sequence[float], order: Sequence[int]) -> list[tuple[int, int]
     return [(n, n + 1 if is_forward else n) for n in ends]
 
 
-def _svg_phases(profile: MemoryProfile, num_columns: int) -> list[str]:
+def _svg_phases(profile: AdvisedTimeline, num_columns: int) -> list[str]:
     parts = []
     for phase, first, last in phase_spans(profile, num_columns):
         x, width = _WIDTH * first / num_columns, _WIDTH * (last + 1 - first) / num_columns

@@ -6,16 +6,14 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .._errors import printable
 from .._tables import Cell, Column, Line, Piece, Table, folded
 from .._text import format_bytes, short_path
+from ._changes import AdvisedTimeline
 from ._plot import family, phase_spans, sample_steps, svg
 from .buffer import Buffer, Change, Group, Kind, Loop
-
-if TYPE_CHECKING:
-    from .profile import MemoryProfile
 
 _MAX_ROWS = 12  # of the table, without the rows for what is not shown
 _MAX_CHANGES = 5
@@ -45,7 +43,7 @@ class Row(NamedTuple):
     change: Change | None
 
 
-def rows_at_peak(profile: MemoryProfile) -> list[Row]:
+def rows_at_peak(profile: AdvisedTimeline) -> list[Row]:
     """All rows, the largest first; without constants, which XLA's figures leave out. With ``profile.unused_bytes`` they sum to
     ``profile.peak_bytes``."""
     families: defaultdict[tuple[str, ...], list[Group]] = defaultdict(list)
@@ -99,7 +97,7 @@ def _loop(loop: Loop) -> str:
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def headline(profile: MemoryProfile) -> str:
+def headline(profile: AdvisedTimeline) -> str:
     """Two sentences: the step and the largest owner at the peak; the largest saving."""
     changes = profile.changes
     if not changes:
@@ -114,7 +112,7 @@ def _sentence(change: Change) -> str:
     return f"{change.text.rstrip('.')}: {least}{format_bytes(change.saved_bytes)} less (predicted"
 
 
-def _peak_sentence(profile: MemoryProfile) -> str:
+def _peak_sentence(profile: AdvisedTimeline) -> str:
     devices = f" on each of {profile.num_devices} devices" if profile.num_devices > 1 else ""
     start = f"Peak {format_bytes(profile.peak_bytes)}{devices}{_peak_place(profile)}"
     rows = rows_at_peak(profile)
@@ -134,7 +132,7 @@ def _peak_sentence(profile: MemoryProfile) -> str:
     return f"{start}: {share} is {_subject(lines)}{_line_of(lines)}."
 
 
-def _peak_place(profile: MemoryProfile) -> str:
+def _peak_place(profile: AdvisedTimeline) -> str:
     """The pass, the line and the operation of the peak."""
     step = profile.steps[profile.peak_step]
     names = {"forward": " in the forward pass", "backward": " in the backward pass", "update": " in the update"}
@@ -176,7 +174,7 @@ def _line_of(rows: Sequence[Row]) -> str:
     return f", {part} from {where}"
 
 
-def _constants(profile: MemoryProfile) -> str:
+def _constants(profile: AdvisedTimeline) -> str:
     """The constants of the program, of which the largest is named."""
     text = f"{format_bytes(profile.constant_bytes)} of constants, which XLA's figures leave out"
     constants = [b for b in profile.buffers if b.kind == "constant"]
@@ -194,7 +192,7 @@ def percent(part: int, whole: int) -> str:
     return "<1%" if 0 < share < 0.5 else f"{share:.0f}%"
 
 
-def kinds_line(profile: MemoryProfile) -> str:
+def kinds_line(profile: AdvisedTimeline) -> str:
     """The bytes of each kind at the peak, and of what is unused."""
     parts = [f"{kind} {format_bytes(n)} ({percent(n, profile.peak_bytes)})" for kind, n in _by_kind(profile).items()]
     parts += [
@@ -203,13 +201,13 @@ def kinds_line(profile: MemoryProfile) -> str:
     return "At the peak: " + ", ".join(parts) if parts else ""
 
 
-def unwritten_outputs(profile: MemoryProfile) -> list[Buffer]:
+def unwritten_outputs(profile: AdvisedTimeline) -> list[Buffer]:
     """The outputs that have their memory at the peak, and are written later."""
     used = {b.allocation for b in profile.alive(profile.peak_step)}
     return [b for b in profile.buffers if b.kind == "output" and b.allocation not in used]
 
 
-def unused_parts(profile: MemoryProfile) -> dict[str, int]:
+def unused_parts(profile: AdvisedTimeline) -> dict[str, int]:
     """The parts of ``profile.unused_bytes``."""
     unwritten = min(sum(b.num_bytes for b in unwritten_outputs(profile)), max(profile.unused_bytes, 0))
     gaps = profile.unused_bytes - unwritten
@@ -220,7 +218,7 @@ def unused_parts(profile: MemoryProfile) -> dict[str, int]:
     return {name: n for name, n in ((UNWRITTEN, unwritten), (label, gaps)) if n}
 
 
-def _by_kind(profile: MemoryProfile) -> dict[str, int]:
+def _by_kind(profile: AdvisedTimeline) -> dict[str, int]:
     return sums((g.kind, g.num_bytes) for g in profile.at_peak)
 
 
@@ -241,7 +239,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _RULES = {"forward": "─", "backward": "═", "update": "┄"}
 
 
-def sparkline(profile: MemoryProfile, width: int = _SPARKLINE_WIDTH) -> str:
+def sparkline(profile: AdvisedTimeline, width: int = _SPARKLINE_WIDTH) -> str:
     """Bytes alive over the schedule, and below it the phases and the peak."""
     steps = sample_steps(profile, width)
     levels = profile.timeline[steps]
@@ -280,7 +278,7 @@ _COLORS = {"state": "green", "argument": "cyan", "output": "cyan", "residual": "
 _COLORS |= {"recomputed": "yellow", "working memory": "yellow"}
 
 
-def table(profile: MemoryProfile) -> Table:
+def table(profile: AdvisedTimeline) -> Table:
     """What is alive at the peak, by owner and line; below it the changes that the column "change" counts.
 
     The rows sum to ``profile.peak_bytes``: one is for the groups that are not shown, and the last ones for unused memory.
@@ -297,14 +295,14 @@ def table(profile: MemoryProfile) -> Table:
     return Table(title, _COLUMNS, cells, _notes(profile, changes)).without_empty_columns()
 
 
-def _numbered(profile: MemoryProfile, rows: Sequence[Row]) -> dict[Change, int]:
+def _numbered(profile: AdvisedTimeline, rows: Sequence[Row]) -> dict[Change, int]:
     """The changes to list, the best ones and those of the rows, with their numbers in ``profile.changes``."""
     of_rows = [row.change for row in rows if row.change is not None]
     every = {change: n for n, change in enumerate(dict.fromkeys([*profile.changes, *of_rows]), 1)}
     return {change: every[change] for change in (*profile.changes[:_MAX_CHANGES], *of_rows)}
 
 
-def _cells(row: Row, profile: MemoryProfile, changes: dict[Change, int]) -> list[Cell]:
+def _cells(row: Row, profile: AdvisedTimeline, changes: dict[Change, int]) -> list[Cell]:
     """One for each of `_COLUMNS`."""
     share = row.num_bytes / max(profile.peak_bytes, 1)
     owner = f"{row.owner} ({row.num_owners})" if row.num_owners > 1 else row.owner
@@ -321,12 +319,12 @@ def _cells(row: Row, profile: MemoryProfile, changes: dict[Change, int]) -> list
     ]
 
 
-def _total(num_bytes: int, label: str, profile: MemoryProfile) -> list[Cell]:
+def _total(num_bytes: int, label: str, profile: AdvisedTimeline) -> list[Cell]:
     cells = [Cell(format_bytes(num_bytes), hint=f"{num_bytes:,} B"), Cell(percent(num_bytes, profile.peak_bytes))]
     return [*cells, Cell(""), Cell(label, style="dim"), *[Cell("")] * (len(_COLUMNS) - 4)]
 
 
-def _notes(profile: MemoryProfile, changes: dict[Change, int]) -> list[tuple[str, str]]:
+def _notes(profile: AdvisedTimeline, changes: dict[Change, int]) -> list[tuple[str, str]]:
     notes = [(f"[{n}]", f"{_sentence(c)}, {percent(c.saved_bytes, profile.peak_bytes)}).") for c, n in changes.items()]
     if 100 * profile.constant_bytes > profile.peak_bytes:
         notes.append(("Constants:", f"{_constants(profile)}."))
@@ -338,7 +336,7 @@ def _notes(profile: MemoryProfile, changes: dict[Change, int]) -> list[tuple[str
 # -- forms -------------------------------------------------------------------------------------------------------------
 
 
-def lines(profile: MemoryProfile, width: int, prose: int) -> Iterator[Line]:
+def lines(profile: AdvisedTimeline, width: int, prose: int) -> Iterator[Line]:
     """The first line, the timeline, and the table."""
     paragraph = lambda text: folded([Piece(printable(text))], prose, 0)  # noqa: E731
     shown = table(profile)
@@ -351,12 +349,12 @@ def lines(profile: MemoryProfile, width: int, prose: int) -> Iterator[Line]:
         yield from ([], *dataclasses.replace(shown, title="", rows=())._lines(width, prose))
 
 
-def html(profile: MemoryProfile) -> str:
+def html(profile: AdvisedTimeline) -> str:
     """For a notebook: the first line, the timeline stacked by owner, and the table."""
     return f"<p>{escape(printable(headline(profile)))}</p>{printable(svg(profile))}{table(profile)._html()}"
 
 
-def to_dict(profile: MemoryProfile) -> dict[str, Any]:
+def to_dict(profile: AdvisedTimeline) -> dict[str, Any]:
     """Lists, dicts, numbers and texts, for ``json.dump``. A group names its buffers by their index in ``buffers``."""
     index = {_key(b): n for n, b in enumerate(profile.buffers)}
     groups = []
@@ -386,7 +384,7 @@ def _key(buffer: Buffer) -> tuple[Any, ...]:
 # -- two profiles ------------------------------------------------------------------------------------------------------
 
 
-def compare(before: MemoryProfile, after: MemoryProfile) -> Table:
+def compare(before: AdvisedTimeline, after: AdvisedTimeline) -> Table:
     """Two profiles side by side: the peak, XLA's figures, and kinds and owners at the peak with their difference.
 
     Args:
@@ -408,7 +406,7 @@ def compare(before: MemoryProfile, after: MemoryProfile) -> Table:
     return Table(f"Peak of {names}: {sizes}", columns, rows)
 
 
-def _xla_parts(profile: MemoryProfile) -> dict[str, int]:
+def _xla_parts(profile: AdvisedTimeline) -> dict[str, int]:
     parts = {
         "  arguments": profile.argument_bytes,
         "  outputs beside them": profile.output_bytes - profile.alias_bytes,
@@ -418,12 +416,12 @@ def _xla_parts(profile: MemoryProfile) -> dict[str, int]:
     return {name: n for name, n in parts.items() if n}
 
 
-def _kind_parts(profile: MemoryProfile) -> dict[str, int]:
+def _kind_parts(profile: AdvisedTimeline) -> dict[str, int]:
     parts = {f"at the peak, {kind}": n for kind, n in _by_kind(profile).items()}
     return parts | {f"at the peak, {name}": n for name, n in unused_parts(profile).items()}
 
 
-def _owner_parts(profile: MemoryProfile) -> dict[str, int]:
+def _owner_parts(profile: AdvisedTimeline) -> dict[str, int]:
     return sums((f"  {row.kind}, {row.owner}", row.num_bytes) for row in rows_at_peak(profile))
 
 

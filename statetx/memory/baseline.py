@@ -8,18 +8,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _files, _records
 from .._records import many, mapping, one_of, record, row, text, whole
 from .._targets import current
 from .._text import format_bytes, short_path
+from ._changes import AdvisedTimeline
 from ._plot import family
 from ._show import SUBJECTS, UNWRITTEN, unused_parts, unwritten_outputs
+from ._timeline import grouped
 from .buffer import KINDS
-
-if TYPE_CHECKING:
-    from .profile import MemoryProfile
 
 UPDATE = "STATETX_UPDATE_MEMORY"
 """The environment variable under which `statetx.testing.assert_memory` writes its file, and compares nothing."""
@@ -81,7 +80,7 @@ class Baseline:
 
     Attributes:
         device: that it is compiled for: the name of a target, or of the backend here.
-        peak_bytes, argument_bytes, output_bytes, alias_bytes, temp_bytes, constant_bytes: as in `MemoryProfile`.
+        peak_bytes, argument_bytes, output_bytes, alias_bytes, temp_bytes, constant_bytes: as in `AdvisedTimeline`.
         versions: of the libraries that may change it.
         parts: what is alive at the peak and the constants, the largest first.
     """
@@ -103,7 +102,7 @@ class Baseline:
         return self.peak_bytes + self.constant_bytes
 
     @classmethod
-    def of(cls, profile: MemoryProfile) -> Baseline:
+    def of(cls, profile: AdvisedTimeline) -> Baseline:
         """The record of a profile, made under the target that is in force."""
         target = current.current()
         return cls(
@@ -120,12 +119,10 @@ class Baseline:
         )
 
 
-def _parts(profile: MemoryProfile) -> tuple[Part, ...]:
-    from .profile import group as group_buffers
-
+def _parts(profile: AdvisedTimeline) -> tuple[Part, ...]:
     found: dict[tuple[str, str, str], list[Any]] = {}
-    constants = group_buffers(b for b in profile.buffers if b.kind == "constant")
-    unused, unwritten = unused_parts(profile), group_buffers(unwritten_outputs(profile))
+    constants = grouped(b for b in profile.buffers if b.kind == "constant")
+    unused, unwritten = unused_parts(profile), grouped(unwritten_outputs(profile))
     if sum(g.num_bytes for g in unwritten) == unused.get(UNWRITTEN):
         del unused[UNWRITTEN]
     else:  # they count in part

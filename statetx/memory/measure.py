@@ -32,7 +32,8 @@ from .._targets.target import Target
 from .._text import brief
 from .._tree import is_float
 from ..residuals.measure import ArrayProgram, is_step, with_gradient, without_gradient
-from ..residuals.table import Residuals, residuals_of
+from ..residuals.saved import residuals_of
+from ..residuals.table import Residuals
 from ..transforms.jit.stages import Compiled, Lowered, Traced
 from ._assemble import Assembly, Inputs
 from ._fallback import without_assignment

@@ -7,7 +7,7 @@ from .report import Diagnosis as Diagnosis
 from .report import Measured as Measured
 from .report import MemoryReport as MemoryReport
 from .report import memory_report as memory_report
+from .saved import print_saved_residuals as print_saved_residuals
+from .saved import saved_residuals as saved_residuals
 from .table import Residual as Residual
 from .table import Residuals as Residuals
-from .table import print_saved_residuals as print_saved_residuals
-from .table import saved_residuals as saved_residuals

@@ -28,9 +28,9 @@ from .._typing import Policy
 from ..kinds.linen import flax_remat, module_with_method
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import remat
-from ._show import in_fewer_bits, see_profile
 from .measure import is_step, with_gradient, without_gradient
-from .table import Residual, Residuals, residuals_of, saved_residuals
+from .saved import residuals_of, saved_residuals
+from .table import Residual, Residuals, in_fewer_bits, see_profile
 
 BASELINE = "no remat"
 AS_WRITTEN = "as written"

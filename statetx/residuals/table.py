@@ -1,26 +1,15 @@
-"""`saved_residuals`: the values that a function saves for its backward pass, and the reasons."""
+"""`Residuals`: the values that a function saves for its backward pass, and their forms: lines and a table."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
-from .. import _jax
-from .._equations.inline import inline
-from .._equations.primitives import INLINED
-from .._jax import Literal
-from .._lift.options import notes_shapes
-from .._lift.wrapper import name_of, refuse_value, short_name
-from .._tables import Table, Tabular
-from .._targets import current
-from .._text import type_str
-from .._tree import num_bytes
-from .._typing import Filter, PyTree, public
-from . import _show
-from ._origin import NOT_REMATERIALIZED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
-from ._recompute import Recomputation
-from ._trace import InputOrigin, Passes, differentiate, user_line
+from .._tables import Cell, Column, Table, Tabular
+from .._text import counted, format_bytes, format_flops, short_dtype, short_path, type_str
+from .._typing import public
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +68,7 @@ class Residual:
         return f"{self.stored_as}{text[text.index('[') :]}" if self.stored_as else text
 
     def __str__(self) -> str:
-        return _show.line(self)
+        return line(self)
 
 
 @public
@@ -140,187 +129,127 @@ class Residuals(Tabular, Sequence[Residual]):
         return {"function": self.name, **totals, "residuals": rows}
 
     def _table(self) -> Table:
-        return _show.table(self)
+        return table(self)
 
     def __repr__(self) -> str:
-        return f"Residuals({_show.title(self)})"
+        return f"Residuals({title(self)})"
 
 
-@_jax.api_boundary
-@notes_shapes
-@current.takes_target
-def saved_residuals(
-    fun: Callable[..., Any],
-    /,
-    *args: Any,
-    argnums: int | Sequence[int] | None = None,
-    wrt: PyTree | Filter = None,
-    has_aux: bool = False,
-    **kwargs: Any,
-) -> Residuals:
-    """List the residuals of a function, saved between its forward and its backward pass, without running either.
+# -- forms -----------------------------------------------------------------------------------------------------------
 
-    The function may read and write states, contain any transforms, and return any arrays: a loss, or the outputs of a
-    model. No array is computed and no state changes; the function's Python runs once.
-
-    Without `argnums` and `wrt` it is differentiated with respect to every float in its arguments and every float array
-    of the states that it reads, including data, which a training step does not differentiate. With either, as in `grad`: ``wrt=statetx.Param`` lists the residuals of
-    ``grad(fun, wrt=statetx.Param)``, and ``argnums=0`` those of ``grad(fun)``. Of a training step, which takes gradients itself (as in `plan`), the
-    residuals of these are listed; each function that it differentiates once.
-
-    Args:
-        fun: the function, or a training step.
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
-        argnums: positions of the arguments to differentiate.
-        wrt: the states to differentiate: a state, a list or dict of states, or a filter.
-        has_aux: whether `fun` returns a pair whose second item is not differentiated.
-
-    Returns:
-        `Residuals`, with one `Residual` for each array. Identical arrays are counted once. A value that a loop of length T
-        stacks counts as T values of its shape in one step.
-
-    Memory:
-        The bytes count the arrays held by the closure that ``jax.vjp`` returns, including arguments and parameters. Inside
-        a compiled program XLA may hold fewer: it fuses, and recomputes cheap values.
-
-    Raises:
-        StateFilterError: `wrt` selects no state.
-        ValueError: `argnums` names a missing argument.
-
-    Source:
-        ``jax.ad_checkpoint.print_saved_residuals``, which sees no states and gives no bytes, costs or reasons.
-
-    Example:
-        >>> import jax.numpy as jnp, statetx
-        >>> w = statetx.Param(jnp.ones((4, 4)))
-        >>> @statetx.remat(policy=statetx.policies.dots)
-        ... def layer(x):
-        ...     return jnp.sin(jnp.tanh(w.value @ x))
-        >>> residuals = statetx.saved_residuals(lambda x: layer(x).sum(), jnp.ones(4))
-        >>> for value in residuals:
-        ...     print(value.type, value.nbytes, value.origin, value.path or value.primitive, value.why)
-        f32[4] 16 argument x ('input of layer',)
-        f32[4,4] 64 state layer.w ('input of layer',)
-        f32[4] 16 intermediate dot_general ('policy of layer',)
-        >>> residuals.total_bytes, residuals[2].flops
-        (96, 32)
-    """
-    refuse_value("saved_residuals", fun)
-    return residuals_of(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
+_COLORS = {"policy": "green", "input": "cyan", "not rematerialized": "yellow", "not read": "red"}
 
 
-def residuals_of(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], **options: Any) -> Residuals:
-    """The residuals of a call; options as of `differentiate`."""
-    found = differentiate(fun, args, kwargs, **options)
-    name = found[0].name if len(found) == 1 else f"{len(found)} gradients in {short_name(name_of(fun))}"
-    return Residuals(name, [row for passes in found for row in _rows(passes)])
+def _description(row: Residual) -> str:
+    """Path and names of a value, else its primitive, else its origin."""
+    words = [row.path] if row.path else []
+    words += map(repr, row.names)
+    return ", ".join(words) or row.primitive or row.origin
 
 
-def _rows(passes: Passes) -> Iterator[Residual]:
-    # Regions are inlined here, to find the equation behind a residual; in the backward pass they stay, as its readers.
-    jaxpr = inline(passes.forward, calls=INLINED)
-    find_provenance = ProvenanceFinder(jaxpr, [s.path if s.origin == "state" else None for s in passes.sources])
-    atoms = jaxpr.outvars[passes.num_out :]
-    read = readers(passes.backward)
-    # Links take no bytes.
-    groups = [group for group in buffers(passes) if not _jax.is_link(atoms[group[0]].aval)]
-    provenances = [find_provenance(atoms[group[0]]) for group in groups]
-    groups, provenances = _with_all_codes(groups, provenances)
-
-    # The cost of a residual assumes that the others are available, under any of their variables.
-    available = [
-        {a for i in group if not isinstance(a := atoms[i], Literal)} | provenance.aliases
-        for group, provenance in zip(groups, provenances, strict=True)
-    ]
-    recompute = Recomputation(jaxpr, frozenset().union(*available))
-    for group, provenance, group_available in zip(groups, provenances, available, strict=True):
-        atom = atoms[group[0]]
-        # The residual itself does not count as available, under any of its variables: this is the cost of dropping it.
-        flops = 0 if provenance.eqn is None else recompute(atom, group_available)
-        reading_regions = set().union(*(read[i] for i in group))
-        avals = [atoms[i].aval for i in (group if provenance.stored_as else group[:1])]
-        yield _row(passes, provenance, avals, flops, reading_regions, find_provenance.nearest_states(provenance))
+def _reasons(row: Residual) -> str:
+    """At most two of the reasons, and the memory."""
+    text = "; ".join(row.why[:2])
+    text += f"; {len(row.why) - 2} more" if len(row.why) > 2 else ""
+    return f"{text}, in {row.memory}" if row.memory else text
 
 
-def _with_all_codes(
-    groups: Sequence[list[int]], provenances: Sequence[Provenance]
-) -> tuple[list[list[int]], list[Provenance]]:
-    """Group the arrays that one value is stored as, such as integers and their scales; each once."""
-    merged: dict[Any, tuple[list[int], Provenance]] = {}
-    for group, provenance in zip(groups, provenances, strict=True):
-        key = provenance.encoder or group[0]
-        merged.setdefault(key, ([], provenance))[0].extend(group[:1] if provenance.stored_as else group)
-    return [group for group, _ in merged.values()], [provenance for _, provenance in merged.values()]
+def _location(row: Residual) -> str:
+    """The line of the source, or the type of a state."""
+    if row.source:
+        return f"{short_path(row.source)} ({row.function})"
+    return row.kind or (row.origin if row.path else "")
 
 
-def _row(
-    passes: Passes,
-    provenance: Provenance,
-    avals: Sequence[Any],
-    flops: int,
-    reading_regions: set[int],
-    nearest_states: list[str],
-) -> Residual:
-    if provenance.input is not None:
-        source = passes.sources[provenance.input]
-    else:
-        source = InputOrigin("literal" if provenance.eqn is None else "intermediate")
-    # A state belongs to its own module.
-    if source.origin == "state":
-        nearest_states = [source.path]
-    # What is stored of an input is another array.
-    origin = "intermediate" if provenance.stored_as else source.origin
-    file, line, function = ("", 0, "") if provenance.eqn is None else user_line(provenance.eqn)
+def title(residuals: Residuals) -> str:
+    # A policy can change intermediate values only, so they are told apart from inputs and constants.
+    other_bytes = residuals.total_bytes - residuals.intermediate_bytes
+    start = f"{residuals.name} keeps {counted(len(residuals), 'value')}, {format_bytes(residuals.total_bytes)}"
+    return f"{start}: {format_bytes(residuals.intermediate_bytes)} intermediate, {format_bytes(other_bytes)} inputs and constants"
 
-    return Residual(
-        shape=tuple(provenance.aval.shape),
-        dtype=str(provenance.aval.dtype),
-        times=provenance.times,
-        nbytes=num_bytes(avals),
-        origin=origin,
-        path=source.path,
-        kind=source.kind,
-        names=tuple(sorted(provenance.names)),
-        primitive="" if provenance.eqn is None else provenance.eqn.primitive.name,
-        source=f"{file}:{line}" if file else "",
-        function=function,
-        module=", ".join(sorted({path.rpartition(".")[0] for path in nearest_states} - {""})),
-        flops=flops,
-        why=_reasons(passes, provenance, reading_regions),
-        memory=_jax.memory_of(avals[0]) if origin == "intermediate" else "",
-        stored_as=provenance.stored_as,
+
+def see_profile(fun: str = "fun") -> tuple[str, str]:
+    """The note at the end of a table: the same owners and lines in the compiled program."""
+    return "More:", f"statetx.memory_profile({fun}, ...) shows what is alive at the peak of the compiled program."
+
+
+# -- lines -----------------------------------------------------------------------------------------------------
+
+
+def _counted(row: Residual) -> str:
+    return f"{row.times} x {_type(row)}" if row.times > 1 else _type(row)
+
+
+def _type(row: Residual) -> str:
+    """The type of what is stored, and the dtype that it stands for."""
+    return f"{row.type} for {short_dtype(row.dtype)}" if row.stored_as else row.type
+
+
+def in_fewer_bits(residuals: Iterable[Residual], num: int = 3) -> str:
+    """The types of values that are stored in fewer bits, those of most bytes first; empty if there are none."""
+    counts: collections.Counter[str] = collections.Counter()
+    for row in sorted(residuals, key=lambda row: -row.nbytes):
+        if row.stored_as:
+            counts[_type(row)] += row.times
+    shown = [f"{n} x {type_}" if n > 1 else type_ for type_, n in counts.items()]
+    return ", ".join([*shown[:num], *([f"and {len(shown) - num} more types"] if len(shown) > num else [])])
+
+
+def _from(row: Residual) -> str:
+    if row.origin == "argument" or (row.path and row.stored_as):
+        return f"from the argument {row.path}"
+    if row.origin == "state":
+        return f"from the state {row.path} ({row.kind})"
+    if not row.primitive:
+        return f"from a {row.origin}"
+    description = f"named {', '.join(map(repr, row.names))}" if row.names else f"output of {row.primitive}"
+    location = f" from {row.source} ({row.function})" if row.source else ""
+    return f"{description}{location}" + (f", in {row.memory}" if row.memory else "")
+
+
+def line(row: Residual) -> str:
+    return f"{_counted(row)}  {format_bytes(row.nbytes)}  {_from(row)}"
+
+
+def lines(residuals: Residuals) -> str:
+    cells = [(_counted(row), format_bytes(row.nbytes), _from(row)) for row in residuals]
+    widths = [max((len(c[i]) for c in cells), default=0) for i in range(2)]
+    rows = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}" for a, b, c in cells]
+    total, new = format_bytes(residuals.total_bytes), format_bytes(residuals.intermediate_bytes)
+    return "\n".join([*rows, f"{total} in {counted(len(residuals), 'value')}, {new} of them intermediate"])
+
+
+# -- table -----------------------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    Column("value", code=True),
+    Column("times", "right"),
+    Column("bytes", "right", "bold"),
+    Column("what", code=True),
+    Column("where", style="dim", code=True, rank=1, below=True),
+    Column("module", code=True, rank=1, below=True),
+    Column("FLOPs", "right", "dim", rank=1),
+    Column("kept because", rank=1, below=True),
+)
+
+
+def _cells(row: Residual, largest: int) -> tuple[Cell, ...]:
+    """One for each of `_COLUMNS`."""
+    return (
+        Cell(_type(row)),
+        Cell(str(row.times) if row.times > 1 else ""),
+        Cell(format_bytes(row.nbytes), _COLORS[row.reason], share=row.nbytes / max(largest, 1)),
+        Cell(_description(row), style="bold magenta" if row.names else ""),
+        Cell(_location(row), hint=row.source),
+        Cell(row.module),
+        Cell(format_flops(row.flops) if row.origin == "intermediate" else ""),
+        Cell(_reasons(row), _COLORS[row.reason]),
     )
 
 
-def _reasons(passes: Passes, provenance: Provenance, reading_regions: set[int]) -> tuple[str, ...]:
-    """The reasons for saving a value, from its readers in the backward pass."""
-    # A region that computes the value and reads it again is one whose policy saves it; a region that only reads it has it as input.
-    reasons = ["not rematerialized"] if NOT_REMATERIALIZED in reading_regions else []
-    for region in sorted(reading_regions - {NOT_REMATERIALIZED}):
-        name = "a rematerialized function" if region == UNKNOWN_REGION else passes.regions[region]
-        reasons.append(f"{'policy' if region in provenance.regions else 'input'} of {name}")
-    return tuple(dict.fromkeys(reasons)) or ("not read",)
-
-
-@_jax.api_boundary
-def print_saved_residuals(
-    fun: Callable[..., Any],
-    /,
-    *args: Any,
-    argnums: int | Sequence[int] | None = None,
-    wrt: PyTree | Filter = None,
-    has_aux: bool = False,
-    **kwargs: Any,
-) -> None:
-    """Print the residuals of a function, one line for each; `saved_residuals` has the arguments and more detail.
-
-    Example:
-        >>> import jax.numpy as jnp, statetx
-        >>> w = statetx.Param(jnp.ones((4, 4)))
-        >>> layer = statetx.remat(lambda x: jnp.sin(w.value @ x))
-        >>> statetx.print_saved_residuals(layer, jnp.ones(4))
-        f32[4]    16 B  from the argument x
-        f32[4,4]  64 B  from the state w (Param)
-        80 B in 2 values, 0 B of them intermediate
-    """
-    print(_show.lines(saved_residuals(fun, *args, argnums=argnums, wrt=wrt, has_aux=has_aux, **kwargs)))
+def table(residuals: Residuals) -> Table:
+    if not len(residuals):
+        return Table(f"{residuals.name} keeps nothing", [], [])
+    largest = max(row.nbytes for row in residuals)
+    cells = [_cells(row, largest) for row in residuals]
+    return Table(title(residuals), _COLUMNS, cells, [see_profile()]).without_empty_columns()
