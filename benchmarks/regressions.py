@@ -26,7 +26,7 @@ import advised
 import jax
 
 import statetx
-from statetx.memory.baseline import Baseline, Difference, key_of, load, save
+from statetx.memory.baseline import Difference, MemoryBaseline, key_of, load, save
 
 LAYERS = """
 import jax, jax.numpy as jnp, numpy as np, statetx
@@ -391,7 +391,7 @@ def _scaled(args: tuple, scale: int) -> tuple | None:
 def record(file: pathlib.Path, part: str) -> None:
     for name, step, args in programs(part):
         try:
-            baseline = Baseline.of(statetx.memory_profile(step, *args, gradient=False))
+            baseline = MemoryBaseline.of(statetx.memory_profile(step, *args, gradient=False))
         except Exception as e:  # a version of a library that refuses it
             print(f"{name}: {type(e).__name__}: {str(e).splitlines()[0][:150]}", flush=True)
         else:

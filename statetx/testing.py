@@ -20,7 +20,7 @@ from ._remat.override import override
 from ._targets import current
 from ._text import format_bytes, parse_bytes, type_str
 from ._tree import is_array_or_type, is_float, is_integer, partition
-from .memory.baseline import TOLERANCE, UPDATE, Baseline, Difference, find, key_of, read_tolerance, save
+from .memory.baseline import TOLERANCE, UPDATE, Difference, MemoryBaseline, find, key_of, read_tolerance, save
 from .memory.measure import memory_profile
 from .memory.profile import MemoryProfile
 from .residuals.saved import saved_residuals
@@ -82,7 +82,7 @@ def assert_memory(
         )
     most, allowed = None if at_most is None else parse_bytes(at_most), read_tolerance(tolerance)
     profile = memory_profile(fun, *args, gradient=gradient, **kwargs)
-    now = Baseline.of(profile)
+    now = MemoryBaseline.of(profile)
     if most is not None and now.peak_bytes > most:
         raise AssertionError(_above(profile, now, most))
     if against is None:
@@ -99,7 +99,7 @@ def assert_memory(
         )
 
 
-def _above(profile: MemoryProfile, now: Baseline, most: int) -> str:
+def _above(profile: MemoryProfile, now: MemoryBaseline, most: int) -> str:
     """The message that a program takes more than a size."""
     over = format_bytes(now.peak_bytes - most)
     parts = "\n".join(f"  {part}: {format_bytes(part.num_bytes)}" for part in now.parts[:5])

@@ -69,7 +69,7 @@ def check_sums(fun, *args, **options):
 
 
 def check_profile(profile, program, memory):
-    schedule = _lifetimes.Schedule(program)
+    schedule = _lifetimes.FlatSchedule(program)
     found = _lifetimes.lifetimes(program, schedule, _lifetimes.Flow(program, schedule))
     # XLA lets values share memory only if they are never alive together: lifetimes that are too long show here.
     assert overlaps(found) == []
@@ -142,7 +142,7 @@ def test_operations_that_run_beside_others_hold_their_operands_until_they_are_do
     defined = {"x": (), "a": (), "result": (), "between": (), "copy": (0,), "used": (), "root": ()}
     values = {ids[n]: _jax.buffers.Value(ids[n], (ids[n], index), 4) for n, index in defined.items()}
     program = _jax.CompiledProgram("", entry, computations, {i.id: i for i in made}, values, [])
-    schedule = _lifetimes.Schedule(program)
+    schedule = _lifetimes.FlatSchedule(program)
     starts, ends = _lifetimes._spans(program, schedule, _lifetimes.Flow(program, schedule))
     names = [instructions[i.id][0] for i in schedule.order]
     assert {n: (names[starts[ids[n]]], names[ends[ids[n]]]) for n in ("a", "result", "between", "copy")} == {
@@ -783,7 +783,7 @@ def gpu_profile(name):
     program = _jax.buffers.decode(message[1][0], message[3][0])
     names = "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes"
     memory = types.SimpleNamespace(**dict(zip(names, GPU_PROGRAMS[name], strict=True)))
-    traced = measure._Traced(name, None, Inputs(), None)
+    traced = measure._TracedProgram(name, None, Inputs(), None)
     return check_profile(measure.profile_of(program, memory, traced, 1, "gpu"), program, memory)
 
 
@@ -1053,7 +1053,7 @@ def test_a_slice_that_is_written_beside_other_operations_takes_the_memory_of_the
         ("root", (), 2048, "r"),
     ]
     program = _program_of(instructions, {1: "root", 2: "write"}, defined)
-    schedule = _lifetimes.Schedule(program)
+    schedule = _lifetimes.FlatSchedule(program)
     assert overlaps(_lifetimes.lifetimes(program, schedule, _lifetimes.Flow(program, schedule))) == []
 
 

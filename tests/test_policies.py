@@ -21,7 +21,7 @@ from statetx._remat.gradients import rewritten_by
 from statetx._remat.override import override
 from statetx._remat.rewriter import Rewriter
 from statetx._remat.survey import Survey
-from statetx._remat.value import Decision, Value, Verdict
+from statetx._remat.value import Action, Value, Verdict
 from statetx._targets import current
 from statetx._text import parse_bytes
 
@@ -89,12 +89,12 @@ class Says(policies.Policy):
         self.decision = decision
 
     def judge(self, value):
-        return Verdict(self.decision, *(("device", "pinned_host") if self.decision is Decision.OFFLOAD else ()))
+        return Verdict(self.decision, *(("device", "pinned_host") if self.decision is Action.OFFLOAD else ()))
 
 
-@pytest.mark.parametrize(("a", "b"), list(itertools.product(Decision, Decision)))
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(Action, Action)))
 def test_algebra_and_precedence(a, b):
-    save, offload, recompute = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
+    save, offload, recompute = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
     strength = {save: 2, offload: 1, recompute: 0}
     value = Value(jax.lax.sin_p, (), {}, jax.typeof(1.0))
     say = lambda policy: policy.judge(value).decision  # noqa: E731
@@ -116,9 +116,9 @@ def test_jax_policies_in_the_algebra():
     )
     kept = policies.nothing | both
     named = lambda name: Value(_jax.name_primitive, (), {"name": name}, jax.typeof(1.0), names=frozenset({name}))  # noqa: E731
-    assert kept.judge(named("a")).decision is Decision.SAVE
-    assert kept.judge(named("b")) == (Decision.OFFLOAD, "device", "pinned_host", "raise", None)
-    assert kept.judge(named("c")).decision is Decision.RECOMPUTE
+    assert kept.judge(named("a")).decision is Action.SAVE
+    assert kept.judge(named("b")) == (Action.OFFLOAD, "device", "pinned_host", "raise", None)
+    assert kept.judge(named("c")).decision is Action.RECOMPUTE
 
 
 # -- saved values --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import statetx
 from statetx import policies
 from statetx._jax import stage
 from statetx._loops import checkpointed, schedule
-from statetx._loops.rows import Row, SlotMemory
+from statetx._loops.rows import CarryRow, SlotMemory
 from statetx._remat.decide import carry_formats
 from statetx._remat.stored import BITS
 from statetx.policies import Slots
@@ -165,7 +165,7 @@ def test_formats_of_carries():
 
 def test_slots_with_a_format_give_carries_back():
     carry = [jnp.arange(30.0).reshape(2, 15) % 3 == 0, (jnp.arange(30.0).reshape(2, 15) % 2), jnp.float32(0.5)]
-    slots = SlotMemory(3, list(map(Row, map(jax.typeof, carry), [BITS, BITS, None])))
+    slots = SlotMemory(3, list(map(CarryRow, map(jax.typeof, carry), [BITS, BITS, None])))
     pools = slots.make()
     assert [(p.shape, p.dtype.name) for p in pools] == [((3, 2, 2), "uint8"), ((3, 2, 2), "uint8"), ((3,), "float32")]
     first = [x + x for x in carry]
@@ -355,7 +355,7 @@ ARRAY, SCALAR, VECTOR = ((8, 32), jnp.float32), ((), jnp.float32), ((3,), jnp.in
 )
 def test_slots_that_the_residuals_of_a_step_take(carry, residuals, num_slots):
     carry, types = ([jax.typeof(jnp.zeros(*a)) for a in avals] for avals in (carry, residuals))
-    slots = SlotMemory(6, list(map(Row, carry)), types)
+    slots = SlotMemory(6, list(map(CarryRow, carry)), types)
     assert slots.leaves == schedule.leaves(6, 1, num_slots)
     step = [jnp.arange(float(a.size)).reshape(a.shape).astype(a.dtype) + n for n, a in enumerate(types)]
     pools = slots.make()

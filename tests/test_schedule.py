@@ -10,8 +10,8 @@ import pytest
 
 from statetx._loops import reversal, schedule
 from statetx._loops.reversal import Filled, Places
-from statetx._loops.rows import Row, SlotMemory
-from statetx._loops.schedule import Table, leaves, num_evaluations
+from statetx._loops.rows import CarryRow, SlotMemory
+from statetx._loops.schedule import SplitTable, leaves, num_evaluations
 
 RATIOS = [(1, 4), (1, 2), (1, 1), (3, 2), (2, 1), (3, 1), (5, 1)]
 """Bytes of a step's residuals over those of a carry: leaves of a step's residuals, and of a carry."""
@@ -20,10 +20,10 @@ RATIOS = [(1, 4), (1, 2), (1, 1), (3, 2), (2, 1), (3, 1), (5, 1)]
 def memory(slots, ratio):
     """SlotMemory in which a carry, and a step's residuals, have as many leaves as the ratio says."""
     if ratio is None:
-        return SlotMemory(slots, [Row(jax.typeof(jnp.int32(0)))])
+        return SlotMemory(slots, [CarryRow(jax.typeof(jnp.int32(0)))])
     num_residuals, num_carries = ratio
     leaf = jax.typeof(jnp.int32(0))
-    return SlotMemory(slots, [Row(leaf)] * num_carries, [leaf] * num_residuals)
+    return SlotMemory(slots, [CarryRow(leaf)] * num_carries, [leaf] * num_residuals)
 
 
 # -- counts ----------------------------------------------------------------------------------------------------------
@@ -177,10 +177,10 @@ class _Check:
 
 def padded(splits, longest):
     """As many columns for every length, so that one program serves them all."""
-    if isinstance(splits, Table):
+    if isinstance(splits, SplitTable):
         rows, before = splits
         more = max(0, longest - rows.shape[1])
-        return Table(jnp.pad(rows, ((0, 0), (0, more)), mode="edge"), jnp.pad(before, (0, more), mode="edge"))
+        return SplitTable(jnp.pad(rows, ((0, 0), (0, more)), mode="edge"), jnp.pad(before, (0, more), mode="edge"))
     return splits._replace(advances=jnp.pad(splits.advances, ((0, 0), (0, longest - splits.advances.shape[1]))))
 
 
@@ -226,7 +226,7 @@ def test_residuals_of_other_shapes_fill_rows():
     carry = [jax.ShapeDtypeStruct(s, d) for s, d in (((4, 8), jnp.float32), ((4, 8), jnp.float32), ((), jnp.int32))]
     residuals = [jnp.arange(32.0).reshape(4, 8), jnp.arange(40.0).reshape(5, 8), jnp.arange(32).reshape(4, 8) % 3 == 0]
     slots = SlotMemory(
-        6, [Row(jax.typeof(jnp.zeros(a.shape, a.dtype))) for a in carry], [jax.typeof(x) for x in residuals]
+        6, [CarryRow(jax.typeof(jnp.zeros(a.shape, a.dtype))) for a in carry], [jax.typeof(x) for x in residuals]
     )
     # Rows of the floats: one, and three for 72 more entries. Of six slots, twelve rows: three steps, and the last one.
     assert slots.leaves == (1, 1, 2, 2, 3, 3, 4)
@@ -248,10 +248,10 @@ def test_residuals_without_a_place_leave_carries_only():
     carry = jax.typeof(jnp.zeros((4, 8)))
     half, pairs = (jax.typeof(jnp.zeros((4, 8), dtype)) for dtype in (jnp.bfloat16, jnp.complex64))
     # The bits of two halves are a number of the carry's type, those of a complex number cannot be cast.
-    assert SlotMemory(5, [Row(carry)], [half]).leaves == (1, 2, 3, 4, 5, 6)
-    assert SlotMemory(5, [Row(carry)], [pairs]).leaves == (1,) * 6
+    assert SlotMemory(5, [CarryRow(carry)], [half]).leaves == (1, 2, 3, 4, 5, 6)
+    assert SlotMemory(5, [CarryRow(carry)], [pairs]).leaves == (1,) * 6
     assert SlotMemory(5, [], [half]).leaves == (1,) * 6
 
 
 def test_a_step_without_residuals_is_one_leaf():
-    assert min(SlotMemory(3, [Row(jax.typeof(jnp.zeros(3)))], []).leaves) > 10**6
+    assert min(SlotMemory(3, [CarryRow(jax.typeof(jnp.zeros(3)))], []).leaves) > 10**6

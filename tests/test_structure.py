@@ -13,7 +13,7 @@ import pytest
 import statetx
 from helpers import compilations
 from statetx import _jax, policies
-from statetx._equations.structure import Body, Table, table
+from statetx._equations.structure import Body, StructureTable, table
 from statetx._lift.inputs import InputNames
 from statetx._lift.stage import stage
 
@@ -116,7 +116,7 @@ def test_body_evaluates_to_the_function():
 
 
 def test_table_holds_one_function_and_no_values():
-    t = Table(size=8)
+    t = StructureTable(size=8)
     const, other = jnp.ones(5), jnp.zeros(5)
     ref = weakref.ref(const)
     body = body_of(lambda x, c=const: x.sum() + c, X)
@@ -157,7 +157,7 @@ def test_table_keeps_no_state_of_a_policy(policy_for):
 
 
 def test_table_is_bounded():
-    t = Table(size=4)
+    t = StructureTable(size=4)
     for k in range(20):
         t.get(body_of(lambda x, k=k: x * k, X), "use", lambda b: b)
     assert len(t) == 4
@@ -166,7 +166,7 @@ def test_table_is_bounded():
 
 
 def test_threads_share_the_table():
-    t, found = Table(size=64), []
+    t, found = StructureTable(size=64), []
 
     def work():
         for k in range(10):

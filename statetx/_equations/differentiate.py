@@ -18,7 +18,7 @@ from .._positions import function_of
 from .structure import Body
 
 
-class ForwardPass(NamedTuple):
+class StagedForward(NamedTuple):
     """A function with its residuals as further outputs.
 
     Attributes:
@@ -32,7 +32,7 @@ class ForwardPass(NamedTuple):
 
 def forward_pass(
     fun: Callable[..., list], avals: Sequence[Any], diff_indices: Sequence[int], *, traced_for: str, name: str
-) -> ForwardPass:
+) -> StagedForward:
     """Stage ``fun(*inputs) -> outputs`` with the residuals that ``jax.vjp`` saves for the inputs at `diff_indices`."""
     pullback: Any = None
 
@@ -46,7 +46,7 @@ def forward_pass(
         return [*outputs, *residuals]
 
     body = Body.close(*_jax.stage(run, avals, traced_for=traced_for, name=name))
-    return ForwardPass(body, pullback)
+    return StagedForward(body, pullback)
 
 
 def backward_pass(

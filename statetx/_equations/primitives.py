@@ -34,7 +34,7 @@ class Runs(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PrimitiveRow:
     """One primitive.
 
     Attributes:
@@ -143,13 +143,13 @@ _THREEFRY = 5 * _ROUNDS + 3 * 5  # a 20-round block: add, rotate (3), xor a roun
 # -- the rows --------------------------------------------------------------------------------------------------------
 
 
-def _rows(names: str, **facts: Any) -> dict[str, Row]:
-    return dict.fromkeys(names.split(), Row(**facts))
+def _rows(names: str, **facts: Any) -> dict[str, PrimitiveRow]:
+    return dict.fromkeys(names.split(), PrimitiveRow(**facts))
 
 
 _ENTRIES, _VALUE = Forwards.ENTRIES, Forwards.VALUE
 
-TABLE: dict[str, Row] = {
+TABLE: dict[str, PrimitiveRow] = {
     # The result is the operand.
     **_rows(f"name {_jax.mark_primitive.name}", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("statetx_stored statetx_attach", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
@@ -233,7 +233,7 @@ def _set(names: str, **facts: Any) -> None:
         TABLE[name] = dataclasses.replace(TABLE.get(name, _DEFAULT), **facts)
 
 
-_DEFAULT = Row()
+_DEFAULT = PrimitiveRow()
 
 # Entries of the first operand, or functions of them that take 0 to 0 and 1 to 1; of all operands; of some.
 _set(" ".join(name for name, row in TABLE.items() if row.forwards), bits=slice(1))
@@ -251,12 +251,12 @@ _set(
 )
 
 
-def row_of(eqn: Any) -> Row:
+def row_of(eqn: Any) -> PrimitiveRow:
     """The row of an equation's primitive."""
     return TABLE.get(eqn.primitive.name, _DEFAULT)
 
 
-def _names(predicate: Callable[[Row], Any]) -> frozenset[str]:
+def _names(predicate: Callable[[PrimitiveRow], Any]) -> frozenset[str]:
     return frozenset(name for name, row in TABLE.items() if predicate(row))
 
 

@@ -257,7 +257,7 @@ class _Bypass(threading.local):
 _bypass = _Bypass()
 
 
-class Table:
+class StructureTable:
     """A bounded LRU cache of functions, by structure and use; thread-safe.
 
     Attributes:
@@ -343,4 +343,4 @@ class Table:
         return f"Table({len(self)} of {self.size} kept, {self.hits} hits, {self.misses} misses)"
 
 
-table = Table(size=2048)
+table = StructureTable(size=2048)

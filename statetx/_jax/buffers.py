@@ -40,28 +40,28 @@ class Instruction:
         fields = _message(data)
         self._fields = fields
         self._frames = frames
-        self.id = _int(fields, _Instruction.ID)
-        self.opcode = _text(fields, _Instruction.OPCODE)
+        self.id = _int(fields, _InstructionFields.ID)
+        self.opcode = _text(fields, _InstructionFields.OPCODE)
         self.computation = computation
-        self.operands = _ints(fields.get(_Instruction.OPERANDS, ()))
-        self.called = _ints(fields.get(_Instruction.CALLED, ()))
+        self.operands = _ints(fields.get(_InstructionFields.OPERANDS, ()))
+        self.called = _ints(fields.get(_InstructionFields.CALLED, ()))
 
     @functools.cached_property
     def name(self) -> str:
-        return _text(self._fields, _Instruction.NAME)
+        return _text(self._fields, _InstructionFields.NAME)
 
     @functools.cached_property
     def type(self) -> Any:
-        return _type(_message(self._fields[_Instruction.SHAPE][0]))
+        return _type(_message(self._fields[_InstructionFields.SHAPE][0]))
 
     @property
     def index(self) -> int:
-        field = _Instruction.PARAMETER if self.opcode == "parameter" else _Instruction.TUPLE_INDEX
+        field = _InstructionFields.PARAMETER if self.opcode == "parameter" else _InstructionFields.TUPLE_INDEX
         return _int(self._fields, field)
 
     @functools.cached_property
     def _metadata(self) -> _Fields:
-        found = self._fields.get(_Instruction.METADATA)
+        found = self._fields.get(_InstructionFields.METADATA)
         return _message(found[0]) if found else _Fields(list)
 
     @functools.cached_property
@@ -70,7 +70,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        return _text(self._fields, _Instruction.TARGET) if self.opcode == "custom-call" else ""
+        return _text(self._fields, _InstructionFields.TARGET) if self.opcode == "custom-call" else ""
 
     @property
     def frames(self) -> tuple[StackFrame, ...]:
@@ -80,7 +80,7 @@ class Instruction:
     @property
     def backend_config(self) -> str:
         """A JSON text, as in ``{"known_trip_count":{"n":"16"}}``, or ""."""
-        return _text(self._fields, _Instruction.BACKEND_CONFIG)
+        return _text(self._fields, _InstructionFields.BACKEND_CONFIG)
 
     @property
     def trip_count(self) -> int | None:
@@ -118,7 +118,7 @@ class Computation(NamedTuple):
     instructions: Sequence[Instruction]
 
 
-class Value(NamedTuple):
+class BufferValue(NamedTuple):
     """A value that has memory of its own: the place that defines it, and its size in bytes."""
 
     id: int
@@ -153,7 +153,7 @@ class CompiledProgram:
     entry: int
     computations: dict[int, Computation]
     instructions: dict[int, Instruction]
-    values: dict[int, Value]
+    values: dict[int, BufferValue]
     allocations: Sequence[Allocation]
 
 
@@ -209,8 +209,8 @@ def written_program(folder: Path, compiled: Any, platform: str) -> CompiledProgr
     paths = folder.glob("*after_optimizations.hlo.pb")  # kernels that XLA times have files of their own
     for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns, reverse=True):
         message = _message(path.read_bytes())
-        module, assignment = message[_Program.MODULE], message[_Program.ASSIGNMENT]
-        if module and assignment and _text(_message(module[0]), _Module.NAME) == name:
+        module, assignment = message[_ProgramFields.MODULE], message[_ProgramFields.ASSIGNMENT]
+        if module and assignment and _text(_message(module[0]), _ModuleFields.NAME) == name:
             return decode(module[0], assignment[0], platform)
     return None
 
@@ -226,8 +226,8 @@ def decode(module_proto: Any, assignment_proto: Any, platform: str = "") -> Comp
         return None
     values, allocations = _assignment(_message(assignment_proto), platform)
     return CompiledProgram(
-        name=_text(module, _Module.NAME),
-        entry=_int(module, _Module.ENTRY),
+        name=_text(module, _ModuleFields.NAME),
+        entry=_int(module, _ModuleFields.ENTRY),
         computations=computations,
         instructions=computations.instructions,
         values=values,
@@ -242,18 +242,18 @@ def scheduled_computations(compiled: Any) -> tuple[int, _Computations] | None:
     except _NOT_TOLD:
         return None
     computations = _computations(module)
-    return None if computations is None else (_int(module, _Module.ENTRY), computations)
+    return None if computations is None else (_int(module, _ModuleFields.ENTRY), computations)
 
 
 def _computations(module: _Fields) -> _Computations | None:
-    if not module[_Module.SCHEDULE]:
+    if not module[_ModuleFields.SCHEDULE]:
         return None
-    frames = _stack_frames(module[_Module.STACK_FRAMES])
+    frames = _stack_frames(module[_ModuleFields.STACK_FRAMES])
     order = {
         _int(entry, 1): _ints(_message(entry[2][0])[1])
-        for entry in map(_message, _message(module[_Module.SCHEDULE][0])[1])
+        for entry in map(_message, _message(module[_ModuleFields.SCHEDULE][0])[1])
     }
-    return _Computations(map(_message, module[_Module.COMPUTATIONS]), frames, order)
+    return _Computations(map(_message, module[_ModuleFields.COMPUTATIONS]), frames, order)
 
 
 # -- the messages --------------------------------------------------------------------------------------------------
@@ -289,19 +289,19 @@ class _Computations(dict[int, Computation]):
         return found
 
 
-class _Program:
+class _ProgramFields:
     """Numbers of the fields of ``HloProto``."""
 
     MODULE, ASSIGNMENT = 1, 3
 
 
-class _Module:
+class _ModuleFields:
     """Numbers of the fields of ``HloModuleProto``."""
 
     NAME, COMPUTATIONS, ENTRY, SCHEDULE, STACK_FRAMES = 1, 3, 6, 7, 17
 
 
-class _Instruction:
+class _InstructionFields:
     """Numbers of the fields of ``HloInstructionProto``."""
 
     NAME, OPCODE, SHAPE, METADATA, PARAMETER, TUPLE_INDEX = 1, 2, 3, 7, 9, 13
@@ -350,12 +350,12 @@ def _stack_frames(index: Sequence[Any]) -> list[tuple[StackFrame, ...]]:
 _MAIN, _HOST = 0, 5  # ``Layout::kHostMemorySpace``
 
 
-def _assignment(message: _Fields, platform: str = "") -> tuple[dict[int, Value], list[Allocation]]:
+def _assignment(message: _Fields, platform: str = "") -> tuple[dict[int, BufferValue], list[Allocation]]:
     values = {}
     for value in map(_message, message[1]):
         defined_at = _message(value[3][0])
         number = _int(value, 1)
-        values[number] = Value(number, (_int(defined_at, 4), tuple(_ints(defined_at[3]))), _int(value, 2))
+        values[number] = BufferValue(number, (_int(defined_at, 4), tuple(_ints(defined_at[3]))), _int(value, 2))
     allocations = [
         Allocation(
             index=_int(a, 1),

@@ -56,7 +56,7 @@ def function_of(eqn: Any) -> Jaxpr:
     return Jaxpr([], invars, outvars, [eqn.replace(outvars=outvars)], eqn.effects, info)
 
 
-class _Checks:
+class _EditChecks:
     """Whether edited jaxprs are type-checked. A check costs about as much as the edit."""
 
     on = False
@@ -64,7 +64,7 @@ class _Checks:
 
 def check_edits(on: bool = True) -> bool:
     """Switch type checks of edited jaxprs on or off; return the former setting."""
-    former, _Checks.on = _Checks.on, on
+    former, _EditChecks.on = _EditChecks.on, on
     return former
 
 
@@ -73,7 +73,7 @@ def _checked(jaxpr: Jaxpr) -> Jaxpr:
 
     The body of a `jax.shard_map` alone is not checked: its axis names are bound only within the program that contains it.
     """
-    if _Checks.on and not any(map(_is_manual, (v.aval for v in (*jaxpr.invars, *jaxpr.outvars)))):
+    if _EditChecks.on and not any(map(_is_manual, (v.aval for v in (*jaxpr.invars, *jaxpr.outvars)))):
         try:
             jax.extend.core.check_jaxpr(jaxpr)
         except NameError:  # an axis of a `jax.shard_map` that types do not show (check_vma=False)

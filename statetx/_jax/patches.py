@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Change(NamedTuple):
+class Patch(NamedTuple):
     """One changed name of another library.
 
     Attributes:
@@ -20,7 +20,7 @@ class Change(NamedTuple):
     reason: str
 
 
-changes: list[Change] = []
+changes: list[Patch] = []
 _slots: dict[tuple[Any, str], Any] = {}
 
 
@@ -43,4 +43,4 @@ def members(cls: type) -> dict[str, Any]:
 
 
 def note(target: str, reason: str) -> None:
-    changes.append(Change(target, reason))
+    changes.append(Patch(target, reason))

@@ -156,7 +156,7 @@ def _reading(ref_type: Any) -> Jaxpr:
     return jaxpr
 
 
-class _Held:
+class _HiddenEquation:
     """An equation hidden from JAX: a parameter that it does not look into."""
 
     def __init__(self, eqn: Any):
@@ -182,7 +182,7 @@ def _hold_rules(x: Any) -> Any:
             return eqn
         # Held without effects: these would show JAX the Refs made inside. The call has them again when it is
         # released, and so have the jaxprs around it.
-        return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)}, effects=_core.no_effects)
+        return eqn.replace(primitive=_held_p, params={"held": _HiddenEquation(eqn)}, effects=_core.no_effects)
 
     return _with_changed_equations(x, [hold(eqn) for eqn in open_jaxpr(x)[0].eqns])
 

@@ -29,10 +29,10 @@ from .._lift.stage import close_derivative
 from .._lift.staged import as_types
 from .._positions import replaced
 from .._tree import is_float
-from .derivative import Loop, jvp_of
+from .derivative import DifferentiableLoop, jvp_of
 from .left_out import with_tangent_of
 from .nested import nested
-from .step import Step
+from .step import LoopStep
 from .strategy import Levels, Strategy
 
 
@@ -50,7 +50,7 @@ class Accumulated(Strategy):
     weight: float | None = 1.0
     dtype: Any = None
 
-    def build(self, step: Step) -> Callable:
+    def build(self, step: LoopStep) -> Callable:
         return TurnsAgain(step, self.dtype) if self.index is None else AccumulatedLoop(step, self, self.index)
 
     def for_refs(self) -> Strategy:
@@ -60,7 +60,7 @@ class Accumulated(Strategy):
         return length
 
 
-class TurnsAgain(Loop):
+class TurnsAgain(DifferentiableLoop):
     """A loop whose derivative is that of rematerialized turns.
 
     One equation, so that JAX does not take it apart when it separates what a derivative knows from what it does not: it would drop the
@@ -70,12 +70,12 @@ class TurnsAgain(Loop):
         dtype: in which the gradients of constants with fewer bits are added up; None for their own.
     """
 
-    def __init__(self, step: Step, dtype: Any):
+    def __init__(self, step: LoopStep, dtype: Any):
         super().__init__(step)
         self._dtype = dtype
         self._nested: dict[Any, Any] = {}  # by the constants whose gradients are widened
 
-    def with_step(self, step: Step) -> Loop:
+    def with_step(self, step: LoopStep) -> DifferentiableLoop:
         return TurnsAgain(step, self._dtype)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
@@ -93,7 +93,7 @@ class TurnsAgain(Loop):
             self._nested[key] = nested(self._with_wide(widened, wide), (self.length,))
         return jvp_of(self._nested[key], ([*wide, *constants], carry, xs), wide_tangents | others)
 
-    def _with_wide(self, indices: Sequence[int], wide: Sequence[Any]) -> Step:
+    def _with_wide(self, indices: Sequence[int], wide: Sequence[Any]) -> LoopStep:
         """The step with further constants, `wide`, from which the constants at `indices` have their tangents."""
         step, num = self.step, len(indices)
         if not indices:
@@ -109,18 +109,18 @@ class TurnsAgain(Loop):
         num_constants = body.num_operands + num + step.num_constants
         assert not body.operands
         options: dict[str, Any] = {"length": step.length, "reverse": step.reverse, "policy": None, "name": step.name}
-        return Step(body, num_constants, step.num_carry, **options)
+        return LoopStep(body, num_constants, step.num_carry, **options)
 
 
 class AccumulatedLoop(TurnsAgain):
     """A loop with a sum: see the module's docstring."""
 
-    def __init__(self, step: Step, strategy: Accumulated, index: int):
+    def __init__(self, step: LoopStep, strategy: Accumulated, index: int):
         super().__init__(step, strategy.dtype)
         self._strategy, self._index = strategy, index
         self._gradients: dict[Any, _Gradients] = {}
 
-    def with_step(self, step: Step) -> Loop:
+    def with_step(self, step: LoopStep) -> DifferentiableLoop:
         return AccumulatedLoop(step, self._strategy, self._index)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
@@ -171,7 +171,7 @@ class _Gradients:
         primals: of the types of the inputs.
     """
 
-    def __init__(self, step: Step, strategy: Accumulated, index: int, diff_indices: Sequence[int], primals: tuple):
+    def __init__(self, step: LoopStep, strategy: Accumulated, index: int, diff_indices: Sequence[int], primals: tuple):
         self._step, self._index = step, index
         self._weight, self._dtype = strategy.weight, strategy.dtype
         first_x = step.num_constants + step.num_carry
@@ -193,7 +193,7 @@ class _Gradients:
         self.operands = body.operands
         options: dict[str, Any] = {"length": step.length, "reverse": step.reverse, "policy": None, "name": step.name}
         num_constants, num_carry = body.num_operands + step.num_constants, step.num_carry + len(zeros)
-        self._loop = TurnsAgain(Step(body, num_constants, num_carry, **options), strategy.dtype)
+        self._loop = TurnsAgain(LoopStep(body, num_constants, num_carry, **options), strategy.dtype)
 
     def __call__(self, primals: tuple) -> tuple[list, list, dict[int, Any]]:
         """The last carries, the ys, and the gradients by the position of the input."""

@@ -19,7 +19,7 @@ from .._remat.fence import contains_loop  # it also lowers `_jax.hold`
 from .._tree import is_float, num_bytes
 from .cut import needed_equations, smallest_residuals
 from .rows import row_bytes
-from .step import Step
+from .step import LoopStep
 
 _MANY_CARRIES = 4  # measured: a loop that runs once saves memory at 16 and more, and takes some at 1.3 and 2.6
 
@@ -35,7 +35,9 @@ class BackwardStep:
             of xs, what is computed from constants alone, and what cheap operations compute from the residuals (see `cut`).
     """
 
-    def __init__(self, step: Step, diff_constants: Sequence[int], diff_carry: Sequence[int], diff_xs: Sequence[int]):
+    def __init__(
+        self, step: LoopStep, diff_constants: Sequence[int], diff_carry: Sequence[int], diff_xs: Sequence[int]
+    ):
         self._step = step
         self._diff = diff_constants, diff_carry, diff_xs
         self._float_ys = [i for i, a in enumerate(step.y_avals) if is_float(a)]
@@ -222,7 +224,7 @@ class _Unread(NamedTuple):
     index: int
 
 
-def starts_early(step: Step) -> bool:
+def starts_early(step: LoopStep) -> bool:
     """Whether XLA:CPU would allocate much of what a step reads and writes at the start of the program around it.
 
     It starts whatever is ready: the buffers that loops in the step fill, and what is computed from constants alone, such as a layer's weights from

@@ -18,7 +18,7 @@ from .._text import brief, suggestion
 from .._tree import is_integer
 from . import bind
 from .progress import Bars
-from .step import Step
+from .step import LoopStep
 from .strategy import Lengths, Slots, Strategy
 from .tune import Auto
 
@@ -105,8 +105,8 @@ def make_loop(
         policy = strategy and strategy.policy
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
         if not is_of_words:
-            return _build(Step(body, num_constants, num_carry, **options), strategy)
-        step = Step(key_reuse.body_with_key_data(body), num_constants, num_carry, **options)
+            return _build(LoopStep(body, num_constants, num_carry, **options), strategy)
+        step = LoopStep(key_reuse.body_with_key_data(body), num_constants, num_carry, **options)
         return key_reuse.loop_with_key_data(_build(step, strategy), body)
 
     # A strategy runs steps again, with the same keys. JAX's checker of key reuse would take that for a second draw,
@@ -141,6 +141,6 @@ def refuse_effects(staged: Staged, body: Body, strategy: Strategy | None) -> Non
         )
 
 
-def _build(step: Step, strategy: Strategy | None) -> Callable:
+def _build(step: LoopStep, strategy: Strategy | None) -> Callable:
     # Without steps there is no residual to save, and a schedule of no blocks has no slots.
     return step.plain() if strategy is None or step.length == 0 else strategy.build(step)

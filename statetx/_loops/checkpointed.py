@@ -22,8 +22,8 @@ from .._targets import current
 from .._tree import has_known_sizes, is_float
 from .backward import BackwardStep, starts_early
 from .derivative import (
+    DifferentiableLoop,
     Differentiated,
-    Loop,
     floats_of,
     jvp_of,
     linear_in_tangents,
@@ -35,13 +35,13 @@ from .nested import nested
 from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
 from .schedule import Schedule, leaves, nested_lengths, schedule
-from .step import Step
+from .step import LoopStep
 
 # Of the runs with carries only. Residuals in slots cost a copy each, so that a smaller gain is none.
 WORTH_MIXING = Fraction(97, 100)
 
 
-class Plan(NamedTuple):
+class ReversalPlan(NamedTuple):
     """How the loop is reversed when it is differentiated with respect to some inputs.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 
 def memory_for(
-    length: int, num: int, step: Step, backward: BackwardStep | None, offload: bool = False
+    length: int, num: int, step: LoopStep, backward: BackwardStep | None, offload: bool = False
 ) -> tuple[SlotMemory, Schedule, bool]:
     """The memory of `num` slots, the schedule of a loop with it, and whether the slots hold residuals, too.
 
@@ -83,7 +83,7 @@ def runs_with_rerun(schedule: Schedule, step: BackwardStep) -> float:
     return schedule.num_runs + (step.rerun * num_kept if num_kept else 0)
 
 
-class Stored(NamedTuple):
+class StoredCarries(NamedTuple):
     """What the forward sweep leaves for the reversal.
 
     Attributes:
@@ -95,7 +95,7 @@ class Stored(NamedTuple):
     carry: list
 
 
-class CheckpointedLoop(Loop):
+class LoopOfSlots(DifferentiableLoop):
     """A loop that is reversed from a bounded number of slots.
 
     Args:
@@ -105,14 +105,14 @@ class CheckpointedLoop(Loop):
         offload: whether the carries are stored in the host's memory.
     """
 
-    def __init__(self, step: Step, slots: int, block: int = 1, *, offload: bool = False):
+    def __init__(self, step: LoopStep, slots: int, block: int = 1, *, offload: bool = False):
         super().__init__(step)
         self.offload = offload
         self.block = block
         self._num_blocks, self._rest = divmod(step.length, block)
         # More slots than blocks would never be written.
         self.slots = max(1, min(slots, self._num_blocks))
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, ReversalPlan] = {}
         self._sweep = functools.cache(self._make_sweep)
         self._reversal = functools.cache(self._make_reversal)
         # The nested form serves second derivatives in reverse mode (decision 6). Two levels of 20,000 steps store
@@ -120,8 +120,8 @@ class CheckpointedLoop(Loop):
         lengths = nested_lengths(step.length, 2 if step.length < 20_000 else 3)
         self._nested = nested(step.with_unchanged_carries(), lengths)
 
-    def with_step(self, step: Step) -> CheckpointedLoop:
-        return CheckpointedLoop(step, self.slots, self.block, offload=self.offload)
+    def with_step(self, step: LoopStep) -> LoopOfSlots:
+        return LoopOfSlots(step, self.slots, self.block, offload=self.offload)
 
     # -- derivatives --
 
@@ -129,7 +129,7 @@ class CheckpointedLoop(Loop):
         settings = _jax.trace_context()
         outs, stored = self._sweep(tuple(tangents), settings)(*primals)
 
-        def reverse(primals: tuple, stored: Stored, diff_indices: tuple[int, ...], cts: list) -> list:
+        def reverse(primals: tuple, stored: StoredCarries, diff_indices: tuple[int, ...], cts: list) -> list:
             has_ct = tuple(ct is not None for ct in cts)
             return self._reversal(diff_indices, has_ct, settings)(primals, stored, [ct for ct in cts if ct is not None])
 
@@ -137,7 +137,7 @@ class CheckpointedLoop(Loop):
         options: dict[str, Any] = {"forward": self._nested, "reverse": reverse, "note": note}
         return outs, linear_in_tangents(primals, stored, outs, tangents, **options)
 
-    def plan(self, diff_indices: tuple[int, ...], settings: Any) -> Plan:
+    def plan(self, diff_indices: tuple[int, ...], settings: Any) -> ReversalPlan:
         """How to reverse the loop when these of its inputs are differentiated.
 
         Args:
@@ -147,13 +147,13 @@ class CheckpointedLoop(Loop):
             self._plans[diff_indices, settings] = self._new_plan(diff_indices)
         return self._plans[diff_indices, settings]
 
-    def _new_plan(self, diff_indices: tuple[int, ...]) -> Plan:
+    def _new_plan(self, diff_indices: tuple[int, ...]) -> ReversalPlan:
         if self.block > 1:
-            return Plan(*self.carries_only(), None)
+            return ReversalPlan(*self.carries_only(), None)
         step = BackwardStep(self.step, *self.step.sorted_indices(diff_indices))
         # A residual in the host's memory would be copied twice for one step, a carry for several.
         keeps = None if self.offload else step
-        return Plan(*memory_for(self._num_blocks, self.slots, self.step, keeps, self.offload), step)
+        return ReversalPlan(*memory_for(self._num_blocks, self.slots, self.step, keeps, self.offload), step)
 
     def carries_only(self) -> tuple[SlotMemory, Schedule, bool]:
         """How the loop is reversed if slots hold carries only."""
@@ -187,7 +187,7 @@ class CheckpointedLoop(Loop):
 
         # Two programs with the same values. The `while` loops of the schedule have no reverse mode, so a derivative
         # of the reversal is that of the nested loops' pullback, which JAX can reverse again.
-        def by_schedule(primals: tuple, stored: Stored, cts: list) -> list:
+        def by_schedule(primals: tuple, stored: StoredCarries, cts: list) -> list:
             return _Reversal(self, plan, primals, diff_indices).run(stored, _expanded(cts, has_ct))
 
         def by_nesting(primals: tuple, cts: list) -> list:
@@ -219,7 +219,9 @@ class CheckpointedLoop(Loop):
     def element(self, xs: list, i: Any) -> list:
         return [jax.lax.dynamic_index_in_dim(x, self.index(i), 0, keepdims=False) for x in xs]
 
-    def _store(self, plan: Plan, constants: list, carry: list, xs: list) -> tuple[tuple[list, list], Stored]:
+    def _store(
+        self, plan: ReversalPlan, constants: list, carry: list, xs: list
+    ) -> tuple[tuple[list, list], StoredCarries]:
         """Run the loop: ``(carry, ys)``, and the stored carries."""
         step, positions = self.step, plan.schedule.positions
         bounds = jnp.asarray([p * self.block for p in (*positions, self._num_blocks)], jnp.int32)
@@ -248,7 +250,7 @@ class CheckpointedLoop(Loop):
         # free then.
         before_rest = carry if self._rest else []
         carry, ys = jax.lax.fori_loop(step.length - self._rest, step.length, one, (carry, ys))
-        return (carry, ys), Stored(pools, before_rest)
+        return (carry, ys), StoredCarries(pools, before_rest)
 
 
 class _Cotangents(NamedTuple):
@@ -272,7 +274,7 @@ class _Reversal:
         diff_indices: of the differentiated inputs among constants, carry, xs.
     """
 
-    def __init__(self, loop: CheckpointedLoop, plan: Plan, primals: tuple, diff_indices: tuple[int, ...]):
+    def __init__(self, loop: LoopOfSlots, plan: ReversalPlan, primals: tuple, diff_indices: tuple[int, ...]):
         self._loop, self._plan, self._step = loop, plan, loop.step
         self._constants, carry, self._xs = primals
         self._first = as_types(carry, self._step.avals)
@@ -282,7 +284,7 @@ class _Reversal:
         self._float_carry = [i for i, a in enumerate(self._step.avals) if is_float(a)]
         self._float_ys = [i for i, a in enumerate(self._step.y_avals) if is_float(a)]
 
-    def run(self, stored: Stored, cts: list) -> list:
+    def run(self, stored: StoredCarries, cts: list) -> list:
         """The cotangents of the inputs, from those of the loop's float outputs; None for a zero one."""
         avals = self._step.avals
         ct_carry = dict(zip(self._float_carry, cts, strict=False))
@@ -299,7 +301,7 @@ class _Reversal:
         ct_carry.update(zip(self._diff_carry, total.carry, strict=True))
         return [*total.constants, *(ct_carry[i] for i in self._diff_init), *total.xs]
 
-    def _reverse(self, stored: Stored, total: _Cotangents) -> _Cotangents:
+    def _reverse(self, stored: StoredCarries, total: _Cotangents) -> _Cotangents:
         plan, block, num_blocks = self._plan, self._loop.block, self._plan.schedule.length
         rest = self._step.length - block * num_blocks
         if rest:

@@ -25,21 +25,21 @@ from .._lift.context import TraceContext
 from .._positions import replaced
 from .._tree import is_float, num_bytes
 from . import bind
-from .step import MappedStep, Step
+from .step import LoopStep, MappedStep
 
 
-class Loop:
+class DifferentiableLoop:
     """A loop ``(constants, carry, xs) -> (carry, ys)``, which subclasses differentiate."""
 
     keeps_steps = False  # see `_jax.CustomLoop`
 
-    def __init__(self, step: Step):
+    def __init__(self, step: LoopStep):
         self.step = step
         self.body = step.body.jaxpr
         self.length, self.num_constants, self.num_carry = step.length, step.num_constants, step.num_carry
         self._plain = step.plain()
         self._jaxprs: dict[Any, Any] = {}
-        self._mapped: dict[Any, tuple[Loop, MappedStep]] = {}
+        self._mapped: dict[Any, tuple[DifferentiableLoop, MappedStep]] = {}
 
     def __call__(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
         args = [_jax.as_array(x) for x in (*constants, *carry, *xs)]
@@ -49,7 +49,7 @@ class Loop:
         """The loop's outputs, and the tangents of the float ones; `tangents` by leaf of the arguments."""
         raise NotImplementedError
 
-    def with_step(self, step: Step) -> Loop:
+    def with_step(self, step: LoopStep) -> DifferentiableLoop:
         """The same loop with another step."""
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class Loop:
 
     # -- see `_jax.CustomLoop` --
 
-    def with_body(self, body: _jax.Jaxpr) -> Loop:
+    def with_body(self, body: _jax.Jaxpr) -> DifferentiableLoop:
         return self.with_step(self.step.with_body(body))
 
     def is_plain(self) -> bool:

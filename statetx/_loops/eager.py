@@ -43,7 +43,7 @@ def scan(
         # A Ref among xs stands for its slices: each step gets a Ref of its own, whose last value is stacked back at
         # the end.
         carry, ys, slices = init, [], []
-        segments = _Segments(truncation)
+        segments = _EagerSegments(truncation)
         taking_part = _Mapped(fun, length, rules, segments)
 
         for i in range(length)[:: -1 if reverse else 1]:
@@ -72,7 +72,7 @@ def while_loop(
     """As `statetx.while_loop`."""
 
     def loop() -> PyTree:
-        val, num, segments = init, 0, _Segments(truncation)
+        val, num, segments = init, 0, _EagerSegments(truncation)
         while (max_steps is None or num < max_steps) and _holds(test, val):
             val, num = _step("while_loop", body, (segments.before_step(val),), segments), num + 1
         return val
@@ -84,7 +84,7 @@ def fori_loop(steps: Iterable[int], body: Callable, init: PyTree, truncation: in
     """As `statetx.fori_loop`."""
 
     def loop() -> PyTree:
-        val, segments = init, _Segments(truncation)
+        val, segments = init, _EagerSegments(truncation)
         for i in steps:
             val = _step("fori_loop", body, (jnp.asarray(i), segments.before_step(val)), segments)
         return val
@@ -108,7 +108,7 @@ def _holds(test: Callable, val: PyTree) -> bool:
     return bool(result)
 
 
-def _step(name: str, fun: Callable, args: tuple, segments: _Segments) -> Any:
+def _step(name: str, fun: Callable, args: tuple, segments: _EagerSegments) -> Any:
     out, effects = _call(name, fun, args)
     segments.note(effects)
     return out
@@ -122,7 +122,7 @@ def _call(name: str, fun: Callable, args: tuple) -> tuple[Any, list[Effect]]:
     return out, frame.effects
 
 
-class _Segments:
+class _EagerSegments:
     """The segments of a truncated loop, of `length` steps each; None for a loop whose gradients do not stop."""
 
     def __init__(self, length: int | None):
@@ -154,7 +154,7 @@ def _without_gradient(tree: PyTree) -> PyTree:
 class _Mapped:
     """The states of a scan that are not simply carried: those with an axis, split, or drawn from alike in every step."""
 
-    def __init__(self, fun: Callable, length: int, rules: Rules, segments: _Segments):
+    def __init__(self, fun: Callable, length: int, rules: Rules, segments: _EagerSegments):
         self._fun = fun
         self._segments = segments
         self._length = length

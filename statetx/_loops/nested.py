@@ -22,12 +22,12 @@ from .._remat.fence import with_fence
 from .._remat.mark import SAVE, KeepMarked
 from .._remat.survey import Survey
 from . import bind
-from .step import Step
+from .step import LoopStep
 
 _CARRY = "statetx.carry"
 
 
-def nested(step: Step, lengths: Sequence[int], *, offload: bool = False, keeps_all: bool = False) -> Callable:
+def nested(step: LoopStep, lengths: Sequence[int], *, offload: bool = False, keeps_all: bool = False) -> Callable:
     """``(constants, carry, xs) -> (carry, ys)`` by nested loops whose bodies are rematerialized.
 
     Args:
@@ -69,7 +69,7 @@ class _Nested:
     remainder of the length is one more, shorter turn at the end of the loop.
     """
 
-    def __init__(self, step: Step, lengths: Sequence[int], offload: bool, keeps_all: bool):
+    def __init__(self, step: LoopStep, lengths: Sequence[int], offload: bool, keeps_all: bool):
         self._step = step
         self._lengths = lengths
         self._offload = offload

@@ -39,13 +39,13 @@ from .derivative import (
 )
 from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
-from .step import Step
+from .step import LoopStep
 
 # Of the schedule's table, which plans for as many runs of a step ahead of its reversal as it has columns.
 _MOST_ENTRIES, _LEAST_COLUMNS = 1024, 64
 
 
-class _Sweep(NamedTuple):
+class _OnlineSweep(NamedTuple):
     """The forward sweep after `count` steps: their carry, and whether the loop continues."""
 
     carry: list
@@ -53,7 +53,7 @@ class _Sweep(NamedTuple):
     continues: Any
 
 
-class _Slots(NamedTuple):
+class _SlotPositions(NamedTuple):
     """Slot i is row ``rows[i]`` of the pools, and holds the carry before step ``positions[i]``. Positions rise from 0, which is in row 0.
 
     Row `free` is for the present carry: its slot is the last then. The number of slots stands for none.
@@ -64,8 +64,8 @@ class _Slots(NamedTuple):
     free: Any
 
 
-class Stored(NamedTuple):
-    """What the forward sweep leaves for the reversal: slots as in `_Slots`, the last one in use, the number of steps."""
+class StoredOnline(NamedTuple):
+    """What the forward sweep leaves for the reversal: slots as in `_SlotPositions`, the last one in use, the number of steps."""
 
     pools: list
     rows: Any
@@ -74,7 +74,7 @@ class Stored(NamedTuple):
     count: Any
 
 
-def while_loop(test: Body, step: Step, slots: int | None, max_steps: int | None) -> Callable:
+def while_loop(test: Body, step: LoopStep, slots: int | None, max_steps: int | None) -> Callable:
     """``(constants of the test, constants of the body, carry) -> carry``, differentiable in reverse mode if it has slots.
 
     Args:
@@ -99,12 +99,12 @@ def num_runs(length: int, slots: int) -> int:
         if dropped < slots:
             positions = [*positions[:dropped], *positions[dropped + 1 :], count]
         count += int(_distance(count))
-    walk = schedule.Walk(splits)
+    walk = schedule.SplitWalk(splits)
     segments = zip(positions, [*positions[1:], length], strict=False)
     return 2 * length + sum(walk.counts(end - start, slots - i)[0] for i, (start, end) in enumerate(segments))
 
 
-def _dropped(splits: schedule.Table, positions: Any, count: Any) -> Any:
+def _dropped(splits: schedule.SplitTable, positions: Any, count: Any) -> Any:
     """The slot whose carry to drop for the one after `count` steps; the number of slots if this one is not worth a slot.
 
     Args:
@@ -133,14 +133,14 @@ def _distance(count: Any) -> Any:
 
 
 @functools.lru_cache(64)
-def _splits(slots: int) -> schedule.Table:
+def _splits(slots: int) -> schedule.SplitTable:
     # The number of steps is traced, so the table is for the largest int32, with a bounded number of columns: enough for 131,000 steps with 2 slots, 6.8
     # million with 3. Longer loops run many times the optimum.
     return schedule.table(2**31 - 1, schedule.leaves(slots), 1, max(_LEAST_COLUMNS, _MOST_ENTRIES // slots))
 
 
 class OnlineLoop:
-    def __init__(self, test: Body, step: Step, slots: int, max_steps: int | None):
+    def __init__(self, test: Body, step: LoopStep, slots: int, max_steps: int | None):
         self.step, self.slots, self.max_steps = step, slots, max_steps
         self._test = test
         self._run = bind.compiled(self.run)
@@ -189,7 +189,7 @@ class OnlineLoop:
         out_tangents = linear_in_tangents(primals, stored, outs, nonzero, **options)
         return outs, tangents_of(outs, self.step.without_zeros(note.diff_indices, out_tangents))
 
-    def _reverse(self, primals: tuple, stored: Stored, diff_indices: tuple[int, ...], cts: list) -> list:
+    def _reverse(self, primals: tuple, stored: StoredOnline, diff_indices: tuple[int, ...], cts: list) -> list:
         """Cotangents of the inputs at `diff_indices`, from those of the float outputs; None for a zero one."""
         first = len(primals[0])
         first_carry = first + len(primals[1])
@@ -204,15 +204,15 @@ class OnlineLoop:
 
     # -- the forward sweep --
 
-    def store(self, test_constants: list, constants: list, carry: list) -> tuple[list, Stored]:
+    def store(self, test_constants: list, constants: list, carry: list) -> tuple[list, StoredOnline]:
         """Run the loop: the last carry, and the stored ones."""
         num, splits = self.slots, _splits(self.slots)
 
-        def one(sweep: _Sweep) -> _Sweep:
+        def one(sweep: _OnlineSweep) -> _OnlineSweep:
             carry, count = self.step(constants, sweep.carry, [])[0], sweep.count + 1
-            return _Sweep(carry, count, self.is_running(test_constants, carry, count))
+            return _OnlineSweep(carry, count, self.is_running(test_constants, carry, count))
 
-        def decided(slots: _Slots, count: Any) -> _Slots:
+        def decided(slots: _SlotPositions, count: Any) -> _SlotPositions:
             dropped = _dropped(splits, slots.positions, count)
             free = slots.rows.at[dropped].get(mode="fill", fill_value=num)
             is_before = jnp.arange(num) < dropped
@@ -220,9 +220,9 @@ class OnlineLoop:
                 jnp.where(is_before, xs, jnp.append(xs[1:], x))
                 for xs, x in ((slots.rows, free), (slots.positions, count))
             )
-            return _Slots(rows, positions, free)
+            return _SlotPositions(rows, positions, free)
 
-        def to_decision(loop: tuple[_Sweep, _Slots]) -> tuple[_Sweep, _Slots]:
+        def to_decision(loop: tuple[_OnlineSweep, _SlotPositions]) -> tuple[_OnlineSweep, _SlotPositions]:
             """Run until the next decision, and make it."""
             sweep, slots = loop
             end = sweep.count + jnp.where(sweep.count < num, 1, _distance(sweep.count))
@@ -235,7 +235,7 @@ class OnlineLoop:
             )
             return sweep, slots
 
-        def to_store(loop: tuple[_Sweep, _Slots, list]) -> tuple[_Sweep, _Slots, list]:
+        def to_store(loop: tuple[_OnlineSweep, _SlotPositions, list]) -> tuple[_OnlineSweep, _SlotPositions, list]:
             """Store the carry, and run until one is to be stored again. The pools pass through this loop only: XLA copies what a loop carries."""
             sweep, slots, pools = loop
             pools = self._memory.write(pools, slots.free, sweep.carry)
@@ -248,10 +248,12 @@ class OnlineLoop:
         zero, index = (
             _jax.as_varying(_jax.replicated(x), axes) for x in (jnp.int32(0), jnp.arange(num, dtype=jnp.int32))
         )
-        start = _Sweep(carry, zero, self.is_running(test_constants, carry, zero))
-        loop = start, _Slots(index, index, zero), self._memory.make()
+        start = _OnlineSweep(carry, zero, self.is_running(test_constants, carry, zero))
+        loop = start, _SlotPositions(index, index, zero), self._memory.make()
         last, slots, pools = jax.lax.while_loop(lambda loop: loop[0].continues, to_store, loop)
-        return last.carry, Stored(pools, slots.rows, slots.positions, jnp.minimum(last.count, num) - 1, last.count)
+        return last.carry, StoredOnline(
+            pools, slots.rows, slots.positions, jnp.minimum(last.count, num) - 1, last.count
+        )
 
     # -- the reversal --
 
@@ -259,7 +261,7 @@ class OnlineLoop:
         """``(primals, stored, cotangents of the last carry) -> cotangents of constants and of the first carry``."""
         step = self.step
 
-        def reverse(primals: tuple, stored: Stored, ct_carry: list) -> tuple[list, list]:
+        def reverse(primals: tuple, stored: StoredOnline, ct_carry: list) -> tuple[list, list]:
             _, constants, carry = primals
 
             def reverse_step(_: Any, carry: list, result: tuple) -> tuple:

@@ -37,7 +37,7 @@ class _Pack(NamedTuple):
     num_rows: int
 
 
-class _Layout(NamedTuple):
+class _ResidualLayout(NamedTuple):
     """Where the residuals of a step are.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Layout(NamedTuple):
     pack: _Pack | None
 
 
-class Row:
+class CarryRow:
     """How a leaf of the carry is stored.
 
     Args:
@@ -85,7 +85,7 @@ class Row:
         return x if self.is_exact_first else jax.lax.select(step == 0, first, x)
 
 
-class _KeyRow(Row):
+class _KeyRow(CarryRow):
     """Keys, as their data: of an array of keys outside a trace JAX does not say that it is in the host's memory."""
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class SlotMemory:
     def __init__(
         self,
         num: int,
-        rows: Sequence[Row],
+        rows: Sequence[CarryRow],
         residual_avals: Sequence[Any] | None = None,
         offload: bool = False,
     ):
@@ -143,10 +143,10 @@ class SlotMemory:
         if fits and layout is not None:
             layout = self._balanced(layout, own)
         fits = fits and layout is not None
-        self._residual_places, self._residual_rows, self._pack = layout or _Layout([], [0] * len(pools), None)
+        self._residual_places, self._residual_rows, self._pack = layout or _ResidualLayout([], [0] * len(pools), None)
         self.leaves = tuple([self._leaf(s) if fits else 1 for s in range(num + 1)])
 
-    def _layout(self, own: Sequence[int | None]) -> _Layout | None:
+    def _layout(self, own: Sequence[int | None]) -> _ResidualLayout | None:
         """Residuals in rows of the pools `own`, those of None in a pack; None if they do not fit."""
         rows, places = [0] * len(self._pool_avals), []
         for pool in own:
@@ -157,9 +157,9 @@ class SlotMemory:
         pack = self._packed(others, rows) if others else None
         if pack is not None:
             rows[pack.pool] += pack.num_rows
-        return None if others and pack is None else _Layout(places, rows, pack)
+        return None if others and pack is None else _ResidualLayout(places, rows, pack)
 
-    def _balanced(self, layout: _Layout, own: list[int | None]) -> _Layout:
+    def _balanced(self, layout: _ResidualLayout, own: list[int | None]) -> _ResidualLayout:
         """The layout with residuals of the pool that is full first moved to the pack, while this makes room for more steps.
 
         A carry with one scalar among arrays leaves room for one scalar of a step. Any number of them fits into a row of the arrays.
@@ -173,7 +173,7 @@ class SlotMemory:
                 return layout
             layout = candidate
 
-    def _shares(self, layout: _Layout) -> list[float]:
+    def _shares(self, layout: _ResidualLayout) -> list[float]:
         """Which part of a slot a step's residuals take, by pool."""
         return [rows / free for rows, free in zip(layout.rows, self._carry_rows, strict=True)]
 

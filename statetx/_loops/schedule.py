@@ -85,7 +85,7 @@ def num_evaluations(length: int, slots: int) -> int:
 # -- splits ------------------------------------------------------------------------------------------------------
 
 
-class Table(NamedTuple):
+class SplitTable(NamedTuple):
     """Splits by thresholds.
 
     Attributes:
@@ -106,13 +106,13 @@ class Table(NamedTuple):
         return xp.where(column > 0, xp.maximum(advance, 1), 0)
 
 
-class Search(NamedTuple):
+class SearchedSplits(NamedTuple):
     """Splits of every segment of a short loop: ``[slots, length]``, int32, 0 for a leaf."""
 
     advances: Any
 
     def split(self, length: Any, slots: Any) -> Any:
-        """As `Table.split`."""
+        """As `SplitTable.split`."""
         return self.advances[slots, length]
 
 
@@ -127,7 +127,7 @@ class Schedule(NamedTuple):
         num_leaves: how many leaves are reversed; the others of the steps are kept.
     """
 
-    splits: Table | Search
+    splits: SplitTable | SearchedSplits
     segments: tuple[int, ...]
     num_ahead: int
     num_leaves: int
@@ -157,7 +157,7 @@ def schedule(length: int, leaves: tuple[int, ...]) -> Schedule:
     """The schedule with the fewest runs for a loop of `length` steps; `leaves` are ``m_0, m_1, ...`` up to all slots."""
     slots, candidates = len(leaves) - 1, []
     if length == 0:
-        return Schedule(Search(np.zeros((slots + 1, 1), np.int32)), (), 0, 0)
+        return Schedule(SearchedSplits(np.zeros((slots + 1, 1), np.int32)), (), 0, 0)
     if max(leaves) == 1:
         return _by_table(length, table(length, leaves, 1))
     if length * slots <= _SEARCHED:
@@ -170,7 +170,7 @@ def schedule(length: int, leaves: tuple[int, ...]) -> Schedule:
     return min(candidates, key=lambda s: s.num_runs)
 
 
-def table(length: int, leaves: Sequence[int], per_unit: int | None = None, columns: int = _MOST_COLUMNS) -> Table:
+def table(length: int, leaves: Sequence[int], per_unit: int | None = None, columns: int = _MOST_COLUMNS) -> SplitTable:
     """The table for loops of up to `length` steps, over thresholds at distances of ``1 / per_unit``, or over all that matter.
 
     With fewer `columns` the schedules of longer loops are not quite the best.
@@ -199,7 +199,7 @@ def table(length: int, leaves: Sequence[int], per_unit: int | None = None, colum
     # For longer segments the last part is as long as the thresholds allow.
     rows.append(np.where(np.arange(slots + 1) > 0, length, m))
     before.append(len(rows) - 1)
-    return Table(np.stack(rows, 1).astype(np.int32), np.asarray(before, np.int32))
+    return SplitTable(np.stack(rows, 1).astype(np.int32), np.asarray(before, np.int32))
 
 
 _EPSILON = 1e-7  # by which thresholds that are equal may differ
@@ -221,8 +221,8 @@ def _chains(continues: np.ndarray, values: np.ndarray) -> np.ndarray:
     return sums - (sums - values)[starts]
 
 
-def _by_table(length: int, splits: Table) -> Schedule:
-    rows, walk = splits.rows, Walk(splits)
+def _by_table(length: int, splits: SplitTable) -> Schedule:
+    rows, walk = splits.rows, SplitWalk(splits)
     slots = len(rows) - 1
     sums = np.cumsum(rows[1:], 0, dtype=np.int64)  # row s - 1: of 1 to s slots
     column = int((sums[-1] < length).sum())
@@ -239,14 +239,14 @@ def _by_table(length: int, splits: Table) -> Schedule:
     return Schedule(splits, tuple(segments), sum(a for a, _ in counts), sum(b for _, b in counts))
 
 
-class Walk:
+class SplitWalk:
     """Counts runs ahead, and leaves, without following every split.
 
     Both parts of a segment of just ``L_s(t)`` steps are of this kind, too: a table has their counts. Of any other segment one part is, so that
     the walk follows the other.
     """
 
-    def __init__(self, splits: Table):
+    def __init__(self, splits: SplitTable):
         self._splits = splits
         rows, before = splits.rows.astype(np.int64), splits.before
         self._ahead, self._leaves = [np.zeros(len(rows), np.int64)], [np.ones(len(rows), np.int64)]
@@ -318,7 +318,7 @@ def _by_search(length: int, leaves: Sequence[int]) -> Schedule:
             segments.append(firsts[s][left])
             left -= segments[-1]
             num_leaves += int(num[s, segments[-1]])
-    return Schedule(Search(advances), tuple(segments), int(best[length]), num_leaves)
+    return Schedule(SearchedSplits(advances), tuple(segments), int(best[length]), num_leaves)
 
 
 # -- lengths of nested loops -------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from .._remat.policy import Policy
 from .._remat.stored import StoredType
 from .._tree import is_float
 from . import bind
-from .rows import Row
+from .rows import CarryRow
 
 
-class Step:
+class LoopStep:
     """One step of a loop.
 
     Args:
@@ -110,10 +110,10 @@ class Step:
         return decide.carry_formats(self.policy, self.body.jaxpr, self.num_carry)
 
     @functools.cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CarryRow]:
         """How the leaves of the carry are stored."""
         leaves = enumerate(zip(self.avals, self.carry_formats, strict=True))
-        return [Row(aval, format, n in self.exact_first) for n, (aval, format) in leaves]
+        return [CarryRow(aval, format, n in self.exact_first) for n, (aval, format) in leaves]
 
     def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
         """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have one."""
@@ -146,7 +146,7 @@ class Step:
     def _split(self, outs: list) -> tuple[list, list]:
         return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]
 
-    def with_body(self, jaxpr: _jax.Jaxpr) -> Step:
+    def with_body(self, jaxpr: _jax.Jaxpr) -> LoopStep:
         """The step with other equations, of the same inputs and outputs."""
         step = copy.copy(self)
         step.body = Body(jaxpr, self.body.operands)
@@ -158,7 +158,7 @@ class Step:
 
     def with_length(
         self, length: int, policy: Policy | None, carry_formats: Sequence[StoredType | None] | None = None
-    ) -> Step:
+    ) -> LoopStep:
         """The step of a part of the loop, which reports no progress, with a policy for its values, and by default what it says of the carry."""
         step = copy.copy(self)
         step.length, step.policy = length, policy
@@ -166,11 +166,11 @@ class Step:
         vars(step).pop("marked", None)
         return step._storing(carry_formats)
 
-    def with_unchanged_carries(self) -> Step:
+    def with_unchanged_carries(self) -> LoopStep:
         """The step of a loop that stores carries unchanged, whatever its policy asks for."""
         return copy.copy(self)._storing([None] * self.num_carry)
 
-    def _storing(self, carry_formats: Sequence[StoredType | None] | None) -> Step:
+    def _storing(self, carry_formats: Sequence[StoredType | None] | None) -> LoopStep:
         for name in ("carry_formats", "rows"):
             vars(self).pop(name, None)
         if carry_formats is not None:
@@ -203,7 +203,7 @@ class Step:
             carry = [a or b for a, b in zip(carry, outs, strict=False)]
 
         body = Body.close(mapped, consts)
-        step = Step(
+        step = LoopStep(
             body,
             body.num_operands + self.num_constants,
             self.num_carry,
@@ -243,7 +243,7 @@ class Step:
 
 
 class MappedStep(NamedTuple):
-    """A `Step` for all examples at once.
+    """A `LoopStep` for all examples at once.
 
     Attributes:
         consts: values of the step's first constants, which the original step does not have.
@@ -251,7 +251,7 @@ class MappedStep(NamedTuple):
             `out_axes` likewise for the last carries and the ys.
     """
 
-    step: Step
+    step: LoopStep
     consts: list[Any]
     in_axes: list[int | None]
     out_axes: list[int | None]

@@ -24,9 +24,9 @@ from .._text import brief, size_literal
 from .._tree import is_integer
 from .._typing import Policy
 from . import online, schedule
-from .checkpointed import WORTH_MIXING, CheckpointedLoop
+from .checkpointed import WORTH_MIXING, LoopOfSlots
 from .nested import nested
-from .step import Step
+from .step import LoopStep
 
 S = TypeVar("S", bound="Strategy")
 
@@ -54,7 +54,7 @@ class Strategy:
         """The policy for the values of a step, perhaps that of another strategy within this one."""
         return self.policy
 
-    def build(self, step: Step) -> Callable:
+    def build(self, step: LoopStep) -> Callable:
         """The loop ``(constants, carry, xs) -> (carry, ys)`` of a step."""
         raise NotImplementedError
 
@@ -166,7 +166,7 @@ def _exact_bytes(name: str, value: Any) -> Fraction:
     return Fraction(int(value) if isinstance(value, numbers.Integral) else float(value))
 
 
-def _check_offload(strategy: Strategy, step: Step) -> None:
+def _check_offload(strategy: Strategy, step: LoopStep) -> None:
     if strategy.offload and _jax.HOST_MEMORY not in current.memory_kinds():
         raise PolicyError(f"{step.name}: {strategy!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
 
@@ -176,7 +176,7 @@ def _check_keep(strategy: Any) -> None:
         raise PolicyError(f'{type(strategy).__name__}: keep must be "turn" or "loop", got {strategy.keep!r}.')
 
 
-def _nested(strategy: Any, step: Step, lengths: Sequence[int]) -> Callable:
+def _nested(strategy: Any, step: LoopStep, lengths: Sequence[int]) -> Callable:
     _check_offload(strategy, step)
     if strategy.keep == "loop" and step.policy is None:
         raise PolicyError(
@@ -245,7 +245,7 @@ class Levels(Strategy):
         """The lengths of the loops of a loop of so many steps, outermost first."""
         return tuple(schedule.nested_lengths(length, self.num))
 
-    def build(self, step: Step) -> Callable:
+    def build(self, step: LoopStep) -> Callable:
         return _nested(self, step, self.lengths_for(step.length))
 
     def num_runs(self, length: int) -> int:
@@ -289,7 +289,7 @@ class Lengths(Strategy):
     def num_steps(self) -> int:
         return math.prod(self.lengths)
 
-    def build(self, step: Step) -> Callable:
+    def build(self, step: LoopStep) -> Callable:
         self.check(step.name, "steps", step.length)
         return _nested(self, step, self.lengths)
 
@@ -360,9 +360,9 @@ class Slots(Strategy):
         set_counts(self, "num", "block")
         set_options(self)
 
-    def build(self, step: Step) -> Callable:
+    def build(self, step: LoopStep) -> Callable:
         _check_offload(self, step)
-        return CheckpointedLoop(step, self.num, self.block, offload=self.offload)
+        return LoopOfSlots(step, self.num, self.block, offload=self.offload)
 
     def for_refs(self) -> Strategy:
         return Levels(2, policy=self.policy, offload=self.offload)
@@ -376,7 +376,7 @@ class Slots(Strategy):
             )
         return self
 
-    def build_while(self, test: Body, step: Step, max_steps: int | None) -> Callable:
+    def build_while(self, test: Body, step: LoopStep, max_steps: int | None) -> Callable:
         """The loop ``(constants of the test, constants of the body, carry) -> carry``, for as long as the test holds."""
         return online.while_loop(test, step, self.num, max_steps)
 

@@ -25,7 +25,7 @@ from .build import as_strategy
 from .derivative import jvp_of, with_derivative
 from .nested import rematerialized
 from .online import OnlineLoop
-from .step import Step
+from .step import LoopStep
 from .strategy import Lengths, Levels, Slots, Strategy, set_counts, set_options
 
 
@@ -98,8 +98,8 @@ class Truncated(Strategy):
     def step_policy(self) -> Policy:
         return self.policy if self.checkpoint is None else self.checkpoint.step_policy
 
-    def build(self, step: Step) -> Callable:
-        return bind.compiled(_Segments(step, self).run)
+    def build(self, step: LoopStep) -> Callable:
+        return bind.compiled(_TruncatedLoop(step, self).run)
 
     def for_unknown_length(self, name: str) -> Any:
         if self.policy is not None:
@@ -111,7 +111,7 @@ class Truncated(Strategy):
             self.checkpoint.for_unknown_length(name)
         return self
 
-    def build_while(self, test: Body, step: Step, max_steps: int | None) -> Callable:
+    def build_while(self, test: Body, step: LoopStep, max_steps: int | None) -> Callable:
         """As `Slots.build_while`."""
         slots: Any = self.checkpoint or Slots(self.num)
         return _while_loop(test, step.with_length(0, slots.policy), self.num, slots.num, max_steps)
@@ -136,10 +136,10 @@ class Truncated(Strategy):
         return inner
 
 
-class _Segments:
+class _TruncatedLoop:
     """A loop of known length."""
 
-    def __init__(self, step: Step, strategy: Truncated):
+    def __init__(self, step: LoopStep, strategy: Truncated):
         self._step = step
         self._length = strategy.num
         self._strategy = strategy
@@ -208,7 +208,7 @@ def _stopped(carry: list, unless: Any = None) -> list:
 # -- loops of unknown length --------------------------------------------------------------------------------------
 
 
-class _Sweep(NamedTuple):
+class _SegmentSweep(NamedTuple):
     """The forward sweep after `count` steps.
 
     `start` is the carry before the last segment that has begun, and `first` the number of steps before it.
@@ -227,13 +227,13 @@ class _Counted(OnlineLoop):
         return count < test_constants[0]
 
 
-def _while_loop(test: Body, step: Step, num: int, slots: int, max_steps: int | None) -> Callable:
+def _while_loop(test: Body, step: LoopStep, num: int, slots: int, max_steps: int | None) -> Callable:
     """As `online.while_loop`, with gradients through the last segment of `num` steps only."""
     whole = OnlineLoop(test, step, 0, max_steps)
     last_segment = _Counted(test, step, min(slots, num), num).with_rule()
 
-    def sweep(test_constants: list, constants: list, carry: list) -> _Sweep:
-        def segment(before: _Sweep) -> _Sweep:
+    def sweep(test_constants: list, constants: list, carry: list) -> _SegmentSweep:
+        def segment(before: _SegmentSweep) -> _SegmentSweep:
             """Run up to `num` steps. Only carry and count pass through this loop: XLA copies what a loop carries."""
             end = before.count + num
             carry, count = jax.lax.while_loop(
@@ -241,12 +241,12 @@ def _while_loop(test: Body, step: Step, num: int, slots: int, max_steps: int | N
                 lambda loop: (step(constants, loop[0], [])[0], loop[1] + 1),
                 (before.carry, before.count),
             )
-            return _Sweep(carry, count, before.carry, before.count)
+            return _SegmentSweep(carry, count, before.carry, before.count)
 
         # Where devices of a shard_map may run different numbers of steps, counts vary as the condition does.
         zero = _jax.as_varying(jnp.int32(0), sorted(_jax.varying_axes(test.jaxpr.outvars[0].aval)))
         is_running = lambda swept: whole.is_running(test_constants, swept.carry, swept.count)  # noqa: E731
-        return jax.lax.while_loop(is_running, segment, _Sweep(carry, zero, carry, zero))
+        return jax.lax.while_loop(is_running, segment, _SegmentSweep(carry, zero, carry, zero))
 
     def truncated(test_constants: list, constants: list, carry: list) -> list:
         swept = sweep(*jax.lax.stop_gradient((test_constants, constants, carry)))

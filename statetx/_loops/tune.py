@@ -26,9 +26,9 @@ from .._tree import has_known_sizes, is_float
 from .._typing import Policy
 from . import schedule
 from .backward import BackwardStep
-from .checkpointed import CheckpointedLoop, memory_for
-from .derivative import Differentiated, Loop, floats_of, jvp_of, with_notice
-from .step import Step
+from .checkpointed import LoopOfSlots, memory_for
+from .derivative import DifferentiableLoop, Differentiated, floats_of, jvp_of, with_notice
+from .step import LoopStep
 from .strategy import Levels, Slots, Strategy
 
 SHORT = 64  # steps, below which a schedule gains nothing
@@ -71,7 +71,7 @@ class Budget(Strategy):
         object.__setattr__(self, "bytes", parse_bytes(bytes))
         object.__setattr__(self, "policy", None if policy is None else as_value_policy(policy))
 
-    def build(self, step: Step) -> Callable:
+    def build(self, step: LoopStep) -> Callable:
         return Sized(step, self)
 
     def for_refs(self) -> Strategy:
@@ -82,7 +82,7 @@ class Budget(Strategy):
 class Auto(Strategy):
     """``checkpoint="auto"``: slots by the sizes of the carry and of a step's residuals, chosen when the loop is differentiated; on GPUs `Levels`."""
 
-    def build(self, step: Step) -> Callable:
+    def build(self, step: LoopStep) -> Callable:
         return step.plain() if step.length < SHORT else Sized(step, self)
 
     def for_refs(self) -> Strategy:
@@ -99,10 +99,10 @@ class Auto(Strategy):
         return "'auto'"
 
 
-class LoopOfLevels(Loop):
+class LoopOfLevels(DifferentiableLoop):
     """Nested loops in the place of slots."""
 
-    def __init__(self, step: Step, levels: Levels):
+    def __init__(self, step: LoopStep, levels: Levels):
         super().__init__(step)
         self.levels = levels
         self._nested = levels.build(step)
@@ -111,30 +111,26 @@ class LoopOfLevels(Loop):
         return self._nested(constants, carry, xs)
 
 
-class Sized(Loop):
+class Sized(DifferentiableLoop):
     """A loop of which sizes choose how it is reversed."""
 
     keeps_steps = True  # if it stays plain
 
-    def __init__(self, step: Step, strategy: Auto | Budget):
+    def __init__(self, step: LoopStep, strategy: Auto | Budget):
         super().__init__(step)
         self._strategy = strategy
         self._loops: dict[Slots | Levels | None, Callable] = {None: step.plain()}
         self._chosen: dict[TraceContext, Slots | Levels | None] = {}
         self._bytes: dict[tuple[Slots | Levels | None, TraceContext], int] = {}
 
-    def with_step(self, step: Step) -> Sized:
+    def with_step(self, step: LoopStep) -> Sized:
         return Sized(step, self._strategy)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         leaves, treedef = jax.tree.flatten(primals)
         chosen = self._choice(TraceContext.of(leaves))
         loop, primals = self._loop(chosen), treedef.unflatten(self._watched(leaves, chosen, tuple(tangents)))
-        return (
-            loop.derivative(primals, tangents)
-            if isinstance(loop, CheckpointedLoop)
-            else jvp_of(loop, primals, tangents)
-        )
+        return loop.derivative(primals, tangents) if isinstance(loop, LoopOfSlots) else jvp_of(loop, primals, tangents)
 
     def is_plain(self) -> bool:
         return self._choice(TraceContext(manual=_jax.enclosing_shard_map())) is None
@@ -146,7 +142,7 @@ class Sized(Loop):
         """The arguments of the loop, with a note if it is a loop of JAX's, which checks a budget."""
         loop = self if chosen is None else self._loop(chosen)
         if isinstance(self._strategy, Budget):
-            return with_notice(args, _Watch.here(loop, diff_indices, sized=self, chosen=chosen))
+            return with_notice(args, _BudgetWatch.here(loop, diff_indices, sized=self, chosen=chosen))
         return args if isinstance(chosen, Slots) else with_notice(args, Differentiated.here(loop, diff_indices))
 
     def _choice(self, around: TraceContext) -> Slots | Levels | None:
@@ -256,7 +252,7 @@ class Sized(Loop):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Watch(Differentiated):
+class _BudgetWatch(Differentiated):
     """Checks a budget whenever the gradient is mapped: `around` is what it runs under until now."""
 
     sized: Sized
@@ -291,7 +287,7 @@ def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
 # -- sizes -------------------------------------------------------------------------------------------------------
 
 
-def temporary_bytes(step: Step, loop: Callable, around: TraceContext = TraceContext()) -> int:  # noqa: B008
+def temporary_bytes(step: LoopStep, loop: Callable, around: TraceContext = TraceContext()) -> int:  # noqa: B008
     """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its outputs."""
     of_steps = lambda aval: _jax.stacked_type(aval, step.length)  # noqa: E731
     # With respect to all float inputs, whichever will be differentiated: one answer for every derivative, which errs
@@ -311,7 +307,7 @@ def temporary_bytes(step: Step, loop: Callable, around: TraceContext = TraceCont
     return around.program(gradient, [*avals, *ct_avals]).cost.temp_bytes
 
 
-def differentiated_by_all(step: Step) -> BackwardStep:
+def differentiated_by_all(step: LoopStep) -> BackwardStep:
     """The step in two parts, differentiated with respect to all its float inputs."""
     floats = [
         [i for i, a in enumerate(avals) if is_float(a)] for avals in (step.constant_avals, step.avals, step.x_avals)

@@ -19,7 +19,7 @@ from .._typing import Filter
 from .policy import Policy, frozen_policy
 from .rewriter import Rewriter
 from .stored import BITS
-from .value import RECOMPUTE, SAVE, Decision, StateRef, Value, Verdict
+from .value import RECOMPUTE, SAVE, Action, StateRef, Value, Verdict
 
 
 @frozen_policy
@@ -295,9 +295,9 @@ class Offload(Policy):
 
     def judge(self, value: Value) -> Verdict:
         verdict = self.inner.judge(value)
-        if verdict.decision is Decision.RECOMPUTE:
+        if verdict.decision is Action.RECOMPUTE:
             return RECOMPUTE
-        return Verdict(Decision.OFFLOAD, self.src, self.dst, self.otherwise, verdict.stored)
+        return Verdict(Action.OFFLOAD, self.src, self.dst, self.otherwise, verdict.stored)
 
     def __repr__(self) -> str:
         inner = _listed(self.inner) if type(self.inner) is Names else repr(self.inner)
@@ -343,7 +343,7 @@ class JaxPolicy(Policy):
 
 def _verdict(answer: Any) -> Verdict:
     decision = _jax.policy_answer(answer)
-    return Verdict(Decision.OFFLOAD, *decision) if isinstance(decision, tuple) else SAVE if decision else RECOMPUTE
+    return Verdict(Action.OFFLOAD, *decision) if isinstance(decision, tuple) else SAVE if decision else RECOMPUTE
 
 
 @frozen_policy

@@ -26,8 +26,8 @@ from .mark import KeepMarked, Labels
 from .override import override
 from .policy import Policy, StoredAs
 from .stored import BITS, StoredType
-from .survey import Address, Rule, Site, Survey, names_out_of_reach
-from .value import SAVE, Decision, StateRef, Value, Verdict
+from .survey import Address, Site, Survey, SurveyedRule, names_out_of_reach
+from .value import SAVE, Action, StateRef, Value, Verdict
 
 
 def apply(
@@ -60,14 +60,14 @@ def apply(
     jaxpr, jax_policy = _apply(policy, jaxpr, origins, name, is_ordered, judges=judges)
     first = len(jaxpr.invars) - len(inputs_stored_as)
     labels = {
-        first + n: mark.Stored(_checked(f, (input_names, n), jaxpr.invars[first + n].aval), mark.SAVE, is_ordered)
+        first + n: mark.StoredLabel(_checked(f, (input_names, n), jaxpr.invars[first + n].aval), mark.SAVE, is_ordered)
         for n, f in enumerate(inputs_stored_as)
         if f is not None and f.shrinks(jaxpr.invars[first + n].aval)
     }
     return _with_inputs(jaxpr, jax_policy, labels)
 
 
-def _with_inputs(jaxpr: Jaxpr, policy: Any, labels: Mapping[int, mark.Stored]) -> tuple[Jaxpr, Any]:
+def _with_inputs(jaxpr: Jaxpr, policy: Any, labels: Mapping[int, mark.StoredLabel]) -> tuple[Jaxpr, Any]:
     """Store inputs in fewer bits, too; `labels` are by the indices of the inputs."""
     if not labels:
         return jaxpr, policy
@@ -110,7 +110,9 @@ def _apply(
     return _marked(jaxpr, labels, survey)
 
 
-def keep(jaxpr: Jaxpr, labels: Labels, inputs: Mapping[int, mark.Stored] = MappingProxyType({})) -> tuple[Jaxpr, Any]:
+def keep(
+    jaxpr: Jaxpr, labels: Labels, inputs: Mapping[int, mark.StoredLabel] = MappingProxyType({})
+) -> tuple[Jaxpr, Any]:
     """Return the jaxpr and the JAX policy that together save the values with these labels; the policy is None without labels.
 
     Args:
@@ -130,7 +132,7 @@ def _marked(jaxpr: Jaxpr, labels: Labels, survey: Survey) -> tuple[Jaxpr, Any]:
     return mark.mark(jaxpr, labels, region=region), KeepMarked(region)
 
 
-def _labels_of_rule(policy: Policy, rule: Rule, is_ordered: bool, jaxpr: Jaxpr) -> Labels:
+def _labels_of_rule(policy: Policy, rule: SurveyedRule, is_ordered: bool, jaxpr: Jaxpr) -> Labels:
     """A policy's decision about a custom derivative, taken when the differentiated inputs, and so the jaxpr, are known."""
     start = len(rule.address) + 1  # addresses in labels are relative to the rule's jaxpr
     labels = decide(policy, Survey.of_rule(rule, jaxpr).sites, is_ordered=is_ordered)
@@ -175,13 +177,13 @@ def _has_masks(eqn: Any) -> bool:
 def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -> dict[Address, mark.Label]:
     """The labels of the values that a policy saves or offloads."""
     verdicts = [(site, policy.judge(site.value)) for site in sites]
-    spaces = current.memory_kinds() if any(v.decision is Decision.OFFLOAD for _, v in verdicts) else ()
+    spaces = current.memory_kinds() if any(v.decision is Action.OFFLOAD for _, v in verdicts) else ()
     labels = {}
     for site, verdict in verdicts:
-        if verdict.decision is not Decision.RECOMPUTE:
+        if verdict.decision is not Action.RECOMPUTE:
             label = _label(verdict, policy, spaces)
             if verdict.stored is not None:
-                label = mark.Stored(_checked(verdict.stored, site, site.value.type), label, is_ordered)
+                label = mark.StoredLabel(_checked(verdict.stored, site, site.value.type), label, is_ordered)
             labels[site.address] = label
     return labels
 
@@ -233,7 +235,7 @@ def _checked(format: StoredType, source: Site | declared.Input, aval: Any) -> St
 
 
 def _label(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:
-    if verdict.decision is Decision.SAVE:
+    if verdict.decision is Action.SAVE:
         return mark.SAVE
     missing = [s for s in (verdict.src, verdict.dst) if s not in spaces]
     if not missing:
@@ -254,7 +256,7 @@ def _check_difference(policy: Policy, sites: Sequence[Site], name: str) -> None:
         return [policy.judge(site.value) for site in sites]
 
     verdicts_of_policy, verdicts_of_everything = verdicts(policy), verdicts(everything)
-    is_nothing = all(v.decision is Decision.RECOMPUTE for v in verdicts_of_policy)
+    is_nothing = all(v.decision is Action.RECOMPUTE for v in verdicts_of_policy)
     # Views do not count: `everything` does not save them, but a policy by name may.
     is_everything = all(
         v.rank == SAVE.rank for v, e in zip(verdicts_of_policy, verdicts_of_everything, strict=True) if e == SAVE

@@ -26,7 +26,7 @@ Input = tuple[Sequence[str], int]
 """An input of a function: the names of all inputs, and its index. The names are looked up only where a check needs them."""
 
 
-class _Checks(threading.local):
+class _DeclarationChecks(threading.local):
     """Whether declarations are checked in this thread.
 
     Attributes:
@@ -39,7 +39,7 @@ class _Checks(threading.local):
     loops: list[Policy] | None = None
 
 
-checks = _Checks()
+checks = _DeclarationChecks()
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from .survey import Address
 
 Label = Any
 Labels = Mapping[Address, Any]
-"""The labels of values to mark, by address (`survey.Site`): `SAVE`, `offload` or a `Stored`. For the rule of a derivative: a function from the rule's
+"""The labels of values to mark, by address (`survey.Site`): `SAVE`, `offload` or a `StoredLabel`. For the rule of a derivative: a function from the rule's
 jaxpr to the labels of the values in it, at the address of the call with `RULE` in place of the output's index."""
 
 SAVE = "save"
@@ -44,7 +44,7 @@ def offload(src: str, dst: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredLabel:
     """The label of a value that is stored in fewer bits.
 
     Attributes:
@@ -98,14 +98,14 @@ def mark(x: Any, labels: Labels, *, region: int, in_rule: bool = False) -> Any:
     by_equation: dict[int, dict[Address, Any]] = {}
     for (i, *inner_address), label in labels.items():
         by_equation.setdefault(i, {})[tuple(inner_address)] = label
-    marker = _Marker(region, in_rule)
+    marker = _EquationMarker(region, in_rule)
     eqns: list[Any] = []
     for i, eqn in enumerate(_jax.open_jaxpr(x)[0].eqns):
         eqns += marker.equation(eqn, by_equation[i]) if i in by_equation else [eqn]
     return _jax.with_equations(x, eqns)
 
 
-class _Marker(NamedTuple):
+class _EquationMarker(NamedTuple):
     region: int
     in_rule: bool
 
@@ -141,7 +141,7 @@ class _Marker(NamedTuple):
 
     def mark(self, eqn: Any, source: Any, target: Any, label: Label) -> list[Any]:
         """The equations that make `target` the marked `source`, a result of `eqn`."""
-        if isinstance(label, Stored):
+        if isinstance(label, StoredLabel):
             return _stored(eqn, source, target, label, self.region)
         return [_jax.mark_equation(eqn, source, target, region=self.region, what=label)]
 
@@ -222,7 +222,7 @@ class _Marker(NamedTuple):
         return call.replace(invars=invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
 
 
-def mark_inputs(jaxpr: Jaxpr, labels: Mapping[int, Stored], *, region: int) -> Jaxpr:
+def mark_inputs(jaxpr: Jaxpr, labels: Mapping[int, StoredLabel], *, region: int) -> Jaxpr:
     """Store inputs of a jaxpr without constants in fewer bits; `labels` has the formats by the indices of the inputs."""
     if not labels or not jaxpr.eqns:
         return jaxpr
@@ -233,7 +233,7 @@ def mark_inputs(jaxpr: Jaxpr, labels: Mapping[int, Stored], *, region: int) -> J
     return _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
 
 
-def _stored(like: Any, source: Any, target: Any, label: Stored, region: int) -> list[Any]:
+def _stored(like: Any, source: Any, target: Any, label: StoredLabel, region: int) -> list[Any]:
     """The equations that make `target` the value of `source`, but with the residual that the label says."""
 
     def run(x: Any) -> list[Any]:

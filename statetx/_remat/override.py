@@ -24,7 +24,7 @@ from .value import StateRef
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
+class VisitedRegion:
     """A rematerialized function that was called during an override.
 
     Attributes:
@@ -59,7 +59,7 @@ class Override(threading.local):
     policy: Policy | Rewriter | None = None
     is_off: bool = False
     suppress_warnings: bool = False
-    visited_regions: list[Region] | None = None
+    visited_regions: list[VisitedRegion] | None = None
     undone: list[str] | None = None
     rewriter: Rewriter | None = None
     gradient_order: GradientOrder | None = None
@@ -85,9 +85,9 @@ class Override(threading.local):
         is_off: bool = False,
         suppress_warnings: bool = False,
         rewriter: Rewriter | None = None,
-    ) -> Iterator[list[Region]]:
+    ) -> Iterator[list[VisitedRegion]]:
         """Override the settings in this block; gives the list of the regions called in it."""
-        regions: list[Region] = []
+        regions: list[VisitedRegion] = []
         with self._set(policy, is_off, suppress_warnings, regions, rewriter, key=object()):
             yield regions
 
@@ -129,7 +129,7 @@ class Override(threading.local):
         unmatched = [atom.unmatched(values) for atom in atoms]
         names = NONE.union(*(v.names for v in values))
         assert self.visited_regions is not None
-        self.visited_regions.append(Region(name, policy, prevent_cse, names, tuple(filter(None, unmatched))))
+        self.visited_regions.append(VisitedRegion(name, policy, prevent_cse, names, tuple(filter(None, unmatched))))
 
     def leaves_plain(self, checkpointed: str) -> bool:
         """Whether a loop or function stays plain, which is then noted."""

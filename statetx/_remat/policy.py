@@ -1,6 +1,6 @@
 """Policies: which values a rematerialized function saves. The module `policies` has the public names.
 
-A policy judges one value at a time and sees nothing of how the value is used, so policies combine freely: `Or`, `And`, `Not` and `Then`
+A policy judges one value at a time and sees nothing of how the value is used, so policies combine freely: `Or`, `And`, `NotSaved` and `Then`
 are functions of two answers. Policies are frozen, equal by content and hashable, since the table of structures is keyed by them.
 """
 
@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from .. import _jax
 from .._errors import PolicyError
 from .stored import StoredType, as_stored_type
-from .value import RECOMPUTE, SAVE, Decision, Value, Verdict
+from .value import RECOMPUTE, SAVE, Action, Value, Verdict
 
 
 class Policy:
@@ -79,7 +79,7 @@ class Policy:
         return And(Policy._coerce(other), self)
 
     def __invert__(self) -> Policy:
-        return Not(self)
+        return NotSaved(self)
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_code.co_filename.startswith(_jax.JAX_FOLDER):
@@ -139,9 +139,9 @@ class Policy:
         verdict = max(
             (self.judge(Value(primitive, inputs, params, t, names=name)) for t in outs), key=lambda v: v.decision
         )
-        if verdict.decision is Decision.OFFLOAD:
+        if verdict.decision is Action.OFFLOAD:
             return _jax.Offloadable(src=verdict.src, dst=verdict.dst)
-        return verdict.decision is Decision.SAVE
+        return verdict.decision is Action.SAVE
 
     def _show(self, precedence: int) -> str:
         text = repr(self)
@@ -191,7 +191,7 @@ class And(Policy):
 
 
 @frozen_policy
-class Not(Policy):
+class NotSaved(Policy):
     inner: Policy
     _binding: ClassVar[int] = 2
 
@@ -199,7 +199,7 @@ class Not(Policy):
         return (self.inner,)
 
     def judge(self, value: Value) -> Verdict:
-        is_saved = self.inner.judge(value).decision is Decision.RECOMPUTE
+        is_saved = self.inner.judge(value).decision is Action.RECOMPUTE
         # Most policies recompute views, so `~policy` would save them all, each a copy of its operand.
         return SAVE if is_saved and not value.is_view else RECOMPUTE
 
@@ -220,7 +220,7 @@ class Then(Policy):
 
     def judge(self, value: Value) -> Verdict:
         first = self.a.judge(value)
-        return self.b.judge(value) if first.decision is Decision.RECOMPUTE else first
+        return self.b.judge(value) if first.decision is Action.RECOMPUTE else first
 
     def __repr__(self) -> str:
         return f"{self.a._show(3)}.then({self.b!r})"
@@ -238,13 +238,13 @@ class StoredAs(Policy):
     def judge(self, value: Value) -> Verdict:
         verdict = self.inner.judge(value)
         is_fit = not self.format.is_exact or value.is_bits or self.inner.selects_by_name(value)
-        if verdict.decision is Decision.RECOMPUTE or not is_fit or not self.format.shrinks(value.type):
+        if verdict.decision is Action.RECOMPUTE or not is_fit or not self.format.shrinks(value.type):
             return verdict
         return verdict._replace(stored=self.format)
 
     def unmatched(self, values: Sequence[Value]) -> str:
         verdicts = [self.judge(value) for value in values]
-        saved = [v for v in verdicts if v.decision is not Decision.RECOMPUTE]
+        saved = [v for v in verdicts if v.decision is not Action.RECOMPUTE]
         if not saved or any(v.stored is not None for v in saved):
             return ""
         if self.format.is_exact:

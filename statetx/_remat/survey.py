@@ -32,7 +32,7 @@ class Site(NamedTuple):
     eqn: Any
 
 
-class _Provenance(NamedTuple):
+class _ValueProvenance(NamedTuple):
     """The states that a variable comes from.
 
     Attributes:
@@ -65,15 +65,15 @@ class Survey:
     """
 
     def __init__(self, jaxpr: Jaxpr, origins: Sequence[frozenset[StateRef]] = ()):
-        other_inputs = [_Provenance()] * (len(jaxpr.invars) - len(origins))
-        states = [_Provenance(o, o) for o in origins]
+        other_inputs = [_ValueProvenance()] * (len(jaxpr.invars) - len(origins))
+        states = [_ValueProvenance(o, o) for o in origins]
         self._begin(jaxpr, [*states, *other_inputs], [NONE] * len(jaxpr.outvars), 1, ())
 
     @classmethod
-    def of_rule(cls, rule: Rule, jaxpr: Jaxpr) -> Survey:
+    def of_rule(cls, rule: SurveyedRule, jaxpr: Jaxpr) -> Survey:
         """Survey the rule of a custom derivative, as traced for the inputs that are differentiated."""
         operands = rule.operands[_jax.num_closed_over(rule.eqn) :]
-        tangents = [_Provenance(is_tangent=True)] * (len(jaxpr.invars) - len(operands))
+        tangents = [_ValueProvenance(is_tangent=True)] * (len(jaxpr.invars) - len(operands))
         names = [NONE] * len(jaxpr.outvars)
         for i, result_names in zip(_jax.results_of_rule(rule.eqn, jaxpr), rule.names, strict=True):
             names[i] = result_names
@@ -85,13 +85,13 @@ class Survey:
     def _begin(
         self,
         jaxpr: Jaxpr,
-        inputs: Sequence[_Provenance],
+        inputs: Sequence[_ValueProvenance],
         out_names: Sequence[frozenset[str]],
         times: int,
         address: Address,
     ) -> None:
         self.sites: list[Site] = []
-        self.rules: dict[Address, Rule] = {}
+        self.rules: dict[Address, SurveyedRule] = {}
         self._calls: list[Site] = []
         self._regions: set[int] = set()
         self._enclosing: list[Any] = []  # equations around the jaxpr that is visited
@@ -116,11 +116,11 @@ class Survey:
     def _visit(
         self,
         jaxpr: Jaxpr,
-        inputs: Sequence[_Provenance],
+        inputs: Sequence[_ValueProvenance],
         out_names: Sequence[frozenset[str]],
         times: int,
         address: Address,
-    ) -> list[_Provenance]:
+    ) -> list[_ValueProvenance]:
         """Record the values of a jaxpr; return the provenance of its outputs.
 
         Args:
@@ -130,11 +130,11 @@ class Survey:
             address: of the jaxpr.
         """
         names = names_in(jaxpr, out_names)
-        env = dict.fromkeys(jaxpr.constvars, _Provenance()) | dict(zip(jaxpr.invars, inputs, strict=True))
+        env = dict.fromkeys(jaxpr.constvars, _ValueProvenance()) | dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(atom: Any) -> _Provenance:
+        def read(atom: Any) -> _ValueProvenance:
             if isinstance(atom, Literal):
-                return _Provenance(order=-2, is_bits=is_bits(atom))
+                return _ValueProvenance(order=-2, is_bits=is_bits(atom))
             provenance = env[atom]
             return provenance._replace(is_bits=True) if is_bits(atom) else provenance
 
@@ -144,7 +144,7 @@ class Survey:
             is_call = eqn.primitive.name in CALLS and not _jax.is_storing(eqn)
 
             # The jaxprs within. A call's results are those of its jaxpr, with the names that they have here.
-            inner_results: list[_Provenance] = []
+            inner_results: list[_ValueProvenance] = []
             self._enclosing.append(eqn)
             # A loop's or branch's results are values of their own, stacked or chosen; only a call's result is the
             # very value within.
@@ -153,7 +153,9 @@ class Survey:
                 inner_results = self._visit(sub, enter(operands), names_within, times * length, (*eqn_address, n))
             self._enclosing.pop()
             if _jax.has_rule(eqn):
-                self.rules[eqn_address] = Rule(eqn, tuple(self._enclosing), eqn_address, operands, result_names, times)
+                self.rules[eqn_address] = SurveyedRule(
+                    eqn, tuple(self._enclosing), eqn_address, operands, result_names, times
+                )
 
             self._order += 1
             results = self._record(eqn, eqn_address, operands, result_names, times)
@@ -161,13 +163,20 @@ class Survey:
         return [read(v) for v in jaxpr.outvars]
 
     def _record(
-        self, eqn: Any, address: Address, operands: Sequence[_Provenance], names: Sequence[frozenset[str]], times: int
-    ) -> list[_Provenance]:
+        self,
+        eqn: Any,
+        address: Address,
+        operands: Sequence[_ValueProvenance],
+        names: Sequence[frozenset[str]],
+        times: int,
+    ) -> list[_ValueProvenance]:
         """Record the results of an operation; return their provenance."""
         source_states = NONE.union(*(p.source_states for p in operands))
         # The latest operand: in ``gelu(x @ w + b)`` the result of the product, not the input of the block, names the
         # module.
-        nearest_states = source_states or max(operands, key=lambda p: p.order, default=_Provenance()).nearest_states
+        nearest_states = (
+            source_states or max(operands, key=lambda p: p.order, default=_ValueProvenance()).nearest_states
+        )
         is_tangent = any(p.is_tangent for p in operands)
         is_name, is_mark = eqn.primitive is _jax.name_primitive, eqn.primitive is _jax.mark_primitive
         if is_mark or eqn.primitive is _jax.stored_primitive:
@@ -200,11 +209,11 @@ class Survey:
 
         forwarded = source_states if row_of(eqn).forwards else NONE
         has_site = operands[0].has_site if operands and (is_mark or _jax.is_storing(eqn)) else True
-        return [_Provenance(forwarded, nearest_states, self._order, has_site, is_tangent, b) for b in bits]
+        return [_ValueProvenance(forwarded, nearest_states, self._order, has_site, is_tangent, b) for b in bits]
 
 
 @dataclasses.dataclass
-class Rule:
+class SurveyedRule:
     """The custom derivative of a function that is called.
 
     Attributes:
@@ -219,7 +228,7 @@ class Rule:
     eqn: Any
     enclosing: Sequence[Any]
     address: Address
-    operands: Sequence[_Provenance]
+    operands: Sequence[_ValueProvenance]
     names: Sequence[frozenset[str]]
     times: int
 
@@ -234,7 +243,7 @@ class Rule:
         return Survey.of_rule(self, jaxpr)
 
 
-_Enter = Callable[[Sequence[_Provenance]], list[_Provenance]]
+_Enter = Callable[[Sequence[_ValueProvenance]], list[_ValueProvenance]]
 
 
 def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, _Enter]]:
@@ -251,7 +260,9 @@ def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, _Enter]]:
             yield jaxpr, 1, list
 
 
-def _into_scan(jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[_Provenance]) -> list[_Provenance]:
+def _into_scan(
+    jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[_ValueProvenance]
+) -> list[_ValueProvenance]:
     """The provenance of a step's inputs. The carry changes, so it is no longer the value of a state."""
     # A carry that is not a tangent at first may be one after a step.
     is_tangent = any(p.is_tangent for p in operands)
@@ -262,7 +273,7 @@ def _into_scan(jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence
     return inputs
 
 
-def _without_sites(operands: Sequence[_Provenance]) -> list[_Provenance]:
+def _without_sites(operands: Sequence[_ValueProvenance]) -> list[_ValueProvenance]:
     # `names_in` does not enter loops and branches: a name that one gives to its input is not a name of the value outside.
     return [p._replace(has_site=False) for p in operands]
 

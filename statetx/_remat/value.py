@@ -63,7 +63,7 @@ class Value:
         return num_bytes(self.type) * self.times
 
 
-class Decision(enum.IntEnum):
+class Action(enum.IntEnum):
     """What to do with a value. `Or` takes the greater of two decisions, `And` the lesser."""
 
     RECOMPUTE = 0
@@ -80,17 +80,17 @@ class Verdict(NamedTuple):
         stored: the format to store it in; None to store it unchanged.
     """
 
-    decision: Decision
+    decision: Action
     src: str = ""
     dst: str = ""
     otherwise: str = "raise"
     stored: StoredType | None = None
 
     @property
-    def rank(self) -> tuple[Decision, bool]:
+    def rank(self) -> tuple[Action, bool]:
         """`Or` takes the verdict with the greater rank, `And` the one with the lesser."""
         return self.decision, self.stored is None
 
 
-SAVE = Verdict(Decision.SAVE)
-RECOMPUTE = Verdict(Decision.RECOMPUTE)
+SAVE = Verdict(Action.SAVE)
+RECOMPUTE = Verdict(Action.RECOMPUTE)

@@ -21,7 +21,7 @@ from .bad_input import BadInput
 from .target import UserFunction
 
 if TYPE_CHECKING:
-    from ..memory.baseline import Baseline
+    from ..memory.baseline import MemoryBaseline
 
 Writer = Callable[[str], None]
 
@@ -43,7 +43,7 @@ def memory(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..memory.measure import memory_profile
 
     profile = memory_profile(target.fun, *target.args, gradient=options.gradient, **target.kwargs)
-    now = baseline.Baseline.of(profile)
+    now = baseline.MemoryBaseline.of(profile)
     key = baseline.key_of(profile.name, now)
     shown, is_failed = str(profile), False
     if options.against is not None:
@@ -79,7 +79,7 @@ def check_against(options: argparse.Namespace) -> None:
         raise BadInput(f"--against: {e}") from None
 
 
-def _save(path: str, key: str, now: Baseline) -> None:
+def _save(path: str, key: str, now: MemoryBaseline) -> None:
     from ..memory.baseline import save
 
     try:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._jax import CompiledProgram, Instruction
-from ._lifetimes import FORWARDS, Flow, Lifetime, Schedule, lifetimes, readers
-from ._names import Names, Origin, common_parent, stored_as
+from ._lifetimes import FORWARDS, FlatSchedule, Flow, Lifetime, lifetimes, readers
+from ._names import InstructionNames, Origin, common_parent, stored_as
 from .buffer import Buffer, Kind, Loop, Step
 
 
@@ -33,9 +33,9 @@ class Assembly:
     def __init__(self, program: CompiledProgram, inputs: Inputs):
         self.program = program
         self.inputs = inputs
-        self.schedule = Schedule(program)
+        self.schedule = FlatSchedule(program)
         self.flow = Flow(program, self.schedule)
-        self.names = Names(program, self.schedule)
+        self.names = InstructionNames(program, self.schedule)
         self._parameters = {
             i.id: i for i in program.computations[program.entry].instructions if i.opcode == "parameter"
         }

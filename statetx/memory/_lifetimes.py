@@ -30,7 +30,7 @@ class Lifetime(NamedTuple):
     end: int
 
 
-class Schedule:
+class FlatSchedule:
     """The instructions of a program in the order in which they run.
 
     Attributes:
@@ -79,7 +79,7 @@ def called(instruction: Instruction) -> list[int]:
 class Flow:
     """Which values stand at each place of a program."""
 
-    def __init__(self, program: CompiledProgram, schedule: Schedule):
+    def __init__(self, program: CompiledProgram, schedule: FlatSchedule):
         self.program = program
         self.schedule = schedule
         self.defined: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
@@ -169,7 +169,7 @@ def _union(*held: dict[tuple[int, ...], frozenset[int]]) -> dict[tuple[int, ...]
     return out
 
 
-def lifetimes(program: CompiledProgram, schedule: Schedule, flow: Flow) -> list[Lifetime]:
+def lifetimes(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -> list[Lifetime]:
     """Of every value that has memory of its own on the device, in an allocation of the program, by allocation and offset."""
     starts, ends = _spans(program, schedule, flow)
     return [
@@ -181,7 +181,7 @@ def lifetimes(program: CompiledProgram, schedule: Schedule, flow: Flow) -> list[
     ]
 
 
-def _spans(program: CompiledProgram, schedule: Schedule, flow: Flow) -> tuple[dict[int, int], dict[int, int]]:
+def _spans(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -> tuple[dict[int, int], dict[int, int]]:
     last = len(schedule.order) - 1
     starts = {
         value.id: schedule.step[value.place[0]] for value in program.values.values() if value.place[0] in schedule.step
@@ -209,7 +209,7 @@ def _spans(program: CompiledProgram, schedule: Schedule, flow: Flow) -> tuple[di
     return starts, ends
 
 
-def _overwritten(program: CompiledProgram, schedule: Schedule, flow: Flow) -> Iterator[tuple[int, set[int]]]:
+def _overwritten(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -> Iterator[tuple[int, set[int]]]:
     """Values that an asynchronous operation writes over, as it writes a slice of a stack, and the steps that only begin it and wait for its end."""
     place = {v: (a.index, offset, size) for a in program.allocations for v, offset, size in a.values}
     for start in (i for i in schedule.order if i.opcode == "async-start"):
@@ -222,7 +222,7 @@ def _overwritten(program: CompiledProgram, schedule: Schedule, flow: Flow) -> It
                 yield from ((v, steps) for v in values if place.get(v) in written)
 
 
-def readers(schedule: Schedule, flow: Flow) -> dict[int, list[int]]:
+def readers(schedule: FlatSchedule, flow: Flow) -> dict[int, list[int]]:
     """The steps that read each value."""
     found: dict[int, list[int]] = defaultdict(list)
     for instruction in schedule.order:
@@ -238,7 +238,7 @@ def readers(schedule: Schedule, flow: Flow) -> dict[int, list[int]]:
     return found
 
 
-def _time_of_use(instruction: Instruction, schedule: Schedule) -> int:
+def _time_of_use(instruction: Instruction, schedule: FlatSchedule) -> int:
     """A loop or call reads its operands when it starts: afterwards they live on as the carry, or as the parameters."""
     if instruction.opcode in ("while", "call"):
         return schedule.span[called(instruction)[0]][0]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, get_args
 
 from .._jax import PRIMITIVES, CompiledProgram, Instruction, StackFrame, product_of
-from ._lifetimes import FORWARDS, Schedule
+from ._lifetimes import FORWARDS, FlatSchedule
 from .buffer import Loop, Phase
 
 # Parts of a name stack that JAX adds: loops, branches, calls, regions and the functions of jax.numpy.
@@ -55,14 +55,14 @@ class Origin(NamedTuple):
 NOWHERE = Origin("", "forward", False, "", "", "", "", ())
 
 
-class Names:
+class InstructionNames:
     """The origins of a program's instructions.
 
     Attributes:
         turn, last_backward: the first and the last step of the backward pass (`_turn`); after all steps if there is none.
     """
 
-    def __init__(self, program: CompiledProgram, schedule: Schedule):
+    def __init__(self, program: CompiledProgram, schedule: FlatSchedule):
         self.program = program
         self.schedule = schedule
         self._users: dict[int, list[Instruction]] = {}
@@ -267,7 +267,7 @@ def stored_as(op_name: str) -> str:
     return match[1] if match else ""
 
 
-def _turn(schedule: Schedule) -> tuple[int, int]:
+def _turn(schedule: FlatSchedule) -> tuple[int, int]:
     """The first and the last step of the backward pass; if the program takes several gradients, the turn of the one with most operations.
 
     XLA moves some steps of either pass into the other: zeros that gradients are added to come early, for example. So the turn is

@@ -143,7 +143,7 @@ def _least_span(spans: Sequence[PhaseSpan], columns: Sequence[Phase], peak: int)
     return min(filter(may_be_left_out, range(1, len(spans) - 1)), key=length_of, default=None)
 
 
-class Stack(NamedTuple):
+class BandStack(NamedTuple):
     """Bytes by band at sampled steps.
 
     Attributes:
@@ -174,13 +174,13 @@ def choose_bands(profiles: Sequence[AdvisedTimeline]) -> tuple[str, ...]:
     return (*bands, OTHERS) if len(bands) < len(largest) else tuple(bands)
 
 
-def stack(profile: AdvisedTimeline, bands: tuple[str, ...], width: int) -> Stack:
+def stack(profile: AdvisedTimeline, bands: tuple[str, ...], width: int) -> BandStack:
     """The bytes of each band; owners without a band of their own belong to the last one."""
     steps = sample_steps(profile, width)
     num_bytes = np.zeros((len(bands), len(steps)), np.int64)
     for name, series in bytes_by(profile, band).items():
         num_bytes[bands.index(name) if name in bands else len(bands) - 1] += series[steps]
-    return Stack(bands, num_bytes, steps)
+    return BandStack(bands, num_bytes, steps)
 
 
 def band_colors(bands: Sequence[str]) -> list[str]:
@@ -253,7 +253,7 @@ def _svg_phases(profile: AdvisedTimeline, num_columns: int) -> list[str]:
     return parts
 
 
-def _svg_legend(layers: Stack) -> str:
+def _svg_legend(layers: BandStack) -> str:
     items = " ".join(  # spaces, where the line may break
         f'<span style="margin-right:1em;white-space:nowrap"><span style="color:{color}">■</span> {escape(name)}</span>'
         for name, color in zip(layers.bands, band_colors(layers.bands), strict=True)

@@ -23,7 +23,7 @@ _SPARKLINE_WIDTH = 60
 # -- rows: groups of equal owners --------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class PeakRow(NamedTuple):
     """Groups at the peak that differ in the index of their owner only: the layers of a model.
 
     Attributes:
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     change: Change | None
 
 
-def rows_at_peak(profile: AdvisedTimeline) -> list[Row]:
+def rows_at_peak(profile: AdvisedTimeline) -> list[PeakRow]:
     """All rows, the largest first; without constants, which XLA's figures leave out. With ``profile.unused_bytes`` they sum to
     ``profile.peak_bytes``."""
     families: defaultdict[tuple[str, ...], list[Group]] = defaultdict(list)
@@ -52,7 +52,7 @@ def rows_at_peak(profile: AdvisedTimeline) -> list[Row]:
     return sorted((row for groups in families.values() for row in _rows(groups)), key=lambda row: -row.num_bytes)
 
 
-def _rows(groups: Sequence[Group]) -> list[Row]:
+def _rows(groups: Sequence[Group]) -> list[PeakRow]:
     """One row; a group that takes more than the others together has a row of its own."""
     largest, *rest = sorted(groups, key=lambda g: -g.num_bytes)
     if rest and largest.num_bytes > sum(g.num_bytes for g in rest):
@@ -60,14 +60,14 @@ def _rows(groups: Sequence[Group]) -> list[Row]:
     return [_row(groups)]
 
 
-def _row(groups: Sequence[Group]) -> Row:
+def _row(groups: Sequence[Group]) -> PeakRow:
     first, buffers = groups[0], [b for g in groups for b in g.buffers]
     types = Counter(b.shown_type for b in buffers)
     # The largest first: a table of pointers is no row's content.
     sizes = sums((b.shown_type, b.num_bytes) for b in buffers)
     texts = [f"{types[name]} x {name}" if types[name] > 1 else name for name in sizes]
     changes = [g.change for g in groups if g.change is not None]
-    return Row(
+    return PeakRow(
         num_bytes=sum(g.num_bytes for g in groups),
         kind=first.kind,
         owner=first.owner if len(groups) == 1 else family(first.owner),
@@ -154,14 +154,14 @@ SUBJECTS = {
 }
 
 
-def _subject(rows: Sequence[Row]) -> str:
+def _subject(rows: Sequence[PeakRow]) -> str:
     """What the rows of one owner are. Not every layer has a buffer of every line."""
     num_owners = max(row.num_owners for row in rows)
     number = f" ({num_owners} of them)" if num_owners > 1 else ""
     return f"{SUBJECTS[rows[0].kind][num_owners > 1]} {rows[0].owner}{number}"
 
 
-def _line_of(rows: Sequence[Row]) -> str:
+def _line_of(rows: Sequence[PeakRow]) -> str:
     """Function, line and loop of the largest of some rows."""
     largest, total = rows[0], sum(row.num_bytes for row in rows)
     function = largest.function if largest.function != largest.owner else ""
@@ -295,14 +295,14 @@ def table(profile: AdvisedTimeline) -> Table:
     return Table(title, _COLUMNS, cells, _notes(profile, changes)).without_empty_columns()
 
 
-def _numbered(profile: AdvisedTimeline, rows: Sequence[Row]) -> dict[Change, int]:
+def _numbered(profile: AdvisedTimeline, rows: Sequence[PeakRow]) -> dict[Change, int]:
     """The changes to list, the best ones and those of the rows, with their numbers in ``profile.changes``."""
     of_rows = [row.change for row in rows if row.change is not None]
     every = {change: n for n, change in enumerate(dict.fromkeys([*profile.changes, *of_rows]), 1)}
     return {change: every[change] for change in (*profile.changes[:_MAX_CHANGES], *of_rows)}
 
 
-def _cells(row: Row, profile: AdvisedTimeline, changes: dict[Change, int]) -> list[Cell]:
+def _cells(row: PeakRow, profile: AdvisedTimeline, changes: dict[Change, int]) -> list[Cell]:
     """One for each of `_COLUMNS`."""
     share = row.num_bytes / max(profile.peak_bytes, 1)
     owner = f"{row.owner} ({row.num_owners})" if row.num_owners > 1 else row.owner

@@ -31,7 +31,7 @@ UNUSED = "unused"  # the kind of what the program reserves beside what is alive
 _PACKAGES = ("statetx", "jax", "jaxlib", "brainstate", "flax", "equinox", "optax", "haiku")
 
 
-class Part(NamedTuple):
+class PeakPart(NamedTuple):
     """What has memory at the peak with one role, of one owner and function. Layers of a model count together.
 
     Attributes:
@@ -75,7 +75,7 @@ _FILE = record({"version": one_of(_VERSION), "programs": mapping(_PROGRAM)})
 
 
 @dataclasses.dataclass(frozen=True)
-class Baseline:
+class MemoryBaseline:
     """What a compiled program takes, as a file keeps it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Baseline:
     temp_bytes: int
     constant_bytes: int
     versions: Mapping[str, str]
-    parts: tuple[Part, ...]
+    parts: tuple[PeakPart, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Baseline:
         return self.peak_bytes + self.constant_bytes
 
     @classmethod
-    def of(cls, profile: AdvisedTimeline) -> Baseline:
+    def of(cls, profile: AdvisedTimeline) -> MemoryBaseline:
         """The record of a profile, made under the target that is in force."""
         target = current.current()
         return cls(
@@ -119,7 +119,7 @@ class Baseline:
         )
 
 
-def _parts(profile: AdvisedTimeline) -> tuple[Part, ...]:
+def _parts(profile: AdvisedTimeline) -> tuple[PeakPart, ...]:
     found: dict[tuple[str, str, str], list[Any]] = {}
     constants = grouped(b for b in profile.buffers if b.kind == "constant")
     unused, unwritten = unused_parts(profile), grouped(unwritten_outputs(profile))
@@ -132,8 +132,8 @@ def _parts(profile: AdvisedTimeline) -> tuple[Part, ...]:
     parts = []
     for key, groups in found.items():
         largest = max(groups, key=lambda g: g.num_bytes)
-        parts.append(Part(*key, short_path(largest.source), sum(g.num_bytes for g in groups)))
-    parts += [Part(UNUSED, name, "", "", num_bytes) for name, num_bytes in unused.items()]
+        parts.append(PeakPart(*key, short_path(largest.source), sum(g.num_bytes for g in groups)))
+    parts += [PeakPart(UNUSED, name, "", "", num_bytes) for name, num_bytes in unused.items()]
     return tuple(sorted(parts, key=lambda p: (-p.num_bytes, p.key)))
 
 
@@ -151,12 +151,12 @@ def _versions() -> dict[str, str]:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def key_of(name: str, baseline: Baseline) -> str:
+def key_of(name: str, baseline: MemoryBaseline) -> str:
     """The name of a program in a file: a function may be there once for each device."""
     return f"{name} on {baseline.device}"
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Baseline]:
+def load(path: str | os.PathLike[str]) -> dict[str, MemoryBaseline]:
     """The programs of a file.
 
     Raises:
@@ -175,10 +175,13 @@ def load(path: str | os.PathLike[str]) -> dict[str, Baseline]:
             f"Fix: name another file, or write one, by {how}."
         ) from None
     programs = fields["programs"]
-    return {key: Baseline(**p | {"parts": tuple(Part(*part) for part in p["parts"])}) for key, p in programs.items()}
+    return {
+        key: MemoryBaseline(**p | {"parts": tuple(PeakPart(*part) for part in p["parts"])})
+        for key, p in programs.items()
+    }
 
 
-def save(path: str | os.PathLike[str], key: str, baseline: Baseline) -> None:
+def save(path: str | os.PathLike[str], key: str, baseline: MemoryBaseline) -> None:
     """Put a program into a file, which keeps the others that it has."""
     programs = load(path) if os.path.exists(path) else {}
     programs[key] = baseline
@@ -187,7 +190,7 @@ def save(path: str | os.PathLike[str], key: str, baseline: Baseline) -> None:
     _files.write(path, json.dumps({"version": _VERSION, "programs": fields}, indent=1) + "\n")
 
 
-def find(path: str | os.PathLike[str], key: str) -> Baseline:
+def find(path: str | os.PathLike[str], key: str) -> MemoryBaseline:
     """A program of a file.
 
     Raises:
@@ -210,7 +213,7 @@ def find(path: str | os.PathLike[str], key: str) -> Baseline:
 class Growth(NamedTuple):
     """A part of the peak that takes more than before."""
 
-    part: Part
+    part: PeakPart
     before: int
 
     def __str__(self) -> str:
@@ -226,8 +229,8 @@ class Difference:
     """
 
     name: str
-    before: Baseline
-    after: Baseline
+    before: MemoryBaseline
+    after: MemoryBaseline
     tolerance: float = TOLERANCE
 
     @property

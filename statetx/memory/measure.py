@@ -110,7 +110,9 @@ def profiled(
     return profile_of(program, memory, traced, _num_devices(compiled), backend)
 
 
-def profile_of(program: CompiledProgram, memory: Any, traced: _Traced, num_devices: int, backend: str) -> MemoryProfile:
+def profile_of(
+    program: CompiledProgram, memory: Any, traced: _TracedProgram, num_devices: int, backend: str
+) -> MemoryProfile:
     """The profile of a compiled program of known buffers; `memory` as in ``Compiled.memory_analysis()``."""
     assembly = Assembly(program, traced.inputs)
     buffers = assembly.buffers()
@@ -174,7 +176,7 @@ def _tells(environment: Any) -> bool:
     return _jax.compiled_program(compiled) is not None
 
 
-class _Traced(NamedTuple):
+class _TracedProgram(NamedTuple):
     """A program to compile, and what is known of it.
 
     Attributes:
@@ -188,7 +190,7 @@ class _Traced(NamedTuple):
     residuals: Callable[[], Residuals] | None
 
 
-def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> _Traced:
+def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> _TracedProgram:
     if isinstance(fun, _STAGES):
         if args or kwargs:
             raise FunctionError(
@@ -217,16 +219,16 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
 _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)
 
 
-def _staged(stage: Any) -> _Traced:
+def _staged(stage: Any) -> _TracedProgram:
     """Of a traced, lowered or compiled function."""
     if isinstance(stage, Traced):
-        return _Traced(stage.name, lower(stage.jax_stage), Inputs(stage.state_names), None)
+        return _TracedProgram(stage.name, lower(stage.jax_stage), Inputs(stage.state_names), None)
     name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell
     if hasattr(stage, "lower"):
         stage = lower(stage)
     if isinstance(stage, (Lowered, Compiled)):
-        return _Traced(stage.name, stage.jax_stage, Inputs(stage.state_names), None)
-    return _Traced(name, stage, Inputs(), None)
+        return _TracedProgram(stage.name, stage.jax_stage, Inputs(stage.state_names), None)
+    return _TracedProgram(name, stage, Inputs(), None)
 
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
@@ -240,14 +242,14 @@ def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str
 
 def _of_function(
     fun: Any, args: tuple, program: ArrayProgram, residuals: Callable | None, results: tuple[list, list, list] | None
-) -> _Traced:
+) -> _TracedProgram:
     """Of a function of arrays that `with_gradient` or `without_gradient` made; `results` of the former."""
     names, states = input_names(fun, args, program)
     jitted = jax.jit(program.run, donate_argnums=program.donated(program.arrays))
     _jax.name_inputs(jitted, program.arrays, names)
     outputs = _output_names(results, program.arrays, names) if results else ()
     lowered = lower(jitted.trace(*program.arrays))
-    return _Traced(short_name(name_of(fun)), lowered, Inputs(frozenset(states), outputs), residuals)
+    return _TracedProgram(short_name(name_of(fun)), lowered, Inputs(frozenset(states), outputs), residuals)
 
 
 def input_names(fun: Any, args: tuple, program: ArrayProgram) -> tuple[list[str], list[str]]:

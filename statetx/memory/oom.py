@@ -23,7 +23,7 @@ from ..planner.planner import plan
 from ..transforms.functionalize import functionalize
 from ._estimate import estimate
 from ._search import Remedy, Search, Unused
-from ._show import Row, rows_at_peak
+from ._show import PeakRow, rows_at_peak
 from ._tried import Trials
 from .measure import profiled
 from .profile import MemoryProfile
@@ -193,7 +193,7 @@ def _how_known(remedy: Remedy) -> str:
     return f"compiled, {100 * (remedy.added_operations or 0):+.1f}% operations{time}"
 
 
-def _owner_and_line(row: Row) -> tuple[str, str]:
+def _owner_and_line(row: PeakRow) -> tuple[str, str]:
     owner = f"{row.owner} ({row.num_owners})" if row.num_owners > 1 else row.owner
     return owner, " ".join(filter(None, [short_path(row.source), row.function and f"({row.function})"]))
 

@@ -137,8 +137,8 @@ def differentiate(
     arrays = [as_array(x) for (_, x), m in zip(leaves_with_path, mask, strict=True) if m]
 
     paths, argument_name = Paths(fun, args, kwargs), argument_names(fun, args)
-    recorder = _Recorder() if may_be_step else None
-    lifting = _Reads(targets, paths, recorder)
+    recorder = _GradientRecorder() if may_be_step else None
+    lifting = _InspectedReads(targets, paths, recorder)
     name = name_of(fun)
     keys_of_arrays = [keys for (keys, _), m in zip(leaves_with_path, mask, strict=True) if m]
 
@@ -204,10 +204,10 @@ def _state_inputs(
             yield InputOrigin("state", path, type(state).__name__), is_target(state)
 
 
-class _Reads(Lifting):
+class _InspectedReads(Lifting):
     """Makes every array of a state an input, and the Python numbers of the states that `wrt` selects."""
 
-    def __init__(self, targets: Targets | None, paths: Paths, recorder: _Recorder | None):
+    def __init__(self, targets: Targets | None, paths: Paths, recorder: _GradientRecorder | None):
         super().__init__(is_array)
         self._targets, self._paths, self._recorder = targets, paths, recorder
 
@@ -228,7 +228,7 @@ class _Reads(Lifting):
         return read
 
 
-class _Recorder(Observer):
+class _GradientRecorder(Observer):
     """Keeps the equations of the functions that are differentiated.
 
     Attributes:

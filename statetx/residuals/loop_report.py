@@ -20,9 +20,9 @@ from .._lift.targets import resolve_argnums
 from .._lift.wrapper import name_of, refuse_value
 from .._loops import online
 from .._loops.backward import BackwardStep
-from .._loops.checkpointed import CheckpointedLoop
+from .._loops.checkpointed import LoopOfSlots
 from .._loops.derivative import Differentiated
-from .._loops.step import Step
+from .._loops.step import LoopStep
 from .._loops.tune import LoopOfLevels
 from .._positions import function_of
 from .._remat.override import override
@@ -223,7 +223,7 @@ def _notes_in(jaxpr: _jax.Jaxpr) -> list[Differentiated]:
 
 
 def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
-    step: Step = note.loop.step
+    step: LoopStep = note.loop.step
     # Steps may use the names of axes.
     with note.around.bind_axes():
         if isinstance(note.loop, online.OnlineLoop):
@@ -236,12 +236,12 @@ def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
         yield from rows
 
 
-def _row(note: Differentiated, step: Step, *, is_own: bool) -> LoopRow:
+def _row(note: Differentiated, step: LoopStep, *, is_own: bool) -> LoopRow:
     loop = note.loop
     if isinstance(loop, LoopOfLevels):
         slots, runs = sum(loop.levels.lengths_for(step.length)), loop.levels.num_runs(step.length) / step.length
         return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=slots, runs=runs, carry_runs=runs)
-    if not isinstance(loop, CheckpointedLoop):
+    if not isinstance(loop, LoopOfSlots):
         return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=0, runs=1.0, carry_runs=1.0)
     plan = (loop if is_own else loop.with_step(step)).plan(note.diff_indices, _jax.trace_context())
     return LoopRow(
@@ -255,7 +255,7 @@ def _row(note: Differentiated, step: Step, *, is_own: bool) -> LoopRow:
     )
 
 
-def _rows_of_while(note: Differentiated, step: Step) -> Iterator[LoopRow]:
+def _rows_of_while(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
     loop: online.OnlineLoop = note.loop
     most, facts = loop.max_steps, _facts(note, step)
     lengths = _LENGTHS if most is None else [*(n for n in _LENGTHS if n < most), most]
@@ -265,7 +265,7 @@ def _rows_of_while(note: Differentiated, step: Step) -> Iterator[LoopRow]:
         yield LoopRow(**facts, **counts, is_own=length == lengths[0], is_fixed=False)
 
 
-def _facts(note: Differentiated, step: Step, backward: BackwardStep | None = None) -> dict[str, Any]:
+def _facts(note: Differentiated, step: LoopStep, backward: BackwardStep | None = None) -> dict[str, Any]:
     backward = backward or BackwardStep(step, *step.sorted_indices(note.diff_indices))
     of_all = lambda avals: sum(map(device_bytes, avals)) * note.around.num_examples  # noqa: E731
     return {

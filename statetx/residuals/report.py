@@ -18,7 +18,7 @@ from .._equations.compiled import Cost, Program
 from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.atoms import names_of
-from .._remat.override import Region, override
+from .._remat.override import VisitedRegion, override
 from .._remat.parse import as_policy, as_sequence
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
@@ -295,7 +295,7 @@ def memory_report(
     programs: dict[str, Program] = {}
     inputs: dict[str, list[Any]] = {}
     residuals: dict[str, Residuals] = {}
-    regions: dict[str, list[Region]] = {}
+    regions: dict[str, list[VisitedRegion]] = {}
     for label in labels:
         f = fun if is_wrapped or label in (BASELINE, AS_WRITTEN) else remat(fun)
         is_baseline = label == BASELINE
@@ -324,7 +324,7 @@ def memory_report(
     return MemoryReport(name, rows, list(dict.fromkeys(diagnoses)), num_devices, takes_gradients, notes)
 
 
-def _notes(regions: Sequence[Region], undone: Sequence[str]) -> list[tuple[str, str]]:
+def _notes(regions: Sequence[VisitedRegion], undone: Sequence[str]) -> list[tuple[str, str]]:
     """What the rows have checkpointed."""
     functions = collections.Counter(f"remat({short_name(region.name)})" for region in regions)
     listed = ", ".join(
@@ -409,7 +409,7 @@ def _linen_module(residuals: Sequence[Residual]) -> str | None:
 
 
 def _diagnose(
-    row: Measured, baseline: Measured, regions: Sequence[Region], lowered: Any, baseline_lowered: Any
+    row: Measured, baseline: Measured, regions: Sequence[VisitedRegion], lowered: Any, baseline_lowered: Any
 ) -> Iterator[Diagnosis]:
     yield from _unmatched(row, regions)
 
@@ -501,7 +501,7 @@ def _barrier(row: Measured, is_ours: bool, lowered: Any, baseline_lowered: Any) 
     return f"{text}; with compiler_options={option} it is {format_bytes(temp)} against {format_bytes(baseline)} of temporary memory."
 
 
-def _unmatched(row: Measured, regions: Sequence[Region]) -> Iterator[Diagnosis]:
+def _unmatched(row: Measured, regions: Sequence[VisitedRegion]) -> Iterator[Diagnosis]:
     for region in regions:
         for message in region.unmatched:
             yield Diagnosis(row.policy, "unmatched", f"In {short_name(region.name)} {message}")

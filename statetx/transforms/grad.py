@@ -433,13 +433,13 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     out_leaves, vjp_fun, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
     aux = run.finish(leaves, vjp_fun)
 
-    structure = _Structure(name_of(fun), out_part, [x.dtype for x in out_leaves], primals_part, targets)
+    structure = _PullbackStructure(name_of(fun), out_part, [x.dtype for x in out_leaves], primals_part, targets)
     pullback = Pullback(vjp_fun, structure)
     out = out_part.combine(out_leaves)
     return (out, pullback, aux) if has_aux else (out, pullback)
 
 
-class _Structure:
+class _PullbackStructure:
     """The static part of a pullback: the structures of the output, the primals and the differentiated states."""
 
     def __init__(self, name: str, out: Partition, dtypes: list[Any], primals: Partition, targets: Targets | None):
@@ -459,7 +459,7 @@ class Pullback:
     A pytree, like the pullback of ``jax.vjp``: a compiled function may return it or take it as an argument.
     """
 
-    def __init__(self, vjp_fun: Callable, structure: _Structure):
+    def __init__(self, vjp_fun: Callable, structure: _PullbackStructure):
         self._vjp_fun = vjp_fun
         self._structure = structure
 
@@ -484,9 +484,9 @@ class Pullback:
     def __repr__(self) -> str:
         return f"<pullback of {self._structure.name}>"
 
-    def tree_flatten(self) -> tuple[tuple[Callable], _Structure]:
+    def tree_flatten(self) -> tuple[tuple[Callable], _PullbackStructure]:
         return (self._vjp_fun,), self._structure
 
     @classmethod
-    def tree_unflatten(cls, structure: _Structure, children: tuple[Callable]) -> Pullback:
+    def tree_unflatten(cls, structure: _PullbackStructure, children: tuple[Callable]) -> Pullback:
         return cls(*children, structure)

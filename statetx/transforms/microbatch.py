@@ -148,7 +148,7 @@ class Partwise(Wrapper):
             raise ValueError(
                 f"{call}: {batch.size} examples cannot be split into {num} parts.\nFix: give at most {batch.size} parts."
             )
-        return _Call(self.maker.__name__, fun, batch, num, self._options).run(args, kwargs)
+        return _PartwiseCall(self.maker.__name__, fun, batch, num, self._options).run(args, kwargs)
 
     def batch_of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
         raise NotImplementedError
@@ -203,7 +203,7 @@ class Microbatch(Partwise, made_by=microbatch):
         return type(self)(fun or self.__wrapped__, **{**self._options, "num": num, "budget": None})
 
 
-class _Call:
+class _PartwiseCall:
     """One call of a function on the parts of a batch."""
 
     def __init__(self, transform: str, fun: Callable, batch: Batch, num: int, options: dict[str, Any]):

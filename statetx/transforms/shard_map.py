@@ -120,7 +120,7 @@ class ShardMap(Wrapper, made_by=shard_map):
         leaves = [as_array(x) for x in leaves]
         specs = [spec for spec, is_dynamic in zip(specs, args_part.mask, strict=True) if is_dynamic]
         devices = _Devices(self, args)
-        places = _Places(call_name, self._jax_options)
+        places = _SpecChecks(call_name, self._jax_options)
         names = leaf_names(fun, args, {}, args_part.mask)
         for name, spec, x in zip(names, specs, leaves, strict=True):
             places.check(lambda name=name: f"argument {name}", "in_specs", spec, x)
@@ -252,7 +252,7 @@ class _Devices:
         )
 
 
-class _Places:
+class _SpecChecks:
     """Checks of specs and of devices, whose errors name what the user wrote: JAX sees other arguments than the user's.
 
     Args:

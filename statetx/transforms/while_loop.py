@@ -21,7 +21,7 @@ from .._lift.staged import Staged, union
 from .._lift.wrapper import name_of
 from .._loops import bind, eager, online
 from .._loops.build import as_strategy, make_loop, refuse_effects, resolve_strategy
-from .._loops.step import Step
+from .._loops.step import LoopStep
 from .._loops.strategy import Strategy
 from .._objects.paths import Paths
 from .._remat import declared
@@ -305,7 +305,7 @@ class _WhileLoop:
 
             name = f"while_loop({name_of(self._body.fun)})"
             options = {"length": 0, "reverse": False, "policy": strategy and strategy.policy, "name": name}
-            step = Step(body, num_constants, len(body.jaxpr.outvars), **options)
+            step = LoopStep(body, num_constants, len(body.jaxpr.outvars), **options)
             if strategy is None:
                 return online.while_loop(test, step, None, max_steps)
             return strategy.build_while(test, step, max_steps)

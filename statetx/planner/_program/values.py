@@ -14,7 +14,7 @@ from ... import _jax
 from ..._jax import Jaxpr
 from ..._records import either, one_of, row, whole
 from ..._remat.mark import RULE, Label
-from ..._remat.survey import Rule, Site, Survey
+from ..._remat.survey import Site, Survey, SurveyedRule
 
 Address = tuple[int, ...]
 """A value of a region: (equation, output); in the rule of a ``custom_vjp`` (equation, `RULE`, equation of the rule, output)."""
@@ -45,7 +45,7 @@ def values_of(jaxpr: Jaxpr) -> Values:
     return Values(sites, results)
 
 
-def _add_rule(i: int, rule: Rule, sites: dict[Address, Site], results: dict[Address, Site]) -> None:
+def _add_rule(i: int, rule: SurveyedRule, sites: dict[Address, Site], results: dict[Address, Site]) -> None:
     found = [site for site in rule.survey.sites if len(site.address) == 4]  # (call, 0, equation, output)
     if not found:
         return

@@ -90,7 +90,7 @@ class InFormat(Way):
         return sum(map(flops, _conversion(aval.shape, aval.dtype, self.format).eqns))
 
     def label(self, *, is_ordered: bool = False) -> mark.Label:
-        return mark.Stored(self.format, mark.SAVE, is_ordered)
+        return mark.StoredLabel(self.format, mark.SAVE, is_ordered)
 
     def stored_type(self, aval: Any) -> Any:
         return self.format.stored_type(aval)

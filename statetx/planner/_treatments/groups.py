@@ -18,7 +18,7 @@ from ..._equations.structure import Body
 from ..._errors import PolicyError
 from ..._jax import Var
 from ..._lift.context import device_bytes
-from ..._loops.step import Step
+from ..._loops.step import LoopStep
 from ..._loops.strategy import Lengths, recorded
 from ..._records import headed, many, one_of, optional, row, whole
 from ..._remat import mark
@@ -92,7 +92,7 @@ class Groups(OfSteps):
         if self.num_steps != num or not are_turns:
             raise PolicyError(f"{name}: {self!r} are not groups of {num} {what}.")
 
-    def build(self, step: Step) -> Callable:
+    def build(self, step: LoopStep) -> Callable:
         def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
             part, num_added = _reading_whole(step, xs, self.differentiated)
             whole = [lax.stop_gradient(x) if i in self.differentiated else x for i, x in enumerate(xs)]
@@ -138,7 +138,7 @@ class Groups(OfSteps):
         return f"Groups({', '.join(map(str, self.groups))})"
 
 
-def _loop(step: Step, group: Group, num_added: int) -> Callable:
+def _loop(step: LoopStep, group: Group, num_added: int) -> Callable:
     if group.loop is None:
         return step.with_length(group.number, None).plain()
     saved = {renumbered(a, a[0] + num_added): mark.SAVE for a in sorted(group.saved or ())}
@@ -146,7 +146,7 @@ def _loop(step: Step, group: Group, num_added: int) -> Callable:
     return group.loop.build(step.with_length(group.number, marks, step.carry_formats))
 
 
-def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[Step, int]:
+def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[LoopStep, int]:
     """The step as a function of the whole xs and of its number: ``(*constants, *whole, *carry, number, *slices) -> (*carry, *y)``.
 
     The slices are those of the differentiated xs. They only carry the cotangents: their values are not read. Returns the step and the
@@ -169,7 +169,7 @@ def _reading_whole(step: Step, xs: Sequence[Any], differentiated: Sequence[int])
     before, carry = jaxpr.invars[: step.num_constants], jaxpr.invars[step.num_constants : num]
     invars = [*before, *inputs[: len(xs)], *carry, *inputs[len(xs) :]]
     whole = _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
-    part = Step(
+    part = LoopStep(
         Body(whole, []),
         step.num_constants + len(xs),
         step.num_carry,

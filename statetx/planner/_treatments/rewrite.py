@@ -13,7 +13,7 @@ from ... import _jax
 from ..._equations.primitives import row_of, size
 from ..._equations.structure import Body
 from ..._jax import Jaxpr, Var
-from ..._loops.step import Step
+from ..._loops.step import LoopStep
 from ..._loops.strategy import Strategy
 from ..._remat import decide, fence
 from ..._remat.atoms import Marks
@@ -107,11 +107,11 @@ def loop_of(
 
     Args:
         policy: of the loop's steps.
-        fence: as for `Step`.
+        fence: as for `LoopStep`.
         carries: the stored types of the leaves of the carry that are stored in fewer bits, by number.
     """
     num_constants, num_carry = _jax.scan_counts(part.eqn)
-    step = Step(
+    step = LoopStep(
         Body(part.jaxpr, []),
         num_constants,
         num_carry,

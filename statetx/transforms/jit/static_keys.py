@@ -41,13 +41,13 @@ def _stand_for(x: Any, records: tuple[int, ...] = ()) -> Hashable:
         try:
             return (cls, weakref.ref(x))
         except TypeError:
-            return Held(x, by_identity=True)
+            return HeldKey(x, by_identity=True)
     if not is_hashable(x):
         key = container_key(x, functools.partial(_stand_for, records=records))
         if key is not None:
             return key
-        return Held(x, by_identity=True, attributes=_attributes(x, records))
-    return Held(x, by_identity=False) if has_parts(x) else (cls, x)
+        return HeldKey(x, by_identity=True, attributes=_attributes(x, records))
+    return HeldKey(x, by_identity=False) if has_parts(x) else (cls, x)
 
 
 def _attributes(x: Any, records: tuple[int, ...]) -> Hashable:
@@ -57,7 +57,7 @@ def _attributes(x: Any, records: tuple[int, ...]) -> Hashable:
     return freeze(list(attributes(x)), functools.partial(_stand_for, records=(*records, id(x))))
 
 
-class Held:
+class HeldKey:
     """The part of a key for an object. Holds it strongly until the key is stored, and longer only to compare by equality.
 
     Attributes:
@@ -100,7 +100,7 @@ class Held:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is not Held:
+        if type(other) is not HeldKey:
             return False
         obj, other_obj = self.obj, other.obj
         if obj is other_obj:
@@ -109,18 +109,18 @@ class Held:
         return not (self.by_identity or other.by_identity) and type(obj) is type(other_obj) and obj == other_obj
 
 
-# References to an object that only a `Held` refers to.
-_ALONE = Held(object(), by_identity=True)._count()
+# References to an object that only a `HeldKey` refers to.
+_ALONE = HeldKey(object(), by_identity=True)._count()
 
 
 def _parts(key: Any) -> Iterator[Any]:
-    """The parts of a key that refer to objects: each a `Held` or a weak reference."""
+    """The parts of a key that refer to objects: each a `HeldKey` or a weak reference."""
     if isinstance(key, (tuple, frozenset)):
         for part in key:
             yield from _parts(part)
-    elif isinstance(key, (Held, weakref.ref)):
+    elif isinstance(key, (HeldKey, weakref.ref)):
         yield key
-        if isinstance(key, Held):
+        if isinstance(key, HeldKey):
             yield from _parts(key.attributes)
 
 
@@ -158,7 +158,7 @@ class Programs(dict[Hashable, list]):
 
         watches = []
         for part in _parts(key):
-            if isinstance(part, Held):
+            if isinstance(part, HeldKey):
                 part.settle()
             obj = part() if isinstance(part, weakref.ref) else part.obj if part.is_weak else None
             if obj is not None:
@@ -172,7 +172,7 @@ class Programs(dict[Hashable, list]):
 
     def _drop_abandoned(self) -> None:
         for key in list(self):
-            if any(isinstance(part, Held) and part.is_alone for part in _parts(key)):
+            if any(isinstance(part, HeldKey) and part.is_alone for part in _parts(key)):
                 self._forget(key)
 
     def _oldest(self) -> Hashable:
