@@ -1,7 +1,9 @@
 """Settings of every test: eight CPU devices, no silent rank promotion, machine code and searches that take less time."""
 
+import collections
 import gc
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import platform
@@ -94,6 +96,7 @@ SMOKE_ONCE = "behaviors carry effects_table flops jit laws nnx policies ref resi
 
 
 def pytest_collection_modifyitems(items):
+    leave_crosses_to_the_slow_suite(items)
     seen = set()
     for item in items:
         name = item.path.stem.removeprefix("test_")
@@ -106,6 +109,27 @@ def pytest_collection_modifyitems(items):
             seen.add(case)
 
 
+def leave_crosses_to_the_slow_suite(items):
+    """Of a test with two parametrizations or more the fast suite runs cells that have each value of each, or each pair of three."""
+    cells = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow") and not item.get_closest_marker("whole"):
+            axes = [mark.args[0] for mark in item.iter_markers("parametrize")]
+            axes = [names.replace(" ", "").split(",") if isinstance(names, str) else names for names in axes]
+            values = [(n, *(id(item.callspec.params[name]) for name in names)) for n, names in enumerate(axes)]
+            if len(axes) > 1:
+                parts = values if len(axes) == 2 else itertools.combinations(values, 2)
+                cells[item.path, item.originalname].append((item, set(parts)))
+    for cross in cells.values():
+        missing = set().union(*(parts for _, parts in cross))
+        while missing:
+            best = max(cross, key=lambda cell: len(missing & cell[1]))
+            cross.remove(best)
+            missing -= best[1]
+        for item, _ in cross:
+            item.add_marker("slow")
+
+
 SETTINGS = {}
 
 
@@ -114,6 +138,9 @@ def pytest_collection_finish(session):
     SETTINGS.update(jax.config.values)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(
+        700, 10, 1000
+    )  # all generations after a file, and seldom within one: that took a tenth of the time
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the file have ended

@@ -76,7 +76,9 @@ _SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in SMALL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW or n == "diffusion U-Net")) for n in SMALL]
+)
 def test_model_has_finite_gradients_with_marked_blocks_and_without(harness, name):
     make = harness.MODELS[name]
     model, marked = make(**SMALL[name]), make(statetx.remat, **SMALL[name])

@@ -349,7 +349,9 @@ def test_residuals_in_slots_leave_gradients_equal(name, mode):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("times", [2.5, 4, 20, 100])
+@pytest.mark.parametrize(
+    "times", [2.5, pytest.param(4, marks=pytest.mark.slow), 20, pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_compiled_program_stays_within_budget(times):
     def fitted(budget):
         def run(w, h, xs):

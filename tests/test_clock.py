@@ -127,6 +127,7 @@ def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
     assert plan.temp_bytes <= plan.budget_bytes and plan.stock != "nothing"
 
 
+@pytest.mark.slow
 def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
     """Parts are measured until the choice stays the same, which may take longer than to compile the whole."""
     begun = []

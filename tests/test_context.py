@@ -83,6 +83,7 @@ def test_fit_counts_bytes_per_device(kind, within):
             fitted(x)
 
 
+@pytest.mark.slow
 def test_plan_of_a_step_counts_bytes_per_device():
     mesh = mesh_of()
     net, x = Net(mesh), batch_on(mesh)
@@ -219,7 +220,7 @@ def test_budgets_in_shard_map(name, check_vma):
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["checked", "unchecked"])
 def test_budget_in_shard_map_is_per_device(check_vma):
     mesh, x = mesh_of(), jnp.ones((512, 64))
     w = statetx.Param(jnp.full((64, 64), 0.01))
@@ -307,7 +308,9 @@ def test_sharding_notes_do_not_outlive_tracers():
     assert TraceContext.of([jnp.ones(3)]) == TraceContext() and note_shardings([], []) is None
 
 
-@pytest.mark.parametrize("spec", [P("d"), P()], ids=["sharded weights", "replicated weights"])
+@pytest.mark.parametrize(
+    "spec", [P("d"), pytest.param(P(), marks=pytest.mark.slow)], ids=["sharded weights", "replicated weights"]
+)
 def test_fit_counts_no_gradient_that_is_not_taken(spec):
     """Of the batch. As an output of the measured program it would lend its memory to temporary values, and the budget would be exceeded."""
     mesh, data = jax.make_mesh((8,), ("d",), axis_types=(AUTO,)), np.random.default_rng(0)

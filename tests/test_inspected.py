@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import statetx
-from helpers import crossed_in_turn
+from helpers import crossed_in_turn, in_turn
 from statetx.memory._estimate import estimate
 
 X = jnp.ones((4, 8))
@@ -180,7 +180,7 @@ JITS = {"brainstate": brainstate.transform.jit, "statetx": statetx.jit, "plain":
 @pytest.mark.parametrize(
     ("planned", "jit"),
     [
-        pytest.param(*pair, marks=() if len(set(pair)) == 1 else pytest.mark.slow)
+        pytest.param(*pair, marks=() if pair == ("statetx", "statetx") else pytest.mark.slow)
         for pair in itertools.product(JITS, repeat=2)
     ],
 )
@@ -193,7 +193,7 @@ def test_plan_applies_to_a_step_with_init_all_states_inside(planned, jit):
         np.testing.assert_allclose([step() for _ in range(3)], expected, rtol=1e-5)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", list(in_turn(KINDS, 3)))
 def test_plan_of_a_loss_applies_to_its_gradient(kind):
     cell, reference = Cell(kind), Cell(kind)
     plan = statetx.plan(cell.loss, X, budget=0.9)
@@ -221,7 +221,7 @@ def test_make_jaxpr_refuses_a_created_state_and_does_not_speak_of_loops():
     assert "inside make_jaxpr(Cell.loss)" in str(error.value) and "loop" not in str(error.value)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", list(in_turn(KINDS, 3)))
 def test_reports_of_a_jitted_step_warn_of_nothing(kind):
     """They stage the step many times, each in a trace of its own, and training stages it once."""
     cell, stagings = Cell(kind), []

@@ -109,13 +109,16 @@ def expected_runs(nesting: Nesting, program: Program, call: int) -> range:
 CORE = [corpus.ReadModifyWrite, corpus.Nested]
 # Of the nestings whose residuals are bits or in slots, which take longest, these run in the fast suite, with the first of `CORE`.
 OF_CORE: list[Nesting] = [(packed, grad, grad), (slots, grad, jit)]
+# With the second, which holds containers, one in three.
+THIRD = [n for n in NESTINGS if not {packed, slots} & set(n)][::3]
 
 
 def cases(programs: list[type[Program]], nestings: list[Nesting], fast: list[Nesting] | None = None) -> list:
     """Programs crossed with nestings. Outside `CORE` those that are not `fast` (None: all are) run with the slow tests."""
 
     def marks(p: type[Program], n: Nesting) -> list:
-        is_core = (p is CORE[0] and n in OF_CORE) or (p in CORE and not {packed, slots} & set(n))
+        is_core = n in OF_CORE if {packed, slots} & set(n) else True
+        is_core = p is CORE[0] and is_core or p is CORE[1] and n in THIRD
         return [] if fast is None or n in fast or is_core else [pytest.mark.slow]
 
     return [

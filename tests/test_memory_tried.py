@@ -177,7 +177,12 @@ def loop_in_a_stage(layer, scan):
 
 
 @pytest.mark.parametrize(
-    "make, action", [(layers_in_a_loop, "remat"), (layers_in_a_stage, "remat"), (loop_in_a_stage, "slots")]
+    "make, action",
+    [
+        pytest.param(layers_in_a_loop, "remat", marks=pytest.mark.slow),
+        (layers_in_a_stage, "remat"),
+        (loop_in_a_stage, "slots"),
+    ],
 )
 def test_changes_inside_of_loops_and_rematerialized_functions_take_what_they_take_by_hand(make, action):
     args = [jnp.eye(32)] * 5, jax.ShapeDtypeStruct((512, 32), F32)
@@ -258,8 +263,10 @@ BATCH = jnp.eye(64), X, X
     "step, by_hand, gradient",
     [
         (step_of(), step_of(in_four(loss_of)), False),
-        (jax.jit(step_of()), step_of(in_four(loss_of)), False),
-        (step_of(), lambda w, x, y: w - 0.1 * in_four(jax.grad(loss_of))(w, x, y), False),
+        pytest.param(jax.jit(step_of()), step_of(in_four(loss_of)), False, marks=pytest.mark.slow),
+        pytest.param(
+            step_of(), lambda w, x, y: w - 0.1 * in_four(jax.grad(loss_of))(w, x, y), False, marks=pytest.mark.slow
+        ),
         (loss_of, in_four(loss_of), True),
     ],
 )

@@ -286,7 +286,7 @@ def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatc
 
 @pytest.mark.parametrize(
     "step",
-    [together, of_examples, *(pytest.param(f, marks=pytest.mark.slow) for f in (of_parts, pulled_back_later))],
+    [together, *(pytest.param(f, marks=pytest.mark.slow) for f in (of_examples, of_parts, pulled_back_later))],
     ids=lambda f: f.__name__,
 )
 def test_independent_gradients_keep_their_values(step):

@@ -93,7 +93,9 @@ def test_values_of_a_rule_have_addresses_and_results_their_own():
     assert results.keys() == {(call, 0)} and results[call, 0].eqn.primitive.name == "dot_general"
 
 
-@pytest.mark.parametrize("policy", ["dots", pytest.param("everything", marks=pytest.mark.slow), "nothing"])
+@pytest.mark.parametrize(
+    "policy", ["dots", *(pytest.param(p, marks=pytest.mark.slow) for p in ("everything", "nothing"))]
+)
 def test_stock_policies_of_the_planner_act_in_rules(policy):
     planner = Planner(marked("nothing"), WS, X, argnums=0, of="temporaries")
     found = {c.name: c for c in planner._search.stock_candidates(10**12)}

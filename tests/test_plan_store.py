@@ -256,7 +256,7 @@ def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
     [  # with names: compressed bytes hold the time
         pytest.param(b"", id="empty"),
         pytest.param(b"{", id="not compressed", marks=pytest.mark.slow),
-        pytest.param(gzip.compress(b"{}"), id="no fields"),
+        pytest.param(gzip.compress(b"{}"), id="no fields", marks=pytest.mark.slow),
         pytest.param(gzip.compress(b"[1]"), id="a list", marks=pytest.mark.slow),
         pytest.param(gzip.compress(b"\xff"), id="no text", marks=pytest.mark.slow),
     ],
@@ -270,7 +270,7 @@ def test_corrupt_entries_are_replaced(folder, compilations, content):
     assert json.loads(gzip.decompress(entry.read_bytes()))["version"]
 
 
-@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, damaged_plan, monkeypatch, num):
     """What is accepted is what the call may get: another valid decision, whose gradient is the same, or another figure."""
     folder = tmp_path_factory.mktemp("store")

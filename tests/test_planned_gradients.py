@@ -273,6 +273,7 @@ def test_gradient_of_a_gradient_is_planned_as_one():
     assert_same(jax.jit(plan.apply(step))(WS, xs), jax.jit(step)(WS, xs))
 
 
+@pytest.mark.slow
 def test_flax_with_optax():
     nnx = pytest.importorskip("flax.nnx")
 

@@ -93,7 +93,9 @@ def assert_same_gradients(planned, plain, *args, rtol=1e-5):
 
 
 @pytest.mark.parametrize(
-    "fun", [loss, scanned, functools.partial(loss, block=statetx.remat(block))], ids=["plain", "scan", "marked"]
+    "fun",
+    [loss, scanned, pytest.param(functools.partial(loss, block=statetx.remat(block)), marks=pytest.mark.slow)],
+    ids=["plain", "scan", "marked"],
 )
 @pytest.mark.parametrize("budget", [*(pytest.param(b, marks=pytest.mark.slow) for b in (0.95, 0.6)), 0.47])
 def test_plan_stays_within_budget_with_equal_gradients(fun, budget):
@@ -176,8 +178,8 @@ def test_no_stock_policy_does_better():
     assert extras == sorted(extras, reverse=True), "more memory never costs more"
 
 
-def test_curve_is_monotone(tmp_path):
-    plan = statetx.plan(loss, WS, X, of="temporaries", budget=0.5, argnums=0)
+def test_curve_is_monotone(plan_of_loss, tmp_path):
+    plan = plan_of_loss
     sizes, extras = zip(*plan.curve(), strict=True)
     assert len(sizes) > 10 and list(sizes) == sorted(sizes) and list(extras) == sorted(extras, reverse=True)
     assert extras[-1] == 0 < extras[0]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 
 import jax
@@ -13,6 +14,7 @@ import mixed_search
 import mixed_syntax
 import pytest
 import random_mixed
+from laws import WORDS
 from mixed_generator import program_of
 from mixed_syntax import source
 from random_mixed import check, check_seed, check_threads, reduce
@@ -39,6 +41,30 @@ def test_gradient_of_a_loop_whose_steps_reverse_a_loop():
 
 def test_loop_over_states_that_begin_with_one_container():
     check_seed(1720)
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """Every `remat` without a policy keeps what its body computes, and its arguments, in another form."""
+    policy = statetx.policies.everything.stored_as(WORDS)
+    monkeypatch.setattr(statetx, "remat", functools.partial(statetx.remat, policy=policy, inputs_stored_as=WORDS))
+
+
+def rematerializing(seeds):
+    """The seeds of programs with a `remat`."""
+    return [seed for seed in seeds if " remat(" in source(program_of(seed), "statetx")]
+
+
+def test_mixed_program_stored_in_another_form(stored):
+    for seed in rematerializing(range(12))[:4]:
+        check_seed(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 500, CHUNK))
+def test_mixed_program_stored_in_another_form_at_length(first, stored):
+    for seed in rematerializing(range(first, first + CHUNK)):
+        check_seed(seed)
 
 
 @pytest.mark.slow
@@ -80,6 +106,11 @@ BREAKAGES = {
         lambda obj: getattr(obj, "__dict__", None),
         "look_at('saved_residuals', f1017, ",
     ),
+    "gradients of states are lost": (
+        "_lift.targets.Targets.on_read",
+        lambda self, values: lambda state, kind, value: value,
+        "wrt=",
+    ),
     "what a call writes is forgotten": ("_frames.Frame._collect", lambda self: [], "jvp("),
 }
 """By breakage: a name of statetx, its replacement, and a word in the programs that may fail."""
@@ -111,7 +142,7 @@ def test_generator_reaches_every_feature():
 
 
 @pytest.fixture
-def stored(monkeypatch):
+def read(monkeypatch):
     """The names of what gradients read in the programs staged since: "bits", "residuals in slots"."""
     names = set()
     divide, write, keep = marks._divide, SlotMemory.write, SlotMemory.keep
@@ -142,15 +173,15 @@ def stored(monkeypatch):
 
 
 @pytest.mark.parametrize("num", [NUM_FAST, pytest.param(300, marks=pytest.mark.slow)])
-def test_gradients_of_many_programs_read_bits_and_residuals_in_slots(num, stored):
+def test_gradients_of_many_programs_read_bits_and_residuals_in_slots(num, read):
     """Of those that the suite runs, a third; fewer than 15% would be too few to find a fault."""
     counts = collections.Counter()
     for program in map(program_of, range(num)):
-        stored.clear()
+        read.clear()
         if any(word in source(program, "statetx") for word in ("Slots(", "bits", "masks")):  # others store nothing
             statetx.clear_cache()
             random_mixed.stage(program)
-        counts.update(stored)
+        counts.update(read)
     assert min(counts["bits"], counts["residuals in slots"]) >= 0.15 * num, counts
 
 

@@ -149,7 +149,7 @@ def tied_layers(share, num=12):
     )
 
 
-@pytest.mark.parametrize("share", [1, 2, 3])
+@pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_decisions_are_those_of_the_regions_own_fronts(share):
     """Two periods with one weight have another input list than two with two weights: `Decision.inputs` counts inputs."""
     loss, ws, *others = tied_layers(share)
@@ -206,6 +206,7 @@ def test_cotangents_that_wait_are_counted():
     assert found.region(6, 8).cotangent_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap", [lambda f: f, pytest.param(statetx.remat, marks=pytest.mark.slow)], ids=["unmarked", "marked"]
 )
@@ -315,7 +316,7 @@ def chain(num, wrap=lambda layers: layers):
     return loss, [0.1 * jnp.ones((8 if i == 0 else 64, 64)) for i in range(num)], jnp.ones((2048, 8))
 
 
-@pytest.mark.parametrize("num", [5, 10])
+@pytest.mark.parametrize("num", [5, pytest.param(10, marks=pytest.mark.slow)])
 def test_unmarked_chains_reach_the_memory_of_segments_by_hand(num):
     """Segments that save nothing: XLA holds their outputs twice where they are saved, too."""
     by_hand, *args = chain(num, statetx.remat)

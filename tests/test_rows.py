@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import statetx
+from helpers import in_turn
 from statetx import policies
 from statetx._jax import stage
 from statetx._loops import checkpointed, schedule
@@ -253,13 +254,13 @@ WHILE_MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", WHILE_MODES)
+@pytest.mark.parametrize("mode", list(in_turn(WHILE_MODES)))
 def test_while_loop_with_carries_in_bits_under_transforms(mode):
     args = data(12, 2, 20)
     assert_equal(*(WHILE_MODES[mode](f)(*args) for f in while_grads(policies.everything, slots=4)))
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
     if jax.device_count() < 2:
         pytest.skip("one device")
@@ -279,7 +280,9 @@ def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
 
 
 @pytest.mark.parametrize(
-    "options", [{"slots": 8}, {"slots": 8, "segment": 20}, {"slots": 8, "segment": 8}], ids=["all", "segment", "short"]
+    "options",
+    [{"slots": 8}, pytest.param({"slots": 8, "segment": 20}, marks=pytest.mark.slow), {"slots": 8, "segment": 8}],
+    ids=["all", "segment", "short"],
 )
 def test_while_loop_with_carries_in_bits_takes_fewer_bytes(options):
     args = data()

@@ -213,7 +213,12 @@ def test_compiled_loops_run_the_body_as_often_as_the_table_says_exhaustive(slots
 
 
 @pytest.mark.parametrize(
-    ("length", "slots", "ratio"), [(4099, 7, None), (65_537, 20, (2, 1)), (999_983, 20, (1, 1)), (10**6, 100, None)]
+    ("length", "slots", "ratio"),
+    [
+        (4099, 7, None),
+        (65_537, 20, (2, 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((999_983, 20, (1, 1)), (10**6, 100, None))),
+    ],
 )
 def test_compiled_loops_have_the_counts_of_long_schedules(length, slots, ratio):
     check_counts(slots, ratio, [length])

@@ -94,6 +94,7 @@ def test_short_version_is_the_program_with_fewer_periods():
         np.testing.assert_allclose(jax.core.eval_jaxpr(short, (), *WS, X)[0], loss(WS[:count], X), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_baseline_that_may_fit_is_compiled(long):
     planner = Planner(loss, WS, X, of="temporaries", argnums=0)
     plan = planner.plan("1GiB")

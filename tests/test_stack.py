@@ -256,7 +256,7 @@ def value_of(state):
     "make, apply",
     [
         (brainstate_layers, lambda s: s),
-        (brainstate_layers, statetx.remat_scan),
+        pytest.param(brainstate_layers, statetx.remat_scan, marks=pytest.mark.slow),
         (brainstate_layers, lambda s: statetx.remat_scan(s, (2, 2))),
         pytest.param(nnx_layers, lambda s: s, marks=pytest.mark.slow),
         (nnx_layers, statetx.remat_scan),

@@ -95,7 +95,7 @@ def test_planned_jitted_step_donates_and_traces_once():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
+@pytest.mark.parametrize("jit", [pytest.param(jax.jit, marks=pytest.mark.slow), statetx.jit], ids=["jax", "statetx"])
 def test_planned_jitted_step_has_the_stages_of_jit(jit):
     jitted = jit(step, donate_argnums=(0, 1))
     plan = statetx.plan(jitted, *ARGS, budget=0.8)
@@ -237,23 +237,27 @@ def test_error_of_a_budget_above_arguments_and_outputs():
     assert plan.total_bytes <= e.value.smallest_bytes
 
 
-def test_budget_of_a_loss_that_takes_small_gradients_itself():
-    """As a neuron's integrator does, by the derivative of an array. With the gradient of a scalar it counts as a step without `argnums`."""
+def recurrent(slope_of, w, h):
+    step = lambda h, _: (jnp.tanh(h @ w) * slope_of(h), None)  # noqa: E731
+    return jax.lax.scan(step, h, None, 200)[0].sum()
 
-    def recurrent(slope_of, w, h):
-        step = lambda h, _: (jnp.tanh(h @ w) * slope_of(h), None)  # noqa: E731
-        return jax.lax.scan(step, h, None, 200)[0].sum()
 
-    of_array = functools.partial(recurrent, lambda h: jax.vjp(jnp.sin, h)[1](jnp.ones_like(h))[0])
-    of_scalar = functools.partial(recurrent, jax.grad(lambda h: jnp.sin(h).sum()))
+of_array = functools.partial(recurrent, lambda h: jax.vjp(jnp.sin, h)[1](jnp.ones_like(h))[0])
+of_scalar = functools.partial(recurrent, jax.grad(lambda h: jnp.sin(h).sum()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"), [(of_array, {}), pytest.param(of_scalar, {"argnums": (0, 1)}, marks=pytest.mark.slow)]
+)
+def test_budget_of_a_loss_that_takes_small_gradients_itself(loss, options):
+    """As a neuron's integrator does, by the derivative of an array."""
+    plan = statetx.plan(loss, WS[0], X, budget=0.5, **options)
+    assert plan.total_bytes <= plan.budget_bytes
+
+
+def test_loss_with_the_gradient_of_a_scalar_counts_as_a_step_without_argnums():
     with pytest.raises(statetx.PlanError, match=r"if .*recurrent.* is a loss, give argnums="):
         statetx.plan(of_scalar, WS[0], X, budget=0.5)
-    plans = [
-        statetx.plan(of_scalar, WS[0], X, budget=0.5, argnums=(0, 1)),
-        statetx.plan(of_array, WS[0], X, budget=0.5),
-    ]
-    for plan in plans:
-        assert plan.total_bytes <= plan.budget_bytes
     with pytest.raises(statetx.PlanError) as error:
         statetx.plan(step, *ARGS, budget=1000)
     assert "argnums" not in str(error.value)
@@ -361,7 +365,7 @@ def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
         np.testing.assert_allclose(plan.apply(sharded)(ws, x)[1], sharded(ws, x)[1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_budget_inside_shard_map(check_vma):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
