@@ -211,8 +211,8 @@ def check_every_line(model, make, step=1, start=1, folders=(PACKAGE,)):
     return num
 
 
-# The fast suite interrupts every line of calls that compile nothing, and some lines of the others.
-FAST = {"remat, eager": 1, "jit": 1, "jit, donated": 1, "grad(remat)": 89, "functionalize": 89, "inspected": 397}
+# The fast suite interrupts every line of a compiled call, and some lines of the others.
+FAST = {"remat, eager": 3, "jit": 1, "jit, donated": 1, "grad(remat)": 89, "functionalize": 89, "inspected": 397}
 # Each kind alone in a compiled call; in the others the fast suite has all four together.
 CASES = [
     *[pytest.param(how, k, marks=pytest.mark.slow) for how in ("remat, eager", "grad") for k in KINDS],
