@@ -5,8 +5,9 @@ the program with the record of the one before (`statetx.testing.assert_memory`):
 owner and a line that is expected.
 
 ``python benchmarks/regressions.py record FILE`` compiles programs that nobody changed: those of ``advised.py``, unchanged and changed by hand, at
-two sizes. ``... compare FILE [FILE ...] [--out results.json]`` compares such records of other processes (another PYTHONHASHSEED) and versions of JAX:
-any difference between two of one version is a false alarm. Nothing runs on a device.
+two sizes; with ``--drawn N`` in their place N small ones, drawn from blocks, loops, policies and steps. ``... compare FILE [FILE ...] [--out
+results.json]`` compares such records of other processes (another PYTHONHASHSEED) and versions of JAX: any difference between two of one version is a
+false alarm. Nothing runs on a device.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import random
 import re
 import sys
 import tempfile
@@ -24,9 +26,12 @@ from typing import Any, NamedTuple
 
 import advised
 import jax
+import jax.numpy as jnp
+from advised import conv, f32, norm, wave
 
 import statetx
-from statetx.memory.baseline import Difference, MemoryBaseline, key_of, load, save
+from statetx import policies
+from statetx.memory.baseline import MemoryBaseline, Difference, key_of, load, save
 
 LAYERS = """
 import jax, jax.numpy as jnp, numpy as np, statetx
@@ -378,6 +383,55 @@ def programs(part: str) -> Iterator[tuple[str, Any, tuple]]:
                     yield f"{name}{', ' + change if change else ''}{text}", step, args
 
 
+BLOCKS = {
+    "wave": wave,
+    "gated": lambda w, x: x + jnp.tanh(x @ w) * jax.nn.sigmoid(norm(x) @ w.T),
+    "normalized": lambda w, x: norm(x + jax.nn.gelu(norm(x) @ w)),
+    "softmax": lambda w, x: x + jax.nn.softmax(x @ w @ x.T / 8.0) @ x,
+    "maximum": lambda w, x: jnp.maximum(x @ w, 0.1 * x) + jnp.log1p(x**2),
+    "dropout": lambda w, x: x + jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), jnp.sin(x @ w), 0.0),
+    "sorted": lambda w, x: jnp.sort(jnp.sin(x @ w), -1) + jnp.cumsum(x, -1) / 64.0,
+    "convolution": lambda w, x: (
+        x + jnp.tanh(conv(jnp.sin(x).reshape(8, -1, 8, x.shape[-1]), w[None, None])).reshape(x.shape)
+    ),
+}
+WRAPPED = {
+    "": lambda f: f,
+    "remat": statetx.remat,
+    "dots": lambda f: statetx.remat(f, policy="dots"),
+    "jax's": jax.checkpoint,
+}  # fmt: skip
+LOOPS = {"": None, "levels": policies.Levels(2), "slots": policies.Slots(3)}
+
+
+def drawn(num: int) -> Iterator[tuple[str, Any, tuple]]:
+    """Small programs, each drawn by its number: layers in a Python loop or in a scan of ours or JAX's, differentiated in a step or by the profile."""
+    for number in range(num):
+        draw = random.Random(number)
+        block, wrapped, loop = (draw.choice(list(some)) for some in (BLOCKS, WRAPPED, LOOPS))
+        layers, width, batch = draw.randint(2, 6), draw.choice([16, 32, 64]), draw.choice([64, 128, 192])
+        form = draw.choice(["unrolled", "unrolled", "scanned", "scanned by JAX"])
+        layer = WRAPPED[wrapped](BLOCKS[block])
+
+        def loss(ws: Any, x: Any, layer: Any = layer, form: str = form, loop: str = loop, layers: int = layers) -> Any:
+            if form == "unrolled":
+                for n in range(layers):
+                    x = layer(ws[n], x)
+            elif form == "scanned":
+                x, _ = statetx.scan(lambda x, w: (layer(w, x), None), x, ws, checkpoint=LOOPS[loop])
+            else:
+                x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)
+            return (x**2).mean()
+
+        step = draw.choice(["loss", "step", "donated", "parts"])
+        if step == "parts":
+            loss = statetx.microbatch(loss, 2, argnums=1)
+        update = lambda ws, x, loss=loss: ws - 0.1 * jax.grad(loss)(ws, x)  # noqa: E731
+        fun = loss if step == "loss" else jax.jit(update, donate_argnums=(0,) if step == "donated" else ())
+        name = f"{number}: {layers} {block} of {width}, {form}, {wrapped or 'plain'}, {loop or 'no'} strategy, {step}"
+        yield name, fun, (f32(layers, width, width), f32(batch, width))
+
+
 def _scaled(args: tuple, scale: int) -> tuple | None:
     """With more examples: the first axis of the last argument; None if it has none."""
     last = args[-1]
@@ -388,10 +442,10 @@ def _scaled(args: tuple, scale: int) -> tuple | None:
     return *args[:-1], jax.ShapeDtypeStruct((scale * last.shape[0], *last.shape[1:]), last.dtype)
 
 
-def record(file: pathlib.Path, part: str) -> None:
-    for name, step, args in programs(part):
+def record(file: pathlib.Path, some: Iterator[tuple[str, Any, tuple]]) -> None:
+    for name, step, args in some:
         try:
-            baseline = MemoryBaseline.of(statetx.memory_profile(step, *args, gradient=False))
+            baseline = MemoryBaseline.of(statetx.memory_profile(step, *args))
         except Exception as e:  # a version of a library that refuses it
             print(f"{name}: {type(e).__name__}: {str(e).splitlines()[0][:150]}", flush=True)
         else:
@@ -426,11 +480,12 @@ def main() -> None:
     parser.add_argument("what", choices=["planted", "record", "compare"])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--part", default="1/1", help="K/N: every N-th program")
+    parser.add_argument("--drawn", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # of libraries, about names that they changed
     if options.what == "record":
-        record(pathlib.Path(options.names[0]), options.part)
+        record(pathlib.Path(options.names[0]), drawn(options.drawn) if options.drawn else programs(options.part))
         return
     if options.what == "compare":
         result = compare(options.names)

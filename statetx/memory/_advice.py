@@ -15,7 +15,7 @@ from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
 from ._calls import Calls
 from ._candidate import Candidate, Gap, is_backward, saving
-from ._edits import Donate, InParts, Rematerialize, SaveLess
+from ._edits import AsArguments, Donate, InParts, Rematerialize, SaveLess, StoreBits
 from ._loop_advice import bodies, checkpoints
 from ._names import parent
 from ._scopes import line_of
@@ -57,8 +57,8 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
     makers: list[Callable[[Timeline], Iterable[Candidate]]] = [
         _donations,
         _constants,
-        _bits,
         _remat,
+        _bits,
         bodies,
         checkpoints,
         _parts,
@@ -117,10 +117,15 @@ def argument_of(path: str) -> str:
 
 
 def _constants(profile: Timeline) -> Iterable[Candidate]:
-    for b in profile.buffers:
-        if b.kind == "constant":
-            text = f"Pass the constant {b.type} as an argument, or keep it in a State: a compiled program has its own copy of it."
-            yield Candidate(Change("argument", b.owner, text, b.num_bytes), frozenset([b]))
+    constants = sorted((b for b in profile.buffers if b.kind == "constant"), key=lambda b: -b.num_bytes)
+    large = [b for b in constants if b.num_bytes >= _LEAST_SHARE * profile.constant_bytes]
+    if large:
+        which = f"the constant {large[0].type} as an argument, or keep it in a State: a compiled program has its own copy of it"
+        if len(large) > 1:
+            types = ", ".join(dict.fromkeys(b.type for b in large))
+            which = f"the constants {types} as arguments, or keep them in States: a compiled program has its own copies of them"
+        change = Change("argument", large[0].owner, f"Pass {which}.", sum(b.num_bytes for b in large))
+        yield Candidate(change, frozenset(large), AsArguments())
 
 
 # -- rematerialization -------------------------------------------------------------------------------------------------
@@ -128,35 +133,11 @@ def _constants(profile: Timeline) -> Iterable[Candidate]:
 
 def _remat(profile: Timeline) -> Iterable[Candidate]:
     """For each function that the user could rematerialize: its residuals live in the forward pass and in its own backward pass only."""
-    # What XLA itself computes again has no region: no change of the user's shortens it.
-    kept = [
-        b
-        for b in profile.buffers
-        if (b.kind == "residual" or (b.kind == "recomputed" and b.region)) and b.stacked is None
-    ]
     history = _History(profile)
     known: set[frozenset[Buffer]] = set()
-    for function in _functions(profile, kept):
+    for function in _functions(profile, (b.start for b in history.kept)):
         calls = Calls(profile, function)
-        by_call: dict[int, list[Buffer]] = defaultdict(list)
-        for b in kept:
-            call = calls.of(b.start)
-            if call is not None and not _leaves(profile, b, calls) and not _is_freed_already(profile, b, function):
-                by_call[call].append(b)
-        freed: list[Buffer] = []
-        gaps: list[Gap] = []
-        for inside in by_call.values():
-            backward = [r for b in inside for r in b.readers if is_backward(profile, r, b)]
-            if not backward:
-                continue
-            begin, end = min(backward), _most_ended(inside)
-            for b in inside:
-                last = max([b.start, *(r for r in b.readers if r < begin)])
-                gaps.append(Gap(last + 1, b.end, b.num_bytes))
-                freed.append(b)
-            # Of a loop, all is computed again before the first derivative, and XLA keeps what it fuses in one repetition alone.
-            num_bytes = sum(b.num_bytes for b in inside)
-            gaps.append(Gap(begin, end, -(num_bytes if calls.has_loop else history.recomputed_bytes(inside, function))))
+        freed, gaps = history.freed(function, calls)
         if frozenset(freed) in known:  # a function that does nothing but call another one, in a loop perhaps
             continue
         known.add(frozenset(freed))
@@ -219,27 +200,33 @@ def _saved_by_policy(profile: Timeline, freed: Sequence[Buffer]) -> list[Buffer]
 
 
 def _bits(profile: Timeline) -> Iterable[Candidate]:
-    """Residuals that hold zeros and ones as floats or bytes: an eighth of a byte is enough from the last read of the forward pass on."""
-    by_function: dict[str, list[Buffer]] = defaultdict(list)
-    for b in profile.buffers:
-        if b.is_bits and b.kind == "residual" and not b.stored_as:
-            by_function[b.region or b.function].append(b)
-    for function, found in by_function.items():
-        gaps = []
+    """For each function that reads zeros and ones, as floats or bytes: rematerialized, it needs an eighth of a byte for each after its last read in the forward pass."""
+    bits = [b for b in profile.buffers if b.is_bits and b.kind == "residual" and not b.stored_as]
+    history = _History(profile) if bits else None
+    known: set[frozenset[Buffer]] = set()
+    for function in _functions(profile, {r for b in bits for r in b.readers}):
+        calls = Calls(profile, function)
+        found = frozenset(b for b in bits if any(calls.of(r) not in (None, calls.of(b.start)) for r in b.readers))
+        assert history is not None
+        freed, gaps = history.freed(function, calls)
+        file = next(
+            (f.file for b in found for r in b.readers for f in profile.steps[r].frames if f.function == function), ""
+        )
+        if (
+            not found or found in known or module_with_method(function, file) is not None
+        ):  # `flax.linen.remat` stores no bits
+            continue
+        known.add(found)
         for b in found:
             backward = [r for r in b.readers if is_backward(profile, r, b)]
             forward = [r for r in b.readers if r < min(backward, default=0)]
-            if not backward or not forward:
-                continue
-            gaps.append(Gap(max(forward) + 1, min(backward) - 1, b.num_bytes - _packed_bytes(b)))
-            # A region that stores bits runs as a whole, so that nothing of it is reserved before.
-            gaps.append(Gap(b.start, min(forward) - 1, b.num_bytes))
-        is_input = any(profile.steps[r].is_recomputed for b in found for r in b.readers)
-        how = f"statetx.remat({function}, inputs_stored_as='bits')"
-        if not is_input:
-            how = "statetx.remat(..., policy=policies.names('spikes').stored_as('bits')), with checkpoint_name(x, 'spikes')"
-        text = f"Store the zeros and ones of {function} ({found[0].type}) as bits: {how}."
-        yield Candidate(Change("bits", function, text, saving(profile, gaps)), frozenset(found))
+            if backward:
+                last = max([b.start, *forward])
+                gaps.append(Gap(last + 1, min(backward) - 1, b.num_bytes - _packed_bytes(b)))
+        times, types = f" ({calls.num} calls)" if calls.num > 1 else "", ", ".join(sorted({b.type for b in found}))
+        text = f"Store the zeros and ones that {function}{times} takes ({types}) as bits: @statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
+        text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
+        yield Candidate(Change("bits", function, text, saving(profile, gaps)), found.union(freed), StoreBits(function))
 
 
 def _packed_bytes(b: Buffer) -> int:
@@ -261,7 +248,11 @@ def _most_ended(buffers: Sequence[Buffer]) -> int:
 
 
 class _History:
-    """What each buffer of a program is computed from."""
+    """What each buffer of a program is computed from.
+
+    Attributes:
+        kept: what a change of the user's may shorten: residuals, and what regions compute again; no stacks of loops.
+    """
 
     def __init__(self, profile: Timeline):
         self.profile = profile
@@ -270,6 +261,33 @@ class _History:
         for b in profile.buffers:
             for r in b.readers:
                 self._read_at[r].append(b)
+        # What XLA itself computes again has no region.
+        is_kept = lambda b: b.kind == "residual" or (b.kind == "recomputed" and b.region)  # noqa: E731
+        self.kept = [b for b in profile.buffers if is_kept(b) and b.stacked is None]
+
+    def freed(self, function: str, calls: Calls) -> tuple[list[Buffer], list[Gap]]:
+        """What the calls of a function no longer keep if it is rematerialized, and when."""
+        profile = self.profile
+        by_call: dict[int, list[Buffer]] = defaultdict(list)
+        for b in self.kept:
+            call = calls.of(b.start)
+            if call is not None and not _leaves(profile, b, calls) and not _is_freed_already(profile, b, function):
+                by_call[call].append(b)
+        freed: list[Buffer] = []
+        gaps: list[Gap] = []
+        for inside in by_call.values():
+            backward = [r for b in inside for r in b.readers if is_backward(profile, r, b)]
+            if not backward:
+                continue
+            begin, end = min(backward), _most_ended(inside)
+            for b in inside:
+                last = max([b.start, *(r for r in b.readers if r < begin)])
+                gaps.append(Gap(last + 1, b.end, b.num_bytes))
+                freed.append(b)
+            # Of a loop, all is computed again before the first derivative, and XLA keeps what it fuses in one repetition alone.
+            num_bytes = sum(b.num_bytes for b in inside)
+            gaps.append(Gap(begin, end, -(num_bytes if calls.has_loop else self.recomputed_bytes(inside, function))))
+        return freed, gaps
 
     def recomputed_bytes(self, residuals: Sequence[Buffer], function: str) -> int:
         """What the backward pass of a call holds of these, if it computes them again.
@@ -303,12 +321,11 @@ def _is_fused(primitive: str) -> bool:
     return primitive == "" or primitive in FUSED
 
 
-def _functions(profile: Timeline, buffers: Iterable[Buffer]) -> list[str]:
-    """The user's functions that compute them, innermost first; not the whole program."""
+def _functions(profile: Timeline, steps: Iterable[int]) -> list[str]:
+    """The user's functions that run these steps, innermost first; not the whole program."""
     depth: dict[str, int] = {}
-    for b in buffers:
-        stack = profile.steps[b.start].stack
-        for n, function in enumerate(reversed(stack)):
+    for step in steps:
+        for n, function in enumerate(reversed(profile.steps[step].stack)):
             depth[function] = max(depth.get(function, 0), n)
     stacks = [set(s.stack) for s in profile.steps if s.stack]
     whole = set.intersection(*stacks) if stacks else set()  # the profiled function and its callers

@@ -6,14 +6,18 @@ An edit is a frozen value. `Trials` compiles a program with some of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import _jax
 from .._equations.primitives import REMAT
 from .._jax import Jaxpr
 from .._loops.strategy import Lengths, Strategy
-from ..planner._program.flat import Flat
+from .._remat.bits import reader
+from .._remat.stored import BITS
+from ..planner._program.flat import Flat, Part
+from ..planner._program.ways import InFormat
+from ..planner._treatments.inputs import StoredInputs
 from ..planner._treatments.loops import CheckpointedLoop
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals._trace import user_line
@@ -40,6 +44,26 @@ class Rematerialize(Edit):
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
         found = [i for i in _calls(program.jaxpr, self.function) if _is_allowed(program, i)]
         return dict.fromkeys(found, _SAVES_NOTHING)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreBits(Edit):
+    """``@statetx.remat(inputs_stored_as="bits")`` on a function, which may be rematerialized already: of each call, the inputs that are proved to be 0 or 1."""
+
+    function: str
+
+    def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
+        calls = Rematerialize(self.function).decisions(program) or SaveLess(self.function).decisions(program)
+        is_bits = reader(program.jaxpr)
+        found = {i: _inputs_as_bits(program.blocks.get(i) or program.part(*i), is_bits) for i in calls}
+        if not any(found.values()):
+            return {}
+        return {i: Decision(frozenset(), (StoredInputs(inputs),) if inputs else ()) for i, inputs in found.items()}
+
+
+def _inputs_as_bits(part: Part, is_bits: Callable[[Any], bool]) -> tuple[tuple[int, InFormat], ...]:
+    fits = [is_bits(v) and BITS.shrinks(v.aval) for v in part.invars]
+    return tuple((i, InFormat(BITS.name)) for i, fit in enumerate(fits) if fit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +109,11 @@ class Donate(Edit):
 
 
 @dataclasses.dataclass(frozen=True)
+class AsArguments(Edit):
+    """Arrays that the step closes over, as arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
 class InParts(Edit):
     """Gradients in parts of the batch: ``microbatch(loss, num)``.
 
@@ -101,10 +130,13 @@ class InParts(Edit):
 def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
     """The equations from the first to the last of each outermost call of a function; without those of gradients inside, which are edited where they are taken."""
     bounds: dict[tuple[str, ...], list[int]] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        names = str(eqn.source_info.name_stack)
-        calls = () if "jvp(" in names else calls_of(names)
+    stacks = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
+    transposed = {call for names in stacks if "transpose(" in names for call in calls_of(names)}
+    for i, names in enumerate(stacks):
+        calls = calls_of(names)
         depth = next((n for n, call in enumerate(calls) if call.rpartition("~")[0] == function), None)
+        if depth is not None and "jvp(" in names and calls[depth] in transposed:
+            continue
         if depth is not None:
             bounds.setdefault(calls[: depth + 1], []).append(i)
     return [(found[0], found[-1] + 1) for found in bounds.values()]

@@ -26,6 +26,7 @@ _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 
 _numbers = itertools.count()  # of all calls of the process: JAX keeps what it traces, with the numbers
 _definitions: dict[tuple[str, str], int] = {}  # lines of the functions that were numbered, by name and file
+_num_arrays: dict[str, int] = {}  # by name, how many arrays such a function takes as arguments
 # Part of the keys of JAX's caches: what was traced without numbers is traced again.
 _context: Any = jax.make_user_context(None)
 
@@ -43,6 +44,8 @@ def numbered_calls() -> Iterator[None]:
             if _is_users(frame.f_code):
                 name = frame.f_code.co_qualname.replace("<locals>.", "")  # as in the frames of XLA
                 _definitions[name, frame.f_code.co_filename] = frame.f_code.co_firstlineno
+                if name not in _num_arrays:
+                    _num_arrays[name] = _arrays_in_arguments(frame)
                 scope = jax.named_scope(f"{name}~{next(_numbers)}")
                 scope.__enter__()
                 opened.append((frame, scope))
@@ -63,6 +66,19 @@ def numbered_calls() -> Iterator[None]:
 def line_of(function: str, file: str) -> int | None:
     """The line at which a function of the user is defined, or its first decorator; None if no call of it was numbered."""
     return _definitions.get((function, file))
+
+
+def takes_as_arguments(function: str, num: int) -> bool:
+    """Whether a function of the user takes so many arrays as arguments; else it has some from elsewhere, such as the states of its module."""
+    return _num_arrays.get(function, 0) >= num
+
+
+def _arrays_in_arguments(frame: FrameType) -> int:
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    with contextlib.suppress(Exception):  # of the user's own pytrees
+        return sum(isinstance(x, jax.Array) for x in jax.tree.leaves([frame.f_locals.get(name) for name in names]))
+    return 0
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -54,7 +54,8 @@ TOOLS = {
     "policy": ("a policy that saves less", "no policy saves much of the peak"),
     "slots": ("checkpoint= of a loop", "no loop of known length keeps residuals of its steps"),
     "donate": ("donation", "no output could take the memory of an argument that is not donated yet"),
-    "bits": ("bits", "no large residual is known to be 0 or 1"),
+    "bits": ("bits", "no function takes large arrays that are known to be 0 or 1"),
+    "argument": ("constants as arguments", "the program has no large constant"),
     "microbatch": ("parts", "no argument has an axis of examples"),
 }
 """By the action of a change: the name of the tool, and why a program has no such change."""
@@ -83,10 +84,8 @@ class Search:
         self._profile, self._available, self._trials, self._tell = profile, available, trials, tell
         self._needed = profile.peak_bytes + profile.constant_bytes
         self._alone: dict[str, str] = {}  # what each tool does alone, by action
-        # A constant that is passed as an argument saves a copy of an array, which is not among what the program needs.
         missing = float("inf") if available is None else self._needed - available
         found = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
-        found = [c for c in found if c.change.action != "argument"]
         found = found if trials is None else with_bodies(found)
         self._candidates = sorted(found, key=lambda c: -c.change.saved_bytes)
         self.unused: tuple[Unused, ...] = ()
@@ -122,6 +121,9 @@ class Search:
         self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.target}" for c in chosen))
         return trials.cost(*edits)
 
+    def _why_not(self, trials: Trials, chosen: Sequence[Candidate]) -> str:
+        return trials.why_not(*(c.edit for c in chosen if c.edit is not None))
+
     def _try_alone(self, trials: Trials) -> list[_Tried]:
         found = []
         for c in self._candidates:
@@ -129,8 +131,7 @@ class Search:
             if cost is None and not c.change.saved_bytes:  # nothing is predicted of it
                 continue
             if cost is None:
-                late = "the time was over" if trials.is_late else "cannot be tried"
-                why = f"predicted {format_bytes(c.change.saved_bytes)} less; {late}"
+                why = f"predicted {format_bytes(c.change.saved_bytes)} less, not tried: {self._why_not(trials, [c])}"
             else:
                 found.append(tried := _Tried(c, self._remedy(trials, c.change, self._needed, cost)))
                 why = tried.text
@@ -180,7 +181,7 @@ class Search:
         while num <= _MOST_PARTS and (c := next(iter(in_parts(self._profile, num)), None)) is not None:
             cost = self._cost(trials, [*chosen, c])
             if cost is None:
-                self._alone.setdefault("microbatch", "the step cannot be compiled with a part of the batch")
+                self._alone.setdefault("microbatch", f"not tried: {self._why_not(trials, [*chosen, c])}")
                 break
             if self._of(cost) >= needed:
                 self._alone.setdefault("microbatch", f"{num} parts save nothing")

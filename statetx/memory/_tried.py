@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -12,21 +13,34 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import Cost, Program, is_out_of_memory
+from .._equations.hoist import hoist
 from .._equations.primitives import REMAT
 from .._equations.structure import Body
+from .._errors import StatetxError
 from .._jax import Jaxpr, Literal
+from .._remat import decide
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
-from .._tree import is_float
+from .._tree import is_float, num_bytes
 from ..planner._program.flat import Flat, Part, flatten
 from ..planner._treatments.rewrite import UNPLANNED, as_planned, rewrite
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of
-from ._edits import Donate, Edit, InParts
-from ._scopes import numbered_calls
+from ._edits import AsArguments, Donate, Edit, InParts
+from ._scopes import numbered_calls, takes_as_arguments
 from .measure import input_names
+
+_MOST_CHARACTERS = 120  # of an error, in a reason
+
+
+class NotTried(Exception):
+    """A changed program cannot be compiled; the message says why."""
+
+
+def _first_line(e: Exception) -> str:
+    return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:_MOST_CHARACTERS]}"
 
 
 class Trials:
@@ -35,6 +49,7 @@ class Trials:
     Args:
         gradient: whether the gradient of the step is part of the program.
         time_limit: seconds; no compilation begins that is expected to end later.
+        constant_bytes: of the unchanged program.
     """
 
     def __init__(
@@ -46,13 +61,15 @@ class Trials:
         gradient: bool,
         options: dict[str, Any],
         time_limit: float,
+        constant_bytes: int = 0,
     ):
         self._step, self._args, self._kwargs = step, args, kwargs
         self._program_of = with_gradient if gradient else without_gradient
-        self._options = options
+        self._options, self._constant_bytes = options, constant_bytes
         self._end = time.monotonic() + time_limit
         self._longest = 0.0
         self._costs: dict[frozenset[Edit], Cost | None] = {}
+        self._why_not: dict[frozenset[Edit], str] = {}
 
     @property
     def seconds_left(self) -> float:
@@ -64,52 +81,88 @@ class Trials:
         return self._longest > self.seconds_left or not self.seconds_left
 
     def cost(self, *edits: Edit) -> Cost | None:
-        """What the program with these edits takes; None if an edit finds nothing to change, or the compiler runs out of memory, or time is short."""
+        """What the program with these edits takes; None if they cannot be tried, for the reason that `why_not` tells."""
         key = frozenset(edits)
         if key not in self._costs:
             if self.is_late:
                 return None
             begin = time.monotonic()
-            self._costs[key] = self._compiled(edits)
+            try:
+                self._costs[key] = self._compiled(edits)
+            except NotTried as e:
+                self._costs[key], self._why_not[key] = None, str(e)
             self._longest = max(self._longest, time.monotonic() - begin)
         return self._costs[key]
+
+    def why_not(self, *edits: Edit) -> str:
+        """Why the program with these edits was not compiled."""
+        return self._why_not.get(frozenset(edits), "the time was over")
 
     @functools.cached_property
     def flops(self) -> int:
         """The operations of the unchanged program."""
-        with numbered_calls():
-            return self._program(()).flops
+        return self._program(()).flops
 
     def added_operations(self, cost: Cost) -> float:
         """The operations that a changed program has more, relative to the unchanged one."""
         return cost.flops / max(self.flops, 1) - 1
 
-    def _compiled(self, edits: Sequence[Edit]) -> Cost | None:
+    def _compiled(self, edits: Sequence[Edit]) -> Cost:
         try:
-            with numbered_calls():
-                program = self._program(edits)
-        except Exception:  # the changed program may ask of a loop or of a rule of the user's what it does not allow
-            return None
+            program = self._program(edits)
+        # A loop, or a derivative rule of the user's, does not allow what the changed program asks of it.
+        except (StatetxError, TypeError, ValueError, NotImplementedError) as e:
+            raise NotTried(_first_line(e)) from e
         try:
-            return None if program is None else program.cost
+            cost = program.cost
         except jax.errors.JaxRuntimeError as e:
             if not is_out_of_memory(e):
                 raise
-            return None
+            raise NotTried("the compiler runs out of memory") from e
+        if AsArguments() not in edits:
+            return cost
+        spared = self._spared_constants(program) + _on_device(self._captured)
+        return dataclasses.replace(cost, argument_bytes=cost.argument_bytes - spared)
 
-    def _program(self, edits: Sequence[Edit]) -> Any:
+    def _spared_constants(self, program: Program) -> int:
+        """Bytes of constants that a program with arrays as arguments does not have."""
+        assigned = _jax.compiled_program(program.compiled)
+        if assigned is None:
+            return min(self._constant_bytes, sum(map(num_bytes, self._captured)))
+        return self._constant_bytes - sum(a.num_bytes for a in assigned.allocations if a.is_constant)
+
+    @functools.cached_property
+    def _captured(self) -> list[Any]:
+        arrays = self._program_of(self._step, self._args, self._kwargs)
+        return captured(arrays.run, arrays.arrays)[1]
+
+    def _program(self, edits: Sequence[Edit]) -> Program:
+        with numbered_calls():
+            return self._changed(edits)
+
+    def _changed(self, edits: Sequence[Edit]) -> Program:
         arrays = self._program_of(self._step, self._args, self._kwargs)
         names, states = input_names(self._step, self._args, arrays)
         rewriter: _Edited = _Edited(edits, keeps_order=not states)
         if in_parts := next((e for e in edits if isinstance(e, InParts)), None):
             rewriter = self._in_parts(arrays, rewriter, in_parts)
-            if not rewriter.gradients:
-                return None
         given = {name for e in edits if isinstance(e, Donate) for name in e.inputs}
         donated = {*arrays.donated(arrays.arrays), *(i for i, name in enumerate(names) if name in given)}
-        with rewritten_by(rewriter):
-            program = Program(arrays.run, arrays.arrays, self._options, sorted(donated), estimates=True)
-        return program if rewriter.is_complete else None
+        run, args = arrays.run, arrays.arrays
+        if AsArguments() in edits:
+            with rewritten_by(rewriter):
+                jaxpr, found = captured(run, args)
+            if not found:
+                raise NotTried("the step closes over no array")
+            donated, args = {i + len(found) for i in donated}, [*map(_jax.abstract, found), *args]
+            run = functools.partial(_jax.evaluate, jaxpr, ())
+            program = Program(lambda *xs: run(xs), args, self._options, sorted(donated), estimates=True)
+        else:
+            with rewritten_by(rewriter):
+                program = Program(run, args, self._options, sorted(donated), estimates=True)
+        if not rewriter.is_complete:
+            raise NotTried("it was not found in what is differentiated")
+        return program
 
     def _in_parts(self, arrays: ArrayProgram, rewriter: _Edited, edit: InParts) -> _EditedInParts:
         """A rewriter with the gradients of one part, for which the step is traced with a batch of its size."""
@@ -123,9 +176,28 @@ class Trials:
         try:
             with rewritten_by(rewriter):
                 jax.make_jaxpr(lambda *xs: arrays.run(*xs))(*of_part)
-        except Exception:  # the user's function may need its own size, and says so in any way
-            rewriter.gradients.clear()
+        except Exception as e:  # the user's function may need its own size, and says so in any way
+            raise NotTried(f"with a part of the batch the step raises {_first_line(e)}") from e
+        if not rewriter.gradients:
+            raise NotTried("nothing is differentiated")
         return _EditedInParts(rewriter, edit)
+
+
+def captured(run: Callable, arrays: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+    """A function of arrays as a jaxpr that takes the arrays which it closes over first, and these."""
+    closed = jax.make_jaxpr(lambda *xs: run(*xs))(*arrays)
+    return hoist(closed.jaxpr, closed.consts)
+
+
+def _on_device(arrays: Sequence[Any]) -> int:
+    """Bytes of those that are on the device anyway, beside the copy in the program."""
+    return num_bytes([x for x in arrays if isinstance(x, jax.Array)])
+
+
+def captured_bytes(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
+    """Bytes on the device of the arrays that a step closes over."""
+    arrays = without_gradient(step, args, kwargs)
+    return _on_device(captured(arrays.run, arrays.arrays)[1])
 
 
 class _Gradient(NamedTuple):
@@ -155,7 +227,7 @@ class _Edited(Rewriter):
     def __init__(self, edits: Sequence[Edit], *, keeps_order: bool = True):
         self._edits = edits
         self.keeps_order = keeps_order
-        self._found: set[Edit] = {e for e in edits if isinstance(e, (Donate, InParts))}
+        self._found: set[Edit] = {e for e in edits if isinstance(e, (AsArguments, Donate, InParts))}
         self.gradients: list[_Gradient] = []
 
     @property
@@ -172,40 +244,80 @@ class _Edited(Rewriter):
         jaxpr = self._edited_jaxpr(body.jaxpr)
         return body if jaxpr is body.jaxpr else as_planned(Body(jaxpr, []))
 
-    def _edited_inside(self, x: Any) -> Any:
-        """The body of a loop, or of a rematerialized function."""
+    def _edited_inside(self, x: Any, *, is_step: bool) -> Any:
+        """The step of a loop, or what a rematerialized function computes."""
         jaxpr, constants = _jax.open_jaxpr(x)
-        edited = jaxpr if constants else self._edited_jaxpr(jaxpr)
+        edited = jaxpr if constants else self._edited_jaxpr(jaxpr, is_step=is_step)
         return x if edited is jaxpr else _jax.closed_like(x, edited)
 
-    def _edited_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+    def _edited_jaxpr(self, jaxpr: Jaxpr, *, is_step: bool = False) -> Jaxpr:
         flat = flatten(jaxpr)
-        eqns = [_jax.map_jaxprs(self._edited_inside, e) if _has_body(e) else e for e in flat.eqns]
+        inside = {
+            e: functools.partial(self._edited_inside, is_step=e.primitive.name not in REMAT)
+            for e in flat.eqns
+            if _has_body(e)
+        }
+        eqns = [_jax.map_jaxprs(inside[e], e) if e in inside else e for e in flat.eqns]
         is_same = all(a is b for a, b in zip(eqns, flat.eqns, strict=True))
         program = Flat(flat if is_same else _jax.with_equations(flat, eqns), opens_blocks=False)
-        decided: dict[Interval, Decision] = {}
+        decided: dict[Interval, tuple[Edit, Decision]] = {}
         for edit in self._edits:
             own = edit.decisions(program)
             if own and not any(a < d and c < b for a, b in own for c, d in decided):
                 self._found.add(edit)
-                decided |= own
+                decided |= {span: (edit, decision) for span, decision in own.items()}
         if not decided:
             return jaxpr if is_same else program.jaxpr
         bounds = sorted({0, len(program), *itertools.chain.from_iterable(decided)})
-        spans = list(itertools.pairwise(bounds))
-        parts = [(span in decided and program.blocks.get(span)) or _as_called(program, span) for span in spans]
-        return rewrite(program.jaxpr, parts, [decided.get(span, UNPLANNED) for span in spans])
+        changed = [
+            _changed_part(program, span, *decided[span], is_step)
+            if span in decided
+            else (program.part(*span), UNPLANNED)
+            for span in itertools.pairwise(bounds)
+        ]
+        return rewrite(program.jaxpr, [part for part, _ in changed], [decision for _, decision in changed])
 
 
 def _has_body(eqn: Any) -> bool:
     return eqn.primitive.name in REMAT or eqn.primitive.name == "scan" or _jax.loop_of(eqn) is not None
 
 
-def _as_called(program: Flat, span: Interval) -> Part:
-    """A part that takes parameters before what is computed, as functions and methods mostly do: XLA orders by it what it runs."""
+def _changed_part(
+    program: Flat, span: Interval, edit: Edit, decision: Decision, is_step: bool
+) -> tuple[Part, Decision]:
+    """A part that is changed, and its decision.
+
+    Directly in the step of a loop no function is kept from being merged with the forward pass, as by `statetx.remat`.
+    """
+    if (block := program.blocks.get(span)) is not None:
+        return block, decision
     part = program.part(*span)
     if part.eqn is not None:
-        return part
+        return part, decision
+    called = _as_called(program, part, span, getattr(edit, "function", ""))
+    decision = decision.renumbered(lambda i: i, lambda i: called.invars.index(part.invars[i]))
+    return (_InStep(called, decision), UNPLANNED) if is_step else (called, decision)
+
+
+class _InStep(Part):
+    """A rematerialized part of the step of a loop."""
+
+    def __init__(self, part: Part, decision: Decision):
+        super().__init__("region", part.jaxpr, part.invars, part.outvars)
+        self._decision = decision
+
+    def __call__(self, *args: Any) -> list[Any]:
+        rewriting = self._decision.rewriting()
+        jaxpr, policy = decide.keep(self.jaxpr, rewriting.labels or {}, rewriting.inputs)
+        return _jax.rematerialize(jaxpr, args, policy=policy, prevent_cse=False)
+
+
+def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part:
+    """A part that takes what a call of the function takes, in this order: XLA orders by it what it runs.
+
+    Parameters come before what is computed, as functions and methods mostly have them: in their own order, if they are arguments; in that in which the
+    function reads them, if it has them from elsewhere.
+    """
     number = {v: n for n, v in enumerate(program.jaxpr.invars)}
     for eqn in program.jaxpr.eqns[: span[0]]:  # a parameter of another dtype or form is one
         if (
@@ -214,7 +326,8 @@ def _as_called(program: Flat, span: Interval) -> Part:
             and eqn.invars[0] in number
         ):
             number[eqn.outvars[0]] = number[eqn.invars[0]]
-    invars = sorted(part.invars, key=lambda v: number.get(v, len(number)))
+    are_arguments = takes_as_arguments(function, len(part.invars))
+    invars = sorted(part.invars, key=lambda v: (v not in number, number.get(v, 0) if are_arguments else 0))
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=part.jaxpr.outvars, eqns=part.jaxpr.eqns)
     return Part("region", jaxpr, invars, part.outvars)
 

@@ -24,7 +24,7 @@ from ..transforms.functionalize import functionalize
 from ._estimate import estimate
 from ._search import Remedy, Search, Unused
 from ._show import PeakRow, rows_at_peak
-from ._tried import Trials
+from ._tried import Trials, captured_bytes
 from .measure import profiled
 from .profile import MemoryProfile
 
@@ -63,7 +63,7 @@ class OutOfMemory(Tabular):
         profile: what is alive at the peak; ``profile.note`` says so where it is an estimate.
         limit_bytes: what the device has; None if unknown.
         limit_source: who says so: "limit=", "the device" or "the error"; empty if unknown.
-        other_bytes: arrays on the device that the step neither takes nor returns.
+        other_bytes: arrays on the device that the step neither takes nor returns; of a given limit, those that it closes over.
         requested_bytes: what the allocation that failed asked for; None if the error does not say.
         remedies: changes that together make it fit, the cheapest first; all that help if they do not suffice.
         unused: the tools that are not among them, with the reasons; nothing unless changes were compiled.
@@ -287,13 +287,21 @@ def explain_oom(
     elif limit_bytes is None:
         limit_bytes, source = told.limit_bytes, "the error" if told.limit_bytes else ""
 
+    if profile.constant_bytes and limit is not None:
+        other_bytes = captured_bytes(step, args, kwargs)
     name = short_name(getattr(step, "__name__", "") or name_of(step))
     report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, told.requested_bytes, ())
     trials, seconds = None, float("inf") if time_limit is None else time_limit
     if report.short_bytes and not profile.note and seconds:
         options = full_device_options()
         trials = Trials(
-            step, args, kwargs, gradient=profile.gradient, options=options, time_limit=seconds * _FOR_TRIALS
+            step,
+            args,
+            kwargs,
+            gradient=profile.gradient,
+            options=options,
+            time_limit=seconds * _FOR_TRIALS,
+            constant_bytes=profile.constant_bytes,
         )
     begin = time.monotonic()
     with spinner(f"explain_oom of {name}", is_shown=progress) as tell:
