@@ -12,7 +12,7 @@ from statetx import policies
 from statetx._equations.compiled import full_device_options
 from statetx.memory import oom
 from statetx.memory._advice import candidates, in_parts
-from statetx.memory._edits import Checkpoint, Rematerialize, SaveLess
+from statetx.memory._edits import AsArguments, Checkpoint, Rematerialize, SaveLess
 from statetx.memory._tried import Trials
 from statetx.memory.oom import explain_oom
 
@@ -27,8 +27,12 @@ def unplanned(monkeypatch, request):
         monkeypatch.setattr(oom, "_planned", lambda *_: None)
 
 
+def trials_of(step, args, gradient=False, **options):
+    return Trials(step, args, {}, gradient=gradient, options=full_device_options(), time_limit=1e9, **options)
+
+
 def cost_of(step, args, *edits, gradient=False):
-    return Trials(step, args, {}, gradient=gradient, options=full_device_options(), time_limit=1e9).cost(*edits)
+    return trials_of(step, args, gradient).cost(*edits)
 
 
 def edits_of(step, args, action):
@@ -98,16 +102,26 @@ def test_the_body_of_a_loop_is_tried_though_the_size_of_its_carry_is_not_known()
     assert report.remedies[0].added_operations < 0.5 and report.remedies[-1].fits
 
 
-def test_an_edit_that_a_loop_does_not_allow_is_not_tried():
+def test_an_edit_that_cannot_be_made_is_not_tried_and_the_reason_is_told():
     step = recurrent(jax.lax.scan)
     (loop,) = {edit.loop for edit in edits_of(step, RECURRENT, "slots")}
-    assert cost_of(step, RECURRENT, Checkpoint(loop, policies.Lengths(7, 5))) is None  # 35 steps of 300
+    trials = trials_of(step, RECURRENT)
+    too_short, other = Checkpoint(loop, policies.Lengths(7, 5)), Checkpoint(loop._replace(length=299))
+    for edit, reason in (
+        (too_short, "PolicyError: "),  # 35 steps of 300
+        (other, "it was not found"),
+        (AsArguments(), "the step closes over no array"),
+    ):
+        assert trials.cost(edit) is None and trials.why_not(edit).startswith(reason), trials.why_not(edit)
 
 
-def test_a_loop_that_is_not_there_is_not_tried():
-    step = recurrent(jax.lax.scan)
-    (loop,) = {edit.loop for edit in edits_of(step, RECURRENT, "slots")}
-    assert cost_of(step, RECURRENT, Checkpoint(loop._replace(length=299))) is None
+def test_an_error_of_the_package_itself_is_not_taken_for_a_change_that_cannot_be_tried():
+    class Broken(Rematerialize):
+        def decisions(self, program):
+            return {}[self.function]
+
+    with pytest.raises(KeyError, match="cell"):
+        cost_of(recurrent(jax.lax.scan), RECURRENT, Broken("cell"))
 
 
 # -- rematerialized functions --------------------------------------------------------------------------------------------
@@ -171,6 +185,15 @@ def layers_in_a_stage(layer, scan):
     return lambda ws, x: (stage(ws, jnp.sin(stage(ws, x))) ** 2).mean()
 
 
+def layers_in_a_plain_loop(layer, scan):
+    def loss(ws, x):
+        body = lambda x, _: (functools.reduce(lambda x, w: layer(w, x), ws, x), x.mean())  # noqa: E731
+        x, means = jax.lax.scan(body, x, None, length=4)
+        return (x**2).mean() + means.sum()
+
+    return loss
+
+
 def loop_in_a_stage(layer, scan):
     stage = jax.checkpoint(lambda w, x: scan(lambda x, t: (jnp.sin(jnp.tanh(x @ w + t)), None), x, jnp.arange(40.0))[0])
     return lambda ws, x: (stage(ws[0], stage(ws[1], x)) ** 2).mean()
@@ -180,6 +203,7 @@ def loop_in_a_stage(layer, scan):
     "make, action",
     [
         pytest.param(layers_in_a_loop, "remat", marks=pytest.mark.slow),
+        (layers_in_a_plain_loop, "remat"),
         (layers_in_a_stage, "remat"),
         (loop_in_a_stage, "slots"),
     ],
@@ -202,6 +226,91 @@ def test_functions_take_their_parameters_first_as_by_hand():
     step = lambda ws, x, loss=loss: jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, x))  # noqa: E731
     by_hand = functools.partial(step, loss=functools.partial(loss, layer=statetx.remat(layer)))
     assert cost_of(step, args, Rematerialize("layer")).peak_bytes == statetx.measure(by_hand, *args).peak_bytes
+
+
+def layer_of(p):
+    def run(x):
+        return x + jnp.sin(x @ p["up"] + p["a"][None]) @ p["down"]
+
+    return run
+
+
+def test_functions_that_have_their_parameters_from_elsewhere_take_them_as_they_read_them():
+    def step(params, x, wrap=lambda f: f):
+        loss = lambda ps: (functools.reduce(lambda x, p: wrap(layer_of(p))(x), ps, x) ** 2).mean()  # noqa: E731
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, F32)  # noqa: E731
+    args = [{"a": f32(256), "down": f32(256, 32), "up": f32(32, 256)}] * 5, f32(256, 32)
+    cost = cost_of(step, args, Rematerialize("layer_of.run"))
+    assert cost.peak_bytes == statetx.measure(functools.partial(step, wrap=statetx.remat), *args).peak_bytes
+
+
+def test_calls_under_a_derivative_forward_take_what_they_take_by_hand():
+    def loss(ws, x, layer=layer):
+        y, tangent = jax.jvp(lambda x: functools.reduce(lambda x, w: layer(w, x), ws, x), (x,), (jnp.cos(x),))
+        return (tangent**2).sum() + y.sum()
+
+    args = [jnp.eye(64)] * 4, jax.ShapeDtypeStruct((512, 64), F32)
+    cost = cost_of(loss, args, Rematerialize("layer"), gradient=True)
+    check_as_by_hand(cost, functools.partial(loss, layer=statetx.remat(layer)), args, gradient=True)
+    assert cost.peak_bytes < 0.8 * statetx.measure(loss, *args).peak_bytes
+
+
+# -- bits ----------------------------------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def spike(v):
+    return (v > 0).astype(v.dtype)
+
+
+@spike.defjvp
+def _spike_jvp(primals, tangents):
+    return spike(*primals), tangents[0] / (1 + 10 * jnp.abs(primals[0])) ** 2
+
+
+def dense(w, s):
+    return spike(s @ w - 1.0)
+
+
+def spiking(ws, x, first=dense, others=dense):
+    return (functools.reduce(lambda s, w: others(w, s), ws[1:], first(ws[0], x)) ** 2).sum()
+
+
+@pytest.mark.parametrize("is_rematerialized", [False, True])
+def test_spikes_stored_as_bits_take_what_they_take_by_hand(is_rematerialized):
+    args = [jnp.eye(64)] * 5, X
+    step = functools.partial(spiking, first=statetx.remat(dense), others=statetx.remat(dense))
+    step = step if is_rematerialized else spiking
+    (edit,) = edits_of(step, args, "bits")
+    by_hand = functools.partial(
+        spiking, first=statetx.remat(dense), others=statetx.remat(dense, inputs_stored_as=(None, "bits"))
+    )
+    cost = cost_of(step, args, edit, gradient=True)
+    check_as_by_hand(cost, by_hand, args, gradient=True)
+    assert (
+        cost.peak_bytes
+        < 0.9 * statetx.measure(functools.partial(spiking, others=statetx.remat(dense)), *args).peak_bytes
+    )
+
+
+# -- constants -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_constant_that_is_on_the_device_anyway_is_an_argument_and_counts_once():
+    def step(w, x, table):
+        return w - 0.1 * jax.grad(lambda w: (jnp.tanh(jnp.tanh(x @ w) @ table) ** 2).sum())(w)
+
+    table = jax.random.normal(jax.random.key(0), (256, 256))
+    args = jnp.eye(256), jax.ShapeDtypeStruct((64, 256), F32)
+    closed = functools.partial(step, table=table)
+    by_hand = statetx.measure(step, *args, table, gradient=False).peak_bytes
+    report = explain_oom(lambda w, x: closed(w, x), *args, limit=by_hand + 100, time_limit=None)
+    assert report.other_bytes == table.nbytes
+    (remedy,) = report.remedies
+    assert remedy.change.action == "argument" and remedy.is_compiled and remedy.added_operations == 0
+    assert remedy.needed_bytes + table.nbytes == pytest.approx(by_hand, abs=64)
 
 
 # -- donation ------------------------------------------------------------------------------------------------------------

@@ -148,7 +148,8 @@ class OutOfMemory(Tabular):
             yield from self._remedy_notes()
         else:
             yield "If it failed anyway:", _OTHER_CAUSES
-        if self.profile.constant_bytes >= _LEAST_SHARE * self.needed_bytes:
+        is_told = any(r.change.action == "argument" for r in self.remedies)
+        if self.profile.constant_bytes >= _LEAST_SHARE * self.needed_bytes and not is_told:
             yield "Constants:", _CONSTANTS
         if self.profile.note:
             yield "Note:", self.profile.note
