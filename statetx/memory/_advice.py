@@ -15,7 +15,7 @@ from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
 from ._calls import Calls
 from ._candidate import Candidate, Gap, is_backward, saving
-from ._edits import AsArguments, Donate, InParts, Rematerialize, SaveLess, StoreBits
+from ._edits import AsArguments, Donate, InParts, InRows, Rematerialize, SaveLess, StoreBits
 from ._loop_advice import bodies, checkpoints
 from ._names import parent
 from ._scopes import line_of
@@ -61,7 +61,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
         _bits,
         bodies,
         checkpoints,
-        _parts,
+        _rows,
     ]
     least = min(_LEAST_SHARE * profile.peak_bytes, max(missing, 1))
     found = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
@@ -341,8 +341,10 @@ def _leaves(profile: Timeline, b: Buffer, calls: Calls) -> bool:
 # -- values in parts -----------------------------------------------------------------------------------------------------
 
 
-def _parts(profile: Timeline) -> Iterable[Candidate]:
-    """Compute the largest temporary value in parts along its first axis."""
+def _rows(profile: Timeline) -> Iterable[Candidate]:
+    """Without gradients: the function that has the largest temporary value, in parts of its rows."""
+    if any(step.phase == "backward" for step in profile.steps):
+        return
     temporary = [
         b for b in profile.alive(profile.peak_step) if b.kind in ("working memory", "recomputed") and b.readers
     ]
@@ -359,8 +361,9 @@ def _parts(profile: Timeline) -> Iterable[Candidate]:
         gaps = [Gap(x.start, x.end, x.num_bytes - x.num_bytes // _NUM_PARTS) for x in same]
         where = b.function or b.owner
         condition = f"{where} computes each of the {size:,} entries along axis 0 of {b.type} independently"
-        text = f"If {condition}, compute them in {_NUM_PARTS} parts, as with jax.lax.map(..., batch_size={-(-size // _NUM_PARTS)})."
-        yield Candidate(Change("microbatch", where, text, saving(profile, gaps), condition), frozenset(same))
+        text = f"If {condition}, compute them in {_NUM_PARTS} parts, as with statetx.map(..., batch_size={-(-size // _NUM_PARTS)})."
+        change = Change("microbatch", where, text, saving(profile, gaps), condition)
+        yield Candidate(change, frozenset(same), InRows(where, _NUM_PARTS))
 
 
 def in_parts(profile: Timeline, num: int) -> Iterable[Candidate]:
