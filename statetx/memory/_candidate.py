@@ -24,13 +24,13 @@ class Candidate(NamedTuple):
     """A change, and the buffers that it shortens. Candidates are listed by what they cost in time, the cheapest first.
 
     Attributes:
-        edit: the change of the staged program, with which it is tried; None if it cannot be.
+        edit: the change of the staged program, with which it is tried.
         stronger: makes the same change with a number that saves more; None if there is none.
     """
 
     change: Change
     buffers: frozenset[Buffer]
-    edit: Edit | None = None
+    edit: Edit
     stronger: Callable[[], Candidate | None] = lambda: None
 
 

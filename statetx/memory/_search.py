@@ -29,6 +29,7 @@ class Remedy(NamedTuple):
         fits: whether this is within the limit.
         is_compiled: whether the program with this change, and those of the changes before it that are compiled, was compiled; else the saving
             is predicted.
+        why_predicted: why it was not compiled; empty if it was, or if nothing was.
         added_operations: of the program with the compiled changes so far, relative to the unchanged step; None if it is not compiled.
         seconds: XLA's estimate of the time of a run with them, for a target that it knows; else None.
     """
@@ -40,6 +41,7 @@ class Remedy(NamedTuple):
     is_compiled: bool = False
     added_operations: float | None = None
     seconds: float | None = None
+    why_predicted: str = ""
 
 
 class Unused(NamedTuple):
@@ -86,7 +88,8 @@ class Search:
         self._alone: dict[str, str] = {}  # what each tool does alone, by action
         missing = float("inf") if available is None else self._needed - available
         found = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
-        found = found if trials is None else with_bodies(found)
+        # An array that is passed as an argument may have no other copy on the device.
+        found = [c for c in found if c.change.action != "argument"] if trials is None else with_bodies(found)
         self._candidates = sorted(found, key=lambda c: -c.change.saved_bytes)
         self.unused: tuple[Unused, ...] = ()
         self.tried: tuple[Remedy, ...] = ()
@@ -117,21 +120,17 @@ class Search:
         return cost.peak_bytes + self._profile.constant_bytes
 
     def _cost(self, trials: Trials, chosen: Sequence[Candidate]) -> Cost | None:
-        edits = [c.edit for c in chosen if c.edit is not None]
         self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.target}" for c in chosen))
-        return trials.cost(*edits)
-
-    def _why_not(self, trials: Trials, chosen: Sequence[Candidate]) -> str:
-        return trials.why_not(*(c.edit for c in chosen if c.edit is not None))
+        return trials.cost(*(c.edit for c in chosen))
 
     def _try_alone(self, trials: Trials) -> list[_Tried]:
         found = []
         for c in self._candidates:
-            cost = None if c.edit is None else self._cost(trials, [c])
+            cost = self._cost(trials, [c])
             if cost is None and not c.change.saved_bytes:  # nothing is predicted of it
                 continue
             if cost is None:
-                why = f"predicted {format_bytes(c.change.saved_bytes)} less, not tried: {self._why_not(trials, [c])}"
+                why = f"predicted {format_bytes(c.change.saved_bytes)} less, not tried: {trials.why_not(c.edit)}"
             else:
                 found.append(tried := _Tried(c, self._remedy(trials, c.change, self._needed, cost)))
                 why = tried.text
@@ -181,7 +180,7 @@ class Search:
         while num <= _MOST_PARTS and (c := next(iter(in_parts(self._profile, num)), None)) is not None:
             cost = self._cost(trials, [*chosen, c])
             if cost is None:
-                self._alone.setdefault("microbatch", f"not tried: {self._why_not(trials, [*chosen, c])}")
+                self._alone.setdefault("microbatch", f"not tried: {trials.why_not(*(x.edit for x in [*chosen, c]))}")
                 break
             if self._of(cost) >= needed:
                 self._alone.setdefault("microbatch", f"{num} parts save nothing")
@@ -222,13 +221,15 @@ class Search:
         """
         saved = before[-1].saved_bytes if before else 0
         freed = set(freed)
-        for change, buffers, *_ in left:
+        for change, buffers, edit, _ in left:
             if freed & buffers or (self._available is not None and self._needed - saved <= self._available):
                 continue
             freed |= buffers
             saved += change.saved_bytes
             needed = max(0, self._needed - saved)
-            yield Remedy(change, saved, needed, self._available is not None and needed <= self._available)
+            fits = self._available is not None and needed <= self._available
+            why = "" if self._trials is None else self._trials.why_not(edit)
+            yield Remedy(change, saved, needed, fits, why_predicted=why)
 
 
 class _Tried(NamedTuple):

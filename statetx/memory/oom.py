@@ -189,7 +189,7 @@ class OutOfMemory(Tabular):
 
 def _how_known(remedy: Remedy) -> str:
     if not remedy.is_compiled:
-        return "predicted"
+        return f"predicted; not tried: {remedy.why_predicted}" if remedy.why_predicted else "predicted"
     time = "" if remedy.seconds is None else f", estimated {format_seconds(remedy.seconds)}"
     return f"compiled, {100 * (remedy.added_operations or 0):+.1f}% operations{time}"
 
