@@ -31,7 +31,7 @@ from advised import conv, f32, norm, wave
 
 import statetx
 from statetx import policies
-from statetx.memory.baseline import MemoryBaseline, Difference, key_of, load, save
+from statetx.memory.baseline import Difference, MemoryBaseline, key_of, load, save
 
 LAYERS = """
 import jax, jax.numpy as jnp, numpy as np, statetx
