@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 import statetx
 from statetx import _jax
@@ -77,18 +79,13 @@ def test_second_plan_compiles_nothing(folder, compilations, fun):
 
 def test_step_of_a_stored_plan_is_not_differentiated(folder):
     differentiated = []
-
-    @jax.custom_jvp
-    def sine(x):
-        return jnp.sin(x)
-
-    @sine.defjvp
-    def rule(primals, tangents):
-        differentiated.append(0)
-        return sine(*primals), jnp.cos(*primals) * tangents[0]
+    sine = Primitive("sine")  # a rule of JAX, which no key asks
+    sine.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(sine, mlir.lower_fun(jnp.sin, multiple_results=False))
+    ad.defjvp(sine, lambda tangent, x: differentiated.append(0) or tangent * jnp.cos(x))
 
     def step(ws, x):
-        return jax.grad(lambda ws: loss(ws, sine(x @ ws[0])))(ws)
+        return jax.grad(lambda ws: loss(ws, sine.bind(x @ ws[0])))(ws)
 
     first = statetx.plan(step, WS, X, budget=0.8)
     assert differentiated

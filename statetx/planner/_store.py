@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gzip
 import hashlib
@@ -15,11 +14,9 @@ import os
 import pathlib
 import re
 import stat
-import sysconfig
 import time
-import types
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,14 +26,12 @@ from .._environment import switch
 from .._equations.compiled import Program
 from .._jax import Jaxpr
 from .._records import Check
-from .._states.messages import library_folders
 from .._targets import current
 from ._plan.record import PEAK, VERSION
 
 _MAX_BYTES = 64 * 2**20  # of all stored plans together
 _MAX_ENTRY = 32 * 2**20  # of one of them, not compressed
 _ABANDONED = 24 * 60 * 60.0  # seconds after which a file that is not yet whole is left by a killed process
-_MAX_DEPTH = 8  # of functions within a derivative rule
 
 
 def folder() -> pathlib.Path | None:
@@ -155,14 +150,13 @@ def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any)
     """A digest of programs and of everything else that a plan for them depends on.
 
     Args:
-        programs: each with its `full_fingerprint` and its `TraceContext`.
+        programs: each with its `full_fingerprint`, and the lines of its rules if it is differentiated, and its `TraceContext`.
         settings: values whose `repr` tells them apart.
     """
     digest = _digest(*_environment(), *settings)
     for jaxpr, lines, context in programs:
         digest.update(f"{[str(v.aval) for v in jaxpr.invars]} {_without_addresses(context)}\n".encode())
         digest.update("\n".join(lines).encode())
-        digest.update("\n".join(_rules(jaxpr)).encode())
         numbers = {v: i for i, v in enumerate([*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)])}
         digest.update(str([numbers.get(v) if isinstance(v, _jax.Var) else str(v) for v in jaxpr.outvars]).encode())
     return digest.hexdigest()
@@ -197,87 +191,3 @@ def _sources() -> str:
 
 def _without_addresses(x: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", x if isinstance(x, str) else repr(x))
-
-
-def _rules(jaxpr: Jaxpr) -> Iterator[str]:
-    """The code of the derivative rules in a program, which its fingerprint leaves out."""
-    for eqn in jaxpr.eqns:
-        for name, value in sorted(eqn.params.items()):
-            is_rule = type(value).__name__ == "WrappedFun"  # JAX's wrapper of a rule
-            if is_rule or (callable(value) and not isinstance(value, type) and not _jax.is_jaxpr(value)):
-                yield f"{name} {_code(value, set())}"
-        for inner in _jax.inner_jaxprs(eqn):
-            yield from _rules(inner)
-
-
-def _code(x: Any, seen: set[int], depth: int = 0) -> str:
-    """A digest of a function's code, and of the functions that it closes over, wraps or calls.
-
-    Of other values in closures, defaults and globals, numbers, text, what dicts hold, the attributes of plain objects and JAX's policies
-    count, the rest by its type only. Lists are not looked into: JAX remembers there what a rule gave. Nor are functions of libraries.
-    """
-    if isinstance(x, (str, bytes, int, float, complex, type(None))):
-        return repr(x)
-    if id(x) in seen or depth > _MAX_DEPTH:
-        return ""
-    seen.add(id(x))
-    inside = functools.partial(_code, seen=seen, depth=depth + 1)
-    if type(x) is tuple:  # JAX's records of source lines are named ones
-        return f"({','.join(map(inside, x))})"
-    if isinstance(x, functools.partial):
-        return f"partial({inside(x.func)},{inside(x.args)},{inside(x.keywords)})"
-    code = getattr(x, "__code__", None)
-    if code is not None:
-        cells = [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
-        cells += [x.__defaults__, x.__kwdefaults__, *_globals_of(x)]
-        if isinstance(x, types.MethodType):  # a rule that runs through a watch
-            cells.append(x.__self__)
-        return f"{_code_digest(code)}({','.join(map(inside, cells))})"
-    wrapped: Callable | None = getattr(x, "f", None) or getattr(x, "__wrapped__", None)  # JAX's `WrappedFun` has `f`
-    if wrapped is not None:
-        return f"{type(x).__name__}({inside(wrapped)},{inside(tuple(getattr(x, 'transforms', ())))})"
-    if isinstance(x, (set, frozenset)):  # the names of a policy of JAX 0.12
-        return f"({','.join(sorted(map(inside, x)))})"
-    if type(x) is dict or isinstance(x, types.SimpleNamespace) or dataclasses.is_dataclass(x):
-        values: dict[Any, Any] = x if type(x) is dict else _attributes(x)  # pyright: ignore[reportAssignmentType]
-        return (
-            f"{type(x).__name__}({','.join(sorted(f'{k}:{inside(v)}' for k, v in values.items() if type(k) is str))})"
-        )
-    is_policy = callable(x) and type(x).__module__.startswith("jax")  # their text has their settings
-    return _without_addresses(x) if is_policy else type(x).__name__
-
-
-def _attributes(x: Any) -> dict[str, Any]:
-    """Of a plain object, or those fields of a dataclass that are set."""
-    names = vars(x) if isinstance(x, types.SimpleNamespace) else [field.name for field in dataclasses.fields(x)]
-    return {name: getattr(x, name) for name in names if hasattr(x, name)}
-
-
-def _globals_of(function: Any) -> list[Any]:
-    """The globals that a user's function reads, in the order of their names, without modules and classes."""
-    code, values = function.__code__, function.__globals__
-    if code.co_filename.startswith((*library_folders(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))):
-        return []
-    found = [values[name] for name in sorted(set(_names_in(code))) if name in values]
-    return [x for x in found if not isinstance(x, (types.ModuleType, type))]
-
-
-def _names_in(code: Any) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if hasattr(constant, "co_names"):
-            yield from _names_in(constant)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
-def _code_digest(code: Any) -> str:
-    # The order in which a set is printed differs between processes.
-    ordered = lambda c: sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)  # noqa: E731
-    constants = [_code_digest(c) if hasattr(c, "co_code") else ordered(c) for c in code.co_consts]
-    return hashlib.sha256(code.co_code + repr((constants, code.co_names)).encode()).hexdigest()[:16]

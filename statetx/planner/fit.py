@@ -93,9 +93,7 @@ class Fit(Rewriter):
         without = {*fixed, *closed_over_by_rules(flatten(body.jaxpr))}
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval) and i not in without]
         recorded = Recorded(body.jaxpr, num_out, floats, floats, context)
-        key = _store.key_of(
-            [(recorded.flat, recorded.lines, context)], "fit", self.budget, self._options, floats, num_out
-        )
+        key = _store.key_of([recorded.stored], "fit", self.budget, self._options, floats, num_out)
         budget, options = self.budget, self._options
 
         def found() -> dict[str, Any]:

@@ -329,7 +329,7 @@ class Planner:
     def key(self, *settings: Any) -> str:
         """A digest of the program, the options of its plans, and other settings, in the store."""
         captured, options = self._captured, self._options
-        programs = [(g.flat, g.key, g.context) for g in captured.gradients]
+        programs = [g.stored for g in captured.gradients]
         more: list[Any] = [(g.diff_indices, g.num_out, sorted(g.constants)) for g in captured.gradients]
         if captured.step is not None:
             outline = captured.step.outline

@@ -12,9 +12,11 @@ import jax
 import numpy as np
 
 from ... import _frames, _jax
-from ..._jax import Jaxpr, Literal
+from ..._jax import Jaxpr, Literal, Var
 from ..._text import type_str
-from .flat import flatten
+from ..._tree import is_float
+from .derivative import derivative_of
+from .flat import closed_over_by_rules, flatten
 
 
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
@@ -95,3 +97,26 @@ def _rule(eqn: Any) -> str:
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def rules_of(jaxpr: Jaxpr) -> list[str]:
+    """The fingerprints of the derivatives of equations with rules or policies of the user, which the fingerprint leaves out."""
+    lines: list[str] = []
+    for eqn in jaxpr.eqns:
+        if any(callable(x) and not isinstance(x, type) and not _jax.is_jaxpr(x) for x in eqn.params.values()):
+            variables = dict.fromkeys(v for v in eqn.invars if isinstance(v, Var))
+            lines += _derivative(_jax.rebuild(jaxpr, invars=list(variables), outvars=eqn.outvars, eqns=[eqn]))
+        else:
+            lines += [line for inner in _jax.inner_jaxprs(eqn) for line in rules_of(inner)]
+    return lines
+
+
+def _derivative(jaxpr: Jaxpr) -> tuple[str, ...]:
+    fixed = closed_over_by_rules(jaxpr)
+    inputs = [i for i, v in enumerate(jaxpr.invars) if is_float(v.aval) and i not in fixed]
+    outs = [i for i, v in enumerate(jaxpr.outvars) if is_float(v.aval)]
+    try:
+        passes = _frames.undone(derivative_of)(jaxpr, inputs, outs)
+    except Exception as e:  # no plan looks into a rule that raises
+        return (type(e).__name__,)
+    return tuple(line for derivative in passes for line in full_fingerprint(flatten(derivative.jaxpr)))

@@ -23,7 +23,7 @@ from ..._remat.rewriter import Rewriter, Seen, is_training_step
 from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
 from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
-from .._program.fingerprint import fingerprint, full_fingerprint
+from .._program.fingerprint import fingerprint, full_fingerprint, rules_of
 from .._program.flat import flatten
 from .._program.sharded import is_on_devices, of_device
 from .._treatments.rewrite import as_planned
@@ -70,6 +70,12 @@ class Recorded:
     def key(self) -> tuple[str, ...]:
         """The fingerprint, and what the program returns."""
         return full_fingerprint(self.flat)
+
+    @functools.cached_property
+    def stored(self) -> tuple[Jaxpr, tuple[str, ...], TraceContext]:
+        """What the key of a stored plan depends on, as for `key_of`."""
+        with self.context.bind_axes():
+            return self.flat, (*self.key, *rules_of(self.flat)), self.context
 
 
 class _Recorder(Rewriter):
