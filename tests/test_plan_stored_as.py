@@ -128,7 +128,7 @@ def test_marked_layers_hold_spikes_as_bits_too():
         return (x.mean(0) ** 2).sum()
 
     floats, _ = planner(loss, WS, SPIKES, stored_as=()).ends()
-    plan = planner(loss, WS, SPIKES).plan(int(0.71 * floats))
+    plan = planner(loss, WS, SPIKES).plan(int(0.7 * floats))
     assert any("as bits" in line for line in plan.groups)
     assert_equal(spiking, plan.apply(loss), WS, SPIKES)
 

@@ -15,6 +15,7 @@ from .._treatments.loops import steps_of
 from .._treatments.treatment import Decision, Option, Settings, Treatment, pareto_front
 
 _FREE = Option(0, 0, 0.0, Decision())
+_UNCHANGED = Decision().held
 
 # Of the mean error of measured options, for those that are not measured: those that save more err less, and what looks too large is never tried.
 _OPTIMISM = 0.8
@@ -122,10 +123,10 @@ class Front:
     def _correct(self) -> None:
         """Scale the modeled bytes of what is not measured by most of the mean error of what is.
 
-        The model knows neither fusions nor the order of equations, and errs alike for all options of a part.
+        The model knows neither fusions nor the order of equations, and errs alike for all options of a part but the unchanged one.
         """
         every = {o.decision.held: o.backward_bytes for o in (*self.steps, *self._stock)}
-        known = [saving for saving in every if saving in self._measured]
+        known = [saving for saving in every if saving in self._measured and saving != _UNCHANGED]
         error = sum(every[saving] for saving in known) / max(1, sum(self._modeled[saving] for saving in known))
         factor = max(1.0, _OPTIMISM * error)
         for options in (self.steps, self._stock):
