@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from statetx._lift.context import TraceContext, note_shardings, sharding_of
-from statetx.planner import fit
+from statetx.planner import Planner
 from statetx.planner._search.capture import capture
 from statetx.policies import Budget, Slots
 
@@ -328,8 +328,8 @@ def test_fit_counts_no_gradient_that_is_not_taken(spec):
         return statetx.jit(jax.value_and_grad(fun)).lower(layers, x).compile().memory_analysis().temp_size_in_bytes
 
     unplanned, plans = temp_bytes(loss), []
-    found = fit.warn_if_expensive
-    with mock.patch.object(fit, "warn_if_expensive", lambda plan: plans.append(plan) or found(plan)):
+    found = Planner.plan
+    with mock.patch.object(Planner, "plan", lambda *args: plans.append(found(*args)) or plans[-1]):
         budget = unplanned // 2
         assert temp_bytes(statetx.remat(loss, policy=f"fit:{budget}")) == plans[0].temp_bytes <= budget
 

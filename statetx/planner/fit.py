@@ -17,16 +17,14 @@ from .._remat.gradients import rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float
-from . import _store
 from ._budget import Budget, read_amount
 from ._clock import read_time_limit
 from ._plan.plan import Plan
-from ._plan.record import PLAN, are_decisions_for, fields_of, shown_fields
 from ._program.flat import closed_over_by_rules, flatten
 from ._program.sharded import of_device
-from ._search.capture import Captured, Recorded
-from ._search.whole import Options, Whole
-from .planner import DEFAULT_TIME_LIMIT, fit, warn_if_expensive
+from ._search.capture import Recorded
+from ._search.whole import Options
+from .planner import DEFAULT_TIME_LIMIT, Planner
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -93,16 +91,7 @@ class Fit(Rewriter):
         without = {*fixed, *closed_over_by_rules(flatten(body.jaxpr))}
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval) and i not in without]
         recorded = Recorded(body.jaxpr, num_out, floats, floats, context)
-        key = _store.key_of([recorded.stored], "fit", self.budget, self._options, floats, num_out)
-        budget, options = self.budget, self._options
-
-        def found() -> dict[str, Any]:
-            whole = Whole(Captured((recorded,)), options)
-            choice = fit(whole, budget, name)
-            return fields_of(whole, choice, name, budget, options) | shown_fields(whole, choice)
-
-        is_valid = lambda fields: are_decisions_for([(recorded.flat, recorded.lines)], fields, options)  # noqa: E731
-        return warn_if_expensive(Plan(_store.remembered(key, PLAN, found, is_valid)))
+        return Planner.of_function(recorded, name, self._options).plan(self.budget.amount)
 
 
 def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -17,14 +18,14 @@ from .._remat.gradients import unobserved
 from .._targets import current
 from .._text import format_bytes, suggestion
 from . import _store
-from ._budget import STEP, Budget, impossible, no_plan
+from ._budget import STEP, TEMPORARIES, Budget, impossible, no_plan
 from ._clock import read_time_limit
 from ._plan.plan import Plan
 from ._plan.record import OBJECTIVES, PLAN, are_decisions_for, bytes_of, fields_of, shown_fields, unplanned_fields
 from ._plan.show import described
 from ._program.fingerprint import full_fingerprint
 from ._program.ways import read_formats
-from ._search.capture import Captured, variants
+from ._search.capture import Captured, Recorded, variants
 from ._search.timing import Timer, refuse_unknown_times
 from ._search.whole import Choice, Options, Whole, fixed_above, whole_of
 from ._spinner import spinner
@@ -176,22 +177,31 @@ class Planner:
             )
         if objective == "time":
             refuse_unknown_times()
-        self.name = short_name(name_of(fun))
-        self._target = current.current()
-        self._of = of
         formats = read_formats(stored_as)
-        self._progress = spinner(f"plan {self.name}", is_shown=progress)
         with unobserved():
-            self._variants = variants(fun, args, kwargs, argnums)
-        self._captured = self._variants[0]
-        time_limit = read_time_limit(time_limit)
-        time_limit = None if time_limit is None else time_limit / len(self._variants)
-        self._options = Options(objective, offload, time_limit, formats, tuple(treatments))
-        self._timer = Timer() if objective == "time" else None
+            found = variants(fun, args, kwargs, argnums)
+        limit = read_time_limit(time_limit)
+        settings = Options(objective, offload, limit, formats, tuple(treatments))
+        self._set(found, short_name(name_of(fun)), of, settings, progress)
+
+    def _set(self, variants: list[Captured], name: str, of: str, options: Options, progress: bool = False) -> None:
+        self._variants, self._captured, self.name, self._of = variants, variants[0], name, of
+        self._target = current.current()
+        self._progress = spinner(f"plan {name}", is_shown=progress)
+        limit = None if options.time_limit is None else options.time_limit / len(variants)
+        self._options = dataclasses.replace(options, time_limit=limit)
+        self._timer = Timer() if options.objective == "time" else None
         self._started: Whole | None = None
 
         # The search outlives each progress bar: it reports to the current one.
         self._report: Callable[[str], None] = lambda text: None
+
+    @classmethod
+    def of_function(cls, recorded: Recorded, name: str, options: Options) -> Planner:
+        """The plans for a function that is being differentiated, whose budgets count temporaries."""
+        planner = cls.__new__(cls)
+        planner._set([Captured((recorded,))], name, TEMPORARIES, options)
+        return planner
 
     @property
     def _whole(self) -> Whole:
@@ -242,7 +252,7 @@ class Planner:
         key = self.key(budget_)
         is_valid = lambda fields: self._is_for_program(fields, budget_)  # noqa: E731
         fields = _store.remembered(key, PLAN, lambda: self._found(budget_), is_valid)
-        return warn_if_expensive(self._as_plan(fields))
+        return _warn_if_expensive(self._as_plan(fields))
 
     def _found(self, budget: Budget) -> dict[str, Any]:
         """The fields of the best plan for a budget."""
@@ -295,7 +305,7 @@ class Planner:
 
     def _best_of(self, whole: Whole, budget: Budget) -> Choice:
         with whole.time_left.running():
-            choice = fit(whole, budget, self.name)
+            choice = _fit(whole, budget, self.name)
             return choice if self._timer is None else self._timer.fastest(whole, choice, bytes_left(whole, budget))
 
     def _in_bytes(self, budget: Budget) -> Budget:
@@ -366,7 +376,7 @@ def _cheapest(choices: Sequence[tuple[Whole, Choice]]) -> tuple[Whole, Choice]:
     return min(choices, key=lambda pair: _total_cost(*pair))
 
 
-def warn_if_expensive(plan: Plan) -> Plan:
+def _warn_if_expensive(plan: Plan) -> Plan:
     """Warn of a plan that the time limit left expensive; return the plan."""
     if not plan.complete and plan.extra_flops > _EXPENSIVE:
         warnings.warn(
@@ -389,7 +399,7 @@ def bytes_left(whole: Whole, budget: Budget) -> int:
     return budget.temp_bytes(whole.fixed().bytes, whole.fraction_of_baseline)
 
 
-def fit(whole: Whole, budget: Budget, name: str) -> Choice:
+def _fit(whole: Whole, budget: Budget, name: str) -> Choice:
     """The cheapest choice within a budget.
 
     Raises:
