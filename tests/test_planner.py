@@ -711,7 +711,7 @@ def test_marked_functions_are_regions():
     assert len(flat.blocks) == len(WS) and len(flat) > len(staged(marked, WS, X).eqns)
     found = _cuts.candidates(flat)
     assert set(flat.blocks) <= set(found.intervals), "and there are others"
-    ((cuts, planned),) = found.stock
+    cuts, planned = found.stock
     assert sorted(planned) == sorted(flat.blocks) and set(cuts) <= {0, *flat.ends}
 
 

@@ -15,7 +15,6 @@ periods of its own.
 from __future__ import annotations
 
 import collections
-import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -35,20 +34,7 @@ _MAX_MERGED = 320  # equations of a merged region: its integer programs take mor
 _MAX_OF_THREE = 160  # of three periods: between two and four, and as expensive to analyze as four (2 s for 255 equations of a transformer)
 _FEW = 4  # periods: fewer than these are given up for repetitions within
 _MOSTLY = 2 / 3  # of a period
-_NEARLY = 1.01  # of the fewest bytes that cross between periods: a key or a few numbers more make no difference
 _LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
-
-
-class Phase(enum.Enum):
-    """Where the periods of a repetition begin.
-
-    Of places that equally few bytes cross, `BEHIND_PRODUCTS` takes the one behind the most expensive equation, if nonlinear ones are between it
-    and the usual place: only their derivatives read what crosses there. `MOST_PERIODS` does not count what crosses into the rest of the program.
-    """
-
-    FEWEST_BYTES = "fewest bytes"
-    BEHIND_PRODUCTS = "behind products"
-    MOST_PERIODS = "most periods"
 
 
 class Run(NamedTuple):
@@ -85,11 +71,11 @@ class Candidates(NamedTuple):
     """The intervals that may become regions.
 
     Attributes:
-        stock: partitions, as cuts, where the stock policies act on the parts of the second item, and other parts stay unchanged.
-        cuttings: by the user's functions, and by each `Phase`; `Phase.MOST_PERIODS` only where it has more of them.
+        stock: a partition, as cuts, where the stock policies act on the parts of the second item, and other parts stay unchanged.
+        cuttings: by the user's functions, by structure where few bytes cross, and by structure behind products.
     """
 
-    stock: list[tuple[list[int], list[Interval]]]
+    stock: tuple[list[int], list[Interval]]
     cuttings: list[Cutting]
 
     @property
@@ -118,17 +104,14 @@ def candidates(program: Flat) -> Candidates:
     cuts = _Cuts.of(program, live, sorted(program.blocks))
 
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
-    unmarked, behind, most = (_Cuts.of(program, live, None, phase) for phase in Phase)
-    more = [most] if most.num_periods > unmarked.num_periods else []
     cuttings: list[Cutting] = []
-    for own in (cuts, unmarked, behind, *more):
+    for own in (cuts, *(_Cuts.of(program, live, None, behind_products=behind) for behind in (False, True))):
         periods = {i for run in own.runs for i in itertools.pairwise(run.boundaries)}
         intervals = dict.fromkeys(i for row in _intervals(program, live, own) for i in row if i[0] < i[1])
         cutting = Cutting(own.runs, [i for i in intervals if i in periods or _is_allowed(program, *i)])
         if cutting not in cuttings:
             cuttings.append(cutting)
-    stock = [layout for own in (cuts, *more) for layout in _stock(program, own.runs, own.all)]
-    return Candidates([s for i, s in enumerate(stock) if s not in stock[:i]], cuttings)
+    return Candidates(_stock(program, cuts.runs, cuts.all), cuttings)
 
 
 class _Cuts(NamedTuple):
@@ -156,22 +139,19 @@ class _Cuts(NamedTuple):
     def fixed(self) -> set[int]:
         return self.outer | self.inner
 
-    @property
-    def num_periods(self) -> int:
-        return sum(run.count for run in self.runs)
-
     @classmethod
     def of(
-        cls, program: Flat, live: Sequence[int], blocks: Sequence[Interval] | None, phase: Phase = Phase.FEWEST_BYTES
+        cls, program: Flat, live: Sequence[int], blocks: Sequence[Interval] | None, *, behind_products: bool = False
     ) -> _Cuts:
         """The cuts of a program.
 
         Args:
             blocks: the user's functions; None to cut it as if there were none.
+            behind_products: as for `runs_of`.
         """
         num = len(program)
         ends = _loop_ends(program) | (program.ends if blocks is not None else set())
-        runs, inner = runs_of(program, live, ends, phase)
+        runs, inner = runs_of(program, live, ends, behind_products)
         outer = {0, num, *ends, *(b for run in runs for b in run.boundaries)}
         fixed = outer | inner
 
@@ -244,16 +224,16 @@ def _is_allowed(program: Flat, start: int, end: int) -> bool:
     return not any(start <= i < end for i in program.loops)
 
 
-def _stock(program: Flat, runs: Sequence[Run], cuts: Sequence[int]) -> list[tuple[list[int], list[Interval]]]:
+def _stock(program: Flat, runs: Sequence[Run], cuts: Sequence[int]) -> tuple[list[int], list[Interval]]:
     """Where the stock policies act: on the user's functions; without such, on the periods of structure; without these, on the finest parts."""
     loops = [(i, i + 1) for i in program.loops]
     if program.blocks or any(_has_remat_inside(program, i) for i in program.loops):
-        return [(sorted({0, *program.ends} - {len(program)}), [*program.blocks, *loops])]
+        return sorted({0, *program.ends} - {len(program)}), [*program.blocks, *loops]
     periods = [i for run in runs for i in itertools.pairwise(run.boundaries)]
     walls = {0, *(j for j in _loop_ends(program) if not any(start < j < end for start, end in periods))}
     structural = sorted({*walls, *(b for run in runs for b in run.boundaries)} - {len(program)})
     finest = sorted(set(cuts) - {len(program)})
-    return [(structural, [*periods, *loops]) if periods else (finest, [*itertools.pairwise([*finest, len(program)])])]
+    return (structural, [*periods, *loops]) if periods else (finest, [*itertools.pairwise([*finest, len(program)])])
 
 
 def _has_remat_inside(program: Flat, index: int) -> bool:
@@ -296,13 +276,15 @@ def _plateaus(live: Sequence[int]) -> list[int]:
 
 
 def runs_of(
-    program: Flat, live: Sequence[int], marked: set[int], phase: Phase = Phase.FEWEST_BYTES
+    program: Flat, live: Sequence[int], marked: set[int], behind_products: bool = False
 ) -> tuple[list[Run], set[int]]:
     """Where a program repeats, and the ends of repetitions within one period.
 
     Args:
         live: the bytes that cross into each equation.
         marked: where the user's functions end.
+        behind_products: whether periods begin, of places that equally few bytes cross, behind the most expensive equation, if nonlinear ones are between
+            it and the usual place: only their derivatives read what crosses there.
     """
     eqns = program.jaxpr.eqns
     # By kind alone, not by shape: levels of a convolutional net repeat with other sizes.
@@ -310,7 +292,7 @@ def runs_of(
     tokens = np.array([numbers[e.primitive.name] for e in eqns], int)
     heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
 
-    in_phase = functools.partial(_in_phase, program, live, marked, phase)
+    in_phase = functools.partial(_in_phase, program, live, marked, behind_products)
     runs = _repetitions(tokens, heavy, len(tokens) // 10, in_phase)
     inner: set[int] = set()
     for run in runs:
@@ -364,42 +346,27 @@ def _stretches(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tuple[
 
 
 def _in_phase(
-    program: Flat, live: Sequence[int], marked: set[int], phase: Phase, start: int, period: int, length: int
+    program: Flat, live: Sequence[int], marked: set[int], behind_products: bool, start: int, period: int, length: int
 ) -> Run:
-    """The periods of a periodic stretch, begun where the user's functions end, or else as `phase` says."""
+    """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross."""
     num, eqns = len(live), program.jaxpr.eqns
     cost = lambda i: flops(eqns[i]) if i < num else 0  # noqa: E731
 
-    def boundaries_of(offset: int) -> list[int]:
-        return list(range(start + offset, start + length + 1, period))
-
-    def crossing_of(offset: int, last: int | None) -> float:
-        """The bytes that cross on average where periods begin, except for the first."""
-        between = boundaries_of(offset)[1:last] or boundaries_of(offset)[1:]
-        return sum(live[b] for b in between if b < num) / len(between)
-
-    def rank(offset: int, phase: Phase) -> tuple:
-        boundaries = boundaries_of(offset)
+    def rank(offset: int, is_behind: bool) -> tuple:
+        boundaries = list(range(start + offset, start + length + 1, period))
         count = len(boundaries) - 1
-        crossing = crossing_of(offset, None)
+        crossing = sum(live[b] for b in boundaries[1:] if b < num) / count  # on average, except for the first
         is_marked = all(b in marked or b in (0, num) for b in boundaries)
 
         # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
-        order = (-count, -cost(boundaries[1]))
-        if phase is Phase.BEHIND_PRODUCTS:
-            order = (-cost(boundaries[1] - 1), -count)
-        elif phase is Phase.MOST_PERIODS:
-            crossing = max(crossing_of(offset, -1), _NEARLY * least)
+        order = (-cost(boundaries[1] - 1), -count) if is_behind else (-count, -cost(boundaries[1]))
         return not is_marked, crossing, *order, offset
 
     # Offsets that leave one period only are not a repetition.
     offsets = [o for o in range(period) if (length - o) // period >= 1]
-    least = min(crossing_of(o, -1) for o in offsets)
-    offset = min(
-        offsets, key=lambda o: rank(o, Phase.MOST_PERIODS if phase is Phase.MOST_PERIODS else Phase.FEWEST_BYTES)
-    )
-    if phase is Phase.BEHIND_PRODUCTS:
-        late = min(offsets, key=lambda o: rank(o, phase))
+    offset = min(offsets, key=lambda o: rank(o, False))
+    if behind_products:
+        late = min(offsets, key=lambda o: rank(o, True))
         between = range(start + late, start + late + (offset - late) % period)
         if not all(is_linear(eqns[i]) for i in between if i < num):
             offset = late

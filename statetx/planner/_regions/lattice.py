@@ -46,7 +46,7 @@ class Lattice:
         treatments: that make proposals.
 
     Attributes:
-        stock_layouts: where stock policies act, each with the numbers of the parts that they act on.
+        stock_layout: where stock policies act, and for each part whether they act on it.
         regions: by interval.
         families: all regions; then variants of all regions, for each treatment that has such, where these are cheaper.
     """
@@ -79,7 +79,7 @@ class Lattice:
         self._lifetimes = _Lifetimes(jaxpr, self._differentiated & self._with_cotangent)
 
         found = candidates(program)
-        self.stock_layouts = [self._stock_layout(cuts, planned) for cuts, planned in found.stock]
+        self.stock_layout = self._stock_layout(*found.stock)
         for interval in found.intervals:
             if not deadline():
                 self.region(*interval)

@@ -257,8 +257,8 @@ class StockPolicy(NamedTuple):
 
 
 def policies_in(lattice: Lattice) -> list[StockPolicy]:
-    """The stock policies, in each layout that they may act in."""
-    return [StockPolicy(name, *layout) for layout in lattice.stock_layouts for name in STOCK]
+    """The stock policies in the layout that they act in."""
+    return [StockPolicy(name, *lattice.stock_layout) for name in STOCK]
 
 
 def compile_within(
@@ -280,20 +280,10 @@ def compile_within(
     return found
 
 
-def outcomes(policies: Sequence[StockPolicy], candidates: Candidates) -> list[tuple[str, int, float, bool]]:
-    """Of each stock policy: name, temporary bytes, added cost, and whether these are predicted, since it was not compiled."""
-    rows = []
-    for name in STOCK:
-        in_layouts = [_outcome(policy, candidates) for policy in policies if policy.name == name]
-        is_predicted, temp_bytes, cost = min(in_layouts)
-        rows.append((name, temp_bytes, cost, is_predicted))
-    return rows
-
-
-def _outcome(policy: StockPolicy, candidates: Candidates) -> tuple[bool, int, float]:
-    """Whether it is predicted, temporary bytes, added cost."""
+def outcome(policy: StockPolicy, candidates: Candidates) -> tuple[str, int, float, bool]:
+    """Of a stock policy: name, temporary bytes, added cost, and whether these are predicted, since it was not compiled."""
     layout, options = policy.choice
     candidate = candidates.find(layout, options)
     if candidate is not None:
-        return False, candidate.temp_bytes, candidate.added_cost
-    return True, int(candidates.predict(layout.peak(options))), sum(o.cost for o in options)
+        return policy.name, candidate.temp_bytes, candidate.added_cost, False
+    return policy.name, int(candidates.predict(layout.peak(options))), sum(o.cost for o in options), True

@@ -38,7 +38,7 @@ class InnerGradients(Rewriter):
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         program = Flat(flatten(body.jaxpr))
-        cuts, blocks = candidates(program).stock[0]
+        cuts, blocks = candidates(program).stock
         parts = program.split(cuts)
         starts, first = {start for start, _ in blocks}, 0
         replacements: list[Callable | None] = []

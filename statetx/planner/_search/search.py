@@ -28,9 +28,8 @@ from .candidates import (
     STOCK,
     Candidate,
     Candidates,
-    StockPolicy,
     compile_within,
-    outcomes,
+    outcome,
     policies_in,
     predicted_bytes,
     with_gradient,
@@ -114,7 +113,9 @@ class Search:
         options |= {"context": context, "settings": settings, "treatments": treatments}
         self.lattice = Lattice(program, diff_indices, num_out, **options)
         self._stock = policies_in(self.lattice)
-        layout, _ = self.lattice.stock_layouts[0]
+        # Remat on the blocks: of all plans the surest to keep a budget, of those that take no time to find.
+        self._on_blocks = self._stock[STOCK.index("nothing")]
+        layout, _ = self.lattice.stock_layout
         unplanned = layout, [front.baseline for front in layout.fronts]
         report_candidate = lambda text: report(text + self._best_so_far())  # noqa: E731
         self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
@@ -267,12 +268,6 @@ class Search:
             return False
         return self.candidates.smallest().temp_bytes <= _HOPELESS * budget
 
-    @property
-    def _on_blocks(self) -> StockPolicy:
-        """Remat on the blocks: of all plans the surest to keep a budget, of those that take no time to find."""
-        policies = [policy for policy in self._stock if policy.name == "nothing"]
-        return min(policies, key=lambda policy: policy.choice[0].peak(policy.choice[1]))
-
     def _measure_last(self, budget: int) -> None:
         """Compile the cheapest choices that are predicted to keep the budget, which takes no time to find, until one of them does.
 
@@ -356,8 +351,8 @@ class Search:
     # -- stock policies --------------------------------------------------------------------------------------------
 
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:
-        """See `_stock.outcomes`."""
-        return outcomes(self._stock, self.candidates)
+        """Of each stock policy what `outcome` says."""
+        return [outcome(policy, self.candidates) for policy in self._stock]
 
     def stock_candidates(self, budget: int) -> list[Candidate]:
         """The stock policies, compiled unless they are predicted far above a budget."""

@@ -52,9 +52,6 @@ class StoredInputs(Treatment):
     def apply(self, rewriting: Rewriting) -> None:
         rewriting.inputs = {i: way.label(is_ordered=True) for i, way in self.ways_of}
 
-    def renumbered(self, equation: Any, inputs: Any) -> StoredInputs:
-        return StoredInputs(tuple((inputs(i), way) for i, way in self.ways_of))
-
     def text(self, part: Part) -> str:
         names = ", ".join(dict.fromkeys(way.name for _, way in self.ways_of))
         stored = sum(way.num_bytes(part.jaxpr.invars[i].aval) for i, way in self.ways_of)

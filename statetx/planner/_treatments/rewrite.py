@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 from ... import _jax
-from ..._equations.primitives import row_of, size
 from ..._equations.structure import Body
-from ..._jax import Jaxpr, Var
+from ..._jax import Jaxpr
 from ..._loops.step import LoopStep
 from ..._loops.strategy import Strategy
 from ..._remat import decide, fence
@@ -143,45 +142,6 @@ def region(part: Part, decision: Decision) -> Callable | None:
     rewriting = decision.rewriting(is_ordered=True)
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
     # with it the memory, depends on them.
-    sums = [] if part.original_jaxpr is not part.jaxpr else _sums_of_numbers(part.jaxpr, decision)
-    if sums:
-        return _around(sums, part, decision) if len(sums) < len(part.jaxpr.eqns) else None
     jaxpr = part.jaxpr if decision.saved else part.original_jaxpr
     jaxpr, policy = decide.keep(jaxpr, rewriting.labels or {}, rewriting.inputs)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
-
-
-def _sums_of_numbers(jaxpr: Jaxpr, decision: Decision) -> list[int]:
-    """The equations that add up single numbers for outputs alone, such as the losses of layers."""
-    saved = {address[0] for address in decision.addresses}
-    read: set[Any] = set()
-    sums = []
-    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        is_sum = row_of(eqn).is_linear and all(size(v) == 1 for v in (*eqn.invars, *eqn.outvars))
-        if is_sum and i not in saved and not eqn.effects and not any(v in read for v in eqn.outvars):
-            sums.append(i)
-        else:
-            read.update(v for v in eqn.invars if isinstance(v, Var))
-    return sums[::-1]
-
-
-def _around(sums: Sequence[int], part: Part, decision: Decision) -> Callable:
-    """A region without some equations, which run after it. Else each number would pass through the region, with its cotangent."""
-    jaxpr = part.jaxpr
-    inside = [i for i in range(len(jaxpr.eqns)) if i not in sums]
-    number = {i: n for n, i in enumerate(inside)}
-    eqns, after = [jaxpr.eqns[i] for i in inside], [jaxpr.eqns[i] for i in sums]
-    read = {v for e in eqns for v in e.invars if isinstance(v, Var)}
-    read_after = {v for e in after for v in e.invars if isinstance(v, Var)} | set(jaxpr.outvars)
-    invars = [v for v in jaxpr.invars if v in read]
-    outvars = [v for e in eqns for v in e.outvars if v in read_after]
-    own = Part("region", _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns), invars, outvars)
-    inner = region(own, decision.renumbered(number.__getitem__, lambda i: invars.index(jaxpr.invars[i])))
-    rest = _jax.rebuild(jaxpr, invars=[*jaxpr.invars, *outvars], outvars=jaxpr.outvars, eqns=after)
-    assert inner is not None
-
-    def call(*args: Any) -> list[Any]:
-        values = dict(zip(jaxpr.invars, args, strict=True))
-        return _jax.evaluate(rest, (), [*args, *inner(*(values[v] for v in invars))])
-
-    return call

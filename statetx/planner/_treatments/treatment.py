@@ -169,10 +169,6 @@ class Treatment:
         """The same as a user would write it."""
         return self
 
-    def renumbered(self, equation: Callable[[int], int], inputs: Callable[[int], int]) -> Self:
-        """The same for a region whose equations and inputs have other numbers."""
-        return self
-
     # -- in what is printed --
 
     def text(self, part: Part) -> str:
@@ -237,10 +233,11 @@ class Decision(NamedTuple):
             treatment.apply(rewriting)
         return rewriting
 
-    def renumbered(self, equation: Callable[[int], int], inputs: Callable[[int], int] = lambda i: i) -> Decision:
-        """The decision for a region whose equations and inputs have other numbers."""
-        saved = None if self.saved is None else frozenset((renumbered(a, equation(a[0])), w) for a, w in self.saved)
-        return Decision(saved, tuple(t.renumbered(equation, inputs) for t in self.treatments))
+    def after(self, number: int) -> Decision:
+        """The decision for a region that begins with more equations."""
+        if self.saved is None:
+            return self
+        return self._replace(saved=frozenset((renumbered(a, a[0] + number), w) for a, w in self.saved))
 
 
 class Option(NamedTuple):
