@@ -267,7 +267,7 @@ def test_corrupt_entries_are_replaced(folder, compilations, content):
     assert json.loads(gzip.decompress(entry.read_bytes()))["version"]
 
 
-@pytest.mark.parametrize("num", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, damaged_plan, monkeypatch, num):
     """What is accepted is what the call may get: another valid decision, whose gradient is the same, or another figure."""
     folder = tmp_path_factory.mktemp("store")
