@@ -66,7 +66,9 @@ def run_page(page, folder, monkeypatch):
     monkeypatch.setattr(strategy, "_RECORDED", dict(strategy._RECORDED))  # and a strategy
     with jax.numpy_rank_promotion("allow"):  # as users have it
         filled = fill(text)
-    if jax.__version__.startswith("0.10."):  # other versions of JAX compute with other equations
+    if (
+        jax.__version__.startswith("0.10.") or page.stem == "remat3"
+    ):  # other versions of JAX compute with other equations
         assert_same(without_measurements(filled), without_measurements(text))
     else:
         assert filled.count("Traceback") == text.count("Traceback")

@@ -2,11 +2,13 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax
 import pytest
+from pages import BLOCK
 
 from helpers import REMAT3
 
@@ -24,3 +26,18 @@ def test_file_passes_with_jax_remat3(name):
         command, capture_output=True, text=True, env={**os.environ, "JAX_REMAT3": "1"}, cwd=HERE.parent
     )
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")
+def test_page_counts_products_as_this_jax_does():
+    page = (HERE.parent / "docs" / "how-to" / "remat3.md").read_text()
+    (code,) = (block["code"] for block in BLOCK.finditer(page) if block["kind"] == "python")
+    exec(code, scope := {})
+    versions = re.search(r"^\| policy \| without \| (.*) \|$", page, re.M)[1].split(" | ")
+    column = versions.index(".".join(jax.__version__.split(".")[:2]))
+    rows = re.findall(r"^\| `(.*)`.*? \| (\d) \| (.*) \|$", page, re.M)
+    assert len(rows) > 5
+    for policy, without, counts in rows:
+        expected = [int(without), int(counts.replace("*", "").split(" | ")[column])]
+        counted = [scope["num_products"](jax.checkpoint, eval(policy, scope), new) for new in (False, True)]
+        assert counted == expected, policy
