@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -312,6 +313,18 @@ def test_malformed_shapes_name_the_place(text, message):
     with pytest.raises(BadInput) as info:
         parse_shapes(text)
     assert str(info.value).startswith(f"--shapes: {message}") and len(str(info.value)) < 400
+
+
+def test_commands_of_the_readme_fit_its_program():
+    text = (HERE.parent / "README.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], scope := {})
+    commands = re.findall(r"^    python -m statetx (.*)$", text, re.M)
+    assert len(commands) > 3
+    for command in commands:
+        _, name, *options = shlex.split(command)
+        args, kwargs = parse_shapes(options[options.index("--shapes") + 1])
+        with jax.numpy_rank_promotion("allow"):  # as users have it
+            assert jax.eval_shape(scope[name.partition(":")[2]], *args, **kwargs).shape == ()
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
