@@ -131,6 +131,7 @@ def leave_crosses_to_the_slow_suite(items):
 
 
 SETTINGS = {}
+MEMORY = {"most": 2 << 30}
 
 
 def pytest_collection_finish(session):
@@ -153,11 +154,14 @@ def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path != item.path:
         restore_settings(item.path.name)
     if nextitem is not None and nextitem.path != item.path:
-        if resident_bytes() > 2 << 30:
+        is_full = resident_bytes() > MEMORY["most"]
+        if is_full:
             jax.clear_caches()
             gc.unfreeze()
         gc.collect()
         gc.freeze()
+        if is_full:  # what is free now is used again, and little of it goes back to the system
+            MEMORY["most"] = resident_bytes() + (1 << 30)
 
 
 def restore_settings(file):

@@ -95,7 +95,9 @@ def test_model_has_finite_gradients_with_marked_blocks_and_without(harness, name
         np.testing.assert_allclose(b, a, rtol=tolerance, atol=tolerance * float(jnp.abs(a).max()))
 
 
-@pytest.mark.parametrize("name", ["graph network", "GAN (haiku)", "gradient accumulation (equinox)"])
+@pytest.mark.parametrize(
+    "name", ["graph network", pytest.param("GAN (haiku)", marks=pytest.mark.slow), "gradient accumulation (equinox)"]
+)
 def test_step_of_a_model_changes_its_parameters(harness, name):
     model = harness.MODELS[name](**SMALL[name])
     params, opt_state, value = run(model.step, *model.step_args)
@@ -192,6 +194,7 @@ def test_sequences_between_loops_count_once(harness):
     assert harness.sequence_bytes(two_loops, xs) == xs.nbytes
 
 
+@pytest.mark.slow
 def test_rematerialization_of_inner_gradients_adds_operations_of_its_own(harness):
     """The products that run again are differentiated, too."""
 

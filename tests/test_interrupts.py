@@ -281,7 +281,7 @@ def test_interrupt_at_every_line_of_a_compiled_call_that_creates_a_state(kinds, 
     assert id(model.made) == made  # no call was staged again
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 29])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 53])
 @pytest.mark.parametrize("how", [pytest.param("jit", marks=pytest.mark.slow), "jit, donated"])
 def test_interrupt_while_staging_and_compiling(how, step):
     model = Model(MIXED)

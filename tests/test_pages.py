@@ -106,7 +106,11 @@ def test_guide_compares_both_sides(page, tmp_path, monkeypatch):
     assert sum(x > 1e-3 for x in largest) > 0.8 * len(largest)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.ipynb")), ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem == "memory")) for p in sorted(ROOT.glob("examples/*.ipynb"))],
+    ids=name_of,
+)
 def test_notebook_runs(path):
     pytest.importorskip("optax")
     text = path.read_text()

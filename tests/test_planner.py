@@ -476,6 +476,7 @@ def test_states_that_are_written_get_no_cotangent():
     assert (plan.flops, plan.temp_bytes) == (planned.flops, planned.temp_bytes)
 
 
+@pytest.mark.slow
 def test_training_steps():
     def step(ws, x):
         value, grads = statetx.value_and_grad(loss)(ws, x)
@@ -1008,7 +1009,7 @@ def loop_with_clock(ws, x, after=lambda t: t):
     return (h**2).mean() * after(t)
 
 
-@pytest.mark.parametrize("after", [lambda t: t, no_reverse_mode])
+@pytest.mark.parametrize("after", [pytest.param(lambda t: t, marks=pytest.mark.slow), no_reverse_mode])
 def test_clock_of_a_loop_needs_no_derivative(after):
     """JAX differentiates neither the clock nor what reads it, so the loop is planned like one without."""
     clocked = functools.partial(loop_with_clock, after=after)
@@ -1083,7 +1084,7 @@ def test_loss_that_differentiates():
     "transform",
     [
         *(pytest.param(t, marks=pytest.mark.slow) for t in (jax.hessian, jax.jacfwd)),
-        lambda f: jax.jit(jax.grad(f)),
+        pytest.param(lambda f: jax.jit(jax.grad(f)), marks=pytest.mark.slow),
         pytest.param(lambda f: lambda x: jax.vmap(jax.grad(f))(x[None]), marks=pytest.mark.slow),
     ],
     ids=["hessian", "jacfwd", "jit", "vmap"],
@@ -1410,7 +1411,7 @@ def _loss_of_four(w, x):
     return x.sum()
 
 
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_times_of_a_target_are_estimates(monkeypatch, sign):
     """Nothing runs. The program that is told to be the fastest is taken, and one whose time is not known is not."""
 
@@ -1429,7 +1430,7 @@ def test_times_of_a_target_are_estimates(monkeypatch, sign):
     assert plan.temp_bytes == (min if sign > 0 else max)(sizes) and plan.seconds == min(t for *_, t in plan.timed())
 
 
-@pytest.mark.parametrize("num_fitting", [0, 1])
+@pytest.mark.parametrize("num_fitting", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest(monkeypatch, num_fitting):
     """As on GPUs: the zeros that a program is timed with come on top of the caller's arrays."""
     zeros, fitting = _timing._zeros, []
