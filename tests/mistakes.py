@@ -1229,12 +1229,6 @@ def plan_without_rich():
     without("rich", lambda: statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=0.5, progress=True))
 
 
-@mistake("residuals.plot() without matplotlib", ImportError, "matplotlib", "pip install 'statetx[plot]'")
-def plot_without_matplotlib():
-    residuals = statetx.saved_residuals(lambda x: jnp.sin(x).sum(), X)
-    without("matplotlib", residuals.plot)
-
-
 @mistake("plan.plot() without matplotlib", ImportError, "matplotlib", "pip install 'statetx[plot]'")
 def plan_plot_without_matplotlib():
     plan = object.__new__(statetx.Plan)
