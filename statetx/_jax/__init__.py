@@ -24,4 +24,5 @@ from .staging import *
 from .topology import *
 from .traces import *
 from .traces import _context as _context
+from .versions import *
 from .whole_call import *

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
@@ -17,12 +17,9 @@ from jax.api_util import shaped_abstractify
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import closed_call_p
 
-Jaxpr = _core.Jaxpr
+from .versions import ClosedJaxpr as ClosedJaxpr
 
-if TYPE_CHECKING or hasattr(_core, "ClosedJaxpr"):
-    ClosedJaxpr = _core.ClosedJaxpr
-else:  # jax 0.12 has one class for both
-    ClosedJaxpr = _core.Jaxpr
+Jaxpr = _core.Jaxpr
 
 Literal = _core.Literal
 Var = _core.Var
@@ -110,7 +107,7 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def open_jaxpr(x: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """Split a jaxpr, closed or not, into the open jaxpr and its constants (jax 0.12 has one class for both)."""
+    """Split a jaxpr, closed or not, into the open jaxpr and its constants."""
     return (x.jaxpr, x.consts) if isinstance(x, ClosedJaxpr) else (x, getattr(x, "consts", ()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
 from .equations import ClosedJaxpr
+from .versions import NUM_CHECKIFY_CONTEXTS
 
 
 def identity(name: str) -> Any:
@@ -40,11 +40,7 @@ def check_inside(primitive: Any, jaxpr_of: Callable[..., ClosedJaxpr]) -> None:
     """
 
     def rule(*operands: Any, **params: Any) -> tuple[Any, list[Any]]:
-        context, (error, enabled_errors, *args) = operands[:_NUM_CONTEXTS], operands[_NUM_CONTEXTS:]
+        context, (error, enabled_errors, *args) = operands[:NUM_CHECKIFY_CONTEXTS], operands[NUM_CHECKIFY_CONTEXTS:]
         return _checkify.checkify_jaxpr(*context, jaxpr_of(*args, **params), enabled_errors, error, *args)
 
     _checkify.error_checks[primitive] = rule
-
-
-# From jax 0.11 on a rule takes a context, which numbers the errors, before the error.
-_NUM_CONTEXTS = int("ctx" in inspect.signature(_checkify.checkify_jaxpr).parameters)

@@ -17,7 +17,6 @@ from jax._src.ad_checkpoint import remat_p
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
-from jax._src.lib import version as _jaxlib_version
 from jaxlib.mlir import ir
 
 from . import patches
@@ -26,6 +25,7 @@ from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
 from .marks import attach_primitive, mark_primitive
 from .rules import _closed_over, has_rule, with_rule
 from .traces import JAX_FOLDER, traceback_site
+from .versions import NAME_CLASSES
 
 
 def rematerialize(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
@@ -101,10 +101,6 @@ def has_side_effects(jaxpr: Any) -> bool:
 def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
     """Constrain a value that is being lowered to the sharding in its type, along explicit axes."""
     return _mlir.lower_with_sharding_in_types(ctx, x, aval)
-
-
-CPU_DROPS_BARRIERS = _jaxlib_version < (0, 11, 1)
-"""Whether XLA on CPUs removes optimization barriers before it merges equal computations (measured: 0.10.2, 0.11.0, 0.11.1, 0.11.2)."""
 
 
 def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
@@ -219,7 +215,7 @@ def _equation_without_remat3(eqn: Any) -> Any:
     if new is None:
         return map_jaxprs(without_remat3, eqn)
     class_name = type(new).__name__ if type(new).__module__ == _ad_checkpoint.__name__ else ""
-    if class_name in ("CheckpointName", "CheckpointNameFwd"):  # the latter in rules of custom_vjp, since jax 0.12
+    if class_name in NAME_CLASSES:
         return eqn.replace(primitive=name_primitive, params={"name": new.name})
     if class_name == "RematTraced":
         jaxpr, consts = open_jaxpr(without_remat3(new.jaxpr))

@@ -132,15 +132,11 @@ def _handed_on(jaxpr: Any) -> list[int | None]:
     return [places.get(v) if isinstance(v, _jax.Var) else None for v in jaxpr.outvars]
 
 
-# JAX 0.12 has several ways to inline, and takes `True` for a later one, which would leave an equation of the jit here.
-_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def compiled(fun: Callable) -> Callable:
     """Compiled once for each structure where nothing is traced, inlined where something is; made when first called."""
 
     @functools.cache
     def jitted() -> Callable:
-        return jax.jit(fun, inline=_INLINE)
+        return jax.jit(fun, inline=_jax.INLINE)
 
     return lambda *args: jitted()(*args)
