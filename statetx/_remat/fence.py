@@ -112,9 +112,9 @@ _MAX_AWAITED = 64  # of the arrays that a value waits for: an entry of each is r
 
 
 def _lower_hold(ctx: Any, x: Any, *others: Any, **_: Any) -> list[Any]:
-    """Lower a value that waits for others: by a barrier, or where XLA drops it by a selection whose index the others determine."""
+    """Lower a value that waits for others. XLA on CPUs starts early across a barrier, so it selects the value by an index that the others determine."""
     aval, *other_avals = ctx.avals_in
-    is_one_cpu = _jax.CPU_DROPS_BARRIERS and _jax.platforms(ctx) == ("cpu",) and _jax.num_devices(ctx) == 1
+    is_one_cpu = _jax.platforms(ctx) == ("cpu",) and _jax.num_devices(ctx) == 1
     with_bits = [(y, a) for y, a in zip(others, other_avals, strict=True) if has_known_sizes(a) and _has_bits(a)]
     if not (is_one_cpu and has_known_sizes(aval) and _has_bits(aval) and with_bits):
         return [_jax.with_sharding(ctx, hlo.OptimizationBarrierOp([x, *others]).results[0], aval)]
