@@ -11,12 +11,12 @@ from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx.planner._program import flat as _parts
 from statetx.planner._regions.family import cost_of
+from statetx.planner._regions.front import Analysis
 from statetx.planner._regions.lattice import Lattice
 from statetx.planner._search.candidates import with_gradient
-from statetx.planner._treatments import TREATMENTS, from_json, to_json
+from statetx.planner._treatments import from_json, to_json
 from statetx.planner._treatments.copies import Copies, Derived
 from statetx.planner._treatments.rewrite import rewrite
-from statetx.planner._treatments.treatment import Settings
 
 X = jnp.linspace(0, 1, 256 * 64).reshape(256, 64)
 WS = [(jnp.full((64, 64), 0.01 * (i + 1)), jnp.full((64, 64), 0.02)) for i in range(4)]
@@ -109,9 +109,7 @@ def test_a_decision_to_copy_is_stored():
 
 def test_paths_that_copy_are_cheaper_by_the_model():
     program = flat(stream, WS, X)
-    options = {"policies": [], "offload": False, "deadline": lambda: False}
-    options |= {"context": TraceContext(), "settings": Settings(), "treatments": TREATMENTS}
-    families = Lattice(program, range(9), 1, **options).families
+    families = Lattice(program, range(9), 1, Analysis()).families
     assert [f.treatment for f in families] == [None, Copies]
     limit = 1.3 * families[0].least_peak()
     reference, copying = families[0].choose(limit), families[-1].choose(limit)

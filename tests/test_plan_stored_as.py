@@ -18,14 +18,13 @@ import statetx
 from helpers import decided
 from statetx import _jax
 from statetx._equations.structure import Body
-from statetx._lift.context import TraceContext
 from statetx._loops.strategy import Lengths, Slots
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
 from statetx.planner._program.ways import KEEP, InFormat
-from statetx.planner._regions.front import front_of
-from statetx.planner._treatments import TREATMENTS, from_json, to_json
+from statetx.planner._regions.front import Analysis, front_of
+from statetx.planner._treatments import from_json, to_json
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.groups import Group, Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
@@ -399,18 +398,8 @@ def test_a_loop_without_bits_has_the_options_of_one_without_formats():
     def options(fun, formats, *args):
         _, parts, n = loop_part(fun, *args)
         part, num = parts[n], len(parts[n].invars)
-        return front_of(
-            part,
-            [True] * num,
-            [True] * num,
-            [True] * len(part.outvars),
-            [],
-            False,
-            lambda: False,
-            TraceContext(),
-            Settings(formats),
-            TREATMENTS,
-        ).options
+        flags = [True] * num, [True] * num, [True] * len(part.outvars)
+        return front_of(part, *flags, Analysis(settings=Settings(formats))).options
 
     def recurrent(w, xs):
         return lax.scan(lambda h, x: (jnp.sin(h @ w + x), None), xs[0], xs)[0].sum()

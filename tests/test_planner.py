@@ -904,7 +904,7 @@ def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
     near, _ = num_compiled(int(0.99 * smallest))
     assert smallest > _search._HOPELESS * X.nbytes
     # The choices of the lowest peaks in two families, a stock policy, and the program without remat, which might be the smallest.
-    most = _search._TRIES + 4
+    most = _search.EFFORT.tries + 4
     assert far <= most < near
 
 

@@ -12,15 +12,14 @@ import pytest
 
 import statetx
 from statetx._equations.structure import Body
-from statetx._lift.context import TraceContext
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
 from statetx.planner._regions import cuts as _cuts
 from statetx.planner._regions import lattice as _lattice
 from statetx.planner._regions.family import cost_of
+from statetx.planner._regions.front import Analysis
 from statetx.planner._regions.lattice import Lattice
-from statetx.planner._treatments import TREATMENTS
 from statetx.planner._treatments.inputs import StoredInputs
 from statetx.planner._treatments.treatment import Settings
 
@@ -44,8 +43,7 @@ def flat(fun, *args):
 
 
 def lattice(program, diff_indices=(0,), formats=()):
-    options = {"policies": [], "offload": False, "deadline": lambda: False, "treatments": TREATMENTS}
-    return Lattice(program, diff_indices, 1, **options, settings=Settings(formats), context=TraceContext())
+    return Lattice(program, diff_indices, 1, Analysis(settings=Settings(formats)))
 
 
 def test_layers_are_found_and_the_loss_is_cut_off():

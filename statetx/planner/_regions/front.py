@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import _frames, _jax
 from ..._equations.compiled import Program, compile_together
 from ..._lift.context import TraceContext
 from .._program.flat import Part
+from .._treatments import TREATMENTS
 from .._treatments.graph import Graph
 from .._treatments.loops import steps_of
 from .._treatments.treatment import Decision, Option, Settings, Treatment, pareto_front
@@ -163,17 +164,32 @@ def measure(pairs: Sequence[tuple[Front, Option]], is_late: Callable[[], bool]) 
     return any([front.measure(option) for front, option in pairs if not is_late()])
 
 
+class Analysis(NamedTuple):
+    """How the parts of a program are analyzed.
+
+    Attributes:
+        policies: the stock policies.
+        offload: whether values may be stored in host memory.
+        deadline: whether time is up.
+        context: the transforms and shardings that the program runs under.
+        settings: of proposals.
+        treatments: that make proposals.
+    """
+
+    policies: Sequence[Any] = ()
+    offload: bool = False
+    deadline: Callable[[], bool] = lambda: False
+    context: TraceContext = TraceContext()
+    settings: Settings = Settings()
+    treatments: Sequence[type[Treatment]] = TREATMENTS
+
+
 def front_of(
     part: Part,
     is_computed: Sequence[bool],
     is_differentiated: Sequence[bool],
     has_cotangent: Sequence[bool],
-    policies: Sequence[Any],
-    offload: bool,
-    deadline: Callable[[], bool],
-    context: TraceContext,
-    settings: Settings,
-    treatments: Sequence[type[Treatment]],
+    analysis: Analysis,
     start: Callable[[FindOptions], FindOptions] = lambda find: find,
 ) -> Front:
     """The front of a part.
@@ -182,7 +198,7 @@ def front_of(
         start: takes a function that solves integer programs, and returns one that waits for its result.
     """
     # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
-    free = [_FREE]
+    free, policies, settings, offload = [_FREE], analysis.policies, analysis.settings, analysis.offload
     if not any(is_differentiated) or not any(has_cotangent):
         return Front(free, free * len(policies))
 
@@ -196,10 +212,9 @@ def front_of(
 
         # No value of a step is offloaded: the model of loops of loops does not count what is fetched for a turn.
         offload = False
-    graph = Graph(
-        part.jaxpr, is_computed, is_differentiated, has_cotangent, context, settings.formats, part.eqn is not None
-    )
-    found = [kind.expanding(part, graph, settings) for kind in treatments]
+    flags = is_computed, is_differentiated, has_cotangent
+    graph = Graph(part.jaxpr, *flags, analysis.context, settings.formats, part.eqn is not None)
+    found = [kind.expanding(part, graph, settings) for kind in analysis.treatments]
     expands = [expand for expand in found if expand is not None]
 
     def expand(steps: Sequence[Option]) -> list[Option]:
@@ -209,5 +224,5 @@ def front_of(
     if _jax.forbidden_effects(part.jaxpr):  # JAX does not rematerialize an equation whose side effect would run again
         return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])
     stock = [graph.by_policy(policy) for policy in policies]
-    find_front = start(graph.front_finder(offload, deadline))
+    find_front = start(graph.front_finder(offload, analysis.deadline))
     return Front(lambda: [baseline, *find_front(), *stock], stock, graph, expand)

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._jax import Jaxpr, Literal
-from ..._lift.context import TraceContext, device_bytes
+from ..._lift.context import device_bytes
 from .._program.flat import Flat, Part, cotangent_variables, differentiated_variables
-from .._treatments.treatment import Interval, PathSettings, PathVariant, Settings, Treatment
+from .._treatments.treatment import Interval, PathSettings, PathVariant, Treatment
 from .cuts import MAX_PERIODS, Cutting, Run, candidates, merged_periods
 from .family import Arc, Family, Periods, cost_of
-from .front import Front, front_of
+from .front import Analysis, Front, front_of
 from .layout import Layout, Region
 
 _MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
@@ -42,8 +42,6 @@ class Lattice:
         program: the program, flat.
         diff_indices: the inputs to differentiate with respect to.
         num_out: number of differentiated outputs; they come first.
-        settings: of proposals.
-        treatments: that make proposals.
 
     Attributes:
         stock_layout: where stock policies act, and for each part whether they act on it.
@@ -51,26 +49,13 @@ class Lattice:
         families: all regions; then variants of all regions, for each treatment that has such, where these are cheaper.
     """
 
-    def __init__(
-        self,
-        program: Flat,
-        diff_indices: Sequence[int],
-        num_out: int,
-        *,
-        policies: Sequence[Any],
-        offload: bool,
-        deadline: Callable[[], bool],
-        context: TraceContext,
-        settings: Settings,
-        treatments: Sequence[type[Treatment]],
-    ):
+    def __init__(self, program: Flat, diff_indices: Sequence[int], num_out: int, analysis: Analysis):
         self.program = program
         self.regions: dict[Interval, Region] = {}
         # Integer programs are solved in threads, while Python analyzes other regions: the solver releases the GIL.
         pool = concurrent.futures.ThreadPoolExecutor(_NUM_SOLVERS, "statetx-solver")
-        start = lambda find: pool.submit(find).result  # noqa: E731
-        self._front_options = policies, offload, deadline, context, settings, treatments, start
-        self._is_late = deadline
+        self._start = lambda find: pool.submit(find).result
+        self._analysis, self._is_late = analysis, analysis.deadline
         self._fronts: dict[Any, Front] = {}
         jaxpr = program.jaxpr
         self._computed = {v for e in jaxpr.eqns for v in e.outvars}
@@ -81,13 +66,13 @@ class Lattice:
         found = candidates(program)
         self.stock_layout = self._stock_layout(*found.stock)
         for interval in found.intervals:
-            if not deadline():
+            if not self._is_late():
                 self.region(*interval)
         self._cuttings = found.cuttings
         self.families = [self._family(self.region)]
-        for kind in treatments:
-            variant = kind.paths(PathSettings(program, settings.formats, self._parts_of))
-            if variant is not None and not deadline():
+        for kind in analysis.treatments:
+            variant = kind.paths(PathSettings(program, analysis.settings.formats, self._parts_of))
+            if variant is not None and not self._is_late():
                 self._add_family(kind, variant)
 
     def region(self, start: int, end: int) -> Region:
@@ -101,7 +86,7 @@ class Lattice:
             key = (part.key, is_computed, is_differentiated, has_cotangent)
             if key not in self._fronts:
                 flags = is_computed, is_differentiated, has_cotangent
-                self._fronts[key] = front_of(part, *flags, *self._front_options)
+                self._fronts[key] = front_of(part, *flags, self._analysis, self._start)
             self.regions[start, end] = Region(start, end, part, self._fronts[key], *self._lifetimes.bytes(start, end))
         return self.regions[start, end]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from .._clock import TimeLeft
 from .._program.flat import Flat, flatten
 from .._program.ways import Formats
 from .._regions.family import Choice, Family, cost_of
-from .._regions.front import measure
+from .._regions.front import Analysis, measure
 from .._regions.lattice import Lattice
 from .._regions.layout import Layout
 from .._treatments import TREATMENTS
@@ -37,13 +38,8 @@ from .candidates import (
 
 _ANALYSIS = 0.5  # of the time limit, at most: the rest is for compilations of whole programs
 _PATIENCE = 2.0  # times the time limit, at most, until a first candidate keeps the budget
-_TRIES, _TRIES_OF_LONG = 8, 2  # compilations without an improvement; long programs take many seconds each
 _PERSISTENCE = 3  # so many times as many tries as long as no candidate keeps the budget, but one comes near
 _HOPELESS = 1.3  # of the budget: if the smallest of as many candidates takes more, the search ends
-_NEGLIGIBLE = 3e-3  # forward passes: a gain that is not worth a compilation
-# Limits to try, by the one that the prediction puts at the budget.
-_STEPS = (0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6)
-_STEPS_OF_LONG = (0.95, 1.0, 1.05)  # each takes a second to find there
 _SCATTER = 0.03  # of a prediction of bytes: the memory of choices that the model finds alike differs so much
 _DRIFT = 0.3  # of a prediction, for each e-fold between the model's bytes and those that it is made from
 _WORTH = 0.05  # of what is negligible: an expected gain that is worth a compilation
@@ -51,6 +47,28 @@ _EXPENSIVE = 0.25  # of the baseline's cost: a plan that adds more is made cheap
 _LAST_TRIES = 2  # compilations then, each of which corrects the prediction
 _MODEL_ERROR = 1.0  # of the bytes of a backward pass: so much more it may take than the model says
 _NEARLY = 1.02  # of a budget: extrapolated bytes below this are made sure of
+
+
+class Effort(NamedTuple):
+    """What a search may spend.
+
+    Attributes:
+        tries: compilations without an improvement.
+        negligible: forward passes: a gain that is not worth a compilation.
+        limits: to try, by the one that the prediction puts at the budget; each takes a dynamic program.
+        unplanned: the multiple of a budget up to which the baseline, as the model predicts it, may be worth its compilation; the model may be far off.
+        stock: the same for a stock policy.
+    """
+
+    tries: int
+    negligible: float
+    limits: tuple[float, ...]
+    unplanned: float
+    stock: float
+
+
+EFFORT = Effort(8, 0.003, (0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6), 4.0, 2.0)
+EFFORT_OF_LONG = Effort(2, 0.006, (0.95, 1.0, 1.05), 2.0, 1.2)  # a compilation takes many seconds, a limit one
 
 
 class Search:
@@ -107,11 +125,11 @@ class Search:
         if compile_baseline:
             self.baseline.start()
         report("analyzing the program")
-        options = {"policies": [as_policy(p) for p in STOCK], "offload": offload, "deadline": self._is_late_for_regions}
         # The fence keeps loops from allocating what their backward passes write before it is their turn; it takes a copy of a cotangent.
         settings = Settings(formats, is_alone=len(program.loops) < 2 and not has_others)
-        options |= {"context": context, "settings": settings, "treatments": treatments}
-        self.lattice = Lattice(program, diff_indices, num_out, **options)
+        policies = [as_policy(p) for p in STOCK]
+        analysis = Analysis(policies, offload, self._is_late_for_regions, context, settings, treatments)
+        self.lattice = Lattice(program, diff_indices, num_out, analysis)
         self._stock = policies_in(self.lattice)
         # Remat on the blocks: of all plans the surest to keep a budget, of those that take no time to find.
         self._on_blocks = self._stock[STOCK.index("nothing")]
@@ -121,19 +139,14 @@ class Search:
         self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
         self._forward_cost = sum(map(flops, program.jaxpr.eqns))
         self._is_long = is_long(program)
-        self._tries = _TRIES_OF_LONG if self._is_long else _TRIES
-        self._negligible = (2 if self._is_long else 1) * _NEGLIGIBLE * self._forward_cost
+        self._effort = EFFORT_OF_LONG if self._is_long else EFFORT
+        self._negligible = self._effort.negligible * self._forward_cost
 
     def is_late(self) -> bool:
         """Whether the time is up: more of it, as long as no candidate keeps the budget, but one may."""
         is_found = self.candidates.best(self._budget) is not None
-        is_hopeless = len(self.candidates) > self._tries and not self._may_find(self._budget)
+        is_hopeless = len(self.candidates) > self._effort.tries and not self._may_find(self._budget)
         return self._time_left.is_over(1.0 if is_found or is_hopeless else _PATIENCE)
-
-    @property
-    def _unplanned_above(self) -> float:
-        """The multiple of a budget up to which the baseline, as the model predicts it, may be worth its compilation; the model may be far off."""
-        return 2.0 if self._is_long else 4.0
 
     def _is_late_for_regions(self) -> bool:
         """Whether the time for the analysis is up. A plan of the regions found until then beats none."""
@@ -162,7 +175,7 @@ class Search:
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= _NEARLY * budget:
                 self.candidates.confirm_baseline()
-        elif self.baseline.is_started or self.candidates.baseline_peak <= self._unplanned_above * budget:
+        elif self.baseline.is_started or self.candidates.baseline_peak <= self._effort.unplanned * budget:
             self.candidates.compile_baseline()
             budget = self._budget = budget_of()
             if self.candidates.baseline_bytes() <= budget:
@@ -183,7 +196,7 @@ class Search:
         if len(self.candidates) and self.candidates.best(budget) not in (None, found):
             budget = self._improve(budget_of)
         # No plan costs more than a stock policy that keeps the budget, unless that is predicted to miss it by far.
-        most = (1.2 if self._is_long else 2.0) * budget
+        most = self._effort.stock * budget
         compile_within(self._stock, self.candidates, most, self.is_late, lambda: self._cost_of_best(budget))
         if self.is_late():
             self._measure_last(budget)
@@ -194,7 +207,7 @@ class Search:
         budget, num_vain = budget_of(), 0
         while not self.is_late():
             best = self.candidates.best(budget)
-            most = self._tries * (_PERSISTENCE if best is None and self._may_find(budget) else 1)
+            most = self._effort.tries * (_PERSISTENCE if best is None and self._may_find(budget) else 1)
             choice = self._most_promising(budget, best) if num_vain < most else None
             if choice is None:
                 break
@@ -221,7 +234,7 @@ class Search:
             target = self._limit_for(budget, self._guides(family))
             if best is None:
                 target = max(target, 1.001 * family.least_peak() + 1)
-            for step in _STEPS_OF_LONG if self._is_long else _STEPS:
+            for step in self._effort.limits:
                 choice = family.choose(step * target)
                 if choice is not None:
                     choices.append((*choice, "plan"))
@@ -301,7 +314,7 @@ class Search:
     def smallest_bytes(self) -> int:
         """The least temporary bytes reached. A small program may take the least without rematerialization."""
         least = self.candidates.smallest().temp_bytes
-        if not self._is_long and self.candidates.unplanned_bytes <= self._unplanned_above * least:
+        if not self._is_long and self.candidates.unplanned_bytes <= self._effort.unplanned * least:
             least = min(least, self.candidates.baseline_bytes())
         return least
 
