@@ -73,13 +73,3 @@ def decided(saved=None, *, loop=None, fenced=False, carries=(), stored=(), input
     treatments += [StoredInputs(in_formats(inputs))] if inputs else []
     treatments += [] if loop is None else [CheckpointedLoop(loop, in_formats(carries), fenced)]
     return Decision(None if ways is None else frozenset(ways.items()), tuple(treatments))
-
-
-def crossed_in_turn(many, few):
-    """Pairs for `parametrize`; the fast suite runs each of the `many` with one of the `few` in turn."""
-    many, few = list(many), list(few)
-    assert len(many) >= len(few)
-    for n, first in enumerate(many):
-        for m, second in enumerate(few):
-            name = "-".join(map(str, (*first, second) if isinstance(first, tuple) else (first, second)))
-            yield pytest.param(first, second, id=name, marks=() if n % len(few) == m else pytest.mark.slow)

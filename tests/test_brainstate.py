@@ -358,13 +358,6 @@ class Native:
         return self.h.value, self.n.value, jax.random.key_data(self.rng.value)
 
 
-def by_turns(programs):
-    """Every program without and with `remat`; in the fast suite, one of them in turn."""
-    for n, program in enumerate(programs):
-        for remat in (False, True):
-            yield pytest.param(program, remat, marks=pytest.mark.slow if remat == n % 2 else ())
-
-
 BRAINSTATE = {
     "jit": lambda m, f: brainstate.transform.jit(f),
     "jit(jit)": lambda m, f: brainstate.transform.jit(lambda x: brainstate.transform.jit(f)(x)),
@@ -388,7 +381,8 @@ BRAINSTATE = {
 }
 
 
-@pytest.mark.parametrize("program, remat", list(by_turns(BRAINSTATE)))
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("program", BRAINSTATE)
 def test_native_states_under_brainstates_transforms(program, remat):
     m, expected = Native(), Native()
     f = statetx.remat(m.step) if remat else m.step
@@ -592,7 +586,8 @@ def one_by_one(w, x, states):
     return total, states
 
 
-@pytest.mark.parametrize("program, remat", list(by_turns(DERIVATIVES)))
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("program", DERIVATIVES)
 def test_native_states_under_brainstates_derivatives(program, remat):
     m = Mixed()
     ours, by_hand = DERIVATIVES[program]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import brainstate
@@ -13,7 +12,7 @@ import pytest
 from flax import nnx
 
 import statetx
-from helpers import Counted, compilations, crossed_in_turn, transforms_of_brainstate
+from helpers import Counted, compilations, transforms_of_brainstate
 from statetx import policies
 
 XS = jnp.asarray(np.array([[0.3, -0.7, 1.1], [0.9, 0.2, -0.4], [0.5, 1.3, 0.6], [-0.2, 0.8, 0.1]], np.float32))
@@ -99,9 +98,10 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-6)
 
 
-@pytest.mark.parametrize("loop_and_update, num_steps", list(crossed_in_turn(itertools.product(LOOPS, UPDATES), [4, 0])))
-def test_weak_state_is_promoted_like_a_carry_of_jax(loop_and_update, num_steps):
-    loop, update = loop_and_update
+@pytest.mark.parametrize("num_steps", [4, 0])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_weak_state_is_promoted_like_a_carry_of_jax(update, loop, num_steps):
     run, by_hand = LOOPS[loop]
     init, f = UPDATES[update]
     state = statetx.State(init)

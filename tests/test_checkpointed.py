@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import re
 import subprocess
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import crossed_in_turn
 from statetx import _jax, policies
 from statetx._loops import checkpointed, online, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
@@ -417,7 +415,6 @@ MODES = {
 
 
 FEW = (Slots(3), Slots(3, block=4), Levels(2))
-MORE = [pytest.param(s, id=repr(s), marks=() if s in FEW else pytest.mark.slow) for s in STRATEGIES]
 
 
 @functools.cache
@@ -426,14 +423,8 @@ def without_checkpoint(mode):
     return MODES[mode](functools.partial(f, None), *args)
 
 
-# In the fast suite every mode with one of the few strategies in turn.
-PAIRS = [
-    pytest.param(s, mode, id=f"{s!r}-{mode}", marks=() if s == FEW[n % 3] else pytest.mark.slow)
-    for (n, mode), s in itertools.product(enumerate(MODES), STRATEGIES)
-]
-
-
-@pytest.mark.parametrize("strategy, mode", PAIRS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("mode", MODES)
 def test_strategies_agree_with_the_plain_loop(strategy, mode):
     f, args = program(13)
     actual = MODES[mode](functools.partial(f, strategy), *args)
@@ -476,7 +467,8 @@ MODES_OF_A_NUMBER = {
 
 
 # A tangent that is a Python number was taken for a zero one: the result was 0, without an error.
-@pytest.mark.parametrize("mode, loop", list(crossed_in_turn(MODES_OF_A_NUMBER, LOOPS_OF_A_NUMBER)))
+@pytest.mark.parametrize("loop", LOOPS_OF_A_NUMBER)
+@pytest.mark.parametrize("mode", MODES_OF_A_NUMBER)
 def test_python_numbers_as_primals_and_tangents(loop, mode):
     if loop == "while_loop" and mode == "grad of jvp":
         pytest.skip("a tangent of this loop has no reverse mode")

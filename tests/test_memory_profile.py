@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import corpus
 import statetx
-from helpers import crossed_in_turn, in_turn
+from helpers import in_turn
 from statetx import _jax
 from statetx._equations.compiled import memory_analysis_options
 from statetx._equations.structure import table
@@ -192,12 +192,9 @@ SLOW_PROGRAMS = ("SwiGLU transformer", "convolutional net", "deep MLP")
 WRAPS = {"plain": lambda f: f, "remat": statetx.remat}
 
 
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(
-    "name, wrap",
-    [
-        *crossed_in_turn([n for n in programs.PROGRAMS if n not in SLOW_PROGRAMS], WRAPS),
-        *(pytest.param(n, wrap, marks=pytest.mark.slow) for n in SLOW_PROGRAMS for wrap in WRAPS),
-    ],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_PROGRAMS)) for n in programs.PROGRAMS]
 )
 def test_planners_programs_sum_to_xlas_figures(name, wrap):
     loss, params, data = programs.PROGRAMS[name](WRAPS[wrap])

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from helpers import Counted, compilations, crossed_in_turn
+from helpers import Counted, compilations
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
@@ -45,7 +45,8 @@ def parts(x, num):
 # -- values and gradients ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num, reduce", list(crossed_in_turn([1, 4, 5, 10], ["mean", "sum"])))
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("num", [1, 4, 5, 10])
 def test_gradients_equal_the_full_batch(num, reduce):
     loss = mean_loss if reduce == "mean" else sum_loss
     expected = jax.value_and_grad(loss)(PARAMS, X, Y)
@@ -806,14 +807,8 @@ def test_half_precision_adds_up(name):
     assert got.dtype == jnp.bfloat16 and got == 512
 
 
-@pytest.mark.parametrize(
-    "dtype, run",
-    list(
-        crossed_in_turn(
-            ["bfloat16", "float16", "float8_e5m2", "float32", "float64", "complex64"], ["loss", "gradients", "chunked"]
-        )
-    ),
-)
+@pytest.mark.parametrize("run", ["loss", "gradients", "chunked"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float32", "float64", "complex64"])
 def test_dtypes_that_are_widened(dtype, run):
     with jax.enable_x64(True):
         w, x = jnp.ones((), dtype), (1 + jax.random.uniform(KEYS[0], 512)).astype(dtype)

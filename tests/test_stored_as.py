@@ -11,7 +11,6 @@ from jax import lax
 from laws import WORDS
 
 import statetx
-from helpers import crossed_in_turn
 from statetx import PolicyError, PolicyWarning, policies
 from statetx._remat import declared
 from statetx._remat.stored import BITS, NAMES, StoredType, as_stored_type
@@ -192,13 +191,8 @@ def derivative_without_regions(name):
 
 
 # "both" has what "named" and "inputs" have.
-@pytest.mark.parametrize(
-    "name, block",
-    [
-        *crossed_in_turn(DERIVATIVES, ["both", "proved", "words"]),
-        *(pytest.param(name, block, marks=pytest.mark.slow) for name in DERIVATIVES for block in ("named", "inputs")),
-    ],
-)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_of_every_kind(name, block):
     actual = jax.jit(DERIVATIVES[name](loss_of(BLOCKS[block])))(*data(num=8, batch=2, steps=3))
     assert_close(actual, derivative_without_regions(name))
