@@ -44,14 +44,13 @@ def compilations():
 
 def in_turn(cases, num=2):
     """Cases for `parametrize`; the fast suite runs one in `num`."""
-    slow = pytest.mark.slow
-    for n, case in enumerate(cases):
-        if n % num == 0:
-            yield case
-        elif hasattr(case, "marks"):
-            yield case._replace(marks=[*case.marks, slow])
-        else:
-            yield pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow)
+    cases = [
+        case if hasattr(case, "marks") else pytest.param(*(case if isinstance(case, tuple) else (case,)))
+        for case in cases
+    ]
+    return [
+        case if n % num == 0 else case._replace(marks=[*case.marks, pytest.mark.slow]) for n, case in enumerate(cases)
+    ]
 
 
 def undo_the_owner_only(access):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import statetx
+from helpers import in_turn
 from statetx import _jax, policies
 from statetx._loops import checkpointed, online, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
@@ -61,7 +62,7 @@ def runs_of_the_body(length, checkpoint, num_residuals=60, num_carries=1):
     return len(calls)
 
 
-@pytest.mark.parametrize(("length", "slots"), [(2, 1), (7, 1), (12, 2), (23, 3), (23, 5), (40, 40), (40, 60)])
+@pytest.mark.parametrize(("length", "slots"), in_turn([(2, 1), (7, 1), (12, 2), (23, 3), (23, 5), (40, 40), (40, 60)]))
 def test_gradient_runs_the_body_num_evaluations_times(length, slots):
     # A slot for every state there is saves no more.
     assert runs_of_the_body(length, Slots(slots)) == schedule.num_evaluations(length, min(slots, length))
@@ -862,7 +863,7 @@ def test_while_loop_runs_of_the_body():
         assert best <= count(steps, slots) == online.num_runs(steps, slots) <= 1.05 * best, (steps, slots)
 
 
-@pytest.mark.parametrize("slots", range(1, 13))
+@pytest.mark.parametrize("slots", in_turn(range(1, 13), 3))
 def test_while_loop_runs_are_near_the_fewest_for_every_length(slots):
     lengths = [*range(1, 301, 7), 1000, 3000]
     ratios = [online.num_runs(n, slots) / schedule.num_evaluations(n, slots) for n in lengths]
@@ -871,7 +872,7 @@ def test_while_loop_runs_are_near_the_fewest_for_every_length(slots):
     assert sum(ratios) / len(ratios) <= 1.02
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("slots", in_turn([1, 2, 3, 5, 8]))
 def test_while_loop_of_every_length_under_vmap(slots):
     """Each example drops its own slots."""
     lengths = jnp.arange(70)
@@ -961,7 +962,7 @@ OFFLOADED_MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", OFFLOADED_MODES)
+@pytest.mark.parametrize("mode", in_turn(OFFLOADED_MODES))
 def test_derivatives_with_offloaded_carries(mode):
     def loss(strategy, w):
         return statetx.scan(lambda h, x: (jnp.tanh(w * h + x), None), H, jnp.arange(7.0), checkpoint=strategy)[0].sum()
@@ -1155,7 +1156,7 @@ STRICT = {
 }
 
 
-@pytest.mark.parametrize("name", STRICT)
+@pytest.mark.parametrize("name", in_turn(STRICT))
 def test_strategies_under_strict_promotion(name):
     w = statetx.Param(jnp.float32(0.5))
     loss = lambda: STRICT[name](lambda c, x: (jnp.tanh(c * w.value) + x, None))  # noqa: E731

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
+from helpers import in_turn
 
 RNG = np.random.default_rng(0)
 EMBEDDING = jnp.asarray(RNG.normal(size=(16, 300)) / 4, jnp.float32)
@@ -43,7 +44,7 @@ def both(fun, *args):
 # -- values and gradients ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 7, 10, 1000])
+@pytest.mark.parametrize("size", in_turn([1, 7, 10, 1000]))
 def test_mean_equals_the_whole_loss(size):
     ours = statetx.chunked(mean, axis=(1, 1, None), size=size)
     near(both(ours, HIDDEN, LABELS, EMBEDDING), both(mean, HIDDEN, LABELS, EMBEDDING))

@@ -113,7 +113,7 @@ def programs() -> list:
 BROAD = ("Dropout", "DictValued")
 
 
-@pytest.mark.parametrize(("make", "nesting"), list(in_turn(programs())))
+@pytest.mark.parametrize(("make", "nesting"), in_turn(programs(), 3))
 def test_compiled_programs_equal_handwritten(make, nesting):
     program = make()
     if vmap in nesting:

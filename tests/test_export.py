@@ -108,7 +108,7 @@ SYMBOLIC = {
 }
 
 
-@pytest.mark.parametrize("name", list(in_turn(SYMBOLIC)))
+@pytest.mark.parametrize("name", in_turn(SYMBOLIC))
 def test_gradients_of_a_symbolic_batch(name):
     w, gradient = jnp.eye(4) / 2, jax.grad(SYMBOLIC[name])
     batch = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4"), jnp.float32)

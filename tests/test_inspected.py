@@ -193,7 +193,7 @@ def test_plan_applies_to_a_step_with_init_all_states_inside(planned, jit):
         np.testing.assert_allclose([step() for _ in range(3)], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", list(in_turn(KINDS, 3)))
+@pytest.mark.parametrize("kind", in_turn(KINDS, 3))
 def test_plan_of_a_loss_applies_to_its_gradient(kind):
     cell, reference = Cell(kind), Cell(kind)
     plan = statetx.plan(cell.loss, X, budget=0.9)
@@ -221,7 +221,7 @@ def test_make_jaxpr_refuses_a_created_state_and_does_not_speak_of_loops():
     assert "inside make_jaxpr(Cell.loss)" in str(error.value) and "loop" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", list(in_turn(KINDS, 3)))
+@pytest.mark.parametrize("kind", in_turn(KINDS, 3))
 def test_reports_of_a_jitted_step_warn_of_nothing(kind):
     """They stage the step many times, each in a trace of its own, and training stages it once."""
     cell, stagings = Cell(kind), []

@@ -232,7 +232,7 @@ def test_eager_remat_is_identity(make):
 LEAKS: list[Nesting] = [(remat, grad), (remat, vjp), (remat, jit), (remat, scan), (remat, scan, grad, jit)]
 
 
-@pytest.mark.parametrize("make, nesting", cases(NATIVE, LEAKS, [(remat, jit)]) + cases(FOREIGN, LEAKS, []))
+@pytest.mark.parametrize("make, nesting", in_turn(cases(NATIVE, LEAKS, [(remat, jit)]) + cases(FOREIGN, LEAKS, [])))
 def test_no_tracer_leaks(make, nesting):
     program = make()
     call = transformed(nesting, program.step, program)
@@ -347,7 +347,7 @@ RAISING: list[Nesting] = [
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize(
     "make, nesting",
-    list(in_turn(cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)]))),
+    in_turn(cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)]), 3),
 )
 def test_states_intact_after_an_exception_in_the_body(make, nesting, stride, monkeypatch):
     check_exceptions(make, nesting, Bomb(monkeypatch), stride)
@@ -1099,6 +1099,7 @@ def as_new(flip: Flip) -> Callable:
     return lambda x: flip.f(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", FLIPS, ids=lambda f: f.__name__)
 def test_each_flip_changes_the_result(make, settings):
     """Otherwise `test_never_stale` would pass for a flip without effect."""

@@ -221,7 +221,7 @@ def equations(jaxpr):
 
 
 # The others take their time, behind the marker.
-FAST = (policies.dots, policies.path("v"), policies.offload("out"))
+FAST = (policies.dots, policies.offload("out"))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from statetx._jax import check_edits, marks
 from statetx._lift.outcome import Outcome
 from statetx._loops.rows import SlotMemory
 
-NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
+NUM_FAST, NUM_SLOW, CHUNK = 8, 5000, 50
 
 
 @pytest.mark.parametrize("first", range(0, NUM_FAST, 4))
@@ -172,7 +172,7 @@ def read(monkeypatch):
     check_edits(checks)
 
 
-@pytest.mark.parametrize("num", [NUM_FAST, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_gradients_of_many_programs_read_bits_and_residuals_in_slots(num, read):
     """Of those that the suite runs, a third; fewer than 15% would be too few to find a fault."""
     counts = collections.Counter()
@@ -190,8 +190,8 @@ def test_programs_are_the_same_for_the_same_seed():
 
 
 def test_reduced_programs_are_python():
-    for seed in range(10):
-        for program in itertools.islice(mixed_syntax.smaller(program_of(seed)), 40):
+    for seed in range(5):
+        for program in itertools.islice(mixed_syntax.smaller(program_of(seed)), 20):
             for world in ("statetx", "reference"):
                 compile(source(program, world), "<program>", "exec")
 

@@ -409,7 +409,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("fun", [through_a_ref, beside_a_ref], ids=["its own", "beside"])
-@pytest.mark.parametrize("inner", list(in_turn(AROUND)))
+@pytest.mark.parametrize("inner", in_turn(AROUND))
 @pytest.mark.parametrize("outer", [statetx.jit, statetx.remat], ids=["jit", "remat"])
 def test_custom_rules_survive_discharge(outer, inner, fun):
     """JAX discharges after differentiation, and loses the rules of functions that are in inner jaxprs or create Refs."""

@@ -254,7 +254,7 @@ WHILE_MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", list(in_turn(WHILE_MODES)))
+@pytest.mark.parametrize("mode", in_turn(WHILE_MODES))
 def test_while_loop_with_carries_in_bits_under_transforms(mode):
     args = data(12, 2, 20)
     assert_equal(*(WHILE_MODES[mode](f)(*args) for f in while_grads(policies.everything, slots=4)))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import in_turn
 from statetx._loops import reversal, schedule
 from statetx._loops.reversal import Filled, Places
 from statetx._loops.rows import CarryRow, SlotMemory
@@ -200,7 +201,7 @@ def test_leaves_of_memory_are_those_of_the_ratio():
 FEW = [(1, None), (5, None), (3, (1, 1)), (7, (3, 2)), (20, (1, 4)), (40, (5, 1))]
 
 
-@pytest.mark.parametrize(("slots", "ratio"), FEW)
+@pytest.mark.parametrize(("slots", "ratio"), in_turn(FEW))
 def test_compiled_loops_run_the_body_as_often_as_the_table_says(slots, ratio):
     check_counts(slots, ratio, [*range(slots, 200, 11), 200])
 

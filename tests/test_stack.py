@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import statetx
+from helpers import in_turn
 from statetx import policies
 
 X = jnp.linspace(-0.5, 1, 4)
@@ -301,7 +302,7 @@ LENGTHS = [(6,), (2, 3), (2, 2), "auto", policies.Budget("1MiB"), policies.Slots
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(statetx.jit, marks=pytest.mark.slow)], ids=["eager", "jit"])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", in_turn([pytest.param(x) for x in LENGTHS]), ids=str)
 def test_equals_the_python_loop(lengths, wrap):
     num = 5 if lengths == (2, 2) else 6
     layers, each = statetx.stack(make_layers(num)), make_layers(num)
