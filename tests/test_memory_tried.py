@@ -368,6 +368,19 @@ def step_of(loss=loss_of):
     return lambda w, x, y: w - 0.1 * jax.grad(loss)(w, x, y)
 
 
+def two_gradients(wrap=lambda loss: loss):
+    """Of which the second differentiates inside."""
+
+    def adapted(w, x, y):
+        return loss_of(w - 0.1 * jax.grad(loss_of)(w, x, y), x, y)
+
+    def step(w, x, y):
+        w = w - 0.1 * jax.grad(wrap(loss_of))(w, x, y)
+        return w - 0.1 * jax.grad(wrap(adapted))(w, y, x)
+
+    return step
+
+
 BATCH = jnp.eye(64), X, X
 
 
@@ -380,6 +393,7 @@ BATCH = jnp.eye(64), X, X
             step_of(), lambda w, x, y: w - 0.1 * in_four(jax.grad(loss_of))(w, x, y), False, marks=pytest.mark.slow
         ),
         (loss_of, in_four(loss_of), True),
+        (two_gradients(), two_gradients(in_four), False),
     ],
 )
 def test_parts_of_a_batch_take_what_they_take_by_hand(step, by_hand, gradient):

@@ -72,6 +72,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
         others = [
             *_remat(profile),
             *_stacked(profile),
+            *_stacked_bits(profile),
             *bodies(profile, "recomputed"),
             *checkpoints(profile, "recomputed"),
         ]
@@ -201,32 +202,53 @@ def _saved_by_policy(profile: Timeline, freed: Sequence[Buffer]) -> list[Buffer]
 
 def _bits(profile: Timeline) -> Iterable[Candidate]:
     """For each function that reads zeros and ones, as floats or bytes: rematerialized, it needs an eighth of a byte for each after its last read in the forward pass."""
-    bits = [b for b in profile.buffers if b.is_bits and b.kind == "residual" and not b.stored_as]
-    history = _History(profile) if bits else None
+    bits, history = _bits_kept(profile), _History(profile)
     known: set[frozenset[Buffer]] = set()
     for function in _functions(profile, {r for b in bits for r in b.readers}):
         calls = Calls(profile, function)
         found = frozenset(b for b in bits if any(calls.of(r) not in (None, calls.of(b.start)) for r in b.readers))
-        assert history is not None
-        freed, gaps = history.freed(function, calls)
-        file = next(
-            (f.file for b in found for r in b.readers for f in profile.steps[r].frames if f.function == function), ""
-        )
-        if (
-            not found or found in known or module_with_method(function, file) is not None
-        ):  # `flax.linen.remat` stores no bits
+        if not found or found in known:
             continue
         known.add(found)
+        freed, gaps = history.freed(function, calls)
         for b in found:
             backward = [r for r in b.readers if is_backward(profile, r, b)]
             forward = [r for r in b.readers if r < min(backward, default=0)]
             if backward:
                 last = max([b.start, *forward])
                 gaps.append(Gap(last + 1, min(backward) - 1, b.num_bytes - _packed_bytes(b)))
-        times, types = f" ({calls.num} calls)" if calls.num > 1 else "", ", ".join(sorted({b.type for b in found}))
-        text = f"Store the zeros and ones that {function}{times} takes ({types}) as bits: @statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
-        text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
-        yield Candidate(Change("bits", function, text, saving(profile, gaps)), found.union(freed), StoreBits(function))
+        steps = [r for b in found for r in b.readers]
+        yield from _storing_bits(profile, function, found, steps, saving(profile, gaps), freed, calls.num)
+
+
+def _stacked_bits(profile: Timeline) -> Iterable[Candidate]:
+    """The same for functions in the body of a loop, which stacks what they keep: which of them reads the zeros and ones is not known."""
+    bits = [b for b in _bits_kept(profile) if b.stacked is not None]
+    for function in _functions(profile, (b.start for b in bits)):
+        found = frozenset(b for b in bits if function in profile.steps[b.start].stack)
+        yield from _storing_bits(profile, function, found, [b.start for b in found], 0)
+
+
+def _bits_kept(profile: Timeline) -> list[Buffer]:
+    return [b for b in profile.buffers if b.is_bits and b.kind == "residual" and not b.stored_as]
+
+
+def _storing_bits(
+    profile: Timeline,
+    function: str,
+    found: frozenset[Buffer],
+    steps: Iterable[int],
+    saved: int,
+    freed: Iterable[Buffer] = (),
+    num_calls: int = 1,
+) -> Iterable[Candidate]:
+    file = next((f.file for n in steps for f in profile.steps[n].frames if f.function == function), "")
+    if module_with_method(function, file) is not None:  # `flax.linen.remat` stores no bits
+        return
+    times, types = f" ({num_calls} calls)" if num_calls > 1 else "", ", ".join(sorted({b.type for b in found}))
+    text = f"Store the zeros and ones that {function}{times} takes ({types}) as bits: @statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
+    text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
+    yield Candidate(Change("bits", function, text, saved), found.union(freed), StoreBits(function))
 
 
 def _packed_bytes(b: Buffer) -> int:

@@ -6,6 +6,7 @@ An edit is a frozen value. `Trials` compiles a program with some of them.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -145,13 +146,11 @@ def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
     """The equations from the first to the last of each outermost call of a function; without those of gradients inside, which are edited where they are taken."""
     bounds: dict[tuple[str, ...], list[int]] = {}
     stacks = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
-    transposed = {call for names in stacks if "transpose(" in names for call in calls_of(names)}
+    transposed = {found for names in stacks for found in re.findall(r"transpose\((jvp\([^()]*\))", names)}
     for i, names in enumerate(stacks):
         calls = calls_of(names)
         depth = next((n for n, call in enumerate(calls) if call.rpartition("~")[0] == function), None)
-        if depth is not None and "jvp(" in names and calls[depth] in transposed:
-            continue
-        if depth is not None:
+        if depth is not None and transposed.isdisjoint(re.findall(r"jvp\([^()]*\)", names)):
             bounds.setdefault(calls[: depth + 1], []).append(i)
     return [(found[0], found[-1] + 1) for found in bounds.values()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -216,15 +217,18 @@ class _Edited(Rewriter):
         keeps_order: as in `Rewriter`. A function takes arguments in their order, and states, which it closes over, in that in which it reads them.
 
     Attributes:
-        gradients: the functions, in the order of the trace.
+        gradients: the functions, in the order of the trace; without those inside of others.
     """
 
     is_used_once = True
     keeps_policies = True
 
     @property
-    def inner(self) -> Rewriter:  # gradients inside of a gradient: of both, the same calls are changed
-        return self
+    def inner(self) -> Rewriter | None:
+        """For gradients inside of a gradient, of which the same calls are changed; only the outer one is noted."""
+        inner = copy.copy(self)
+        inner.gradients = []
+        return inner
 
     def __init__(self, edits: Sequence[Edit], *, keeps_order: bool = True):
         self._edits = edits
@@ -358,6 +362,10 @@ class _EditedInParts(_Edited):
         self._next = 0
         self._is_split = False
         self.gradients = of_part.gradients
+
+    @property
+    def inner(self) -> None:  # what a part differentiates inside is edited already
+        return None
 
     @property
     def is_complete(self) -> bool:
