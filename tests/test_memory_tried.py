@@ -298,6 +298,22 @@ def test_spikes_stored_as_bits_take_what_they_take_by_hand(is_rematerialized):
     )
 
 
+@pytest.mark.slow
+def test_spikes_inside_of_a_loop_are_tried_as_bits():
+    def loss(ws, xs, first=dense, others=dense):
+        step = lambda v, x: (v, functools.reduce(lambda s, w: others(w, s), ws[1:], first(ws[0], x + v)))  # noqa: E731
+        return (statetx.scan(step, jnp.zeros((64, 64)), xs)[1] ** 2).sum()
+
+    args = [jnp.eye(64)] * 4, jax.ShapeDtypeStruct((40, 64, 64), F32)
+    by_hand = functools.partial(
+        loss, first=statetx.remat(dense), others=statetx.remat(dense, inputs_stored_as=(None, "bits"))
+    )
+    expected = statetx.measure(by_hand, *args).peak_bytes
+    report = explain_oom(loss, *args, limit=expected, time_limit=None)
+    (tried,) = (t for t in report.tried if t.change.action == "bits")
+    assert tried.needed_bytes == pytest.approx(expected, rel=0.02)
+
+
 # -- constants -----------------------------------------------------------------------------------------------------------
 
 

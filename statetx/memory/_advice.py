@@ -217,16 +217,20 @@ def _bits(profile: Timeline) -> Iterable[Candidate]:
             if backward:
                 last = max([b.start, *forward])
                 gaps.append(Gap(last + 1, min(backward) - 1, b.num_bytes - _packed_bytes(b)))
-        steps = [r for b in found for r in b.readers]
-        yield from _storing_bits(profile, function, found, steps, saving(profile, gaps), freed, calls.num)
+        readers = (profile.steps[r] for b in found for r in b.readers)
+        file = next((f.file for step in readers for f in step.frames if f.function == function), "")
+        yield from _storing_bits(function, file, found, saving(profile, gaps), freed, calls.num)
 
 
 def _stacked_bits(profile: Timeline) -> Iterable[Candidate]:
     """The same for functions in the body of a loop, which stacks what they keep: which of them reads the zeros and ones is not known."""
-    bits = [b for b in _bits_kept(profile) if b.stacked is not None]
-    for function in _functions(profile, (b.start for b in bits)):
-        found = frozenset(b for b in bits if function in profile.steps[b.start].stack)
-        yield from _storing_bits(profile, function, found, [b.start for b in found], 0)
+    by_function: dict[str, list[Buffer]] = defaultdict(list)
+    for b in _bits_kept(profile):
+        if b.stacked is not None:
+            for function in {b.function, *profile.steps[b.start].stack}:
+                by_function[function].append(b)
+    for function, found in by_function.items():
+        yield from _storing_bits(function, found[0].source.rpartition(":")[0], found, 0)
 
 
 def _bits_kept(profile: Timeline) -> list[Buffer]:
@@ -234,21 +238,14 @@ def _bits_kept(profile: Timeline) -> list[Buffer]:
 
 
 def _storing_bits(
-    profile: Timeline,
-    function: str,
-    found: frozenset[Buffer],
-    steps: Iterable[int],
-    saved: int,
-    freed: Iterable[Buffer] = (),
-    num_calls: int = 1,
+    function: str, file: str, found: Iterable[Buffer], saved: int, freed: Iterable[Buffer] = (), num_calls: int = 1
 ) -> Iterable[Candidate]:
-    file = next((f.file for n in steps for f in profile.steps[n].frames if f.function == function), "")
     if module_with_method(function, file) is not None:  # `flax.linen.remat` stores no bits
         return
     times, types = f" ({num_calls} calls)" if num_calls > 1 else "", ", ".join(sorted({b.type for b in found}))
     text = f"Store the zeros and ones that {function}{times} takes ({types}) as bits: @statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
-    yield Candidate(Change("bits", function, text, saved), found.union(freed), StoreBits(function))
+    yield Candidate(Change("bits", function, text, saved), frozenset([*found, *freed]), StoreBits(function))
 
 
 def _packed_bytes(b: Buffer) -> int:
