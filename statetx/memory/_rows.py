@@ -19,7 +19,8 @@ def in_rows(jaxpr: Jaxpr, num: int) -> Callable[..., list[Any]] | None:
 
     An equation that cannot is computed as a whole, before the loop.
     """
-    sizes = {v.aval.shape[:1] for v in jaxpr.outvars}
+    shapes = [getattr(v.aval, "shape", ()) for v in jaxpr.outvars]
+    sizes = {shape[:1] for shape in shapes}
     size = next(iter(sizes))[0] if len(sizes) == 1 and sizes != {()} else 0
     if not size or size % num or any(isinstance(v, Literal) for v in jaxpr.outvars):
         return None
@@ -47,14 +48,16 @@ def in_rows(jaxpr: Jaxpr, num: int) -> Callable[..., list[Any]] | None:
                 return jax.lax.dynamic_slice_in_dim(values[v], n * length, length, axis)
 
             for eqn, axis in steps:
-                axes, params = _rule(eqn, axis, num)
+                rule = _rule(eqn, axis, num)
+                assert rule is not None  # `_demands` has asked
+                axes, params = rule
                 operands = [rows_of(v, a) for v, a in zip(eqn.invars, axes, strict=True)]
                 results = _jax.bind_equation(eqn, {**eqn.params, **params}, operands)
                 rows.update({(v, axis): x for v, x in zip(eqn.outvars, results, strict=True)})
             return None, [rows_of(v, 0) for v in jaxpr.outvars]
 
         _, parts = jax.lax.scan(part, None, jnp.arange(num))
-        return [x.reshape(v.aval.shape) for x, v in zip(parts, jaxpr.outvars, strict=True)]
+        return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)]
 
     return run
 
@@ -66,12 +69,12 @@ def _demands(jaxpr: Jaxpr) -> tuple[dict[int, set[int]], set[int]]:
     whole: set[int] = set()
     for eqn in reversed(jaxpr.eqns):
         for axis in {axis for v in eqn.outvars for axis in demanded.get(v, ())}:
-            axes = None if axis is None else _rule(eqn, axis, 1)
-            if axes is None:
+            rule = None if axis is None else _rule(eqn, axis, 1)
+            if axis is None or rule is None:
                 whole.add(id(eqn))
             else:
                 cut.setdefault(id(eqn), set()).add(axis)
-            for v, a in zip(eqn.invars, [None] * len(eqn.invars) if axes is None else axes[0], strict=True):
+            for v, a in zip(eqn.invars, [None] * len(eqn.invars) if rule is None else rule[0], strict=True):
                 if not isinstance(v, Literal):
                     demanded.setdefault(v, set()).add(a)
     return cut, whole
