@@ -216,7 +216,9 @@ _loading = _new_lock()
 
 def __getattr__(name: str) -> _Any:
     if name not in _SUBMODULES and name not in _MODULE_OF:
-        hint = f": use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        from ._text import suggestion
+
+        hint = f": use {_ELSEWHERE[name]}" if name in _ELSEWHERE else f".{suggestion(name, __all__)}".rstrip(".")
         raise AttributeError(f"module 'statetx' has no attribute {name!r}{hint}")
     with _loading:  # two threads that load packages from both ends would see half of one
         if name in _SUBMODULES:

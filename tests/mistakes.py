@@ -1539,6 +1539,108 @@ for text, (word, run) in {
             raise
 
 
+# -- arguments in the wrong place ------------------------------------------------------------------------------------------
+
+
+def add_w(x):
+    return (W.value * x).sum()
+
+
+OVER_X = lambda c, x: (c, x)  # noqa: E731
+for text, (error, words, run) in {
+    "scan(body, xs)": (ValueError, ("xs comes third", "scan(body, init, xs)"), lambda: statetx.scan(OVER_X, X)),
+    "scan(init, body, xs)": (TypeError, ("got f32[4]", "the body comes first"), lambda: statetx.scan(X, OVER_X, X)),
+    "scan(body, init, xs, ys)": (TypeError, ("length=", "(xs, ys)"), lambda: statetx.scan(OVER_X, X, X, X)),
+    "map(xs, f)": (TypeError, ("map", "got f32[4]", "map(f, xs)"), lambda: statetx.map(X, double)),
+    "cond(p, 1, 2)": (TypeError, ("cond", "int", "lambda: value"), lambda: statetx.cond(True, 1, 2)),
+    "remat_scan([layer, layer])": (TypeError, ("remat_scan", "stack(layers)"), lambda: statetx.remat_scan([W, W])),
+    "stack([])": (ValueError, ("no layers", "at least one layer"), lambda: statetx.stack([])),
+    "chunked(f, 2)": (ValueError, ("no axis 2", "size="), lambda: statetx.chunked(jnp.sum, 2, size=2)(X)),
+    "Not(a, b)": (TypeError, ("Not takes one filter, got 2", "Not([...])"), lambda: Not(Param, State)),
+    "grad(f, states)": (TypeError, ("argnums", "wrt=states"), lambda: statetx.grad(add_w, {"w": W})),
+    "two axes of vmap for one argument": (ValueError, ("1 in all, not 2",), lambda: statetx.vmap(double, (0, 0))(X)),
+    "has_aux=True of a loss": (
+        TypeError,
+        ("f32[]", "leave has_aux out"),
+        lambda: statetx.grad(jnp.sum, has_aux=True)(X),
+    ),
+    "an axis that a state cannot have": (
+        StateValueError,
+        ("states={'mean': 3}", "f32[4]", "mistakes.py:", "from 0 to 1"),
+        lambda: statetx.vmap(Block(), states={"mean": 3})(jnp.ones((2, 4))),
+    ),
+    "value_and_grad's pair to update": (
+        GradientError,
+        ("(value, gradients): update with the second",),
+        lambda: statetx.Optimizer(optax.sgd(1.0), [W]).update((1.0, [X[0]])),
+    ),
+    "a loss to update": (
+        GradientError,
+        ("is it the loss?",),
+        lambda: statetx.Optimizer(optax.sgd(1.0), [W]).update(X[0]),
+    ),
+}.items():
+    mistake(f"wrong place: {text}", error, *words)(run)
+
+for text, (words, run) in {
+    "scan": ("the carry and an element of xs", lambda: statetx.scan(lambda c: c, X, X)),
+    "fori_loop": ("the index and the carry", lambda: statetx.fori_loop(0, 2, lambda c: c, X)),
+    "while_loop": ("one argument, the carry", lambda: statetx.while_loop(lambda: True, lambda c: c, X)),
+    "cond": ("the operands", lambda: statetx.cond(X[0] > 0, lambda x: x, lambda x: x)),
+    "switch": ("the operands", lambda: statetx.switch(N, [lambda x: x])),
+}.items():
+    mistake(f"{text}: a function of other arguments", TypeError, "<lambda>", "is called with", words)(run)
+
+for name in ("measure", "memory_profile", "memory_report", "saved_residuals", "explain_oom", "eval_shape", "vjp"):
+
+    @mistake(
+        f"{name}(f) without arguments",
+        TypeError,
+        "'x'",
+        f"Fix: give the arguments after the function: statetx.{name}(double, x)",
+    )
+    def without_arguments(name=name):
+        getattr(statetx, name)(double)
+
+
+# -- things of another kind --------------------------------------------------------------------------------------------------
+
+for policy, words in {
+    (lambda: True): "<lambda> cannot be a policy",
+    (lambda prim, *types: True): "takes no **parameters",
+    ("a", "b"): "policies.names('a', 'b')",
+    True: "policies.everything",
+    policies: "policies.dots",
+    "hidden": "policies.names('hidden')",
+}.items():
+
+    @mistake(f"remat(policy={getattr(policy, '__name__', policy)!r}): {words}", PolicyError, words)
+    def not_a_policy(policy=policy):
+        statetx.remat(double, policy=policy)
+
+
+@mistake("dots + names('a')", PolicyError, "dots | names('a')")
+def added_policies():
+    policies.dots + policies.names("a")  # noqa: B018
+
+
+@mistake("rng.normal", AttributeError, "RngState", "'normal'", ".next()", "jax.random")
+def method_of_a_generator():
+    RngState(0).normal((3,))  # type: ignore[attr-defined]
+
+
+@mistake("statetx.chekpoint", AttributeError, "Did you mean 'checkpoint'?")
+def misspelt_transform():
+    statetx.chekpoint  # type: ignore[attr-defined]  # noqa: B018
+
+
+for obj, words in {"dict": ({"w": X}, "a dict of 1 array"), "tuple": (({"w": X}, 3.0), "a tuple of 2 arrays")}.values():
+
+    @mistake(f"states({words})", StateFilterError, words, "statetx.Param(array)")
+    def states_of_arrays(obj=obj):
+        statetx.states(obj)
+
+
 # -- paths that select nothing ---------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,17 @@ LOOPS = {
 SLOW = ("keys, Levels", "state, Slots", "carry, Levels")
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, statetx.jit, lambda f: lambda: statetx.grad(statetx.remat(lambda c: c * f()))(1.0)]
+)
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_two_uses_of_the_key_of_a_random_state_are_reported(wrap, is_drawn):
+    rng = statetx.RngState(0)
+    key = rng.next if is_drawn else lambda: rng.value
+    with checked(), contextlib.nullcontext() if is_drawn else pytest.raises(jax.errors.KeyReuseError):
+        wrap(lambda: jax.random.normal(key()) + jax.random.normal(key()))()
+
+
 @pytest.mark.parametrize("wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), statetx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LOOPS])
 def test_recomputed_step_is_not_key_reuse(name, wrap):

@@ -770,3 +770,15 @@ def test_advice_to_donate_the_variables_of_an_argument():
     assert {b.kind for b in profile.buffers if b.owner == "net.kernel.value"} == {"state"}
     (text,) = [c.text for c in profile.changes if c.action == "donate"]
     assert "donate_states=True" in text and "donate_argnames" not in text
+
+
+def test_variable_is_not_the_value_of_a_state():
+    with pytest.raises(statetx.StateValueError, match=r"cannot hold a state: got Count .*Count\.value"):
+        statetx.State(Count(jnp.ones(3)))
+
+
+def test_gradient_of_a_module_with_integers_names_the_filter_of_flax():
+    with pytest.raises(TypeError, match=r"count.* is u32\[\].*\n.*wrt=nnx\.Param"):
+        statetx.grad(lambda net: net(X).sum())(
+            nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+        )

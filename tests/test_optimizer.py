@@ -1,5 +1,6 @@
 """`Optimizer`: one step of optax on states of every kind, and its use in training code."""
 
+import dataclasses
 import re
 import threading
 
@@ -285,3 +286,19 @@ def test_update_of_another_thread_is_not_lost():
     with pytest.raises(statetx.ForeignStateError, match="written by another thread"):
         optimizer.update(jnp.float32(1.0))
     assert w.value == 5.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Plain:
+    """A callable object whose arrays are its leaves, as equinox's modules are."""
+
+    w: jax.Array
+
+    def __call__(self, x):
+        return self.w * x
+
+
+def test_module_of_arrays_is_no_filter():
+    with pytest.raises(statetx.StateFilterError, match=r"states= holds f32\[4\], which is not a state"):
+        statetx.Optimizer(optax.sgd(1.0), Plain(jnp.ones(4)))

@@ -574,3 +574,11 @@ def test_exception_in_a_hook_leaves_the_layers_unchanged():
     with pytest.raises(ZeroDivisionError):
         statetx.stack(layers)
     assert [p[...].shape for one in layers for p in one.values()] == [(2,)] * 6
+
+
+def test_one_layer_several_times_shares_its_states():
+    layer = Layer(statetx.RngState(0), rate=1.0)
+    layers = statetx.stack([layer] * 3)
+    assert repr(layers) == "Stack(3 x Layer, no stacked states)" and layers[1].w is layer.w
+    gradient = statetx.grad(lambda f: f(X).sum(), argnums=(), wrt=layer.w)
+    jax.tree.map(np.testing.assert_allclose, gradient(layers), gradient(functools.partial(loop, [layer] * 3)))

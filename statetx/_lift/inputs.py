@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,16 @@ from .._states import Kind, kind_of_state
 from .._tree import Partition, as_array, partition
 from .context import note_shardings
 from .wrapper import name_of, place_of
+
+_CALLED_WITH = {
+    "scan": "two arguments, the carry and an element of xs",
+    "fori_loop": "two arguments, the index and the carry",
+    "while_body": "one argument, the carry",
+    "while_cond": "one argument, the carry",
+    "statetx.cond": "the operands, the arguments after the branches",
+    "statetx.switch": "the operands, the arguments after the branches",
+}
+"""The arguments of the user's function, by JAX's label of its trace."""
 
 
 class InputNames(Sequence[str]):
@@ -111,6 +122,18 @@ class InputNames(Sequence[str]):
             )
         else:
             error.add_note(f"Fix: {fix}.")
+
+    def explain_call(self, error: TypeError, traced_for: str, leaves: Sequence[Any]) -> None:
+        """Add to Python's error what the body of a loop, or a branch, is called with, if it does not take these arguments."""
+        if traced_for not in _CALLED_WITH or self.fun is None or self.arguments is None:
+            return
+        args, kwargs = self.arguments(leaves[: self.num_arguments])
+        with contextlib.suppress(ValueError):  # of a builtin
+            try:
+                # Not the function that a wrapper has in itself: it takes what the wrapper gives it.
+                inspect.signature(self.fun, follow_wrapped=False).bind(*args, **kwargs)
+            except TypeError:
+                error.add_note(f"{name_of(self.fun)} is called with {_CALLED_WITH[traced_for]}.")
 
     def forget(self) -> None:
         """Drop the references to the function and its arguments: JAX keeps the names of a failed trace alive.

@@ -16,7 +16,7 @@ from .._errors import StatetxError
 from .._objects.paths import argument_names
 from .._text import brief, counted, suggestion, type_str
 from .._tree import is_array, is_integer
-from .wrapper import name_of
+from .wrapper import name_of, short_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -139,10 +139,23 @@ def _refuse_arrays(transform: str, args: tuple, names: list[str]) -> None:
             is_data = is_array(x) and np.ndim(x) and not (isinstance(x, np.ndarray) and x.dtype.kind in "iu")
             if is_data or _states.kind_of(x) is not None:
                 got = type_str(x) if is_array(x) else _states.describe(x)
+                fix = _fix_of_call(transform, args[0])
+                if name == "argnums" and not is_data:
+                    fix += f" To differentiate with respect to states: statetx.{transform}(f, wrt=states)."
                 raise TypeError(
-                    f"{transform} takes the function, and then the option {name}, which cannot be or hold {got}.\n"
-                    f"{_fix_of_call(transform, args[0])}"
+                    f"{transform} takes the function, and then the option {name}, which cannot be or hold {got}.\n{fix}"
                 )
+
+
+def missing_parameters(fun: Any) -> list[str]:
+    """The parameters that a call without arguments lacks."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return []
+    return [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def _fix_of_call(transform: str, fun: Any) -> str:
@@ -158,10 +171,18 @@ def _unknown(transform: str, unknown: list[str], options: list[str], hints: Mapp
     return f"{transform} got unexpected options: {', '.join(unknown)}.{hint} It has {', '.join(options)}."
 
 
-def notes_shapes(inspection: F) -> F:
-    """Decorate a function that takes a function and then its arguments: an error has a note if an argument may be a shape.
+def different_count(prefix: Any, tree: Any, entry: str) -> str:
+    """The fix for a tuple of entries, one for each item of a tuple or list, of which there are more or fewer; empty if that is not the mistake."""
+    if not (isinstance(prefix, tuple) and isinstance(tree, (tuple, list)) and len(prefix) != len(tree)):
+        return ""
+    return f"\nFix: give {entry} for each of them, {len(tree)} in all, not {len(prefix)}."
 
-    People write ``measure(loss, x.shape)``, which calls the function with a tuple of integers.
+
+def notes_shapes(inspection: F) -> F:
+    """Decorate a function that takes a function and then its arguments: an error has a note if arguments are missing, or may be shapes.
+
+    People write ``measure(loss)``, or ``measure(loss)(x)`` as for a transform; and ``measure(loss, x.shape)``, which calls the function with a tuple
+    of integers.
     """
     options = inspect.signature(inspection).parameters.keys()
 
@@ -172,7 +193,7 @@ def notes_shapes(inspection: F) -> F:
         except Exception as e:
             if callable(fun) and not isinstance(e, StatetxError):
                 given = {name: x for name, x in kwargs.items() if name not in options}
-                for note in _notes_of_shapes(inspection.__name__, fun, args, given):
+                for note in _notes_of_arguments(inspection.__name__, fun, args, given):
                     if note not in getattr(e, "__notes__", ()):  # one inspection may call another
                         e.add_note(note)
             raise
@@ -180,7 +201,9 @@ def notes_shapes(inspection: F) -> F:
     return noted  # type: ignore[return-value]
 
 
-def _notes_of_shapes(name: str, fun: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[str]:
+def _notes_of_arguments(name: str, fun: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    if not args and not kwargs and (parameters := missing_parameters(fun)):
+        yield f"Fix: give the arguments after the function: statetx.{name}({short_name(name_of(fun))}, {', '.join(parameters)})."
     name_of_key = argument_names(fun, args)
     keys = [(jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(n)) for n in range(len(args))]
     keys += [(jax.tree_util.SequenceKey(1), jax.tree_util.DictKey(name)) for name in kwargs]

@@ -57,6 +57,9 @@ def stage(
         except _CONVERSIONS as e:
             names.explain(e, traced_for)
             raise
+        except TypeError as e:
+            names.explain_call(e, traced_for, tracers)
+            raise
         finally:
             names.forget()
             if lifting is not None:

@@ -25,7 +25,10 @@ from .wrapper import name_of
 
 def split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
     if not (isinstance(out, (tuple, list)) and len(out) == 2):
-        raise TypeError(f"With has_aux=True {name_of(fun)} must return a pair (value, aux), got {type(out).__name__}.")
+        got = type_str(out) if is_array(out) else type(out).__name__
+        raise TypeError(
+            f"With has_aux=True {name_of(fun)} must return a pair (value, aux), got {got}.\nFix: return both, or leave has_aux out."
+        )
     return out[0], out[1]
 
 
@@ -98,13 +101,13 @@ def refuse_arguments(transform: str, fun: Callable, args: tuple, argnums: Sequen
         if not is_array_or_number(leaf) and not isinstance(leaf, bool):
             raise TypeError(
                 f"{place} is a {type(leaf).__name__}: {brief(leaf)}. Only arrays have gradients.\n"
-                f"Fix: choose the differentiated arguments by argnums=, or states by wrt=statetx.Param."
+                f"Fix: choose the differentiated arguments by argnums=, or states by wrt={_filter_for_held(args[n])}."
             ) from None
         if not allow_int and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             got = type_str(leaf) if is_array(leaf) else f"{type(leaf).__name__}: {leaf}"
             raise TypeError(
                 f"{place} is {got}. Gradients need floating-point or complex values.\n"
-                f"Fix: convert it to float, or choose other arguments by argnums= or states by wrt=statetx.Param."
+                f"Fix: convert it to float, or choose other arguments by argnums= or states by wrt={_filter_for_held(args[n])}."
             ) from None
 
 
@@ -143,6 +146,10 @@ def _leaves_of(fun: Callable, args: tuple, argnums: Sequence[int]) -> Iterator[t
     for keys, leaf in jax.tree_util.tree_flatten_with_path((args, {}))[0]:
         if keys[1].idx in argnums:
             yield keys[1].idx, name(keys), leaf
+
+
+def _filter_for_held(obj: Any) -> str:
+    return filter_for([state for _, state in Walk(follows_classes=False).held(obj, is_called=False)])
 
 
 def filter_for(states: Sequence[Any]) -> str:

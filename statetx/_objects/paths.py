@@ -13,14 +13,14 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Never, TypeVar, overload
 
 import jax
 
 from .. import _states
 from .._errors import StateFilterError
-from .._text import brief, suggestion, type_str
-from .._tree import is_array_or_number
+from .._text import brief, counted, suggestion, type_str
+from .._tree import is_array, is_array_or_number
 from .._typing import Filter, public
 from .contents import named_arguments
 from .walk import Walk
@@ -39,6 +39,13 @@ class Not:
     """
 
     filter: Filter
+
+    def __init__(self, filter: Filter, *others: Never):
+        if others:
+            raise TypeError(
+                f"Not takes one filter, got {1 + len(others)}.\nFix: Not([...]) excludes what any filter of a list selects."
+            )
+        object.__setattr__(self, "filter", filter)
 
     def __invert__(self) -> Filter:
         return self.filter
@@ -72,7 +79,7 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
 
     Raises:
         StateFilterError: `filter` is none of the above, or a path in it selects no state; or `obj` is a class without states
-            of its own, or an array, a number or a text. A type need not occur.
+            of its own, an array, a number or a text, or a container of arrays. A type need not occur.
 
     Example:
         >>> from statetx import Param, State
@@ -104,6 +111,12 @@ def _refuse_without_states(obj: Any) -> None:
             f"states: got a value of type {type_str(obj)}, which holds no states.\n"
             f"Fix: give the model, or another object that holds states."
         )
+    leaves = jax.tree.leaves(obj) if isinstance(obj, (dict, list, tuple)) else []
+    if leaves and all(map(is_array_or_number, leaves)):
+        raise StateFilterError(
+            f"states: got a {type(obj).__name__} of {counted(len(leaves), 'array')}, which holds no states.\n"
+            f"Fix: keep each array in a state, as in statetx.Param(array); or give the arrays as arguments, which grad differentiates by argnums=."
+        )
 
 
 def holds_states(obj: Any) -> bool:
@@ -121,8 +134,8 @@ def is_filter(x: Any) -> bool:
 
 
 def _is_model(x: Any) -> bool:
-    """Whether a callable is an object with states rather than a predicate."""
-    return not isinstance(x, _FUNCTIONS) and holds_states(x)
+    """Whether a callable is an object with states, or with arrays as of equinox, rather than a predicate."""
+    return not isinstance(x, _FUNCTIONS) and (holds_states(x) or any(map(is_array, jax.tree.leaves(x))))
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)

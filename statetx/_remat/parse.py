@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,8 +48,9 @@ def as_policy(policy: Any) -> Policy | Rewriter:
         jax_names = _jax_names()
         if policy not in jax_names:
             hint = suggestion(policy, [*_CONSTANTS, *jax_names])
+            named = "" if hint else f" If checkpoint_name gave a value this name: policies.names({brief(policy)})."
             raise PolicyError(
-                f"No policy is named {brief(policy)}.{hint} Known: {', '.join([*_CONSTANTS, *sorted(jax_names)])}."
+                f"No policy is named {brief(policy)}.{hint}{named} Known: {', '.join([*_CONSTANTS, *sorted(jax_names)])}."
             )
         if policy in _FACTORIES:
             raise PolicyError(_not_called(policy))
@@ -59,7 +62,9 @@ def as_policy(policy: Any) -> Policy | Rewriter:
             f"Fix: give it to the loop: statetx.scan(..., checkpoint={policy!r})."
         )
     if not callable(policy):
-        raise PolicyError(f"A policy is None, a name or a callable, got {type(policy).__name__}: {policy!r}.")
+        raise PolicyError(
+            f"A policy is None, a name or a callable, got {type(policy).__name__}: {policy!r}.{_fix(policy)}"
+        )
     # A function is a policy of JAX's form, so a factory that was not called would pass, and fail only when JAX asks
     # it.
     if getattr(policy, "__module__", "") == "statetx.policies":
@@ -67,7 +72,29 @@ def as_policy(policy: Any) -> Policy | Rewriter:
     for name in _FACTORIES:
         if policy is getattr(jax.checkpoint_policies, name):
             raise PolicyError(_not_called(name))
+    if not _takes_parameters(policy):
+        raise PolicyError(
+            f"The function {brief(policy)} cannot be a policy: JAX calls it for each equation, as policy(primitive, *types, **parameters), and it takes no "
+            f"**parameters.\nFix: use statetx.policies, or write def policy(primitive, *types, **parameters): ..., which returns a bool."
+        )
     return JaxPolicy(policy)
+
+
+def _takes_parameters(policy: Any) -> bool:
+    try:
+        parameters = inspect.signature(policy).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return True
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _fix(policy: Any) -> str:
+    """The fix for an object that is not a policy, in a sentence of its own; empty if the mistake is not known."""
+    if isinstance(policy, (list, tuple, set)) and policy and all(isinstance(x, str) for x in policy):
+        return f"\nFix: policies.names({', '.join(map(brief, policy))}) saves the values of these names."
+    if isinstance(policy, bool):
+        return f"\nFix: policies.{'everything' if policy else 'nothing'} saves {'every value' if policy else 'none'}."
+    return "\nFix: give one of its policies, such as policies.dots." if isinstance(policy, types.ModuleType) else ""
 
 
 def _not_called(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Never, TypeVar, dataclass_transform
 
 from jax.extend.core import Primitive
 
@@ -80,6 +80,13 @@ class Policy:
 
     def __invert__(self) -> Policy:
         return NotSaved(self)
+
+    def __add__(self, other: Any) -> Never:
+        raise PolicyError(
+            f"Policies are not added: {self!r} + {other!r}.\nFix: {self!r} | {other!r} saves what any of them saves."
+        )
+
+    __radd__ = __add__
 
     def __bool__(self) -> bool:
         if sys._getframe(1).f_code.co_filename.startswith(_jax.JAX_FOLDER):

@@ -74,12 +74,12 @@ class State(NotAnArray, Generic[T]):
     _view: weakref.ref | None  # to brainstate's view of the state, once one of its transforms has touched it
 
     def __init__(self, value: T, *, name: str | None = None, **metadata: Any):
-        if isinstance(value, State):
+        # `kind_of` loads the kinds of libraries imported by now: they must see the new state.
+        if _states.kind_of(value) is not None and not _states.is_array_state(value):
             raise StateValueError(
                 f"A state cannot hold a state: got {_states.describe(value)} as the value of a new "
                 f"{type(self).__name__}. Pass its value ({type(value).__name__}.value) instead."
             )
-        _states.kinds()  # loads the kinds of libraries imported by now: they must see the new state
         frame = _frames.current_frame()
         self._value = value
         self._view = None
@@ -191,7 +191,8 @@ class Param(State[A]):
 class RngState(State[jax.Array]):
     """A state that holds a random key and advances with every draw.
 
-    A rematerialized function sees the same draws when it is recomputed, and the key advances once.
+    A rematerialized function sees the same draws when it is recomputed, and the key advances once. To read `value` draws nothing: two random
+    functions that get ``rng.value`` return the same numbers. JAX's checker (``jax.config.update("jax_debug_key_reuse", True)``) reports it.
 
     Args:
         key: an integer seed, a key of ``jax.random.key``, or a legacy ``uint32[2]`` key.
@@ -210,6 +211,12 @@ class RngState(State[jax.Array]):
 
     def __init__(self, key: int | jax.Array, *, name: str | None = None, **metadata: Any):
         super().__init__(_as_key(key), name=name, **metadata)
+
+    if not TYPE_CHECKING:  # a checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            use = "" if name.startswith("_") else ". Draw a key by .next(), and give it to a function of jax.random"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self)
 
     def next(self) -> jax.Array:
         """Draw one key, of shape ``()``. Reads and writes the state."""

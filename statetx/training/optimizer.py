@@ -151,7 +151,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
         kind = _states.kind_of(state)
         if kind is None:
             raise StateFilterError(
-                f"Optimizer: states= holds a {type(state).__name__}, which is not a state. Pass a dict of states, such as "
+                f"Optimizer: states= holds {type_str(state) if is_array_or_number(state) else f'a {type(state).__name__}'}, which is not a state. Pass a dict of states, such as "
                 f"statetx.states(model, statetx.Param)."
             )
         if id(state) in seen:
@@ -196,10 +196,19 @@ def _check(grads: PyTree, values: PyTree) -> None:
         difference = (
             "; ".join(problems) or f"they are {jax.tree.structure(grads)}, the states {jax.tree.structure(values)}"
         )
+        fix = "differentiate with wrt=optimizer.states"
+        if (
+            isinstance(grads, (tuple, list))
+            and len(grads) == 2
+            and jax.tree.structure(grads[1]) == jax.tree.structure(values)
+        ):
+            fix = "value_and_grad returns a pair (value, gradients): update with the second"
+        elif unknown == [""] and not jnp.shape(grads):
+            fix += "; is it the loss? value_and_grad returns a pair (value, gradients)"
         raise GradientError(
             f"The gradients do not match the optimizer's states: {difference}."
             f"{suggestion(unknown[0], missing) if unknown else ''}\n"
-            f"Fix: differentiate with wrt=optimizer.states."
+            f"Fix: {fix}."
         )
 
     for path, x in value_leaves.items():

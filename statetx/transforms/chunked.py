@@ -112,7 +112,7 @@ class Chunked(Partwise, made_by=chunked):
             {i: axis for i, axis in enumerate(axes) if axis is not None},
             args,
             kwargs,
-            lacking="give None for it in axis=, or pass it by keyword, so that every chunk gets the whole argument",
+            lacking="give None for it in axis=, or pass it by keyword, so that every chunk gets the whole argument; the size of a chunk is size=",
             differing="give the axis of each argument, as in axis=(0, None) for loss(hidden, embedding)",
             missing="pass it by position",
         )

@@ -21,7 +21,7 @@ from .._lift.wrapper import name_of, place_of, short_name
 from .._loops import bind, eager
 from .._objects.paths import Paths
 from .._text import tree_type_str, type_str
-from .._tree import Partition, as_array, is_array_or_number, partition
+from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import PyTree
 
 _MISSING = object()
@@ -121,7 +121,10 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
 def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple) -> PyTree:
     for f in branches:
         if not callable(f):
-            raise TypeError(f"{name}: every branch must be callable, got {type(f).__name__}.")
+            raise TypeError(
+                f"{name}: every branch must be callable, got {type_str(f) if is_array(f) else type(f).__name__}.\n"
+                f"Fix: a branch is a function of the operands, as in lambda: value; jnp.where chooses between values."
+            )
     # As JAX does under `jax.disable_jit`: run the chosen branch as plain Python.
     if _jax.is_jit_disabled() and not isinstance(index, _jax.Tracer):
         return eager.branch(name, branches[min(max(int(index), 0), len(branches) - 1)], operands)

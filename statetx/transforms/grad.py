@@ -24,7 +24,7 @@ import numpy as np
 
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
-from .._lift.options import check_flags, transform
+from .._lift.options import check_flags, notes_shapes, transform
 from .._lift.outcome import partition_output
 from .._lift.run import FramedRun
 from .._lift.targets import (
@@ -386,6 +386,7 @@ def vjp(
     fun: Callable[..., R], *primals: Any, wrt: PyTree | Filter = None, has_aux: Literal[False] = False
 ) -> tuple[R, Callable[[Any], Any]]: ...
 @_jax.api_boundary
+@notes_shapes
 def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool = False) -> tuple[Any, ...]:
     """Evaluate a function that may read and write states, and return its pullback.
 

@@ -13,8 +13,8 @@ from .. import _jax
 from .._lift.options import check_flags, with_checked_options
 from .._lift.rules import Rules
 from .._loops.strategy import Strategy
-from .._text import brief
-from .._tree import whole_number
+from .._text import brief, type_str
+from .._tree import is_array, whole_number
 from .scan import refuse_states, scan
 from .vmap import vmap
 
@@ -67,6 +67,10 @@ def map(
         Array([0., 1., 3., 6.], dtype=float32)
     """
 
+    if not callable(f):
+        raise TypeError(
+            f"map needs a callable, got {type_str(f) if is_array(f) else type(f).__name__}.\nFix: the function comes first: map(f, xs)."
+        )
     check_flags("map", progress=progress)
     refuse_states(Rules("map", None, f, ()), xs, "scan(lambda carry, x: (carry, f(x)), None, xs, ")
 

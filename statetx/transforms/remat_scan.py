@@ -106,6 +106,10 @@ def remat_scan(
         if count != len(target):
             raise ValueError(f"remat_scan: the stack has {len(target)} layers, but num or lengths asks for {count}.")
         return RematScan(target, len(target), strategy, policy, options, has_ys)
+    if isinstance(target, (list, tuple)):
+        raise TypeError(
+            "remat_scan needs a Stack, a class, a factory or a function, got a sequence.\nFix: statetx.remat_scan(statetx.stack(layers))."
+        )
     if count is None:
         raise ValueError("remat_scan: give the number of layers by num= or lengths=.")
     if not callable(target):

@@ -111,7 +111,10 @@ def scan(
         6.0
     """
     if not callable(f):
-        raise TypeError(f"scan needs a callable as the body, got {type(f).__name__}.")
+        got = type_str(f) if is_array(f) else type(f).__name__
+        raise TypeError(
+            f"scan needs a callable as the body, got {got}.\nFix: the body comes first: scan(body, init, xs)."
+        )
     check_flags("scan", reverse=reverse, progress=progress)
     _check_known("unroll", unroll)
     if not isinstance(unroll, bool):
@@ -209,6 +212,11 @@ def _resolve_length(
 ) -> int:
     if length is not None:
         _check_known("length", length)
+        if is_array(length) and jnp.ndim(length):
+            raise TypeError(
+                f"scan: length= must be a whole number, got {type_str(length)}.\n"
+                f"Fix: several arrays are one argument, a pytree: statetx.scan(body, init, (xs, ys))."
+            )
         length = _as_number("length", length)
     found = common_length(
         "scan",
@@ -222,7 +230,10 @@ def _resolve_length(
     if found is None:
         found = rules.size_of_mapped(*others)
     if found is None:
-        raise ValueError("scan: give length=, or xs with at least one array.")
+        raise ValueError(
+            "scan: give length=, or xs with at least one array.\nFix: xs comes third, after the first carry: statetx.scan(body, init, xs). A body "
+            "without a carry is for statetx.map(f, xs)."
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
-from .._lift.options import check_flags, keeps_type, transform
+from .._lift.options import check_flags, different_count, keeps_type, transform
 from .._lift.outcome import OutputGroups
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, name_of, place_of
@@ -362,6 +362,6 @@ def _broadcast_specs(name: str, option: str, specs: Any, tree: PyTree) -> list[P
         flatten(tree)  # raises for a dict that JAX cannot flatten
         raise ValueError(
             f"{name}: {option}={specs!r} is not a tree prefix of the {'arguments' if option == 'in_specs' else 'output'}, whose "
-            f"structure is {jax.tree.structure(tree)}."
+            f"structure is {jax.tree.structure(tree)}.{different_count(specs, tree, 'a spec')}"
         ) from None
     return leaf_specs

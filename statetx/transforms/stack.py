@@ -41,7 +41,8 @@ def stack(
 
     Args:
         layers: a class or function without arguments that makes one layer (called `num` times, so that each layer
-            draws its own initial values), or a sequence of existing layers.
+            draws its own initial values), or a sequence of existing layers. One object several times, as in ``[layer] * 3``, is one layer
+            that is applied several times, as in a Python loop: the layers share all its states.
         num: number of layers to make.
         axis: position of the new axis in the states' arrays.
         shared: a filter for states that all layers share: the first layer's states are used.
@@ -93,7 +94,11 @@ def stack(
                 f"stack: layers must be a function that makes a layer, with num, or a sequence of layers; got "
                 f"{type(layers).__name__}."
             ) from None
-        if not layer_list or num not in (None, len(layer_list)):
+        if not layer_list:
+            raise ValueError(
+                "stack: the sequence has no layers.\nFix: give at least one layer, or a function that makes one, with num."
+            )
+        if num not in (None, len(layer_list)):
             raise ValueError(f"stack: num={num} disagrees with the {len(layer_list)} layers given.")
     partners = [_check_alike(layer_list[0], layer, f"layer {i}") for i, layer in enumerate(layer_list[1:], 1)]
     return Stack(layer_list[0], len(layer_list), axis, _stack_states(layer_list[0], partners, axis, shared))
@@ -166,7 +171,8 @@ class Stack(Generic[T]):
         return id(state) in self._stacked
 
     def __repr__(self) -> str:
-        return f"Stack({self._num} x {type(self.__wrapped__).__name__}, axis={self.axis})"
+        where = f"axis={self.axis}" if self._stacked else "no stacked states"
+        return f"Stack({self._num} x {type(self.__wrapped__).__name__}, {where})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy or an unpickled layer has states with other ids, or the same ones: a module of brainstate shares them with its copy.

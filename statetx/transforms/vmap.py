@@ -16,16 +16,16 @@ import jax.export
 import jax.numpy as jnp
 
 from .. import _jax, _states
-from .._errors import StateAccessError
+from .._errors import StateAccessError, StateValueError
 from .._frames import Effect
 from .._lift.lengths import common_length
-from .._lift.options import keeps_type, transform
+from .._lift.options import different_count, keeps_type, transform
 from .._lift.outcome import OutputGroups
 from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, name_of
 from .._objects.paths import argument_names, leaf_names
-from .._text import brief
+from .._text import brief, type_str
 from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition, whole_number
 from .._typing import Filter, PyTree
 
@@ -214,7 +214,17 @@ class _Examples:
                 self._check_equal(effect, leaves)
                 groups.add_effect(effect, leaves, None, part.combine)
             else:
+                self._check_axis(effect, leaves, axis)
                 groups.add_effect(effect, leaves, 0, functools.partial(_with_axis, part, axis))
+
+    def _check_axis(self, effect: Effect, leaves: Sequence[Any], axis: int) -> None:
+        for x in leaves:
+            if not -jnp.ndim(x) - 1 <= axis <= jnp.ndim(x):
+                path = self._rules.path(effect.state)
+                raise StateValueError(
+                    f"vmap({name_of(self._owner.__wrapped__)}): states={{{path!r}: {axis}}}: a value of {type_str(x)} for each example, written at {effect.site}, "
+                    f"cannot be stacked along axis {axis}.\nFix: give an axis from 0 to {jnp.ndim(x)}."
+                )
 
     def _check_equal(self, effect: Effect, leaves: Sequence[Any]) -> None:
         if not any(_jax.is_batched(x, self.trace) for x in leaves):
@@ -265,7 +275,7 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
         flatten(tree)  # raises for a dict that JAX cannot flatten
         raise ValueError(
             f"vmap: {name}={axes!r} is not a tree prefix of the {'arguments' if name == 'in_axes' else 'output'}, whose "
-            f"structure is {jax.tree.structure(tree)}."
+            f"structure is {jax.tree.structure(tree)}.{different_count(axes, tree, 'an axis')}"
         ) from e
     return leaf_axes
 

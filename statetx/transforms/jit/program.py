@@ -106,9 +106,14 @@ class StagedProgram:
             # A state whose value no equation uses is still an input: the body may have looked at its type.
             is_donated = id(i.state) in written and not i.partition.static and owner.donates(paths(i.state), i.state)
             (donated if is_donated else kept).append(i)
-        reached = lambda: {*paths.items(), *(paths(x.state) for x in (*lifting.inputs.values(), *outcome.effects))}  # noqa: E731
+        touched = [x.state for x in (*lifting.inputs.values(), *outcome.effects)]
         option = f"{self.name}: donate_states={brief(owner.donate_states)}"
-        check_paths(option, owner.donate_states, reached, "The function reaches")
+        check_paths(
+            option,
+            owner.donate_states,
+            lambda: dict.fromkeys([*paths.items(), *map(paths, touched)]),
+            "The function reaches",
+        )
         self.kept, self.donated = _group(kept), _group(donated)
         self.guards = [i for g in self.kept for i in g.inputs if i.partition.static]
 
