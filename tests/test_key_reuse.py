@@ -76,7 +76,8 @@ SLOW = ("keys, Levels", "state, Slots", "carry, Levels")
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda f: f, statetx.jit, lambda f: lambda: statetx.grad(statetx.remat(lambda c: c * f()))(1.0)]
+    "wrap",
+    [lambda f: f, statetx.jit, lambda f: lambda: statetx.jit(statetx.grad(statetx.remat(lambda c: c * f())))(1.0)],
 )
 @pytest.mark.parametrize("is_drawn", [True, False])
 def test_two_uses_of_the_key_of_a_random_state_are_reported(wrap, is_drawn):
