@@ -179,3 +179,28 @@ def test_second_derivatives_of_a_loop_in_groups():
     expected = product(loss)
     assert float(jnp.abs(expected).max()) > 1e-2
     np.testing.assert_allclose(product(plan.apply(loss)), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_planned_so", [False, True])
+def test_plan_fits_states_that_hold_one_array(is_planned_so):
+    key, w = jax.random.key(3), WS[0]
+    states = {"a": statetx.Param(w), "b": statetx.Param(w), "k": statetx.RngState(key), "l": statetx.RngState(key)}
+    states["both"] = statetx.Param({"c": w, "d": w})
+
+    def loss(x):
+        for name in "ab":
+            x = jnp.tanh(x @ states[name].value) + jax.random.normal(states["k" if name == "a" else "l"].value, x.shape)
+        return ((x @ states["both"].value["c"]) ** 2 @ states["both"].value["d"]).mean()
+
+    def share(is_shared):
+        own = (lambda x: x) if is_shared else jnp.copy
+        states["b"].value, states["l"].value = own(states["a"].value), own(states["k"].value)
+        states["both"].value = {"c": states["a"].value, "d": own(states["a"].value)}
+
+    share(is_planned_so)
+    planner = Planner(loss, X, of="temporaries", time_limit=None)
+    plan = planner.plan(planner.ends()[0])
+    share(True)
+    for wrt in (None, [states["a"]]):
+        expected, planned = (statetx.grad(f, wrt=wrt)(X) for f in (loss, plan.apply(loss)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), planned, expected)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -199,22 +200,25 @@ class Remat(Wrapper, made_by=remat):
         arrays, args_part = partition((dyn_args, dyn_kwargs))
         arrays = [as_array(x) for x in arrays]
 
-        operand_origins = None
-        if not isinstance(policy, Rewriter) and policy.needs_states:
+        operand_origins, on_read = None, None
+        if isinstance(policy, Rewriter):
+            on_read = _OwnValues().on_read
+        elif policy.needs_states:
             operand_origins = _OperandOrigins(policy, Paths(fun, args, kwargs))
+            on_read = operand_origins.on_read
         guard = self._guard(args, kwargs)
 
         def read(ref: Any, kind: Kind) -> Any:
             if guard is not None:
                 guard(ref, kind)
             value = kind.get(ref)
-            return operand_origins.on_read(ref, kind, value) if operand_origins else value
+            return on_read(ref, kind, value) if on_read else value
 
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
             return merge(*args_part.combine(leaves))
 
         def body(*tracers: Any) -> tuple[list, Any]:
-            frame = frame_for("remat", fun, on_read=operand_origins and operand_origins.on_read, allow=guard)
+            frame = frame_for("remat", fun, on_read=on_read, allow=guard)
             call_args, call_kwargs = arguments(tracers)
             out = frame.run(fun, *call_args, **call_kwargs)
             return pack(out, frame.effects)
@@ -390,6 +394,24 @@ class _OperandOrigins:
     def origins(self, operands: Sequence[Any]) -> tuple[frozenset[StateRef], ...]:
         entries = [self._entries.get(id(x)) for x in operands]
         return tuple(frozenset() if entry is None else entry[1] for entry in entries)
+
+
+class _OwnValues:
+    """Gives each state a value of its own, as it has in the program that a plan was made for: JAX would make one operand of an array in two states."""
+
+    def __init__(self) -> None:
+        self._trace = _jax.current_trace()
+        self._read: dict[int, Any] = {}  # by id of the array, which the entry keeps alive
+
+    def on_read(self, state: Any, kind: Any, value: Any) -> Any:
+        leaves, part = partition(value)
+        own = list(leaves)
+        with _jax.in_trace(self._trace):
+            for n, x in enumerate(leaves):
+                if id(x) in self._read:
+                    own[n] = jnp.copy(x)
+                self._read[id(x)] = x
+        return value if all(map(operator.is_, own, leaves)) else part.combine(own)
 
 
 def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:
