@@ -34,7 +34,6 @@ GAPS = dict.fromkeys(
     4 * 8 * 64,
 )
 CASES = [(name, policy) for name in slot_programs.PROGRAMS for policy in (None, "dots")]
-CASES.remove(("elementwise", "dots"))  # no products
 
 
 @pytest.fixture
