@@ -130,6 +130,12 @@ def cases(programs: list[type[Program]], nestings: list[Nesting], fast: list[Nes
     ]
 
 
+def one_whole(programs: list[type[Program]], nestings: list[Nesting], fast: list[Nesting], num: int = 2) -> list:
+    """The first of `CORE` under each nesting, and one in `num` of the other cases."""
+    others = [p for p in programs if p is not CORE[0]]
+    return cases(CORE[:1], nestings) + in_turn(cases(others, nestings, fast), num)
+
+
 def check_law(make: type[Program], nesting: Nesting, num_calls: int = 2, tolerance: float = 1e-10) -> None:
     program = make()
     call, reference = transformed(nesting, program.step, program), pure(nesting, program)
@@ -232,7 +238,7 @@ def test_eager_remat_is_identity(make):
 LEAKS: list[Nesting] = [(remat, grad), (remat, vjp), (remat, jit), (remat, scan), (remat, scan, grad, jit)]
 
 
-@pytest.mark.parametrize("make, nesting", in_turn(cases(NATIVE, LEAKS, [(remat, jit)]) + cases(FOREIGN, LEAKS, [])))
+@pytest.mark.parametrize("make, nesting", one_whole(NATIVE, LEAKS, [(remat, jit)]) + cases(FOREIGN, LEAKS, []))
 def test_no_tracer_leaks(make, nesting):
     program = make()
     call = transformed(nesting, program.step, program)
@@ -347,7 +353,7 @@ RAISING: list[Nesting] = [
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize(
     "make, nesting",
-    in_turn(cases(NATIVE, RAISING, [(remat, grad), (jit,)]) + cases(FOREIGN, RAISING, [(remat, grad)]), 3),
+    one_whole(NATIVE, RAISING, [(remat, grad), (jit,)], 4) + in_turn(cases(FOREIGN, RAISING, [(remat, grad)]), 4),
 )
 def test_states_intact_after_an_exception_in_the_body(make, nesting, stride, monkeypatch):
     check_exceptions(make, nesting, Bomb(monkeypatch), stride)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import Counted, compilations, in_turn
+from helpers import Counted, compilations
 
 pytest.importorskip("flax")
 from flax import nnx  # noqa: E402
@@ -148,7 +148,7 @@ def expected_steps(loss):
 PAIRS = [(g, "method") for g in GRADIENTS] + [(argument, loss) for loss in LOSSES if loss != "method"]
 
 
-@pytest.mark.parametrize("gradient, loss", in_turn(PAIRS))
+@pytest.mark.parametrize("gradient, loss", PAIRS)
 def test_rematerialized_equals_the_plain_gradient_of_nnx(gradient, loss):
     net = fresh()
     for expected in expected_steps(loss):

@@ -247,8 +247,8 @@ def test_while_loop_with_carries_in_bits_leaves_gradients_equal(policy, options)
 
 
 WHILE_MODES = {
-    "eager": lambda f: f,
     "vmap": lambda f: lambda w, v, xs: jax.vmap(f, (None, 0, None))(w, jnp.stack([v, v + 1]), xs),
+    "eager": lambda f: f,
     "forward over reverse": lambda f: lambda *args: jax.jvp(f, args, args)[1],
     "remat": jax.checkpoint,
 }
