@@ -25,6 +25,7 @@ from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
 from ..planner._program.flat import Flat, Part, flatten
 from ..planner._program.flat import run as run_parts
+from ..planner._treatments.inputs import StoredInputs
 from ..planner._treatments.rewrite import UNPLANNED, as_planned, rewrite
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
@@ -316,7 +317,9 @@ def _changed_part(
     if part.eqn is not None:
         return part, decision
     called = _as_called(program, part, span, getattr(edit, "function", ""))
-    decision = decision.renumbered(lambda i: i, lambda i: called.invars.index(part.invars[i]))
+    if (stored := decision.get(StoredInputs)) is not None:
+        number = lambda i: called.invars.index(part.invars[i])  # noqa: E731
+        decision = decision.having(StoredInputs(tuple((number(i), way) for i, way in stored.ways_of)))
     return (_InStep(called, decision), UNPLANNED) if is_step else (called, decision)
 
 
