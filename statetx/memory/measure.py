@@ -31,7 +31,7 @@ from .._targets import current
 from .._targets.target import Target
 from .._text import brief
 from .._tree import is_float
-from ..residuals.measure import ArrayProgram, is_step, with_gradient, without_gradient
+from ..residuals.measure import ArrayProgram, inspected, without_gradient
 from ..residuals.saved import residuals_of
 from ..residuals.table import Residuals
 from ..transforms.jit.stages import Compiled, Lowered, Traced
@@ -199,10 +199,8 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
             )
         return _staged(fun)
     refuse_value("memory_profile", fun)
-    if gradient is None:
-        gradient = not is_step(fun, args, kwargs)
+    program, gradient = inspected(fun, args, kwargs, gradient)
     if gradient:
-        program = with_gradient(fun, args, kwargs)
         residuals = functools.partial(residuals_of, fun, args, kwargs, may_be_step=False)
         results = jax.eval_shape(program.run, *program.arrays)
         if any(map(is_float, results[0])):
@@ -213,7 +211,8 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
         with created_undone(fun, args, kwargs):
             traced = _staged(fun.trace(*args, **kwargs))
             return traced if traced.inputs.states else traced._replace(inputs=Inputs(_state_names(fun, args, kwargs)))
-    return _of_function(fun, args, without_gradient(fun, args, kwargs), None, None)
+    program = without_gradient(fun, args, kwargs) if gradient else program
+    return _of_function(fun, args, program, None, None)
 
 
 _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)

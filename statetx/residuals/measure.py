@@ -21,7 +21,7 @@ from .._targets import current
 from .._targets.target import Target
 from .._tree import is_array_or_type, is_float, partition
 from ..transforms.abstract import staged_jaxpr
-from ..transforms.functionalize import Functionalize
+from ..transforms.functionalize import Functionalize, values_of
 
 P = ParamSpec("P")
 
@@ -78,9 +78,7 @@ def measure(
         True
     """
     refuse_value("measure", fun)
-    if gradient is None:
-        gradient = not is_step(fun, args, kwargs)
-    program = (with_gradient if gradient else without_gradient)(fun, args, kwargs)
+    program, _ = inspected(fun, args, kwargs, gradient)
     return program.for_types(program.arrays, compiler_options, estimates=True).cost
 
 
@@ -131,9 +129,28 @@ class ArrayProgram(NamedTuple):
         return donated_inputs(jax.make_jaxpr(self.run)(*types).jaxpr) if self.donates else ()
 
 
+def inspected(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> tuple[ArrayProgram, bool]:
+    """The program of a call, with its gradient unless the function is a training step, and whether it has one.
+
+    One trace finds the states, and whether the function takes gradients itself.
+    """
+    pure = Functionalize(fun, takes_refs=True)
+    with rewritten_by(MARKER):
+        states, jaxpr = pure.traced(args, kwargs)
+    if gradient is None:
+        floats = [v.aval for v in jaxpr.outvars if is_float(v.aval)]
+        gradient = not is_step_by_marks(marks_in(jaxpr), floats)
+    inputs = values_of(states), args, kwargs
+    return (_with_gradient if gradient else _without_gradient)(pure, inputs), gradient
+
+
 def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
     """A program that returns the outputs, and the values of the states that are written or created."""
-    pure, inputs = _functionalized(fun, args, kwargs)
+    return _without_gradient(*_functionalized(fun, args, kwargs))
+
+
+def _without_gradient(pure: Functionalize, inputs: tuple) -> ArrayProgram:
+    fun = pure.__wrapped__
     arrays, static_part = partition(inputs, is_array_or_type)
 
     def run(*arrays: Any) -> list[Any]:
@@ -151,7 +168,11 @@ def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any], fixed: Seq
     Args:
         fixed: which arrays among the arguments are not differentiated.
     """
-    pure, inputs = _functionalized(fun, args, kwargs)
+    return _with_gradient(*_functionalized(fun, args, kwargs), fixed)
+
+
+def _with_gradient(pure: Functionalize, inputs: tuple, fixed: Sequence[bool] = ()) -> ArrayProgram:
+    fun = pure.__wrapped__
     arrays, static_part = partition(inputs, is_array_or_type)
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:

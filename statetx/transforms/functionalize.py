@@ -151,13 +151,17 @@ class TraceStates(Wrapper[P, Any], made_by=trace_states):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> StateTrace:
         with created_undone(self.__wrapped__, args, kwargs):
-            frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
+            frame, refs, paths, _ = _trace(self.__wrapped__, args, kwargs)
             rows = [*_rows(frame, paths), *_ref_rows(refs, paths)]
         return StateTrace(name_of(self.__wrapped__).split(".")[-1], rows)
 
 
-def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, list[tuple[Any, bool]], Paths]:
-    """Run `fun` abstractly; returns its closed frame, the Refs that it touches with a flag if written, and the paths."""
+def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, list[tuple[Any, bool]], Paths, Any]:
+    """Run `fun` abstractly.
+
+    Returns:
+        Its closed frame; the Refs that it touches, with a flag if written; the paths; a jaxpr with the arrays of its output.
+    """
     arrays, args_part = partition((args, kwargs), is_array_or_type)
     frame = frame_for("trace_states", fun)
 
@@ -171,12 +175,14 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
 
     avals = [_jax.abstract(as_array(x)) for x in arrays]
     refs = Lifting(is_array)  # collects Refs only: the frame does not get it
-    _, _, effects = stage(
+    body_of_call, _, effects = stage(
         body, avals, traced_for="statetx.trace_states", names=InputNames(fun, args_part.combine), lifting=refs
     )
     written = {id(e.state) for e in effects}
     touched_refs = [(i.state, id(i.state) in written) for i in refs.inputs.values()]
-    return frame, touched_refs, Paths(fun, args, kwargs)
+    jaxpr = body_of_call.jaxpr
+    jaxpr = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars[: len(jaxpr.outvars) - len(effects)])
+    return frame, touched_refs, Paths(fun, args, kwargs), jaxpr
 
 
 def _ref_rows(refs: list[tuple[Any, bool]], paths: Paths) -> list[StateRow]:
@@ -275,17 +281,21 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
 
     def states(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Trace a call with these arguments; return the states that it touches, by path."""
+        return self.traced(args, kwargs)[0]
+
+    def traced(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The states of a call, by path, and the jaxpr of its output."""
         with created_undone(self.__wrapped__, args, kwargs):
-            frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
+            frame, refs, paths, jaxpr = _trace(self.__wrapped__, args, kwargs)
         rows = [r for r in _rows(frame, paths) if not r.created]
         rows += _ref_rows(refs, paths) if self._takes_refs else []
         states = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
         self._states_by_path |= states
-        return states
+        return states, jaxpr
 
     def values(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read the current values of the states that a call with these arguments touches, by path."""
-        return {path: _arrays_only(_read(state)) for path, state in self.states(*args, **kwargs).items()}
+        return values_of(self.states(*args, **kwargs))
 
     def store(self, values: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> None:
         """Write values to their states: all of them, or none if one fails.
@@ -373,6 +383,11 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
             f"The call touched {_states.describe(state, kind, path)}, which is not among the given values.\n"
             f"Fix: take the values from .values(*args) of a call that touches the same states."
         )
+
+
+def values_of(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The current values of states, by path, in the form of `Functionalize.values`."""
+    return {path: _arrays_only(_read(state)) for path, state in states.items()}
 
 
 def _read(state: Any) -> Any:
