@@ -25,7 +25,7 @@ from statetx._jax import check_edits, marks
 from statetx._lift.outcome import Outcome
 from statetx._loops.rows import SlotMemory
 
-NUM_FAST, NUM_SLOW, CHUNK = 8, 5000, 50
+NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
 
 
 @pytest.mark.parametrize("first", range(0, NUM_FAST, 4))
