@@ -1,7 +1,6 @@
 """Plans on disk: found again by the structure of the program, checked, and never in the way."""
 
 import gc
-import gzip
 import json
 import os
 import subprocess
@@ -246,25 +245,6 @@ def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
     key = lambda scale: Planner(rule(scale), WS, X).key(budget)  # noqa: E731
     same = [key(lambda x: jnp.cos(x)) for _ in range(2)]
     assert same[0] == same[1] != key(lambda x: 2 * jnp.cos(x) - jnp.cos(x))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [  # with names: compressed bytes hold the time
-        pytest.param(b"", id="empty"),
-        pytest.param(b"{", id="not compressed", marks=pytest.mark.slow),
-        pytest.param(gzip.compress(b"{}"), id="no fields", marks=pytest.mark.slow),
-        pytest.param(gzip.compress(b"[1]"), id="a list", marks=pytest.mark.slow),
-        pytest.param(gzip.compress(b"\xff"), id="no text", marks=pytest.mark.slow),
-    ],
-)
-def test_corrupt_entries_are_replaced(folder, compilations, content):
-    first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
-    (entry,) = entries(folder)
-    entry.write_bytes(content)
-    compilations.clear()
-    assert statetx.plan(loss, WS, X, budget=0.8, argnums=0).temp_bytes == first.temp_bytes and compilations
-    assert json.loads(gzip.decompress(entry.read_bytes()))["version"]
 
 
 @pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
