@@ -112,7 +112,7 @@ def test_an_edit_that_cannot_be_made_is_not_tried_and_the_reason_is_told():
     too_short, other = Checkpoint(loop, policies.Lengths(7, 5)), Checkpoint(loop._replace(length=299))
     for edit, reason in (
         (too_short, "PolicyError: "),  # 35 steps of 300
-        (other, "it was not found"),
+        (other, "its place was not found"),
         (AsArguments(), "the step closes over no array"),
     ):
         assert trials.cost(edit) is None and trials.why_not(edit).startswith(reason), trials.why_not(edit)

@@ -119,9 +119,7 @@ class Trials:
         try:
             cost = program.cost
         except jax.errors.JaxRuntimeError as e:
-            if not is_out_of_memory(e):
-                raise
-            raise NotTried("the compiler runs out of memory") from e
+            raise NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e)) from e
         if AsArguments() not in edits:
             return cost
         spared = self._spared_constants(program) + _on_device(self._captured)
@@ -165,7 +163,7 @@ class Trials:
         with rewritten_by(rewriter):
             program = Program(run, args, self._options, sorted(donated), estimates=True)
         if not rewriter.is_complete:
-            raise NotTried("it was not found in what is differentiated")
+            raise NotTried("its place was not found in the equations")
         return program
 
     def _in_parts(self, arrays: ArrayProgram, rewriter: _Edited, edit: InParts) -> _EditedInParts:

@@ -288,7 +288,7 @@ def explain_oom(
     elif limit_bytes is None:
         limit_bytes, source = told.limit_bytes, "the error" if told.limit_bytes else ""
 
-    if profile.constant_bytes and limit is not None:
+    if limit is not None and profile.constant_bytes >= _LEAST_SHARE * (profile.peak_bytes + profile.constant_bytes):
         other_bytes = captured_bytes(step, args, kwargs)
     name = short_name(getattr(step, "__name__", "") or name_of(step))
     report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, told.requested_bytes, ())
