@@ -296,9 +296,9 @@ def online_gradients(t, algorithm, options):
     ("algorithm", "options"),
     [
         ("D_RTRL", {}),
-        ("ES_D_RTRL", dict(decay_or_rank=0.8)),
+        pytest.param("ES_D_RTRL", dict(decay_or_rank=0.8), marks=pytest.mark.slow),
         ("EProp", {}),
-        ("OSTLRecurrent", {}),
+        pytest.param("OSTLRecurrent", {}, marks=pytest.mark.slow),
     ],
 )
 def test_online_algorithms_give_the_same_gradients_and_traces(algorithm, options):
