@@ -254,6 +254,7 @@ class Tabular(Printed):
 _NOTEBOOK = (
     ".statetx{overflow-x:auto}.statetx p{margin:4px 0}.statetx table{border-collapse:collapse;font-size:90%}"
     ".statetx th,.statetx td{padding:3px 10px;border:0;white-space:nowrap;vertical-align:top;text-align:left}"
+    ".statetx td{max-width:80ch;overflow:hidden;text-overflow:ellipsis}"
     ".statetx th{border-bottom:1px solid currentColor}.statetx .number{text-align:right}"
     ".statetx .share,.statetx .share i{display:block;height:3px}.statetx pre{margin:4px 0;line-height:1.45}"
     ".statetx .sides{display:flex;flex-wrap:wrap;gap:0 32px}"

@@ -150,6 +150,7 @@ def test_save_every_force_and_max_to_keep(tmp_path):
     with statetx.Checkpointer(tmp_path, [n], save_every=3, max_to_keep=2) as checkpointer:
         begun = [step for step in range(1, 11) if checkpointer.save(step)]
         assert begun == [3, 6, 9] and checkpointer.wait() == 9 and checkpointer.steps == [6, 9]
+        assert repr(checkpointer) == f"Checkpointer({str(tmp_path)!r}, steps [6, 9])"
         assert checkpointer.save(10, force=True) and checkpointer.wait() == 10 and checkpointer.steps == [9, 10]
         with pytest.raises(statetx.CheckpointError, match=r"save\(10\).*has step 10"):
             checkpointer.save(10)

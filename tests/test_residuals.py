@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import xml.etree.ElementTree
 
 import jax
@@ -16,6 +17,7 @@ import statetx
 from corpus import PROGRAMS, Program, X
 from helpers import compilations, in_turn
 from statetx import policies
+from statetx._text import short_path
 from statetx.residuals import Residuals
 from statetx.residuals._trace import differentiate
 
@@ -463,10 +465,12 @@ def test_printed_lines(capsys):
     statetx.print_saved_residuals(small(), jnp.ones((2, 3)))
     *found, total = capsys.readouterr().out.splitlines()
     residuals = statetx.saved_residuals(small(), jnp.ones((2, 3)))
+    place = short_path(residuals[1].source)
+    assert not os.path.isabs(place)
     assert [" ".join(line.split()) for line in found] == [
         "f32[3,4] 48 B from the state cell.w (Param)",
-        f"10 x f32[2,3] 240 B named 'h<1>' from {residuals[1].source} (<lambda>)",
-        f"10 x f32[2,3] 240 B output of tanh from {residuals[1].source} (<lambda>)",
+        f"10 x f32[2,3] 240 B named 'h<1>' from {place} (<lambda>)",
+        f"10 x f32[2,3] 240 B output of tanh from {place} (<lambda>)",
     ]
     assert total == "528 B in 3 values, 480 B of them intermediate"
 

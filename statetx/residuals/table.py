@@ -203,7 +203,7 @@ def _from(row: Residual) -> str:
     if not row.primitive:
         return f"from a {row.origin}"
     description = f"named {', '.join(map(repr, row.names))}" if row.names else f"output of {row.primitive}"
-    location = f" from {row.source} ({row.function})" if row.source else ""
+    location = f" from {short_path(row.source)} ({row.function})" if row.source else ""
     return f"{description}{location}" + (f", in {row.memory}" if row.memory else "")
 
 

@@ -107,6 +107,9 @@ class Checkpointer:
             self._manager = orbax.CheckpointManager(self._directory, options=self._options())
         self._has_saved = False
 
+    def __repr__(self) -> str:
+        return f"Checkpointer({str(self._directory)!r}, steps {self.steps})"
+
     def __enter__(self) -> Checkpointer:
         return self
 
