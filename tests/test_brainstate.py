@@ -1067,3 +1067,26 @@ def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
     }  # asked by the transform that has made it
     missing = {name for name in vars(frame) if not name.startswith("_") and not hasattr(bridge, name)}
     assert type(bridge) is not _frames.Frame and missing == of_the_call
+
+
+@pytest.mark.parametrize("checkpoint", [None, statetx.policies.Slots(3)])
+def test_map_over_pairs_takes_the_place_of_for_loop(checkpoint):
+    """As the cheat sheet says of a network that is simulated step by step."""
+    w, v = brainstate.ParamState(jnp.eye(4) / 3), brainstate.HiddenState(jnp.zeros(4))
+
+    def step(t, x):
+        v.value = jnp.tanh(v.value @ w.value + x + 0.1 * t)
+        return v.value.mean()
+
+    def loss(run):
+        v.value = jnp.zeros(4)
+        return (run() ** 2).mean()
+
+    ts = jnp.arange(20.0)
+    xs = jnp.sin(ts)
+    expected = brainstate.transform.grad(lambda: loss(lambda: brainstate.transform.for_loop(step, ts, xs)), w)()
+    last = v.value
+    over_pairs = lambda: statetx.map(lambda pair: step(*pair), (ts, xs), checkpoint=checkpoint)  # noqa: E731
+    np.testing.assert_allclose(statetx.grad(loss, wrt=w)(over_pairs), expected, rtol=1e-5)
+    np.testing.assert_allclose(v.value, last, rtol=1e-6)
+    assert float(jnp.abs(last).max()) > 0.1
