@@ -121,11 +121,13 @@ def leave_crosses_to_the_slow_suite(items):
                 parts = values if len(axes) == 2 else itertools.combinations(values, 2)
                 cells[item.path, item.originalname].append((item, set(parts)))
     for cross in cells.values():
-        missing = set().union(*(parts for _, parts in cross))
+        missing, used = set().union(*(parts for _, parts in cross)), collections.Counter()
         while missing:
-            best = max(cross, key=lambda cell: len(missing & cell[1]))
+            # One that has most of what is missing, and then what was used least: the values of the shorter axis take turns.
+            best = max(cross, key=lambda cell: (len(missing & cell[1]), -sum(used[part] for part in cell[1])))
             cross.remove(best)
             missing -= best[1]
+            used.update(best[1])
         for item, _ in cross:
             item.add_marker("slow")
 

@@ -1,6 +1,8 @@
-"""The settings of the suite itself: what is compiled is kept, and a test that takes too long fails."""
+"""The settings of the suite itself: what is compiled is kept, a test that takes too long fails, and of a cross a part runs."""
 
+import itertools
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -52,3 +54,26 @@ def test_a_test_of_the_fast_suite_that_takes_over_five_seconds_fails(conftest):
     conftest.check_time(6.0, lambda: 2.0)  # on a machine that takes twice as long
     with pytest.raises(pytest.fail.Exception, match="mark it slow"):
         conftest.check_time(6.0, lambda: 1.0)
+
+
+@pytest.mark.parametrize("axes", ["ab", "abc"])
+def test_of_a_cross_the_fast_suite_runs_each_value_or_each_pair(conftest, axes):
+    sizes, slow = {"a": 4, "b": 3, "c": 2}, []
+
+    def cell(*values):
+        return types.SimpleNamespace(
+            path="test_x.py",
+            originalname="test_x",
+            callspec=types.SimpleNamespace(params=dict(zip(axes, values, strict=True))),
+            get_closest_marker=lambda name: None,
+            iter_markers=lambda name: [types.SimpleNamespace(args=(axis,)) for axis in axes],
+            add_marker=lambda name: slow.append(values),
+        )
+
+    every = [*itertools.product(*(range(sizes[axis]) for axis in axes))]
+    conftest.leave_crosses_to_the_slow_suite([cell(*values) for values in every])
+    fast, places = {*every} - {*slow}, [*itertools.combinations(range(len(axes)), len(axes) - 1)]
+    assert all(
+        {tuple(v[i] for i in place) for v in fast} == {tuple(v[i] for i in place) for v in every} for place in places
+    )
+    assert len(fast) <= len(every) // 2
