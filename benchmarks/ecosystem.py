@@ -56,10 +56,16 @@ def begin(name: str, transforms: Any, size: Size) -> tuple[Program, float, list[
 
 
 def difference(a: Any, b: Any) -> float:
-    """The largest difference of two trees of outputs, relative to the largest number in each array."""
+    """The largest difference of two trees of outputs, relative to the largest number in each array; NaN if one alone is not finite."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    arrays = [(np.asarray(x, float), np.asarray(y, float)) for x, y in pairs]
-    return max(float(np.abs(x - y).max() / max(np.abs(x).max(), 1e-30)) for x, y in arrays)
+    return float(np.max([relative(np.asarray(x, float), np.asarray(y, float)) for x, y in pairs]))
+
+
+def relative(x: np.ndarray, y: np.ndarray) -> float:
+    differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
+    if not (np.isfinite(x[differs]).all() and np.isfinite(y[differs]).all()):
+        return np.nan
+    return np.abs(x - y)[differs].max(initial=0.0) / max(np.abs(x[np.isfinite(x)]).max(initial=0.0), 1e-30)
 
 
 def temporary_bytes(name: str, transforms: Any, size: Size) -> int:

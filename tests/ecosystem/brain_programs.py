@@ -230,7 +230,7 @@ def integrator(t: Transforms, size: Size) -> Program:
     """A jitted prediction inside the gradient, with states made in it that depend on a parameter."""
     net = _Integrator(size.hidden)
     weights = net.states(brainstate.ParamState)
-    optimizer = braintools.optim.RMSprop(lr=1e-2)
+    optimizer = braintools.optim.RMSprop(lr=1e-4)
     optimizer.register_trainable_weights(weights)
 
     @t.jit
