@@ -13,7 +13,7 @@ from .._errors import GradientError, StateFilterError, StateValueError
 from .._lift.run import run_eagerly
 from .._objects.paths import is_filter
 from .._text import brief, counted, format_bytes, suggestion, type_str
-from .._tree import flatten, is_array_or_number, num_bytes
+from .._tree import flatten, is_array, is_array_or_number, num_bytes
 from .._typing import PyTree, public
 from ..kinds.native import State
 
@@ -151,7 +151,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
         kind = _states.kind_of(state)
         if kind is None:
             raise StateFilterError(
-                f"Optimizer: states= holds {type_str(state) if is_array_or_number(state) else f'a {type(state).__name__}'}, which is not a state. Pass a dict of states, such as "
+                f"Optimizer: states= holds {type_str(state) if is_array(state) else f'a {type(state).__name__}'}, which is not a state. Pass a dict of states, such as "
                 f"statetx.states(model, statetx.Param)."
             )
         if id(state) in seen:
