@@ -31,8 +31,8 @@ from .versions import NAME_CLASSES
 def rematerialize(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
     """Apply `jax.checkpoint` to an already staged jaxpr without constants; `prevent_cse` may be given for each input.
 
-    It binds `remat_p` even if ``jax_remat3`` is on: the newer form accepts neither `prevent_cse` nor policies other than
-    JAX's.
+    It binds `remat_p` even if ``jax_remat3`` is on: the newer form asks a policy about few primitives or none, and in jax
+    0.10 it ignores `prevent_cse`.
     """
     return remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
 
