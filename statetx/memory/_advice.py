@@ -14,7 +14,7 @@ from .._equations.primitives import FUSED
 from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
 from ._calls import Calls
-from ._candidate import Candidate, Gap, is_backward, saving
+from ._candidate import ChangeCandidate, Gap, is_backward, saving
 from ._edits import AsArguments, Donate, InParts, InRows, Rematerialize, SaveLess, StoreBits
 from ._loop_advice import bodies, checkpoints
 from ._names import parent
@@ -46,7 +46,7 @@ def changes_of(profile: Timeline, groups: Sequence[Group]) -> dict[int, Change]:
     return found
 
 
-def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool = False) -> list[Candidate]:
+def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool = False) -> list[ChangeCandidate]:
     """The changes that are worth it, the cheapest first: those that save a share of the peak, or the bytes that are missing.
 
     Args:
@@ -54,7 +54,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
     """
     if profile.note:
         return []
-    makers: list[Callable[[Timeline], Iterable[Candidate]]] = [
+    makers: list[Callable[[Timeline], Iterable[ChangeCandidate]]] = [
         _donations,
         _constants,
         _remat,
@@ -88,7 +88,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
 # -- arguments and constants -----------------------------------------------------------------------------------------
 
 
-def _donations(profile: Timeline) -> Iterable[Candidate]:
+def _donations(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Arguments and states of a step whose memory an output of the same type could take."""
     if profile.gradient:
         return
@@ -109,7 +109,7 @@ def _donations(profile: Timeline) -> Iterable[Candidate]:
         text = f"Donate {what}: statetx.jit(step, {how}). An output takes their memory."
         num_bytes = sum(b.num_bytes for b in found)
         edit = Donate(frozenset(b.owner for b in found))
-        yield Candidate(Change("donate", target, text, num_bytes), frozenset(found), edit)
+        yield ChangeCandidate(Change("donate", target, text, num_bytes), frozenset(found), edit)
 
 
 def argument_of(path: str) -> str:
@@ -117,7 +117,7 @@ def argument_of(path: str) -> str:
     return path if not parent(path) else argument_of(parent(path))
 
 
-def _constants(profile: Timeline) -> Iterable[Candidate]:
+def _constants(profile: Timeline) -> Iterable[ChangeCandidate]:
     constants = sorted((b for b in profile.buffers if b.kind == "constant"), key=lambda b: -b.num_bytes)
     large = [b for b in constants if b.num_bytes >= _LEAST_SHARE * profile.constant_bytes]
     if large:
@@ -126,13 +126,13 @@ def _constants(profile: Timeline) -> Iterable[Candidate]:
             types = ", ".join(dict.fromkeys(b.type for b in large))
             which = f"the constants {types} as arguments, or keep them in States: a compiled program has its own copies of them"
         change = Change("argument", large[0].owner, f"Pass {which}.", sum(b.num_bytes for b in large))
-        yield Candidate(change, frozenset(large), AsArguments())
+        yield ChangeCandidate(change, frozenset(large), AsArguments())
 
 
 # -- rematerialization -------------------------------------------------------------------------------------------------
 
 
-def _remat(profile: Timeline) -> Iterable[Candidate]:
+def _remat(profile: Timeline) -> Iterable[ChangeCandidate]:
     """For each function that the user could rematerialize: its residuals live in the forward pass and in its own backward pass only."""
     history = _History(profile)
     known: set[frozenset[Buffer]] = set()
@@ -148,7 +148,7 @@ def _remat(profile: Timeline) -> Iterable[Candidate]:
             regions = ", ".join(sorted({b.region for b in saves}))
             primitives = ", ".join(sorted({profile.steps[b.start].primitive for b in saves}))
             text = f"Save less in {function}{times}: the policy of {regions} saves results of {primitives}."
-            yield Candidate(Change("policy", function, text, saved), frozenset(freed), SaveLess(function))
+            yield ChangeCandidate(Change("policy", function, text, saved), frozenset(freed), SaveLess(function))
             continue
         nested = any(b.kind == "recomputed" and b.region for b in freed)  # not by XLA itself, which has no region
         where = ", inside the function that is rematerialized already" if nested else ""
@@ -156,10 +156,10 @@ def _remat(profile: Timeline) -> Iterable[Candidate]:
         linen = module_with_method(function, file)
         how = f"@statetx.remat{_at(function, file)}" if linen is None else flax_remat(linen)
         text = f"Rematerialize {function}{times} with {how}{where}."
-        yield Candidate(Change("remat", function, text, saved), frozenset(freed), Rematerialize(function))
+        yield ChangeCandidate(Change("remat", function, text, saved), frozenset(freed), Rematerialize(function))
 
 
-def _stacked(profile: Timeline) -> Iterable[Candidate]:
+def _stacked(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Functions in the body of a loop, which stacks their residuals: by how much the peak falls is not known."""
     by_function: dict[str, list[Buffer]] = defaultdict(list)
     for b in profile.buffers:
@@ -168,7 +168,7 @@ def _stacked(profile: Timeline) -> Iterable[Candidate]:
     for function, found in by_function.items():
         loop, file = found[0].stacked, found[0].source.rpartition(":")[0]
         text = f"Rematerialize {function} with @statetx.remat{_at(function, file)}, in the {loop}."
-        yield Candidate(Change("remat", function, text, 0), frozenset(found), Rematerialize(function))
+        yield ChangeCandidate(Change("remat", function, text, 0), frozenset(found), Rematerialize(function))
 
 
 def _at(function: str, file: str) -> str:
@@ -200,7 +200,7 @@ def _saved_by_policy(profile: Timeline, freed: Sequence[Buffer]) -> list[Buffer]
     return [b for b in saved if b.num_bytes >= _LEAST_SHARE * num_bytes]
 
 
-def _bits(profile: Timeline) -> Iterable[Candidate]:
+def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
     """For each function that reads zeros and ones, as floats or bytes: rematerialized, it needs an eighth of a byte for each after its last read in the forward pass."""
     bits, history = _bits_kept(profile), _History(profile)
     known: set[frozenset[Buffer]] = set()
@@ -222,7 +222,7 @@ def _bits(profile: Timeline) -> Iterable[Candidate]:
         yield from _storing_bits(function, file, found, saving(profile, gaps), freed, calls.num)
 
 
-def _stacked_bits(profile: Timeline) -> Iterable[Candidate]:
+def _stacked_bits(profile: Timeline) -> Iterable[ChangeCandidate]:
     """The same for functions in the body of a loop, which stacks what they keep: which of them reads the zeros and ones is not known."""
     by_function: dict[str, list[Buffer]] = defaultdict(list)
     for b in _bits_kept(profile):
@@ -239,13 +239,13 @@ def _bits_kept(profile: Timeline) -> list[Buffer]:
 
 def _storing_bits(
     function: str, file: str, found: Iterable[Buffer], saved: int, freed: Iterable[Buffer] = (), num_calls: int = 1
-) -> Iterable[Candidate]:
+) -> Iterable[ChangeCandidate]:
     if module_with_method(function, file) is not None:  # `flax.linen.remat` stores no bits
         return
     times, types = f" ({num_calls} calls)" if num_calls > 1 else "", ", ".join(sorted({b.type for b in found}))
     text = f"Store the zeros and ones that {function}{times} takes ({types}) as bits: @statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
-    yield Candidate(Change("bits", function, text, saved), frozenset([*found, *freed]), StoreBits(function))
+    yield ChangeCandidate(Change("bits", function, text, saved), frozenset([*found, *freed]), StoreBits(function))
 
 
 def _packed_bytes(b: Buffer) -> int:
@@ -360,7 +360,7 @@ def _leaves(profile: Timeline, b: Buffer, calls: Calls) -> bool:
 # -- values in parts -----------------------------------------------------------------------------------------------------
 
 
-def _rows(profile: Timeline) -> Iterable[Candidate]:
+def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Without gradients: the function that has the largest temporary value, in parts of its rows."""
     if any(step.phase == "backward" for step in profile.steps):
         return
@@ -382,10 +382,10 @@ def _rows(profile: Timeline) -> Iterable[Candidate]:
         condition = f"{where} computes each of the {size:,} entries along axis 0 of {b.type} independently"
         text = f"If {condition}, compute them in {_NUM_PARTS} parts, as with statetx.map(..., batch_size={-(-size // _NUM_PARTS)})."
         change = Change("microbatch", where, text, saving(profile, gaps), condition)
-        yield Candidate(change, frozenset(same), InRows(where, _NUM_PARTS))
+        yield ChangeCandidate(change, frozenset(same), InRows(where, _NUM_PARTS))
 
 
-def in_parts(profile: Timeline, num: int) -> Iterable[Candidate]:
+def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
     """Split the batch of a gradient into parts: of temporaries with an axis of examples, one part's are alive at a time."""
     if not any(step.phase == "backward" for step in profile.steps):
         return
@@ -419,7 +419,7 @@ def in_parts(profile: Timeline, num: int) -> Iterable[Candidate]:
     )
     change = Change("microbatch", "batch", text, saving(profile, gaps), condition)
     edit = InParts(frozenset(leading[size]), size, num)
-    yield Candidate(change, frozenset(found), edit, lambda: next(iter(in_parts(profile, 2 * num)), None))
+    yield ChangeCandidate(change, frozenset(found), edit, lambda: next(iter(in_parts(profile, 2 * num)), None))
 
 
 def _leading_axes(profile: Timeline) -> dict[int, list[str]]:

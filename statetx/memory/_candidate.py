@@ -20,7 +20,7 @@ class Gap(NamedTuple):
     num_bytes: int
 
 
-class Candidate(NamedTuple):
+class ChangeCandidate(NamedTuple):
     """A change, and the buffers that it shortens. Candidates are listed by what they cost in time, the cheapest first.
 
     Attributes:
@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
     change: Change
     buffers: frozenset[Buffer]
     edit: Edit
-    stronger: Callable[[], Candidate | None] = lambda: None
+    stronger: Callable[[], ChangeCandidate | None] = lambda: None
 
 
 def saving(profile: Timeline, gaps: Iterable[Gap]) -> int:

@@ -32,7 +32,7 @@ _NOTE = (
 )
 
 
-class _Value(NamedTuple):
+class _EstimatedValue(NamedTuple):
     """A value of a jaxpr that has memory of its own, with that of its views.
 
     Attributes:
@@ -81,7 +81,7 @@ def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool
     return dataclasses.replace(profile, temp_bytes=temp_bytes)
 
 
-def _values(jaxpr: Jaxpr) -> Iterator[_Value]:
+def _values(jaxpr: Jaxpr) -> Iterator[_EstimatedValue]:
     roots: dict[Var, Var] = {}
     readers: dict[Var, list[int]] = defaultdict(list)
     for i, eqn in enumerate(jaxpr.eqns):
@@ -96,7 +96,7 @@ def _values(jaxpr: Jaxpr) -> Iterator[_Value]:
         for v in eqn.outvars:
             if v not in roots:
                 end = len(jaxpr.eqns) - 1 if v in outputs else max(readers[v], default=i)
-                yield _Value(v, i, end, tuple(readers[v]), v in outputs)
+                yield _EstimatedValue(v, i, end, tuple(readers[v]), v in outputs)
 
 
 def _peak(jaxpr: Jaxpr) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from .._loops import schedule
 from .._loops.strategy import Levels, Slots, Strategy
-from ._candidate import Candidate, Gap, is_backward, saving
+from ._candidate import ChangeCandidate, Gap, is_backward, saving
 from ._edits import Checkpoint
 from ._timeline import Timeline
 from .buffer import Buffer, Change, Kind, Loop
@@ -30,7 +30,7 @@ def _step_of_reversal(buffers: Sequence[Buffer], profile: Timeline) -> tuple[int
     return (min(reads) if reads else end), end
 
 
-def bodies(profile: Timeline, kind: Kind = "residual") -> Iterable[Candidate]:
+def bodies(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandidate]:
     """Rematerialize a loop's body: it stacks its carry, and one step's residuals are recomputed at a time."""
     for loop, stacks in _stacks(profile, kind).items():
         inner = [b for b in stacks if b.primitive != "carry"]
@@ -42,7 +42,7 @@ def bodies(profile: Timeline, kind: Kind = "residual") -> Iterable[Candidate]:
         gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
         change = Change("remat", str(loop), _text_of_body(loop), saving(profile, gaps))
         more = functools.partial(_checkpointed, profile, loop, stacks, 2)
-        yield Candidate(change, frozenset(inner), Checkpoint(loop), more)
+        yield ChangeCandidate(change, frozenset(inner), Checkpoint(loop), more)
 
 
 def _text_of_body(loop: Loop) -> str:
@@ -51,25 +51,25 @@ def _text_of_body(loop: Loop) -> str:
     return f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
 
 
-def with_bodies(candidates: Sequence[Candidate]) -> list[Candidate]:
+def with_bodies(candidates: Sequence[ChangeCandidate]) -> list[ChangeCandidate]:
     """With a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it can be tried."""
     found = list(candidates)
     for c in candidates:
         edit = c.edit
         if isinstance(edit, Checkpoint) and edit.strategy and Checkpoint(edit.loop) not in [x.edit for x in found]:
             change = Change("remat", str(edit.loop), _text_of_body(edit.loop), c.change.saved_bytes - 1)
-            found.append(Candidate(change, c.buffers, Checkpoint(edit.loop), lambda c=c: c))
+            found.append(ChangeCandidate(change, c.buffers, Checkpoint(edit.loop), lambda c=c: c))
     return found
 
 
-def checkpoints(profile: Timeline, kind: Kind = "residual") -> Iterable[Candidate]:
+def checkpoints(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandidate]:
     """Checkpoint a loop: some carries are kept, and one step's residuals, or those of an inner loop, are recomputed at a time."""
     for loop, stacks in _stacks(profile, kind).items():
         if first := _checkpointed(profile, loop, stacks, 2):
             yield first
 
 
-def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level: int) -> Candidate | None:
+def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level: int) -> ChangeCandidate | None:
     """A loop with a strategy whose steps run so many times at most before their reversal."""
     length = loop.length or 1
     strategy, num_carries, num_steps = _strategy(profile.backend, length, level)
@@ -86,7 +86,7 @@ def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level
     text = f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.{strategy!r}) keeps {num_carries} carries."
     change = Change("slots", str(loop), text, saving(profile, gaps), is_least=not carries)
     more = functools.partial(_checkpointed, profile, loop, stacks, level + 1)
-    return Candidate(change, frozenset(stacks), Checkpoint(loop, strategy), more)
+    return ChangeCandidate(change, frozenset(stacks), Checkpoint(loop, strategy), more)
 
 
 def _strategy(backend: str, length: int, level: int) -> tuple[Strategy, int, int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .._equations.compiled import Cost
 from .._text import format_bytes
 from ._advice import candidates, in_parts
-from ._candidate import Candidate
+from ._candidate import ChangeCandidate
 from ._loop_advice import with_bodies
 from ._tried import Trials
 from .buffer import Buffer, Change
@@ -63,7 +63,7 @@ TOOLS = {
 """By the action of a change: the name of the tool, and why a program has no such change."""
 
 
-class Search:
+class RemedySearch:
     """Finds changes with which a program fits.
 
     Args:
@@ -95,7 +95,7 @@ class Search:
         self.tried: tuple[Remedy, ...] = ()
 
     def run(self) -> tuple[Remedy, ...]:
-        chosen: list[Candidate] = []
+        chosen: list[ChangeCandidate] = []
         left, remedies = self._candidates, []
         if self._trials is not None:
             tried = self._try_alone(self._trials)
@@ -119,7 +119,7 @@ class Search:
     def _of(self, cost: Cost) -> int:
         return cost.peak_bytes + self._profile.constant_bytes
 
-    def _cost(self, trials: Trials, chosen: Sequence[Candidate]) -> Cost | None:
+    def _cost(self, trials: Trials, chosen: Sequence[ChangeCandidate]) -> Cost | None:
         self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.target}" for c in chosen))
         return trials.cost(*(c.edit for c in chosen))
 
@@ -143,14 +143,14 @@ class Search:
         change = change._replace(saved_bytes=before - needed, is_least=False)
         return Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
 
-    def _cheapest(self, tried: Sequence[_Tried]) -> list[Candidate]:
+    def _cheapest(self, tried: Sequence[_Tried]) -> list[ChangeCandidate]:
         """The cheapest change that suffices alone, and holds without a condition."""
         fitting = [t for t in tried if t.alone.fits and not t.alone.change.condition]
         return [min(fitting, key=lambda t: (round(t.operations, 3), -t.saved_bytes)).candidate] if fitting else []
 
-    def _together(self, trials: Trials, tried: Sequence[_Tried]) -> list[Candidate]:
+    def _together(self, trials: Trials, tried: Sequence[_Tried]) -> list[ChangeCandidate]:
         """Changes in the order of operations for a byte until the program fits, then greater numbers of them, then parts of the batch."""
-        chosen: list[Candidate] = []
+        chosen: list[ChangeCandidate] = []
         needed = self._needed
         for t in sorted(tried, key=lambda t: t.price):
             if t.alone.change.condition:  # only if nothing else suffices
@@ -174,7 +174,7 @@ class Search:
         with_parts = self._in_parts(trials, chosen, needed)
         return chosen if with_parts is None else self._without_needless(trials, with_parts, tried)
 
-    def _in_parts(self, trials: Trials, chosen: Sequence[Candidate], needed: int) -> list[Candidate] | None:
+    def _in_parts(self, trials: Trials, chosen: Sequence[ChangeCandidate], needed: int) -> list[ChangeCandidate] | None:
         """With the fewest parts that suffice: what a part takes is taken to be in proportion to its size."""
         best, num = None, 2
         while num <= _MOST_PARTS and (c := next(iter(in_parts(self._profile, num)), None)) is not None:
@@ -194,8 +194,8 @@ class Search:
         return best
 
     def _without_needless(
-        self, trials: Trials, chosen: Sequence[Candidate], tried: Sequence[_Tried]
-    ) -> list[Candidate]:
+        self, trials: Trials, chosen: Sequence[ChangeCandidate], tried: Sequence[_Tried]
+    ) -> list[ChangeCandidate]:
         """Without the changes that cost operations and are not needed, the most expensive first."""
         operations = {t.candidate.change.target: t.operations for t in tried}
         for c in sorted(chosen, key=lambda c: -operations.get(c.change.target, 0)):
@@ -204,7 +204,7 @@ class Search:
                 chosen = rest
         return list(chosen)
 
-    def _compiled(self, trials: Trials, chosen: Sequence[Candidate]) -> Iterator[Remedy]:
+    def _compiled(self, trials: Trials, chosen: Sequence[ChangeCandidate]) -> Iterator[Remedy]:
         before = self._needed
         for n, c in enumerate(chosen, 1):
             cost = self._cost(trials, chosen[:n])
@@ -215,7 +215,9 @@ class Search:
 
     # -- predicted -----------------------------------------------------------------------------------------------------
 
-    def _predicted(self, before: Sequence[Remedy], freed: set[Buffer], left: Sequence[Candidate]) -> Iterator[Remedy]:
+    def _predicted(
+        self, before: Sequence[Remedy], freed: set[Buffer], left: Sequence[ChangeCandidate]
+    ) -> Iterator[Remedy]:
         """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their savings do
         not add up.
         """
@@ -235,7 +237,7 @@ class Search:
 class _Tried(NamedTuple):
     """A change that was compiled alone."""
 
-    candidate: Candidate
+    candidate: ChangeCandidate
     alone: Remedy
 
     @property

@@ -202,7 +202,7 @@ def captured_bytes(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
     return _on_device(captured(arrays.run, arrays.arrays)[1])
 
 
-class _Gradient(NamedTuple):
+class _TriedGradient(NamedTuple):
     """A function that is differentiated, and the edited one: ``(operands, *args) -> outputs``."""
 
     body: Body
@@ -233,7 +233,7 @@ class _Edited(Rewriter):
         self._edits = edits
         self.keeps_order = keeps_order
         self._found: set[Edit] = {e for e in edits if isinstance(e, (AsArguments, Donate, InParts))}
-        self.gradients: list[_Gradient] = []
+        self.gradients: list[_TriedGradient] = []
 
     @property
     def is_complete(self) -> bool:
@@ -257,7 +257,7 @@ class _Edited(Rewriter):
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         edited = self._edited(body)
-        self.gradients.append(_Gradient(body, edited))
+        self.gradients.append(_TriedGradient(body, edited))
         return edited
 
     def _edited(self, body: Body) -> Callable:

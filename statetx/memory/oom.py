@@ -22,7 +22,7 @@ from ..planner._spinner import spinner
 from ..planner.planner import plan
 from ..transforms.functionalize import functionalize
 from ._estimate import estimate
-from ._search import Remedy, Search, Unused
+from ._search import Remedy, RemedySearch, Unused
 from ._show import PeakRow, rows_at_peak
 from ._tried import Trials, captured_bytes
 from .measure import profiled
@@ -306,7 +306,7 @@ def explain_oom(
         )
     begin = time.monotonic()
     with spinner(f"explain_oom of {name}", is_shown=progress) as tell:
-        search = Search(profile, report.available_bytes, trials, tell)
+        search = RemedySearch(profile, report.available_bytes, trials, tell)
         report = dataclasses.replace(report, remedies=search.run(), tried=search.tried)
         report = dataclasses.replace(report, unused=search.unused if trials else ())
         spent = time.monotonic() - begin
