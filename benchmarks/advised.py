@@ -1,9 +1,11 @@
-"""Forty programs, each changed by hand: does `statetx.explain_oom` name what saves a fifth of the peak, with the bytes that it takes?
+"""Forty programs, each changed by hand: does `statetx.explain_oom` name what saves a fifth of the peak, with the bytes
+that it takes?
 
-``python benchmarks/advised.py [NAME ...] [--out results.json]``. A program is built with a `Hand`, which makes at most one change: it rematerializes the
-repeated call or the body of the loop, gives the loop a strategy, donates the parameters, or takes the gradient in parts. Nothing runs. Libraries that
-are not installed are left out. What the programs change by hand, and no more, is asked of the advice: a change that it tried alone, on the
-same function or loop, whose program takes the bytes of the program by hand.
+``python benchmarks/advised.py [NAME ...] [--out results.json]``. A program is built with a `Hand`, which makes at most
+one change: it rematerializes the repeated call or the body of the loop, gives the loop a strategy, donates the
+parameters, or takes the gradient in parts. Nothing runs. Libraries that are not installed are left out. What the
+programs change by hand, and no more, is asked of the advice: a change that it tried alone, on the same function or
+loop, whose program takes the bytes of the program by hand.
 """
 
 import argparse
@@ -112,7 +114,8 @@ def conv(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-# -- functions -------------------------------------------------------------------------------------------------------------
+# -- functions
+# -------------------------------------------------------------------------------------------------------------
 
 
 def with_moments(
@@ -163,7 +166,7 @@ def recursion(hand: Hand) -> Any:
 @program()
 def comprehension(hand: Hand) -> Any:
     branch = hand.remat(wave)
-    loss = lambda ws, x: (sum(branch(w, jnp.sin((n + 1) * x)) for n, w in enumerate(ws)) ** 2).mean()  # noqa: E731
+    loss = lambda ws, x: (sum(branch(w, jnp.sin((n + 1) * x)) for n, w in enumerate(ws)) ** 2).mean()
     return with_moments(hand, loss, square(64, 8), f32(512, 64))
 
 
@@ -190,7 +193,7 @@ def tree_map_over_layers(hand: Hand) -> Any:
 @program()
 def reduce_over_layers(hand: Hand) -> Any:
     layer = hand.remat(wave)
-    loss = lambda ws, x: (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean()  # noqa: E731
+    loss = lambda ws, x: (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean()
     return with_moments(hand, loss, square(64, 8), f32(512, 64))
 
 
@@ -245,7 +248,7 @@ def unet(hand: Hand) -> Any:
             x = wrapped(p, jnp.concatenate([jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), skip], -1))
         return (x**2).mean()
 
-    c = lambda n, m: [f32(3, 3, n, m), f32(3, 3, m, m)]  # noqa: E731
+    c = lambda n, m: [f32(3, 3, n, m), f32(3, 3, m, m)]
     params = {"down": [c(3, 8), c(8, 16), c(16, 16)], "up": [c(32, 16), c(32, 8), c(16, 8)]}
     return with_moments(hand, loss, params, f32(32, 32, 32, 3))
 
@@ -348,11 +351,12 @@ def large_vocabulary(hand: Hand) -> Any:
 
 @program()
 def large_weights(hand: Hand) -> Any:
-    loss = lambda ws, x: (functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2).mean()  # noqa: E731
+    loss = lambda ws, x: (functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2).mean()
     return with_moments(hand, loss, square(512, 3), f32(16, 512))
 
 
-# -- several gradients -----------------------------------------------------------------------------------------------------
+# -- several gradients
+# -----------------------------------------------------------------------------------------------------
 
 
 @program()
@@ -402,7 +406,7 @@ def teacher_and_student(hand: Hand) -> Any:
             x = layer(w, x)
         return x
 
-    loss = lambda ws, x, teacher: ((network(ws, x) - network(teacher, x)) ** 2).mean()  # noqa: E731
+    loss = lambda ws, x, teacher: ((network(ws, x) - network(teacher, x)) ** 2).mean()
     return with_moments(hand, loss, square(64, 5), f32(512, 64), square(64, 8))
 
 
@@ -465,7 +469,7 @@ def spiking(hand: Hand) -> Any:
 
 @program()
 def scan_over_layers(hand: Hand) -> Any:
-    loss = lambda ws, x: (hand.scan(lambda x, w: (wave(w, x), None), x, ws)[0] ** 2).mean()  # noqa: E731
+    loss = lambda ws, x: (hand.scan(lambda x, w: (wave(w, x), None), x, ws)[0] ** 2).mean()
     return with_moments(hand, loss, f32(12, 32, 32), f32(512, 32))
 
 
@@ -697,7 +701,8 @@ def linen_blocks(hand: Hand) -> Any:
     return with_moments(hand, lambda p, x: (model.apply(p, x) ** 2).mean(), params, f32(512, 32))
 
 
-# -- equinox, haiku, optax ---------------------------------------------------------------------------------------------------
+# -- equinox, haiku, optax
+# ---------------------------------------------------------------------------------------------------
 
 
 @program("equinox")
@@ -778,7 +783,8 @@ def optax_adam(hand: Hand) -> Any:
     return jax.jit(step, donate_argnames=donated), (params, state, f32(256, 128))
 
 
-# -- brainstate --------------------------------------------------------------------------------------------------------------
+# -- brainstate
+# --------------------------------------------------------------------------------------------------------------
 
 
 @program("brainstate")
@@ -913,7 +919,8 @@ def main() -> None:
             continue
         rows[name] = row(name)
         parts = [
-            f"{c} {'refused' if 'refused' in f else ('OK' if f['ok'] else 'WRONG')} {f.get('saved', '')} {f.get('off', '')}"
+            f"{c} {'refused' if 'refused' in f else ('OK' if f['ok'] else 'WRONG')} {f.get('saved', '')} "
+            f"{f.get('off', '')}"
             for c, f in rows[name]["changes"].items()
         ]
         print(f"{name}: {'; '.join(parts)}; {rows[name]['seconds']} s", flush=True)

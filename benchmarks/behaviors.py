@@ -89,10 +89,13 @@ LIBRARIES = (
             peers.JaxPure("jax"),
             peers.JaxPure("jax", kind="no_grad_no_remat"),
         ),
-        "Models are pytrees; parameters are arrays and arguments of what is differentiated, other states are `jax.Ref`s. "
-        "Four ways: Refs of the default kind, which last as long as the model; the same of kind `no_grad_no_remat`; Refs of "
+        "Models are pytrees; parameters are arrays and arguments of what is differentiated, other states are "
+        "`jax.Ref`s. "
+        "Four ways: Refs of the default kind, which last as long as the model; the same of kind `no_grad_no_remat`; "
+        "Refs of "
         "either kind that live within a pure function which takes and returns their values.",
-        "State without plumbing and without a library, in jit and loops; Refs that are not differentiated may be marked so.",
+        "State without plumbing and without a library, in jit and loops; Refs that are not differentiated may be "
+        "marked so.",
     ),
     Library(
         "linen",
@@ -112,10 +115,12 @@ LIBRARIES = (
             peers.Nnx("nnx", updates=False),
             peers.Nnx("nnx", graph=False, updates=False),
         ),
-        "Variables of an `nnx.Module`, which is an argument of every transform; `nnx.split` and `nnx.merge` around JAX's "
+        "Variables of an `nnx.Module`, which is an argument of every transform; `nnx.split` and `nnx.merge` around "
+        "JAX's "
         "`jvp`, `vjp`, `linearize` and `hessian`. Three ways: graph mode, graph mode without graph updates, tree mode.",
         "Models are ordinary Python objects, shared references are kept, states may be created and reshaped "
-        "inside transforms, attributes count as part of a function's structure, and most unsupported programs raise an error.",
+        "inside transforms, attributes count as part of a function's structure, and most unsupported programs raise "
+        "an error.",
     ),
     Library(
         "haiku",
@@ -132,9 +137,11 @@ LIBRARIES = (
         "equinox.filter_checkpoint",
         ("equinox",),
         (peers.Equinox(),),
-        "Parameters in an `eqx.Module`; other states are passed to each method and returned by it. Equinox's transforms "
+        "Parameters in an `eqx.Module`; other states are passed to each method and returned by it. Equinox's "
+        "transforms "
         "where it has them, else JAX's.",
-        "Every leaf that is not an array is static without being declared, outputs too, and explicit state has no special cases. "
+        "Every leaf that is not an array is static without being declared, outputs too, and explicit state has no "
+        "special cases. "
         "The price is that states pass through every signature.",
     ),
     Library(
@@ -177,7 +184,9 @@ LIBRARIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`kind` is a mark of the module's docstring; `anyway`: the program is not right without rematerialization either."""
+    """`kind` is a mark of the module's docstring; `anyway`: the program is not right without rematerialization
+    either.
+    """
 
     kind: str
     text: str
@@ -233,8 +242,8 @@ def find_fault(dialect: Dialect, row: Row, run: Callable[[Row], tuple[list, dict
 def has_checkpoint(dialect: Dialect, row: Row) -> bool | None:
     """Whether the jaxpr of the row's first call has a checkpoint in it; None if the call cannot be traced.
 
-    First the model is made within the trace, where writes are at the level of its own states. If that fails it is made just
-    before the trace, since a Ref made in a trace is not a Ref from outside. No other model is touched.
+    First the model is made within the trace, where writes are at the level of its own states. If that fails it is made
+    just before the trace, since a Ref made in a trace is not a Ref from outside. No other model is touched.
     """
     first_call = row.calls[0]
 
@@ -252,7 +261,8 @@ def has_checkpoint(dialect: Dialect, row: Row) -> bool | None:
     else:
         return None
 
-    # A checkpoint without equations does not count: its function only forwards arguments, as the constructor of a model does.
+    # A checkpoint without equations does not count: its function only forwards arguments, as the constructor of a model
+    # does.
     return any(e.primitive.name in CHECKPOINTS and e.params["jaxpr"].eqns for e in equations(jaxpr))
 
 
@@ -397,7 +407,7 @@ def groups() -> list[str]:
 
 def load(data: dict[str, Any]) -> Outcome:
     """The outcome in a file of results."""
-    read = lambda cell: Cell(**{**cell, "fault": Fault(**cell["fault"]) if cell["fault"] else None})  # noqa: E731
+    read = lambda cell: Cell(**{**cell, "fault": Fault(**cell["fault"]) if cell["fault"] else None})
     return {name: [read(cell) for cell in cells] for name, cells in data["cells"].items()}
 
 
@@ -464,7 +474,9 @@ def libraries_text(data: dict[str, Any]) -> str:
 
 
 def groups_text(data: dict[str, Any], messages: bool = False) -> str:
-    """For each group of rows those that are not right in every library, with or without their messages, and the names of the others."""
+    """For each group of rows those that are not right in every library, with or without their messages, and the names
+    of the others.
+    """
     outcome = load(data)
     shown = merged(outcome)
     gone = [name for name in outcome if name not in shown]

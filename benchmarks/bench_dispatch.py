@@ -1,10 +1,10 @@
 """Dispatch of a jitted step over many states: a training step, and steps that do almost nothing.
 
 Compared
-    train: a step of gradient descent on parameters of shape (32, 32), for the mean over a batch of 32 of the square of a
-    sum of products with them. update: adds one to each of many scalars. read: only their sum. Each as plain `jax.jit` on
-    the same values (a list of arrays in; a list of arrays, or the sum, out), as `statetx.jit` with native states, with
-    states in nested containers, with donated states, with brainstate's states and with flax.nnx's, and as users of
+    train: a step of gradient descent on parameters of shape (32, 32), for the mean over a batch of 32 of the square of
+    a sum of products with them. update: adds one to each of many scalars. read: only their sum. Each as plain `jax.jit`
+    on the same values (a list of arrays in; a list of arrays, or the sum, out), as `statetx.jit` with native states,
+    with states in nested containers, with donated states, with brainstate's states and with flax.nnx's, and as users of
     brainstate, flax.nnx, flax.linen, haiku and equinox write it (the latter three pass a nested dict or module to jit).
     A raw step threads its list by hand, so its cost is a lower bound.
 
@@ -173,7 +173,7 @@ class Module(nnx.Module):
 
 
 def with_nnx(step: str, model: Module) -> Callable[[], Any]:
-    of = lambda model: [w.get_value() for w in model.weights]  # noqa: E731
+    of = lambda model: [w.get_value() for w in model.weights]
 
     @nnx.jit
     def run(model: Module) -> Any:

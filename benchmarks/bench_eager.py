@@ -2,12 +2,13 @@
 
 Compared
     ``statetx.scan``, ``cond`` and ``while_loop`` called outside ``jit``, with a new function for each call, as people
-    write them in a notebook; ``jax.lax``'s with the same function object every time, which is the best JAX can do, and with a
-    fresh closure, which compiles each time; brainstate's ``for_loop``, ``cond`` and ``while_loop`` with a fresh closure.
+    write them in a notebook; ``jax.lax``'s with the same function object every time, which is the best JAX can do, and
+    with a fresh closure, which compiles each time; brainstate's ``for_loop``, ``cond`` and ``while_loop`` with a fresh
+    closure.
 
 Measured
-    CPU time a call, medians of interleaved rounds; ratios within a round. Also the growth of the process's resident memory
-    over 1,000 calls of each, with garbage collected before and after.
+    CPU time a call, medians of interleaved rounds; ratios within a round. Also the growth of the process's resident
+    memory over 1,000 calls of each, with garbage collected before and after.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def reuse(make: Callable) -> Callable:
 
 
 def scans() -> dict[str, Callable[[], Any]]:
-    fresh = lambda: lambda c, x: step(c, x)  # noqa: E731
+    fresh = lambda: lambda c, x: step(c, x)
     count = statetx.State(jnp.zeros(()))
 
     def ours() -> Any:

@@ -3,7 +3,8 @@
 Compared
     The same program, written by hand in plain JAX with its counters passed in and out (one function object for
     all `jax.checkpoint` calls, a fresh closure for each, no remat at all), with `statetx.remat` on a method, and with
-    the `remat` and gradient of brainstate, flax.nnx, flax.linen, haiku and equinox, each on a module of its own kind. All update the counters and return loss and gradients.
+    the `remat` and gradient of brainstate, flax.nnx, flax.linen, haiku and equinox, each on a module of its own kind.
+    All update the counters and return loss and gradients.
 
 Measured
     Seconds from a function that is new to JAX to its jaxpr (trace) and from there to StableHLO
@@ -21,8 +22,8 @@ Fairness
     states, as is brainstate's.
 
 First call
-    Trace, lowering and compilation together, for plain JAX and for statetx, with the same fence around recomputation and
-    without one: on a CPU the fence makes a different program, one that really recomputes.
+    Trace, lowering and compilation together, for plain JAX and for statetx, with the same fence around recomputation
+    and without one: on a CPU the fence makes a different program, one that really recomputes.
 
 Counts
     Equations of the jaxpr, runs of a block's Python body from nothing to the lowered program, FLOPs and
@@ -92,7 +93,7 @@ def affine_pair(x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
 
 def new_weights() -> list[dict[str, jax.Array]]:
     rng = np.random.default_rng(0)
-    weight = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(WIDTH), jnp.float32)  # noqa: E731
+    weight = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(WIDTH), jnp.float32)
     return [
         {"w1": weight(WIDTH, WIDTH), "b1": weight(WIDTH), "w2": weight(WIDTH, WIDTH), "b2": weight(WIDTH)}
         for _ in range(NUM_BLOCKS)
@@ -509,7 +510,7 @@ COUNTS += ("FLOPs, barriers kept", "bytes, barriers kept")
 
 
 def time_rows(results: dict[str, Any]) -> list[list[str]]:
-    ms = lambda s, key="median": "" if s is None else f"{1e3 * s[key]:.0f}"  # noqa: E731
+    ms = lambda s, key="median": "" if s is None else f"{1e3 * s[key]:.0f}"
     return [
         [
             name,

@@ -23,8 +23,8 @@ Fairness
     ("warm"), as for a second layer of equal structure or a later trace. The target is for "cleared".
 
 Counts
-    Runs of the cell's Python in one sample, and equations of the jaxpr and the jaxprs inside it. A function that returns no
-    jaxpr (`eval_shape`) has no count; the equations of jit are of a program that calls the jitted function.
+    Runs of the cell's Python in one sample, and equations of the jaxpr and the jaxprs inside it. A function that
+    returns no jaxpr (`eval_shape`) has no count; the equations of jit are of a program that calls the jitted function.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def gru(weights: dict, stats: dict, h: Any, x: Any) -> tuple[Any, dict]:
 def new_values(copies: int | None = None) -> tuple[dict, dict]:
     """Weights, and running averages with a counter; `copies` of the averages, stacked, if given."""
     rng = np.random.default_rng(0)
-    weight = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(WIDTH), jnp.float32)  # noqa: E731
+    weight = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(WIDTH), jnp.float32)
     lead = () if copies is None else (copies,)
     weights = {"w": weight(WIDTH, 3 * WIDTH), "u": weight(WIDTH, 3 * WIDTH), "b": weight(3 * WIDTH)}
     stats = {"mean": jnp.zeros((*lead, WIDTH)), "var": jnp.ones((*lead, WIDTH)), "count": jnp.zeros((), jnp.int32)}
@@ -276,7 +276,7 @@ def jacobian(name: str, stateful_fun: str, fun: Callable) -> Pair:
         return lambda h, x, xs: step(h, x)
 
     def by_hand() -> Callable:
-        of_bias = lambda bias, weights, *args: fun({**weights, "b": bias}, *args)  # noqa: E731
+        of_bias = lambda bias, weights, *args: fun({**weights, "b": bias}, *args)
         step = getattr(jax, name)(of_bias, has_aux=True)
         return lambda weights, stats, h, x, xs: step(weights["b"], weights, stats, h, x)
 
@@ -351,13 +351,13 @@ def while_loop() -> Pair:
 
 def cond() -> Pair:
     def stateful(cell: Cell) -> Callable:
-        skip = lambda h, x: h  # noqa: E731
+        skip = lambda h, x: h
         return lambda h, x, xs: statetx.cond(h[0, 0] > 0, cell, skip, h, x)
 
     def by_hand() -> Callable:
         def program(weights: dict, stats: dict, h: Any, x: Any, xs: Any) -> tuple[Any, dict]:
-            step = lambda stats, h, x: gru(weights, stats, h, x)  # noqa: E731
-            skip = lambda stats, h, x: (h, stats)  # noqa: E731
+            step = lambda stats, h, x: gru(weights, stats, h, x)
+            skip = lambda stats, h, x: (h, stats)
             return jax.lax.cond(h[0, 0] > 0, step, skip, stats, h, x)
 
         return program
@@ -450,7 +450,8 @@ class Pair:
 
     Attributes:
         stateful, by_hand: make the two, as described above; None if only the following can be called.
-        timed, timed_by_hand: timed instead of a trace: a maker of the stateful function, and the function by hand itself.
+        timed, timed_by_hand: timed instead of a trace: a maker of the stateful function, and the function by hand
+            itself.
         copies: number of stacked copies of the running averages.
     """
 

@@ -1,28 +1,30 @@
 """Gradients of long loops and deep stacks: memory and time of every way to store less, side by side.
 
 Compared
-    gru, lif: the gradient of a recurrent cell over 4,096 steps, hidden 256, batch 32, with a readout at every step; with
-    respect to weights and first state. stack: the gradient of a residual network of 256 layers, width 128, batch 256,
-    with stacked parameters. Implementations are the plain scan, ``statetx.scan(checkpoint=...)``, scans nested by hand with
-    ``jax.checkpoint`` (every level, the innermost too), equinox's checkpointed scan, brainstate's, and flax's remat_scan.
+    gru, lif: the gradient of a recurrent cell over 4,096 steps, hidden 256, batch 32, with a readout at every step;
+    with respect to weights and first state. stack: the gradient of a residual network of 256 layers, width 128, batch
+    256, with stacked parameters. Implementations are the plain scan, ``statetx.scan(checkpoint=...)``, scans nested by
+    hand with ``jax.checkpoint`` (every level, the innermost too), equinox's checkpointed scan, brainstate's, and flax's
+    remat_scan.
 
 Measured
-    Memory is XLA's temporary memory, beyond arguments and results (``memory_analysis().temp_size_in_bytes``). Time is of
-    the compiled gradient; implementations take turns in each round, and ratios are taken within a round. CPU time is of the
-    whole process. Gradients are compared with the plain scan's before anything is timed. Runs of the body are counted
-    by a host callback, over the same length.
+    Memory is XLA's temporary memory, beyond arguments and results (``memory_analysis().temp_size_in_bytes``). Time is
+    of the compiled gradient; implementations take turns in each round, and ratios are taken within a round. CPU time is
+    of the whole process. Gradients are compared with the plain scan's before anything is timed. Runs of the body are
+    counted by a host callback, over the same length.
 
-    Implementations are compared at an equal number of slots, and at equal bytes as compiled: for each of equinox's programs the number of our
-    slots is chosen that takes as much memory, or less.
+    Implementations are compared at an equal number of slots, and at equal bytes as compiled: for each of equinox's
+    programs the number of our slots is chosen that takes as much memory, or less.
 
 Other sections
-    turn: what the reversal of a step is made of, the time of a gradient that this predicts, and how fast one with as many runs can be.
-    mixed: memory and time with residuals in free slots, relative to the same slots with carries only.
+    turn: what the reversal of a step is made of, the time of a gradient that this predicts, and how fast one with as
+    many runs can be. mixed: memory and time with residuals in free slots, relative to the same slots with carries only.
     growth: memory against its bound, size of the program and compile time over lengths up to a million.
     budgets: memory of programs compiled for a byte budget.
     million: a stateful cell through 1,000,000 steps. thousand: tracing and compiling 1,000 layers against 10.
 
-Results are written after each section, and a file of results keeps the sections that a run does not measure: ``--only`` resumes a run.
+Results are written after each section, and a file of results keeps the sections that a run does not measure: ``--only``
+resumes a run.
 """
 
 from __future__ import annotations
@@ -179,7 +181,9 @@ def flax_remat_scan(num: int, width: int, lengths: tuple[int, int]) -> Callable:
 
 
 def gradient(f: Callable, args: tuple) -> tuple[Any, int, float]:
-    """The compiled gradient with respect to the first two arguments, its temporary bytes, and the seconds of its compilation."""
+    """The compiled gradient with respect to the first two arguments, its temporary bytes, and the seconds of its
+    compilation.
+    """
     lowered = jax.jit(jax.grad(f, (0, 1))).lower(*args)
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -252,7 +256,7 @@ def recurrent_implementations(loss: Callable, length: int) -> dict[str, Callable
 
 def slots_within(loss: Callable, args: tuple, limit: int, most: int) -> int:
     """About the largest number of slots whose compiled gradient takes at most `limit` temporary bytes; at least 1."""
-    bytes_of = lambda num: gradient(loss(ours(Slots(num))), args)[1]  # noqa: E731
+    bytes_of = lambda num: gradient(loss(ours(Slots(num))), args)[1]
     # A carry a slot, but for what XLA needs beside them: the last choices are compiled.
     first, second = bytes_of(2), bytes_of(10)
     carry = (second - first) / 8
@@ -338,7 +342,7 @@ REVERSAL = "and their sum: all of it"
 def turn_programs(problem: Problem) -> dict[str, tuple[Callable, tuple]]:
     """Loops of the parts of a step's reversal, each without any schedule or slots."""
     loss, args, length, _, step, is_stack = problem
-    at = lambda tree, i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)  # noqa: E731
+    at = lambda tree, i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
     def inputs(weights: Any, xs: tuple, i: Any) -> tuple[Any, Any]:
         return (at(weights, i), None) if is_stack else (weights, at(xs[0], i))
@@ -351,8 +355,9 @@ def turn_programs(problem: Problem) -> dict[str, tuple[Callable, tuple]]:
         return jax.lax.fori_loop(0, length, one, state)
 
     def put(total: Any, ct: Any, i: Any, num_rows: int | None) -> Any:
-        """The cotangents of a step's weights in their sum or stack; of products that are not summed a single row, for which they
-        are computed."""
+        """The cotangents of a step's weights in their sum or stack; of products that are not summed a single row, for
+        which they are computed.
+        """
         if is_stack:
             return jax.lax.dynamic_update_slice_in_dim(total, ct[None, :num_rows], i, 0)
         return total + ct if num_rows is None else total.at[:num_rows].add(ct[:num_rows])
@@ -361,7 +366,8 @@ def turn_programs(problem: Problem) -> dict[str, tuple[Callable, tuple]]:
         def body(i: Any, loop: tuple) -> tuple:
             ct, total = loop
             w, x = inputs(weights, xs, i)
-            # At a carry that differs from step to step: of a constant one XLA computes the product with weights once, before the loop.
+            # At a carry that differs from step to step: of a constant one XLA computes the product with weights once,
+            # before the loop.
             carry, cts = ct, (ct, jnp.float32(1))
             if not of_weights:
                 return jax.vjp(lambda h: step(w, h, x), carry)[1](cts)[0], total
@@ -448,11 +454,14 @@ def least_verdict(name: str, parts: Results, mine: str, other: str, limit: float
 
     runs, their_runs = parts[mine]["runs"], parts[other]["runs"]
     met = "met" if ratio(parts, mine, other) <= limit else "MISSED"
-    short = lambda who: who.removeprefix("a gradient, ")  # noqa: E731
+    short = lambda who: who.removeprefix("a gradient, ")
     return (
-        f"{name}, {short(mine)}: {both(lambda c: ratio(parts, mine, other, c))} of the time of {short(other)}, target at most {limit}: {met}; "
-        f"its {runs:.2f} runs a step and the reversal alone take {both(lambda c: of_alone(parts, runs, mine, c))} of its time, the "
-        f"{their_runs:.2f} of {short(other)} {both(lambda c: of_alone(parts, their_runs, other, c))} of that one's. So {runs:.2f} runs cannot be "
+        f"{name}, {short(mine)}: {both(lambda c: ratio(parts, mine, other, c))} of the time of {short(other)}, "
+        f"target at most {limit}: {met}; "
+        f"its {runs:.2f} runs a step and the reversal alone take {both(lambda c: of_alone(parts, runs, mine, c))} of "
+        f"its time, the "
+        f"{their_runs:.2f} of {short(other)} {both(lambda c: of_alone(parts, their_runs, other, c))} of that one's. "
+        f"So {runs:.2f} runs cannot be "
         f"under {both(lambda c: of_alone(parts, runs, other, c))} of its time, and a single run a step not under "
         f"{both(lambda c: of_alone(parts, 1, other, c))}."
     )
@@ -470,8 +479,10 @@ def turn_section(results: Results) -> tuple[tuple, list, list[str]]:
         predicted = runs - 1 + turn
         of_weights = 1 - ratios[NO_WEIGHTS] / turn
         lines.append(
-            f"{name}: {runs:.2f} runs a step; {runs - 1:.2f} of them and a reversal of {turn:.2f} predict {predicted:.2f}, measured "
-            f"{measured:.2f}; the slots add {measured / predicted - 1:+.0%}. Of the reversal {of_weights:.0%} are cotangents of weights, which the "
+            f"{name}: {runs:.2f} runs a step; {runs - 1:.2f} of them and a reversal of {turn:.2f} predict "
+            f"{predicted:.2f}, measured "
+            f"{measured:.2f}; the slots add {measured / predicted - 1:+.0%}. Of the reversal {of_weights:.0%} are "
+            f"cotangents of weights, which the "
             f"plain scan computes too."
         )
         alone = "the products and their sums alone, {} at once"
@@ -479,8 +490,10 @@ def turn_section(results: Results) -> tuple[tuple, list, list[str]]:
             bound, four = (ratios[alone.format(num)] for num in (1, 4))
             least = ratios[NO_WEIGHTS] + bound
             lines.append(
-                f"{name}: what a reversal must do, its parts measured alone: {least:.2f} of {turn:.2f} runs. Products over four steps at once "
-                f"would save {bound - four:.2f}, {(bound - four) / measured:.0%} of the gradient, and need memory for the factors of four steps."
+                f"{name}: what a reversal must do, its parts measured alone: {least:.2f} of {turn:.2f} runs. "
+                f"Products over four steps at once "
+                f"would save {bound - four:.2f}, {(bound - four) / measured:.0%} of the gradient, and need memory "
+                f"for the factors of four steps."
             )
         lines.append(least_verdict(name, parts, mine, next(who for who in parts if "equinox" in who), 0.8))
         most = [who for who in parts if "Slots" in who][-1]
@@ -563,16 +576,18 @@ def mixed_section(results: Results) -> tuple[tuple, list, list[str]]:
         mixed, before = gradients[f"{case}, with residuals"], gradients[f"{case}, carries only"]
         time, more = mixed["cpu_ratio"]["median"], mixed["bytes"] - before["bytes"]
         lines.append(
-            f"{case}: {time:.2f} of the CPU time with carries only, target at most {limit}: {'met' if time <= limit else 'MISSED'}; "
+            f"{case}: {time:.2f} of the CPU time with carries only, target at most {limit}: "
+            f"{'met' if time <= limit else 'MISSED'}; "
             f"{more:+,} bytes, target at most 1,024: {'met' if more <= 1024 else 'MISSED'}."
         )
-    excess = lambda r: r["bytes"] - r["before"]  # noqa: E731
+    excess = lambda r: r["bytes"] - r["before"]
     memory = results["memory"]
     mixed = [r for r in memory if r["is_mixed"]]
     worst = max(mixed, key=excess)
     lengths, slots = (", ".join(map(str, sorted({r[key] for r in memory}))) for key in ("length", "slots"))
     lines.append(
-        f"gru, lif and stack of {lengths} steps, {slots} slots: {len(mixed)} of {len(memory)} hold residuals; at most {excess(worst):+,} bytes "
+        f"gru, lif and stack of {lengths} steps, {slots} slots: {len(mixed)} of {len(memory)} hold residuals; at "
+        f"most {excess(worst):+,} bytes "
         f"({worst['name']}, {worst['length']} steps, {worst['slots']} slots), target at most 1,024: "
         f"{'met' if excess(worst) <= 1024 else 'MISSED'}."
     )
@@ -654,7 +669,7 @@ def temporary_of(args: tuple, checkpoint: Any) -> int:
     """Temporary bytes of the gradient of the loop alone: outputs and their cotangents are results and arguments."""
 
     def f(args: tuple, cts: Any) -> Any:
-        run = lambda w, h, xs: statetx.scan(functools.partial(gru, w), h, xs, checkpoint=checkpoint)  # noqa: E731
+        run = lambda w, h, xs: statetx.scan(functools.partial(gru, w), h, xs, checkpoint=checkpoint)
         outs, vjp_fun = jax.vjp(run, *args)
         return outs, vjp_fun(cts)
 
@@ -789,7 +804,8 @@ def race_verdicts(name: str, results: Results, length: int) -> list[str]:
             continue
         wall, cpu = ratio(results, equal, who), ratio(results, equal, who, "cpu")
         lines.append(
-            f"{name}, {equal.removeprefix('statetx ')} ({results[equal]['bytes'] / results[who]['bytes']:.2f} of them): {wall:.2f} of its time "
+            f"{name}, {equal.removeprefix('statetx ')} ({results[equal]['bytes'] / results[who]['bytes']:.2f} of "
+            f"them): {wall:.2f} of its time "
             f"(CPU {cpu:.2f}), target at most 1: {'met' if wall <= 1 else 'MISSED'}."
         )
     best = f"statetx Slots({max(int(w.split('(')[1][:-1]) for w in results if 'Slots' in w and 'bytes' not in w)})"
@@ -803,7 +819,8 @@ def race_verdicts(name: str, results: Results, length: int) -> list[str]:
             memory = results[best]["bytes"] / results[who]["bytes"]
             verdict = "met" if wall <= limit and memory < 1 else "MISSED"
             lines.append(
-                f"{name}, {best}: {wall:.2f} of the time of {who} (CPU {cpu:.2f}), target at most {limit}, with {memory:.2f} "
+                f"{name}, {best}: {wall:.2f} of the time of {who} (CPU {cpu:.2f}), target at most {limit}, with "
+                f"{memory:.2f} "
                 f"of its memory: {verdict}."
             )
     return lines
@@ -836,13 +853,14 @@ def growth_section(rows: list[Results]) -> tuple[tuple, list, list[str]]:
         for r in rows
     ]
     lines = []
-    kind_of = lambda r: (r["slots"], r.get("residuals", False))  # noqa: E731  # not in results from before
+    kind_of = lambda r: (r["slots"], r.get("residuals", False))  # not in results from before
     for slots, kind in sorted(set(map(kind_of, rows))):
         of_slots = [r for r in rows if kind_of(r) == (slots, kind)]
         sizes, ratios = [r["size"] for r in of_slots], [r["ratio"] for r in of_slots]
         size, compiling = max(sizes) / min(sizes), max(ratios) / min(ratios)
         lines.append(
-            f"{slots} slots{' with residuals' if kind else ''}, over lengths: program size within {size:.2f}, target 1.2: {'met' if size <= 1.2 else 'MISSED'}; "
+            f"{slots} slots{' with residuals' if kind else ''}, over lengths: program size within {size:.2f}, target "
+            f"1.2: {'met' if size <= 1.2 else 'MISSED'}; "
             f"compile time within {compiling:.2f}, target 1.2: {'met' if compiling <= 1.2 else 'MISSED'}."
         )
     return columns, cells, lines

@@ -1,29 +1,32 @@
 """The least memory, and the least operations, of any schedule of a loss with its gradient.
 
-A schedule runs each equation of the forward and the backward pass at least once. Take an equation t of the backward pass, and the moment
-when it has run for the first time: the turn. What depends on t runs after the turn. Each value that it reads, and that does not depend on t, is
-then available in one of two ways: it is held at the turn, or an equation computes it after the turn, whose operands are available likewise.
-This is an integer program (with its constraints for every moment it would be Checkmate's: Jain et al., MLSys 2020):
+A schedule runs each equation of the forward and the backward pass at least once. Take an equation t of the backward
+pass, and the moment when it has run for the first time: the turn. What depends on t runs after the turn. Each value
+that it reads, and that does not depend on t, is then available in one of two ways: it is held at the turn, or an
+equation computes it after the turn, whose operands are available likewise. This is an integer program (with its
+constraints for every moment it would be Checkmate's: Jain et al., MLSys 2020):
 
     minimize    sum of bytes(v) hold[v], less what outputs hold
     such that   sum of cost(e) run[e] <= added operations        what has run before the turn, and runs again
-                run[producer(v)] + hold[v] >= 1                  for each v that is read by an equation that depends on t
-                run[producer(u)] + hold[u] >= run[e]             for each operand u of an equation e
+                run[producer(v)] + hold[v] >= 1                  for each v that is read by an equation that depends on
+                t run[producer(u)] + hold[u] >= run[e]             for each operand u of an equation e
 
-Every schedule satisfies it, whatever its order and its regions. So the optimum is at most the memory of any of them, for each t; the best of a
-few is taken. It is far below that of most, since it says nothing about the bytes in use before and after the turn. Where XLA may do better than the
-equations say, the bound gives it away:
+Every schedule satisfies it, whatever its order and its regions. So the optimum is at most the memory of any of them,
+for each t; the best of a few is taken. It is far below that of most, since it says nothing about the bytes in use
+before and after the turn. Where XLA may do better than the equations say, the bound gives it away:
 
-- Elementwise operations, moves of data and random bits run within the kernels that read them: they cost nothing. So do a `while`, a branch and a
-  kernel that the program calls. A product, convolution or reduction writes its result to memory, or elementwise functions of it.
+- Elementwise operations, moves of data and random bits run within the kernels that read them: they cost nothing. So do
+  a `while`, a branch and a kernel that the program calls. A product, convolution or reduction writes its result to
+  memory, or elementwise functions of it.
 - XLA computes equal equations once, and what is equal in all steps of a loop: they cost nothing.
 - Outputs have memory of their own. Until they are written, XLA holds in it what fits into the largest of them.
 - A value counts in the smallest format that a plan may use, as a whole. One in host memory counts as held.
-- In a loop `run` and `hold` are the fractions of the steps, between 0 and 1. A carry that a step reads is the new carry of the step before,
-  averaged over the steps; the first one is available. The last one may be among the steps that ran or are held.
+- In a loop `run` and `hold` are the fractions of the steps, between 0 and 1. A carry that a step reads is the new carry
+  of the step before, averaged over the steps; the first one is available. The last one may be among the steps that ran
+  or are held.
 
-It does not hold on a TPU, whose compiler keeps values between the passes in the vector memory of a core (of a v5e 128 MiB), which is not among the
-temporary bytes.
+It does not hold on a TPU, whose compiler keeps values between the passes in the vector memory of a core (of a v5e 128
+MiB), which is not among the temporary bytes.
 """
 
 from __future__ import annotations
@@ -55,14 +58,17 @@ from statetx.planner._search.capture import capture
 
 MAX_NODES = 100  # of HiGHS's search tree for one program; after these its dual bound counts, which is lower
 TOLERANCE = 1e-6  # of the largest value and the most expensive equation; HiGHS meets its conditions to within 1e-7
-TURNS = 40  # that are looked at; tried are those of them with the most bytes of values that cost operations, and some of the others
+# that are looked at; tried are those of them with the most bytes of values that cost operations, and some of the others
+TURNS = 40
 TRIED = 4
 
 _RANDOM = ("random_", "threefry", "rng_")
 
 
 class Loop(NamedTuple):
-    """The loop in whose steps an equation differs: its depth, the number of its steps, and whether it is equal in all steps of one around it."""
+    """The loop in whose steps an equation differs: its depth, the number of its steps, and whether it is equal in all
+    steps of one around it.
+    """
 
     depth: int = 0
     times: int = 1
@@ -205,7 +211,9 @@ def _home(operands: Sequence[Value]) -> Loop:
 
 
 def _with_gradient(recorded: Any) -> tuple[Any, int]:
-    """``(*inputs, *cotangents) -> (*outputs, *gradients)`` of the program without rematerialization; and the number of inputs."""
+    """``(*inputs, *cotangents) -> (*outputs, *gradients)`` of the program without rematerialization; and the number of
+    inputs.
+    """
     program = inline(flatten(recorded.jaxpr), calls=JIT | REMAT | {_jax.CLOSED_CALL})
     num, indices = recorded.num_out, recorded.diff_indices
     cotangents = [v.aval for v in program.outvars[:num] if is_float(v.aval)]
@@ -227,7 +235,9 @@ def _with_gradient(recorded: Any) -> tuple[Any, int]:
 
 
 class Turn:
-    """The integer program of a turn: columns ``run`` of equations, ``hold`` of values, and the bytes that outputs hold."""
+    """The integer program of a turn: columns ``run`` of equations, ``hold`` of values, and the bytes that
+    outputs hold.
+    """
 
     def __init__(self, graph: Graph, turn: Node):
         after: set[Node] = set()
@@ -244,7 +254,8 @@ class Turn:
         self.costly_bytes = sum(
             v.num_bytes for v in values if v.producer in self.before and v.producer.cost and not v.is_backward
         )
-        # In units of the largest value and of all operations. A value of a loop fits into an output with that of one step.
+        # In units of the largest value and of all operations. A value of a loop fits into an output with that of one
+        # step.
         sizes = np.array([v.num_bytes for v in values], float)
         of_step = sizes / [v.loop.times for v in values] if values else sizes
         outputs = np.array(graph.output_bytes, float)
@@ -265,13 +276,14 @@ class Turn:
             entries.extend((len(limits), column, x) for column, x in row.items())
             limits.append(limit)
 
-        available = lambda v, gain=1.0: {columns[x]: -gain for x in (v.producer, v) if x in columns}  # noqa: E731
+        available = lambda v, gain=1.0: {columns[x]: -gain for x in (v.producer, v) if x in columns}
         for v in required:
             add(-1.0, available(v))
         for n in nodes:
             for v in needed(n):
                 add(n.share, {columns[n]: 1.0} | available(v, n.gain))
-        # Outputs hold no more of a size than there is of it, and from each size on no more than those have room for that are as large.
+        # Outputs hold no more of a size than there is of it, and from each size on no more than those have room for
+        # that are as large.
         for i, size in enumerate(classes, len(columns)):
             held = {
                 columns[v]: -v.num_bytes / self.byte_unit for v, n in zip(values, of_step, strict=True) if n == size
@@ -307,7 +319,9 @@ def closure(nodes: Sequence[Any], needed: Callable[[Node], list[Value]]) -> dict
 
 
 class LowerBound:
-    """Bytes and operations that no schedule of a loss with its gradient can undercut; operations are relative to those without rematerialization."""
+    """Bytes and operations that no schedule of a loss with its gradient can undercut; operations are relative to those
+    without rematerialization.
+    """
 
     def __init__(self, fun: Callable, *args: Any, argnums: Any = 0, stored_as: Sequence[str] = ("bits",)):
         graph = Graph(fun, args, argnums, stored_as)

@@ -1,8 +1,9 @@
 """Models for the planner, written with the layers of other libraries: flax, equinox, haiku, brainstate, and plain JAX.
 
-Each maker returns a `Model`: a loss with its parameters and data, and a whole training step with an optimizer, which differentiates
-by ``jax.value_and_grad`` as users of these libraries do; that of brainstate has its parameters in states. `wrap` is applied to each block's function, as a user
-would apply ``statetx.remat``; by default blocks are unchanged.
+Each maker returns a `Model`: a loss with its parameters and data, and a whole training step with an optimizer, which
+differentiates by ``jax.value_and_grad`` as users of these libraries do; that of brainstate has its parameters in
+states. `wrap` is applied to each block's function, as a user would apply ``statetx.remat``; by default blocks are
+unchanged.
 
 The models are small: each compiles in a few seconds on a CPU, and activations take most of its memory.
 """
@@ -31,8 +32,8 @@ class Model(NamedTuple):
 
     Attributes:
         loss: ``loss(params, *data)``, a number.
-        step: ``step(params, opt_state, *batch)`` returns new parameters, the optimizer's new state and the loss; or it keeps them in
-            states, ``step(*batch)``.
+        step: ``step(params, opt_state, *batch)`` returns new parameters, the optimizer's new state and the loss; or it
+            keeps them in states, ``step(*batch)``.
         jit: compiles the step as its user would.
     """
 
@@ -101,7 +102,9 @@ def _gemma_module() -> Any:
     from flax import nnx
 
     class Block(nnx.Module):
-        """Grouped-query attention, global or in a sliding window, and a gated hidden layer, with norms before and after each."""
+        """Grouped-query attention, global or in a sliding window, and a gated hidden layer, with norms before and after
+        each.
+        """
 
         def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, window: int | None, *, rngs: nnx.Rngs):
             dim = width // heads
@@ -545,7 +548,7 @@ def meta_learning(
         return params
 
     def loss(params: Any, support: Any, query: Any) -> jax.Array:
-        one = lambda support, query: task_loss(adapted(params, *support), *query)  # noqa: E731
+        one = lambda support, query: task_loss(adapted(params, *support), *query)
         return jax.vmap(one)(support, query).mean()
 
     params = [

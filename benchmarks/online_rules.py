@@ -1,15 +1,19 @@
-"""Gradients of a deep recurrent spiking network: braintrace's online rules against the exact gradient in bounded memory.
+"""Gradients of a deep recurrent spiking network: braintrace's online rules against the exact gradient in bounded
+memory.
 
 Compared
-    The network of ``examples/spiking_deep.py`` in small, with a loss in every time step, as online rules need it: layers of leaky
-    integrate-and-fire neurons (``brainpy.state``) with recurrent weights and surrogate gradients. "exact" is ``statetx.scan`` with ``Slots(16)``
-    on the same model, the same weights and the same events; it is compared with a plain scan before anything else. D-RTRL keeps a trace for each
-    weight and each example, ES-D-RTRL (``pp_prop``) one for each neuron. Both approximate: they drop the terms by which a neuron's past
-    acts on it through other neurons.
+    The network of ``examples/spiking_deep.py`` in small, with a loss in every time step, as online rules need it:
+    layers of leaky integrate-and-fire neurons (``brainpy.state``) with recurrent weights and surrogate gradients.
+    "exact" is ``statetx.scan`` with ``Slots(16)`` on the same model, the same weights and the same events; it is
+    compared with a plain scan before anything else. D-RTRL keeps a trace for each weight and each example, ES-D-RTRL
+    (``pp_prop``) one for each neuron. Both approximate: they drop the terms by which a neuron's past acts on it through
+    other neurons.
 
 Measured
-    The cosine of the angle between the gradient of a rule and the exact one, over all weights into a layer, and the ratio of their norms: means
-    over batches of random streams, at the initial weights. The readout is left out: it has no past, and braintrace 0.2.6 gives it zeros. Memory is XLA's temporary memory of the compiled gradient; CPU time is of the whole process.
+    The cosine of the angle between the gradient of a rule and the exact one, over all weights into a layer, and the
+    ratio of their norms: means over batches of random streams, at the initial weights. The readout is left out: it has
+    no past, and braintrace 0.2.6 gives it zeros. Memory is XLA's temporary memory of the compiled gradient; CPU time is
+    of the whole process.
 """
 
 from __future__ import annotations
@@ -90,7 +94,7 @@ def exact_gradient(net: Network, checkpoint: Any) -> Any:
 
     def loss(xs: jax.Array, labels: jax.Array) -> jax.Array:
         brainstate.nn.reset_all_states(net, batch_size=BATCH)
-        step = lambda carry, x: (carry, step_loss(net, x, labels))  # noqa: E731
+        step = lambda carry, x: (carry, step_loss(net, x, labels))
         return statetx.scan(step, None, xs, checkpoint=checkpoint)[1].mean()
 
     @statetx.jit

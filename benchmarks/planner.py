@@ -1,10 +1,11 @@
 """Plans against stock policies: memory of the compiled program, and operations added.
 
-The blocks of each program are marked by `statetx.remat`, where the stock policies act. Each program is planned for 20 budgets
-between the least memory reached and the memory without rematerialization, and for the memory of each stock policy.
+The blocks of each program are marked by `statetx.remat`, where the stock policies act. Each program is planned for 20
+budgets between the least memory reached and the memory without rematerialization, and for the memory of each stock
+policy.
 
-Memory is XLA's temporary memory, operations are counted from the equations; both are measured by `statetx.measure` for the
-value and the gradient with respect to the parameters.
+Memory is XLA's temporary memory, operations are counted from the equations; both are measured by `statetx.measure` for
+the value and the gradient with respect to the parameters.
 
 Run it with `make bench`, or alone: `python benchmarks/planner.py --only MLP "U-Net"`.
 """
@@ -128,7 +129,7 @@ def verdicts(name: str, result: dict[str, Any]) -> dict[str, Any]:
     over = [p for p in points if p["bytes"] > p["budget"]]
     # The program without remat is compiled before the model predicts anything: it does not count.
     planned = [p for p in points if p["stock"] != "no remat"]
-    share_near = lambda key: np.mean([abs(p[key] / p["bytes"] - 1) <= 0.1 for p in planned])  # noqa: E731
+    share_near = lambda key: np.mean([abs(p[key] / p["bytes"] - 1) <= 0.1 for p in planned])
     extras = [p["extra"] for p in points]
     return {
         "missed": missed,
@@ -151,7 +152,9 @@ def fence(quick: bool) -> dict[str, list[int]]:
 
 
 def scale(quick: bool) -> list[dict[str, Any]]:
-    """The time of one plan for long programs, and for a loop over many layers; then once more, from the cache on disk."""
+    """The time of one plan for long programs, and for a loop over many layers; then once more, from the cache
+    on disk.
+    """
     small: dict[str, Any] = {"width": 64, "heads": 4, "time": 64, "batch": 2}
     sizes = (4,) if quick else (26, 58)
     steps = 10 if quick else 100
@@ -303,7 +306,7 @@ def tables(results: dict[str, Any]) -> tuple[Table, Table]:
         v = verdicts(name, r)
         full, dots = r["stock"]["nothing"], r["stock"]["dots"]
         two_thirds = min((p["extra"] for p in r["points"] if p["budget"] <= 2 / 3 * r["bytes"]), default=None)
-        percent = lambda x: "none" if x is None else f"{100 * x:+.1f}%"  # noqa: E731
+        percent = lambda x: "none" if x is None else f"{100 * x:+.1f}%"
         row = [name, f"{r['bytes'] / MIB:.1f} MiB"]
         row += [f"{c['bytes'] / MIB:.1f} MiB {percent(c['extra'])}" for c in (full, dots)]
         cells.append([*row, percent(v["at full"]), percent(two_thirds), f"{r['least'] / MIB:.1f} MiB"])

@@ -1,13 +1,14 @@
 """Memory regressions: are planted ones named by owner and line, and does nothing else raise an alarm?
 
-``python benchmarks/regressions.py planted [NAME ...] [--out results.json]`` edits one line of a program, as a person would, and compares
-the program with the record of the one before (`statetx.testing.assert_memory`): the edit is found if one of the first lines of the message names the
-owner and a line that is expected.
+``python benchmarks/regressions.py planted [NAME ...] [--out results.json]`` edits one line of a program, as a person
+would, and compares the program with the record of the one before (`statetx.testing.assert_memory`): the edit is found
+if one of the first lines of the message names the owner and a line that is expected.
 
-``python benchmarks/regressions.py record FILE`` compiles programs that nobody changed: those of ``advised.py``, unchanged and changed by hand, at
-two sizes; with ``--drawn N`` in their place N small ones, drawn from blocks, loops, policies and steps. ``... compare FILE [FILE ...] [--out
-results.json]`` compares such records of other processes (another PYTHONHASHSEED) and versions of JAX: any difference between two of one version is a
-false alarm. Nothing runs on a device.
+``python benchmarks/regressions.py record FILE`` compiles programs that nobody changed: those of ``advised.py``,
+unchanged and changed by hand, at two sizes; with ``--drawn N`` in their place N small ones, drawn from blocks, loops,
+policies and steps. ``... compare FILE [FILE ...] [--out results.json]`` compares such records of other processes
+(another PYTHONHASHSEED) and versions of JAX: any difference between two of one version is a false alarm. Nothing runs
+on a device.
 """
 
 import argparse
@@ -273,38 +274,63 @@ ANY = r"residuals of (params|layers|model|w|xs|block|Block|loss)"
 PLANTED = {
     "a dropped remat": Planted("layers:main", "layer = statetx.remat(block)", "layer = block", "name(", r"residuals of params.*\(block\)"),
     "a policy misspelt": Planted(
-        "layers:main", 'layer = statetx.remat(block)', 'layer = statetx.remat(block, policy=jax.checkpoint_policies.save_anything_except_these_names("hiden"))', "name(", r"residuals of params.*\(block\)"
+        "layers:main", 'layer = statetx.remat(block)', 'layer = statetx.remat(block, '
+            'policy=jax.checkpoint_policies.save_anything_except_these_names("hiden"))', "name(", r"residuals of params.*\(block\)"
     ),
-    "a policy that saves all": Planted("layers:main", "layer = statetx.remat(block)", "layer = statetx.remat(block, policy='everything')", "name(", r"residuals of params.*\(block\)"),
-    "a policy that saves products": Planted("layers:main", "layer = statetx.remat(block)", "layer = statetx.remat(block, policy='dots')", "x @ p", r"residuals of params.*\(block\)"),
+    "a policy that saves all": Planted("layers:main", "layer = statetx.remat(block)", "layer = statetx.remat(block, "
+        "policy='everything')", "name(", r"residuals of params.*\(block\)"),
+    "a policy that saves products": Planted("layers:main", "layer = statetx.remat(block)", "layer = statetx.remat(block, "
+        "policy='dots')", "x @ p", r"residuals of params.*\(block\)"),
     "remat of the loss in place of the block": Planted("layers:main", "layer(p, x)", "block(p, x)", "name(", r"residuals of params.*\(block\)"),
-    "half of the layers without remat": Planted("layers:main", "        x = layer(p, x)", "        x = layer(p, x) if p is params[0] or p is params[2] else block(p, x)", "name(|g @ p", r"residuals of params.*\(block\)"),
-    "a copy of twice the size": Planted("layers:main", "    return x + g @ p", "    x = jnp.concatenate([x, jnp.sin(x)], -1)\n    x = jnp.sin(x)[:, :WIDTH] * jnp.cos(x)[:, WIDTH:]\n    return x + g @ p", "jnp.concatenate", r"\(block\)"),
+    "half of the layers without remat": Planted("layers:main", "        x = layer(p, x)", "        x = layer(p, x) if p is "
+        "params[0] or p is params[2] else block(p, x)", "name(|g @ p", r"residuals of params.*\(block\)"),
+    "a copy of twice the size": Planted("layers:main", "    return x + g @ p", "    x = jnp.concatenate([x, "
+        "jnp.sin(x)], -1)\n    x = jnp.sin(x)[:, :WIDTH] * jnp.cos(x)[:, WIDTH:]\n    return x + g @ p", "jnp.concatenate", r"\(block\)"),
     "a batch doubled": Planted("layers:main", "BATCH, NUM, PARTS = 64, 512,", "BATCH, NUM, PARTS = 64, 1024,", "", "the argument x"),
-    "a width doubled": Planted("layers:main", 'PARAMS = [{"up": f32(WIDTH, WIDTH), "down": f32(WIDTH, WIDTH)}]', 'PARAMS = [{"up": f32(WIDTH, 8 * WIDTH), "down": f32(8 * WIDTH, WIDTH)}]', "", r"the argument params\[\*\]"),
+    "a width doubled": Planted("layers:main", 'PARAMS = [{"up": f32(WIDTH, WIDTH), "down": f32(WIDTH, WIDTH)}]', 'PARAMS = [{"up": f32(WIDTH, 8 * '
+        'WIDTH), "down": f32(8 * WIDTH, WIDTH)}]', "", r"the argument params\[\*\]"),
     "four layers more": Planted("layers:main", "NUM, PARTS = 64, 512, 8", "NUM, PARTS = 64, 512, 12", "layer(p, x)|g @ p", r"residuals of params.*"),
-    "a constant captured": Planted("layers:main", "    return (x**2).mean()", "    return (x @ np.sin(np.arange(WIDTH * 4096, dtype=np.float32)).reshape(WIDTH, -1)).mean()", "np.sin", "the constant .*"),
-    "parameters no longer donated": Planted("layers:training", 'donate_argnames=("params", "moments")', 'donate_argnames=("moments",)', "", "of donated arguments, and .* did before"),
-    "moments no longer donated": Planted("layers:training", 'donate_argnames=("params", "moments")', 'donate_argnames=("params",)', "", "of donated arguments, and .* did before"),
-    "a second moment": Planted("layers:training", "    return params, moments", "    return params, moments, jax.tree.map(lambda g: g * g, grads)", "g * g", "the output .*"),
+    "a constant captured": Planted("layers:main", "    return (x**2).mean()", "    return (x @ "
+        "np.sin(np.arange(WIDTH * 4096, dtype=np.float32)).reshape(WIDTH, -1)).mean()", "np.sin", "the constant .*"),
+    "parameters no longer donated": Planted("layers:training", 'donate_argnames=("params", "moments")', 'donate_argnames=("moments",)', "", "of donated arguments, and .* did "
+        "before"),
+    "moments no longer donated": Planted("layers:training", 'donate_argnames=("params", "moments")', 'donate_argnames=("params",)', "", "of donated arguments, and .* did "
+        "before"),
+    "a second moment": Planted("layers:training", "    return params, moments", "    return params, moments, "
+        "jax.tree.map(lambda g: g * g, grads)", "g * g", "the output .*"),
     "gradients no longer in parts": Planted("layers:parts", "PARTS = 64, 512, 8, 4", "PARTS = 64, 512, 8, 1", "g @ p|name(", r"residuals of params.*"),
-    "activations returned": Planted("layers:training", "    return params, moments", "    hidden = [jnp.sin(jnp.concatenate([x, x, x]) @ p['up']) for p in params]\n    return params, moments, hidden", "hidden = ", "output"),
+    "activations returned": Planted("layers:training", "    return params, moments", "    hidden = "
+        "[jnp.sin(jnp.concatenate([x, x, x]) @ p['up']) for p in params]\n    return params, moments, hidden", "hidden = ", "output"),
     "kept values in float32": Planted("halves:main", ".astype(jnp.bfloat16), \"gate\"", ", \"gate\"", "gate", r"residuals of .*\(block\)"),
-    "a copy of the logits in float32": Planted("language:main", "    return (jax.nn.logsumexp(logits, -1)", "    logits = jnp.sin(logits.astype(jnp.float32))\n    return (jax.nn.logsumexp(logits, -1)", "logits", r"\(loss\)"),
-    "a matrix of all pairs": Planted("layers:main", "    return (x**2).mean()", "    return (x**2).mean() + jnp.cos(jnp.sin(x @ x.T)).mean()", "x @ x.T", r"\(loss\)"),
-    "attention without remat": Planted("language:main", "@statetx.remat\n", "", "scores|weights|mask|einsum", r"residuals of (params|attention).*\(attention"),
-    "sequences doubled": Planted("language:main", "LENGTH, WORDS, BATCH = 32, 64,", "LENGTH, WORDS, BATCH = 32, 128,", "", "the argument (tokens|targets)|residuals of .*|recomputed values of .*"),
+    "a copy of the logits in float32": Planted("language:main", "    return (jax.nn.logsumexp(logits, -1)", "    logits = "
+        "jnp.sin(logits.astype(jnp.float32))\n    return (jax.nn.logsumexp(logits, -1)", "logits", r"\(loss\)"),
+    "a matrix of all pairs": Planted("layers:main", "    return (x**2).mean()", "    return (x**2).mean() + "
+        "jnp.cos(jnp.sin(x @ x.T)).mean()", "x @ x.T", r"\(loss\)"),
+    "attention without remat": Planted("language:main", "@statetx.remat\n", "", "scores|weights|mask|einsum", r"residuals of "
+        r"(params|attention).*\(attention"),
+    "sequences doubled": Planted("language:main", "LENGTH, WORDS, BATCH = 32, 64,", "LENGTH, WORDS, BATCH = 32, 128,", "", "the argument "
+        "(tokens|targets)|residuals of .*|recomputed values of .*"),
     "a loop without its strategy": Planted("loop:main", ", checkpoint=policies.Slots(10)", "", "jnp.tanh(jnp.sin", r"residuals of .*\(cell\)"),
-    "more slots": Planted("loop:main", "Slots(10)", "Slots(120)", "statetx.scan", r"(residuals|recomputed values|working memory|.*) of .*"),
+    "more slots": Planted("loop:main", "Slots(10)", "Slots(120)", "statetx.scan", r"(residuals|recomputed values|working "
+        r"memory|.*) of .*"),
     "a body without remat": Planted("loop:plain", "statetx.scan(statetx.remat(body)", "statetx.scan((body)", "jnp.tanh(jnp.sin", r"residuals of .*\(cell\)"),
-    "steps stacked that nobody needs": Planted("loop:main", "        return h, h.mean()", "        return h, jnp.concatenate([h, h])", "concatenate|statetx.scan", r".*"),
+    "steps stacked that nobody needs": Planted("loop:main", "        return h, h.mean()", "        return h, jnp.concatenate([h, "
+        "h])", "concatenate|statetx.scan", r".*"),
     "twice the steps": Planted("loop:main", "STEPS, UNITS, BATCH = 200", "STEPS, UNITS, BATCH = 400", "", "the argument xs"),
-    "a loop unrolled by hand": Planted("loop:plain", "    h, _ = statetx.scan(statetx.remat(body), jnp.zeros((BATCH, UNITS)), xs)", "    h = jnp.zeros((BATCH, UNITS))\n    for n in range(40):\n        h = cell(w, h, jnp.sin(xs[n]))\n    for n in range(40):\n        h = cell(w, h, jnp.cos(xs[n]))", "jnp.tanh(jnp.sin|jnp.sin(xs", r"(cell|simple)"),
-    "states no longer donated": Planted("states:donated", ", donate_states=True", "", "", "of donated arguments, and .* did before"),
-    "a method without remat": Planted("states:main", "    @statetx.remat\n", "", "h = jnp.sin|jnp.cos(h)", r"residuals of model\.blocks.*\(Block.__call__\)"),
-    "a running mean of all examples": Planted("states:main", "        self.mean = statetx.State(jnp.zeros(64))", "        self.mean = statetx.State(jnp.zeros((512, 64)))", "", r"the state .*mean|output"),
-    "a stride lost": Planted("images:main", "stride=2", "stride=1", "conv(", r"residuals of .*|recomputed values of .*|working memory of .*"),
-    "a convolution without remat": Planted("images:main", "@statetx.remat\n", "", "jax.nn.silu|conv(h", r"(residuals|working memory) of (params|block).*\(block\)"),
+    "a loop unrolled by hand": Planted("loop:plain", "    h, _ = statetx.scan(statetx.remat(body), jnp.zeros((BATCH, "
+        "UNITS)), xs)", "    h = jnp.zeros((BATCH, UNITS))\n"
+        "    for n in range(40):\n        h = cell(w, h, jnp.sin(xs[n]))\n    for n in range(40):\n"
+        "        h = cell(w, h, jnp.cos(xs[n]))", "jnp.tanh(jnp.sin|jnp.sin(xs", r"(cell|simple)"),
+    "states no longer donated": Planted("states:donated", ", donate_states=True", "", "", "of donated arguments, and .* did "
+        "before"),
+    "a method without remat": Planted("states:main", "    @statetx.remat\n", "", "h = jnp.sin|jnp.cos(h)", r"residuals of "
+        r"model\.blocks.*\(Block.__call__\)"),
+    "a running mean of all examples": Planted("states:main", "        self.mean = statetx.State(jnp.zeros(64))", "        self.mean = "
+        "statetx.State(jnp.zeros((512, 64)))", "", r"the state .*mean|output"),
+    "a stride lost": Planted("images:main", "stride=2", "stride=1", "conv(", r"residuals of .*|recomputed values of "
+        r".*|working memory of .*"),
+    "a convolution without remat": Planted("images:main", "@statetx.remat\n", "", "jax.nn.silu|conv(h", r"(residuals|working memory) of "
+        r"(params|block).*\(block\)"),
     "images of twice the size": Planted("images:main", "SIZE, BATCH = 32", "SIZE, BATCH = 64", "", "the argument x"),
     "a layer of flax without remat": Planted("flax:main", "statetx.remat(layer)(x)", "layer(x)", "nnx.gelu|self.down", r"residuals of .*"),
 }  # fmt: skip
@@ -362,7 +388,8 @@ def _escaped(line: str) -> str:
     return "|".join(map(re.escape, line.split("|")))
 
 
-# -- programs that nobody changed ----------------------------------------------------------------------------------------------
+# -- programs that nobody changed
+# ----------------------------------------------------------------------------------------------
 
 SIZES = {"": 1, ", larger": 2}
 
@@ -405,7 +432,9 @@ LOOPS = {"": None, "levels": policies.Levels(2), "slots": policies.Slots(3)}
 
 
 def drawn(num: int) -> Iterator[tuple[str, Any, tuple]]:
-    """Small programs, each drawn by its number: layers in a Python loop or in a scan of ours or JAX's, differentiated in a step or by the profile."""
+    """Small programs, each drawn by its number: layers in a Python loop or in a scan of ours or JAX's, differentiated
+    in a step or by the profile.
+    """
     for number in range(num):
         draw = random.Random(number)
         block, wrapped, loop = (draw.choice(list(some)) for some in (BLOCKS, WRAPPED, LOOPS))
@@ -426,7 +455,7 @@ def drawn(num: int) -> Iterator[tuple[str, Any, tuple]]:
         step = draw.choice(["loss", "step", "donated", "parts"])
         if step == "parts":
             loss = statetx.microbatch(loss, 2, argnums=1)
-        update = lambda ws, x, loss=loss: ws - 0.1 * jax.grad(loss)(ws, x)  # noqa: E731
+        update = lambda ws, x, loss=loss: ws - 0.1 * jax.grad(loss)(ws, x)
         fun = loss if step == "loss" else jax.jit(update, donate_argnums=(0,) if step == "donated" else ())
         name = f"{number}: {layers} {block} of {width}, {form}, {wrapped or 'plain'}, {loop or 'no'} strategy, {step}"
         yield name, fun, (f32(layers, width, width), f32(batch, width))

@@ -1,11 +1,13 @@
 """Write the pages of numbers from results: ``python benchmarks/report.py [FOLDER]``.
 
-The results of every benchmark are committed in ``benchmarks/results``, without single samples. Given a FOLDER of newer ones (``out/bench``),
-its files replace those. Then each section of a page, between ``<!-- name -->`` and ``<!-- end name -->``, is written from the results, and so
-are the charts: docs/performance.md, docs/comparison.md and docs/benchmarks. ``--show NAME`` prints all figures of a benchmark. ``tests/test_figures.py`` compares pages and results.
+The results of every benchmark are committed in ``benchmarks/results``, without single samples. Given a FOLDER of newer
+ones (``out/bench``), its files replace those. Then each section of a page, between ``<!-- name -->`` and
+``<!-- end name -->``, is written from the results, and so are the charts: docs/performance.md, docs/comparison.md and
+docs/benchmarks. ``--show NAME`` prints all figures of a benchmark. ``tests/test_figures.py`` compares pages and
+results.
 
-``demo.json`` is ``results.json`` of ``make demo`` with the figures that ``docs/demo_figure.py`` adds; ``sharding.json`` is that of
-``examples/train_multihost.py``, and ``spiking_deep.json`` that of ``examples/spiking_deep.py``.
+``demo.json`` is ``results.json`` of ``make demo`` with the figures that ``docs/demo_figure.py`` adds; ``sharding.json``
+is that of ``examples/train_multihost.py``, and ``spiking_deep.json`` that of ``examples/spiking_deep.py``.
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ def trimmed(data: Any, dropped: Sequence[str]) -> Any:
 
 def wide(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with a sticky head; verdicts in it have a color."""
-    return f'<div class="wide" markdown>\n\n{markdown_table(columns, [[marked(c) for c in row] for row in rows])}\n\n</div>'
+    return (
+        f'<div class="wide" markdown>\n\n{markdown_table(columns, [[marked(c) for c in row] for row in rows])}\n\n'
+        f'</div>'
+    )
 
 
 def marked(cell: str) -> str:
@@ -172,26 +177,34 @@ def summary() -> str:
     train = load("bench_dispatch")["results"]["train"]
     sizes = [size for size in train if "nnx.jit" in train[size]]
     names = module("bench_dispatch")
-    span = lambda name: " to ".join(  # noqa: E731
-        f"{pick(median(train[s][name]) for s in sizes):.2f}" for pick in (min, max)
-    )
+    span = lambda name: " to ".join(f"{pick(median(train[s][name]) for s in sizes):.2f}" for pick in (min, max))
     trace = load("bench_trace")["results"]
     first = module("bench_trace")
     lines = [
-        f"**The demo.** `checkpoint={scheduled['checkpoint']}` trains a GRU through {demo['options']['seq']:,} steps in "
+        f"**The demo.** `checkpoint={scheduled['checkpoint']}` trains a GRU through {demo['options']['seq']:,} steps "
+        f"in "
         f"{mib(scheduled['temporary_bytes'])} of temporary memory instead of {mib(plain['temporary_bytes'])} "
         f"(1/{plain['temporary_bytes'] / scheduled['temporary_bytes']:.0f}), with {demo['step_runs']['scheduled']:.2f} "
-        f"runs of each step instead of 1 and {demo['time']['scheduled']:.2f} times the time; losses and weights are the same, bit for bit.",
-        f"**Blocks on a CPU.** An MLP of 12 blocks takes {mib(before)} without rematerialization, {mib(stock)} with `jax.checkpoint`, "
-        f"whose recomputation XLA before jaxlib 0.11.1 merges with the forward pass on CPUs, and {mib(ours)} with `statetx.remat`.",
-        f"**Loops.** Through 4,096 steps of a GRU, `Slots(90)` takes {mib(slots['bytes'])} instead of {mib(gru['plain scan']['bytes'])}, "
-        f"at {median(slots):.2f} times the CPU time of a plain scan; equinox's checkpointed loop with as many slots takes "
+        f"runs of each step instead of 1 and {demo['time']['scheduled']:.2f} times the time; losses and weights are "
+        f"the same, bit for bit.",
+        f"**Blocks on a CPU.** An MLP of 12 blocks takes {mib(before)} without rematerialization, {mib(stock)} with "
+        f"`jax.checkpoint`, "
+        f"whose recomputation XLA before jaxlib 0.11.1 merges with the forward pass on CPUs, and {mib(ours)} with "
+        f"`statetx.remat`.",
+        f"**Loops.** Through 4,096 steps of a GRU, `Slots(90)` takes {mib(slots['bytes'])} instead of "
+        f"{mib(gru['plain scan']['bytes'])}, "
+        f"at {median(slots):.2f} times the CPU time of a plain scan; equinox's checkpointed loop with as many slots "
+        f"takes "
         f"{mib(equinox['bytes'])} at {median(equinox):.2f} times.",
-        f"**Calls.** A compiled training step with {int(sizes[0]):,} to {int(sizes[-1]):,} states costs {span(names.STATETX)} times a call of "
-        f"`jax.jit` with the states passed by hand ({span(names.EQUINOX)} with equinox, {span(names.BRAINSTATE)} with brainstate, "
+        f"**Calls.** A compiled training step with {int(sizes[0]):,} to {int(sizes[-1]):,} states costs "
+        f"{span(names.STATETX)} times a call of "
+        f"`jax.jit` with the states passed by hand ({span(names.EQUINOX)} with equinox, {span(names.BRAINSTATE)} "
+        f"with brainstate, "
         f"{span(names.NNX)} with nnx).",
-        f"**Tracing.** Tracing and lowering 24 blocks under `statetx.remat` takes {median(trace[first.CLEARED]):.2f} of the time of "
-        f"`jax.checkpoint` on closures ({median(trace[first.EQUINOX]):.2f} with equinox, {median(trace[first.BRAINSTATE]):.2f} with "
+        f"**Tracing.** Tracing and lowering 24 blocks under `statetx.remat` takes {median(trace[first.CLEARED]):.2f} "
+        f"of the time of "
+        f"`jax.checkpoint` on closures ({median(trace[first.EQUINOX]):.2f} with equinox, "
+        f"{median(trace[first.BRAINSTATE]):.2f} with "
         f"brainstate, {median(trace[first.NNX]):.2f} with nnx).",
     ]
     return "\n".join(f"- {line}" for line in lines)
@@ -222,7 +235,7 @@ def summary_microbatches() -> str:
     chosen = [
         of_microbatches.COLUMNS.index(name) for name in ("program", "implementation", "of full batch", "CPU of by hand")
     ]
-    pick = lambda row: [row[i] for i in chosen]  # noqa: E731
+    pick = lambda row: [row[i] for i in chosen]
     return wide(
         pick(of_microbatches.COLUMNS), [pick(row) for row in of_microbatches.rows(load("microbatch")["results"])]
     )
@@ -284,8 +297,10 @@ def summary_transforms() -> str:
         assert all(r[of_transforms.TWIN][what] == r[of_transforms.CLEARED][what] for what in ("runs", "equations"))
     (low, _), (middle, _), (high, worst) = ratios[0], ratios[len(ratios) // 2], ratios[-1]
     return (
-        f"The first trace takes {low:.2f} to {high:.2f} times that of the same program with states threaded by hand in plain JAX "
-        f"(median {middle:.2f}, slowest `{worst}`); {met} of {len(ratios)} transforms are within the limit of {of_transforms.TARGET}. "
+        f"The first trace takes {low:.2f} to {high:.2f} times that of the same program with states threaded by hand "
+        f"in plain JAX "
+        f"(median {middle:.2f}, slowest `{worst}`); {met} of {len(ratios)} transforms are within the limit of "
+        f"{of_transforms.TARGET}. "
         "Bodies run as often as in plain JAX, and the jaxprs have as many equations."
     )
 
@@ -294,18 +309,21 @@ def summary_import() -> str:
     figures = load("bench_import")["figures"]
     alone, used = (figures[f"import statetx{what}, of import jax"]["median"] for what in ("", " with its transforms"))
     return (
-        f"`import statetx` takes {alone:.2f} times the CPU time of `import jax`, and {used:.2f} times with its transforms loaded, "
+        f"`import statetx` takes {alone:.2f} times the CPU time of `import jax`, and {used:.2f} times with its "
+        f"transforms loaded, "
         "which happens on first use. brainstate, flax, scipy, rich, matplotlib, optax and orbax are not imported."
     )
 
 
 def summary_scale() -> str:
     figures = load("bench_scale")["figures"]
-    show = lambda name: f"{figures[name]:.2f}"  # noqa: E731
+    show = lambda name: f"{figures[name]:.2f}"
     return (
         f"Dispatch grows with the number of states to the power {show('states: growth of dispatch')} "
-        f"(`jax.jit` by hand: {show('states: growth of dispatch, jax.jit')}), tracing with the number of unrolled layers to the power "
-        f"{show('unrolled layers: growth of trace')}, between the two largest sizes. Stacked layers and steps of a loop cost nothing more "
+        f"(`jax.jit` by hand: {show('states: growth of dispatch, jax.jit')}), tracing with the number of unrolled "
+        f"layers to the power "
+        f"{show('unrolled layers: growth of trace')}, between the two largest sizes. Stacked layers and steps of a "
+        f"loop cost nothing more "
         f"({show('stacked layers: growth of trace')} and {show('steps: growth of trace')})."
     )
 
@@ -313,7 +331,10 @@ def summary_scale() -> str:
 def environment_text() -> str:
     environment = load("planner")["environment"]
     dates = sorted({load(name)["environment"]["date"] for name in RUNS})
-    return f"Versions: python {environment['python']}, jax {environment['jax']}, {environment['cpus']} CPU cores; {' and '.join(dates)}."
+    return (
+        f"Versions: python {environment['python']}, jax {environment['jax']}, {environment['cpus']} CPU cores; "
+        f"{' and '.join(dates)}."
+    )
 
 
 RUNS = (
@@ -362,7 +383,8 @@ def sharding_summary() -> str:
     runs = [r for r in load("sharding")["runs"].values() if not r["resumes"]]
     one, most = runs[0], runs[-2]
     return (
-        f"On {most['devices']} devices, fully sharded training with `remat_scan` needs {most['temporary_bytes'] / MIB:.1f} MiB of temporary "
+        f"On {most['devices']} devices, fully sharded training with `remat_scan` needs "
+        f"{most['temporary_bytes'] / MIB:.1f} MiB of temporary "
         f"memory on each device instead of {one['temporary_bytes'] / MIB:.1f} MiB on one, and communicates "
         f"{sum(most['communicated_bytes'].values()) / MIB:.1f} MiB per step. Losses differ by at most "
         f"{max(r['loss_difference'] for r in runs):.1e}, relatively."
@@ -499,7 +521,8 @@ LOGS: dict[str, Callable[[], str]] = {
     "planner": log_planner,
     "whole_plans": log_whole_plans,
     "behaviors": lambda: (
-        f"{module('behaviors').method_text(load('behaviors'))}\n\n{module('behaviors').groups_text(load('behaviors'), messages=True)}"
+        f"{module('behaviors').method_text(load('behaviors'))}\n\n"
+        f"{module('behaviors').groups_text(load('behaviors'), messages=True)}"
     ),
 }
 

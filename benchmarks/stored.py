@@ -1,16 +1,17 @@
 """Residuals stored in fewer bits: what they cost in time, and what rounding does to training.
 
 Compared
-    Spiking: 24 blocks, each dense with 256 neurons and leaky integration over 32 steps, a batch of 64. "none" differentiates the blocks as
-    they are, "remat" rematerializes each, "bits" also stores the spikes that enter them as bits (``inputs_stored_as="bits"``). "bits between"
-    rematerializes pairs of blocks, stores what enters them as bits, and keeps the spikes between the two as bits.
-    Transformer: the model of examples/transformer_lm.py, whose layers keep everything that the backward pass needs, stored unchanged, as
-    bfloat16, float8_e4m3fn or float8_e5m2.
+    Spiking: 24 blocks, each dense with 256 neurons and leaky integration over 32 steps, a batch of 64. "none"
+    differentiates the blocks as they are, "remat" rematerializes each, "bits" also stores the spikes that enter them as
+    bits (``inputs_stored_as="bits"``). "bits between" rematerializes pairs of blocks, stores what enters them as bits,
+    and keeps the spikes between the two as bits. Transformer: the model of examples/transformer_lm.py, whose layers
+    keep everything that the backward pass needs, stored unchanged, as bfloat16, float8_e4m3fn or float8_e5m2.
 
 Measured
-    Memory is XLA's temporary memory (``memory_analysis().temp_size_in_bytes``) under default flags. Time is of the compiled gradient;
-    implementations take turns in each round, and ratios are taken within a round. Gradients of the spiking network are equal bit for bit before
-    anything is timed. Loss is the mean of the last quarter of the training steps; its spread is taken over seeds of the unchanged program.
+    Memory is XLA's temporary memory (``memory_analysis().temp_size_in_bytes``) under default flags. Time is of the
+    compiled gradient; implementations take turns in each round, and ratios are taken within a round. Gradients of the
+    spiking network are equal bit for bit before anything is timed. Loss is the mean of the last quarter of the training
+    steps; its spread is taken over seeds of the unchanged program.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def curve(model: Any, options: SimpleNamespace, seed: int, format: str | None) -
     """The losses of a training, and the bytes of the residuals that are intermediate values."""
     options = SimpleNamespace(**{**vars(options), "seed": seed})
     policy = policies.everything if format is None else policies.everything.stored_as(format)
-    wrap = lambda layers: statetx.remat_scan(layers, len(layers), policy=policy)  # noqa: E731
+    wrap = lambda layers: statetx.remat_scan(layers, len(layers), policy=policy)
     windows, vocabulary = model.sample_windows(options)
     language_model = model.LanguageModel(vocabulary, options, wrap)
     step = model.make_step(language_model, options)

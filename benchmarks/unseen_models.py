@@ -88,7 +88,9 @@ def ei_network(
 def state_space(
     wrap: Callable = identity, *, layers: int = 2, width: int = 128, state: int = 64, time: int = 64, batch: int = 128
 ) -> Model:
-    """Blocks of S5: a diagonal linear recurrence in complex numbers by ``associative_scan``, and a gated hidden layer."""
+    """Blocks of S5: a diagonal linear recurrence in complex numbers by ``associative_scan``, and a gated
+    hidden layer.
+    """
 
     def combined(a: Any, b: Any) -> Any:
         return a[0] * b[0], b[0] * a[1] + b[1]
@@ -123,7 +125,9 @@ def state_space(
 def diffusion(
     wrap: Callable = identity, *, levels: int = 2, channels: int = 32, size: int = 32, batch: int = 8, heads: int = 4
 ) -> Model:
-    """The noise that a U-Net finds in images: residual blocks with the time embedded, and attention at the lower sizes."""
+    """The noise that a U-Net finds in images: residual blocks with the time embedded, and attention at the
+    lower sizes.
+    """
     emb = 4 * channels
 
     @wrap
@@ -164,7 +168,7 @@ def diffusion(
         return ((_conv(x, params["last"]) - noise) ** 2).mean()
 
     seeds = iter(range(1000))
-    weight = lambda *shape: _dense(next(seeds), *shape)  # noqa: E731
+    weight = lambda *shape: _dense(next(seeds), *shape)
 
     def made(num_in: int, num: int, attends: bool) -> dict[str, Any]:
         p = {"first": weight(3, 3, num_in, num), "second": weight(3, 3, num, num), "across": weight(1, 1, num_in, num)}

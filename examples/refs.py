@@ -66,7 +66,7 @@ class Autoencoder:
 
     def __init__(self, options):
         rng = np.random.default_rng(options.seed)
-        normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+        normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
         sizes = {
             "in": (4, options.hidden),
             "code": (options.hidden, 8),
@@ -81,7 +81,9 @@ class Autoencoder:
 
     @statetx.remat
     def code_and_decode(self, patches):
-        """Return the decoded patches [n, 4], and the mean squared distance of codes to the codebook; move the codebook."""
+        """Return the decoded patches [n, 4], and the mean squared distance of codes to the codebook; move the
+        codebook.
+        """
         self.key[...], noise_key = jax.random.split(self.key[...])
         noisy = patches + self.noise * jax.random.normal(noise_key, patches.shape)
         codes = jax.nn.gelu(noisy @ self.weights["in"][...]) @ self.weights["code"][...]

@@ -1,24 +1,26 @@
 """Train a deep recurrent spiking network on event streams, by exact gradients through thousands of time steps.
 
-A bar crosses a sensor of 8 x 8 pixels once, in one of eight directions. A pixel fires at random, more often while the bar
-is on it. Opposite directions differ only in the order of their events, so the network has to remember. Its layers
-are leaky integrate-and-fire neurons of ``brainpy.state`` with surrogate gradients of ``braintools`` and recurrent weights.
+A bar crosses a sensor of 8 x 8 pixels once, in one of eight directions. A pixel fires at random, more often while the
+bar is on it. Opposite directions differ only in the order of their events, so the network has to remember. Its layers
+are leaky integrate-and-fire neurons of ``brainpy.state`` with surrogate gradients of ``braintools`` and recurrent
+weights.
 
-The stream passes the network in chunks: a `statetx.scan` over chunks, in which each layer runs through all steps of the chunk. The
-same network is trained in six ways, which differ in what they store for the gradient:
+The stream passes the network in chunks: a `statetx.scan` over chunks, in which each layer runs through all steps of the
+chunk. The same network is trained in six ways, which differ in what they store for the gradient:
 
 - plain: everything;
 - remat: the input of each layer in each chunk, as floats; layers are computed again (`statetx.remat`);
 - bits: the same inputs as bits, since spikes are 0 or 1 (``inputs_stored_as="bits"``);
-- slots: the states before a few chunks (``checkpoint=Slots(n)``); chunks are computed again. What the layers of one chunk compute is
-  a hundred times its states, so that slots hold states only;
+- slots: the states before a few chunks (``checkpoint=Slots(n)``); chunks are computed again. What the layers of one
+  chunk compute is a hundred times its states, so that slots hold states only;
 - mixed: the same slots around rematerialized layers. A chunk keeps the inputs of its layers, so little that slots
   which are free hold that, too: mixed slots. Then fewer chunks are computed again, in the same slots;
 - all: the same with bits. A chunk keeps hardly more than its states, and free slots hold many chunks.
 
-The first gradients are compared: they are the same, bit for bit or up to the rounding of sums that XLA computes in another
-order. Later, a last bit of a weight may decide whether a neuron fires. After some training steps in turns, training goes on in
-the last way. Expect less than 1/100 of the first memory at less time, and a memory that does not grow with the length of the stream.
+The first gradients are compared: they are the same, bit for bit or up to the rounding of sums that XLA computes in
+another order. Later, a last bit of a weight may decide whether a neuron fires. After some training steps in turns,
+training goes on in the last way. Expect less than 1/100 of the first memory at less time, and a memory that does not
+grow with the length of the stream.
 """
 
 import dataclasses
@@ -90,7 +92,9 @@ from statetx.policies import Slots
 
 
 class Layer(brainstate.nn.Module):
-    """Spiking neurons with many time constants, which see the layer below and their own last spikes, with a shortcut."""
+    """Spiking neurons with many time constants, which see the layer below and their own last spikes, with a
+    shortcut.
+    """
 
     def __init__(self, num_inputs, num, steps, has_shortcut):
         super().__init__()
@@ -107,7 +111,9 @@ class Layer(brainstate.nn.Module):
         )  # fmt: skip
 
     def __call__(self, spikes):
-        """Run the steps of a chunk on the spikes of the layer below [steps, batch, inputs]; return [steps, batch, neurons]."""
+        """Run the steps of a chunk on the spikes of the layer below [steps, batch, inputs]; return [steps, batch,
+        neurons].
+        """
 
         def step(carry, current):
             return carry, self.neurons(current + self.back(self.neurons.get_spike()))
@@ -131,7 +137,7 @@ class Network(brainstate.nn.Module):
 
         # There are several layers in the body of the scan over chunks, of which only one is to be recomputed at a time.
         # `prevent_cse=True` orders them; by default `remat` leaves a region in a loop's body to XLA's scheduler.
-        wrap = lambda layer: statetx.remat(layer, inputs_stored_as=FORMATS[way], prevent_cse=True)  # noqa: E731
+        wrap = lambda layer: statetx.remat(layer, inputs_stored_as=FORMATS[way], prevent_cse=True)
         self.run_layers = [wrap(layer) if way in FORMATS else layer for layer in self.layers]
         self.shows_spikes = False  # of the length of the stream, and not needed for training
         self.checkpoint = Slots(options.slots) if way in WITH_SLOTS else None
@@ -193,7 +199,8 @@ def largest_difference(grads, others):
 
 
 def measure(options, progress, built):
-    """Return the temporary bytes of a training step, and what the library reports on slots, for streams of several lengths.
+    """Return the temporary bytes of a training step, and what the library reports on slots, for streams of several
+    lengths.
 
     Args:
         options: of the command line.
@@ -201,7 +208,8 @@ def measure(options, progress, built):
         built: what `build` returned for the length of the options, by way.
 
     Returns:
-        Bytes by way, and by way with slots the `LoopRow` of the scan over chunks, as a dict: lists with an entry for each length.
+        Bytes by way, and by way with slots the `LoopRow` of the scan over chunks, as a dict: lists with an entry for
+        each length.
     """
     lengths = [options.steps * 4**i for i in range(options.lengths)]
     task = progress.add_task("memory", total=len(lengths) * len(WAYS), status="compiling")
@@ -266,7 +274,10 @@ def example(options, progress, results):
 
 def make_table(options, results, accuracy):
     """Return the table of all ways."""
-    title = f"{options.layers} spiking layers, batch {options.batch}, chunks of {options.chunk} steps, {options.slots} slots"
+    title = (
+        f"{options.layers} spiking layers, batch {options.batch}, chunks of {options.chunk} steps, {options.slots} "
+        f"slots"
+    )
     table = Table("", *[Column(way, justify="right") for way in WAYS], title=title)
     memory, loops, runs = results["temporary_bytes"], results["loops"], results["runs"]
 
@@ -293,7 +304,9 @@ def make_table(options, results, accuracy):
 
 
 def draw(events, spikes, results, options):
-    """Draw a stream, the spikes of two layers and the loss; below, memory and runs over steps, and memory against time."""
+    """Draw a stream, the spikes of two layers and the loss; below, memory and runs over steps, and memory
+    against time.
+    """
     figure = Figure(figsize=(15, 8), layout="constrained")
     top, bottom = figure.subfigures(2, 1)
     stream, first, last, curve = top.subplots(1, 4)

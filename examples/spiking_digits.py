@@ -103,7 +103,7 @@ class Reader(brainstate.nn.Module):
         """Return logits [batch, 10], and the events and spikes of the first image [steps, ...]."""
         shape = (len(images), len(self.keep_trace))
         self.membrane.value = self.trace.value = jnp.zeros(shape)
-        step = lambda time, _: self.step(time, images)  # noqa: E731
+        step = lambda time, _: self.step(time, images)
         _, raster = statetx.scan(step, 0, None, self.steps, checkpoint=self.checkpoint)
         return self.readout(self.trace.value), raster
 

@@ -112,14 +112,16 @@ class Layer:
 
 
 class LanguageModel:
-    """Predicts the next character from the previous ones; `wrap` makes the function that applies the stack of layers."""
+    """Predicts the next character from the previous ones; `wrap` makes the function that applies the stack of
+    layers.
+    """
 
     def __init__(self, vocabulary, options, wrap=lambda layers: layers):
         key = statetx.RngState(options.seed)
         self.dtype = jnp.dtype(options.compute)
         self.characters = statetx.Param(jax.random.normal(key.next(), (vocabulary, options.width)))
         self.places = statetx.Param(0.1 * jax.random.normal(key.next(), (options.context, options.width)))
-        make_layer = lambda: Layer(options.width, options.dropout, self.dtype, key)  # noqa: E731
+        make_layer = lambda: Layer(options.width, options.dropout, self.dtype, key)
         self.layers = statetx.stack(make_layer, options.layers)
         self.apply_layers = wrap(self.layers)
         self.readout = statetx.Param(jnp.zeros((options.width, vocabulary)))

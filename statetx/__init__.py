@@ -134,7 +134,8 @@ if _TYPE_CHECKING:
     from .transforms.while_loop import fori_loop as fori_loop
     from .transforms.while_loop import while_loop as while_loop
 
-# What is listed above for type checkers is loaded when it is first asked for: an import costs little more than JAX's own.
+# What is listed above for type checkers is loaded when it is first asked for: an import costs little more than JAX's
+# own.
 _PUBLIC = {
     ".training.optimizer": "Optimizer",
     "._lift.rules": "Broadcast Carry First Last Mean Split",
@@ -197,7 +198,8 @@ _ELSEWHERE = {
     "for_loop": "statetx.map, or statetx.scan with a carry",
     "ifelse": "statetx.cond or statetx.switch",
     "jacobian": "statetx.jacrev or statetx.jacfwd",
-    "lax": "statetx.scan, statetx.cond, statetx.switch, statetx.while_loop, statetx.fori_loop and statetx.map; jax.lax for "
+    "lax": "statetx.scan, statetx.cond, statetx.switch, statetx.while_loop, statetx.fori_loop and statetx.map; "
+    "jax.lax for "
     "operations on arrays",
     "nn": "the layers of flax.nnx, brainstate or your own, and jax.nn for functions of arrays",
     "numpy": "jax.numpy",

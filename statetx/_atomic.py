@@ -1,7 +1,7 @@
 """Atomic under interrupts: a list of stores that runs as a whole, and locks that are always released.
 
-Ctrl-C, or any signal whose handler raises, interrupts a program between two bytecodes; a trace function raises between two
-lines. A C function that calls no Python function has neither, so nothing interrupts it.
+Ctrl-C, or any signal whose handler raises, interrupts a program between two bytecodes; a trace function raises between
+two lines. A C function that calls no Python function has neither, so nothing interrupts it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def new_lock() -> Any:
-    """A reentrant lock, which a process made by `os.fork` finds free: the threads that may hold it are not in that process."""
+    """A reentrant lock, which a process made by `os.fork` finds free: the threads that may hold it are not in that
+    process.
+    """
     lock = threading.RLock()
     _locks.add(lock)
     return lock

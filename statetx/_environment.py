@@ -22,7 +22,8 @@ def flag(name: str) -> bool:
     is_on = switch(os.environ.get(name, ""))
     if is_on is None:
         raise ValueError(
-            f"{name}={os.environ[name][:80]!r} is neither on ({', '.join(_ON)}) nor off ({', '.join(filter(None, _OFF))} or empty).\n"
+            f"{name}={os.environ[name][:80]!r} is neither on ({', '.join(_ON)}) nor off "
+            f"({', '.join(filter(None, _OFF))} or empty).\n"
             f"Fix: set {name}=1, or unset it."
         )
     return is_on

@@ -12,10 +12,11 @@ ERRORS_PAGE = "https://statetx.readthedocs.io/en/latest/errors/"
 
 
 def printable(text: str) -> str:
-    r"""Text for a terminal or a page, with an escape in place of each control and format character of a name. Lines stay lines.
+    r"""Text for a terminal or a page, with an escape in place of each control and format character of a name. Lines
+    stay lines.
 
-    Names of states, functions and files are the user's. An escape sequence, or a change of direction, would change what is shown
-    around the name.
+    Names of states, functions and files are the user's. An escape sequence, or a change of direction, would change what
+    is shown around the name.
 
     Example:
         >>> print(printable("w\x1b[31m\u202e, size:\n4"))
@@ -30,8 +31,8 @@ def printable(text: str) -> str:
 class Explained(Exception):
     """An exception whose message ends with the address of its explanation: a heading of docs/errors.md.
 
-    The address is added when the message is read: ``args`` keeps what the exception was made with, so that copies and pickles
-    are equal to the original.
+    The address is added when the message is read: ``args`` keeps what the exception was made with, so that copies and
+    pickles are equal to the original.
     """
 
     def __str__(self) -> str:
@@ -59,7 +60,9 @@ class ForeignStateError(StatetxError, RuntimeError):
 
 @public
 class StateAccessError(StatetxError, RuntimeError):
-    """A function touched a state that its ``states=`` filter excludes, or an invalidated state, or passed a state to JAX as an array."""
+    """A function touched a state that its ``states=`` filter excludes, or an invalidated state, or passed a state to
+    JAX as an array.
+    """
 
 
 @public
@@ -92,8 +95,9 @@ class PlanError(PolicyError):
 
 @public
 class FunctionError(StatetxError, TypeError):
-    """A transform was given something other than a function, or one that it cannot run as one call or differentiate: a generator,
-    a loss that is not a scalar."""
+    """A transform was given something other than a function, or one that it cannot run as one call or differentiate: a
+    generator, a loss that is not a scalar.
+    """
 
 
 @public
@@ -133,7 +137,9 @@ class TargetError(StatetxError, ValueError):
 
 @public
 class PolicyWarning(Explained, UserWarning):
-    """A rematerialization policy makes no difference, or names values that do not occur; a plan is expensive; or a `budget` is around no code."""
+    """A rematerialization policy makes no difference, or names values that do not occur; a plan is expensive; or a
+    `budget` is around no code.
+    """
 
 
 @public

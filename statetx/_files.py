@@ -82,7 +82,9 @@ def replace(path: Path, content: bytes, mode: int | None = None) -> None:
 
 
 def write_figure(path: Path | io.IOBase, figure: Any) -> None:
-    """`write` a figure of matplotlib. As in its ``savefig``, the suffix is the format, and .png is added if there is none."""
+    """`write` a figure of matplotlib. As in its ``savefig``, the suffix is the format, and .png is added if there is
+    none.
+    """
     if hasattr(path, "write"):
         figure.savefig(path, dpi=150)
         return

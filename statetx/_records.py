@@ -1,7 +1,7 @@
 """Records in JSON: written with a checksum, and read as if anybody had written them.
 
-A check describes the types and ranges of a value. It is a function that takes the value and its place in the record, and raises
-`ValueError` with both.
+A check describes the types and ranges of a value. It is a function that takes the value and its place in the record,
+and raises `ValueError` with both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Check = Callable[[Any, str], None]
 _CHECKSUM = "sha256"
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def dump(fields: Mapping[str, Any], indent: int | None = None) -> bytes:
@@ -59,7 +59,7 @@ def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-# -- types and ranges --------------------------------------------------------------------------------------------------
+# -- types and ranges ------------------------------------------------------------------------------------------------
 
 
 def whole(least: int = 0, most: int = 2**63 - 1) -> Check:

@@ -1,4 +1,5 @@
-"""What reports show, in one renderer: as text with ``print``, in colors with ``rich.print``, as HTML in notebooks and pages.
+"""What reports show, in one renderer: as text with ``print``, in colors with ``rich.print``, as HTML in notebooks and
+pages.
 
 Text and colors are the same lines of pieces with styles; rich only paints them. HTML has the same cells.
 """
@@ -29,7 +30,7 @@ _LEAST_WIDTH = 12  # of a column of texts that are shortened
 _UNLIMITED = 10**6  # columns of a paragraph that is not printed to a terminal
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -108,7 +109,7 @@ def plain(lines: Iterable[Line]) -> str:
     return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines)
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------------------------
 
 
 class Column(NamedTuple):
@@ -181,7 +182,7 @@ class Table(Printed):
         texts = [[c.name for c in self.columns], *([cell.text for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         shown = list(range(len(widths)))
-        excess = lambda: sum(widths[i] + 2 for i in shown) - 2 - width  # noqa: E731
+        excess = lambda: sum(widths[i] + 2 for i in shown) - 2 - width
         while excess() > 0 and (rank := max(self.columns[i].rank for i in shown)):
             shown = [i for i in shown if self.columns[i].rank < rank]
         lefts = [i for i in shown if self.columns[i].align == "left"]
@@ -248,7 +249,7 @@ class Tabular(Printed):
         return str(self)
 
 
-# -- pages -------------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------------------------
 
 # In a notebook, whose own colors and fonts stay. A page has a file of styles.
 _NOTEBOOK = (
@@ -277,7 +278,8 @@ def page(title: str, main: str, *, header: str = "", scripts: str = "") -> str:
         "main": main,
         "scripts": scripts,
     }
-    # In one pass: a name that looks like a placeholder is not replaced. A lone surrogate in a name cannot be written as UTF-8.
+    # In one pass: a name that looks like a placeholder is not replaced. A lone surrogate in a name cannot be written as
+    # UTF-8.
     text = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], resource("statetx", "page.html"))
     return text.encode("utf-8", "replace").decode("utf-8")
 

@@ -1,4 +1,6 @@
-"""Text for messages and reports: tables, counts of bytes and operations, types, source lines, and suggestions for misspelled names."""
+"""Text for messages and reports: tables, counts of bytes and operations, types, source lines, and suggestions for
+misspelled names.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def text_width() -> int:
 
 
 def short_path(source: str) -> str:
-    """A source line, relative to the working directory if the file is below it, else the file name alone; unchanged if it is relative."""
+    """A source line, relative to the working directory if the file is below it, else the file name alone; unchanged if
+    it is relative.
+    """
     cwd = os.getcwd() + os.sep
     if source.startswith(cwd) or not os.path.isabs(source):
         return source.removeprefix(cwd)
@@ -115,7 +119,8 @@ brief = _Brief().repr
 
 
 def type_str(x: Any, *, weak: bool = True) -> str:
-    """The type of an array or of anything with a dtype and a shape, as JAX abbreviates it; for others the name of the Python type.
+    """The type of an array or of anything with a dtype and a shape, as JAX abbreviates it; for others the name of the
+    Python type.
 
     Args:
         x: the value, its abstract value, or a description.
@@ -230,7 +235,8 @@ def parse_bytes(size: int | str) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
     if match is None or match[2].lower() not in _UNITS:
         raise PolicyError(
-            f"{brief(size)} is not a size; use a number of bytes such as 2**31, or '2GiB' (units: B, KB, MB, GB, KiB, MiB, GiB)."
+            f"{brief(size)} is not a size; use a number of bytes such as 2**31, or '2GiB' (units: B, KB, MB, GB, "
+            f"KiB, MiB, GiB)."
         )
     num_bytes = float(match[1]) * _UNITS[match[2].lower()]
     if num_bytes > MOST_BYTES:  # infinity, if there are hundreds of digits

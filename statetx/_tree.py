@@ -59,7 +59,9 @@ def is_integer(x: Any) -> TypeGuard[int]:
 
 
 def whole_number(x: Any, least: int = 0) -> int | None:
-    """A number of things that there may be, as an int: whole, at least `least`, and below 2**31; None for anything else."""
+    """A number of things that there may be, as an int: whole, at least `least`, and below 2**31; None for anything
+    else.
+    """
     if isinstance(x, (bool, np.bool_)) or not hasattr(x, "__index__"):
         return None
     try:
@@ -116,7 +118,8 @@ def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple
         if keys is None:
             raise
         raise ValueError(
-            f"A dict has the keys {', '.join(map(brief, keys[:4]))}, which cannot be sorted. JAX orders the items of a dict by their keys.\n"
+            f"A dict has the keys {', '.join(map(brief, keys[:4]))}, which cannot be sorted. JAX orders the items of "
+            f"a dict by their keys.\n"
             f"Fix: give all keys one type, such as str."
         ) from e
 
@@ -135,8 +138,8 @@ def _unsorted_keys(tree: PyTree) -> list[Any] | None:
 def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tuple[list[Any], Partition]:
     """Split a tree into its dynamic leaves, in order, and its static part.
 
-    Objects that hold states (modules that their library registers as pytrees) are leaves: to unflatten them would create
-    new states.
+    Objects that hold states (modules that their library registers as pytrees) are leaves: to unflatten them would
+    create new states.
     """
     if type(tree) in _jax.LEAVES and is_dynamic(tree):  # fast path: a single array
         return [tree], ARRAY
@@ -194,9 +197,9 @@ def _by_equality(x: Any) -> Hashable:
 def freeze(x: Any, leaf_key: Callable[[Any], Hashable] = _by_equality) -> Hashable:
     """A hashable key that is equal for values that a program cannot tell apart.
 
-    Types count: 1, True and 1.0 differ, and so do 0.0 and -0.0, a list and a tuple. Containers (any sequence, mapping or set that is
-    not hashable) and NumPy arrays are compared by content and attributes; other objects by `leaf_key`: by default their own equality,
-    or identity if they are not hashable.
+    Types count: 1, True and 1.0 differ, and so do 0.0 and -0.0, a list and a tuple. Containers (any sequence, mapping
+    or set that is not hashable) and NumPy arrays are compared by content and attributes; other objects by `leaf_key`:
+    by default their own equality, or identity if they are not hashable.
     """
     if isinstance(x, float):  # `hex` tells 0.0 from -0.0, and nan equals nan
         return (type(x), x.hex())
@@ -215,7 +218,9 @@ def freeze(x: Any, leaf_key: Callable[[Any], Hashable] = _by_equality) -> Hashab
 
 
 def container_key(x: Any, leaf_key: Callable[[Any], Hashable]) -> Hashable:
-    """`freeze` of a mapping, set or sequence, also of one that is not hashable (a deque, a UserDict); None for any other object."""
+    """`freeze` of a mapping, set or sequence, also of one that is not hashable (a deque, a UserDict); None for any
+    other object.
+    """
     if isinstance(x, (bytearray, memoryview, array.array)):
         view = memoryview(x)
         return (type(x), view.format, view.shape, view.tobytes())
@@ -230,7 +235,9 @@ def container_key(x: Any, leaf_key: Callable[[Any], Hashable]) -> Hashable:
 
 
 def _attributes(x: Any, leaf_key: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
-    """A key for what a container has beside its items: attributes of the user's class, and the options of one of Python's."""
+    """A key for what a container has beside its items: attributes of the user's class, and the options of one of
+    Python's.
+    """
     if type(x) in _WITHOUT_ATTRIBUTES:
         return ()
     attributes = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in _OPTIONS if hasattr(x, name)}}

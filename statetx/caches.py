@@ -45,9 +45,9 @@ class CacheInfo(NamedTuple):
 def cache_info() -> CacheInfo:
     """Count how often calls of equal structure shared work.
 
-    A transform runs your Python on every call. The work after that (differentiation, lowering, compilation) is done once
-    for all calls with equal equations, such as the layers of a model or the iterations of a loop around ``scan``. Many
-    misses where you expected hits mean that the programs differ: in a shape, a dtype, a Python number.
+    A transform runs your Python on every call. The work after that (differentiation, lowering, compilation) is done
+    once for all calls with equal equations, such as the layers of a model or the iterations of a loop around ``scan``.
+    Many misses where you expected hits mean that the programs differ: in a shape, a dtype, a Python number.
 
     Example:
         >>> import jax.numpy as jnp, statetx

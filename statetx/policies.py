@@ -1,7 +1,8 @@
 """Policies for rematerialized functions, as values.
 
-A policy decides for each value of the function, as written, whether to save it for the backward pass, to offload it (save it
-in another memory), or to recompute it. Policies are frozen, hashable, equal by content, and print as written. They combine:
+A policy decides for each value of the function, as written, whether to save it for the backward pass, to offload it
+(save it in another memory), or to recompute it. Policies are frozen, hashable, equal by content, and print as written.
+They combine:
 
 - ``a | b`` takes the greater of both decisions, in the order save > offload > recompute;
 - ``a & b`` takes the lesser;
@@ -9,8 +10,8 @@ in another memory), or to recompute it. Policies are frozen, hashable, equal by 
 - ``a.then(b)`` asks `b` only about values that `a` recomputes, so that `a` can offload values that `b` would save;
 - ``a.stored_as("bits")`` stores the values of `a` in fewer bits (`Policy.stored_as`).
 
-Members of ``jax.checkpoint_policies`` are policies too: by themselves, with JAX's own meaning (applied to each equation of
-the differentiated and batched program); or inside this algebra, applied to the function as written.
+Members of ``jax.checkpoint_policies`` are policies too: by themselves, with JAX's own meaning (applied to each equation
+of the differentiated and batched program); or inside this algebra, applied to the function as written.
 
 Example:
     >>> from statetx import policies
@@ -96,7 +97,8 @@ def offload(*values: str | Policy, src: str = "device", dst: str = "pinned_host"
     """
     if otherwise not in ("raise", "save"):
         raise PolicyError(
-            f"offload: otherwise= must be 'raise' or 'save', got {otherwise!r}.{suggestion(otherwise, ['raise', 'save'])}"
+            f"offload: otherwise= must be 'raise' or 'save', got "
+            f"{otherwise!r}.{suggestion(otherwise, ['raise', 'save'])}"
         )
     if not values:
         raise PolicyError("offload needs names or policies: offload('hidden'), offload(policies.dots).")
@@ -126,9 +128,9 @@ def primitives(*chosen: str, missing: str = "raise") -> Policy:
 def path(pattern: str, *, missing: str = "raise") -> Policy:
     """Save values whose nearest states have a path that matches a glob, such as ``"blocks.3.*"``.
 
-    A value's nearest states are the states that its operation reads, or else the nearest states of its latest operand: so
-    the values that ``blocks.3`` computes with its own parameters, until another module's parameters come in. Paths are
-    relative to the rematerialized function: ``"w"`` in a block's own method, ``"blocks.3.w"`` in the whole model's.
+    A value's nearest states are the states that its operation reads, or else the nearest states of its latest operand:
+    so the values that ``blocks.3`` computes with its own parameters, until another module's parameters come in. Paths
+    are relative to the rematerialized function: ``"w"`` in a block's own method, ``"blocks.3.w"`` in the whole model's.
     """
     (pattern,) = _strings("path", (pattern,))
     return Path(pattern, _check_missing(missing))
@@ -142,7 +144,8 @@ def states(filter: Filter, *, missing: str = "raise") -> Policy:
 def _check_missing(missing: str) -> str:
     if missing not in ("raise", "warn", "ignore"):
         raise PolicyError(
-            f"missing= must be 'raise', 'warn' or 'ignore', got {missing!r}.{suggestion(missing, ['raise', 'warn', 'ignore'])}"
+            f"missing= must be 'raise', 'warn' or 'ignore', got "
+            f"{missing!r}.{suggestion(missing, ['raise', 'warn', 'ignore'])}"
         )
     return missing
 

@@ -1,4 +1,6 @@
-"""Assertions for tests of code that uses statetx: equal results under rematerialization, memory, saved residuals, number of traces."""
+"""Assertions for tests of code that uses statetx: equal results under rematerialization, memory, saved residuals,
+number of traces.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,13 @@ def assert_memory(
 ) -> None:
     """Check what a function takes when it is compiled: at most a size, or no more than a file says.
 
-    Nothing is computed and no state changes. With ``target="h100"`` it is compiled for a device that need not be there, such as in CI.
+    Nothing is computed and no state changes. With ``target="h100"`` it is compiled for a device that need not be there,
+    such as in CI.
 
-    The file has what each program took when it was saved: with ``STATETX_UPDATE_MEMORY=1`` in the environment, this function writes it, and compares
-    nothing; `python -m statetx memory module:fun --save memory.json` does the same. It is JSON, to be kept under version control. A
-    file has many programs, by name and device. What grew is named by owner and line: a renamed variable or another order is no
-    difference.
+    The file has what each program took when it was saved: with ``STATETX_UPDATE_MEMORY=1`` in the environment, this
+    function writes it, and compares nothing; `python -m statetx memory module:fun --save memory.json` does the same. It
+    is JSON, to be kept under version control. A file has many programs, by name and device. What grew is named by owner
+    and line: a renamed variable or another order is no difference.
 
     Args:
         fun: as for `memory_profile`: a function, a jitted one, or a program that is compiled already.
@@ -65,7 +68,8 @@ def assert_memory(
         target: a `Target` or the name of one, for which it is compiled; by default the devices of this machine.
 
     Raises:
-        AssertionError: it takes more; with the parts of the peak, or those that grew, and the libraries of another version.
+        AssertionError: it takes more; with the parts of the peak, or those that grew, and the libraries of another
+            version.
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged or has no such program; or neither `at_most` nor `against` is given.
         TargetError: the target is not known, or its compiler is not installed.
@@ -78,7 +82,8 @@ def assert_memory(
     """
     if at_most is None and against is None:
         raise ValueError(
-            "assert_memory has nothing to compare with.\nFix: give a size, at_most='3GiB', or a file, against='memory.json'."
+            "assert_memory has nothing to compare with.\n"
+            "Fix: give a size, at_most='3GiB', or a file, against='memory.json'."
         )
     most, allowed = None if at_most is None else parse_bytes(at_most), read_tolerance(tolerance)
     profile = memory_profile(fun, *args, gradient=gradient, **kwargs)
@@ -94,7 +99,9 @@ def assert_memory(
     difference = Difference(profile.name, find(against, key), now, allowed)
     if difference.is_regression:
         raise AssertionError(
-            f"{difference}\nFix: statetx.memory_profile(...) shows all that is alive, and what would lower it. If the program shall take this much, run "
+            f"{difference}\n"
+            f"Fix: statetx.memory_profile(...) shows all that is alive, and what would lower it. If the program "
+            f"shall take this much, run "
             f"the test with {UPDATE}=1, which writes {os.fspath(against)}."
         )
 
@@ -106,7 +113,8 @@ def _above(profile: MemoryProfile, now: MemoryBaseline, most: int) -> str:
     changes = [f"{c.text.rstrip('.')} (predicted: {format_bytes(c.saved_bytes)} less)" for c in profile.changes[:2]]
     fix = "; or ".join([*changes, "statetx.memory_profile(...) shows all that is alive"])
     return (
-        f"{profile.name} on {now.device} takes {format_bytes(now.peak_bytes)} at its peak, {over} more than {format_bytes(most)}. The largest parts:\n{parts}\n"
+        f"{profile.name} on {now.device} takes {format_bytes(now.peak_bytes)} at its peak, {over} more than "
+        f"{format_bytes(most)}. The largest parts:\n{parts}\n"
         f"Fix: {fix}."
     )
 
@@ -114,20 +122,21 @@ def _above(profile: MemoryProfile, now: MemoryBaseline, most: int) -> str:
 def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any) -> None:
     """Check that rematerialization does not change the results of a function.
 
-    Runs the function and its pullback twice without rematerialization and once with it, and compares outputs, new values of
-    states (random keys included) and gradients with respect to every float argument and state. Operations run one by one
-    (``jax.disable_jit``), loops step by step, so give it small arguments. No state changes. If a loop's ``checkpoint=`` stores values
-    as bits, it runs the function and its pullback once more, with compiled loops, to check that these values are 0 or 1.
+    Runs the function and its pullback twice without rematerialization and once with it, and compares outputs, new
+    values of states (random keys included) and gradients with respect to every float argument and state. Operations run
+    one by one (``jax.disable_jit``), loops step by step, so give it small arguments. No state changes. If a loop's
+    ``checkpoint=`` stores values as bits, it runs the function and its pullback once more, with compiled loops, to
+    check that these values are 0 or 1.
 
     Args:
         fun: a function that may read and write states. If it rematerializes nothing, it is rematerialized as a whole.
         *args, **kwargs: its arguments.
-        rtol, atol: tolerances for floats; zero for bitwise equality, which nested rematerialization may miss by a rounding,
-            since it sums the cotangents of a value with several uses in another order.
+        rtol, atol: tolerances for floats; zero for bitwise equality, which nested rematerialization may miss by a
+            rounding, since it sums the cotangents of a value with several uses in another order.
 
     Raises:
-        AssertionError: naming the first difference; or values stored as bits that are not 0 or 1; or, if the function is not
-            deterministic, the random generator or host callback that makes it so.
+        AssertionError: naming the first difference; or values stored as bits that are not 0 or 1; or, if the function
+            is not deterministic, the random generator or host callback that makes it so.
         FunctionError: a transform traces the values that are to be compared.
 
     Example:
@@ -240,7 +249,10 @@ def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, a
         if not is_equal.all():
             index = tuple(int(i[0]) for i in np.nonzero(~is_equal)) if is_equal.ndim else ()
             index_text = f"[{', '.join(map(str, index))}]" if index else ""
-            return f"{name}{index_text}: {a[index]} in place of {b[index]} ({int((~is_equal).sum())} of {is_equal.size} differ)"
+            return (
+                f"{name}{index_text}: {a[index]} in place of {b[index]} ({int((~is_equal).sum())} of {is_equal.size} "
+                f"differ)"
+            )
     return ""
 
 
@@ -282,7 +294,8 @@ def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str]
         fun: a function that may read and write states.
         *args, **kwargs: its arguments; nothing is run.
         expected: the bytes, or the values in any order, each by its name, by its type (``"f32[8,64]"``), or by both
-            (``"hidden f32[8,64]"``). A residual of each step of a loop of 10 steps is given once, as ``"10 x f32[64]"``.
+            (``"hidden f32[8,64]"``). A residual of each step of a loop of 10 steps is given once, as
+            ``"10 x f32[64]"``.
 
     Raises:
         AssertionError: naming unexpected residuals, and missing ones.
@@ -322,7 +335,8 @@ def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str]
     missing = sorted((+remaining).elements())
     if extra or missing:
         raise AssertionError(
-            f"{name_of(fun)} keeps, unexpectedly, {extra or 'nothing'}, and does not keep {missing or 'nothing else'}:\n"
+            f"{name_of(fun)} keeps, unexpectedly, {extra or 'nothing'}, and does not keep "
+            f"{missing or 'nothing else'}:\n"
             f"{residuals}"
         )
 

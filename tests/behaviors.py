@@ -1,11 +1,11 @@
 """One table of behaviors: calls of rematerialized functions of stateful models, with the expected results.
 
-A `Row` describes one case for any library: a `body`, the method that is rematerialized, reads and writes the model's states as attributes
-(``self.n += 1``) and draws keys with ``self.key()``; `top`, if given, calls the rematerialized ``self.block`` in a loop or
-branch; `around` names the transforms applied to the whole. A `Dialect` writes the row for one library. The expected results come
-from `Plain`, which runs the same body without rematerialization as a pure function of the states' values, with Python's
-own loops and branches and JAX's own derivatives; where keys are drawn (their values differ between libraries), from
-the same dialect without rematerialization.
+A `Row` describes one case for any library: a `body`, the method that is rematerialized, reads and writes the model's
+states as attributes (``self.n += 1``) and draws keys with ``self.key()``; `top`, if given, calls the rematerialized
+``self.block`` in a loop or branch; `around` names the transforms applied to the whole. A `Dialect` writes the row for
+one library. The expected results come from `Plain`, which runs the same body without rematerialization as a pure
+function of the states' values, with Python's own loops and branches and JAX's own derivatives; where keys are drawn
+(their values differ between libraries), from the same dialect without rematerialization.
 
 `test_behaviors.py` runs the table for every kind of state that statetx knows, and ``benchmarks/behaviors.py`` runs it
 for other libraries and ``benchmarks/report.py`` writes the outcomes to ``docs/comparison.md``.
@@ -74,8 +74,8 @@ class Row:
         top: the function called from outside, (model, x, ...); by default the rematerialized method itself.
         around: transforms around a call, outermost first.
         check: (results of the calls, values of the states) must hold, besides equality with the expected results.
-        refused: kinds of state for which an error is right, by the dialect's name, with its message: a Ref created inside a
-            trace ends with it, and a Ref never changes its shape, by JAX's own rules.
+        refused: kinds of state for which an error is right, by the dialect's name, with its message: a Ref created
+            inside a trace ends with it, and a Ref never changes its shape, by JAX's own rules.
     """
 
     group: str
@@ -407,7 +407,9 @@ class Plain(Functional):
 
 
 class Objects(Dialect):
-    """Libraries whose models hold their states and whose transforms see them; a kind of state and a set of transforms."""
+    """Libraries whose models hold their states and whose transforms see them; a kind of state and a set of
+    transforms.
+    """
 
     base: type = object
 
@@ -822,7 +824,7 @@ def inner_vmap(self, x):
     return self.vmap(lambda self, z: jnp.tanh(self.w @ z), jnp.stack([x, 2 * x])).sum(0)
 
 
-# -- the tops: functions that call the rematerialized method ----------------------------------------------------------
+# -- the tops: functions that call the rematerialized method ---------------------------------------------------------
 
 
 def twice(self, x):
@@ -1153,7 +1155,9 @@ ROWS: tuple[Row, ...] = (*CALL_FORMS, *FLAGGED, *STATE_SEMANTICS, *NESTINGS)
 
 
 def expected(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
-    """The expected results of the row: from `Plain`, or, where it draws keys, from the dialect without rematerialization."""
+    """The expected results of the row: from `Plain`, or, where it draws keys, from the dialect without
+    rematerialization.
+    """
     return without_remat(dialect, row) if row.draws else Plain().run(row)
 
 

@@ -1,8 +1,8 @@
 """Figures of the code, before and after: ``python tests/code_figures.py --against COMMIT`` prints both side by side.
 
-Sizes, circles of imports, imports against the layers, clones, names that stand for two classes, options spelled twice, roundabout prose,
-narrative names, comments, private names of JAX. ``--tests`` also collects the tests, and ``--time`` runs ``make test`` and ``.ci/run``.
-A figure is a help to see, not a goal: `docs/decisions` and the laws come first.
+Sizes, circles of imports, imports against the layers, clones, names that stand for two classes, options spelled twice,
+roundabout prose, narrative names, comments, private names of JAX. ``--tests`` also collects the tests, and ``--time``
+runs ``make test`` and ``.ci/run``. A figure is a help to see, not a goal: `docs/decisions` and the laws come first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ROUNDABOUT = {
 }
 # Names that say a variable's part in a story, not the thing that it holds.
 NARRATIVE = set(
-    "after again all around before both found given here inside kept known left made many met mine moved moving now one other others outside "
+    "after again all around before both found given here inside kept known left made many met mine moved moving now "
+    "one other others outside "
     "own rest same shown then there wanted whole within".split()
 )
 
@@ -94,7 +95,7 @@ def read(root: pathlib.Path, folder: str) -> list[Module]:
     return [Module(path, root) for path in sorted((root / folder).rglob("*.py"))]
 
 
-# -- imports -----------------------------------------------------------------------------------------------------------
+# -- imports ---------------------------------------------------------------------------------------------------------
 
 
 def edges(modules: list[Module]) -> dict[str, set[str]]:
@@ -129,7 +130,7 @@ def back_arrows(root: pathlib.Path, graph: dict[str, set[str]]) -> list[tuple[st
     """Imports that point up the layers of `code_map`, as the tree itself has them."""
     text = re.search(r'^TIERS = """(.*?)"""', (root / "tests" / "code_map.py").read_text(), re.M | re.S)
     height = {name: n for n, line in enumerate(text[1].split("\n") if text else []) for name in line.split()}
-    layer = lambda name: height.get(name.split(".")[1]) if "." in name else None  # noqa: E731
+    layer = lambda name: height.get(name.split(".")[1]) if "." in name else None
     arrows = []
     for name, targets in graph.items():
         for target in sorted(targets):
@@ -139,7 +140,7 @@ def back_arrows(root: pathlib.Path, graph: dict[str, set[str]]) -> list[tuple[st
     return arrows
 
 
-# -- names and clones --------------------------------------------------------------------------------------------------
+# -- names and clones ------------------------------------------------------------------------------------------------
 
 
 def class_names(modules: list[Module]) -> list[str]:
@@ -219,7 +220,7 @@ def private_names(modules: list[Module]) -> tuple[int, set[str]]:
     return lines, names
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------------------------
 
 
 def figures(root: pathlib.Path, with_tests: bool, with_time: bool) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""Settings of every test: eight CPU devices, no silent rank promotion, machine code and searches that take less time."""
+"""Settings of every test: eight CPU devices, no silent rank promotion, machine code and searches that take
+less time.
+"""
 
 import collections
 import gc
@@ -13,10 +15,11 @@ import sys
 import threading
 import time
 
-# Set before a backend starts, and inherited by the programs that a test starts: compilers take a fifth of the time that they take at
-# LLVM's first level. LLVM does not optimize, and a module is not split for threads. jaxlib 0.10 emits fusions without MLIR, which may
-# change the memory of a program by a few hundred bytes (`fast_compile_options`). Without AVX2 there is no fused multiply-add: with it,
-# two programs that compute the same expressions differed in their last bits. `make test-slow` compiles with the options that users have.
+# Set before a backend starts, and inherited by the programs that a test starts: compilers take a fifth of the time that
+# they take at LLVM's first level. LLVM does not optimize, and a module is not split for threads. jaxlib 0.10 emits
+# fusions without MLIR, which may change the memory of a program by a few hundred bytes (`fast_compile_options`).
+# Without AVX2 there is no fused multiply-add: with it, two programs that compute the same expressions differed in their
+# last bits. `make test-slow` compiles with the options that users have.
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know the option
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
@@ -24,9 +27,9 @@ if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("--xla_cpu_max_isa=AVX")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
-# What XLA compiles is kept, from run to run, in one folder for all workers; the programs that tests start read it and add nothing.
-# Entries are written by `put_whole`. JAX's own lock comes with a limit (JAX_COMPILATION_CACHE_MAX_SIZE): each write reads the times of
-# all entries, 0.1 s for 6,000 of them, and without the package filelock nothing is kept.
+# What XLA compiles is kept, from run to run, in one folder for all workers; the programs that tests start read it and
+# add nothing. Entries are written by `put_whole`. JAX's own lock comes with a limit (JAX_COMPILATION_CACHE_MAX_SIZE):
+# each write reads the times of all entries, 0.1 s for 6,000 of them, and without the package filelock nothing is kept.
 ROOT = pathlib.Path(__file__).parents[1]
 COMPILED = ROOT / ".pytest_cache" / "compiled"
 MOST_BYTES = 1 << 30
@@ -50,7 +53,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def put_whole(self, key, value):
-    """As ``LRUCache.put`` of JAX, which writes in place: a worker that reads, or the end of a run, would find half of an entry."""
+    """As ``LRUCache.put`` of JAX, which writes in place: a worker that reads, or the end of a run, would find half of
+    an entry.
+    """
     entry = self.path / f"{key}-cache"
     part = entry.with_name(f"{key}-{os.getpid()}-{threading.get_ident()}")
     part.write_bytes(value)
@@ -63,7 +68,9 @@ MAKE_CONTEXT, CONTEXTS = mlir.make_ir_context, threading.local()
 
 
 def shared_context():
-    """JAX's MLIR context, made for every hundredth program of a thread: making one takes a tenth of the time of a small program."""
+    """JAX's MLIR context, made for every hundredth program of a thread: making one takes a tenth of the time of a small
+    program.
+    """
     CONTEXTS.uses = getattr(CONTEXTS, "uses", 0) + 1
     if CONTEXTS.uses % 100 == 1:
         CONTEXTS.context = MAKE_CONTEXT()
@@ -91,7 +98,10 @@ def pytest_collection(session):
 
 
 # `make smoke` runs all of some files, and one case of each test of others, so that each law runs once.
-SMOKE = "atomic compat control_flow functionalize grad optimizer package paths placement remat scan state vmap wrapped_functions".split()
+SMOKE = (
+    "atomic compat control_flow functionalize grad optimizer package paths placement remat scan state vmap "
+    "wrapped_functions"
+).split()
 SMOKE_ONCE = "behaviors carry effects_table flops jit laws nnx policies ref residuals shard_map".split()
 
 
@@ -110,7 +120,9 @@ def pytest_collection_modifyitems(items):
 
 
 def leave_crosses_to_the_slow_suite(items):
-    """Of a test with two parametrizations or more the fast suite runs cells that have each value of each, or each pair of three."""
+    """Of a test with two parametrizations or more the fast suite runs cells that have each value of each, or each pair
+    of three.
+    """
     cells = collections.defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("slow") and not item.get_closest_marker("whole"):
@@ -123,7 +135,8 @@ def leave_crosses_to_the_slow_suite(items):
     for cross in cells.values():
         missing, used = set().union(*(parts for _, parts in cross)), collections.Counter()
         while missing:
-            # One that has most of what is missing, and then what was used least: the values of the shorter axis take turns.
+            # One that has most of what is missing, and then what was used least: the values of the shorter axis take
+            # turns.
             best = max(cross, key=lambda cell: (len(missing & cell[1]), -sum(used[part] for part in cell[1])))
             cross.remove(best)
             missing -= best[1]
@@ -137,7 +150,9 @@ MEMORY = {"most": 2 << 30}
 
 
 def pytest_collection_finish(session):
-    """Note JAX's settings. Exclude half a million objects of the libraries and of pytest from every garbage collection."""
+    """Note JAX's settings. Exclude half a million objects of the libraries and of pytest from every garbage
+    collection.
+    """
     SETTINGS.update(jax.config.values)
     gc.collect()
     gc.freeze()
@@ -179,7 +194,7 @@ def resident_bytes() -> int:
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------------------------
 
 MOST_SECONDS = 5.0
 REFERENCE_SECONDS = 0.1  # of `count_up` on the machine that the limit is for: two cores of a server
@@ -219,7 +234,8 @@ def check_time(seconds, slowdown=slowdown):
 def pytest_runtest_call(item):
     """A test of the fast suite that takes over five seconds fails.
 
-    Other processes of the machine take none of its CPU time, and threads that compile at the same time take more of it than the test.
+    Other processes of the machine take none of its CPU time, and threads that compile at the same time take more of it
+    than the test.
     """
     start, start_cpu = time.monotonic(), cpu_seconds()
     result = yield

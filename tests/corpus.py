@@ -1,7 +1,7 @@
 """Small stateful programs, each beside a hand-written pure-JAX reference.
 
-A program is a class. An instance holds states and ``step(x)``, which reads and writes them; ``x`` is ``float[3]``, of the default
-float type: the laws are checked in float64, where a wrong term cannot hide among rounding errors.
+A program is a class. An instance holds states and ``step(x)``, which reads and writes them; ``x`` is ``float[3]``, of
+the default float type: the laws are checked in float64, where a wrong term cannot hide among rounding errors.
 ``ref(values, x) -> (out, values)`` is the same function without states and without statetx, on a dict that maps the
 name of each state to its value. Nothing of a reference may come from the program beside it: a mistake made twice is
 no test.

@@ -1,6 +1,8 @@
-"""Damage to files that are read without trust: bits, lengths, fields of other types and ranges, and things that are no files.
+"""Damage to files that are read without trust: bits, lengths, fields of other types and ranges, and things that are no
+files.
 
-`every_damage` makes a series of them from the content of a good file; the tests of each reader say what must hold for all of them.
+`every_damage` makes a series of them from the content of a good file; the tests of each reader say what must hold for
+all of them.
 """
 
 import copy
@@ -77,7 +79,9 @@ def poisoned(fields, rng):
 
 
 def places(x):
-    """Every holder of a value in nested dicts and lists, with the key; each level counts as much as the next, however long its lists."""
+    """Every holder of a value in nested dicts and lists, with the key; each level counts as much as the next, however
+    long its lists.
+    """
     keys = list(x) if isinstance(x, dict) else range(len(x))[:6]
     for key in keys:
         yield x, key

@@ -2,8 +2,8 @@
 
 `effects_columns` has the columns. A row applies a column under a transform, and gives the reference:
 plain calls of the same function on equal models: once, one after the other, or one for each example; derivatives are
-central differences. A cell without an entry in `REFUSED` must agree with the plain calls; the others must raise the error
-entered there, naming the state where the entry says so, and leave the model unchanged.
+central differences. A cell without an entry in `REFUSED` must agree with the plain calls; the others must raise the
+error entered there, naming the state where the entry says so, and leave the model unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Case:
         self._made: Callable[[Any], Any] | None = None
 
     def undo(self, made: Callable[[Any], Any] = lambda value: NO_VALUE) -> None:
-        """Expect the former values of existing states; `made` maps the value of a created state to the expected one, or to `GONE`."""
+        """Expect the former values of existing states; `made` maps the value of a created state to the expected one, or
+        to `GONE`.
+        """
         self._made = made
 
     def values(self) -> dict[str, Any]:
@@ -195,7 +197,9 @@ def gated(fun: Callable) -> Callable:
 
 
 def through_slots(fun: Callable, x: Any) -> Any:
-    """Three steps from two slots in a gradient. A carry has more numbers than a step keeps, so that the slots hold both."""
+    """Three steps from two slots in a gradient. A carry has more numbers than a step keeps, so that the slots hold
+    both.
+    """
 
     def loop(x: Any) -> Any:
         def step(carry: list, _: Any) -> tuple[list, None]:

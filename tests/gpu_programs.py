@@ -1,13 +1,17 @@
 """Programs as XLA compiles them for a GPU, for tests on machines without one.
 
-On a machine with a GPU, ``python - < tests/gpu_programs.py`` writes them to ``tests/gpu_programs/``, and prints the sizes that XLA tells. Each file is
-XLA's ``HloProto`` of an optimized program with its buffer assignment. It contains the name of the source file: from the standard input there is none.
+On a machine with a GPU, ``python - < tests/gpu_programs.py`` writes them to ``tests/gpu_programs/``, and prints the
+sizes that XLA tells. Each file is XLA's ``HloProto`` of an optimized program with its buffer assignment. It contains
+the name of the source file: from the standard input there is none.
 
-``rematerialized_by_xla`` is a step of gradient descent of the transformer in ``benchmarks/programs.py`` with 24 layers of width 1,024 and 16 heads, for a batch of 32 times 2,048
-tokens. It needs 260 GiB, so that XLA computes values again on its own. It was written by `explain_oom`, without timing kernels.
+``rematerialized_by_xla`` is a step of gradient descent of the transformer in ``benchmarks/programs.py`` with 24 layers
+of width 1,024 and 16 heads, for a batch of 32 times 2,048 tokens. It needs 260 GiB, so that XLA computes values again
+on its own. It was written by `explain_oom`, without timing kernels.
 
-The two ``..._for_target`` are compiled for an H200 that is not there, and traced with numbered calls (`statetx.memory._scopes`): the transformer step, and the step of gradient descent with 6
-layers of width 256 and 4 heads, for a batch of 8 times 256 tokens and a device of 96 MiB. ``python - --target < tests/gpu_programs.py`` writes them.
+The two ``..._for_target`` are compiled for an H200 that is not there, and traced with numbered calls
+(`statetx.memory._scopes`): the transformer step, and the step of gradient descent with 6 layers of width 256 and 4
+heads, for a batch of 8 times 256 tokens and a device of 96 MiB. ``python - --target < tests/gpu_programs.py`` writes
+them.
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ def convolutions(ws, x):
 
 def programs():
     """``name -> lowered program``."""
-    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     layer = {"qkv": f32(256, 768), "out": f32(256, 256), "up": f32(256, 1024), "down": f32(1024, 256)}
     return {
         "transformer_step": jax.jit(transformer_step, donate_argnums=0).lower([layer] * 2, f32(8, 256, 256)),

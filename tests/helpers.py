@@ -59,14 +59,16 @@ def undo_the_owner_only(access):
 
 
 def decided(saved=None, *, loop=None, fenced=False, carries=(), stored=(), inputs=(), copies=False):
-    """A decision of a plan: addresses that are saved; those of `stored`, inputs and leaves of carries with names of stored types."""
+    """A decision of a plan: addresses that are saved; those of `stored`, inputs and leaves of carries with names of
+    stored types.
+    """
     from statetx.planner._program.ways import KEEP, InFormat
     from statetx.planner._treatments.copies import Copies
     from statetx.planner._treatments.inputs import StoredInputs
     from statetx.planner._treatments.loops import CheckpointedLoop
     from statetx.planner._treatments.treatment import Decision
 
-    in_formats = lambda pairs: tuple((at, InFormat(name)) for at, name in pairs)  # noqa: E731
+    in_formats = lambda pairs: tuple((at, InFormat(name)) for at, name in pairs)
     ways = None if saved is None else dict.fromkeys(saved, KEEP) | dict(in_formats(stored))
     treatments = [Copies()] if copies else []
     treatments += [StoredInputs(in_formats(inputs))] if inputs else []

@@ -1,6 +1,7 @@
 """Helpers of the laws: trees compared leaf by leaf, and each transform beside its reference in plain JAX.
 
-A nesting is a tuple of the transforms below. `transformed` applies it to a program's step, `pure` to the program's reference.
+A nesting is a tuple of the transforms below. `transformed` applies it to a program's step, `pure` to the program's
+reference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Mistakes of users: each is a function that makes one, the error that it must raise, and words that its message must have.
+"""Mistakes of users: each is a function that makes one, the error that it must raise, and words that its message must
+have.
 
-The words are the name of the culprit and the fix. `tests/test_mistakes.py` runs the table; ``python tests/mistakes.py`` prints each
-mistake with its message.
+The words are the name of the culprit and the fix. `tests/test_mistakes.py` runs the table; ``python tests/mistakes.py``
+prints each mistake with its message.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def double(x):
     return 2 * x
 
 
-# -- a state in place of its value -------------------------------------------------------------------------------------
+# -- a state in place of its value -----------------------------------------------------------------------------------
 
 
 def operations(h):
@@ -232,7 +233,7 @@ def no_seed():
     RngState(None)
 
 
-# -- policies ----------------------------------------------------------------------------------------------------------
+# -- policies --------------------------------------------------------------------------------------------------------
 
 for text, combine in {
     "dots or names": lambda: policies.dots or policies.names("a"),
@@ -294,7 +295,7 @@ def wrong_prevent_cse():
     statetx.remat(double, prevent_cse="no")
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------------------------
 
 
 @mistake("remat(polcy=)", TypeError, "polcy", "Did you mean 'policy'?")
@@ -503,7 +504,7 @@ for text in with_mixed_keys(None):
         with_mixed_keys({"a": X, 1: X})[text]()
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------------------------
 
 for transform in ("grad", "value_and_grad"):
 
@@ -658,7 +659,7 @@ for text, (fun, x, names) in WRONG_TYPES.items():
                 raise
 
 
-# -- Python branches on traced values ----------------------------------------------------------------------------------
+# -- Python branches on traced values --------------------------------------------------------------------------------
 
 
 def choose(x, train):
@@ -735,7 +736,7 @@ def mask_of_state():
     statetx.jit(lambda x: x[mask.value])(X)
 
 
-# -- writes that leak --------------------------------------------------------------------------------------------------
+# -- writes that leak ------------------------------------------------------------------------------------------------
 
 
 def accumulate(total):
@@ -804,7 +805,7 @@ def callback_in_a_planned_loss():
     statetx.plan(loss, X, budget="1KiB")
 
 
-# -- loops and branches ------------------------------------------------------------------------------------------------
+# -- loops and branches ----------------------------------------------------------------------------------------------
 
 
 @mistake("scan: a state as the carry", StateValueError, "State", "its .value")
@@ -1105,11 +1106,11 @@ def wrong_lengths():
 
 @mistake("scan(checkpoint=Budget('1B'))", PolicyError, "1 B")
 def tiny_checkpoint():
-    step = lambda c, x: (jnp.sin(c * x), None)  # noqa: E731
+    step = lambda c, x: (jnp.sin(c * x), None)
     jax.grad(lambda c: statetx.scan(step, c, X, checkpoint=statetx.policies.Budget("1B"))[0])(2.0)
 
 
-# -- budgets and plans -------------------------------------------------------------------------------------------------
+# -- budgets and plans -----------------------------------------------------------------------------------------------
 
 for text in ("2 gigs", 1.5, 0, -1, "lots", None):
 
@@ -1176,7 +1177,7 @@ def policies_of_another_type():
     statetx.memory_report(lambda x: jnp.sin(x).sum(), X, policies=3)
 
 
-# -- names that statetx does not have ----------------------------------------------------------------------------------
+# -- names that statetx does not have --------------------------------------------------------------------------------
 
 for name, words in {
     "pmap": ("statetx.shard_map", "statetx.jit"),
@@ -1202,7 +1203,7 @@ for name, words in {
         getattr(statetx, name)
 
 
-# -- packages that are not installed -----------------------------------------------------------------------------------
+# -- packages that are not installed ---------------------------------------------------------------------------------
 
 
 def without(package, run):
@@ -1240,7 +1241,7 @@ def checkpointer_without_orbax():
     without("orbax", lambda: statetx.Checkpointer("/tmp/none", {"w": Param(X)}).save(0))
 
 
-# -- stacks ------------------------------------------------------------------------------------------------------------
+# -- stacks ----------------------------------------------------------------------------------------------------------
 
 
 class Layer:
@@ -1323,7 +1324,7 @@ def stack_of_sizes():
     statetx.stack(Sized, 3)
 
 
-# -- the optimizer -----------------------------------------------------------------------------------------------------
+# -- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 def adam(model):
@@ -1402,7 +1403,7 @@ def checkpointer_swapped():
     statetx.Checkpointer(Block(), "/tmp/none")
 
 
-# -- functions that take a function and its arguments, and those that return one -----------------------------------------
+# -- functions that take a function and its arguments, and those that return one
 
 RETURNING = (
     "jit remat grad value_and_grad jacfwd jacrev hessian vmap make_jaxpr trace_states functionalize chunked microbatch"
@@ -1475,7 +1476,7 @@ def budget_alone():
     raise caught[0].message
 
 
-# -- functionalize, remat of an object ---------------------------------------------------------------------------------
+# -- functionalize, remat of an object -------------------------------------------------------------------------------
 
 
 @mistake("functionalize: a value is missing", StateAccessError, "model.w")
@@ -1498,7 +1499,7 @@ def not_a_filter():
     statetx.states(Block(), 3)
 
 
-# -- chunks --------------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------------------------
 
 
 @mistake("chunked: a loss for each example", StateValueError, "chunked(chunked_vector", "f32[2]", 'reduce="concat"')
@@ -1539,14 +1540,14 @@ for text, (word, run) in {
             raise
 
 
-# -- arguments in the wrong place ------------------------------------------------------------------------------------------
+# -- arguments in the wrong place
 
 
 def add_w(x):
     return (W.value * x).sum()
 
 
-OVER_X = lambda c, x: (c, x)  # noqa: E731
+OVER_X = lambda c, x: (c, x)
 for text, (error, words, run) in {
     "scan(body, xs)": (ValueError, ("xs comes third", "scan(body, init, xs)"), lambda: statetx.scan(OVER_X, X)),
     "scan(init, body, xs)": (TypeError, ("got f32[4]", "the body comes first"), lambda: statetx.scan(X, OVER_X, X)),
@@ -1603,7 +1604,7 @@ for name in ("measure", "memory_profile", "memory_report", "saved_residuals", "e
         getattr(statetx, name)(double)
 
 
-# -- things of another kind --------------------------------------------------------------------------------------------------
+# -- things of another kind
 
 for policy, words in {
     (lambda: True): "<lambda> cannot be a policy",
@@ -1641,7 +1642,7 @@ for obj, words in {"dict": ({"w": X}, "a dict of 1 array"), "tuple": (({"w": X},
         statetx.states(obj)
 
 
-# -- paths that select nothing ---------------------------------------------------------------------------------------------
+# -- paths that select nothing
 
 
 def with_misspelt_path(model, path):

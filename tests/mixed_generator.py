@@ -77,7 +77,9 @@ class Generator(Statements):
     """How many more calls may be inspected."""
 
     parts = 0
-    """How many functions of parts enclose what is drawn: a derivative by a state that is also written is a training step, which they refuse."""
+    """How many functions of parts enclose what is drawn: a derivative by a state that is also written is a training
+    step, which they refuse.
+    """
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -232,7 +234,9 @@ class Generator(Statements):
     # -- what is stored for a derivative --
 
     def block(self, scope: Scope, most: int = 3) -> tuple[list[Statement], Scope]:
-        """Statements, and sometimes a derivative that reads bits or what slots hold, on top of them; around them, inspections."""
+        """Statements, and sometimes a derivative that reads bits or what slots hold, on top of them; around them,
+        inspections.
+        """
         first = self.inspection(scope)
         body, scope = super().block(scope, most)
         if self.storing and scope.depth and not isinstance(body[-1] if body else None, Raise) and self.chance(0.25):
@@ -273,7 +277,9 @@ class Generator(Statements):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Draw with random numbers of its own, so that the rest of a program is the same with and without what is drawn here."""
+        """Draw with random numbers of its own, so that the rest of a program is the same with and without what is drawn
+        here.
+        """
         kept = self.rng, self.num_names, self.calls, self.compiled, self.storing
         self.rng, self.num_names = self.rng_aside, self.num_names_aside
         self.calls, self.compiled, self.storing = 2, 1, 0

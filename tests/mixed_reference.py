@@ -1,17 +1,18 @@
 """The meaning of a stateful program, without statetx: cells in plain Python, and every transform written out.
 
-A rematerialized or compiled call is the call, a loop is Python's, a map is a loop over the examples and a stack, a branch is an
-``if``, and a derivative is JAX's of a pure function that takes the values of all cells as arguments and returns their new
-values. Nothing of statetx is used but the names of its errors.
+A rematerialized or compiled call is the call, a loop is Python's, a map is a loop over the examples and a stack, a
+branch is an ``if``, and a derivative is JAX's of a pure function that takes the values of all cells as arguments and
+returns their new values. Nothing of statetx is used but the names of its errors.
 
 Laws defined here and nowhere else:
 
 - A transformed call that raises leaves every cell unchanged, and the cells that it created without a value.
-- Both sides of a branch are traced, so both are run here; writes of the side not taken are undone, its exceptions are raised.
+- Both sides of a branch are traced, so both are run here; writes of the side not taken are undone, its exceptions are
+  raised.
 - A loop's carry and a branch's write keep structure, shape and dtype; a weak type is promoted to another dtype that is
   written. As in `jax.lax`, a loop leaves a value as weak as its body leaves it, branches as weak as the first of them.
-- A cell made in the body of a loop or branch, or on the devices of a `shard_map`, may not outlive it. One made under a map and
-  left behind holds a value for each example.
+- A cell made in the body of a loop or branch, or on the devices of a `shard_map`, may not outlive it. One made under a
+  map and left behind holds a value for each example.
 - A map gives each example a random key of its own, and the key advances once, if the mapped function writes it at all.
 """
 
@@ -163,7 +164,7 @@ class Reference:
         return lambda *args: self.atomic(lambda: differentiated(*args))
 
     def value_and_grad(self, fun: Any, argnums: Any = None, *, wrt: Any = None, has_aux: bool = False) -> Callable:
-        pack = lambda out: (out[0][0], out[0][1], out[1])  # noqa: E731
+        pack = lambda out: (out[0][0], out[0][1], out[1])
         run = self._differentiated(jax.value_and_grad, fun, argnums, wrt, has_aux, pack)
 
         def call(*args: Any) -> Any:
@@ -238,7 +239,9 @@ class Reference:
     # -- loops --
 
     def _step(self, body: Callable, left: dict[int, tuple[Cell, Tree]], skipped: Sequence[Cell] = ()) -> Any:
-        """One iteration of a loop: run it and check that existing cells keep their types; `left` receives the written values."""
+        """One iteration of a loop: run it and check that existing cells keep their types; `left` receives the written
+        values.
+        """
         before, start = self._dump(), len(self._cells)
         out = body()
         self._refuse_created(start)
@@ -252,8 +255,8 @@ class Reference:
     def _leave(self, left: dict[int, tuple[Cell, Tree]], init: Tree, carry: Tree) -> None:
         """Take the values of the last step as the loop's.
 
-        Where only the weakness of a value changes, the body is not staged again for a strong one: the weakness of values
-        computed from it is unspecified.
+        Where only the weakness of a value changes, the body is not staged again for a strong one: the weakness of
+        values computed from it is unspecified.
         """
         is_open = strengthens(carry, init) or any(cell.is_strengthened for cell, _ in left.values())
         for cell, value in left.values():

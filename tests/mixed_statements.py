@@ -1,8 +1,8 @@
 """Statements of random programs that mix kinds of states, with the rules for their places.
 
-Values stay of order one and states decay, so that rounding is not amplified. Examples of a map write equal values to shared states by
-construction: every variable and state has the set of maps that it varies over, and a state takes only values that vary over the maps that
-it is mapped over.
+Values stay of order one and states decay, so that rounding is not amplified. Examples of a map write equal values to
+shared states by construction: every variable and state has the set of maps that it varies over, and a state takes only
+values that vary over the maps that it is mapped over.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Scope:
             rematerializes once more.
         foreign: whether it is inside a transform of brainstate.
         sharded: whether it is inside a `shard_map`.
-        inspected: whether the code here is only traced: it changes no containers of the models, since nothing undoes that.
+        inspected: whether the code here is only traced: it changes no containers of the models, since nothing undoes
+            that.
         kept: places of states that enclosing statements still use: these are neither replaced nor deleted.
     """
 
@@ -137,7 +138,8 @@ class Statements:
 
     def cells(self) -> list[Cell]:
         sorts = ["vector", "scalar", self.pick(("matrix", "vector"))]
-        pool = "matrix number weak int count flag half numpy tree list loose mode key rng rng vector tree loose count".split()
+        pool = "matrix number weak int count flag half numpy tree list loose mode key rng".split()
+        pool += "rng vector tree loose count".split()
         sorts += [self.pick(pool) for _ in range(self.rng.randint(2, 5))]
         cells = []
         for n, sort in enumerate(sorts):
@@ -168,7 +170,7 @@ class Statements:
         allowed = scope.maps if allowed is None else allowed
         if depth == 0 or self.chance(0.25):
             return self.leaf(scope, shape, allowed)
-        e = lambda s=shape: self.expr(scope, s, allowed, depth - 1)  # noqa: E731
+        e = lambda s=shape: self.expr(scope, s, allowed, depth - 1)
         forms = [
             lambda: Expr(shape, "jnp.sin({0})", [e()]),
             lambda: Expr(shape, "jnp.tanh({0})", [e()]),
@@ -290,7 +292,7 @@ class Statements:
         return self.special_write(scope, cell, e)
 
     def special_write(self, scope: Scope, cell: Cell, e) -> list[Statement]:
-        vector, own = (SIZE,), lambda template, *parts: Expr((), template, list(parts), cell)  # noqa: E731
+        vector, own = (SIZE,), lambda template, *parts: Expr((), template, list(parts), cell)
         drifts = not scope.typed or self.chance(0.05)
         match cell.sort:
             case "number" | "weak":

@@ -1,8 +1,8 @@
 """Programs that mix kinds of states: their syntax, their text, and their reduction.
 
 A program is a tree of dataclasses that prints as Python. The text runs twice: with statetx's transforms and states of
-several libraries, and with `mixed_reference`'s, where every state is a cell with a `value`. So a printed failure can be read,
-and run by itself.
+several libraries, and with `mixed_reference`'s, where every state is a cell with a `value`. So a printed failure can be
+read, and run by itself.
 
 An expression knows its shape, and every local variable has a unique name: when a statement is removed, `repair` puts a
 number in place of its variable.
@@ -96,7 +96,9 @@ def put(cell: Any, value: str, world: str) -> str:
 
 @dataclasses.dataclass
 class Expr:
-    """`template` with ``{0}``, ``{1}`` for the parts and ``{cell}`` for a state's value; ``names`` are variables in it."""
+    """`template` with ``{0}``, ``{1}`` for the parts and ``{cell}`` for a state's value; ``names`` are
+    variables in it.
+    """
 
     shape: Shape
     template: str
@@ -334,7 +336,9 @@ def source(program: Program, world: str) -> str:
 
 
 def shared_containers(program: Program) -> list[str]:
-    """Sorts of which all states begin with the same container: those that no statement changes in place, since a compiled program refuses that."""
+    """Sorts of which all states begin with the same container: those that no statement changes in place, since a
+    compiled program refuses that.
+    """
     sorts = [c.sort for c in program.cells]
     changed = {s.cell.sort for s in statements(program) if isinstance(s, Do) and s.cell is not None}
     return [sort for sort in ("tree", "list", "loose") if sorts.count(sort) > 1 and sort not in changed]

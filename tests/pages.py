@@ -1,8 +1,8 @@
-"""Pages whose code runs: ``python tests/pages.py docs/residuals.md`` rewrites the outputs of their ``pycon`` blocks, and so it does for
-the cells of a notebook.
+"""Pages whose code runs: ``python tests/pages.py docs/residuals.md`` rewrites the outputs of their ``pycon`` blocks,
+and so it does for the cells of a notebook.
 
-The ``python`` and ``pycon`` blocks of a page share one scope, in order, and `page.py` is the script that the ``python`` blocks make. A block that cannot run says why, in a comment on the
-line above it: ``<!-- not run: needs two hosts -->``.
+The ``python`` and ``pycon`` blocks of a page share one scope, in order, and `page.py` is the script that the ``python``
+blocks make. A block that cannot run says why, in a comment on the line above it: ``<!-- not run: needs two hosts -->``.
 """
 
 import argparse
@@ -19,7 +19,8 @@ import traceback
 import types
 
 BLOCK = re.compile(
-    r"(?:^ *<!-- not run: (?P<reason>\S.*?) -->\n)?^(?P<indent> *)```(?P<kind>python|pycon)\b.*?\n(?P<code>.*?)^(?P=indent)```$",
+    r"(?:^ *<!-- not run: (?P<reason>\S.*?) -->\n)?^(?P<indent> *)```(?P<kind>python|pycon)\b.*?\n"
+    r"(?P<code>.*?)^(?P=indent)```$",
     re.M | re.S,
 )
 

@@ -1,4 +1,6 @@
-"""Run a program of `mixed_generator` under statetx and by `mixed_reference`, compare everything, and reduce programs that differ."""
+"""Run a program of `mixed_generator` under statetx and by `mixed_reference`, compare everything, and reduce programs
+that differ.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
 
 @jax.custom_jvp
 def by_ref(x: Any) -> Any:
-    """A sine that reads a Ref, which its derivative rule does not: a rule in a branch of a plain `jax.jit`, as in `run_pure`, cannot."""
+    """A sine that reads a Ref, which its derivative rule does not: a rule in a branch of a plain `jax.jit`, as in
+    `run_pure`, cannot.
+    """
     return WIDTH_REF[...] * jnp.sin(x)
 
 
@@ -237,7 +241,8 @@ class Plain(World):
 
 
 TRANSFORMS = (
-    "remat jit grad value_and_grad vjp jvp linearize jacfwd jacrev hessian scan fori_loop while_loop map vmap cond switch shard_map"
+    "remat jit grad value_and_grad vjp jvp linearize jacfwd jacrev hessian scan fori_loop while_loop map vmap cond "
+    "switch shard_map"
 ).split()
 
 
@@ -442,7 +447,10 @@ def difference(actual: Record, wanted: Record) -> str:
         a = actual.models[path]
         if isinstance(a, Gone) or isinstance(b, Gone):
             if type(a) is not type(b):
-                return f"state {path}: {a.error if isinstance(a, Gone) else a!r} in place of {b.error if isinstance(b, Gone) else b!r}"
+                return (
+                    f"state {path}: {a.error if isinstance(a, Gone) else a!r} in place of "
+                    f"{b.error if isinstance(b, Gone) else b!r}"
+                )
             continue
         found = tree_difference(a, b, weak=path not in wanted.open)
         if found:
@@ -599,7 +607,7 @@ def check_threads(seed: int) -> str:
 
 def reduce(program: Program, found: str, limit: int = 400) -> tuple[Program, str]:
     """A program with nothing left that can be taken out of it, which fails alike."""
-    kind_of_failure = lambda found: found.partition(":")[0].partition(" ")[0]  # noqa: E731
+    kind_of_failure = lambda found: found.partition(":")[0].partition(" ")[0]
     category = kind_of_failure(found)
     tries = 0
     improved = True

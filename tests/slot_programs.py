@@ -46,7 +46,7 @@ def rows(width, batch, num=1):
 def gradient(name, checkpoint, width, batch, length):
     """The gradient of a loss of the loop with respect to constants and xs, the loss, and arguments."""
     step, init, w, x = PROGRAMS[name](width, batch)
-    is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
+    is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
 
     def loss(w, xs):
         carry, ys = statetx.scan(functools.partial(step, w), init, xs, checkpoint=checkpoint)
@@ -115,7 +115,7 @@ def three_carries(width, batch):
 
 @program
 def weights_as_xs(width, batch):
-    step = lambda w, h, x: (h + w * jnp.tanh(h @ x), None)  # noqa: E731
+    step = lambda w, h, x: (h + w * jnp.tanh(h @ x), None)
     return Program(step, jnp.ones((batch, width)), jnp.float32(1), (width, width))
 
 

@@ -151,8 +151,8 @@ def test_in_place_change_of_a_shared_container_in_a_program_raises():
     assert a.value == b.value == {"x": 1.0}
 
 
-# Each transform that gives a state a value of its own: what the body reads of `a`, which it changes, and of `b`, which it does not.
-# In: a function of no arguments. Out: what it returns in its last run.
+# Each transform that gives a state a value of its own: what the body reads of `a`, which it changes, and of `b`, which
+# it does not. In: a function of no arguments. Out: what it returns in its last run.
 OWN_VALUES = {
     "scan": lambda f: statetx.scan(lambda c, _: (c, f()), None, None, 2)[1][-1],
     "compiled scan": lambda f: statetx.jit(lambda: statetx.scan(lambda c, _: (c, f()), None, None, 2)[1][-1])(),
@@ -171,7 +171,7 @@ OWN_VALUES = {
 def test_states_that_begin_with_one_container_have_values_of_their_own(run, make):
     start = make({"x": jnp.asarray(1.0)})
     a, b = statetx.State(start), statetx.State(start)
-    number = lambda value: value["x"] if isinstance(value, dict) else value.mantissa  # noqa: E731
+    number = lambda value: value["x"] if isinstance(value, dict) else value.mantissa
 
     def f():
         a.value = make({"x": number(a.value) + 1.0})

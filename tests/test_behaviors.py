@@ -12,7 +12,9 @@ import statetx
 
 
 def _cells():
-    """Every row with every kind; in the fast suite a third of the kinds in turn, of the nestings, which take longest, one."""
+    """Every row with every kind; in the fast suite a third of the kinds in turn, of the nestings, which take longest,
+    one.
+    """
     for (n, row), (k, dialect) in itertools.product(enumerate(ROWS), enumerate(KINDS)):
         is_slow = (n + k) % (len(KINDS) if row.group == "Nestings" else 3)
         name = f"{dialect.name}-{row.group}: {row.title}".replace(" ", "-")

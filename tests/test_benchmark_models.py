@@ -164,7 +164,9 @@ def test_failures_name_an_error_and_a_step_over_its_budget(harness):
 
 
 def test_what_binds_is_read_from_the_compiled_program(harness):
-    """Three products are held, of an elementwise chain whose cotangents take as much; the largest result lies in the memory of an output."""
+    """Three products are held, of an elementwise chain whose cotangents take as much; the largest result lies in the
+    memory of an output.
+    """
     ws, x = [jnp.eye(32)] * 4, jnp.ones((256, 32))
 
     def loss(ws, x):
@@ -183,7 +185,7 @@ def test_what_binds_is_read_from_the_compiled_program(harness):
 
 def test_sequences_between_loops_count_once(harness):
     """What the first loop writes and the second reads; not the argument that the first reads, nor carries."""
-    step = lambda h, x: (jnp.tanh(h + x), 2 * h)  # noqa: E731
+    step = lambda h, x: (jnp.tanh(h + x), 2 * h)
 
     def two_loops(xs):
         jax.lax.scan(step, xs[0], xs)  # nothing reads what it writes
@@ -225,7 +227,9 @@ def test_tables_have_a_row_for_each_program(harness, tmp_path):
 
 @pytest.mark.slow
 def test_families_of_regions_have_turns(harness):
-    """Marked blocks of two convolutions: the choices of whole blocks near the budget must not use up the tries of those that copy the residual stream."""
+    """Marked blocks of two convolutions: the choices of whole blocks near the budget must not use up the tries of those
+    that copy the residual stream.
+    """
     model = harness.ALL["convolutional net"](statetx.remat, batch=2)
     by_hand = statetx.measure(statetx.value_and_grad(model.loss), model.params, *model.data, gradient=False)
     planner = Planner(model.loss, model.params, *model.data, argnums=0, of="temporaries", time_limit=None)

@@ -36,7 +36,7 @@ def ones(*shape):
     return jnp.ones(shape)
 
 
-# -- values known by hand ----------------------------------------------------------------------------------------------
+# -- values known by hand --------------------------------------------------------------------------------------------
 
 
 def chain(ws, x):
@@ -51,8 +51,8 @@ RESULT = 256 * 8 * 4  # bytes
 
 
 def test_chain_of_products_holds_their_results_or_runs_them_again():
-    # The sines are fused into whatever reads them, so the products alone are held. The first reads arguments only; each other
-    # one that is not held reads the sine of the one before.
+    # The sines are fused into whatever reads them, so the products alone are held. The first reads arguments only; each
+    # other one that is not held reads the sine of the one before.
     bound = Bound(chain, *CHAIN)
     for num_again in range(4):
         assert bound.bytes_at(num_again * PRODUCT) == (4 - num_again) * RESULT
@@ -90,7 +90,8 @@ def test_outputs_of_the_program_are_not_counted():
         kept.value = y if is_kept else jnp.zeros_like(y)
         return chain(ws[1:], jnp.sin(y))
 
-    # The memory of the new state holds the first product, or else another one until the turn: both are the program's to use.
+    # The memory of the new state holds the first product, or else another one until the turn: both are the program's to
+    # use.
     bounds = [Bound(loss, *CHAIN, is_kept).bytes_at(0) for is_kept in (False, True)]
     assert bounds == [3 * RESULT, 2 * RESULT]
 
@@ -139,7 +140,7 @@ def test_values_that_are_equal_in_all_steps_count_once():
     assert sizes == {256}  # the product of two matrices
 
 
-# -- against all subsets -------------------------------------------------------------------------------------------------
+# -- against all subsets
 
 
 def random_program(seed):
@@ -166,7 +167,9 @@ def random_program(seed):
 
 
 def by_enumeration(graph, turn):
-    """For each set of held values: its bytes, and the operations that run again. By the definition of the turn, without solver."""
+    """For each set of held values: its bytes, and the operations that run again. By the definition of the turn, without
+    solver.
+    """
     values = [v for v in turn.values if v.num_bytes >= 64 * 4]  # smaller ones are free: it errs low as the test does
     outcomes = []
     for held in itertools.product((False, True), repeat=len(values)):
@@ -198,7 +201,7 @@ def test_bound_is_the_best_of_all_subsets(seed):
         assert min(abs(bound.operations_at(num_bytes) - n) for n in least) < 1
 
 
-# -- against compiled programs -------------------------------------------------------------------------------------------
+# -- against compiled programs
 
 
 def attention(p, x):
@@ -275,7 +278,7 @@ def test_no_compiled_program_takes_less(block, is_scanned):
         assert bound.operations_at(temp_bytes) <= max(extra, 0.0)
 
 
-# -- as a function --------------------------------------------------------------------------------------------------------
+# -- as a function
 
 
 def test_bound_is_monotone():

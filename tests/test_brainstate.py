@@ -105,9 +105,11 @@ def run(program, remat, fit):
 
 
 def assert_same(actual, expected):
-    """Equal up to the rounding of sums: XLA compiles a rematerialized function as a whole, with other fusions on each machine.
+    """Equal up to the rounding of sums: XLA compiles a rematerialized function as a whole, with other fusions on each
+    machine.
 
-    Measured: 0 on one CPU, 3.6e-7 beside entries of 1.4 (three units in the last place) on another, both with jax 0.10.2.
+    Measured: 0 on one CPU, 3.6e-7 beside entries of 1.4 (three units in the last place) on another, both with jax
+    0.10.2.
     """
     atol = 5e-6 * np.abs(expected).max(initial=0)
     np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=atol)
@@ -953,7 +955,7 @@ def test_gradients_of_a_flatted_dict_are_a_plain_dict():
     weights = net.states(brainstate.ParamState)
     zeros = {path: jax.tree.map(jnp.zeros_like, w.value) for path, w in weights.items()}
     with brainstate.environ.context(fit=False):
-        loss = lambda: net.loss(X, False)  # noqa: E731
+        loss = lambda: net.loss(X, False)
         value, ours = statetx.value_and_grad(loss, wrt=weights)()
         theirs = brainstate.transform.grad(loss, weights)()
         total, _ = statetx.scan(
@@ -989,7 +991,7 @@ def test_state_created_in_an_eager_call_works_in_a_brainstate_transform(writes, 
 
 
 def test_random_state_of_brainstate_has_its_name():
-    f = lambda x: x + brainstate.random.randn(3)  # noqa: E731
+    f = lambda x: x + brainstate.random.randn(3)
     assert list(statetx.trace_states(f)(jnp.ones(3)).reads) == ["brainstate.random.DEFAULT"]
 
 
@@ -1086,7 +1088,7 @@ def test_map_over_pairs_takes_the_place_of_for_loop(checkpoint):
     xs = jnp.sin(ts)
     expected = brainstate.transform.grad(lambda: loss(lambda: brainstate.transform.for_loop(step, ts, xs)), w)()
     last = v.value
-    over_pairs = lambda: statetx.map(lambda pair: step(*pair), (ts, xs), checkpoint=checkpoint)  # noqa: E731
+    over_pairs = lambda: statetx.map(lambda pair: step(*pair), (ts, xs), checkpoint=checkpoint)
     np.testing.assert_allclose(statetx.grad(loss, wrt=w)(over_pairs), expected, rtol=1e-5)
     np.testing.assert_allclose(v.value, last, rtol=1e-6)
     assert float(jnp.abs(last).max()) > 0.1

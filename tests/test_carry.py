@@ -1,4 +1,6 @@
-"""Carries of loops and outputs of branches: weak types are promoted as in `jax.lax`, in carries and states; others drift."""
+"""Carries of loops and outputs of branches: weak types are promoted as in `jax.lax`, in carries and states; others
+drift.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ UPDATES = {
 UPDATES["tree"] = (Log(jnp.full((3,), 0), 0), UPDATES["tree"][1])
 
 
-# Each runs `step`, which has a state of its own, for the first `n` elements of `XS`; and the same by hand with `jax.lax`.
+# Each runs `step`, which has a state of its own, for the first `n` elements of `XS`; and the same by hand with
+# `jax.lax`.
 def with_traced(n, f):
     """Call ``f(n)`` with a tracer; unlike `statetx.jit`, this leaves weak types as the body does."""
     pure = statetx.functionalize(f)
@@ -298,7 +301,7 @@ def test_branches_promote_states_like_jax_outputs(case, pred, name):
 
     def left_by(branch):
         state = make(init)
-        write = lambda h: lambda: None if h(init) is init else set(state, h(get(state)))  # noqa: E731
+        write = lambda h: lambda: None if h(init) is init else set(state, h(get(state)))
         branch(write)
         return get(state)
 
@@ -346,12 +349,14 @@ DRIFTS = {
     "dtype of a leaf": (
         Log(jnp.float32(0), 0),
         lambda v, x: Log((v.total + x.sum()).astype(jnp.bfloat16), v.count),
-        r"State '(step.)?log'\.total, made at .*it enters as f32\[\] and leaves as bf16\[\], written at .*test_carry.py:\d+",
+        r"State '(step.)?log'\.total, made at .*it enters as f32\[\] and leaves as bf16\[\], written at "
+        r".*test_carry.py:\d+",
     ),
     "shape of a weak leaf": (
         {"a": [0.0, jnp.zeros(3)]},
         lambda v, x: {"a": [x, v["a"][1]]},
-        r"State '(step.)?log'\['a'\]\[0\], made at .*it enters as ~f32\[\] and leaves as f32\[3\] \(~ marks a weak type",
+        r"State '(step.)?log'\['a'\]\[0\], made at .*it enters as ~f32\[\] and leaves as f32\[3\] \(~ marks a weak "
+        r"type",
     ),
     "a float that would be an integer": (
         0.5,
@@ -361,7 +366,8 @@ DRIFTS = {
     "structure": (
         Log(0.0, 0),
         lambda v, x: (v.total, v.count),
-        r"State '(step.)?log', made at .*it enters as Log\(total=~f32\[\], count=~i32\[\]\) and leaves as \(~?f32\[\], ~?i32\[\]\)",
+        r"State '(step.)?log', made at .*it enters as Log\(total=~f32\[\], count=~i32\[\]\) and leaves as "
+        r"\(~?f32\[\], ~?i32\[\]\)",
     ),
     "flag": (True, lambda v, x: x, r"State '(step.)?log', made at .*it enters as bool\[\] and leaves as f32\[3\]"),
 }
@@ -393,10 +399,11 @@ def test_drift_error_names_leaf_and_line(drift):
 
 def test_branches_writing_different_types_raise():
     log = statetx.State(Log(0.0, jnp.zeros(3)))
-    write = lambda v: lambda: setattr(log, "value", log.value._replace(count=v))  # noqa: E731
+    write = lambda v: lambda: setattr(log, "value", log.value._replace(count=v))
     with pytest.raises(
         statetx.CarryTypeError,
-        match=r"branches leave State 'log'.count, made at .*test_carry.py:\d+, with different types: .* writes f32\[2\] "
+        match=r"branches leave State 'log'.count, made at .*test_carry.py:\d+, with different types: .* writes "
+        r"f32\[2\] "
         r"at .*test_carry.py:\d+, .* writes f32\[\] at .*test_carry.py:\d+",
     ):
         statetx.cond(jnp.asarray(True), write(jnp.float32(1)), write(jnp.ones(2)))

@@ -176,7 +176,7 @@ def compiled_gradient(length, slots):
 
         return jax.vjp(run, w, h, xs)[1](cts)
 
-    leading = lambda *shape: jax.ShapeDtypeStruct((length, *shape), jnp.float32)  # noqa: E731
+    leading = lambda *shape: jax.ShapeDtypeStruct((length, *shape), jnp.float32)
     types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,))]
     return jax.jit(gradient).lower(*types, leading(64), (types[1], leading(1))).compile()
 
@@ -268,7 +268,7 @@ def test_bfloat16_in_slots_takes_no_memory(carries_only):
     """XLA:CPU copies arrays of bfloat16 that it computes with, and the slots are not among them."""
 
     def loss(w, xs, checkpoint=None):
-        step = lambda h, x: (jnp.tanh(h @ w + x), None)  # noqa: E731
+        step = lambda h, x: (jnp.tanh(h @ w + x), None)
         h, _ = statetx.scan(step, jnp.zeros((8, 64), w.dtype), xs, checkpoint=checkpoint)
         return h.astype(jnp.float32).sum()
 
@@ -277,7 +277,7 @@ def test_bfloat16_in_slots_takes_no_memory(carries_only):
     assert statetx.loop_report(in_slots, *args).rows[0].is_mixed
     for a, b in zip(jax.grad(in_slots, (0, 1))(*args), jax.grad(loss, (0, 1))(*args), strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.02)
-    step = lambda f: jax.jvp(lambda w: jax.grad(f)(w, args[1]), args[:1], args[:1])[1].astype(jnp.float32)  # noqa: E731
+    step = lambda f: jax.jvp(lambda w: jax.grad(f)(w, args[1]), args[:1], args[:1])[1].astype(jnp.float32)
     np.testing.assert_allclose(step(in_slots), step(loss), rtol=0.1, atol=0.1)
     mixed = temporary_bytes(in_slots, args)
     carries_only()
@@ -441,7 +441,7 @@ def test_second_gradient_of_a_loop_in_a_scan(scan, strategy):
     f, (w, h, xs) = program(13)
 
     def loss(strategy, w):
-        step = lambda h, _: (h + f(strategy, w, h, xs) * jnp.cos(h), None)  # noqa: E731
+        step = lambda h, _: (h + f(strategy, w, h, xs) * jnp.cos(h), None)
         return scan(step, h, None, length=2)[0].sum()
 
     def second(strategy):
@@ -473,8 +473,8 @@ MODES_OF_A_NUMBER = {
 def test_python_numbers_as_primals_and_tangents(loop, mode):
     if loop == "while_loop" and mode == "grad of jvp":
         pytest.skip("a tangent of this loop has no reverse mode")
-    f = lambda w: LOOPS_OF_A_NUMBER[loop](lambda h: jnp.tanh(w * h + 0.3), 0.1)  # noqa: E731
-    plain = lambda w: jax.lax.fori_loop(0, 9, lambda _, h: jnp.tanh(w * h + 0.3), 0.1)  # noqa: E731
+    f = lambda w: LOOPS_OF_A_NUMBER[loop](lambda h: jnp.tanh(w * h + 0.3), 0.1)
+    plain = lambda w: jax.lax.fori_loop(0, 9, lambda _, h: jnp.tanh(w * h + 0.3), 0.1)
     expected = MODES_OF_A_NUMBER[mode](plain, jnp.float32(0.5), jnp.float32(1.0))
     for w, t in [(0.5, 1.0), (jnp.float32(0.5), 1.0), (0.5, jnp.float32(1.0))]:
         assert float(MODES_OF_A_NUMBER[mode](f, w, t)) == pytest.approx(float(expected), rel=1e-5)
@@ -635,7 +635,7 @@ def test_counts_and_sizes_of_any_integer_type():
         (policies.larger_than(np.int64(2**20)), policies.larger_than("1MiB")),
     ):
         assert strategy == same and repr(strategy) == repr(same)
-    loop = lambda checkpoint: statetx.scan(lambda c, _: (jnp.sin(c), None), 1.0, None, 5, checkpoint=checkpoint)[0]  # noqa: E731
+    loop = lambda checkpoint: statetx.scan(lambda c, _: (jnp.sin(c), None), 1.0, None, 5, checkpoint=checkpoint)[0]
     assert float(loop(three)) == float(loop(3))
     for make in (policies.Budget, policies.larger_than):
         with pytest.raises(statetx.PolicyError, match=r"-5 is not a size; use a number of bytes"):
@@ -700,7 +700,7 @@ def test_counts_of_runs_take_any_number():
 
 
 def test_loop_report_takes_one_policy_or_several():
-    loss = lambda h: statetx.scan(lambda h, _: (jnp.sin(h @ W), None), h, None, 50, checkpoint=Slots(5))[0].sum()  # noqa: E731
+    loss = lambda h: statetx.scan(lambda h, _: (jnp.sin(h @ W), None), h, None, 50, checkpoint=Slots(5))[0].sum()
     for own, compared in (("dots", ["dots"]), (policies.dots, ["dots"]), (("dots", None), ["dots"]), ((), [])):
         assert [r.policy for r in statetx.loop_report(loss, H, policies=own).rows] == ["-", *compared]
     with pytest.raises(statetx.PolicyError, match="policies must be a policy or a sequence of policies, got None"):
@@ -715,7 +715,7 @@ def test_loop_report_lists_loops_in_the_steps_of_loops():
         return statetx.scan(lambda h, _: (jnp.sin(h @ W), None), h, None, 30, checkpoint=strategy)[0]
 
     def outer(h, strategy):
-        step = lambda h, _: (inner(h, Slots(3)), None)  # noqa: E731
+        step = lambda h, _: (inner(h, Slots(3)), None)
         return statetx.scan(step, h, None, 20, checkpoint=strategy)[0].sum()
 
     for strategy, slots in ((Slots(4), 4), (Budget("1GiB"), 0)):
@@ -878,11 +878,11 @@ def test_while_loop_of_every_length_under_vmap(slots):
     lengths = jnp.arange(70)
 
     def loop(h, num):
-        step = lambda val: (jnp.sin(W @ val[0]) + 0.1 * val[1], val[1] + 1)  # noqa: E731
+        step = lambda val: (jnp.sin(W @ val[0]) + 0.1 * val[1], val[1] + 1)
         return (statetx.while_loop(lambda val: val[1] < num, step, (h, 0), checkpoint=slots)[0] ** 2).sum()
 
     def scan(h, num):
-        step = lambda h, i: (jnp.where(i < num, jnp.sin(W @ h) + 0.1 * i, h), None)  # noqa: E731
+        step = lambda h, i: (jnp.where(i < num, jnp.sin(W @ h) + 0.1 * i, h), None)
         return (jax.lax.scan(step, h, lengths)[0] ** 2).sum()
 
     actual, expected = (jax.jit(jax.vmap(jax.grad(f), (None, 0)))(H, lengths) for f in (loop, scan))
@@ -901,7 +901,7 @@ def test_while_loop_mistakes():
         statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, checkpoint=Levels(2))
     with pytest.raises(ValueError, match="max_steps must be a whole number"):
         statetx.while_loop(lambda x: x < 1, lambda x: x + 1, 0.0, max_steps=-1)
-    twice = lambda x: statetx.while_loop(lambda x: x < 1, lambda x: x + jnp.sin(x), x, checkpoint=2)  # noqa: E731
+    twice = lambda x: statetx.while_loop(lambda x: x < 1, lambda x: x + jnp.sin(x), x, checkpoint=2)
     with pytest.raises(ValueError, match=r"(?s)again in reverse mode.*jax\.hessian\(f\)"):
         jax.grad(jax.grad(twice))(0.1)
     assert np.isfinite(jax.hessian(twice)(0.1)), "the message's advice"
@@ -937,7 +937,7 @@ def test_turns_bring_their_own_carry_back_from_the_host(make):
     """Not one loop before the backward pass that brings all of them, which would be in the device's memory together."""
 
     def compiled(strategy):
-        step = lambda w, h, x: (h := jnp.tanh(h @ w + x), h.sum())  # noqa: E731
+        step = lambda w, h, x: (h := jnp.tanh(h @ w + x), h.sum())
         xs, h, w = jnp.ones((26, 16, 32)), jnp.zeros((16, 32)), 0.9 * jnp.eye(32)
         grad = jax.grad(lambda w: statetx.scan(functools.partial(step, w), h, xs, checkpoint=strategy)[1].sum())
         return jax.make_jaxpr(grad)(w), jax.jit(grad).lower(w).compile().memory_analysis().temp_size_in_bytes
@@ -1159,7 +1159,7 @@ STRICT = {
 @pytest.mark.parametrize("name", in_turn(STRICT))
 def test_strategies_under_strict_promotion(name):
     w = statetx.Param(jnp.float32(0.5))
-    loss = lambda: STRICT[name](lambda c, x: (jnp.tanh(c * w.value) + x, None))  # noqa: E731
+    loss = lambda: STRICT[name](lambda c, x: (jnp.tanh(c * w.value) + x, None))
     expected = statetx.grad(loss, wrt=w)()
     with jax.numpy_dtype_promotion("strict"):
         np.testing.assert_array_equal(statetx.grad(loss, wrt=w)(), expected)
@@ -1174,7 +1174,9 @@ def on_the_host(t):
 
 
 def damped(c):
-    """The second of three carries depends on the differentiated input; JAX cannot differentiate the first; the third is independent."""
+    """The second of three carries depends on the differentiated input; JAX cannot differentiate the first; the third is
+    independent.
+    """
     t, v, w = c
     return t + on_the_host(t), jnp.sin(v) * jax.lax.stop_gradient(t), 0.5 * w
 
@@ -1220,7 +1222,7 @@ def test_carries_without_tangents_need_no_derivative(name, moving):
 )
 def test_outputs_without_tangents_need_no_derivative(checkpoint, transform):
     def loss(x, **options):
-        step = lambda c, _: ((c[0] + 1.0, jnp.sin(c[0] * c[1])), (c[0], c[1]))  # noqa: E731
+        step = lambda c, _: ((c[0] + 1.0, jnp.sin(c[0] * c[1])), (c[0], c[1]))
         (t, v), (times, values) = statetx.scan(step, (1.0, x), None, 5, **options)
         return (v + values.sum()) * on_the_host(t) * on_the_host(times.sum())
 
@@ -1231,7 +1233,7 @@ def test_outputs_without_tangents_need_no_derivative(checkpoint, transform):
 @pytest.mark.parametrize("checkpoint", [Slots(2), statetx.Truncated(2)], ids=str)
 def test_while_loop_outputs_without_tangents_need_no_derivative(checkpoint):
     def loss(x):
-        step = lambda c: (c[0] + 1.0, jnp.sin(c[1]))  # noqa: E731
+        step = lambda c: (c[0] + 1.0, jnp.sin(c[1]))
         t, v = statetx.while_loop(lambda c: c[0] < 3, step, (1.0, x), checkpoint=checkpoint)
         return v * on_the_host(t)
 
@@ -1240,7 +1242,7 @@ def test_while_loop_outputs_without_tangents_need_no_derivative(checkpoint):
 
 def test_steps_that_keep_literals():
     def last(x, **options):
-        step = lambda c, _: (jnp.stack([jnp.sin(c), 1.0]).sum(), None)  # noqa: E731
+        step = lambda c, _: (jnp.stack([jnp.sin(c), 1.0]).sum(), None)
         return statetx.scan(step, x, None, 6, **options)[0]
 
     planned = jax.grad(functools.partial(last, checkpoint=Slots(5)))(0.4)

@@ -199,7 +199,7 @@ import os, sys, jax.numpy as jnp, statetx
 state, directory = statetx.State(jnp.zeros(2)), sys.argv[1]
 checkpointer = statetx.Checkpointer(directory, [state])
 checkpointer.save(1), checkpointer.wait()
-os.rename(directory, directory + ".moved"), open(directory, "w").close()  # root writes to every directory, and to no file
+os.rename(directory, directory + ".moved"), open(directory, "w").close()  # root writes to all directories
 try:
     checkpointer.save(2)
 except statetx.CheckpointError as e:
@@ -426,7 +426,9 @@ def test_restore_changed_number_raises(tmp_path):
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_restore_tampered_manifest_raises_one_error_or_is_exact(saved, monkeypatch, num):
-    """With the checksum of what it says. Then only numbers, text and weak types can be forged; unknown fields are not read."""
+    """With the checksum of what it says. Then only numbers, text and weak types can be forged; unknown fields are not
+    read.
+    """
     directory, expected = saved
     file, rng, counts = directory / "7" / "manifest" / "metadata", random.Random(0), {"error": 0, "restored": 0}
     original, model = file.read_text(), Everything(2)
@@ -472,7 +474,7 @@ def reads_once(read, file):
         if not whole:
             whole.update(read(location, step, **item))
         targets = item["states"].item
-        pick = lambda path, x: {k: x[k] for k in targets[path]} if isinstance(x, dict) else x  # noqa: E731
+        pick = lambda path, x: {k: x[k] for k in targets[path]} if isinstance(x, dict) else x
         return {path: pick(path, x) for path, x in whole.items() if path in targets}
 
     return read_quickly

@@ -33,7 +33,7 @@ def run(capsys, *argv):
     return status, *capsys.readouterr()
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------------------------
 
 
 def test_memory_prints_the_profile_of_the_loss_with_its_gradient(capsys):
@@ -85,7 +85,7 @@ def test_plan_that_no_program_keeps_fails_in_one_line(capsys):
     assert status == 1 and out == "" and err.count("\n") == 1 and "No plan for loss keeps the budget of 1.0 KiB" in err
 
 
-# -- targets -----------------------------------------------------------------------------------------------------------
+# -- targets ---------------------------------------------------------------------------------------------------------
 
 
 def test_targets_of_all_forms(capsys):
@@ -137,7 +137,7 @@ def test_a_file_with_the_name_of_a_loaded_module(capsys, tmp_path):
     assert sys.modules["json"] is json
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------------------------
 
 BAD = {
     "unknown command": (["memroy", "m:f"], "invalid choice: 'memroy'"),
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_written_in_the_end(capsys, tmp_path, monkeypatch)
     assert status == 2 and err.count("\n") == 1 and "No such file or directory" in err
 
 
-# -- failures of the user's code ---------------------------------------------------------------------------------------
+# -- failures of the user's code -------------------------------------------------------------------------------------
 
 
 def test_an_error_of_the_function_has_its_traceback(capsys):
@@ -240,7 +240,7 @@ def test_an_error_of_the_module(capsys, tmp_path, monkeypatch, content, last_lin
     assert "user_module" not in sys.modules
 
 
-# -- shapes ------------------------------------------------------------------------------------------------------------
+# -- shapes ----------------------------------------------------------------------------------------------------------
 
 
 def struct(shape, dtype):
@@ -327,7 +327,7 @@ def test_commands_of_the_readme_fit_its_program():
             assert jax.eval_shape(scope[name.partition(":")[2]], *args, **kwargs).shape == ()
 
 
-# -- the program -------------------------------------------------------------------------------------------------------
+# -- the program -----------------------------------------------------------------------------------------------------
 
 
 def test_help_lists_examples(capsys):
@@ -338,7 +338,9 @@ def test_help_lists_examples(capsys):
 
 
 def test_as_a_program(tmp_path):
-    """The folder in which it is started is on the path; a terminal without the characters of the sparkline prints others."""
+    """The folder in which it is started is on the path; a terminal without the characters of the sparkline prints
+    others.
+    """
     (tmp_path / "train.py").write_text("def loss(x):\n    return (x * x.sum()).sum()\n")
     command = [sys.executable, "-m", "statetx", "memory", "train:loss", "--shapes", "f32[8,8]"]
     environment = os.environ | {"PYTHONPATH": str(HERE.parent), "PYTHONIOENCODING": "ascii"}

@@ -173,7 +173,9 @@ def long_loop(w, xs):
 
 
 def test_search_that_is_cut_short_does_not_return_the_smallest_plan(compilations):
-    """The smallest plan of this loop is one slot, of 75 times the operations; the first that is compiled keeps the budget at a quarter."""
+    """The smallest plan of this loop is one slot, of 75 times the operations; the first that is compiled keeps the
+    budget at a quarter.
+    """
     plan = statetx.plan(long_loop, jnp.ones(8), jnp.ones((400, 8)), budget=0.5, time_limit=60)
     assert 0 < len(compilations) <= 2
     assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 0.3
@@ -251,7 +253,7 @@ def test_no_limit(clock):
 
 @pytest.mark.parametrize("time_limit", ["a", -1, True, float("nan")])
 def test_wrong_time_limit_raises(time_limit):
-    loss = lambda w: (w**2).sum()  # noqa: E731
+    loss = lambda w: (w**2).sum()
     with pytest.raises(ValueError, match="time_limit=.* must be a number of seconds"):
         statetx.plan(loss, jnp.ones(4), argnums=0, budget="1GiB", time_limit=time_limit)
     with pytest.raises(ValueError, match="time_limit="), statetx.budget("1GiB", time_limit=time_limit):

@@ -201,7 +201,7 @@ def test_rematerialized_jaxpr_equals_rematerialized_function():
 
     theirs = jax.checkpoint(lambda x, y: [jnp.sin(x) * y], policy=policy, prevent_cse=(True, False))
     assert str(jax.make_jaxpr(ours)(X, X)) == str(jax.make_jaxpr(theirs)(X, X))
-    loss = lambda f: lambda x: f(x, 2 * x)[0].sum()  # noqa: E731
+    loss = lambda f: lambda x: f(x, 2 * x)[0].sum()
     np.testing.assert_allclose(jax.grad(loss(ours))(X), jax.grad(loss(theirs))(X), rtol=1e-6)
     twice = jax.make_jaxpr(lambda x: [ours(x, x), ours(x, x)])(X)
     assert twice.eqns[0].params["jaxpr"] is twice.eqns[1].params["jaxpr"]
@@ -250,7 +250,7 @@ def test_plain_loop_is_linearized_by_the_rule_of_scan(monkeypatch):
         return fallback(primitive, *args, **params)
 
     monkeypatch.setattr(_jax.batching._ad, "fallback_linearize_rule", noted)
-    loop = lambda x: statetx.scan(lambda c, _: (c * 0.5, None), x, None, 70, checkpoint="auto")[0]  # noqa: E731
+    loop = lambda x: statetx.scan(lambda c, _: (c * 0.5, None), x, None, 70, checkpoint="auto")[0]
     np.testing.assert_allclose(jax.grad(loop)(1.0), 0.5**70, rtol=1e-5)
     assert "mul" in traced and "statetx_loop" not in traced
 
@@ -260,7 +260,9 @@ def _layer(w, x):
 
 
 def test_fields_of_compiled_programs():
-    """XLA's messages, decoded by the numbers of their fields: instructions, schedule, places, names, donation, loops."""
+    """XLA's messages, decoded by the numbers of their fields: instructions, schedule, places, names, donation,
+    loops.
+    """
 
     def step(params, x):
         def body(carry, _):
@@ -401,7 +403,7 @@ def test_value_of_a_ref_is_a_copy_of_its_buffer():
     assert (new[0], ref[0]) == (3, 6)
 
 
-# -- the list of private names -----------------------------------------------------------------------------------------
+# -- the list of private names ---------------------------------------------------------------------------------------
 
 
 def test_every_private_name_is_listed_with_what_it_is_for():

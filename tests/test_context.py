@@ -29,7 +29,7 @@ class Net:
     """Residual layers whose activations are much larger than weights, and a count as a state."""
 
     def __init__(self, mesh, width=64):
-        place = lambda x: jax.device_put(x, NamedSharding(mesh, P()))  # noqa: E731
+        place = lambda x: jax.device_put(x, NamedSharding(mesh, P()))
         self.ws = [statetx.Param(place(jnp.full((width, width), 0.01 * (i + 1)))) for i in range(4)]
         self.count = statetx.State(place(jnp.zeros(())))
 
@@ -130,10 +130,10 @@ def test_loop_budget_counts_bytes_per_device(kind):
         x = batch_on(mesh, num=512)
 
         def loss(x, checkpoint=None):
-            body = lambda c, _: (jnp.tanh(c @ w.value), None)  # noqa: E731
+            body = lambda c, _: (jnp.tanh(c @ w.value), None)
             return jnp.mean(statetx.scan(body, x, None, 128, checkpoint=checkpoint)[0] ** 2)
 
-        step = lambda checkpoint: statetx.value_and_grad(lambda x: loss(x, checkpoint), wrt=w)  # noqa: E731
+        step = lambda checkpoint: statetx.value_and_grad(lambda x: loss(x, checkpoint), wrt=w)
         # A carry has 16 KiB on a device, and 128 KiB in all.
         budget = 2**18
         sizes = {c: compiled_bytes(step(c), x) for c in (None, 1, Budget(budget))}
@@ -143,7 +143,7 @@ def test_loop_budget_counts_bytes_per_device(kind):
 def test_loop_that_fits_on_a_device_stays_plain():
     mesh = mesh_of()
     w = statetx.Param(jax.device_put(jnp.full((64, 64), 0.01), NamedSharding(mesh, P())))
-    body = lambda c, _: (jnp.tanh(c @ w.value), None)  # noqa: E731
+    body = lambda c, _: (jnp.tanh(c @ w.value), None)
     x = batch_on(mesh, num=512)
     sizes = [
         compiled_bytes(
@@ -167,7 +167,7 @@ def test_fit_under_a_named_axis():
         return jnp.mean(x**2)
 
     def run(policy):
-        loss = lambda xs: statetx.vmap(statetx.remat(f, policy=policy), axis_name="batch")(xs).mean()  # noqa: E731
+        loss = lambda xs: statetx.vmap(statetx.remat(f, policy=policy), axis_name="batch")(xs).mean()
         return statetx.grad(loss, wrt=w)
 
     whole = compiled_bytes(run("everything"), xs)
@@ -214,7 +214,7 @@ LOOPS = {
 def test_budgets_in_shard_map(name, check_vma):
     mesh, x = mesh_of(), jnp.linspace(-1, 1, 128).reshape(16, 8)
     params = [W] if name != "remat_scan" else [WS]
-    run = lambda size: statetx.jit(statetx.value_and_grad(in_shard_map(LOOPS[name](size), mesh, check_vma), wrt=params))  # noqa: E731
+    run = lambda size: statetx.jit(statetx.value_and_grad(in_shard_map(LOOPS[name](size), mesh, check_vma), wrt=params))
     (value, (grad,)), (expected, (expected_grad,)) = run("1MiB")(x), run(None)(x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
@@ -224,8 +224,8 @@ def test_budgets_in_shard_map(name, check_vma):
 def test_budget_in_shard_map_is_per_device(check_vma):
     mesh, x = mesh_of(), jnp.ones((512, 64))
     w = statetx.Param(jnp.full((64, 64), 0.01))
-    f = lambda c: lambda x: statetx.scan(lambda h, _: (jnp.tanh(h @ w.value), None), x, None, 128, checkpoint=c)[0]  # noqa: E731
-    run = lambda c: statetx.value_and_grad(in_shard_map(f(c), mesh, check_vma), wrt=w)  # noqa: E731
+    f = lambda c: lambda x: statetx.scan(lambda h, _: (jnp.tanh(h @ w.value), None), x, None, 128, checkpoint=c)[0]
+    run = lambda c: statetx.value_and_grad(in_shard_map(f(c), mesh, check_vma), wrt=w)
     sizes = {c: compiled_bytes(run(c), x) for c in (None, 1, Budget("512KiB"), Budget("8MiB"))}
     assert sizes[Budget("8MiB")] == sizes[None]
     assert sizes[1] < sizes[Budget("512KiB")] <= 2**19 + 2**15
@@ -233,10 +233,12 @@ def test_budget_in_shard_map_is_per_device(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 def test_while_loop_with_slots_steps_per_device(check_vma):
-    """Gradients of replicated weights are summed over devices after the loop: within it they would wait for each other."""
+    """Gradients of replicated weights are summed over devices after the loop: within it they would wait for
+    each other.
+    """
     mesh, x = mesh_of(), jnp.linspace(0.1, 1.5, 128).reshape(16, 8)
     w, total = statetx.Param(jnp.full((8, 8), 0.1)), statetx.State(jnp.zeros(8))
-    step = lambda w, c: jnp.where(c < 40, c + jnp.tanh(c @ w), c)  # noqa: E731  # jnp.where is jitted
+    step = lambda w, c: jnp.where(c < 40, c + jnp.tanh(c @ w), c)  # jnp.where is jitted
 
     def f(x):
         def body(carry):
@@ -285,7 +287,7 @@ def test_sharding_of_a_tracer():
         return x
 
     statetx.jit(look)(x)
-    named = lambda *spec: NamedSharding(mesh, P(*spec))  # noqa: E731
+    named = lambda *spec: NamedSharding(mesh, P(*spec))
     assert found == {
         "argument": named("d", None),
         "state": named(None, "d"),
@@ -312,9 +314,11 @@ def test_sharding_notes_do_not_outlive_tracers():
     "spec", [P("d"), pytest.param(P(), marks=pytest.mark.slow)], ids=["sharded weights", "replicated weights"]
 )
 def test_fit_counts_no_gradient_that_is_not_taken(spec):
-    """Of the batch. As an output of the measured program it would lend its memory to temporary values, and the budget would be exceeded."""
+    """Of the batch. As an output of the measured program it would lend its memory to temporary values, and the budget
+    would be exceeded.
+    """
     mesh, data = jax.make_mesh((8,), ("d",), axis_types=(AUTO,)), np.random.default_rng(0)
-    put = lambda spec, *shape: jax.device_put(  # noqa: E731
+    put = lambda spec, *shape: jax.device_put(
         jnp.asarray(data.normal(size=shape) / 12, jnp.float32), NamedSharding(mesh, spec)
     )
     x, layers = put(P("d"), 512, 64), [(put(spec, 64, 128), put(spec, 128, 64)) for _ in range(4)]
@@ -336,8 +340,8 @@ def test_fit_counts_no_gradient_that_is_not_taken(spec):
 
 def test_fit_made_without_a_gradient_is_differentiated_with_it():
     """Plans of the inner gradient, by the weights, leave out the batch, by which the outer one differentiates."""
-    loss = lambda w, x: jnp.sin(jnp.tanh(x @ w)).sum()  # noqa: E731
-    of_batch = lambda fun: jax.grad(lambda x, w: (jax.grad(fun)(w, x) ** 2).sum())  # noqa: E731
+    loss = lambda w, x: jnp.sin(jnp.tanh(x @ w)).sum()
+    of_batch = lambda fun: jax.grad(lambda x, w: (jax.grad(fun)(w, x) ** 2).sum())
     args = jnp.linspace(-1, 1, 128).reshape(16, 8), jnp.eye(8)
     planned = of_batch(statetx.remat(loss, policy="fit:1MiB"))
     np.testing.assert_allclose(planned(*args), of_batch(loss)(*args), rtol=1e-5, atol=1e-6)

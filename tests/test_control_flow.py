@@ -213,7 +213,7 @@ def test_fori_loop_bounds_match_jax(bounds):
     for disabled in (False, True):
         with jax.disable_jit(disabled):
             np.testing.assert_allclose(ours(*bounds, 1.0), theirs(*bounds, 1.0), rtol=1e-6)
-    gradient = lambda f: jax.grad(lambda x: f(*bounds, x)[0])(1.0)  # noqa: E731
+    gradient = lambda f: jax.grad(lambda x: f(*bounds, x)[0])(1.0)
     np.testing.assert_allclose(gradient(ours), gradient(theirs), rtol=1e-6)
     traced = [jnp.asarray(b, jnp.result_type(*bounds)) for b in bounds]
     total.value = 0.0
@@ -243,7 +243,7 @@ def test_disable_jit_does_not_change_a_carry_in_place():
 
 @pytest.mark.parametrize("argument", ["length", "unroll"])
 def test_traced_scan_options_raise(argument):
-    f = lambda n: statetx.scan(lambda c, _: (c, None), 0.0, **{"length": 3, argument: n})[0]  # noqa: E731
+    f = lambda n: statetx.scan(lambda c, _: (c, None), 0.0, **{"length": 3, argument: n})[0]
     with pytest.raises(jax.errors.ConcretizationTypeError, match=f"scan: {argument}= must be known"):
         jax.jit(f)(3)
     assert jax.jit(f, static_argnums=0)(3) == 0.0
@@ -418,7 +418,7 @@ def test_loops_need_callables(loop):
 
 
 def test_forwarded_branch_outputs_stay_unbatched():
-    keep = lambda x, y: statetx.scan(lambda c, _: (c, None), y, None, 1)[0]  # noqa: E731
+    keep = lambda x, y: statetx.scan(lambda c, _: (c, None), y, None, 1)[0]
     run = jax.vmap(lambda x, y: statetx.cond(x < 0, keep, keep, x, y), (0, None), None)
     assert float(run(jnp.arange(3.0), 3.0)) == 3.0
 

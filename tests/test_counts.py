@@ -1,4 +1,6 @@
-"""Counts that must not grow: sizes of compiled programs against handwritten ones, traces, compilations, cache entries."""
+"""Counts that must not grow: sizes of compiled programs against handwritten ones, traces, compilations, cache
+entries.
+"""
 
 from __future__ import annotations
 

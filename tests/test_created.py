@@ -670,8 +670,8 @@ def test_idiom_equals_plain_python_and_is_staged_at_most_twice(how):
 
 # -- random programs -------------------------------------------------------------------------------------------
 
-# None moves a state that was there before from one attribute to another in each call: that is for Python to do, and is not
-# repeated by any program of `jit`.
+# None moves a state that was there before from one attribute to another in each call: that is for Python to do, and is
+# not repeated by any program of `jit`.
 STATEMENTS = """
 box.{a} = S(x * {k})
 box.{a} = box.{b} = S(x * {k})

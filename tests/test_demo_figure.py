@@ -1,4 +1,6 @@
-"""The table and the picture of the README: written by docs/demo_figure.py, with the bytes that the demo's steps take."""
+"""The table and the picture of the README: written by docs/demo_figure.py, with the bytes that the demo's
+steps take.
+"""
 
 import json
 import pathlib
@@ -13,7 +15,8 @@ pytest.importorskip("matplotlib")
 ROOT = pathlib.Path(__file__).parents[1]
 figure = runpy.run_path(str(ROOT / "docs" / "demo_figure.py"))
 RESULTS = {
-    "options": {"steps": 40, "seq": 2048, "batch": 16, "hidden": 128, "cell": "gru", "policy": None, "slots": None, "seed": 0},
+    "options": {"steps": 40, "seq": 2048, "batch": 16, "hidden": 128, "cell": "gru"}
+    | {"policy": None, "slots": None, "seed": 0},
     "runs": {
         "plain": {"checkpoint": "None", "temporary_mib": 200.0},
         "nested": {"checkpoint": "Levels(2)", "temporary_mib": 2.0},

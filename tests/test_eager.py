@@ -106,7 +106,7 @@ def test_failed_step_undoes_the_loop(name):
 def test_gradients(name):
     w = statetx.Param(jnp.asarray(2.0))
     is_differentiable = name not in ("while_loop", "while_loop, max_steps")
-    loss = lambda: LOOPS[name](statetx.remat(lambda x: w.value * x))  # noqa: E731
+    loss = lambda: LOOPS[name](statetx.remat(lambda x: w.value * x))
     with jax.disable_jit():
         out = statetx.grad(loss, wrt=w)()
     if is_differentiable:

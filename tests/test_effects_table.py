@@ -1,7 +1,7 @@
 """Every transform crossed with every side effect, for every kind of state; `effects_table` holds the rows and columns.
 
-`refused` gives the error of each cell that raises; in all others the transform agrees with plain calls. No cell leaves a tracer or an
-open frame behind, and after an error every state has its former value.
+`refused` gives the error of each cell that raises; in all others the transform agrees with plain calls. No cell leaves
+a tracer or an open frame behind, and after an error every state has its former value.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def difference(a: Any, b: Any, tolerance: float) -> str:
 
 @pytest.mark.parametrize("rule", ["custom_jvp", "custom_vjp"])
 def test_variable_created_under_a_custom_rule_is_missed(rule):
-    """As `kinds/nnx.py` says: a Variable made in a transform that is not statetx's, as nnx's own make them, ends with that.
+    """As `kinds/nnx.py` says: a Variable made in a transform that is not statetx's, as nnx's own make them, ends with
+    that.
 
     If the user's code stores one, JAX raises as soon as its tracer is used.
     """

@@ -243,7 +243,7 @@ def test_axis_that_a_scan_runs_over_is_no_batch():
     assert not any(target.endswith("loss") for target in targets)
 
 
-# -- errors and devices ------------------------------------------------------------------------------------------------
+# -- errors and devices ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,13 +256,15 @@ def test_axis_that_a_scan_runs_over_is_no_batch():
         ("Attempting to allocate 512.00M. That was not possible. There are 1.07M free.", GIB // 2, None),
         ("Attempting to reserve 3.00G at the bottom of memory. That was not possible.", 3 * GIB, None),
         (
-            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 19.50G of "
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 19.50G "
+            "of "
             "15.50G hbm. Exceeded hbm capacity by 4.00G.",
             None,
             int(15.5 * GIB),
         ),
         (
-            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries "
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for "
+            "HLO temporaries "
             "(86.97G) exceeds available HBM (15.75G). HLO module: jit__lambda.",
             None,
             int(15.75 * GIB),
@@ -305,7 +307,7 @@ def test_other_arrays_on_the_device_are_taken_from_its_memory(monkeypatch):
     assert report.short_bytes == report.needed_bytes - 2**19 and "of which other arrays take 3.5 MiB" in str(report)
 
 
-# -- inputs ------------------------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------------------------
 
 
 def test_donated_arguments_and_states_and_no_state_changes():
@@ -345,7 +347,7 @@ def test_arrays_in_the_hosts_memory_take_none_of_the_device(monkeypatch):
     assert report.other_bytes == 1000
 
 
-# -- without the compiler ----------------------------------------------------------------------------------------------
+# -- without the compiler --------------------------------------------------------------------------------------------
 
 
 def refuses(message):
@@ -441,7 +443,7 @@ def test_estimate_tells_the_lengths_of_scans():
     }
 
 
-# -- forms -------------------------------------------------------------------------------------------------------------
+# -- forms -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

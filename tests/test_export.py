@@ -90,7 +90,7 @@ def test_states_by_path_are_updated_from_the_results():
 
 
 def scanned(checkpoint, w, x, num=40):
-    step = lambda h, i: (jnp.tanh(h @ w) + i, None)  # noqa: E731
+    step = lambda h, i: (jnp.tanh(h @ w) + i, None)
     return (statetx.scan(step, x, jnp.arange(num) / num, checkpoint=checkpoint)[0] ** 2).sum()
 
 

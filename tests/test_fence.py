@@ -51,11 +51,11 @@ def test_unrolled_blocks_with_loops():
     """From jaxlib 0.11.1 on the barrier stays until XLA orders the operations, but loops start early in spite of it."""
 
     def block(w, x):
-        step = lambda h, _: (jnp.tanh(h @ w + x),) * 2  # noqa: E731
+        step = lambda h, _: (jnp.tanh(h @ w + x),) * 2
         return jax.lax.scan(step, x, None, length=16)[1].mean(0) + x
 
     def temp_bytes(block):
-        loss = lambda ws, x: (functools.reduce(lambda x, w: block(w, x), ws, x) ** 2).sum()  # noqa: E731
+        loss = lambda ws, x: (functools.reduce(lambda x, w: block(w, x), ws, x) ** 2).sum()
         return statetx.measure(loss, list(jnp.ones((6, 32, 32)) / 32), jnp.ones((64, 32))).temp_bytes
 
     assert temp_bytes(statetx.remat(block)) <= 0.5 * temp_bytes(block)
@@ -114,7 +114,7 @@ def test_every_mode(transform, value):
 def test_every_dtype(dtype):
     with jax.enable_x64(dtype == "float64"):
         x = jnp.ones(3, dtype)
-        loss = lambda f: lambda x, i, key, e: (f(x, i, key, e) * x).real.astype("float32").sum()  # noqa: E731
+        loss = lambda f: lambda x, i, key, e: (f(x, i, key, e) * x).real.astype("float32").sum()
 
         def g(x, i, key, empty):
             return (x * x).at[i].multiply(jax.random.bernoulli(key).astype(x.dtype)) + empty.sum().astype(x.dtype)
@@ -194,7 +194,7 @@ def test_convolutions_in_a_branch_have_fast_code(dims, stride, groups):
     x = jnp.linspace(-1, 1, 2 * 6 * 6 * 4).reshape((2, 6, 6, 4) if dims[0] == "NHWC" else (2, 4, 6, 6))
     w = jnp.linspace(-1, 1, 9 * 4 // groups * 8)
     w = w.reshape((3, 3, 4 // groups, 8) if dims[1] == "HWIO" else (8, 4 // groups, 3, 3))
-    gradient = lambda f: jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))  # noqa: E731
+    gradient = lambda f: jax.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))
     fenced = gradient(statetx.remat(convolution, fence="cond"))
     for a, b in zip(fenced(x, w), gradient(convolution)(x, w), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -208,8 +208,8 @@ def test_convolutions_in_a_branch_have_fast_code(dims, stride, groups):
 @pytest.mark.parametrize("policy", ["dots", statetx.policies.names("h")], ids=repr)
 def test_only_low_precision_residuals_are_rounded(policy):
     """JAX rounds all residuals; for float32 that is a copy, and each residual was in memory twice."""
-    inner = lambda x: jnp.sin(statetx.checkpoint_name(jnp.tanh(x @ x), "h") @ x)  # noqa: E731
-    count = lambda fun, x: str(jax.make_jaxpr(jax.grad(lambda x: fun(x).sum()))(x)).count("reduce_precision")  # noqa: E731
+    inner = lambda x: jnp.sin(statetx.checkpoint_name(jnp.tanh(x @ x), "h") @ x)
+    count = lambda fun, x: str(jax.make_jaxpr(jax.grad(lambda x: fun(x).sum()))(x)).count("reduce_precision")
     ours, exact, short = statetx.remat(inner, policy=policy), jnp.ones((3, 3)), jnp.ones((3, 3), "bfloat16")
     assert count(ours, exact) == 0 and count(ours, short) > 0
     theirs = jax.checkpoint(inner, policy=jax.checkpoint_policies.dots_saveable)
@@ -218,12 +218,12 @@ def test_only_low_precision_residuals_are_rounded(policy):
 
 def test_loop_has_no_fence():
     step = statetx.remat(f)
-    loss = lambda x: jax.lax.scan(lambda h, _: (step(h), None), x, length=3)[0].sum()  # noqa: E731
+    loss = lambda x: jax.lax.scan(lambda h, _: (step(h), None), x, length=3)[0].sum()
     assert "stablehlo.case" not in jax.jit(jax.grad(loss)).lower(jnp.ones(3)).as_text()
 
 
 def test_jax_checkpoint_is_unchanged():
-    loss = lambda x: jax.checkpoint(f)(x).sum()  # noqa: E731
+    loss = lambda x: jax.checkpoint(f)(x).sum()
     lowered = jax.jit(jax.grad(loss)).lower(jnp.ones(3)).as_text()
     assert "stablehlo.case" not in lowered and "optimization_barrier" in lowered
 

@@ -37,7 +37,7 @@ def test_flops_of_each_operation(f, shapes, expected):
 
 
 def test_grouped_convolution_costs_its_group():
-    f = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", feature_group_count=4)  # noqa: E731
+    f = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", feature_group_count=4)
     assert cost(f, jnp.ones((1, 4, 8, 8)), jnp.ones((8, 1, 3, 3))) == 2 * 8 * 64 * 9
 
 
@@ -54,8 +54,8 @@ LOOPS = [
 @pytest.mark.parametrize("length, strategy", LOOPS, ids=repr)
 @pytest.mark.parametrize("batch, num_residuals", [(1, 1), (3, 9)])
 def test_checkpointed_loop_counts_every_run_of_its_step(length, strategy, batch, num_residuals):
-    # The steps of the two programs differ by a product that has no derivative, so the programs differ by its runs alone.
-    # With the value: without it, the last steps of the forward sweep are dead code.
+    # The steps of the two programs differ by a product that has no derivative, so the programs differ by its runs
+    # alone. With the value: without it, the last steps of the forward sweep are dead code.
     w = jnp.ones((8, 8))
 
     def loss(h, has_product):
@@ -77,5 +77,5 @@ def test_checkpointed_loop_counts_every_run_of_its_step(length, strategy, batch,
 
 
 def test_loop_of_unknown_length_counts_one_step():
-    f = lambda x: jax.lax.while_loop(lambda x: x[0] < 9, jnp.exp, x)  # noqa: E731
+    f = lambda x: jax.lax.while_loop(lambda x: x[0] < 9, jnp.exp, x)
     assert cost(f, jnp.ones(50)) in range(50, 55)

@@ -249,7 +249,7 @@ def test_loss_with_a_unit_or_in_a_container_is_named():
 
 
 def test_cotangent_of_a_bool_is_that_of_jax():
-    pick = lambda pred, x: jax.lax.cond(pred, lambda x: 2 * x, lambda x: x, x)  # noqa: E731
+    pick = lambda pred, x: jax.lax.cond(pred, lambda x: 2 * x, lambda x: x, x)
     expected = jax.vjp(pick, True, 1.0)[1](1.0)
     found = statetx.vjp(pick, True, 1.0)[1](1.0)
     assert [x.dtype for x in found] == [x.dtype for x in expected] and found[1] == expected[1] == 2

@@ -32,7 +32,9 @@ START = {
 
 
 def layer(weights, mean, key, x, out):
-    """One step of the loop: dropout, a running mean, a residual block; with explicit axes `out` says how products lie."""
+    """One step of the loop: dropout, a running mean, a residual block; with explicit axes `out` says how
+    products lie.
+    """
     keep = jax.random.bernoulli(key, 0.9, x.shape)
     x = jnp.where(keep if out is None else jax.sharding.reshard(keep, out), x, 0.0)
     h = jnp.tanh(jnp.matmul(x, weights["up"], out_sharding=out))
@@ -66,7 +68,7 @@ class Training:
         return loss
 
     def values(self):
-        read = lambda states: {name: s.value for name, s in states.items()}  # noqa: E731
+        read = lambda states: {name: s.value for name, s in states.items()}
         named = {"mean": self.mean.value, "count": self.count.value, "key": self.key.value}
         return {"weights": read(self.weights), "moments": read(self.moments), **named}
 
@@ -93,7 +95,7 @@ def by_hand(values, x, out):
 
 def placed(mesh):
     """Values of the states on the mesh."""
-    put = lambda spec: lambda x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    put = lambda spec: lambda x: jax.device_put(x, NamedSharding(mesh, spec))
     split = {name: jax.tree.map(put(P("d")), START[name]) for name in ("weights", "moments")}
     return {**split, **{n: put(P())(x) for n, x in (("mean", START["mean"]), ("count", START["count"]))}} | {
         "key": put(P())(jax.random.key(0))

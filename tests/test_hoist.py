@@ -176,10 +176,12 @@ WITH_RULES = {
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 @pytest.mark.parametrize("name", WITH_RULES)
 def test_derivative_rules_read_states(name, kind):
-    """A rule runs late, when JAX differentiates a loop or a branch, and may close over a value of the trace around it."""
+    """A rule runs late, when JAX differentiates a loop or a branch, and may close over a value of the trace
+    around it.
+    """
     width = statetx.State(jnp.float32(2.0))
     spike = surrogate(width, kind)
-    gradient = lambda: statetx.grad(lambda x: WITH_RULES[name](spike, x))(1.0)  # noqa: E731
+    gradient = lambda: statetx.grad(lambda x: WITH_RULES[name](spike, x))(1.0)
     jitted = statetx.jit(gradient)
     assert gradient() == jitted() == 3
     width.value = jnp.float32(5.0)
@@ -262,7 +264,8 @@ def test_rule_that_reads_a_differentiated_state_is_refused(name, rule, outer):
     width = statetx.Param(jnp.float32(2.0), name="width")
     spike, run = surrogate(width, rule), DIFFERENTIATED[name]
     message = (
-        r"the derivative rule .*<lambda> at .*test_hoist.py:\d+ read Param 'width' \(f32\[\], made at .*test_hoist.py:\d+\), "
+        r"the derivative rule .*<lambda> at .*test_hoist.py:\d+ read Param 'width' \(f32\[\], made at "
+        r".*test_hoist.py:\d+\), "
         r"whose value is differentiated.*\n.*pass the value as an argument"
     )
     with pytest.raises(statetx.StateAccessError, match=message):
@@ -293,7 +296,10 @@ def test_rule_that_reads_a_differentiated_state_late_is_refused(loss, rule, oute
     spike = surrogate(width, rule)
     wrt = None if loss is _assigned else width
     message = r"a derivative rule|the derivative rule .*<lambda> at .*test_hoist.py:\d+"
-    message = rf"({message}) read Param 'width' \(f32\[\], made at .*test_hoist.py:\d+\), whose value is differentiated.*\n.*pass the value"
+    message = (
+        rf"({message}) read Param 'width' \(f32\[\], made at .*test_hoist.py:\d+\), whose value is differentiated.*\n"
+        rf".*pass the value"
+    )
     with pytest.raises(statetx.StateAccessError, match=message):
         outer(lambda x: statetx.grad(lambda x: loss(spike, width, x), 0, wrt=wrt)(x))(jnp.float32(1.0))
     assert width.value == 2 and statetx.grad(lambda x: spike(x))(jnp.float32(1.0)) == 2
@@ -311,7 +317,9 @@ LATE = {
 @pytest.mark.parametrize("rule", ["custom_jvp", "lax"])
 @pytest.mark.parametrize("name", LATE)
 def test_rule_that_reads_a_differentiated_state_late_is_refused_by(name, rule, outer):
-    """Each derivative checks what it keeps, and what the trace around it does, where JAX would fail when the program runs."""
+    """Each derivative checks what it keeps, and what the trace around it does, where JAX would fail when the program
+    runs.
+    """
     width = statetx.State(jnp.float32(2.0), name="width")
     spike = surrogate(width, rule)
     with pytest.raises(
@@ -340,7 +348,9 @@ def test_values_of_an_outer_derivative_are_kept(outer):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_rule_that_reads_a_state_of_an_outer_derivative(name, rule):
-    """The value of an outer derivative can be used in a rule where JAX can close over it; elsewhere the state is named."""
+    """The value of an outer derivative can be used in a rule where JAX can close over it; elsewhere the state
+    is named.
+    """
     width = statetx.Param(jnp.float32(2.0), name="width")
     spike, run = surrogate(width, rule), DIFFERENTIATED[name]
     slope = statetx.grad(lambda: jax.grad(lambda x: run(spike, x))(jnp.float32(1.0)), wrt=width)
@@ -388,7 +398,10 @@ def test_rules_that_read_a_state_the_body_writes_are_refused(name, rule):
 
         return WITH_WRITES[name](body, x)
 
-    message = r"the derivative rule of .* read State 'width' .* made at .*test_hoist.py:\d+\), which .* writes at .*test_hoist.py:\d+"
+    message = (
+        r"the derivative rule of .* read State 'width' .* made at .*test_hoist.py:\d+\), which .* writes at "
+        r".*test_hoist.py:\d+"
+    )
     for gradient in (statetx.grad(loss), statetx.jit(jax.grad(loss))):
         with pytest.raises(statetx.StateAccessError, match=message) as error:
             gradient(1.0)

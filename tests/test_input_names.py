@@ -82,7 +82,9 @@ class Held:
 
 
 def traced():
-    """The type of a trace's names, their name for its input, and a weak reference to an object in the function's closure."""
+    """The type of a trace's names, their name for its input, and a weak reference to an object in the function's
+    closure.
+    """
     held, found = Held(), []
 
     def fun(x):

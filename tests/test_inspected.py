@@ -1,4 +1,6 @@
-"""Functions that only inspect a step accept one that creates states, such as brainstate's ``init_all_states`` in a training step."""
+"""Functions that only inspect a step accept one that creates states, such as brainstate's ``init_all_states`` in a
+training step.
+"""
 
 import contextlib
 import dataclasses
@@ -242,7 +244,7 @@ def test_reports_of_a_jitted_step_warn_of_nothing(kind):
     assert not stagings
 
 
-# -- inside of a transform ---------------------------------------------------------------------------------------------
+# -- inside of a transform -------------------------------------------------------------------------------------------
 
 CELLS = {"statetx": statetx.Param, "brainstate": brainstate.ParamState, "nnx": nnx.Variable, "ref": jax.new_ref}
 
@@ -328,7 +330,7 @@ def by_fori_loop(step):
 
 def by_while_loop(step):
     ys = jnp.zeros((3, *statetx.eval_shape(step, 0.0).shape))
-    body = lambda c: (c[0] + 1, c[1].at[c[0]].set(step(jnp.float32(0))))  # noqa: E731
+    body = lambda c: (c[0] + 1, c[1].at[c[0]].set(step(jnp.float32(0))))
     return statetx.while_loop(lambda c: c[0] < 3, body, (0, ys))[1]
 
 
@@ -406,7 +408,9 @@ TRANSFORMS = {
 
 
 def places():
-    """Each transform for states of brainstate, whose values are attributes; each kind under `jit`; the others where the suite is long."""
+    """Each transform for states of brainstate, whose values are attributes; each kind under `jit`; the others where the
+    suite is long.
+    """
     for transform, kind in itertools.product(TRANSFORMS, CELLS):
         if "brainstate" in transform and (kind == "nnx" or (kind, transform) == ("ref", "brainstate's vmap")):
             continue  # brainstate's transforms know no states of flax, and JAX refuses to write a Ref in a map
@@ -436,7 +440,7 @@ def test_report_or_plan_in_a_jitted_step_leaves_no_trace(inspect, kind):
 def test_gradient_through_the_values_that_functionalize_reads_in_the_transform(kind):
     cell = CELLS[kind](jnp.float32(1))
     pure = statetx.functionalize(lambda x: get_cell(cell) * 2.0 + x)
-    loss = lambda x: pure(pure.values(x), x)[0]  # noqa: E731
+    loss = lambda x: pure(pure.values(x), x)[0]
     assert float(statetx.grad(loss, wrt=cell)(0.0)) == 2.0
     assert float(statetx.jit(statetx.grad(loss, wrt=cell))(0.0)) == 2.0
 
@@ -546,7 +550,7 @@ def test_comparison_of_a_function_that_writes_a_ref_leaves_it_unchanged():
     assert float(ref[...]) == 1.0
 
 
-# -- derivative rules that are Python ----------------------------------------------------------------------------------
+# -- derivative rules that are Python --------------------------------------------------------------------------------
 
 
 def with_rule(forward, backward=lambda x: None):
@@ -579,10 +583,12 @@ def printed(loss, x):
 @pytest.mark.parametrize("inspect", [planned, printed, statetx.saved_residuals, statetx.loop_report])
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_writes_of_derivative_rules_are_undone(inspect, is_backward):
-    """Rules of braintrace write states, past the setter that statetx watches, and expect that the call ends as that of a jitted function."""
+    """Rules of braintrace write states, past the setter that statetx watches, and expect that the call ends as that of
+    a jitted function.
+    """
     state = brainstate.ParamState(jnp.zeros(8))
     before = state.value
-    write = lambda x: state.restore_value(x[0])  # noqa: E731
+    write = lambda x: state.restore_value(x[0])
     sine = with_rule(lambda x: None, write) if is_backward else with_rule(write)
     inspect(lambda x: (sine(x) ** 2).sum(), X)
     assert state.value is before

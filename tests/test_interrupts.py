@@ -1,7 +1,7 @@
 """An interrupt at any line of statetx: every state holds its old value or every state its new one, and all can be used.
 
-`sys.settrace` raises KeyboardInterrupt at one line of the package after the other, as Ctrl-C does at a moment of its own
-choice, and looks at the states each time. What happens inside a function written in C cannot be divided, by either.
+`sys.settrace` raises KeyboardInterrupt at one line of the package after the other, as Ctrl-C does at a moment of its
+own choice, and looks at the states each time. What happens inside a function written in C cannot be divided, by either.
 """
 
 import contextlib
@@ -145,7 +145,9 @@ def store(pure, x):
 
 @contextlib.contextmanager
 def interrupted_at(nth, seen, folders=(PACKAGE,)):
-    """Raise KeyboardInterrupt at the line of statetx (of `folders`) that is the `nth` to run; `seen[0]` counts the lines."""
+    """Raise KeyboardInterrupt at the line of statetx (of `folders`) that is the `nth` to run; `seen[0]` counts the
+    lines.
+    """
 
     def in_package(frame, event, arg):
         if event == "line":

@@ -35,7 +35,7 @@ def over_keys(checkpoint):
 
 def of_state(checkpoint):
     rng = statetx.RngState(3)
-    body = lambda c, _: (c * jax.random.normal(rng.next()), None)  # noqa: E731
+    body = lambda c, _: (c * jax.random.normal(rng.next()), None)
     return lambda c: statetx.scan(body, c, None, 6, checkpoint=checkpoint)[0]
 
 
@@ -52,7 +52,7 @@ def of_while(checkpoint):
         key, sub = jax.random.split(c[1])
         return c[0] * jax.random.normal(sub), key, c[2] + 1
 
-    start = lambda c: (c, jax.random.key(5), 0)  # noqa: E731
+    start = lambda c: (c, jax.random.key(5), 0)
     return lambda c: statetx.while_loop(lambda c: c[2] < 6, body, start(c), checkpoint=checkpoint)[0]
 
 

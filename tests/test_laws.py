@@ -107,14 +107,17 @@ def expected_runs(nesting: Nesting, program: Program, call: int) -> range:
 
 
 CORE = [corpus.ReadModifyWrite, corpus.Nested]
-# Of the nestings whose residuals are bits or in slots, which take longest, these run in the fast suite, with the first of `CORE`.
+# Of the nestings whose residuals are bits or in slots, which take longest, these run in the fast suite, with the first
+# of `CORE`.
 OF_CORE: list[Nesting] = [(packed, grad, grad), (slots, grad, jit)]
 # With the second, which holds containers, one in three.
 THIRD = [n for n in NESTINGS if not {packed, slots} & set(n)][::3]
 
 
 def cases(programs: list[type[Program]], nestings: list[Nesting], fast: list[Nesting] | None = None) -> list:
-    """Programs crossed with nestings. Outside `CORE` those that are not `fast` (None: all are) run with the slow tests."""
+    """Programs crossed with nestings. Outside `CORE` those that are not `fast` (None: all are) run with the
+    slow tests.
+    """
 
     def marks(p: type[Program], n: Nesting) -> list:
         is_core = n in OF_CORE if {packed, slots} & set(n) else True
@@ -453,7 +456,7 @@ def test_plain_jax_over_remat(make):
     with jax.enable_x64(True):
         program = make()
         f, v, x = statetx.remat(program.step), program.values(), jnp.asarray(X)
-        ref = lambda x: make.ref(v, x)[0]  # noqa: E731
+        ref = lambda x: make.ref(v, x)[0]
         batch = elements(x)
         assert_same(jax.vmap(f)(batch), jnp.stack([ref(x) for x in batch]))
         assert_same(jax.jit(f)(x), ref(x))
@@ -747,8 +750,8 @@ def mutated_numpy(size: int, jitted: bool = False) -> type[Flip]:
             self.c = np.arange(3 * size, dtype=np.float32).reshape(3, size)
 
         def f(self, x):
-            g = lambda x: x * self.c.sum(1) + self.c[:, 0]  # noqa: E731
-            h = lambda x: (x[:, None] * self.c).sum(1)  # noqa: E731
+            g = lambda x: x * self.c.sum(1) + self.c[:, 0]
+            h = lambda x: (x[:, None] * self.c).sum(1)
             return jax.jit(h)(x) if jitted else g(x) + h(x)
 
         def flip(self):
@@ -1004,7 +1007,7 @@ def loop(wrap, scan):
 
 def grad_loop(wrap, scan, vjp):
     def run(f, x):
-        rows = lambda x: [leaf for leaf in loop(wrap, scan)(f, x) if is_float(leaf)]  # noqa: E731
+        rows = lambda x: [leaf for leaf in loop(wrap, scan)(f, x) if is_float(leaf)]
         value, pullback = vjp(rows, x)
         return value, pullback(cotangents(value))
 
@@ -1017,20 +1020,29 @@ def identity(f):
 
 # Each: a call of the flipped function, and its reference without statetx.
 WAYS = {
-    "jit(remat)": (lambda f, x: jax.jit(lambda x: jax.tree.leaves(statetx.remat(f)(x)))(x), lambda f, x: jax.jit(lambda x: jax.tree.leaves(f(x)))(x)),
-    "statetx.jit(remat)": (lambda f, x: statetx.jit(lambda x: jax.tree.leaves(statetx.remat(f)(x)))(x), lambda f, x: jax.jit(lambda x: jax.tree.leaves(f(x)))(x)),
+    "jit(remat)": (
+        lambda f, x: jax.jit(lambda x: jax.tree.leaves(statetx.remat(f)(x)))(x),
+        lambda f, x: jax.jit(lambda x: jax.tree.leaves(f(x)))(x),
+    ),
+    "statetx.jit(remat)": (
+        lambda f, x: statetx.jit(lambda x: jax.tree.leaves(statetx.remat(f)(x)))(x),
+        lambda f, x: jax.jit(lambda x: jax.tree.leaves(f(x)))(x),
+    ),
     "vjp": (flip_grad(identity), plain_grad),
     "vjp(remat)": (flip_grad(statetx.remat), plain_grad),
     "jax.vjp(remat)": (lambda f, x: plain_grad(statetx.remat(f), x), plain_grad),
     "value_and_grad(remat)": (flip_value_and_grad, plain_value_and_grad),
     "scan": (loop(identity, statetx.scan), loop(identity, jax.lax.scan)),
     "scan(remat)": (loop(statetx.remat, statetx.scan), loop(identity, jax.lax.scan)),
-    "vjp(scan(remat))": (grad_loop(statetx.remat, statetx.scan, statetx.vjp), grad_loop(identity, jax.lax.scan, jax.vjp)),
+    "vjp(scan(remat))": (
+        grad_loop(statetx.remat, statetx.scan, statetx.vjp),
+        grad_loop(identity, jax.lax.scan, jax.vjp),
+    ),
     "vjp(remat(scan))": (
         lambda f, x: flip_grad(statetx.remat)(lambda x: loop(identity, statetx.scan)(f, x), x),
         lambda f, x: plain_grad(lambda x: loop(identity, jax.lax.scan)(f, x), x),
     ),
-}  # fmt: skip
+}
 
 
 def bits(tree: Any) -> tuple:

@@ -61,7 +61,7 @@ def test_runs_are_those_of_the_gradient_with_respect_to_the_same_arguments(argnu
 
 
 def test_a_number_is_differentiated_if_argnums_says_so():
-    loss = lambda scale, x: statetx.scan(lambda h, _: (jnp.sin(h * scale), None), x, None, 60, checkpoint=5)[0].sum()  # noqa: E731
+    loss = lambda scale, x: statetx.scan(lambda h, _: (jnp.sin(h * scale), None), x, None, 60, checkpoint=5)[0].sum()
     row = only_row(loss, 0.5, H, argnums=0)
     assert row == only_row(loss, jnp.asarray(0.5, jnp.float32), H, argnums=0)
     assert row.residual_bytes != only_row(loss, 0.5, H, argnums=1).residual_bytes
@@ -79,8 +79,8 @@ def test_arrays_that_a_loss_closes_over_are_not_differentiated():
 
 def test_states_are_differentiated():
     w = statetx.Param(W)
-    step = lambda h, _: (jnp.sin(h @ w.value), None)  # noqa: E731
-    loss = lambda h: statetx.scan(step, h, None, 60, checkpoint=Slots(9))[0].sum()  # noqa: E731
+    step = lambda h, _: (jnp.sin(h @ w.value), None)
+    loss = lambda h: statetx.scan(step, h, None, 60, checkpoint=Slots(9))[0].sum()
     row = only_row(loss, H)
     assert row == only_row(statetx.grad(loss, argnums=0, wrt=w), H)
     assert row.residual_bytes > only_row(statetx.grad(loss), H).residual_bytes
@@ -88,7 +88,7 @@ def test_states_are_differentiated():
 
 def test_loops_that_are_not_differentiated_are_not_listed():
     loss = functools.partial(product_loss, Runs())
-    two = lambda w, h: (loss(w, h, XS), loss(jax.lax.stop_gradient(w), jnp.ones((2, 4)), XS))  # noqa: E731
+    two = lambda w, h: (loss(w, h, XS), loss(jax.lax.stop_gradient(w), jnp.ones((2, 4)), XS))
     assert only_row(two, W, H).length == 60
     for fun in (lambda: loss(W, H, XS), lambda n: loss(W, H, XS) * n, lambda w: loss(w, H, XS) > 0):
         args = [W][: fun.__code__.co_argcount]
@@ -187,10 +187,10 @@ def test_a_loop_that_several_gradients_reverse_is_listed_once():
             pass
 
     loss = functools.partial(product_loss, NotCounted())
-    both = lambda *args: (jax.grad(loss)(*args), jax.value_and_grad(loss)(*args))  # noqa: E731
+    both = lambda *args: (jax.grad(loss)(*args), jax.value_and_grad(loss)(*args))
     assert only_row(both, W, H, XS) == only_row(jax.grad(loss), W, H, XS)
     # With respect to other inputs it is reversed in another way.
-    both = lambda *args: (jax.grad(loss)(*args), jax.grad(loss, 2)(*args))  # noqa: E731
+    both = lambda *args: (jax.grad(loss)(*args), jax.grad(loss, 2)(*args))
     assert [r.residual_bytes for r in statetx.loop_report(both, W, H, XS, policies=()).rows] == [32, 64]
 
 
@@ -198,7 +198,7 @@ def test_a_step_in_a_shard_map():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def loss(w, xs):
-        step = lambda h, x: (jnp.sin(h @ w) * jax.lax.pmean(x, "d"), None)  # noqa: E731
+        step = lambda h, x: (jnp.sin(h @ w) * jax.lax.pmean(x, "d"), None)
         return statetx.scan(step, jax.lax.pcast(H, ("d",), to="varying"), xs, checkpoint=Slots(9))[0].sum()
 
     specs = PartitionSpec(), PartitionSpec(None, "d")
@@ -211,8 +211,8 @@ def test_loops_are_listed_in_the_order_of_the_backward_pass_before_those_of_thei
     def loop(h, length, step):
         return statetx.scan(lambda h, _: (step(h), None), h, None, length, checkpoint=Slots(3))[0]
 
-    inner = lambda length: lambda h: loop(h, length, lambda h: jnp.sin(h @ W))  # noqa: E731
-    loss = lambda h: loop(loop(h, 10, inner(11)), 20, inner(21)).sum()  # noqa: E731
+    inner = lambda length: lambda h: loop(h, length, lambda h: jnp.sin(h @ W))
+    loss = lambda h: loop(loop(h, 10, inner(11)), 20, inner(21)).sum()
     for fun in (loss, jax.grad(loss)):
         assert [r.length for r in statetx.loop_report(fun, H, policies=()).rows] == [20, 21, 10, 11]
 
@@ -225,7 +225,7 @@ def counting_loss(runs, w, h, num, *, checkpoint, max_steps=None):
         runs.here(val[0])
         return jnp.sin(val[0] @ w), val[1] + 1
 
-    below = lambda val: val[1] < num  # noqa: E731
+    below = lambda val: val[1] < num
     return statetx.while_loop(below, step, (h, 0), checkpoint=checkpoint, max_steps=max_steps)[0].sum()
 
 
@@ -269,7 +269,7 @@ def test_what_a_step_of_a_while_loop_keeps_depends_on_what_is_differentiated():
 
 def test_a_while_loop_in_the_steps_of_a_loop():
     def loss(h):
-        step = lambda h, _: (jnp.sin(counting_loss(Runs(), W, h, 5, checkpoint=3) * h), None)  # noqa: E731
+        step = lambda h, _: (jnp.sin(counting_loss(Runs(), W, h, 5, checkpoint=3) * h), None)
         return statetx.scan(step, h, None, 30, checkpoint=Slots(4))[0].sum()
 
     for fun in (loss, loss, jax.grad(loss)):
@@ -289,7 +289,7 @@ def test_a_truncated_while_loop_has_the_row_of_a_segment():
 
 def test_policies_that_the_report_tries_give_no_warnings():
     w = statetx.Param(jnp.ones(4))
-    step = lambda c, x: (jnp.tanh(c * w.value + x), None)  # noqa: E731  # without a product: "dots" saves nothing
-    loss = lambda xs: statetx.scan(step, jnp.zeros(4), xs, checkpoint=policies.Slots(3))[0].sum()  # noqa: E731
+    step = lambda c, x: (jnp.tanh(c * w.value + x), None)  # without a product: "dots" saves nothing
+    loss = lambda xs: statetx.scan(step, jnp.zeros(4), xs, checkpoint=policies.Slots(3))[0].sum()
     report = statetx.loop_report(loss, jnp.ones(41))  # warnings are errors in the tests
     assert [row.policy for row in report.rows] == ["-", "dots", "nothing"]

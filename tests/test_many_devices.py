@@ -131,7 +131,9 @@ class Training:
         return loss
 
     def place(self, mesh, specs):
-        """Put the states on a mesh, but for the counter and random keys, which the first step finds where they were made."""
+        """Put the states on a mesh, but for the counter and random keys, which the first step finds where they were
+        made.
+        """
         for path, state in statetx.states([self.model, self.moments]).items():
             spec = specs.get(path.rpartition(".")[2])
             if spec is not None:
@@ -225,7 +227,7 @@ def test_sharding_constraint_inside_is_respected():
 def test_fence_adds_no_collective():
     """Each block reduces its gradient in its branch, beside the loss; nothing is reduced to know the branch."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
-    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     weights = [statetx.Param(place(jnp.eye(64) / 9 + i, P())) for i in range(4)]
     x = place(jnp.ones((2048, 64)), P("d"))
 
@@ -344,7 +346,7 @@ def test_entropy_in_parts_of_a_vocabulary_over_devices(name, order):
         return (jax.nn.logsumexp(logits, -1) - logits[jnp.arange(len(labels)), labels]).mean()
 
     def derivative(loss):
-        gradient = lambda x: statetx.value_and_grad(loss, 0, wrt=embedding)(x, labels)  # noqa: E731
+        gradient = lambda x: statetx.value_and_grad(loss, 0, wrt=embedding)(x, labels)
         return gradient(hidden) if order == 1 else statetx.jvp(gradient, (hidden,), (jnp.cos(hidden),))[1]
 
     expected = derivative(whole)
@@ -355,7 +357,7 @@ def test_entropy_in_parts_of_a_vocabulary_over_devices(name, order):
 
 def test_resharded_states_recompile():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-    place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+    place = lambda spec: NamedSharding(mesh, spec)
     w, count = statetx.State(jax.device_put(jnp.ones(8), place(P()))), statetx.State(jnp.zeros(()))
 
     @statetx.jit

@@ -217,9 +217,9 @@ INNER = {
 
 @pytest.mark.parametrize("inner", INNER)
 def test_outer_policy_selects_residuals_and_inner_policy_recomputation(inner):
-    f = lambda x: jnp.exp(INNER[inner](jnp.sin(x)))  # noqa: E731
+    f = lambda x: jnp.exp(INNER[inner](jnp.sin(x)))
     with older_remat():
-        reference = lambda x: jnp.exp(jax.checkpoint(two_products, policy=JAX.dots_saveable)(jnp.sin(x)))  # noqa: E731
+        reference = lambda x: jnp.exp(jax.checkpoint(two_products, policy=JAX.dots_saveable)(jnp.sin(x)))
         expected = num_products(jax.grad(lambda x: jax.checkpoint(reference)(x).sum()), X)
     outer = {
         statetx.remat(f): [],
@@ -245,7 +245,7 @@ def test_three_nested_functions_save_for_the_outermost():
         (policies.dots & ~policies.names("h"), [("f32[4,4]", 1)]),
     ]:
         assert saved_types(statetx.remat(lambda x: jnp.sin(middle(x)), policy=policy), X) == rows
-    f = lambda x: jnp.sin(jnp.cos(two_products(x))).sum()  # noqa: E731
+    f = lambda x: jnp.sin(jnp.cos(two_products(x))).sum()
     g = statetx.remat(lambda x: jnp.sin(middle(x)), policy=policies.names("h"))
     np.testing.assert_allclose(jax.grad(lambda x: g(x).sum())(X), jax.grad(f)(X), rtol=1e-5)
 
@@ -275,7 +275,7 @@ def test_unsaved_name_in_a_loop_differs_from_a_misspelt_name():
 
 def test_names_of_step_inputs_belong_to_each_step():
     def f(x):
-        step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")) * 2, None)  # noqa: E731
+        step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")) * 2, None)
         return jax.lax.scan(step, jnp.sin(x), None, length=5)[0]
 
     (row,) = statetx.saved_residuals(statetx.remat(f, policy=policies.names("carry")), X)[1:]
@@ -295,7 +295,7 @@ def test_budgeted_plain_loop_saves_values_of_each_step(checkpoint, mapped):
         def step(c, _):
             return jnp.sin(checkpoint_name(jnp.sin(c @ X), "product")), None
 
-        run = lambda x: statetx.scan(step, x, None, 70, checkpoint=checkpoint)[0]  # noqa: E731
+        run = lambda x: statetx.scan(step, x, None, 70, checkpoint=checkpoint)[0]
         f = statetx.remat(jax.vmap(run) if mapped else run, policy=policy)
         return lambda x: jax.grad(lambda x: f(x).sum())(x)
 
@@ -309,7 +309,7 @@ def test_budgeted_plain_loop_saves_values_of_each_step(checkpoint, mapped):
 
 def test_name_in_a_checkpointed_loop_is_reported_unreachable():
     def f(x):
-        step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")), None)  # noqa: E731
+        step = lambda c, _: (jnp.sin(checkpoint_name(c, "carry")), None)
         return statetx.scan(step, x, None, 70, checkpoint=policies.Slots(3))[0]
 
     with pytest.raises(statetx.PolicyError, match=r"occurs inside a loop that stores carries \(checkpoint=\)"):
@@ -319,7 +319,7 @@ def test_name_in_a_checkpointed_loop_is_reported_unreachable():
 @pytest.mark.parametrize("transform", ["jax", "statetx", "declared"])
 def test_policies_by_state_select_products_in_shard_map(transform):
     w = statetx.Param(jnp.eye(4))
-    block = lambda x: jnp.sin(jnp.sin(x @ w.value))  # noqa: E731
+    block = lambda x: jnp.sin(jnp.sin(x @ w.value))
     specs = {"mesh": MESH, "in_specs": P("d"), "out_specs": P("d")}
     policy = policies.states(statetx.Param)
     if transform == "jax":
@@ -327,7 +327,7 @@ def test_policies_by_state_select_products_in_shard_map(transform):
     elif transform == "statetx":
         f = statetx.shard_map(statetx.remat(block, policy=policy), **specs)
     else:
-        gathered = lambda x: jnp.sin(x @ jax.lax.all_gather(w.value, "d", tiled=True))  # noqa: E731
+        gathered = lambda x: jnp.sin(x @ jax.lax.all_gather(w.value, "d", tiled=True))
         f = statetx.shard_map(statetx.remat(gathered, policy=policy | policies.dots), **specs, states={"w": P("d")})
     rows = [r for r in statetx.saved_residuals(f, X) if r.origin == "intermediate"]
     products = [r for r in rows if r.primitive == "dot_general"]
@@ -367,7 +367,7 @@ def test_symbolic_zeros_rule_is_judged_for_its_perturbed_arguments():
     keep_slope = statetx.remat(lambda x, y: jnp.tanh(scaled(jnp.exp(x), jnp.exp(y))), policy=policies.names("slope"))
     assert saved_types(keep_slope, X, X) == [("f32[4,4]", 1)]
     assert saved_types(lambda y: keep_slope(X, y), X) == []
-    plain = lambda x, y: jnp.tanh(jnp.sin(jnp.exp(x)) * jnp.exp(y)).sum()  # noqa: E731
+    plain = lambda x, y: jnp.tanh(jnp.sin(jnp.exp(x)) * jnp.exp(y)).sum()
     for argnums in (0, 1, (0, 1)):
         actual = jax.grad(lambda x, y: keep_slope(x, y).sum(), argnums)(X, X / 3)
         expected = jax.grad(plain, argnums)(X, X / 3)
@@ -432,9 +432,9 @@ TWICE = ["custom_jvp", "remat in remat", "remat in scan", "inner policy", "remat
 @pytest.mark.parametrize("policy", ["names", "larger_than"])
 def test_vmap_jvp_and_second_derivatives(nesting, policy):
     w = statetx.Param(W)
-    f = lambda x: ours(nesting, POLICIES[policy][0], w)(x).sum()  # noqa: E731
+    f = lambda x: ours(nesting, POLICIES[policy][0], w)(x).sum()
     with older_remat():
-        plain = lambda x: theirs(nesting, JAX.everything_saveable, W)(x).sum()  # noqa: E731
+        plain = lambda x: theirs(nesting, JAX.everything_saveable, W)(x).sum()
         xs, t = jnp.stack([X, X / 2]), jnp.cos(X)
         expected = (
             jax.vmap(jax.grad(plain))(xs),
@@ -457,7 +457,7 @@ def remat3():
 
 
 def test_names_are_saved_with_jax_remat3(remat3):
-    f = lambda x: two_products(x)  # noqa: E731
+    f = lambda x: two_products(x)
     for nest in (f, jax.checkpoint(f), in_scan(f), jax.jit(f), statetx.remat(f), on_devices(f)):
         for policy in (policies.names("h"), JAX.save_only_these_names("h")):
             with warnings.catch_warnings():
@@ -479,7 +479,7 @@ def test_names_in_rules_of_custom_vjp_are_saved_with_jax_remat3(name, remat3):
 
     f.defvjp(lambda x: (jnp.sin(x), named(2 * jnp.cos(x), "h")), lambda h, ct: (h * ct / 2,))
     for nest in (f, in_scan(f), jax.jit(f)):
-        outer = lambda x, nest=nest: jnp.exp(nest(jnp.tanh(x))).sum()  # noqa: E731
+        outer = lambda x, nest=nest: jnp.exp(nest(jnp.tanh(x))).sum()
         for policy in (policies.names("h"), policies.nothing):
             stored = statetx.remat(outer, policy=policy)
             rows = [r for r in statetx.saved_residuals(stored, X) if r.origin == "intermediate"]
@@ -489,8 +489,8 @@ def test_names_in_rules_of_custom_vjp_are_saved_with_jax_remat3(name, remat3):
 
 def test_gradients_of_scans_in_a_region_with_jax_remat3(remat3):
     """Linearized loops are equations of their own, such as ``vjp_node[scan]``."""
-    body = lambda c, _: (jnp.sin(statetx.checkpoint_name(2 * jnp.cos(c), "h")), None)  # noqa: E731
-    loop = lambda x: jnp.sum(jax.lax.scan(body, x, None, length=3)[0])  # noqa: E731
+    body = lambda c, _: (jnp.sin(statetx.checkpoint_name(2 * jnp.cos(c), "h")), None)
+    loop = lambda x: jnp.sum(jax.lax.scan(body, x, None, length=3)[0])
     for inner in (loop, jax.checkpoint(loop)):
         for f in (lambda x, g=inner: jnp.sin(jax.grad(g)(x)).sum(), lambda x, g=inner: jax.vjp(g, x)[1](1.0)[0].sum()):
             stored = statetx.remat(f, policy=policies.names("h"))
@@ -520,7 +520,7 @@ def test_rule_that_is_told_what_is_differentiated_keeps_its_structure():
 
     g.defvjp(fwd, bwd, symbolic_zeros=True)
     jitted, scale, x = jax.jit(g), jnp.arange(4.0) + 2.0, jnp.arange(4.0)
-    loss = lambda x: jnp.sum(jitted(x, scale) ** 2)  # noqa: E731
+    loss = lambda x: jnp.sum(jitted(x, scale) ** 2)
     expected = 2 * jnp.sin(x) * jnp.cos(x) * scale**2
     for remat in (jax.checkpoint, statetx.remat, jax.checkpoint, statetx.remat):  # JAX's marks the rule as run already
         for policy in (jax.checkpoint_policies.everything_saveable, lambda prim, *_, **__: prim.name == "sin"):
@@ -540,7 +540,7 @@ def test_rule_that_raises_for_other_differentiated_arguments_keeps_its_structure
 
     g.defvjp(fwd, lambda r, ct: (jnp.cos(r[0]) * r[1] * ct, jnp.zeros(())), symbolic_zeros=True)
     mapped, x = jax.jit(jax.vmap(g, in_axes=(0, None))), jnp.arange(4.0)
-    loss = lambda x: jnp.sum(mapped(x, 2.0) ** 2)  # noqa: E731
+    loss = lambda x: jnp.sum(mapped(x, 2.0) ** 2)
     for remat in (jax.checkpoint, statetx.remat, statetx.remat, jax.checkpoint):
         gradient = jax.grad(remat(loss, policy=jax.checkpoint_policies.everything_saveable))
         np.testing.assert_allclose(jax.jit(gradient)(x), 8 * jnp.sin(x) * jnp.cos(x), rtol=1e-5)

@@ -37,7 +37,7 @@ def bytes_with(step, size, **options):
     return statetx.measure(step, PARAMS, x, gradient=False, **options).peak_bytes
 
 
-# -- max_batch ---------------------------------------------------------------------------------------------------------
+# -- max_batch -------------------------------------------------------------------------------------------------------
 
 
 def test_progress(monkeypatch, capsys):
@@ -109,7 +109,9 @@ def test_a_loss_with_its_gradient():
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_states_with_a_value_for_each_example(donate):
-    """They grow with the batch. Their bytes are counted by hand: for each example the input, the state, and the new state."""
+    """They grow with the batch. Their bytes are counted by hand: for each example the input, the state, and the new
+    state.
+    """
     h, w = statetx.State(jnp.zeros((4, 64))), statetx.Param(jnp.ones((1, 64)))
 
     @statetx.jit(donate_states=donate)
@@ -126,21 +128,21 @@ def test_states_with_a_value_for_each_example(donate):
 @pytest.mark.parametrize("x", [jax.ShapeDtypeStruct((64, 64), jnp.float32), jnp.eye(64)], ids=["type", "array"])
 def test_one_object_may_be_both_weights_and_batch(x):
     h = statetx.State(jnp.zeros((64, 64)))
-    loss = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean()  # noqa: E731
+    loss = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean()
 
     def step(w, x):
         h.value = jnp.tanh(x @ w + h.value)
         return h.value.sum()
 
-    size = lambda w: statetx.max_batch(step, w, x, argnums=1, budget="1MiB", states={"h": 0}).size  # noqa: E731
+    size = lambda w: statetx.max_batch(step, w, x, argnums=1, budget="1MiB", states={"h": 0}).size
     assert size(x) == size(jnp.ones((64, 64))) > 1000
-    fit = lambda w: statetx.microbatch(loss, "fit", budget="120KiB", argnums=1).fit(w, x).total_bytes  # noqa: E731
+    fit = lambda w: statetx.microbatch(loss, "fit", budget="120KiB", argnums=1).fit(w, x).total_bytes
     assert fit(x) == fit(jnp.ones((64, 64))) > 2 * 64 * 64 * 4
 
 
 def test_states_that_do_not_have_an_axis_of_examples():
     h = statetx.State(jnp.zeros((3, 8)))
-    loss = lambda x: (h.value.sum() + x).sum()  # noqa: E731
+    loss = lambda x: (h.value.sum() + x).sum()
     x = jnp.ones((4, 8))
     with pytest.raises(
         statetx.StateValueError, match=r"max_batch: .*'h'.* has its examples along axis 0 .* the batch has 4"
@@ -197,7 +199,7 @@ def test_arguments_above_the_budget_are_refused_without_a_compilation(call, monk
 
 def test_argument_that_is_not_read_does_not_count():
     """JAX does not pass it on."""
-    first = lambda w, x: x.sum()  # noqa: E731
+    first = lambda w, x: x.sum()
     assert statetx.max_batch(first, jnp.ones((64, 64)), jnp.ones((8, 64)), argnums=1, budget="10KiB").size > 8
 
 
@@ -238,7 +240,7 @@ def test_the_search_is_exact_and_short():
     assert largest(shapes["affine"], 10, 32, 2**24).best == 0
 
 
-# -- microbatch for a budget -------------------------------------------------------------------------------------------
+# -- microbatch for a budget -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +371,7 @@ def test_fit_of_a_loss_with_aux_counts_the_gradient_of_its_states(monkeypatch):
 
 
 def test_results_in_a_notebook():
-    loss, x = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean(), jnp.ones((16, 8))  # noqa: E731
+    loss, x = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean(), jnp.ones((16, 8))
     found = statetx.max_batch(loss, jnp.eye(8), x, argnums=1, budget="4KiB")
     fit = statetx.microbatch(loss, "fit", budget="4KiB", argnums=1).fit(jnp.eye(8), x)
     for result in (found, fit):

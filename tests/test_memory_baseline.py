@@ -76,7 +76,7 @@ def step_with_more(ws, x):
 
 def named(fun, name):
     """The same name, as after an edit."""
-    wrapper = lambda *args: fun(*args)  # noqa: E731
+    wrapper = lambda *args: fun(*args)
     wrapper.__signature__ = inspect.signature(fun)
     wrapper.__name__ = wrapper.__qualname__ = name
     return wrapper

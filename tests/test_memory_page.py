@@ -1,4 +1,5 @@
-"""The page of a memory profile: what it says without JavaScript, what its scripts compute (under node), and what a click does (in Chromium).
+"""The page of a memory profile: what it says without JavaScript, what its scripts compute (under node), and what a
+click does (in Chromium).
 
 The profiles are made by hand, so that the bytes are known. A browser and node are used where they are installed.
 """
@@ -29,7 +30,7 @@ SCAN = Loop("scan", 100, "model.py:20")
 INNER = Loop("while_loop", None, "model.py:22")
 
 
-# -- profiles made by hand ---------------------------------------------------------------------------------------------
+# -- profiles made by hand -------------------------------------------------------------------------------------------
 
 
 def place(name):
@@ -128,7 +129,7 @@ def large(num_buffers=20_000, num_steps=40_000):
     return profile(found, steps)
 
 
-# -- the page as HTML --------------------------------------------------------------------------------------------------
+# -- the page as HTML ------------------------------------------------------------------------------------------------
 
 
 class Elements(html.parser.HTMLParser):
@@ -319,7 +320,7 @@ def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-# -- what the scripts compute, under node ------------------------------------------------------------------------------
+# -- what the scripts compute, under node ----------------------------------------------------------------------------
 
 
 def node_program():
@@ -571,7 +572,7 @@ def test_bytes_and_families_are_written_as_in_python(ask):
     assert got == [*map(format_bytes, sizes), *map(family, owners)]
 
 
-# -- in a browser ------------------------------------------------------------------------------------------------------
+# -- in a browser ----------------------------------------------------------------------------------------------------
 
 BROWSERS = ["chromium", "chromium-browser", "google-chrome", "chrome-headless-shell"]
 
@@ -603,8 +604,15 @@ def browse(tmp_path):
 
     def run(page, script, *options, size=(1280, 900)):
         # An error is an answer too. The page is in a frame, since a window is at least 500 pixels wide.
-        script = f"{HELPERS}\nlet outcome; try {{ outcome = (() => {{ {script} }})(); }} catch (e) {{ outcome = {{ error: String(e.stack || e) }}; }}"
-        errors = "<script>onerror = (...e) => parent.postMessage(JSON.stringify({ error: `${e[0]} (line ${e[2]})` }), '*');</script>"
+        script = (
+            f"{HELPERS}\n"
+            f"let outcome; try {{ outcome = (() => {{ {script} }})(); }} catch (e) {{ outcome = {{ error: "
+            f"String(e.stack || e) }}; }}"
+        )
+        errors = (
+            "<script>onerror = (...e) => parent.postMessage(JSON.stringify({ error: `${e[0]} (line ${e[2]})` }), "
+            "'*');</script>"
+        )
         script = f"<script>{script}\nparent.postMessage(JSON.stringify(outcome ?? null), '*');</script>"
         frame = f"""<!doctype html><pre id="outcome"></pre><iframe src="page.html" style="width:{size[0]}px;height:{size[1]}px;border:0"></iframe>
             <script>onmessage = e => {{ const pre = document.getElementById("outcome"); if (!pre.textContent) pre.textContent = e.data; }};</script>"""
@@ -750,7 +758,8 @@ def test_long_list_is_shown_in_parts(browse):
     made = layered(80)
     first, more, label = browse(
         _page.to_html(made),
-        'press_button("All", $("#buffers")); const first = rows().length, label = $(".more").textContent; press_button("Show"); return [first, rows().length, label];',
+        'press_button("All", $("#buffers")); const first = rows().length, label = $(".more").textContent; '
+        'press_button("Show"); return [first, rows().length, label];',
     )
     assert (first, more) == (100, len(made.buffers))
     assert label == f"Show {len(made.buffers) - 100} more"

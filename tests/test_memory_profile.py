@@ -47,7 +47,9 @@ def profile_and_program(fun, *args, **options):
 
 
 def overlaps(found):
-    """Pairs of values that share memory and live at the same time, apart from the step in which one replaces the other."""
+    """Pairs of values that share memory and live at the same time, apart from the step in which one replaces
+    the other.
+    """
     by_allocation = defaultdict(list)
     for lifetime in found:
         by_allocation[lifetime.allocation].append(lifetime)
@@ -252,7 +254,8 @@ def test_no_policy_is_advised_where_the_loss_is_rematerialized_as_a_whole():
     assert small and sum(b.num_bytes for b in small) < 0.02 * profile.peak_bytes
     assert not [c for c in profile.changes if c.action == "policy"]
     inside = [c for c in profile.changes if "inside the function that is rematerialized already" in c.text]
-    # Where XLA runs all layers again before the first derivative of a layer, rematerialized layers spare nothing at the peak.
+    # Where XLA runs all layers again before the first derivative of a layer, rematerialized layers spare nothing at the
+    # peak.
     expected = {"Dropped.__call__"} if jax.__version_info__ < (0, 11, 1) else set()
     assert {c.target for c in inside} == expected
 
@@ -331,7 +334,9 @@ class _Library(nnx.Module):
 
 @pytest.mark.parametrize("kind", [_Loop, _Lines, _Recursive, _Reduced, _Mapped, _Library])
 def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(kind):
-    """Their lines are equal, and the compiled programs of some kinds too: the cache of JAX must not give the names of another."""
+    """Their lines are equal, and the compiled programs of some kinds too: the cache of JAX must not give the names of
+    another.
+    """
     blocks, x = [kind() for _ in range(6)], jnp.ones((2048, 128))
 
     def loss(x, wrap=lambda block: block):
@@ -661,7 +666,7 @@ def test_backend_without_buffer_assignment(monkeypatch):
 
 def test_a_compiled_program_without_buffer_assignment(monkeypatch):
     """As on a GPU: XLA can be told to write it only while it compiles."""
-    fun = lambda params, x, *, scale: (jnp.tanh(x @ params["w"]) * scale).sum()  # noqa: E731
+    fun = lambda params, x, *, scale: (jnp.tanh(x @ params["w"]) * scale).sum()
     lowered = jax.jit(jax.grad(fun)).lower({"w": jnp.eye(64)}, X, scale=2.0)
     monkeypatch.setattr(_jax, "compiled_program", lambda compiled: None)
     profile = statetx.memory_profile(lowered.compile())
@@ -762,7 +767,8 @@ def test_the_body_of_a_scan_is_no_scope():
     assert {b.loop.name for b in profile.buffers if b.loop is not None} == {"scan"}
 
 
-# The profiles of programs that XLA compiled on an H200 (`gpu_programs`), and for one, with the sizes that it told: arguments, outputs, memory of both, temporaries.
+# The profiles of programs that XLA compiled on an H200 (`gpu_programs`), and for one, with the sizes that it told:
+# arguments, outputs, memory of both, temporaries.
 GPU_PROGRAMS = {
     "transformer_step": (8388608, 6291532, 6291456, 103580432),
     "offloaded_loop": (10092544, 262144, 0, 362544),
@@ -842,14 +848,16 @@ def test_a_program_that_does_not_fit_is_advised_by_what_the_user_can_change():
 
 
 def _program_of(instructions, computations, defined, entry=1):
-    """A program by hand: rows (name, opcode, operands, called, computation, type, op_name, index), roots of computations, defined values."""
+    """A program by hand: rows (name, opcode, operands, called, computation, type, op_name, index), roots of
+    computations, defined values.
+    """
     ids = {name: n for n, (name, *_) in enumerate(instructions)}
     frames = (_jax.StackFrame("net", "/home/ann/net.py", 7, 0),)
     made = [
         types.SimpleNamespace(
             id=ids[name], name=name, opcode=opcode, operands=[ids[o] for o in operands], called=list(called),
-            computation=where, type=type_, op_name=op_name, index=index, target="__cublas$gemm", frames=frames if op_name else (),
-            trip_count=16 if opcode == "while" else None,
+            computation=where, type=type_, op_name=op_name, index=index, target="__cublas$gemm",
+            frames=frames if op_name else (), trip_count=16 if opcode == "while" else None,
         )
         for name, opcode, operands, called, where, type_, op_name, index in instructions
     ]  # fmt: skip
@@ -899,11 +907,11 @@ def test_what_a_loop_stacks_is_told_behind_asynchronous_copies_and_operations_wi
         ("carry1", "bitcast", ("in1",), (), body, row, "", 0),
     ]
     rows = {2: "product1", 3: "factor1", 4: "carry1"}
-    instructions += [(f"start{n}", "async-start", (f"in{n}", s, "in0"), (10 + n,), body, (), f"{into}/dynamic_update_slice", 0)
-                     for n, s in rows.items()]  # fmt: skip
+    update = f"{into}/dynamic_update_slice"
     instructions += [
-        (f"done{n}", "async-done", (f"start{n}",), (), body, stack, f"{into}/dynamic_update_slice", 0) for n in rows
+        (f"start{n}", "async-start", (f"in{n}", s, "in0"), (10 + n,), body, (), update, 0) for n, s in rows.items()
     ]
+    instructions += [(f"done{n}", "async-done", (f"start{n}",), (), body, stack, update, 0) for n in rows]
     instructions += [
         ("i", "add", ("in0",), (), body, "i32[]", f"{into}/add", 0),
         ("end", "tuple", ("i", "next", "done2", "done3", "done4"), (), body, carry, "", 0),
@@ -915,10 +923,10 @@ def test_what_a_loop_stacks_is_told_behind_asynchronous_copies_and_operations_wi
     for n in rows:
         instructions += [
             *((f"w{n}{m}", "parameter", (), (), 10 + n, t, "", m) for m, t in enumerate((stack, row, "i32[]"))),
-            (f"write{n}", "fusion", (f"w{n}0", f"w{n}1", f"w{n}2"), (20 + n,), 10 + n, stack, f"{into}/dynamic_update_slice", 0),
+            (f"write{n}", "fusion", (f"w{n}0", f"w{n}1", f"w{n}2"), (20 + n,), 10 + n, stack, update, 0),
             *((f"v{n}{m}", "parameter", (), (), 20 + n, t, "", m) for m, t in enumerate((stack, row, "i32[]"))),
-            (f"update{n}", "dynamic-update-slice", (f"v{n}0", f"v{n}1", f"v{n}2"), (), 20 + n, stack, f"{into}/dynamic_update_slice", 0),
-        ]  # fmt: skip
+            (f"update{n}", "dynamic-update-slice", (f"v{n}0", f"v{n}1", f"v{n}2"), (), 20 + n, stack, update, 0),
+        ]
     computations = {entry: "root", body: "end", condition: "less", several: "pair"}
     computations |= {10 + n: f"write{n}" for n in rows} | {20 + n: f"update{n}" for n in rows}
     defined = [
@@ -935,7 +943,9 @@ def test_what_a_loop_stacks_is_told_behind_asynchronous_copies_and_operations_wi
 
 
 def test_products_by_a_library_and_its_working_memory():
-    """As on GPUs: of a product, cuBLAS returns 4 or 32 MiB of working memory beside the result, and it may have another operation's name."""
+    """As on GPUs: of a product, cuBLAS returns 4 or 32 MiB of working memory beside the result, and it may have another
+    operation's name.
+    """
     matrix, scratch = "f32[256,64]", "i8[33554432]"
     instructions = [
         ("x", "parameter", (), (), 1, matrix, "x", 0),
@@ -964,7 +974,9 @@ def test_products_by_a_library_and_its_working_memory():
 
 
 def test_what_xla_itself_computes_again_is_no_residual():
-    """As on GPUs, where XLA does so in programs that would not fit: a clone with the name stack of the first computation."""
+    """As on GPUs, where XLA does so in programs that would not fit: a clone with the name stack of the first
+    computation.
+    """
     matrix = "f32[256,64]"
     instructions = [
         ("x", "parameter", (), (), 1, matrix, "x", 0),
@@ -1027,7 +1039,9 @@ def test_what_xla_computes_again_in_the_forward_pass_is_a_residual():
 
 
 def test_a_slice_that_is_written_beside_other_operations_takes_the_memory_of_the_stack_once():
-    """As on GPUs: the stack that a slice is written into is an operand of an asynchronous operation, which holds it until it is done."""
+    """As on GPUs: the stack that a slice is written into is an operand of an asynchronous operation, which holds it
+    until it is done.
+    """
     stack, row = "f32[16,4,8]", "f32[1,4,8]"
     instructions = [
         ("x", "parameter", (), (), 1, row, "x", 0),
@@ -1057,7 +1071,8 @@ def test_a_slice_that_is_written_beside_other_operations_takes_the_memory_of_the
 @pytest.mark.parametrize("flag", ["--xla_dump_hlo_module_re=nothing", "--xla_dump_compress_protos=true"])
 def test_flags_of_the_user_about_what_xla_writes_do_not_matter(flag):
     code = (
-        "import jax, jax.numpy as jnp, statetx; from statetx.memory import measure; measure._tells_buffers = lambda: False;"
+        "import jax, jax.numpy as jnp, statetx; from statetx.memory import measure; measure._tells_buffers = lambda: "
+        "False;"
         "assert not statetx.memory_profile(lambda x: jnp.tanh(x).sum(), jnp.ones(8)).note"
     )
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "XLA_FLAGS": flag}, check=True)

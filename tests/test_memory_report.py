@@ -244,7 +244,7 @@ def test_truncated_loops_stay_truncated():
     """Their gradient is another one."""
     from statetx import Truncated
 
-    loss = lambda x: statetx.scan(lambda h, _: (jnp.sin(h), None), x, None, 64, checkpoint=Truncated(8))[0].sum()  # noqa: E731
+    loss = lambda x: statetx.scan(lambda h, _: (jnp.sin(h), None), x, None, 64, checkpoint=Truncated(8))[0].sum()
     report = statetx.memory_report(loss, jnp.ones(512))
     assert "Checkpointed" not in str(report)
 
@@ -274,7 +274,7 @@ def test_owners_and_lines_are_those_of_the_memory_profile():
     model = Stack(lambda f: f)
     profile = statetx.memory_profile(model, X)
     residuals = statetx.saved_residuals(model, X)
-    line = lambda source: source.rpartition("/")[2]  # noqa: E731
+    line = lambda source: source.rpartition("/")[2]
     groups = {(g.owner, line(g.source), g.function) for g in profile.at_peak if g.kind == "residual"}
     assert len(groups) > 3 and groups <= {(r.module, line(r.source), r.function) for r in residuals}
     # The owner of a row of a plan is a line and its function.
@@ -356,7 +356,9 @@ def test_barrier_is_not_blamed_for_the_bytes_of_the_fence(size):
 
 @pytest.mark.parametrize("is_loop", [False, True])
 def test_barrier_is_not_blamed_for_a_loop(is_loop, monkeypatch):
-    """XLA counts the operations of a loop's body once, so that fewer than the equations have are no sign of a removed barrier."""
+    """XLA counts the operations of a loop's body once, so that fewer than the equations have are no sign of a removed
+    barrier.
+    """
     cost_of = compiled._cost_of
     monkeypatch.setattr(
         compiled, "_cost_of", lambda *args: dataclasses.replace(cost_of(*args), compiled_flops=1000.0, temp_bytes=2**20)
@@ -478,7 +480,7 @@ def test_values_stored_in_fewer_bits_are_shown(format):
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
 def test_sizes_on_a_mesh_are_labeled_per_device():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))  # noqa: E731
+    place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
     block = Block(0)
     for state in statetx.states(block).values():
         state.value = place(state.value)
@@ -514,7 +516,7 @@ def test_repeats_leave_donated_arrays_and_states():
 
 
 def test_policies_of_one_name_have_rows_of_their_own():
-    f = lambda x: statetx.remat(lambda x: jnp.sin(jnp.cos(x @ x)).sum())(x)  # noqa: E731
+    f = lambda x: statetx.remat(lambda x: jnp.sin(jnp.cos(x @ x)).sum())(x)
     report = statetx.memory_report(f, jnp.ones((8, 8)), policies=[lambda *_, **__: True, lambda *_, **__: False])
     assert len(report.rows) == 3 and len({row.policy for row in report.rows}) == 3
     assert report.rows[1].residual_bytes > report.rows[2].residual_bytes

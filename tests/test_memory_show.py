@@ -1,4 +1,6 @@
-"""What a memory profile prints, draws and writes: on profiles made by hand, whose bytes are known, and on compiled programs."""
+"""What a memory profile prints, draws and writes: on profiles made by hand, whose bytes are known, and on compiled
+programs.
+"""
 
 import dataclasses
 import io
@@ -38,7 +40,9 @@ buffer.count = 0
 
 
 def profile(buffers, phases="fffffbbbbb", gap=0, changes=(), num_devices=1, note=""):
-    """The profile of a program with a step for each letter, where XLA reserves `gap` bytes more than the buffers need."""
+    """The profile of a program with a step for each letter, where XLA reserves `gap` bytes more than the
+    buffers need.
+    """
     names = {"f": "forward", "b": "backward", "u": "update"}
     steps = tuple(
         Step(f"fusion.{n}", "dot_general", names[p], f"/home/user/model.py:{n}", None) for n, p in enumerate(phases)
@@ -108,7 +112,7 @@ def compiled(request):
     return statetx.memory_profile(Net(wrap).loss, jax.ShapeDtypeStruct((64, 32), jnp.float32))
 
 
-# -- the first line ----------------------------------------------------------------------------------------------------
+# -- the first line --------------------------------------------------------------------------------------------------
 
 
 def test_first_line_names_place_owner_and_best_change():
@@ -116,7 +120,8 @@ def test_first_line_names_place_owner_and_best_change():
     made = profile([*layers(1), buffer(5 * KIB, 5, 5, "working memory", "loss")], changes=[change], gap=KIB)
     assert str(made).splitlines()[0] == (
         "Peak 19.0 KiB in the backward pass at model.py:5 (dot_general): 53% is residuals of net.blocks.0 "
-        "(Block.__call__, model.py:7). Largest saving: rematerialize Block.__call__ with @statetx.remat: 62.0 KiB less (predicted)."
+        "(Block.__call__, model.py:7). Largest saving: rematerialize Block.__call__ with @statetx.remat: 62.0 KiB "
+        "less (predicted)."
     )
 
 
@@ -124,13 +129,18 @@ def test_first_line_names_place_owner_and_best_change():
     "buffers, words",
     [
         (layers(8), "is residuals of net.blocks.* (8 of them) (Block.__call__, model.py:7)."),
-        ([*layers(8), buffer(99 * KIB, 1, 8, "residual", "net.blocks.3")], "is residuals of net.blocks.3 (Block.__call__, model.py:7)."),
+        ([*layers(8), buffer(99 * KIB, 1, 8, "residual", "net.blocks.3")], "is residuals of net.blocks.3 "
+            "(Block.__call__, model.py:7)."),
         ([*layers(2), buffer(80 * KIB, 2, 3)], "is working memory of loss (Block.__call__, model.py:7)."),
         ([*layers(2), buffer(80 * KIB, 2, 3, function="loss")], "is working memory of loss (model.py:7)."),
-        ([*layers(2), buffer(80 * KIB, 2, 3, "recomputed", region="Block")], "is recomputed values of loss (Block.__call__, model.py:7, remat of Block)."),
+        ([*layers(2), buffer(80 * KIB, 2, 3, "recomputed", region="Block")], "is recomputed values of loss "
+            "(Block.__call__, model.py:7, remat of Block)."),
         ([*layers(2), buffer(80 * KIB, 0, 9, "argument", "params['w']")], "is the argument params['w']."),
-        ([*layers(2), *[buffer(40 * KIB, 0, 9, "state", f"m.{n}") for n in range(3)]], "is the states m.* (3 of them)."),
-        ([*layers(2), buffer(80 * KIB, 2, 6, "residual", "cell", stacked=SCAN)], "is residuals of cell (Block.__call__, model.py:7, stacked by scan of 100 steps)."),
+        ([*layers(2), *[buffer(40 * KIB, 0, 9, "state", f"m.{n}") for n in range(3)]],
+         "is the states m.* (3 of them)."),
+        ([*layers(2), buffer(80 * KIB, 2, 6, "residual", "cell", stacked=SCAN)],
+            "is residuals of cell (Block.__call__, "
+            "model.py:7, stacked by scan of 100 steps)."),
         ([*layers(2), buffer(80 * KIB, 2, 3, loop=SCAN)], "(Block.__call__, model.py:7, scan of 100 steps)."),
     ],
 )  # fmt: skip
@@ -169,7 +179,7 @@ def test_a_program_without_buffers():
     assert _plot.choose_bands([made]) == ()
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
+# -- table -----------------------------------------------------------------------------------------------------------
 
 
 def bytes_of(shown):
@@ -218,12 +228,13 @@ def test_changes_are_numbered_below_the_table():
         ("[2]", "Do that: 2.0 KiB less (predicted, 2%)."),
     ]
     column = [c.name for c in shown.columns].index("change")
-    assert {row[3].text: row[column].text for row in shown.rows} == {"net.blocks.* (8)": "", "net.blocks.*.w (8)": "", "x": "[2]"}  # fmt: skip
+    changes = {row[3].text: row[column].text for row in shown.rows}
+    assert changes == {"net.blocks.* (8)": "", "net.blocks.*.w (8)": "", "x": "[2]"}
     assert "[1] Do this" in str(made) and made.changes[0].text in _show.html(made).replace("Do this:", "Do this.")
 
 
 def test_columns_that_no_row_fills_are_left_out():
-    names = lambda made: [c.name for c in _show.table(made).columns]  # noqa: E731
+    names = lambda made: [c.name for c in _show.table(made).columns]
     assert names(profile(layers())) == ["bytes", "share", "kind", "owner", "arrays", "line", "function"]
     stacked = [buffer(100, 1, 8, stacked=SCAN, region="f")]
     assert names(profile(stacked))[-1] == "in"
@@ -246,7 +257,7 @@ def test_residuals_beyond_what_the_program_reserves():
     assert made.peak_bytes - 7 == smaller.peak_bytes == sum(row.num_bytes for row in _show.rows_at_peak(made)) - 7
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def test_sparkline_has_one_column_for_each_part_of_the_schedule():
@@ -315,7 +326,8 @@ def test_text_fits_a_terminal(monkeypatch):
 def test_kinds_at_the_peak():
     made = profile([*layers(1), buffer(3, 0, 9, "constant")], gap=KIB)
     assert _show.kinds_line(made) == (
-        "At the peak: residual 10.0 KiB (71%), argument 2.0 KiB (14%), state 1.0 KiB (7%), unused (gaps between buffers) 1.0 KiB (7%)"
+        "At the peak: residual 10.0 KiB (71%), argument 2.0 KiB (14%), state 1.0 KiB (7%), unused (gaps between "
+        "buffers) 1.0 KiB (7%)"
     )
 
 
@@ -326,7 +338,7 @@ def test_forms_of_a_profile(compiled):
     assert "scan of 20 steps" in str(compiled) and "test_memory_show.py:" in lines[0]
 
 
-# -- HTML, JSON, two profiles --------------------------------------------------------------------------------------------
+# -- HTML, JSON, two profiles
 
 
 def test_html_has_a_timeline_and_escapes_names():
@@ -388,7 +400,7 @@ def test_compare_two_profiles():
     assert shown.title == "Peak of loss: 90.0 KiB before, 26.0 KiB after" and str(before.compare(after)) == str(shown)
 
 
-# -- pictures ------------------------------------------------------------------------------------------------------------
+# -- pictures
 
 
 def test_bands_sum_to_the_timeline(compiled):
@@ -470,8 +482,8 @@ def long_named(x):
 
 def test_reports_fit_the_terminal_and_tables_fit_files(monkeypatch):
     reports = long_named(jnp.ones((64, 64)))
-    longest = lambda report: max(map(len, str(report).splitlines()))  # noqa: E731
-    is_table = lambda line: "  " in line.strip()  # noqa: E731
+    longest = lambda report: max(map(len, str(report).splitlines()))
+    is_table = lambda line: "  " in line.strip()
     monkeypatch.delenv("COLUMNS", raising=False)
     for report in reports:  # not to a terminal: prose has any length
         assert max(len(line) for line in str(report).splitlines() if is_table(line)) <= 120

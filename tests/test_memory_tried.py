@@ -49,7 +49,7 @@ def check_as_by_hand(cost, by_hand, args, gradient=False):
     assert cost.flops == pytest.approx(expected.flops, rel=0.02)
 
 
-# -- loops -------------------------------------------------------------------------------------------------------------
+# -- loops -----------------------------------------------------------------------------------------------------------
 
 RECURRENT = jnp.eye(32), jax.ShapeDtypeStruct((300, 16, 32), F32)
 
@@ -94,7 +94,7 @@ def test_a_loop_gets_the_number_with_which_it_fits():
 
 def test_the_body_of_a_loop_is_tried_though_the_size_of_its_carry_is_not_known():
     def loss(w, xs):
-        outer = lambda h, x: jax.lax.scan(lambda h, _: (jnp.tanh(h @ w + x), None), h, None, length=20)  # noqa: E731
+        outer = lambda h, x: jax.lax.scan(lambda h, _: (jnp.tanh(h @ w + x), None), h, None, length=20)
         return (jax.lax.scan(outer, jnp.zeros((16, 32)), xs)[0] ** 2).sum()
 
     args = jnp.eye(32), jnp.ones((50, 16, 32))
@@ -127,7 +127,7 @@ def test_an_error_of_the_package_itself_is_not_taken_for_a_change_that_cannot_be
         cost_of(recurrent(jax.lax.scan), RECURRENT, Broken("cell"))
 
 
-# -- rematerialized functions --------------------------------------------------------------------------------------------
+# -- rematerialized functions
 
 
 class Block:
@@ -177,7 +177,7 @@ def layer(w, x):
 
 def layers_in_a_loop(layer, scan):
     def loss(ws, x):
-        body = lambda x, _: (functools.reduce(lambda x, w: layer(w, x), ws, x), None)  # noqa: E731
+        body = lambda x, _: (functools.reduce(lambda x, w: layer(w, x), ws, x), None)
         return (jax.lax.scan(jax.checkpoint(body), x, None, length=3)[0] ** 2).mean()
 
     return loss
@@ -190,7 +190,7 @@ def layers_in_a_stage(layer, scan):
 
 def layers_in_a_plain_loop(layer, scan):
     def loss(ws, x):
-        body = lambda x, _: (functools.reduce(lambda x, w: layer(w, x), ws, x), x.mean())  # noqa: E731
+        body = lambda x, _: (functools.reduce(lambda x, w: layer(w, x), ws, x), x.mean())
         x, means = jax.lax.scan(body, x, None, length=4)
         return (x**2).mean() + means.sum()
 
@@ -224,9 +224,9 @@ def test_changes_inside_of_loops_and_rematerialized_functions_take_what_they_tak
 
 
 def test_functions_take_their_parameters_first_as_by_hand():
-    loss = lambda ws, x, layer=layer: (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean()  # noqa: E731
+    loss = lambda ws, x, layer=layer: (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean()
     args = [jnp.eye(64)] * 6, jax.ShapeDtypeStruct((512, 64), F32)
-    step = lambda ws, x, loss=loss: jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, x))  # noqa: E731
+    step = lambda ws, x, loss=loss: jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, x))
     by_hand = functools.partial(step, loss=functools.partial(loss, layer=statetx.remat(layer)))
     assert cost_of(step, args, Rematerialize("layer")).peak_bytes == statetx.measure(by_hand, *args).peak_bytes
 
@@ -240,10 +240,10 @@ def layer_of(p):
 
 def test_functions_that_have_their_parameters_from_elsewhere_take_them_as_they_read_them():
     def step(params, x, wrap=lambda f: f):
-        loss = lambda ps: (functools.reduce(lambda x, p: wrap(layer_of(p))(x), ps, x) ** 2).mean()  # noqa: E731
+        loss = lambda ps: (functools.reduce(lambda x, p: wrap(layer_of(p))(x), ps, x) ** 2).mean()
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
-    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, F32)  # noqa: E731
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, F32)
     args = [{"a": f32(256), "down": f32(256, 32), "up": f32(32, 256)}] * 5, f32(256, 32)
     cost = cost_of(step, args, Rematerialize("layer_of.run"))
     assert cost.peak_bytes == statetx.measure(functools.partial(step, wrap=statetx.remat), *args).peak_bytes
@@ -260,7 +260,7 @@ def test_calls_under_a_derivative_forward_take_what_they_take_by_hand():
     assert cost.peak_bytes < 0.8 * statetx.measure(loss, *args).peak_bytes
 
 
-# -- bits ----------------------------------------------------------------------------------------------------------------
+# -- bits ------------------------------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp
@@ -301,7 +301,7 @@ def test_spikes_stored_as_bits_take_what_they_take_by_hand(is_rematerialized):
 @pytest.mark.slow
 def test_spikes_inside_of_a_loop_are_tried_as_bits():
     def loss(ws, xs, first=dense, others=dense):
-        step = lambda v, x: (v, functools.reduce(lambda s, w: others(w, s), ws[1:], first(ws[0], x + v)))  # noqa: E731
+        step = lambda v, x: (v, functools.reduce(lambda s, w: others(w, s), ws[1:], first(ws[0], x + v)))
         return (statetx.scan(step, jnp.zeros((64, 64)), xs)[1] ** 2).sum()
 
     args = [jnp.eye(64)] * 4, jax.ShapeDtypeStruct((40, 64, 64), F32)
@@ -314,7 +314,7 @@ def test_spikes_inside_of_a_loop_are_tried_as_bits():
     assert tried.needed_bytes == pytest.approx(expected, rel=0.02)
 
 
-# -- constants -----------------------------------------------------------------------------------------------------------
+# -- constants
 
 
 def test_a_constant_that_is_on_the_device_anyway_is_an_argument_and_counts_once():
@@ -332,7 +332,7 @@ def test_a_constant_that_is_on_the_device_anyway_is_an_argument_and_counts_once(
     assert remedy.needed_bytes + table.nbytes == pytest.approx(by_hand, abs=64)
 
 
-# -- donation ------------------------------------------------------------------------------------------------------------
+# -- donation
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])
@@ -367,7 +367,7 @@ def test_donated_arguments_take_what_they_take_by_hand():
     check_as_by_hand(cost_of(step, args, *edits), jax.jit(step, donate_argnums=(0, 1)), args)
 
 
-# -- parts of the batch --------------------------------------------------------------------------------------------------
+# -- parts of the batch
 
 
 def loss_of(w, x, y):
@@ -471,7 +471,7 @@ def test_a_step_that_needs_its_batch_is_not_tried_in_parts():
     assert cost_of(step_of(loss), BATCH, candidate.edit) is None
 
 
-# -- in combination ------------------------------------------------------------------------------------------------------
+# -- in combination
 
 
 SMALL = jax.ShapeDtypeStruct((128, 64), F32)
@@ -524,7 +524,7 @@ def test_a_small_change_is_told_where_little_is_missing():
 @pytest.mark.slow
 def test_progress_tells_what_is_tried(monkeypatch):
     told, shown = [], []
-    spinner = lambda what, is_shown: shown.append(is_shown) or contextlib.nullcontext(told.append)  # noqa: E731
+    spinner = lambda what, is_shown: shown.append(is_shown) or contextlib.nullcontext(told.append)
     monkeypatch.setattr(oom, "spinner", spinner)
     blocks = [Block(n) for n in range(2)]
     explain_oom(training_step(blocks), SMALL, limit=1000, progress=True, time_limit=None)

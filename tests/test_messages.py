@@ -123,7 +123,9 @@ def test_donated_arguments_are_named_in_errors():
 
 
 def test_errors_end_with_their_address():
-    """Users' own errors have the address of the public error that they derive from; a message that is used again has one."""
+    """Users' own errors have the address of the public error that they derive from; a message that is used again has
+    one.
+    """
 
     class OwnError(statetx.PlanError):
         pass
@@ -225,7 +227,7 @@ def test_beginning_of_a_name_is_completed():
         statetx.plan(lambda x: (x**2).sum(), jnp.ones(3), budget=100, of="temp")
 
 
-# -- names with characters that a terminal obeys -------------------------------------------------------------------------
+# -- names with characters that a terminal obeys
 
 X = jnp.ones(4)
 ESCAPE, OVERRIDE = "\x1b[31m", "\u202e"

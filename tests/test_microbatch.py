@@ -42,7 +42,7 @@ def parts(x, num):
     return np.array_split(x, num)  # 10 in 4 parts: 3, 3, 2, 2
 
 
-# -- values and gradients ----------------------------------------------------------------------------------------------
+# -- values and gradients --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
@@ -62,20 +62,20 @@ def test_derivatives_of_a_loss_in_parts():
     loss = statetx.microbatch(mean_loss, 4, argnums=(1, 2))
     assert_close(jax.grad(loss, (0, 1))(PARAMS, X, Y), jax.grad(mean_loss, (0, 1))(PARAMS, X, Y))
     tangent = jax.tree.map(jnp.cos, PARAMS)
-    jvp = lambda f: jax.jvp(lambda p: f(p, X, Y), (PARAMS,), (tangent,))  # noqa: E731
+    jvp = lambda f: jax.jvp(lambda p: f(p, X, Y), (PARAMS,), (tangent,))
     assert_close(jvp(loss), jvp(mean_loss))
-    norm = lambda f: lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(p, X, Y)))  # noqa: E731
+    norm = lambda f: lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(p, X, Y)))
     assert_close(jax.grad(norm(loss))(PARAMS), jax.grad(norm(mean_loss))(PARAMS), rtol=1e-4, atol=1e-5)
     stacked = jax.tree.map(lambda p: jnp.stack([p, 0.5 * p]), PARAMS)
-    mapped = lambda f: jax.vmap(f, in_axes=(0, None, None))  # noqa: E731
+    mapped = lambda f: jax.vmap(f, in_axes=(0, None, None))
     assert_close(mapped(jax.grad(loss))(stacked, X, Y), mapped(jax.grad(mean_loss))(stacked, X, Y))
-    total = lambda f: jax.grad(lambda p: mapped(f)(p, X, Y).sum())(stacked)  # noqa: E731
+    total = lambda f: jax.grad(lambda p: mapped(f)(p, X, Y).sum())(stacked)
     assert_close(total(loss), total(mean_loss))
 
 
 def test_a_loss_is_differentiated_without_another_run():
     """As many operations as the gradient function in parts: a rematerialized loop would run each part again."""
-    count = lambda f: statetx.measure(f, PARAMS, X, Y, gradient=False).flops  # noqa: E731
+    count = lambda f: statetx.measure(f, PARAMS, X, Y, gradient=False).flops
     full = count(jax.value_and_grad(mean_loss))
     of_gradients = count(statetx.microbatch(jax.value_and_grad(mean_loss), 5, argnums=(1, 2)))
     of_loss = count(jax.value_and_grad(statetx.microbatch(mean_loss, 5, argnums=(1, 2))))
@@ -103,7 +103,7 @@ def test_has_aux_and_reductions():
         # As a loss, too: what is not the loss keeps its derivative.
         in_parts = statetx.microbatch(loss, num, argnums=(1, 2), reduce=reduce[0])
         assert_close(jax.grad(in_parts, has_aux=True)(PARAMS, X, Y)[0], expected_grads)
-        of_out = lambda f: jax.grad(lambda p: (f(p, X, Y)[1]["out"] ** 3).sum())(PARAMS)  # noqa: E731
+        of_out = lambda f: jax.grad(lambda p: (f(p, X, Y)[1]["out"] ** 3).sum())(PARAMS)
         assert_close(of_out(in_parts), of_out(loss), rtol=1e-4, atol=1e-4)
 
 
@@ -164,7 +164,7 @@ LEFT_OUT_MASK = jnp.array([1, 1, 0, 0, 1, 0.0])  # nothing in the second of thre
 
 
 def left_out_losses(scale, x, mask):
-    mean = lambda e: (e * mask).sum() / mask.sum()  # noqa: E731
+    mean = lambda e: (e * mask).sum() / mask.sum()
     return mean((scale * x) ** 2), mean(jnp.sin(scale * x))
 
 
@@ -181,10 +181,10 @@ def test_a_part_of_weight_zero_leaves_no_nan_in_any_derivative(of_vector):
 
     @functools.partial(jax.jit, static_argnums=0)
     def derivatives(fun):
-        f = lambda s, x, mask: sum(c * loss for c, loss in zip((1.0, 3.0), fun(s, x, mask), strict=True))  # noqa: E731
-        gradient = lambda s: jax.grad(f, (0, 1))(s, x, LEFT_OUT_MASK)  # noqa: E731
+        f = lambda s, x, mask: sum(c * loss for c, loss in zip((1.0, 3.0), fun(s, x, mask), strict=True))
+        gradient = lambda s: jax.grad(f, (0, 1))(s, x, LEFT_OUT_MASK)
         masks = jnp.stack([LEFT_OUT_MASK, jnp.roll(LEFT_OUT_MASK, 2), jnp.ones(6)])
-        total = lambda s: jax.vmap(lambda mask: f(s, x, mask))(masks).sum()  # noqa: E731
+        total = lambda s: jax.vmap(lambda mask: f(s, x, mask))(masks).sum()
         forward = jax.jvp(lambda s: f(s, x, LEFT_OUT_MASK), (0.5,), (1.0,))
         return forward, jax.jvp(gradient, (0.5,), (1.0,)), jax.grad(lambda s: gradient(s)[0])(0.5), jax.grad(total)(0.5)
 
@@ -192,7 +192,9 @@ def test_a_part_of_weight_zero_leaves_no_nan_in_any_derivative(of_vector):
 
 
 def test_a_part_of_weight_zero_keeps_the_derivatives_of_its_states():
-    """A loss of a carried state: the state of a part that is left out has a derivative, and so has a sum beside the mean."""
+    """A loss of a carried state: the state of a part that is left out has a derivative, and so has a sum beside the
+    mean.
+    """
 
     def run(wrap):
         h = statetx.State(jnp.float32(0.1))
@@ -213,8 +215,8 @@ def test_a_part_of_weight_zero_keeps_the_derivatives_of_its_states():
         return sum(means), sum(totals)
 
     options = {"argnums": (1, 2), "weight": lambda w, x, mask: mask.sum(), "reduce": ("mean", "sum")}
-    in_parts = lambda step, w, x: statetx.microbatch(step, 3, **options)(w, x, LEFT_OUT_MASK)  # noqa: E731
-    gradient = lambda way: jax.value_and_grad(lambda w, x: run(lambda step: way(step, w, x)), (0, 1))  # noqa: E731
+    in_parts = lambda step, w, x: statetx.microbatch(step, 3, **options)(w, x, LEFT_OUT_MASK)
+    gradient = lambda way: jax.value_and_grad(lambda w, x: run(lambda step: way(step, w, x)), (0, 1))
     args = 0.7, jnp.linspace(-0.4, 0.3, 6)
     assert_close(jax.jit(gradient(in_parts))(*args), gradient(in_python)(*args))
 
@@ -222,7 +224,7 @@ def test_a_part_of_weight_zero_keeps_the_derivatives_of_its_states():
 @pytest.mark.parametrize("how", ["first", "last"])
 def test_the_first_and_the_last_part_alone_have_derivatives(how):
     x = jnp.array([1.0, 2.0, 0.0, 4.0, 5.0, 6.0])  # the root has no derivative at 0
-    root, roots = lambda x: jnp.sqrt(x).sum(), lambda x: (jnp.sqrt(x).sum(), jnp.sqrt(x + 1).sum())  # noqa: E731
+    root, roots = lambda x: jnp.sqrt(x).sum(), lambda x: (jnp.sqrt(x).sum(), jnp.sqrt(x + 1).sum())
     expected = jnp.where(jnp.arange(6) < 2 if how == "first" else jnp.arange(6) >= 4, 0.5 / jnp.sqrt(x), 0.0)
     assert_close(jax.grad(statetx.microbatch(root, 3, reduce=how))(x), expected)
     both = statetx.microbatch(roots, 3, reduce=(how, "sum"))
@@ -244,13 +246,13 @@ def test_a_weighted_loss_beside_states_is_differentiated_without_another_run():
     of_gradients = program(lambda f: statetx.microbatch(statetx.value_and_grad(f), 5, **options))
     of_loss = program(lambda f: statetx.value_and_grad(statetx.microbatch(f, 5, **options)))
     mask = jnp.ones(10).at[2:4].set(0.0)
-    count = lambda f: statetx.measure(f, PARAMS, X, Y, mask, gradient=False)  # noqa: E731
+    count = lambda f: statetx.measure(f, PARAMS, X, Y, mask, gradient=False)
     assert count(of_loss).flops <= 1.02 * count(of_gradients).flops
     assert count(of_loss).temp_bytes <= 1.1 * count(of_gradients).temp_bytes
     assert_close(statetx.jit(of_loss)(PARAMS, X, Y, mask), statetx.jit(of_gradients)(PARAMS, X, Y, mask))
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------------------------
 
 
 class Norm:
@@ -407,7 +409,7 @@ def test_a_call_is_atomic():
     assert_close(state_values(model), state_values(Norm()))
 
 
-# -- programs of other libraries ---------------------------------------------------------------------------------------
+# -- programs of other libraries -------------------------------------------------------------------------------------
 
 
 def test_nnx_batch_norm():
@@ -423,7 +425,7 @@ def test_nnx_batch_norm():
             return self.last(self.dropout(jax.nn.relu(self.norm(self.first(x)))))
 
     a, b = Net(), Net()
-    loss_of = lambda net: lambda x, y: ((net(x) - y) ** 2).mean()  # noqa: E731
+    loss_of = lambda net: lambda x, y: ((net(x) - y) ** 2).mean()
     step = statetx.value_and_grad(loss_of(a), wrt=nnx.Param)
     results = [(len(x) / 10, step(x, y)) for x, y in zip(parts(X, 4), parts(Y, 4), strict=True)]
     expected = jax.tree.map(lambda *v: sum(v), *[jax.tree.map(lambda g, w=w: w * g, r) for w, r in results])
@@ -522,7 +524,7 @@ def test_optax_step_with_donation():
     assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
-# -- nesting -----------------------------------------------------------------------------------------------------------
+# -- nesting ---------------------------------------------------------------------------------------------------------
 
 
 def test_inside_scan_remat_and_jit():
@@ -538,7 +540,7 @@ def test_inside_scan_remat_and_jit():
 
         return step
 
-    in_python = lambda x: python_loop(a, 4, x)  # noqa: E731
+    in_python = lambda x: python_loop(a, 4, x)
     for _ in range(3):
         train(a, in_python)(None, None)
     in_parts = statetx.microbatch(statetx.value_and_grad(b.loss_of, wrt=b.w), 4)
@@ -547,7 +549,9 @@ def test_inside_scan_remat_and_jit():
 
 
 def test_remat_inside_a_part_lowers_its_memory():
-    """Forward and backward pass of a part share a loop body: there the recomputation must not be merged with the first computation."""
+    """Forward and backward pass of a part share a loop body: there the recomputation must not be merged with the first
+    computation.
+    """
     blocks = jnp.stack([jnp.eye(32)] * 8)
 
     def loss_of(block):
@@ -558,7 +562,7 @@ def test_remat_inside_a_part_lowers_its_memory():
 
         return loss
 
-    block = lambda w, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)  # noqa: E731
+    block = lambda w, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
     x = jnp.ones((512, 32))
 
     def temp(block):
@@ -583,9 +587,7 @@ def test_inside_shard_map(check_vma):
         f = statetx.microbatch(jax.value_and_grad(mean_loss), 2, argnums=(1, 2))
         return jax.lax.pmean(f(params, x, y), "d")
 
-    shard = lambda f: jax.shard_map(  # noqa: E731
-        f, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P(), check_vma=check_vma
-    )
+    shard = lambda f: jax.shard_map(f, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P(), check_vma=check_vma)
     assert_close(jax.jit(shard(local_gradients))(PARAMS, x, y), expected)
     if check_vma:
         assert_close(jax.jit(jax.value_and_grad(shard(local)))(PARAMS, x, y), expected)
@@ -643,8 +645,9 @@ def test_equal_calls_compile_once():
         f(PARAMS, X, Y)
     assert len(count) == 0
 
-    # The steps of other outputs are rematerialized by JAX's own scan, which an eager gradient compiles again; but nothing else.
-    losses = lambda *args: (mean_loss(*args), sum_loss(*args))  # noqa: E731
+    # The steps of other outputs are rematerialized by JAX's own scan, which an eager gradient compiles again; but
+    # nothing else.
+    losses = lambda *args: (mean_loss(*args), sum_loss(*args))
     in_parts = statetx.microbatch(losses, 5, argnums=(1, 2), reduce=("mean", "first"))
     of_first = statetx.value_and_grad(lambda *args: in_parts(*args)[1])
     of_first(PARAMS, X, Y)
@@ -710,10 +713,10 @@ def test_as_a_method_and_other_precisions():
 
 def test_complex_parameters():
     z = PARAMS["a"] * (1 + 0.5j)
-    loss = lambda z, x: (jnp.abs(x @ z) ** 2).mean()  # noqa: E731
+    loss = lambda z, x: (jnp.abs(x @ z) ** 2).mean()
     f = statetx.microbatch(loss, 4, argnums=1)
     assert_close(jax.grad(f)(z, X), jax.grad(loss)(z, X))
-    jvp = lambda f: jax.jvp(lambda z: f(z, X), (z,), (1j * z + 1,))  # noqa: E731
+    jvp = lambda f: jax.jvp(lambda z: f(z, X), (z,), (1j * z + 1,))
     assert_close(jvp(f), jvp(loss))
 
 
@@ -723,7 +726,7 @@ def test_under_disable_jit():
         assert_close(statetx.microbatch(mean_loss, 4, argnums=(1, 2))(PARAMS, X, Y), expected)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [pytest.param("gradients", marks=pytest.mark.slow), "loss"])
@@ -736,7 +739,7 @@ def test_eight_parts_take_a_sixth_of_the_memory(kind):
         in_parts = statetx.microbatch(full, 8, argnums=1)
     else:
         in_parts = jax.value_and_grad(statetx.microbatch(program.loss, 8, argnums=1))
-    temp = lambda f: statetx.measure(f, program.params, *program.data, gradient=False).temp_bytes  # noqa: E731
+    temp = lambda f: statetx.measure(f, program.params, *program.data, gradient=False).temp_bytes
     assert 6 * temp(in_parts) <= temp(full)
 
 
@@ -760,7 +763,7 @@ def test_one_buffer_accumulates_gradients(kind):
     assert cost.temp_bytes < 2.5 * one
 
 
-# -- half precision ----------------------------------------------------------------------------------------------------
+# -- half precision --------------------------------------------------------------------------------------------------
 
 ONE, ONES = jnp.bfloat16(1), jnp.ones(512, jnp.bfloat16)  # added up in bfloat16 one by one, 512 ones are 256
 in_ones = functools.partial(statetx.microbatch, num=512, argnums=1, reduce="sum")
@@ -812,7 +815,7 @@ def test_half_precision_adds_up(name):
 def test_dtypes_that_are_widened(dtype, run):
     with jax.enable_x64(True):
         w, x = jnp.ones((), dtype), (1 + jax.random.uniform(KEYS[0], 512)).astype(dtype)
-        f = lambda w, x: jnp.real(w * x).sum()  # noqa: E731
+        f = lambda w, x: jnp.real(w * x).sum()
 
         def gradient(**options):
             if run == "gradients":
@@ -858,23 +861,25 @@ def test_half_precision_states_and_devices():
 
     grad = statetx.grad(statetx.microbatch(loss, 512, reduce="sum"), wrt=w)
     assert grad(ONES) == statetx.jit(grad)(ONES) == 512 and seen.value == 1024
-    local = lambda x: jax.lax.psum(statetx.microbatch(loss, 512, reduce="sum")(x), "d")  # noqa: E731
+    local = lambda x: jax.lax.psum(statetx.microbatch(loss, 512, reduce="sum")(x), "d")
     split = statetx.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P())
     assert statetx.grad(split, wrt=w)(jnp.tile(ONES, 2)) == 1024
     assert seen.value == 1536
 
 
 def test_gradients_keep_the_scale_of_the_loss():
-    """The share of a part, 1/512, and its gradient have a product that float16 cannot hold; so has their sum until it is scaled."""
+    """The share of a part, 1/512, and its gradient have a product that float16 cannot hold; so has their sum until it
+    is scaled.
+    """
     w, x = jnp.float16(1), jnp.full(512, 2.0**-24, jnp.float16).at[1:].set(0)
-    loss = lambda w, x, *_: (w * x)[0]  # noqa: E731
-    scaled = lambda f, *args: jax.grad(lambda w: 2.0**10 * f(w, x, *args).astype(float))(w)  # noqa: E731
+    loss = lambda w, x, *_: (w * x)[0]
+    scaled = lambda f, *args: jax.grad(lambda w: 2.0**10 * f(w, x, *args).astype(float))(w)
     assert scaled(statetx.microbatch(loss, 512, argnums=1)) == 2.0**-23
     assert scaled(statetx.microbatch(loss, 512, argnums=1, weight=lambda w, x: len(x))) == 2.0**-23
     assert jax.grad(statetx.microbatch(lambda w, x: 512 * loss(w, x), 512, argnums=1), 1)(w, x)[0] == 1
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_errors_name_the_fix():
@@ -969,7 +974,7 @@ def test_smaller_parts_read_what_the_larger_ones_have_written():
         assert float(norm.mean.value) == 1.0
 
 
-# -- training steps ----------------------------------------------------------------------------------------------------
+# -- training steps --------------------------------------------------------------------------------------------------
 
 
 class _Net(nnx.Module):
@@ -1015,7 +1020,7 @@ def training_steps():
         optimizer.update(net, grads)
         return value
 
-    value_of = lambda step: lambda: step.__defaults__[0].value  # noqa: E731
+    value_of = lambda step: lambda: step.__defaults__[0].value
     return {
         "optimizer": with_optimizer(lambda f: f),
         "optimizer under jit": with_optimizer(statetx.jit),
@@ -1045,7 +1050,7 @@ def test_training_step_is_refused(case, in_parts):
 def losses_with_inner_updates():
     """Functions that write states, or differentiate them, and are no training steps."""
     w, count = statetx.Param(jnp.full((), 2.0)), statetx.State(jnp.zeros(()))
-    gradient = lambda x: statetx.grad(lambda x: (w.value * x).mean(), wrt=w)(x)  # noqa: E731
+    gradient = lambda x: statetx.grad(lambda x: (w.value * x).mean(), wrt=w)(x)
 
     def meta(x):
         count.value += 1

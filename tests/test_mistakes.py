@@ -1,4 +1,6 @@
-"""Every mistake of the table raises an error that names the culprit and the fix; states are still no arrays to anybody who only asks."""
+"""Every mistake of the table raises an error that names the culprit and the fix; states are still no arrays to anybody
+who only asks.
+"""
 
 import collections.abc
 import copy
@@ -34,7 +36,7 @@ def test_names_of_mistakes_are_unique():
     assert len(set(names)) == len(names) >= 127
 
 
-# -- what states and policies must still do ------------------------------------------------------------------------------
+# -- what states and policies must still do
 
 
 class Tagged(State):
@@ -96,14 +98,14 @@ def test_state_is_an_item_of_an_array_of_objects(make):
 
 def test_states_and_models_are_arguments_of_transforms():
     w = Param(X)
-    loss = lambda w, x: (w.value * x).sum()  # noqa: E731
+    loss = lambda w, x: (w.value * x).sum()
     assert statetx.jit(loss)(w, X) == statetx.remat(loss)(w, X) == 4
     assert statetx.grad(loss, argnums=1)(w, X).shape == (4,)
     assert statetx.vmap(lambda x, w: x * w.value[0], in_axes=(0, None))(X, w).shape == (4,)
 
 
 def test_jax_may_ask_a_policy_for_its_truth_value():
-    f = lambda x: jnp.sin(x @ x)  # noqa: E731
+    f = lambda x: jnp.sin(x @ x)
     assert jax.grad(jax.checkpoint(f, policy=policies.dots))(X).shape == (4,)
 
 

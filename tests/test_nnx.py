@@ -61,7 +61,7 @@ def fresh():
 
 
 def values(obj):
-    read = lambda v: jax.random.key_data(v[...]) if isinstance(v, nnx.RngKey) else v[...]  # noqa: E731
+    read = lambda v: jax.random.key_data(v[...]) if isinstance(v, nnx.RngKey) else v[...]
     return {path: read(v) for path, v in statetx.states(obj).items()}
 
 
@@ -136,9 +136,9 @@ LOSSES = {
 def expected_steps(loss):
     """Two steps of nnx without rematerialization: value, gradient and states after each."""
     net, steps = fresh(), []
-    plain = lambda net: LOSSES[loss](net, None)  # noqa: E731
+    plain = lambda net: LOSSES[loss](net, None)
     if loss == "scan":
-        plain = lambda net: sum(net.loss(X + k, False) for k in jnp.arange(3.0))  # noqa: E731
+        plain = lambda net: sum(net.loss(X + k, False) for k in jnp.arange(3.0))
     for _ in range(2):
         steps.append((nnx_grad(net, plain), values(net)))
     return steps
@@ -743,14 +743,14 @@ def test_count_of_a_fork_under_a_plain_gradient():
 def test_mapped_states_of_arguments_need_a_rule():
     """As `nnx.vmap` maps modules, `nnx.State` and Rngs by in_axes, an axis that is not applied must not be silent."""
     x, drop = jnp.ones((3, 3)), nnx.Dropout(0.5)
-    draw = lambda x, rngs: drop(x, rngs=rngs)  # noqa: E731
+    draw = lambda x, rngs: drop(x, rngs=rngs)
     with pytest.raises(statetx.StateValueError, match=r"argument rngs.*RngKey(?s:.*)states=\{'rngs\.default\.\*': 0\}"):
         statetx.vmap(draw, in_axes=(0, 0))(x, nnx.Rngs(1).split(3))
     out = statetx.vmap(draw, in_axes=(0, 0), states={"rngs.default.*": 0})(x, nnx.Rngs(1).split(3))
     np.testing.assert_array_equal(out, nnx.vmap(draw, in_axes=(0, 0))(x, nnx.Rngs(1).split(3)))
 
     state = nnx.State({"s": nnx.Param(jnp.arange(1.0, 4.0))})
-    f = lambda s, x: (s["s"][...] * x).sum()  # noqa: E731
+    f = lambda s, x: (s["s"][...] * x).sum()
     with pytest.raises(statetx.StateValueError, match=r"argument s,(?s:.*)states=\{'s\.s': 0\}"):
         statetx.vmap(f, in_axes=(0, 0))(state, x)
     with pytest.raises(statetx.StateValueError, match=r"scan: xs\[0\]\['s'\] holds states"):
@@ -760,7 +760,9 @@ def test_mapped_states_of_arguments_need_a_rule():
 
 
 def test_advice_to_donate_the_variables_of_an_argument():
-    """`nnx.jit` takes modules apart; `statetx.jit` donates their Variables by donate_states=, not by donate_argnames=."""
+    """`nnx.jit` takes modules apart; `statetx.jit` donates their Variables by donate_states=, not by
+    donate_argnames=.
+    """
     net = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
 
     def step(net, x):

@@ -1,4 +1,6 @@
-"""Gradients of a planned step begin when their inputs are computed, or one after the other, and compute what they would without the order."""
+"""Gradients of a planned step begin when their inputs are computed, or one after the other, and compute what they would
+without the order.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ def assert_same(found, expected, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
 
 
-# -- hold, the identity -----------------------------------------------------------------------------------------------
+# -- hold, the identity ----------------------------------------------------------------------------------------------
 
 # No derivative below is zero at these, nor equal in two entries.
 X = jnp.linspace(0.1, 1.3, 4)
@@ -145,7 +147,7 @@ def test_gradient_in_shard_map(check_vma):
     assert_same(*map(sums, twins(of_several)))
 
 
-# -- plans ------------------------------------------------------------------------------------------------------------
+# -- plans -----------------------------------------------------------------------------------------------------------
 
 D, B, LAYERS = 16, 128, 4
 
@@ -208,7 +210,7 @@ def test_planned_gradient_on_several_devices(plan):
     assert_same(lowered.compile()(params, batch), jax.value_and_grad(two_losses)(PARAMS, BATCH))
 
 
-# -- several gradients ------------------------------------------------------------------------------------------------
+# -- several gradients -----------------------------------------------------------------------------------------------
 
 
 def sgd(ws, grads):
@@ -309,7 +311,9 @@ def test_order_alone_may_keep_the_budget():
 
 
 def test_smallest_choice_is_compiled_with_each_order_and_without():
-    """To wait may copy an input: with jaxlib 0.10 a tenth of the memory here. With newer ones waiting for the inputs alone takes the most."""
+    """To wait may copy an input: with jaxlib 0.10 a tenth of the memory here. With newer ones waiting for the inputs
+    alone takes the most.
+    """
     planner = statetx.planner.Planner(together, *(weights(4, 1), weights(5, 1), BATCH[:16]), of="temporaries")
     with pytest.raises(statetx.PlanError) as e:
         planner.plan(1)

@@ -21,11 +21,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError First ForeignStateError FunctionError GradientError Last Mean MemoryProfile Not Optimizer Param Plan PlanError PolicyError PolicyWarning Residuals RngState Split
-Stack State StagingWarning StateAccessError StateFilterError StateTrace StateValueError StatetxError StaticArgumentError Target TargetError TraceLeakError Truncated
-budget cache_info checkpoint checkpoint_name chunked clear_cache cond eval_shape explain_oom fori_loop functionalize grad hessian jacfwd jacrev jit jvp linearize
-loop_report make_jaxpr map max_batch measure memory_profile memory_report microbatch plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack
-states switch target trace_states unstack value_and_grad vjp vmap while_loop
+Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError First
+ForeignStateError FunctionError GradientError Last Mean MemoryProfile Not Optimizer Param Plan PlanError PolicyError
+PolicyWarning Residuals RngState Split Stack State StagingWarning StateAccessError StateFilterError StateTrace
+StateValueError StatetxError StaticArgumentError Target TargetError TraceLeakError Truncated budget cache_info
+checkpoint checkpoint_name chunked clear_cache cond eval_shape explain_oom fori_loop functionalize grad hessian jacfwd
+jacrev jit jvp linearize loop_report make_jaxpr map max_batch measure memory_profile memory_report microbatch plan
+policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack states switch
+target trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
 
 
@@ -34,7 +37,9 @@ def module_name(path):
 
 
 def imported_modules(path, *, for_types=False):
-    """Modules of this package that a module imports, be it in a function; those that type checkers alone import only `for_types`."""
+    """Modules of this package that a module imports, be it in a function; those that type checkers alone import only
+    `for_types`.
+    """
     package = list(path.relative_to(ROOT / "statetx").parts[:-1])
     tree = ast.parse(path.read_text())
     if not for_types:
@@ -75,7 +80,9 @@ def test_lazy_exports_match_type_checking_imports():
 
 
 def test_imports_point_down():
-    """Between folders by their tiers; inside a folder, without a circle. Imports in functions and for types count, too."""
+    """Between folders by their tiers; inside a folder, without a circle. Imports in functions and for types
+    count, too.
+    """
     tiers = {name: i for i, names in enumerate(TIERS.split("\n")) for name in names.split()}
     imports = {module_name(p): set(imported_modules(p)) for p in SOURCES if p != ROOT / "statetx" / "__init__.py"}
     assert {m.split(".")[0] for m in imports} == set(tiers), "a new folder needs a place among TIERS"
@@ -152,14 +159,15 @@ def test_import_side_effects_are_documented():
     )
     listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     rows = [line for line in (ROOT / "docs" / "imports.md").read_text().split("\n") if line.startswith("| ")][1:]
-    words = lambda text: sorted(line.replace("`", "") for line in text)  # noqa: E731
+    words = lambda text: sorted(line.replace("`", "") for line in text)
     assert words(rows) == words(listed.strip().split("\n")) and len(rows) > 10
 
 
 def test_import_is_light_and_needs_no_other_library():
     code = (
         "import sys, statetx; "
-        "print([m for m in ('brainstate', 'flax', 'rich', 'matplotlib', 'scipy', 'optax', 'orbax') if m in sys.modules])"
+        "print([m for m in ('brainstate', 'flax', 'rich', 'matplotlib', 'scipy', 'optax', 'orbax') if m in "
+        "sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     heavy = subprocess.run(
@@ -199,7 +207,7 @@ def project_table():
 
 def test_version_and_dependencies_are_repeated_correctly():
     """In the citation, the changelog, the recipe, and the hooks of pre-commit."""
-    read = lambda name: (ROOT / name).read_text()  # noqa: E731
+    read = lambda name: (ROOT / name).read_text()
     project = project_table()
     assert f"\nversion: {statetx.__version__}\n" in read("CITATION.cff")
     recipe = read("recipe/recipe.yaml")
@@ -214,7 +222,9 @@ def test_version_and_dependencies_are_repeated_correctly():
 
 
 def test_tested_versions_are_allowed_and_in_the_readme():
-    """The pins are within the bounds, the newest series of jax is the last within them, and hosted CI runs each row of the table."""
+    """The pins are within the bounds, the newest series of jax is the last within them, and hosted CI runs each row of
+    the table.
+    """
     bounds = {r.name: r.specifier for r in map(Requirement, project_table()["dependencies"])}
     pins = re.findall(r"^(jax|jaxlib|brainstate)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
     assert len(pins) == 6 and all(bounds[name].contains(version) for name, version in pins)

@@ -34,7 +34,7 @@ DOCS = ROOT / "docs"
 EVERY_PAGE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 PAGES = [path for path in EVERY_PAGE if BLOCK.search(path.read_text())]
 GUIDES = [path for path in PAGES if path.parent.name == "migrate" and path.stem != "pytorch"]  # torch is not run
-name_of = lambda path: str(path.relative_to(ROOT))  # noqa: E731
+name_of = lambda path: str(path.relative_to(ROOT))
 
 
 def without_measurements(text):
@@ -154,7 +154,9 @@ def test_blocks_share_a_scope_and_failures_are_raised():
 
 
 def words(page):
-    """What a reader sees, code and tables included: without comments, tags, marks of attributes and addresses of links."""
+    """What a reader sees, code and tables included: without comments, tags, marks of attributes and addresses
+    of links.
+    """
     text = re.sub(
         r"<!--.*?-->|\{[ :.#][^}\n]*\}|</?(?:div|p|picture|source|img|br)\b[^>]*>", "", page.read_text(), flags=re.S
     )
@@ -213,7 +215,7 @@ def test_reference_has_every_public_name():
     text = "".join(path.read_text() for path in [*sorted((DOCS / "api").glob("*.md")), DOCS / "errors.md"])
     shown = re.findall(r"^::: statetx\.(\S+)$", text, re.M)
     assert len(shown) == len(set(shown))
-    is_module = lambda x: isinstance(x, types.ModuleType)  # noqa: E731
+    is_module = lambda x: isinstance(x, types.ModuleType)
     expected = {name for name in dir(statetx) if not name.startswith("_") and not is_module(getattr(statetx, name))}
     expected.remove("checkpoint")  # which is remat
     for module in (policies, testing):
@@ -273,7 +275,7 @@ def test_site_builds(built_site):
     assert not loaded, "the site works without a network"
 
 
-# -- in a browser ------------------------------------------------------------------------------------------------------
+# -- in a browser ----------------------------------------------------------------------------------------------------
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

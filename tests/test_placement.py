@@ -198,7 +198,7 @@ def test_equivalent_shardings_share_one_program():
 
 def test_indivisible_new_shape_gets_the_compilers_sharding():
     s = statetx.State(put(jnp.ones((16, 4)), "d"))
-    grow = lambda v: jnp.concatenate([v, v[:3]])  # noqa: E731
+    grow = lambda v: jnp.concatenate([v, v[:3]])
     by_hand = jax.jit(grow)(s.value)
     statetx.jit(lambda: setattr(s, "value", grow(s.value)))()
     assert s.value.shape == (19, 4) and s.value.sharding == by_hand.sharding

@@ -145,7 +145,7 @@ def test_labels_of_a_rule_are_left_out_where_it_has_fewer_equations():
     assert labels[1, RULE](staged(lambda x: jnp.sin(x), X)) == {(0, 0): "save"}
 
 
-# -- numbers that are added up -----------------------------------------------------------------------------------------
+# -- numbers that are added up ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_function_with_a_rule_that_closes_over_an_array(how, is_jitted):
     def grad_of(mask, policy=None):
         act = jax.custom_vjp(lambda v: jnp.tanh(v) * mask)
         act.defvjp(lambda v: (act(v), v), lambda r, ct: (ct * mask * (1 - jnp.tanh(r) ** 2),))
-        loss = lambda w, x: act(act(x @ w) @ w).mean()  # noqa: E731
+        loss = lambda w, x: act(act(x @ w) @ w).mean()
         return jax.grad(loss if policy is None else statetx.remat(loss, policy=policy))(WS[0], X[0])
 
     mask = jnp.linspace(0.0, 1.0, DIM)[None]

@@ -1,4 +1,6 @@
-"""A plan is for one program: what its equations return, the rules that it sees into, and the policies in it are part of the program."""
+"""A plan is for one program: what its equations return, the rules that it sees into, and the policies in it are part of
+the program.
+"""
 
 import dataclasses
 import functools
@@ -26,7 +28,7 @@ def spiking(result, how):
         return {"spike": spike, "current": spike * v}[result] if how != "rule" else jnp.sin(v)
 
     if how == "cond":
-        act = lambda v: jax.lax.cond(v[0, 0] > -1e9, of, lambda v: (v > 1).astype(jnp.float32), v)  # noqa: E731
+        act = lambda v: jax.lax.cond(v[0, 0] > -1e9, of, lambda v: (v > 1).astype(jnp.float32), v)
     elif how == "custom_jvp":
         act = jax.custom_jvp(of)
         act.defjvp(lambda primals, tangents: (act(*primals), tangents[0] / (1 + primals[0] ** 2)))
@@ -175,7 +177,7 @@ def test_second_derivatives_of_a_loop_in_groups():
     low, high = planner.ends()
     plans = [planner.plan(int(low + part * (high - low))) for part in (0.05, 0.1, 0.2, 0.3)]
     plan = next(plan for plan in plans if any("Groups" in line for line in plan.loops))
-    product = lambda f: jax.jvp(lambda xs: jax.grad(f, 1)(w, xs), (xs,), (jnp.cos(xs),))[1]  # noqa: E731
+    product = lambda f: jax.jvp(lambda xs: jax.grad(f, 1)(w, xs), (xs,), (jnp.cos(xs),))[1]
     expected = product(loss)
     assert float(jnp.abs(expected).max()) > 1e-2
     np.testing.assert_allclose(product(plan.apply(loss)), expected, rtol=1e-3, atol=1e-4)

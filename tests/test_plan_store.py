@@ -118,7 +118,9 @@ def test_keys_of_steps_tell_what_follows_a_gradient(step):
 
 @pytest.mark.parametrize("gradient", [jax.grad(loss), hessian_product, of_each_example, with_auxiliary, jacobian])
 def test_a_program_that_a_library_keeps_is_right(gradient):
-    """A library may keep what it traces, such as braintrace: also from the trace for the key, in which gradients are not differentiated yet."""
+    """A library may keep what it traces, such as braintrace: also from the trace for the key, in which gradients are
+    not differentiated yet.
+    """
     kept = []
 
     def step(ws, x):
@@ -145,7 +147,9 @@ def test_keys_tell_small_gradients_apart():
 
 
 def test_order_of_differentiated_arrays_makes_no_difference():
-    """brainstate differentiates with respect to a dict by addresses of states, which JAX sorts: in each process another order."""
+    """brainstate differentiates with respect to a dict by addresses of states, which JAX sorts: in each process another
+    order.
+    """
 
     def step_by(*names):
         @jax.jit  # with the dict as its argument
@@ -171,7 +175,7 @@ def test_order_of_differentiated_arrays_makes_no_difference():
 
 
 def test_fit_is_stored(folder, compilations):
-    planned = lambda: jax.make_jaxpr(jax.grad(statetx.remat(loss, policy="fit:0.8")))(WS, X)  # noqa: E731
+    planned = lambda: jax.make_jaxpr(jax.grad(statetx.remat(loss, policy="fit:0.8")))(WS, X)
     first = planned()
     assert compilations and len(entries(folder)) == 1
     compilations.clear()
@@ -210,7 +214,7 @@ def test_other_programs_are_other_plans(folder):
     def other(ws, x):
         return loss(ws, jnp.cos(x))
 
-    key = lambda fun, *args: Planner(fun, *args).key(statetx.planner._budget.Budget.read(0.8, "step"))  # noqa: E731
+    key = lambda fun, *args: Planner(fun, *args).key(statetx.planner._budget.Budget.read(0.8, "step"))
     keys = [key(loss, WS, X), key(other, WS, X), key(loss, WS, X[:64]), key(loss, WS[:1], X), key(step, WS, X)]
     keys.append(key(jax.jit(step, donate_argnums=0), WS, X))
     mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
@@ -230,7 +234,9 @@ def test_constants_are_not_arguments(folder):
 
 @pytest.mark.parametrize("has_refs", [False, True])
 def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
-    """The fingerprint of a program leaves the rules out. In a process that has made a Ref, rules run through a watch."""
+    """The fingerprint of a program leaves the rules out. In a process that has made a Ref, rules run through a
+    watch.
+    """
     monkeypatch.setattr(_jax, "has_made_refs", lambda: has_refs)
 
     def rule(scale):
@@ -242,14 +248,16 @@ def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
         return lambda ws, x: (wide(x @ ws[0]) ** 2).mean()
 
     budget = statetx.planner._budget.Budget.read(0.8, "step")
-    key = lambda scale: Planner(rule(scale), WS, X).key(budget)  # noqa: E731
+    key = lambda scale: Planner(rule(scale), WS, X).key(budget)
     same = [key(lambda x: jnp.cos(x)) for _ in range(2)]
     assert same[0] == same[1] != key(lambda x: 2 * jnp.cos(x) - jnp.cos(x))
 
 
 @pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, damaged_plan, monkeypatch, num):
-    """What is accepted is what the call may get: another valid decision, whose gradient is the same, or another figure."""
+    """What is accepted is what the call may get: another valid decision, whose gradient is the same, or
+    another figure.
+    """
     folder = tmp_path_factory.mktemp("store")
     monkeypatch.setenv("STATETX_CACHE", str(folder))
     planner, budget, fields, expected = damaged_plan
@@ -481,7 +489,7 @@ def test_another_process_finds_the_plan(folder):
     assert len(entries(folder)) == 1
 
 
-# -- the bytes of measured programs ------------------------------------------------------------------------------------
+# -- the bytes of measured programs ----------------------------------------------------------------------------------
 
 SIZES = """
 import functools, jax, jax.numpy as jnp, statetx
@@ -502,7 +510,8 @@ ws, w = [jax.ShapeDtypeStruct((32, 32), "float32")] * 4, statetx.Param(jnp.eye(3
 stateful = statetx.jit(lambda x: statetx.grad(lambda x: block(x, w.value).mean(), wrt=w)(x))
 states = {statetx.Param: statetx.Broadcast}
 x = jax.ShapeDtypeStruct((2, 512, 32), "float32")
-sizes = [statetx.max_batch(f, ws, x, argnums=1, budget="2MiB", limit=64).tried for f in (step, lambda *args: step(*args))]
+sizes = [statetx.max_batch(f, ws, x, argnums=1, budget="2MiB", limit=64).tried
+    for f in (step, lambda *args: step(*args))]
 sizes.append(statetx.max_batch(loss, ws, x, argnums=1, budget="2MiB", gradient=True).tried)
 sizes.append(statetx.max_batch(stateful, x, budget="2MiB").tried)
 sizes.append(statetx.max_batch(stateful, x, budget="2MiB", states=states, gradient=True).tried)

@@ -388,7 +388,7 @@ def test_carries_are_proved_by_induction():
     assert carries_of(lambda w, x: refractory(w, x, jnp.ones_like(spikes)), W, CURRENTS) == {1: True}
 
     def swapping(first, xs):  # the third leaf gets what the second had: neither stays 0 or 1
-        step = lambda c, x: ((spike(x) * c[0], c[2] + x, c[1]), None)  # noqa: E731
+        step = lambda c, x: ((spike(x) * c[0], c[2] + x, c[1]), None)
         return lax.scan(step, (first, first, first), xs)[0][2].sum()
 
     assert carries_of(lambda xs: swapping(jnp.ones(64), xs), CURRENTS[:, 0]) == {0: True}
@@ -405,7 +405,7 @@ def test_a_loop_without_bits_has_the_options_of_one_without_formats():
         return lax.scan(lambda h, x: (jnp.sin(h @ w + x), None), xs[0], xs)[0].sum()
 
     assert options(recurrent, (BITS,), W, CURRENTS) == options(recurrent, (), W, CURRENTS)
-    loops = lambda formats: [o.decision.get(CheckpointedLoop) for o in options(delayed, formats, W, CURRENTS)]  # noqa: E731
+    loops = lambda formats: [o.decision.get(CheckpointedLoop) for o in options(delayed, formats, W, CURRENTS)]
     assert not any(loop.carries for loop in loops(()) if loop is not None)
     stored = [loop for loop in loops((BITS,)) if loop is not None and loop.carries]
     assert {type(loop.strategy) for loop in stored} >= {Lengths, Slots}
@@ -459,7 +459,7 @@ def test_spikes_in_states_of_brainstate_are_stored_as_bits():
         brainstate.transform.for_loop(net.update, currents)
         return (net.v.value**2).sum()
 
-    gradient = lambda currents: brainstate.transform.grad(loss, net.w)(currents)  # noqa: E731
+    gradient = lambda currents: brainstate.transform.grad(loss, net.w)(currents)
     of_floats, of_bits = (
         Planner(gradient, CURRENTS, of="temporaries", stored_as=formats) for formats in ((), ("bits",))
     )

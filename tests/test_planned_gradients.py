@@ -1,4 +1,6 @@
-"""Gradients of JAX, of other libraries and of statetx inside of a planned step: they are seen, planned, and keep their values."""
+"""Gradients of JAX, of other libraries and of statetx inside of a planned step: they are seen, planned, and keep their
+values.
+"""
 
 import functools
 
@@ -53,7 +55,7 @@ def assert_same(planned, plain, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
 
 
-# -- which gradients are seen -----------------------------------------------------------------------------------------
+# -- which gradients are seen ----------------------------------------------------------------------------------------
 
 
 def by_grad(ws, x):
@@ -186,7 +188,7 @@ def test_written_state_in_a_gradient_of_jax_still_leaks():
 
     for planned in (False, True):
         with pytest.raises(statetx.TraceLeakError):
-            step = lambda ws, x: jax.grad(counted)(ws, x)  # noqa: E731
+            step = lambda ws, x: jax.grad(counted)(ws, x)
             capture(step, (WS, X), {}, None) if planned else jax.jit(step)(WS, X)
     assert float(seen.value) == 0
 
@@ -218,7 +220,7 @@ def test_states_of_a_planned_step_are_written_once():
     assert int(calls.value) == 2 and float(second) < float(first)
 
 
-# -- several gradients ------------------------------------------------------------------------------------------------
+# -- several gradients -----------------------------------------------------------------------------------------------
 
 GENERATOR, CRITIC = weights(1, 2), weights(2, 1)
 
@@ -317,7 +319,7 @@ def test_flax_gradient_of_a_module():
     assert len(captured.gradients[0].diff_indices) == 8
 
 
-# -- a budget around gradients ----------------------------------------------------------------------------------------
+# -- a budget around gradients ---------------------------------------------------------------------------------------
 
 
 def temp_bytes(fun, *args):
@@ -349,8 +351,8 @@ def test_functions_share_a_budget():
     assert_same(jax.jit(step)(WS, X), jax.jit(jax.grad(loss))(WS, X))
 
     # Each with the whole budget to itself, the halves take more together.
-    half = lambda: statetx.remat(network, policy=f"fit:{budget // 1024}KiB")  # noqa: E731
-    alone = lambda ws, x: (half()(ws[2:], half()(ws[:2], x)) ** 2).mean()  # noqa: E731
+    half = lambda: statetx.remat(network, policy=f"fit:{budget // 1024}KiB")
+    alone = lambda ws, x: (half()(ws[2:], half()(ws[:2], x)) ** 2).mean()
     assert temp_bytes(jax.grad(alone), WS, X) > budget
 
 

@@ -89,7 +89,7 @@ def assert_same_gradients(planned, plain, *args, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
 
 
-# -- the budget -------------------------------------------------------------------------------------------------------
+# -- the budget ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [0.6, *(pytest.param(b, marks=pytest.mark.slow) for b in (0.95, 0.47))])
@@ -115,7 +115,9 @@ def test_baseline_that_fits_is_unchanged():
 
 
 def test_rematerialized_functions_inside_of_others_are_inlined():
-    """A budget above all fits without any of them; at the memory of the nested functions a plan costs no more than these."""
+    """A budget above all fits without any of them; at the memory of the nested functions a plan costs no more than
+    these.
+    """
     inner = statetx.remat(block)
 
     @statetx.remat
@@ -124,7 +126,7 @@ def test_rematerialized_functions_inside_of_others_are_inlined():
             x = inner(w, x)
         return x
 
-    nested = lambda ws, x: (stage(ws, x) ** 2).mean()  # noqa: E731
+    nested = lambda ws, x: (stage(ws, x) ** 2).mean()
     plain = statetx.measure(statetx.value_and_grad(loss), FEW, X, gradient=False)
     written = statetx.measure(statetx.value_and_grad(nested), FEW, X, gradient=False)
     planner = Planner(nested, FEW, X, of="temporaries", argnums=0)
@@ -149,7 +151,7 @@ def test_fast_compilation_result_is_verified(monkeypatch):
     monkeypatch.setattr(_compiled.Program, "cost", property(optimistic))
     monkeypatch.setattr(_baseline, "fast_compile_options", lambda: hurried)
     plan = statetx.plan(loss, FEW, X, of="temporaries", budget=int(0.9 * unplanned), argnums=0)
-    step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)  # noqa: E731
+    step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)
     assert jax.jit(step).lower(FEW, X).compile().memory_analysis().temp_size_in_bytes <= 0.9 * unplanned
     assert plan.temp_bytes <= plan.budget_bytes and plan.unplanned_bytes == unplanned and plan.stock != "no remat"
     assert statetx.plan(loss, FEW, X, of="temporaries", budget=1.0, argnums=0).budget_bytes == unplanned
@@ -190,7 +192,7 @@ def test_curve_is_monotone(plan_of_loss, tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-# -- the choice -------------------------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------------------------
 
 
 def random_region(seed):
@@ -279,7 +281,7 @@ def family_of(regions, num):
     for (start, end), region in regions.items():
         arcs[end].append((start, region))
     flat = types.SimpleNamespace(jaxpr=None)
-    at = lambda cuts: [regions[i] for i in itertools.pairwise([*cuts, num])]  # noqa: E731
+    at = lambda cuts: [regions[i] for i in itertools.pairwise([*cuts, num])]
     return _choice.Family(num, arcs, lambda cuts: _layout.Layout(flat, at(cuts)))
 
 
@@ -297,7 +299,7 @@ def test_equal_periods_are_composed(count):
     regions |= {(2 * k, 2 * (k + n)): (f, 10, 0) for n, f in merged.items() for k in range(count - n + 1)}
     expected = family_of(regions, 2 * count)
 
-    region = lambda a, b, front: _layout.Region(a, b, None, front, 10, 0)  # noqa: E731
+    region = lambda a, b, front: _layout.Region(a, b, None, front, 10, 0)
     within = [(*i, region(*i, f)) for i, f in inside.items()]
     periods = _choice.Periods(2, within, {n: region(0, 2 * n, f) for n, f in merged.items()})
     arcs = {2 * count: [(0, (periods, count))]}
@@ -431,7 +433,7 @@ def test_cuts_are_where_little_crosses():
     assert all(live[c] <= X.nbytes + 64 for c in cuts)
 
 
-# -- planned programs -------------------------------------------------------------------------------------------------
+# -- planned programs ------------------------------------------------------------------------------------------------
 
 
 class Model:
@@ -452,7 +454,7 @@ def test_states_are_written_once_and_random_draws_are_not_repeated():
     model, other = Model(), Model()
     plan = statetx.plan(model, X, of="temporaries", budget=0.6)
     assert model.steps.value == 0 and plan.extra_flops > 0
-    grad = lambda m, f: statetx.jit(statetx.grad(f, wrt={str(i): w for i, w in enumerate(m.ws)}))  # noqa: E731
+    grad = lambda m, f: statetx.jit(statetx.grad(f, wrt={str(i): w for i, w in enumerate(m.ws)}))
     for _ in range(2):
         assert_same_gradients(grad(model, plan.apply(model)), grad(other, other), X)
     assert model.steps.value == other.steps.value == 2
@@ -531,7 +533,7 @@ def test_budgeted_plain_loop_is_planned_as_a_scan():
         def loss(w, x):
             return statetx.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, 80, checkpoint=checkpoint)[0].sum()
 
-        mapped = lambda w, x: jax.vmap(statetx.remat(lambda x: loss(w, x)))(x[None]).sum() + loss(w, x)  # noqa: E731
+        mapped = lambda w, x: jax.vmap(statetx.remat(lambda x: loss(w, x)))(x[None]).sum() + loss(w, x)
         return _parts.Flat(_parts.flatten(staged(mapped, WS[0], X[:2]))).split()
 
     kinds = [[part.category for part in program(cp)] for cp in (None, "auto", Budget("64MiB"), Slots(3))]
@@ -585,7 +587,7 @@ def test_loops_in_groups_of_steps(reverse):
         _jax.open_jaxpr(e.params["jaxpr"])[0].eqns if e.primitive.name == "remat2" else [e] for e in planned.eqns
     ]
     assert [e.params["length"] for eqns in regions for e in eqns if e.primitive.name == "scan"] == [2, 3]
-    run = lambda program: jax.value_and_grad(lambda w: _jax.evaluate(program, (), [w, xs])[0])(WS[0][:4, :4])  # noqa: E731
+    run = lambda program: jax.value_and_grad(lambda w: _jax.evaluate(program, (), [w, xs])[0])(WS[0][:4, :4])
     for a, b in zip(run(planned), run(jaxpr), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -614,7 +616,9 @@ def recurrent_layers(num, wrap=lambda f: f):
 
 
 def test_planned_loops_allocate_nothing_early():
-    """XLA on CPUs begins a program by making what the backward passes of all its loops write: the fence holds that back."""
+    """XLA on CPUs begins a program by making what the backward passes of all its loops write: the fence holds that
+    back.
+    """
     fun, *args = recurrent_layers(4, functools.partial(jax.checkpoint, prevent_cse=False))
     sequence = args[1].nbytes  # what a layer reads, stores as carries, or writes
     by_jax = statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
@@ -624,7 +628,7 @@ def test_planned_loops_allocate_nothing_early():
         decided(frozenset(), loop=Lengths(64), fenced=True) if p.eqn is not None else decided() for p in flat.split()
     ]
     planned = rewrite(flat.jaxpr, flat.split(), options)
-    fun = lambda ws, xs: _jax.evaluate(planned, (), jax.tree.leaves((ws, xs)))[0]  # noqa: E731
+    fun = lambda ws, xs: _jax.evaluate(planned, (), jax.tree.leaves((ws, xs)))[0]
     ours = statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
     assert by_jax.temp_bytes - ours.temp_bytes >= 1.9 * sequence, (
         "cotangents of the xs of layers 2 and 3, while the last one is reversed"
@@ -686,14 +690,16 @@ def test_plans_of_loops_keep_products_and_compute_carries_again():
 
 
 def test_groups_mix_two_treatments_of_a_step():
-    """Layers of a scan in two groups cost less than any treatment of all alike, where the budget lies between two of these."""
-    step = lambda h, w: (block(w, h), None)  # noqa: E731
-    fun = lambda w, x: (jax.lax.scan(lambda h, _: step(h, w), x, None, length=16)[0] ** 2).mean()  # noqa: E731
+    """Layers of a scan in two groups cost less than any treatment of all alike, where the budget lies between two of
+    these.
+    """
+    step = lambda h, w: (block(w, h), None)
+    fun = lambda w, x: (jax.lax.scan(lambda h, _: step(h, w), x, None, length=16)[0] ** 2).mean()
     planner = Planner(fun, WS[0], X, of="temporaries", argnums=0)
     (front,) = [
         f for f in planner._search.lattice._fronts.values() if any(o.decision.get(CheckpointedLoop) for o in f.options)
     ]
-    strategy = lambda o: loop.strategy if (loop := o.decision.get(CheckpointedLoop)) else None  # noqa: E731
+    strategy = lambda o: loop.strategy if (loop := o.decision.get(CheckpointedLoop)) else None
     groups = [o for o in front.options if isinstance(strategy(o), Groups)]
     assert groups and {strategy(o).num_steps for o in groups} == {16}
 
@@ -904,7 +910,8 @@ def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
     far, smallest = num_compiled(X.nbytes)
     near, _ = num_compiled(int(0.99 * smallest))
     assert smallest > _search._HOPELESS * X.nbytes
-    # The choices of the lowest peaks in two families, a stock policy, and the program without remat, which might be the smallest.
+    # The choices of the lowest peaks in two families, a stock policy, and the program without remat, which might be the
+    # smallest.
     most = _search.EFFORT.tries + 4
     assert far <= most < near
 
@@ -933,7 +940,7 @@ def test_plan_prints_as_text_in_colors_and_as_html(plan_of_loss):
         assert value in text and value in html and value in in_colors
 
 
-# -- programs of every kind ---------------------------------------------------------------------------------------------
+# -- programs of every kind
 
 
 @jax.custom_vjp
@@ -1065,7 +1072,7 @@ def test_jitted_functions_do_not_reuse_cached_traces():
     assert plan.temp_bytes <= plan.budget_bytes < plan.unplanned_bytes
     assert jax.jit(plan.apply(step)).lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= plan.budget_bytes
     kept = jax.jit(statetx.remat(block, policy="everything"))
-    with_it = lambda: jax.jit(jax.grad(functools.partial(loss, block=kept))).lower(WS, X).compile()  # noqa: E731
+    with_it = lambda: jax.jit(jax.grad(functools.partial(loss, block=kept))).lower(WS, X).compile()
     before = with_it().memory_analysis().temp_size_in_bytes
     statetx.plan(functools.partial(loss, block=kept), WS, X, of="temporaries", budget=0.9, argnums=0)
     assert with_it().memory_analysis().temp_size_in_bytes == before, "and nothing of a plan is left in them"
@@ -1073,7 +1080,7 @@ def test_jitted_functions_do_not_reuse_cached_traces():
 
 @pytest.mark.slow
 def test_loss_that_differentiates():
-    penalty = lambda ws, x: (statetx.grad(loss, argnums=1)(ws, x) ** 2).sum()  # noqa: E731
+    penalty = lambda ws, x: (statetx.grad(loss, argnums=1)(ws, x) ** 2).sum()
     plan = statetx.plan(penalty, WS, X, of="temporaries", budget=0.9, argnums=0)
     planned = jax.jit(jax.grad(plan.apply(penalty)))
     assert planned.lower(WS, X).compile().memory_analysis().temp_size_in_bytes <= plan.budget_bytes
@@ -1091,7 +1098,7 @@ def test_loss_that_differentiates():
     ids=["hessian", "jacfwd", "jit", "vmap"],
 )
 def test_planned_functions_are_transformed(transform):
-    fun = lambda x: loss([w[:4, :4] for w in WS], x.reshape(-1, 4))  # noqa: E731
+    fun = lambda x: loss([w[:4, :4] for w in WS], x.reshape(-1, 4))
     x = jnp.linspace(-1, 1, 96).reshape(3, 32)
     planner = Planner(fun, x, of="temporaries")
     plan = planner.plan(planner.ends()[0])
@@ -1099,7 +1106,7 @@ def test_planned_functions_are_transformed(transform):
     np.testing.assert_allclose(transform(plan.apply(fun))(x), transform(fun)(x), rtol=1e-4, atol=1e-5)
 
 
-# -- reuse ------------------------------------------------------------------------------------------------------------
+# -- reuse -----------------------------------------------------------------------------------------------------------
 
 
 def test_saved_and_loaded(plan_of_loss, tmp_path):
@@ -1276,15 +1283,15 @@ def other(ws, x):
 
 
 def test_fingerprints_tell_programs_apart():
-    lines = lambda f: fingerprint(staged(f, X))  # noqa: E731
+    lines = lambda f: fingerprint(staged(f, X))
     assert lines(jnp.sin) == lines(lambda x: jnp.sin(x))
     assert lines(lambda x: jnp.sin(x) * 2) != lines(lambda x: jnp.sin(x) * 3)
     assert lines(lambda x: jnp.sin(x) * jnp.cos(x)) != lines(lambda x: jnp.sin(jnp.sin(x)) * x)
-    cond = lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, jnp.cos, x)  # noqa: E731
+    cond = lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, jnp.cos, x)
     assert lines(cond(jnp.sin)) == lines(cond(jnp.sin)) != lines(cond(jnp.tan))
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------------
+# -- mistakes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1356,7 +1363,7 @@ def test_groups_read_the_whole_xs(reverse, argnums, differentiated):
     assert loop == groups
     options = [decided(loop=loop if p.eqn is not None else None) for p in flat.split()]
     planned = rewrite(flat.jaxpr, flat.split(), options)
-    run = lambda program: jax.grad(lambda w, xs: _jax.evaluate(program, (), [w, xs])[0], argnums=argnums)  # noqa: E731
+    run = lambda program: jax.grad(lambda w, xs: _jax.evaluate(program, (), [w, xs])[0], argnums=argnums)
     for a, b in zip(*(jax.tree.leaves(run(p)(WS[0][:4, :4], xs)) for p in (planned, jaxpr)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     slices = [v for e in planned.eqns if e.primitive.name == "slice" for v in e.outvars if v.aval.shape[0] > 1]
@@ -1365,7 +1372,9 @@ def test_groups_read_the_whole_xs(reverse, argnums, differentiated):
 
 @pytest.mark.slow
 def test_a_recurrent_program_costs_less_at_the_memory_of_remat_on_its_steps():
-    """Steps that keep what their products give, behind steps in two levels: by hand 26% of added operations, and 33% with remat."""
+    """Steps that keep what their products give, behind steps in two levels: by hand 26% of added operations, and 33%
+    with remat.
+    """
 
     def loss(w, xs, wrap=lambda f: f):
         def step(h, x):
@@ -1400,7 +1409,7 @@ def test_arguments_in_the_hosts_memory_are_planned_there(monkeypatch, is_on_mesh
     if is_on_mesh:
         mesh = jax.sharding.Mesh(jax.local_devices()[:1], ("d",))
         host = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
-    loss = lambda w, x: jnp.tanh(jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device))).sum()  # noqa: E731
+    loss = lambda w, x: jnp.tanh(jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device))).sum()
     step = jax.jit(lambda w, x: jax.grad(loss, 1)(w, x))
     statetx.plan(step, jax.device_put(jnp.eye(16), host), jnp.ones((8, 16)), budget="1GiB", of="step")
     assert texts and all('mhlo.memory_kind = "pinned_host"' in t for t in texts)

@@ -97,7 +97,7 @@ def test_algebra_and_precedence(a, b):
     save, offload, recompute = Action.SAVE, Action.OFFLOAD, Action.RECOMPUTE
     strength = {save: 2, offload: 1, recompute: 0}
     value = Value(jax.lax.sin_p, (), {}, jax.typeof(1.0))
-    say = lambda policy: policy.judge(value).decision  # noqa: E731
+    say = lambda policy: policy.judge(value).decision
     assert strength[say(Says(a) | Says(b))] == max(strength[a], strength[b])
     assert strength[say(Says(a) & Says(b))] == min(strength[a], strength[b])
     assert say(~Says(a)) == (save if a is recompute else recompute)
@@ -115,7 +115,7 @@ def test_jax_policies_in_the_algebra():
         offload_dst="pinned_host",
     )
     kept = policies.nothing | both
-    named = lambda name: Value(_jax.name_primitive, (), {"name": name}, jax.typeof(1.0), names=frozenset({name}))  # noqa: E731
+    named = lambda name: Value(_jax.name_primitive, (), {"name": name}, jax.typeof(1.0), names=frozenset({name}))
     assert kept.judge(named("a")).decision is Action.SAVE
     assert kept.judge(named("b")) == (Action.OFFLOAD, "device", "pinned_host", "raise", None)
     assert kept.judge(named("c")).decision is Action.RECOMPUTE
@@ -241,7 +241,9 @@ def test_gradients_and_writes_equal_without_a_policy(policy):
 
 
 def test_vmap_saves_the_residuals_of_the_unbatched_function():
-    """JAX's policy for dots keeps none of them once vmap has given each a batch dimension; ours is judged as written."""
+    """JAX's policy for dots keeps none of them once vmap has given each a batch dimension; ours is judged as
+    written.
+    """
 
     def held(policy, is_mapped):
         block = Block()
@@ -249,7 +251,7 @@ def test_vmap_saves_the_residuals_of_the_unbatched_function():
         pure = statetx.functionalize(f)
         values = pure.values(X)
         if is_mapped:
-            run = lambda values, xs: jax.vmap(lambda x: pure(values, x)[0])(xs)  # noqa: E731
+            run = lambda values, xs: jax.vmap(lambda x: pure(values, x)[0])(xs)
             _, pullback = jax.vjp(run, values, jnp.stack([X, X, X, X]))
         else:
             _, pullback = jax.vjp(lambda values, x: pure(values, x)[0], values, X)
@@ -264,7 +266,9 @@ def test_vmap_saves_the_residuals_of_the_unbatched_function():
 
 
 def test_saved_value_is_not_recomputed():
-    """JAX recomputes a tanh or exp whose result is named, and all before it: its derivative reads the unnamed result."""
+    """JAX recomputes a tanh or exp whose result is named, and all before it: its derivative reads the unnamed
+    result.
+    """
 
     def f(x):
         return jnp.sin(statetx.checkpoint_name(jnp.exp(jnp.tanh(x @ x)), "kept")).sum()
@@ -378,7 +382,7 @@ def test_missing_names_allowed():
 def test_warning_of_a_loop_points_at_the_users_line(checkpoint):
     # Up to Python 3.11 a cached property has a frame of its own, in functools.
     decide._warned.clear()
-    step = lambda c, x: (jnp.tanh(c + x), None)  # noqa: E731
+    step = lambda c, x: (jnp.tanh(c + x), None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.grad(lambda c: statetx.scan(step, c, jnp.arange(9.0), checkpoint=checkpoint)[0])(1.0)
@@ -518,7 +522,7 @@ def test_wrong_declaration_in_a_rewritten_function_is_found_after_a_call_without
 
     @jax.jit
     def loop(x):
-        step = lambda h, _: (jnp.sin(statetx.checkpoint_name(h, "a")), None)  # noqa: E731
+        step = lambda h, _: (jnp.sin(statetx.checkpoint_name(h, "a")), None)
         return statetx.scan(step, x, None, length=4, checkpoint=spikes)[0]
 
     slope = jax.grad(statetx.remat(loop, policy=REWRITER))
@@ -632,8 +636,8 @@ UNUSUAL = {
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_operations_keep_their_derivatives(name, policy):
     def derivatives(f):
-        loss = lambda x: f(x).sum()  # noqa: E731
-        mapped = lambda xs: jax.vmap(f)(xs).sum()  # noqa: E731
+        loss = lambda x: f(x).sum()
+        mapped = lambda xs: jax.vmap(f)(xs).sum()
         found = [jax.grad(loss)(x), jax.grad(mapped)(jnp.stack([x, 2 * x]))]
         if name != "custom_vjp":
             found += [jax.jvp(loss, (x,), (x,)), jax.jvp(jax.grad(loss), (x,), (x,))]
@@ -661,7 +665,7 @@ def _primitives_of_recomputation(f, *args):
 
 
 def test_saved_result_of_two_is_read_by_the_rule():
-    named = lambda x: (lambda y, z: statetx.checkpoint_name(y, "y") * z)(*_pair(x * x))  # noqa: E731
+    named = lambda x: (lambda y, z: statetx.checkpoint_name(y, "y") * z)(*_pair(x * x))
     again = _primitives_of_recomputation(statetx.remat(named, policy=policies.names("y")), jnp.ones(3))
     assert "exp" not in again and "sin" in again
 
@@ -689,7 +693,7 @@ def test_two_states_holding_one_array():
     # From which of the two the array came cannot be told: it counts as both's.
     array = jnp.eye(3)
     a, b = statetx.Param(array), statetx.Param(array)
-    f = lambda x: jnp.sin(b.value @ jnp.sin(a.value @ jnp.sin(x)))  # noqa: E731
+    f = lambda x: jnp.sin(b.value @ jnp.sin(a.value @ jnp.sin(x)))
     nothing = _num_kept(statetx.remat(f), jnp.ones(3))
     for path in ("a", "b"):
         assert _num_kept(statetx.remat(f, policy=policies.path(path)), jnp.ones(3)) > nothing
@@ -697,7 +701,7 @@ def test_two_states_holding_one_array():
 
 def test_paths_of_refs():
     ref = jax.new_ref(jnp.eye(3))
-    f = lambda x: jnp.sin(ref[...] @ jnp.sin(x))  # noqa: E731
+    f = lambda x: jnp.sin(ref[...] @ jnp.sin(x))
     for policy in (policies.path("ref"), policies.states("ref")):
         assert _num_kept(statetx.remat(f, policy=policy), jnp.ones(3)) > _num_kept(statetx.remat(f), jnp.ones(3))
 

@@ -16,12 +16,18 @@ ROOT = pathlib.Path(__file__).parents[1] / "statetx"
 SOURCES = sorted(ROOT.rglob("*.py"))
 KNOWN = {p.name for p in vars(jax_primitives).values() if isinstance(p, jax.extend.core.Primitive)}
 
-# Names without a public primitive in every supported JAX: of other versions, of statetx, of libraries, of JAX's internals.
+# Names without a public primitive in every supported JAX: of other versions, of statetx, of libraries, of JAX's
+# internals.
 UNLISTED = set(
-    "pjit remat remat2 checkpoint copy_p empty empty2 name statetx_loop statetx_call statetx_mark statetx_stored statetx_attach statetx_link statetx_notice statetx_runs statetx_hold statetx_note unvmap_any scatter_add scatter_mul "
-    "expand_dims logistic square random_split random_fold_in random_bits random_seed random_wrap random_unwrap tie_in axis_index "
-    "core_call shard_map pvary reduced_vary_cast_p vary_unreduced_cast_p compute_on symbolic_zeros stop_gradient threefry2x32 reshard "
-    "sharding_constraint create_token split optimization_barrier device_put eval_jaxpr closed_call householder_product geqrf erf_inv "
+    "pjit remat remat2 checkpoint copy_p empty empty2 name statetx_loop statetx_call statetx_mark statetx_stored "
+    "statetx_attach statetx_link statetx_notice statetx_runs statetx_hold statetx_note unvmap_any scatter_add "
+    "scatter_mul "
+    "expand_dims logistic square random_split random_fold_in random_bits random_seed random_wrap random_unwrap "
+    "tie_in axis_index "
+    "core_call shard_map pvary reduced_vary_cast_p vary_unreduced_cast_p compute_on symbolic_zeros stop_gradient "
+    "threefry2x32 reshard "
+    "sharding_constraint create_token split optimization_barrier device_put eval_jaxpr closed_call "
+    "householder_product geqrf erf_inv "
     "tan top_k rsqrt cbrt acos acosh asin asinh atan atanh cosh sinh log2 one_minus_square "
     "stack unstack heaviside_surrogate_gradient".split()
 )

@@ -1,6 +1,8 @@
-"""Random programs that mix kinds of states agree with plain Python: outputs, states, types, exceptions, runs of the body.
+"""Random programs that mix kinds of states agree with plain Python: outputs, states, types, exceptions, runs of the
+body.
 
-`mixed_generator` draws them, `mixed_reference` defines their meaning. ``check_seed(n)`` runs one and prints it, reduced, if it fails.
+`mixed_generator` draws them, `mixed_reference` defines their meaning. ``check_seed(n)`` runs one and prints it,
+reduced, if it fails.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_loops_carry_refs():
         return jax.lax.scan(step, (jnp.float32(0), values), xs)[0]
 
     (_, last), g = jax.value_and_grad(reference, (0, 1), has_aux=True)(W, xs, values)
-    loss = lambda xs: statetx.scan(statetx.remat(body), jnp.float32(0), xs)[0]  # noqa: E731
+    loss = lambda xs: statetx.scan(statetx.remat(body), jnp.float32(0), xs)[0]
     gw, gx = statetx.grad(loss, argnums=0, wrt=cell.w)(xs)
     np.testing.assert_allclose(gw, g[0], rtol=1e-5)
     np.testing.assert_allclose(gx, g[1], rtol=1e-5)
@@ -130,7 +130,7 @@ def test_nothing_is_written_when_the_body_fails():
         cell.step(x)
         raise KeyError
 
-    loop = lambda f: lambda x: statetx.fori_loop(0, 2, lambda i, c: f(c), x)  # noqa: E731
+    loop = lambda f: lambda x: statetx.fori_loop(0, 2, lambda i, c: f(c), x)
     for wrap in (lambda f: jax.grad(statetx.remat(f)), statetx.jit, loop):
         with pytest.raises(KeyError):
             wrap(fails)(0.5)
@@ -412,7 +412,9 @@ AROUND = {
 @pytest.mark.parametrize("inner", in_turn(AROUND))
 @pytest.mark.parametrize("outer", [statetx.jit, statetx.remat], ids=["jit", "remat"])
 def test_custom_rules_survive_discharge(outer, inner, fun):
-    """JAX discharges after differentiation, and loses the rules of functions that are in inner jaxprs or create Refs."""
+    """JAX discharges after differentiation, and loses the rules of functions that are in inner jaxprs or
+    create Refs.
+    """
     f = outer(AROUND[inner](fun))
     assert (f(3.0), jax.grad(f)(3.0), statetx.grad(f)(3.0), jax.jit(statetx.grad(f))(3.0)) == (6.0, 5.0, 5.0, 5.0)
 
@@ -476,7 +478,7 @@ IN_LOOPS = {
 @pytest.mark.parametrize("name", IN_LOOPS)
 def test_ref_read_in_a_function_with_a_rule(name, kind):
     ref = jax.new_ref(jnp.float32(2.0))
-    f = lambda x: IN_LOOPS[name](scaled_by(ref, kind), x)  # noqa: E731
+    f = lambda x: IN_LOOPS[name](scaled_by(ref, kind), x)
     gradients = [statetx.grad(f), statetx.jit(statetx.grad(f))]
     if name != "while_loop":
         gradients += [statetx.grad(statetx.jit(f)), jax.grad(f)]

@@ -61,7 +61,9 @@ def test_periods_begin_where_the_users_functions_do():
 
 
 def test_blocks_of_stages_are_found_though_two_stages_repeat():
-    """As in a residual network: a stage begins with a block of another kind, and two stages with their neighbors are alike."""
+    """As in a residual network: a stage begins with a block of another kind, and two stages with their neighbors are
+    alike.
+    """
 
     def first(w, x):
         return block(w, x) + jnp.cos(x @ w[1]) @ w[0]
@@ -120,7 +122,9 @@ def test_periods_also_begin_behind_the_product():
 
 @pytest.mark.parametrize("is_marked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_plans_begin_regions_with_activations(is_marked):
-    """A region of n layers that begins with the activation runs n - 1 products again, one that begins with the product all n."""
+    """A region of n layers that begins with the activation runs n - 1 products again, one that begins with the product
+    all n.
+    """
     (plain, *args), (marked, *_) = layers(24), layers(24, statetx.remat, together=4)
     base, blocks = (statetx.measure(statetx.value_and_grad(fun), *args, gradient=False) for fun in (plain, marked))
     plan = statetx.plan(marked if is_marked else plain, *args, budget=blocks.temp_bytes, argnums=0, of="temporaries")
@@ -149,7 +153,9 @@ def tied_layers(share, num=12):
 
 @pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_decisions_are_those_of_the_regions_own_fronts(share):
-    """Two periods with one weight have another input list than two with two weights: `Decision.inputs` counts inputs."""
+    """Two periods with one weight have another input list than two with two weights: `Decision.inputs` counts
+    inputs.
+    """
     loss, ws, *others = tied_layers(share)
     program = flat(loss, ws, *others)
     families = lattice(program, range(len(ws)), formats=(BITS,)).families
@@ -227,7 +233,7 @@ def test_search_goes_on_where_a_limit_was_narrowed_before():
         return (v > 0).astype(v.dtype)
 
     spike.defjvp(lambda p, t: (spike(p[0]), t[0] / (1 + 10 * jnp.abs(p[0])) ** 2))
-    normal = lambda key, *shape: jax.random.normal(jax.random.key(key), shape) / shape[0] ** 0.5  # noqa: E731
+    normal = lambda key, *shape: jax.random.normal(jax.random.key(key), shape) / shape[0] ** 0.5
     ws = [normal(0, 64, 128), normal(1, 128, 128), normal(2, 128, 10)]
     xs = (jax.random.uniform(jax.random.key(8), (100, 32, 64)) < 0.2).astype(jnp.float32)
 

@@ -1,4 +1,6 @@
-"""Some files again with JAX's new rematerialization switched on (`jax_remat3`); ``make test-remat3`` runs the whole suite so."""
+"""Some files again with JAX's new rematerialization switched on (`jax_remat3`); ``make test-remat3`` runs the whole
+suite so.
+"""
 
 import os
 import pathlib

@@ -31,8 +31,8 @@ def is_float(x):
 def real_bytes(fun, *args, compiled=False):
     """Bytes of the distinct arrays in the closure that `jax.vjp` returns, for every float array that goes in.
 
-    Run eagerly, the function's equations are: JAX makes a scalar array of each Python number that it meets in the source of an
-    eager function, where a program that is traced, as every training step is, has a literal.
+    Run eagerly, the function's equations are: JAX makes a scalar array of each Python number that it meets in the
+    source of an eager function, where a program that is traced, as every training step is, has a literal.
     """
     pure = statetx.functionalize(fun)
     leaves, treedef = jax.tree.flatten((pure.values(*args), args))
@@ -251,7 +251,7 @@ def test_loop_of_length_t_saves_t_values():
         return jnp.tanh(h @ w.value)
 
     def run(h):
-        outer = lambda c, _: (statetx.scan(lambda c, _: (cell(c), None), c, None, length=3)[0], None)  # noqa: E731
+        outer = lambda c, _: (statetx.scan(lambda c, _: (cell(c), None), c, None, length=3)[0], None)
         return statetx.scan(outer, h, None, length=5)[0]
 
     residuals = {
@@ -301,7 +301,7 @@ def test_functions_in_a_budgeted_loop_are_named():
         return jnp.sin(jnp.sin(h))
 
     def rows(checkpoint):
-        loop = lambda h: statetx.scan(lambda h, _: (cell(h), None), h, None, 70, checkpoint=checkpoint)[0]  # noqa: E731
+        loop = lambda h: statetx.scan(lambda h, _: (cell(h), None), h, None, 70, checkpoint=checkpoint)[0]
         return [(row.type, row.times, row.why, row.source) for row in statetx.saved_residuals(loop, jnp.ones(3))]
 
     assert rows("auto") == rows(statetx.policies.Budget("64MiB")) == rows(None)
@@ -370,7 +370,7 @@ def test_types_may_stand_for_arrays():
 
 
 def test_has_aux_and_functions_without_floats():
-    f = lambda x: (jnp.sum(x**2), jnp.exp(x))  # noqa: E731
+    f = lambda x: (jnp.sum(x**2), jnp.exp(x))
     assert {row.primitive for row in statetx.saved_residuals(f, jnp.ones(3), has_aux=True)} == {"mul"}
     assert len(statetx.saved_residuals(f, jnp.ones(3))) == 2
     nothing = statetx.saved_residuals(lambda n: n + 1, jnp.arange(3))
@@ -537,7 +537,7 @@ def test_fwd_bwd_marks_residuals_on_both_sides(capsys):
 @pytest.mark.parametrize("format", ["bits", "bfloat16", "float8_e5m2"])
 def test_fwd_bwd_of_values_stored_in_fewer_bits(format):
     block = statetx.remat(lambda x, w: jnp.sin(jnp.sin(x) @ w), inputs_stored_as=(format, None))
-    loss = lambda x, w: jnp.sum(block(block(x, w), w))  # noqa: E731
+    loss = lambda x, w: jnp.sum(block(block(x, w), w))
     x, w = jnp.ones((2, 16)), jnp.ones((16, 16))
     shown = statetx.print_fwd_bwd(loss, x, w)
     types = [type_ for _, type_, _ in shown.residuals]

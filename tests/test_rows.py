@@ -71,7 +71,7 @@ def total(tree):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
 
 
-# -- carries -----------------------------------------------------------------------------------------------------------
+# -- carries ---------------------------------------------------------------------------------------------------------
 
 
 def assert_bits_take_less(policy, slots):
@@ -127,7 +127,8 @@ MODES = {
 @pytest.mark.parametrize("slots", [5, functools.partial(policies.Levels, 2)], ids=["slots", "levels"])
 @pytest.mark.parametrize("mode", MODES)
 def test_carries_in_bits_under_transforms(mode, slots):
-    # Second derivatives through a custom one depend on the rematerialization, in JAX itself: here spikes have no derivative.
+    # Second derivatives through a custom one depend on the rematerialization, in JAX itself: here spikes have no
+    # derivative.
     args = data(12, 2, 30)
     policy = policies.everything
     stored, exact, plain = (
@@ -208,7 +209,7 @@ def test_carries_in_bits_whose_last_axis_is_split_over_devices(width, slots):
         np.testing.assert_allclose(a, e, rtol=0, atol=1e-6 * np.abs(e).max())
 
 
-# -- carries of loops of unknown length ---------------------------------------------------------------------------------
+# -- carries of loops of unknown length
 
 
 def while_loss(w, v, xs, checkpoint):
@@ -269,7 +270,7 @@ def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
     spec = PartitionSpec("d")
 
     def mapped(f):
-        run = lambda v: f(w, v[0], xs)[1][None]  # noqa: E731
+        run = lambda v: f(w, v[0], xs)[1][None]
         return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
 
     vs = jnp.stack([v, v + 1])
@@ -294,14 +295,15 @@ def test_while_loop_with_carries_in_bits_takes_fewer_bytes(options):
     assert temporary[0] <= temporary[1] - saved + 1024, (temporary, saved)
 
 
-# -- residuals ---------------------------------------------------------------------------------------------------------
+# -- residuals -------------------------------------------------------------------------------------------------------
 
 
 def test_slots_hold_residuals_of_a_step_that_stores_bits():
     policy = policies.everything
     row = statetx.loop_report(functools.partial(loss, policy=policy.stored_as("bits")), *data()).rows[0]
     assert row.is_mixed and row.runs < 0.97 * row.carry_runs
-    # A carry: the potential, spikes and booleans as bits, a number. A step keeps both potentials, and the spikes before and after it as bits.
+    # A carry: the potential, spikes and booleans as bits, a number. A step keeps both potentials, and the spikes before
+    # and after it as bits.
     potential, codes = 4 * BATCH * WIDTH, BATCH * WIDTH // 8
     assert (row.carry_bytes, row.residual_bytes) == (potential + 2 * codes + 4, 2 * (potential + codes))
     assert_bits_take_less(policy, slots=10)

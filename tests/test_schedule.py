@@ -1,4 +1,6 @@
-"""The schedule of checkpointed loops: its counts, against brute force and against the runs of the compiled nest of loops."""
+"""The schedule of checkpointed loops: its counts, against brute force and against the runs of the compiled nest of
+loops.
+"""
 
 import functools
 import itertools
@@ -135,7 +137,9 @@ def test_splits_of_numbers_and_arrays_agree():
 
 
 class _Check:
-    """The nest of loops for one memory: carries and residuals are numbers of steps, and must be found where they were stored."""
+    """The nest of loops for one memory: carries and residuals are numbers of steps, and must be found where they were
+    stored.
+    """
 
     def __init__(self, slots, ratio):
         self.slots = memory(slots, ratio)
@@ -155,7 +159,7 @@ class _Check:
             found = [r == i + 1000 * n for n, r in enumerate(residuals)]
             return functools.reduce(jnp.logical_and, found, is_right & (i == next_step)), i - 1
 
-        advance = lambda first, end, carry: [end + 0 * c for c in carry]  # noqa: E731
+        advance = lambda first, end, carry: [end + 0 * c for c in carry]
         return Places(advance, at_once, *((keep, pull) if self._num_residuals else ()))
 
     def _run(self, length, filled, pools):

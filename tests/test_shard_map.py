@@ -228,7 +228,7 @@ def test_gradient_of_a_ref_that_a_loop_reads(checkpoint, check_vma):
     ref = jax.new_ref(jax.device_put(jnp.float32(2.0), NamedSharding(mesh, P())))
 
     def loop(x):
-        step = lambda h, _: (statetx.cond(h.sum() > 0, lambda h: h * ref[...], jnp.sin, h), None)  # noqa: E731
+        step = lambda h, _: (statetx.cond(h.sum() > 0, lambda h: h * ref[...], jnp.sin, h), None)
         return statetx.scan(step, x, None, 3, checkpoint=checkpoint)[0]
 
     split = statetx.shard_map(loop, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
@@ -248,7 +248,7 @@ def test_derivative_at_a_python_number(differentiate):
     np.testing.assert_allclose(statetx.jit(lambda: differentiate(f))(), 6.0)
 
 
-# -- errors name what the user wrote -------------------------------------------------------------------------------------
+# -- errors name what the user wrote
 
 
 def double(x):

@@ -89,7 +89,7 @@ def test_a_step_with_a_loop_runs_as_often_as_the_schedule_says():
         jax.debug.callback(lambda _: calls.append(0), h)
         return jax.lax.scan(lambda h, _: (jnp.sin(h * x), None), h, None, 3)[0], None
 
-    loss = lambda h, xs: statetx.scan(step, h, xs, checkpoint=Slots(20))[0]  # noqa: E731
+    loss = lambda h, xs: statetx.scan(step, h, xs, checkpoint=Slots(20))[0]
     args = 0.5, jnp.ones(60)
     row = statetx.loop_report(loss, *args, policies=()).rows[0]
     assert row.is_mixed

@@ -72,7 +72,7 @@ def test_copies_have_the_slots_of_a_subclass(copied):
 
 
 def test_seed_of_a_random_state_may_be_traced():
-    draw = lambda seed: jax.random.uniform(statetx.RngState(seed).next())  # noqa: E731
+    draw = lambda seed: jax.random.uniform(statetx.RngState(seed).next())
     expected = [draw(seed) for seed in range(3)]
     np.testing.assert_array_equal(jax.vmap(draw)(jnp.arange(3)), expected)
     np.testing.assert_array_equal(statetx.jit(draw)(2), expected[2])

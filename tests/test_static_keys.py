@@ -255,7 +255,7 @@ SEQUENCES = {
 @pytest.mark.parametrize("make", SEQUENCES.values(), ids=SEQUENCES)
 def test_mutable_static_argument_is_never_stale(make):
     runs = []
-    flat = lambda x: x[0] if isinstance(x, tuple) else x  # noqa: E731
+    flat = lambda x: x[0] if isinstance(x, tuple) else x
 
     @statetx.jit(static_argnums=1)
     def f(x, sizes):

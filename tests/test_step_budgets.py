@@ -53,7 +53,7 @@ def total(fun, *args):
     return arguments + outputs - aliased + temporaries
 
 
-# -- the whole step ---------------------------------------------------------------------------------------------------
+# -- the whole step --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_error_of_a_budget_above_arguments_and_outputs():
 
 
 def recurrent(slope_of, w, h):
-    step = lambda h, _: (jnp.tanh(h @ w) * slope_of(h), None)  # noqa: E731
+    step = lambda h, _: (jnp.tanh(h @ w) * slope_of(h), None)
     return jax.lax.scan(step, h, None, 200)[0].sum()
 
 
@@ -293,7 +293,7 @@ def test_printed_parts_and_layers():
 
 def test_stock_policies_are_counted_without_compiling_them():
     """Their operations are those of the rematerialized program; their bytes a prediction."""
-    block = lambda w, x: x + jnp.sin(jnp.tanh(x @ w) @ w.T)  # noqa: E731
+    block = lambda w, x: x + jnp.sin(jnp.tanh(x @ w) @ w.T)
 
     def gradient(ws, x, policy):
         return jax.grad(
@@ -308,7 +308,7 @@ def test_stock_policies_are_counted_without_compiling_them():
         assert extra == pytest.approx(operations / unplanned - 1, abs=0.02), name
 
 
-# -- the device -------------------------------------------------------------------------------------------------------
+# -- the device ------------------------------------------------------------------------------------------------------
 
 
 def test_budget_of_the_device(monkeypatch):
@@ -446,15 +446,15 @@ def test_two_gradients_around_shard_maps():
 )
 def test_plan_of_a_loss_that_is_a_shard_map(axis_type, shard_map, tmp_path):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
-    on_device = lambda ws, x: (jnp.arange(3), jax.lax.pmean(loss(ws, x), "d"))  # noqa: E731
+    on_device = lambda ws, x: (jnp.arange(3), jax.lax.pmean(loss(ws, x), "d"))
     with jax.set_mesh(mesh):
         ws = jax.device_put(WS, NamedSharding(mesh, P()))
         x = jax.device_put(jnp.concatenate([X] * 4), NamedSharding(mesh, P("d")))
         mapped = shard_map(on_device, mesh=mesh, in_specs=(P(), P("d")), out_specs=(P(), P()))
         scale = np.linspace(1, 2, D, dtype=np.float32)[None]  # closed over: no argument
-        fun = lambda ws, x: mapped(ws, scale * x)[1] * 3  # noqa: E731  # with a few operations outside
-        gradient = lambda fun: jax.jit(jax.value_and_grad(fun))  # noqa: E731
-        temp_bytes = lambda fun: gradient(fun).lower(ws, x).compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+        fun = lambda ws, x: mapped(ws, scale * x)[1] * 3  # with a few operations outside
+        gradient = lambda fun: jax.jit(jax.value_and_grad(fun))
+        temp_bytes = lambda fun: gradient(fun).lower(ws, x).compile().memory_analysis().temp_size_in_bytes
 
         plan = statetx.plan(fun, ws, x, budget=int(0.8 * temp_bytes(fun)), of="temporaries", argnums=0)
         assert plan.argument_bytes == gradient(fun).lower(ws, x).compile().memory_analysis().argument_size_in_bytes
@@ -537,7 +537,7 @@ def in_branches(ws, x, wrap):
     block = wrap(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))
     for w in ws:
         x = jax.lax.cond(x.sum() > 0, block, lambda w, x: x, w, x)
-    layers = lambda x, w: (block(w, x), None)  # noqa: E731
+    layers = lambda x, w: (block(w, x), None)
     x, _ = jax.lax.scan(lambda x, _: (jax.lax.scan(layers, x, jnp.stack(ws))[0], None), x, None, length=3)
     return (x**2).mean()
 
@@ -550,7 +550,9 @@ def two_gradients(ws, x, wrap):
 
 @pytest.mark.parametrize("step", [jax.value_and_grad(in_branches), two_gradients], ids=["one", "two"])
 def test_added_operations_are_relative_to_no_rematerialization_at_any_depth(step):
-    """Plans leave blocks within branches and within loops in loops as they are: what these compute again counts as added."""
+    """Plans leave blocks within branches and within loops in loops as they are: what these compute again counts as
+    added.
+    """
     args = [jnp.eye(16)] * 3, jnp.ones((64, 16))
     plain, marked = (
         statetx.plan(lambda ws, x, wrap=wrap: step(ws, x, wrap), *args, budget=1.0, of="temporaries")

@@ -88,7 +88,7 @@ def test_residuals_of_a_step_are_those_of_its_gradient(step):
 @pytest.mark.parametrize("policy", ["dots", "everything"])
 def test_residuals_of_a_step_under_the_policies_of_its_blocks(policy):
     kept = statetx.remat(block.__wrapped__, policy=policy)
-    fun = lambda ws, x: (kept(ws[1], kept(ws[0], x)) ** 2).mean()  # noqa: E731
+    fun = lambda ws, x: (kept(ws[1], kept(ws[0], x)) ** 2).mean()
     found, expected = (
         statetx.saved_residuals(jax.jit(jax.grad(fun)), WS, X),
         statetx.saved_residuals(fun, WS, X, argnums=0),

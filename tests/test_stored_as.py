@@ -218,7 +218,7 @@ def test_inside_loops_branches_and_other_regions(block):
     def nested(x, w):
         return statetx.remat(lambda x: block(x, w))(x)
 
-    gradient = lambda f: jax.jit(jax.grad(loss_of(f), (0, 1)))(x, w)  # noqa: E731
+    gradient = lambda f: jax.jit(jax.grad(loss_of(f), (0, 1)))(x, w)
     assert_close(gradient(looped), gradient(lambda x, w: pair(pair(pair(x, w), w), w)))
     once = gradient(pair)
     for f in (branched, nested):
@@ -235,13 +235,13 @@ def test_a_scan_inside_a_region_stacks_what_is_stored():
 
     x, w = data()
     stored = statetx.remat(cells, policy=SPIKES.stored_as("bits"))
-    grad = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1)))(x, w)  # noqa: E731
+    grad = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1)))(x, w)
     assert_equal(grad(stored), grad(statetx.remat(cells, policy=SPIKES)))
     statetx.testing.assert_residuals(stored, x, w, expected=5 * 3 * 3)  # steps, batch, 24 bits
 
 
 def test_a_derivative_that_reads_its_result_reads_what_was_stored():
-    f = lambda x: jnp.sum(statetx.checkpoint_name(jnp.exp(x), "spikes") ** 2)  # noqa: E731
+    f = lambda x: jnp.sum(statetx.checkpoint_name(jnp.exp(x), "spikes") ** 2)
     stored = statetx.remat(f, policy=SPIKES.stored_as("bfloat16"))
     x = jnp.linspace(0, 1, 7)
     rounded = jnp.exp(x).astype(jnp.bfloat16).astype(jnp.float32)
@@ -252,7 +252,7 @@ def test_a_derivative_that_reads_its_result_reads_what_was_stored():
 def test_lossy_formats_change_the_backward_pass_only():
     x, w = data()
     x = x + 0.1 * jax.random.normal(jax.random.key(5), x.shape)
-    dense = lambda x, w: jnp.tanh(x @ w[0]) @ w[1]  # noqa: E731
+    dense = lambda x, w: jnp.tanh(x @ w[0]) @ w[1]
     expected_value, expected_grads = jax.jit(jax.value_and_grad(loss_of(dense), (0, 1)))(x, w)
     for name, tolerance in (("bfloat16", 0.02), ("float8_e4m3fn", 0.1), ("float8_e5m2", 0.2)):
         stored = statetx.remat(dense, inputs_stored_as=(name, None))
@@ -442,7 +442,7 @@ def test_masks_under_strict_promotion(checkpoint):
     """Of a region, of its inputs, and of a loop's carry."""
 
     def loss(x):
-        step = lambda c, _: ((jnp.where(c[1], jnp.sin(c[0]), c[0] * c[0]), c[0] > 0), None)  # noqa: E731
+        step = lambda c, _: ((jnp.where(c[1], jnp.sin(c[0]), c[0] * c[0]), c[0] > 0), None)
         x = statetx.scan(step, (x, x > 0), None, 9, checkpoint=checkpoint)[0][0]
         x = statetx.remat(lambda x: jnp.sin(jnp.where(x > 0, x, 0.0) * x), policy=policies.masks)(x)
         return statetx.remat(lambda m, x: jnp.where(m, x, 0.0) * x, inputs_stored_as=("bits", None))(x > 0.1, x).sum()
@@ -535,7 +535,7 @@ def in_loop(checkpoint, f, *, loop=statetx.scan):
         start = jnp.zeros((2, 16)), jnp.full((2, 16), 0.5)
         if loop is statetx.scan:
             return jnp.sum(statetx.scan(step, start, x, checkpoint=checkpoint)[1] ** 2)
-        body = lambda c: (c[0] + 1, step(c[1], x[c[0]])[0])  # noqa: E731
+        body = lambda c: (c[0] + 1, step(c[1], x[c[0]])[0])
         return jnp.sum(statetx.while_loop(lambda c: c[0] < len(x), body, (0, start), checkpoint=checkpoint)[1][0] ** 2)
 
     return loss
@@ -555,7 +555,7 @@ def test_debug_mode_checks_carries(checkpoint, loop, vmap, monkeypatch, capfd):
     monkeypatch.setattr(declared.checks, "is_on", True)
     x = jnp.sin(jnp.arange(60.0))
     x, map_ = (jnp.stack([x, 2 * x]), jax.vmap) if vmap else (x, lambda f: f)
-    grad_of = lambda f: jax.jit(map_(jax.grad(in_loop(checkpoint, f, loop=loop))))  # noqa: E731
+    grad_of = lambda f: jax.jit(map_(jax.grad(in_loop(checkpoint, f, loop=loop))))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the value 's', computed at .*test_stored_as.py:"):
         jax.block_until_ready(grad_of(jnp.sin)(x))
     capfd.readouterr()  # JAX's own report of the failed callback
@@ -626,7 +626,7 @@ def test_the_stored_value_dies_before_what_follows():
     text = compiled(loss_of(BLOCKS["both"]), x, w).as_text()
     assert text.count(" conditional(") == 2  # the forward pass in order, and the fence of the recomputation
 
-    looped = lambda x, w: lax.scan(lambda x, _: (BLOCKS["both"](x, w), None), x, None, length=3)[0]  # noqa: E731
+    looped = lambda x, w: lax.scan(lambda x, _: (BLOCKS["both"](x, w), None), x, None, length=3)[0]
     assert compiled(loss_of(looped), x, w).as_text().count(" conditional(") == 0
 
 

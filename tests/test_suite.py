@@ -1,4 +1,6 @@
-"""The settings of the suite itself: what is compiled is kept, a test that takes too long fails, and of a cross a part runs."""
+"""The settings of the suite itself: what is compiled is kept, a test that takes too long fails, and of a cross a part
+runs.
+"""
 
 import itertools
 import pathlib
@@ -20,7 +22,7 @@ def conftest(pytestconfig):
 def events_of(fun, *args):
     """What JAX notes while a function is compiled that nothing in this process has compiled."""
     events = []
-    listener = lambda event, **_: events.append(event)  # noqa: E731
+    listener = lambda event, **_: events.append(event)
     jax.monitoring.register_event_listener(listener)
     try:
         jax.jit(fun).lower(*args).compile()

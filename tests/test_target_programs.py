@@ -1,4 +1,6 @@
-"""Programs compiled for GPUs and TPUs that are not there (`make test-targets`): what the library says of such devices, checked on every commit."""
+"""Programs compiled for GPUs and TPUs that are not there (`make test-targets`): what the library says of such devices,
+checked on every commit.
+"""
 
 import dataclasses
 import pathlib
@@ -184,7 +186,9 @@ def test_abstract_mesh():
 
 
 def attention(weights, x, explicit, wrap=lambda f: f):
-    """Blocks whose weights are gathered over "data" (FSDP) and whose heads are divided over "model" (tensor parallelism)."""
+    """Blocks whose weights are gathered over "data" (FSDP) and whose heads are divided over "model" (tensor
+    parallelism).
+    """
     place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
     rows = PartitionSpec("data", None, None)
     summed = {"out_sharding": rows} if explicit else {}
@@ -207,7 +211,7 @@ def test_plan_of_a_program_on_an_abstract_mesh(device, axis_type):
     """Also of sixteen devices, where this machine has eight. Budgets and sizes are one device's."""
     sizes = (Target(device).num_devices // 4, 4)
     mesh = jax.sharding.AbstractMesh(sizes, ("data", "model"), axis_types=(axis_type,) * 2)
-    on_mesh = lambda shape, *axes: f32(*shape, sharding=NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
+    on_mesh = lambda shape, *axes: f32(*shape, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
     w = {"in": on_mesh((128, 8, 16), "data", "model", None), "out": on_mesh((8, 16, 128), "model", None, "data")}
     args = [w, w], on_mesh((32, 512, 128), "data", None, None)
     explicit = axis_type is AxisType.Explicit
@@ -288,7 +292,7 @@ def test_terminal_stays_clean():
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "65536\n65536\n")
 
 
-# -- times ----------------------------------------------------------------------------------------------------------------
+# -- times -----------------------------------------------------------------------------------------------------------
 
 
 def recurrent_loss(w, x, length):

@@ -1,4 +1,6 @@
-"""Targets: names, files, the table of devices, what depends on the device. Compiling for them is in test_target_programs.py."""
+"""Targets: names, files, the table of devices, what depends on the device. Compiling for them is in
+test_target_programs.py.
+"""
 
 import ast
 import dataclasses
@@ -167,7 +169,7 @@ def test_mesh_of_this_machine():
     assert mesh.shape_tuple == (("data", 2), ("model", 4))
 
 
-# -- what keeps a machine from compiling ------------------------------------------------------------------------------
+# -- what keeps a machine from compiling -----------------------------------------------------------------------------
 
 
 def test_missing_compiler_names_the_command(monkeypatch):
@@ -237,7 +239,7 @@ def test_message_of_a_compiler_that_ends_the_process_is_shown():
     assert done.stderr == "F0101 Check failed: memory > 0\n"
 
 
-# -- the current target ------------------------------------------------------------------------------------------------
+# -- the current target ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

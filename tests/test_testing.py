@@ -142,7 +142,7 @@ def test_residuals():
         testing.assert_residuals(f, X, expected=["hidden"])
     with pytest.raises(AssertionError, match="keeps 12 bytes, not 24"):
         testing.assert_residuals(f, X, expected=24)
-    loop = lambda x: statetx.scan(lambda c, _: (f(c), None), x, None, length=5)[0]  # noqa: E731
+    loop = lambda x: statetx.scan(lambda c, _: (f(c), None), x, None, length=5)[0]
     testing.assert_residuals(loop, X, expected=["5 x f32[3]", "5 x f32[3]", "5 x key<fry>[]"])
 
 
@@ -171,7 +171,7 @@ def test_random_state_of_brainstate_is_found():
 
 
 def test_expected_residuals_are_a_list_or_a_number():
-    f = lambda x: jnp.sin(jnp.cos(x))  # noqa: E731
+    f = lambda x: jnp.sin(jnp.cos(x))
     statetx.testing.assert_residuals(f, jnp.ones(4), expected=np.int64(32))
 
     def named(x, y):

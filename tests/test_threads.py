@@ -317,7 +317,7 @@ def model(make, seed):
         return h.value
 
     def step(xs):
-        loss = lambda: statetx.scan(lambda c, x: (c + cell(x), None), jnp.float32(0), xs)[0]  # noqa: E731
+        loss = lambda: statetx.scan(lambda c, x: (c + cell(x), None), jnp.float32(0), xs)[0]
         value, g = statetx.value_and_grad(loss, wrt=w)()
         w.value = w.value - 0.1 * g
         return value
@@ -430,7 +430,8 @@ def test_concurrent_update_during_a_compiled_call_is_not_lost(make):
             jax.block_until_ready(n.value)
             running.set()
 
-    # Where the call returns before the program has run, the results are stored at once, and the other write comes later.
+    # Where the call returns before the program has run, the results are stored at once, and the other write comes
+    # later.
     try:
         in_thread(here, elsewhere)
     except pytest.fail.Exception:
@@ -539,7 +540,7 @@ def test_state_acquired_during_a_read_in_eager_remat_raises(make, monkeypatch):
     if isinstance(s, brainstate.State):  # its report is of another name
         touch = _frames.Frame.touch
         monkeypatch.setattr(_frames.Frame, "touch", lambda *a, **k: (touch(*a, **k), then_acquired())[0])
-        real = lambda: None  # noqa: E731
+        real = lambda: None
     try:
         with pytest.raises(statetx.ForeignStateError, match="another thread is running"):
             statetx.remat(lambda: s.value)()

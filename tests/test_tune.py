@@ -137,7 +137,7 @@ def test_auto_counts_the_examples(name, monkeypatch):
     monkeypatch.setattr("statetx._loops.tune._SMALL", BUDGET)
     make = PROGRAMS[name]
     assert temporary(make("auto")) < temporary(make(None)) / 4
-    alone = lambda cp: jax.jit(jax.grad(lambda w, x: one(w, x, cp))).lower(W, X[0]).compile()  # noqa: E731
+    alone = lambda cp: jax.jit(jax.grad(lambda w, x: one(w, x, cp))).lower(W, X[0]).compile()
     plain, auto = (alone(cp).memory_analysis().temp_size_in_bytes for cp in (None, "auto"))
     assert auto == plain
 
@@ -159,7 +159,7 @@ def test_loops_on_gpus_have_known_lengths(checkpoint, expected, monkeypatch):
 
     def gradient(checkpoint):
         def loss(w):
-            step = lambda h, x: (jnp.tanh(h @ w + x), None)  # noqa: E731
+            step = lambda h, x: (jnp.tanh(h @ w + x), None)
             return statetx.scan(step, xs[0], xs, checkpoint=checkpoint)[0].sum()
 
         return jax.jit(jax.grad(loss)).trace(jnp.eye(128) / 2)
@@ -177,7 +177,7 @@ def test_loops_on_gpus_are_reported(checkpoint, monkeypatch):
     monkeypatch.setattr("statetx._loops.tune._waits_for_loops", lambda: True)
 
     def loss(w):
-        step = lambda h, x: (jnp.tanh(h @ w + x), h.mean())  # noqa: E731
+        step = lambda h, x: (jnp.tanh(h @ w + x), h.mean())
         return statetx.scan(step, jnp.ones((8, 64)), jnp.ones(2000), checkpoint=checkpoint)[1].sum()
 
     row = statetx.loop_report(loss, jnp.eye(64) / 2, policies=()).rows[0]
@@ -299,7 +299,7 @@ def test_mapped_loops_have_the_gradients_of_plain_loops(strategy, reverse):
 
 def test_mapped_loop_with_an_axis_name_and_a_collective():
     def loss(x, checkpoint):
-        step = lambda h, _: (jnp.tanh(h + jax.lax.pmean(h, "examples")), None)  # noqa: E731
+        step = lambda h, _: (jnp.tanh(h + jax.lax.pmean(h, "examples")), None)
         return statetx.scan(step, x, None, 100, checkpoint=checkpoint)[0].sum()
 
     x = jnp.linspace(-1, 1, 12).reshape(4, 3)
@@ -326,7 +326,7 @@ def test_nested_loop_hits_the_cache():
     """Loops with rules of their own are values: a body that holds one is compared, and is alike."""
 
     def loss(w):
-        inner = lambda h: statetx.scan(lambda h, _: (jnp.tanh(h * w), None), h, None, 5, checkpoint=2)[0]  # noqa: E731
+        inner = lambda h: statetx.scan(lambda h, _: (jnp.tanh(h * w), None), h, None, 5, checkpoint=2)[0]
         return statetx.scan(lambda h, _: (inner(h), None), 1.0, None, 3)[0]
 
     half, other = jnp.float32(0.5), jnp.float32(0.7)

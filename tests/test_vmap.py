@@ -153,7 +153,7 @@ def test_composes_with_the_other_transforms():
 
 
 def test_flags_and_numbers_by_name_are_not_mapped():
-    f = lambda x, scale, training: x * scale if training else x  # noqa: E731
+    f = lambda x, scale, training: x * scale if training else x
     mapped = statetx.vmap(f)
     np.testing.assert_array_equal(mapped(jnp.arange(3.0), scale=2.0, training=True), [0.0, 2.0, 4.0])
     np.testing.assert_array_equal(mapped(jnp.arange(3.0), scale=2.0, training=False), [0.0, 1.0, 2.0])
@@ -272,7 +272,7 @@ class Scale:
 @pytest.mark.parametrize("rule", [{statetx.Param: 0}, {"m.*": 0}])
 def test_axis_of_an_argument_that_holds_states_needs_a_rule(rule):
     m, x = Scale(), jnp.ones((3, 3))
-    f = lambda m, x: (m.s.value * x).sum()  # noqa: E731
+    f = lambda m, x: (m.s.value * x).sum()
     words = r"vmap: argument m, with the axis 0 in in_axes, holds states.*Param 'm.s' \(f32\[3\].*states=\{'m.s': 0\}"
     with pytest.raises(statetx.StateValueError, match=f"(?s){words}"):
         statetx.vmap(f, in_axes=(0, 0))(m, x)
@@ -297,7 +297,7 @@ def test_filter_may_look_at_the_value_of_a_created_state(reads_type):
     def make(x):
         return {"w": statetx.Param(jnp.zeros((2, 3))), "b": statetx.Param(jnp.zeros(3, jnp.float16))}
 
-    is_bias = lambda path, state: reads_type(state.value)  # noqa: E731
+    is_bias = lambda path, state: reads_type(state.value)
     made = statetx.vmap(make, states={is_bias: statetx.Broadcast})(jnp.zeros(4))
     assert {k: state.value.shape for k, state in made.items()} == {"w": (4, 2, 3), "b": (3,)}
 

@@ -1,7 +1,7 @@
 """Nothing is left out: every state that a call touches takes part, whatever holds it, or the call raises and names it.
 
-A table of holders, crossed with the users of the walk. A holder makes a model, a callable that multiplies by the value of
-one state and has it in that place, and says under which path it is found.
+A table of holders, crossed with the users of the walk. A holder makes a model, a callable that multiplies by the value
+of one state and has it in that place, and says under which path it is found.
 """
 
 import collections
@@ -52,9 +52,9 @@ class Model:
         return x * value_of(self.get(self.held))
 
 
-first = lambda held: next(iter(held))  # noqa: E731
-item = lambda held: held[0]  # noqa: E731
-attribute = lambda held: held.w  # noqa: E731
+first = lambda held: next(iter(held))
+item = lambda held: held[0]
+attribute = lambda held: held.w
 
 
 def subclass(base, *args):
@@ -549,7 +549,7 @@ def test_gradients_by_filter_of_every_kind(kind, holder):
 def test_unreachable_ref_has_a_gradient_or_raises():
     ref, other = jax.new_ref(W), jax.new_ref(W)
     elsewhere.hidden = types.SimpleNamespace(value=ref)
-    loss = lambda x: (x * vars(elsewhere)["".join(("hid", "den"))].value[...] * other[...]).sum()  # noqa: E731
+    loss = lambda x: (x * vars(elsewhere)["".join(("hid", "den"))].value[...] * other[...]).sum()
     np.testing.assert_allclose(statetx.grad(loss, wrt=ref)(X), X * W)
     with pytest.raises(statetx.StateFilterError, match="selects Ref"):
         statetx.grad(loss, wrt=jax.Ref)(X)
@@ -644,7 +644,10 @@ def plain(table):
     names = "list,tuple,named tuple,dict,deque,namespace,array of objects,private slot,field,closure,default"
     names += ",chain of maps,keyword-only default,attribute of a list,attribute of a dict,attribute of a tuple"
     names += ",attribute of a deque,attribute of a string,attribute of a number,attribute of a set,function"
-    names += ",argument of a partial,cached property,decorator,default of a dict,metadata of a state,private slot of a base class"
+    names += (
+        ",argument of a partial,cached property,decorator,default of a dict,metadata of a state,private slot of a "
+        "base class"
+    )
     names += ",attribute of a thread's,closure of a helper's helper"
     return {name: table[name] for name in names.split(",")}
 
@@ -758,7 +761,7 @@ def test_memory_report_counts_every_holder(holder):
 
     def report(model):
         block = statetx.remat(lambda x: jnp.tanh(x @ model(jnp.eye(64))))
-        loss = lambda x: block(block(x)).sum()  # noqa: E731
+        loss = lambda x: block(block(x)).sum()
         rows = statetx.memory_report(loss, jnp.ones((8, 64))).rows
         cost = statetx.measure(loss, jnp.ones((8, 64)))
         return [(r.residual_bytes, r.argument_bytes, r.output_bytes) for r in rows], cost.argument_bytes
@@ -813,7 +816,7 @@ class WithProxy:
 def test_metaclasses_and_proxies_that_raise_are_passed_over(make, monkeypatch):
     monkeypatch.setitem(globals(), "UNBOUND", Unbound())  # not before: pytest looks at all variables of the module
     model = make()
-    f = lambda x: model(x)  # noqa: E731
+    f = lambda x: model(x)
     assert list(statetx.states(f)) == []  # of what it holds, not of what it reads
     (path,) = statetx.trace_states(f)(X).reads
     assert path.endswith("GLOBAL_WEIGHT") and list(statetx.functionalize(f).values(X)) == [path]

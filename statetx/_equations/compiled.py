@@ -32,8 +32,8 @@ class Cost:
     """Operations and memory of a compiled program.
 
     Attributes:
-        flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of their
-            steps; the body of a `while` loop of unknown length once.
+        flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of
+            their steps; the body of a `while` loop of unknown length once.
         compiled_flops: operations as XLA counts them: the body of a loop once.
         argument_bytes, output_bytes, temp_bytes: memory, by XLA's memory analysis.
         alias_bytes: of the outputs, those in the memory of donated arguments.
@@ -84,8 +84,8 @@ class Cost:
 def memory_analysis_options() -> dict[str, Any]:
     """Compiler options for a program that is compiled only to measure its memory.
 
-    On a CPU they leave the machine code unoptimized, which halves the compile time, and emit it as one module, which saves a fifth
-    for small programs. XLA assigns memory before that step, so the memory is exact.
+    On a CPU they leave the machine code unoptimized, which halves the compile time, and emit it as one module, which
+    saves a fifth for small programs. XLA assigns memory before that step, so the memory is exact.
     """
     on_cpu = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
     return on_cpu if current.platform() == "cpu" else {}
@@ -95,7 +95,8 @@ _WITHOUT_TIMING = {"xla_gpu_autotune_level": 0}
 
 
 def fast_compile_options() -> dict[str, Any]:
-    """Faster compiler options for the same purpose; reported memory may differ a little, on CPUs by a few hundred bytes.
+    """Faster compiler options for the same purpose; reported memory may differ a little, on CPUs by a few hundred
+    bytes.
 
     On a GPU they leave out that XLA times kernels, which takes two thirds of a compilation.
     """
@@ -110,7 +111,9 @@ def full_device_options() -> dict[str, Any]:
 
 
 def estimate_options() -> dict[str, Any]:
-    """Compiler options with which XLA tells the time that it expects; they change neither the program nor its memory."""
+    """Compiler options with which XLA tells the time that it expects; they change neither the program nor its
+    memory.
+    """
     return dict(_jax.ESTIMATES) if current.platform() == "gpu" and _tells_times(current.environment()) else {}
 
 
@@ -127,9 +130,9 @@ def _tells_times(environment: tuple[Any, ...]) -> bool:
 def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) -> Any:
     """Compile a ``jax.stages.Lowered`` whose memory is asked for.
 
-    XLA times kernels while it compiles for a GPU, with copies of their operands in the device's memory. What does not fit there
-    is compiled without that: the choice of kernels changes little of the memory, and a program that does not fit is asked for most.
-    Nothing can be timed for a target.
+    XLA times kernels while it compiles for a GPU, with copies of their operands in the device's memory. What does not
+    fit there is compiled without that: the choice of kernels changes little of the memory, and a program that does not
+    fit is asked for most. Nothing can be timed for a target.
     """
     if isinstance(lowered, ForTarget):
         return lowered.compile(compiler_options)
@@ -186,8 +189,8 @@ class Program:
     Attributes:
         lowered, compiled: the ``jax.stages`` objects.
         compiler_options: those that it is compiled with.
-        flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of their
-            steps; the body of a `while` loop of unknown length once.
+        flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of
+            their steps; the body of a `while` loop of unknown length once.
         cost: see `Cost`.
     """
 
@@ -221,14 +224,17 @@ class Program:
         read = {v for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in atoms if isinstance(v, Var)}
         self._read_bytes = num_bytes([v.aval for v in jaxpr.invars if v in read])
         self.compiler_options = compiler_options
-        # Not `functools.cached_property`: up to Python 3.11 it has one lock for all programs, and threads would compile one after another.
+        # Not `functools.cached_property`: up to Python 3.11 it has one lock for all programs, and threads would compile
+        # one after another.
         self._lock = new_lock()
         self._compiled: Any = None
         self._cost: Cost | None = None
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of its arguments on one device, or less: they count as divided among all devices. Nothing is compiled."""
+        """Bytes of its arguments on one device, or less: they count as divided among all devices. Nothing is
+        compiled.
+        """
         return self._read_bytes // (_jax.num_devices_of(self.lowered) or current.num_devices())
 
     @property
@@ -276,8 +282,9 @@ def _cost_of(compiled: Any, num_flops: int, largest: int, seconds: float | None)
 def temp_bytes_of(memory: Any, largest: int) -> int:
     """The temporary bytes in ``Compiled.memory_analysis()``.
 
-    A figure below the size of the largest value of the program was seen to be wrong. It may be right, since XLA computes values within the
-    kernels that read them, and in the memory of outputs: there the buffer assignment itself is read, and counts if it is more.
+    A figure below the size of the largest value of the program was seen to be wrong. It may be right, since XLA
+    computes values within the kernels that read them, and in the memory of outputs: there the buffer assignment itself
+    is read, and counts if it is more.
     """
     told = memory.temp_size_in_bytes
     return told if told >= largest else max(told, _jax.reserved_bytes(memory))
@@ -291,7 +298,9 @@ def _largest_value(jaxpr: Jaxpr) -> int:
 
 
 def lower(traced: Any) -> Any:
-    """Lower a traced function for the current target, without a warning of donated arguments that no output can take: the user's jit says so."""
+    """Lower a traced function for the current target, without a warning of donated arguments that no output can take:
+    the user's jit says so.
+    """
     target = current.current()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -303,14 +312,16 @@ def _lowered_for(target: Target, traced: Any) -> ForTarget:
     if called and target.platform != "cpu":
         listed = "; ".join(dict.fromkeys(f"{name} at {line}" for name, line in called))
         raise TargetError(
-            f"The program calls Python functions on the host, which exist on this machine only: {listed}. It cannot be compiled for the target "
+            f"The program calls Python functions on the host, which exist on this machine only: {listed}. It cannot "
+            f"be compiled for the target "
             f"{target.name}.\nFix: leave them out while you measure."
         )
     try:
         return ForTarget(_jax.lowered_for(traced, target.platform, target.devices), target)
     except _jax.TooFewDevices as e:
         raise TargetError(
-            f"The program is for {counted(e.needed, 'device')}, by the shardings of its arguments or its mesh, and the target {target.name} has "
+            f"The program is for {counted(e.needed, 'device')}, by the shardings of its arguments or its mesh, and "
+            f"the target {target.name} has "
             f"{target.num_devices}.\nFix: name as many, as in target='{target.name.partition(':')[0]}:{e.needed}'."
         ) from e
 

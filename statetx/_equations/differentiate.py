@@ -1,7 +1,7 @@
 """Forward and backward pass of a function, as jaxprs.
 
-``jax.vjp`` returns its pullback as a pytree whose leaves are the residuals. The forward pass is traced with these leaves as further
-outputs, the backward pass with these leaves as inputs; nothing is computed.
+``jax.vjp`` returns its pullback as a pytree whose leaves are the residuals. The forward pass is traced with these
+leaves as further outputs, the backward pass with these leaves as inputs; nothing is computed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def backward_pass(
 def with_pullback(
     fun: Callable[..., tuple[list, list]], diff_indices: Sequence[int]
 ) -> Callable[..., tuple[list, list, list]]:
-    """Add to ``fun(*arrays) -> (outputs, aux)`` the cotangents of the arrays at `diff_indices`, for output cotangents of one.
+    """Add to ``fun(*arrays) -> (outputs, aux)`` the cotangents of the arrays at `diff_indices`, for output cotangents
+    of one.
 
     Measurements and plans take the memory of this program for the memory of a gradient.
     """

@@ -1,10 +1,11 @@
 """Floating-point operations of equations.
 
-An elementwise primitive counts one operation for each entry of its result (a sine as much as a sum), a reduction one for each entry of its
-operand; products and convolutions count two for each multiply-add. Moving data is free. Matrix factorizations count their leading terms
-(Golub and Van Loan, Matrix Computations, 4th edition). A branch counts its most expensive case, a shard_map one device. A ``while``
-loop inside a checkpointed loop counts the steps that the schedule makes (`_jax.known_runs`). Any other ``while`` loop counts one step,
-since its number of steps is unknown: there, and only there, the count may be far too small.
+An elementwise primitive counts one operation for each entry of its result (a sine as much as a sum), a reduction one
+for each entry of its operand; products and convolutions count two for each multiply-add. Moving data is free. Matrix
+factorizations count their leading terms (Golub and Van Loan, Matrix Computations, 4th edition). A branch counts its
+most expensive case, a shard_map one device. A ``while`` loop inside a checkpointed loop counts the steps that the
+schedule makes (`_jax.known_runs`). Any other ``while`` loop counts one step, since its number of steps is unknown:
+there, and only there, the count may be far too small.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _flops(eqn: Any) -> Fraction | int:
 
 
 def _inner(eqn: Any) -> Iterable[tuple[Jaxpr, Fraction | int]]:
-    """The jaxprs in an equation and the number of times each runs; for a custom derivative, the function without its rule."""
+    """The jaxprs in an equation and the number of times each runs; for a custom derivative, the function without its
+    rule.
+    """
     params, row = eqn.params, row_of(eqn)
     if row.runs is Runs.PRIMAL:
         params = {row.jaxpr: params[row.jaxpr]}

@@ -1,7 +1,8 @@
 """Turn arrays that a staged function closes over, at any depth, into inputs.
 
-JAX writes some of them into equations, as constants of a nested ``jit``'s jaxpr or as scalar literals. A cache of such equations
-would keep the arrays alive, and two models whose layers are jitted separately would never have equal structures.
+JAX writes some of them into equations, as constants of a nested ``jit``'s jaxpr or as scalar literals. A cache of such
+equations would keep the arrays alive, and two models whose layers are jitted separately would never have equal
+structures.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .primitives import JIT, REMAT
 def hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     """Return a jaxpr without constants, and the arrays to pass as its first inputs.
 
-    Arrays in equations that cannot have further inputs, such as calls with derivative rules, stay. A derivative rule that runs late may leave values
-    of the jaxpr itself in nested ones, as constants: they become operands there.
+    Arrays in equations that cannot have further inputs, such as calls with derivative rules, stay. A derivative rule
+    that runs late may leave values of the jaxpr itself in nested ones, as constants: they become operands there.
     """
     num_inputs = len(consts) - len(jaxpr.constvars)  # from jax 0.12 on, constants of a trace may be inputs already
     variables = [*jaxpr.constvars, *jaxpr.invars[:num_inputs]]
@@ -85,7 +86,9 @@ class _Scope:
 # -- nested jaxprs ---------------------------------------------------------------------------------------------
 
 _hoisted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""From a nested jaxpr, closed or not, to the hoisted one; None if it holds no arrays. JAX's caches go by identity: hoist each once."""
+"""From a nested jaxpr, closed or not, to the hoisted one; None if it holds no arrays. JAX's caches go by identity:
+hoist each once.
+"""
 
 
 def _nested(x: Any) -> tuple[Any, list[Any]]:

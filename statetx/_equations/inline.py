@@ -46,7 +46,8 @@ def inline(
             if eqn.primitive.name not in calls or _jax.is_storing(eqn) or unless(eqn):
                 return copied(eqn, operands)
             inner, values = _jax.open_jaxpr(eqn.params[TABLE[eqn.primitive.name].jaxpr])
-            # JAX caches the jaxprs of its own functions with the source lines of the first caller: take the line of this call.
+            # JAX caches the jaxprs of its own functions with the source lines of the first caller: take the line of
+            # this call.
             return run(inner, values, operands, eqn, same_line or _jax.is_written_by_jax(inner))
 
         # From jax 0.12 on, constants of a trace may be its first inputs.

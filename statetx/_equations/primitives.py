@@ -1,7 +1,8 @@
 """The table of primitives: one row for each, with everything that statetx knows about it by name.
 
-A primitive without a row counts as an operation on arrays: its result has a new buffer and costs one operation for each entry. A wrong or
-missing row makes reported costs larger or recomputes more; it never changes a computed value. Other sets of names are projections of `TABLE`.
+A primitive without a row counts as an operation on arrays: its result has a new buffer and costs one operation for each
+entry. A wrong or missing row makes reported costs larger or recomputes more; it never changes a computed value. Other
+sets of names are projections of `TABLE`.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class PrimitiveRow:
         is_inlined: a listing or the planner's graph may show its equations in its place.
         flops: operations of an equation; None: one for each entry of the largest result.
         is_linear: the result is linear in its float operands together, as a sum is.
-        bits: the operands that make a result of zeros and ones if they have no other entries, ``slice(0)`` if any do; None if the
-            operands alone do not.
+        bits: the operands that make a result of zeros and ones if they have no other entries, ``slice(0)`` if any do;
+            None if the operands alone do not.
     """
 
     is_view: bool = False
@@ -172,14 +173,17 @@ TABLE: dict[str, PrimitiveRow] = {
     **_rows("empty empty2", is_fill=True, flops=_free),
     **_rows("imag iota pad real rev select_n slice stop_gradient", fuses=True, flops=_free),
     **_rows(
-        "axis_index bitcast_convert_type concatenate create_token dynamic_slice dynamic_update_slice gather random_seed random_unwrap "
+        "axis_index bitcast_convert_type concatenate create_token dynamic_slice dynamic_update_slice gather "
+        "random_seed random_unwrap "
         "random_wrap scatter split statetx_notice symbolic_zeros tie_in unvmap_any",
         flops=_free,
     ),
     # Elementwise operations: one operation an entry (a sine counts as much as a sum).
     **_rows(
-        "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
-        "is_finite le lgamma log log1p log2 logistic lt max min mul ne neg not one_minus_square or pow rem round rsqrt shift_left "
+        "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div eq erf erf_inv erfc "
+        "exp exp2 expm1 floor ge gt "
+        "is_finite le lgamma log log1p log2 logistic lt max min mul ne neg not one_minus_square or pow rem round "
+        "rsqrt shift_left "
         "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor",
         fuses=True,
     ),
@@ -245,7 +249,8 @@ _set("dynamic_update_slice", bits=slice(2))
 _set("scatter", bits=slice(None, None, 2))  # not the indices
 
 _set(
-    "add add_any sub neg convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims reduce_sum concatenate slice "
+    "add add_any sub neg convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims reduce_sum "
+    "concatenate slice "
     "dynamic_slice pad rev copy gather scatter-add cumsum real imag select_n",
     is_linear=True,
 )
@@ -276,7 +281,9 @@ EAGER = INLINED - JIT
 
 
 def inner_jaxprs(eqn: Any) -> list[_jax.Jaxpr]:
-    """The jaxprs that an equation runs, by its row: one for a call or loop, one for each branch, none for an operation."""
+    """The jaxprs that an equation runs, by its row: one for a call or loop, one for each branch, none for an
+    operation.
+    """
     key = row_of(eqn).jaxpr
     if not key:
         return []

@@ -1,14 +1,14 @@
 """The table of structures: one cached function for all jaxprs of equal structure.
 
-Transforms run the user's Python on every call, so nothing is ever stale; the work after it is shared. The jaxpr of a call is
-looked up by its structure: its equations with their parameters, types, literals and settings, but not the values of its
-constants. For each structure and use, the table keeps one function built by a transform. JAX's own caches, which go by
-identity, then share differentiation, partial evaluation, lowering and compilation between layers of equal structure and
-between repeated calls.
+Transforms run the user's Python on every call, so nothing is ever stale; the work after it is shared. The jaxpr of a
+call is looked up by its structure: its equations with their parameters, types, literals and settings, but not the
+values of its constants. For each structure and use, the table keeps one function built by a transform. JAX's own
+caches, which go by identity, then share differentiation, partial evaluation, lowering and compilation between layers of
+equal structure and between repeated calls.
 
-Two jaxprs have equal structure only if every part compares equal. A part that cannot be compared (a user's custom derivative
-rule, which may read anything when it runs; an effect on a Ref) makes the jaxpr unequal to any other: the table errs on the
-side of doing the work again. If nothing is traced no rule can run, so rules are removed first.
+Two jaxprs have equal structure only if every part compares equal. A part that cannot be compared (a user's custom
+derivative rule, which may read anything when it runs; an effect on a Ref) makes the jaxpr unequal to any other: the
+table errs on the side of doing the work again. If nothing is traced no rule can run, so rules are removed first.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Body:
         return Structure(self.jaxpr)
 
     def __call__(self, operands: Sequence[Any], *args: Any) -> list[Any]:
-        # JAX stages arrays that the function made as NumPy arrays, which a traced index of a derivative rule does not index.
+        # JAX stages arrays that the function made as NumPy arrays, which a traced index of a derivative rule does not
+        # index.
         arrays = (jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x for x in operands)
         return _jax.evaluate(self.jaxpr, (), (*arrays, *args))
 
@@ -77,7 +78,9 @@ _nested: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
 
 
 class Structure:
-    """The structure of a jaxpr: compared by all of its parts, hashed by the primitives and input types, which is cheap."""
+    """The structure of a jaxpr: compared by all of its parts, hashed by the primitives and input types, which
+    is cheap.
+    """
 
     def __init__(self, jaxpr: Jaxpr):
         self._jaxpr = jaxpr
@@ -87,7 +90,9 @@ class Structure:
 
     @functools.cached_property
     def is_incomparable(self) -> bool:
-        """Whether it equals no other structure. Only functions in equations are checked: they may hold the user's values."""
+        """Whether it equals no other structure. Only functions in equations are checked: they may hold the user's
+        values.
+        """
         try:
             for eqn in self._jaxpr.eqns:
                 # An effect may hold the variable of a Ref, which the comparison of all parts finds out.
@@ -273,7 +278,9 @@ class StructureTable:
         self._counts: dict[tuple[str, bool], int] = {}
 
     def get(self, bodies: Body | Sequence[Body], use: tuple, build: Callable[..., Callable]) -> Callable:
-        """``build(*bodies)``, shared by all bodies of equal structure for this `use`: a transform's name and every setting of `build`."""
+        """``build(*bodies)``, shared by all bodies of equal structure for this `use`: a transform's name and every
+        setting of `build`.
+        """
         bodies = (bodies,) if isinstance(bodies, Body) else bodies
         # A rule runs only under differentiation, of which there is none in eager code: without rules the layers are
         # comparable again.
@@ -308,7 +315,9 @@ class StructureTable:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """A context in which this thread does not use the table, so that each body keeps its own names and source lines."""
+        """A context in which this thread does not use the table, so that each body keeps its own names and source
+        lines.
+        """
         former, _bypass.active = _bypass.active, True
         try:
             yield

@@ -51,7 +51,8 @@ class Access:
         stores = []
         value_in_body, value_before = self.value_in_body, self.value_before
 
-        # Another thread may have written a state that was not acquired: only the copy that the body was given is replaced.
+        # Another thread may have written a state that was not acquired: only the copy that the body was given is
+        # replaced.
         if value_before is not UNKNOWN and (
             self.acquired or (value_in_body is not value_before and self.kind.get(self.state) is value_in_body)
         ):
@@ -88,7 +89,8 @@ class Effect:
 
     Attributes:
         value_before: the state's value before the call; UNKNOWN if `publish` need not compare it.
-        stepped: whether the call is a training step for this state: it differentiated the value, and then wrote another one.
+        stepped: whether the call is a training step for this state: it differentiated the value, and then wrote another
+            one.
     """
 
     __slots__ = ("created", "kind", "site", "state", "stepped", "value", "value_before")

@@ -31,7 +31,10 @@ T = TypeVar("T")
 _STDLIB = sysconfig.get_path("stdlib")
 
 
-_REPLACED = "An array has no .value. Was a state replaced by an array, as in `model.mean = x`?\nFix: `model.mean.value = x` writes the state."
+_REPLACED = (
+    "An array has no .value. Was a state replaced by an array, as in `model.mean = x`?\n"
+    "Fix: `model.mean.value = x` writes the state."
+)
 
 
 class Frame:
@@ -39,20 +42,22 @@ class Frame:
 
     Args:
         name: the call in messages: ``"remat(loss)"``.
-        on_read: called with the value of a state whose first touch is a read; returns its value in the body. Called once
-            for a state.
+        on_read: called with the value of a state whose first touch is a read; returns its value in the body. Called
+            once for a state.
         allow: called with each state touched; raises if the call may not touch it.
-        is_undo: the body runs eagerly, and the frame only undoes its writes. It acquires the states that the body writes;
-            other threads may read those that it only reads.
+        is_undo: the body runs eagerly, and the frame only undoes its writes. It acquires the states that the body
+            writes; other threads may read those that it only reads.
         frees_cycles: whether the transform must know which of the states made in the call outlive it. States that only
-            reference cycles hold are then freed first; a jitted function that closes over a local state is such a cycle.
+            reference cycles hold are then freed first; a jitted function that closes over a local state is such a
+            cycle.
         outer_trace: the trace around the transform, if the transform's own trace does not name it.
         is_kept: whether the equations that the call records serve other calls, too.
 
     Attributes:
         differentiates_states: whether the call is given values of states that are differentiated.
-        differentiated: by the id of their token (`Kind.token`), the trainable states that the call has differentiated so far: the token, which keeps no
-            state alive, and the values; of those that an inner call has differentiated no values, which are of a trace that has ended.
+        differentiated: by the id of their token (`Kind.token`), the trainable states that the call has differentiated
+            so far: the token, which keeps no state alive, and the values; of those that an inner call has
+            differentiated no values, which are of a trace that has ended.
     """
 
     def __init__(
@@ -172,7 +177,9 @@ class Frame:
     # -- called by kinds while the frame is open --
 
     def touch(self, state: Any, kind: Kind, *, writing: bool) -> Access:
-        """Record the first touch of a state by the body, or, in an undo frame, the first write of a state that it has read."""
+        """Record the first touch of a state by the body, or, in an undo frame, the first write of a state that it has
+        read.
+        """
         if self._unchecked_writes:
             self._check_writes()
         access = self.accesses.get(id(state))
@@ -202,8 +209,8 @@ class Frame:
         if self.on_read is not None and not writing and not kind.is_invalidated(state):
             value_in_body = self.on_read(state, kind, value_before)
         if not is_leaf(value_in_body) or _is_writable(value_in_body):
-            # The body may change the container in place, and the old value must survive that. States that hold the same container share
-            # the copy, unless `on_read` gives each a value of its own.
+            # The body may change the container in place, and the old value must survive that. States that hold the same
+            # container share the copy, unless `on_read` gives each a value of its own.
             if value_in_body is value_before:
                 _, access.copy = self._copies.setdefault(id(value_before), (value_before, Copy(value_before)))
             else:
@@ -291,7 +298,9 @@ class Frame:
         return not any(value is x for x in (access.value_in_body, *values))
 
     def _check_unreported_write(self, state: Any, kind: Kind, value: Any, site: str) -> None:
-        """`check_write` for a container that was changed in place and for a new state: neither was reported as a write."""
+        """`check_write` for a container that was changed in place and for a new state: neither was reported as
+        a write.
+        """
         leaked, frame = [value], self
         while leaked and frame is not None:  # JAX does not link the trace of a shard_map to the enclosing traces
             leaked, frame = _jax.leaked_tracers(leaked, frame.trace), frame.parent
@@ -299,7 +308,9 @@ class Frame:
             check_write(state, kind, value, self.trace, site, after_store=True)
 
     def _refuse_alias(self, access: Access) -> None:
-        """Raise if another state held the container that the body has changed in place, and has a copy of its own in this frame or one around it."""
+        """Raise if another state held the container that the body has changed in place, and has a copy of its own in
+        this frame or one around it.
+        """
         frame: Frame | None = self
         while frame is not None:
             own = frame.accesses.get(id(access.state))
@@ -310,7 +321,8 @@ class Frame:
                 if is_held and other.copy is not own.copy and not (frame is not self and other.written):
                     a, b = (describe(x.state, x.kind, value=own.value_before) for x in (own, other))
                     raise StateValueError(
-                        f"{self.name} changed in place a {type(own.value_before).__name__} that two states hold: {a} and {b}. "
+                        f"{self.name} changed in place a {type(own.value_before).__name__} that two states hold: {a} "
+                        f"and {b}. "
                         f"{frame.name} gives each state a container of its own.\n"
                         f"Fix: assign a new container to .value, or keep it in one state."
                     )
@@ -329,7 +341,8 @@ if hasattr(os, "register_at_fork"):
 
 _IN_RULE = (
     "Raised in a derivative rule that statetx called to inspect the function, whose own call had ended: {site}\n"
-    "Fix: let the rule read arguments only, no states or attributes that the call sets. There is no plan and no report of a backward pass "
+    "Fix: let the rule read arguments only, no states or attributes that the call sets. There is no plan and no "
+    "report of a backward pass "
     "for rules that do, such as those of braintrace's online algorithms."
 )
 
@@ -337,8 +350,8 @@ _IN_RULE = (
 def undone(fun: Callable[..., T]) -> Callable[..., T]:
     """`fun`, whose writes to states are undone once it has returned.
 
-    For equations that are differentiated later than in the user's call, only to inspect them: their derivative rules may be Python that reads
-    and writes states. An exception of such a rule has a note that says so.
+    For equations that are differentiated later than in the user's call, only to inspect them: their derivative rules
+    may be Python that reads and writes states. An exception of such a rule has a note that says so.
     """
 
     @functools.wraps(fun)

@@ -1,4 +1,6 @@
-"""Checks that no tracer outlives its trace in a state, and that no state made in the body of a loop or branch outlives it."""
+"""Checks that no tracer outlives its trace in a state, and that no state made in the body of a loop or branch outlives
+it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def check_write(
     if not leaked:
         return
     traced = _jax.transform_name(leaked[0]._trace)
-    # A value of an outer trace, such as a count that has no derivative, may be written under a plain transform further inside.
+    # A value of an outer trace, such as a count that has no derivative, may be written under a plain transform further
+    # inside.
     current = _jax.current_trace()
     name = _jax.transform_name(current) if _jax.is_derivative_or_batching(current) else traced
     owner, where = ("jax's", "") if name == traced else ("a", f", under jax's {name}")
@@ -53,7 +56,8 @@ def refuse_created(effects: Iterable[Effect], where: str) -> None:
             commit(effect.kind.invalidate(effect.state, reason, None))
             raise CreatedStateError(
                 f"{type(effect.state).__name__} made at {effect.site} was created inside {where} and outlived it.\n"
-                f"It gives new values to states from before it only: a body that is traced once may run many times, or not at all.\n"
+                f"It gives new values to states from before it only: a body that is traced once may run many times, "
+                f"or not at all.\n"
                 f"Fix: create the state before the call, and write it inside."
             )
 

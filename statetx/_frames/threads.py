@@ -14,12 +14,14 @@ from .._states.protocol import Kind
 from .access import UNKNOWN, Access, Effect
 from .current import _local
 
-# A state has one value. While a frame is open, each state that it has touched holds a value of the frame: perhaps a tracer.
-# So the innermost frame that has touched a state owns it, and a touch by another thread raises; a program that shares
-# states between threads guards them by a lock. A state is acquired before it gets its new value and released after it has
-# its old one, so a state without an owner holds no tracer of a call that is running.
+# A state has one value. While a frame is open, each state that it has touched holds a value of the frame: perhaps a
+# tracer. So the innermost frame that has touched a state owns it, and a touch by another thread raises; a program that
+# shares states between threads guards them by a lock. A state is acquired before it gets its new value and released
+# after it has its old one, so a state without an owner holds no tracer of a call that is running.
 open_frames: dict[int, Any] = {}  # of `Frame`s, by id
-"""The open frames of all threads, by their ids, in the order of opening. If it is empty, no state has an owner, and holding `ownership` keeps it so."""
+"""The open frames of all threads, by their ids, in the order of opening. If it is empty, no state has an owner, and
+holding `ownership` keeps it so.
+"""
 
 ownership = new_lock()  # reentrant: a finalizer may run, and touch a state, wherever Python allocates
 
@@ -27,8 +29,8 @@ ownership = new_lock()  # reentrant: a finalizer may run, and touch a state, whe
 def acquire(state: Any, kind: Kind, frame: Any, access: Access | None = None, *, writing: bool) -> Access:
     """Make a frame the owner of a state, and return its `Access`.
 
-    An undo frame (`Frame.is_undo`) does not acquire a state that it only reads. When it writes a state that it has read, the
-    state must still hold the value that was read.
+    An undo frame (`Frame.is_undo`) does not acquire a state that it only reads. When it writes a state that it has
+    read, the state must still hold the value that was read.
 
     Raises:
         ForeignStateError: a call in another thread owns the state, or another thread has written it since it was read.
@@ -101,7 +103,8 @@ def check_unchanged(effect: Effect) -> None:
 def changed_state_error(state: Any, kind: Kind) -> ForeignStateError:
     """The error for a state that was written during a call that writes it, too."""
     return ForeignStateError(
-        f"{describe(state, kind)} was written by another thread, or by a callback, during a call that reads and writes it, "
+        f"{describe(state, kind)} was written by another thread, or by a callback, during a call that reads and "
+        f"writes it, "
         f"too. The call changed no state, since that write would be lost.\n"
         f"Fix: guard the calls that share the state by a lock."
     )
@@ -129,7 +132,9 @@ def report_touch(state: Any, kind: Kind, frame: Any, owner: Any, *, writing: boo
 
 
 def foreign_state_error(state: Any, kind: Kind, owner: Any) -> ForeignStateError:
-    """The error for a touch of a state whose owner is a frame of another thread, or one that is not running any more."""
+    """The error for a touch of a state whose owner is a frame of another thread, or one that is not running
+    any more.
+    """
     if owner.is_open and owner.thread != threading.get_ident():
         cause = f"another thread is running {owner.name}, which has its own value for it until it ends"
         fix = "trace the functions that share a state in one thread, or guard them by a lock"

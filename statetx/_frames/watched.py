@@ -1,4 +1,6 @@
-"""`WatchedKind`: the part of a kind that is the same for every library whose states report their reads and writes to frames."""
+"""`WatchedKind`: the part of a kind that is the same for every library whose states report their reads and writes to
+frames.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from .threads import foreign_state_error, open_frames, ownership, report_touch
 class WatchedKind(Kind):
     """Base of the kinds whose states frames watch; see `_states.Kind` for the methods that a kind adds.
 
-    A kind must define `name`, `base`, `folder`, `get`, `store`, `read`, `write`, `invalidate`, `is_invalidated`, `owner`,
-    `set_owner` and `site_of`. It overrides others where its library has rules of its own, or a faster way.
+    A kind must define `name`, `base`, `folder`, `get`, `store`, `read`, `write`, `invalidate`, `is_invalidated`,
+    `owner`, `set_owner` and `site_of`. It overrides others where its library has rules of its own, or a faster way.
     """
 
     is_watched = True

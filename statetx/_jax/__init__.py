@@ -1,7 +1,7 @@
 """The only folder that touches private names of JAX.
 
-It supports jax 0.10 to 0.12. Each private name is used in one place; `tests/test_compat.py` fails when the meaning of one
-shifts. The public names of its modules, which no two of them share, are names of this package.
+It supports jax 0.10 to 0.12. Each private name is used in one place; `tests/test_compat.py` fails when the meaning of
+one shifts. The public names of its modules, which no two of them share, are names of this package.
 """
 
 from . import patches as patches

@@ -63,7 +63,8 @@ def map_jaxpr(
 ) -> tuple[Jaxpr, Sequence[Any], list[bool]]:
     """Batch a jaxpr without constants, along axis 0 of the mapped inputs.
 
-    Returns the batched jaxpr, its constants, and for each output whether it is mapped. Outputs in `instantiate` always are.
+    Returns the batched jaxpr, its constants, and for each output whether it is mapped. Outputs in `instantiate` always
+    are.
     """
     mapped, outs = _batching.batch_jaxpr(ClosedJaxpr(jaxpr, ()), axis_data, list(is_mapped), list(instantiate))
     return *open_jaxpr(mapped), list(outs)
@@ -100,8 +101,8 @@ def unwrap_batched(x: Any) -> tuple[Any, int | None] | None:
 def notify_of_vmap(values: Sequence[Any], index: int, callback: Callable[[Any, list[bool]], Callable]) -> Any:
     """Return ``values[index]``, and call `callback` whenever a `jax.vmap` maps some of `values`.
 
-    This includes a `vmap` of a program that was traced without it. ``callback(axis, is_mapped)`` gets the `vmap`'s axis and a
-    flag for each value, and returns the callback for the next `vmap`.
+    This includes a `vmap` of a program that was traced without it. ``callback(axis, is_mapped)`` gets the `vmap`'s axis
+    and a flag for each value, and returns the callback for the next `vmap`.
     """
     return _notice_p.bind(*values, index=index, callback=callback)
 

@@ -1,8 +1,10 @@
-"""Decode what XLA says of a compiled program: its instructions in the order of their schedule, and where each value is stored.
+"""Decode what XLA says of a compiled program: its instructions in the order of their schedule, and where each value is
+stored.
 
-Both are serialized protocol buffers: ``HloModuleProto`` (xla/service/hlo.proto) of the optimized module, and ``BufferAssignmentProto`` of
-``Compiled.memory_analysis()``, or both from a file that XLA writes. Only the fields named below are read, by their numbers, since the
-messages are not part of jaxlib's Python interface; ``tests/test_compat.py`` fails when one of them is missing or has another meaning.
+Both are serialized protocol buffers: ``HloModuleProto`` (xla/service/hlo.proto) of the optimized module, and
+``BufferAssignmentProto`` of ``Compiled.memory_analysis()``, or both from a file that XLA writes. Only the fields named
+below are read, by their numbers, since the messages are not part of jaxlib's Python interface; ``tests/test_compat.py``
+fails when one of them is missing or has another meaning.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ _LIBRARY_CALLS = {"__cublas$": "dot_general", "__cudnn$conv": "conv_general_dila
 
 
 def product_of(instruction: Instruction) -> str:
-    """JAX's name of the product or convolution that an instruction is, also by a call of a library as on GPUs; "" for any other."""
+    """JAX's name of the product or convolution that an instruction is, also by a call of a library as on GPUs; "" for
+    any other.
+    """
     if instruction.opcode == "custom-call":
         return next((name for start, name in _LIBRARY_CALLS.items() if instruction.target.startswith(start)), "")
     return PRIMITIVES.get(instruction.opcode, "")
@@ -132,7 +136,8 @@ class Allocation(NamedTuple):
     Attributes:
         parameter: the number of the program's parameter that it holds, or None.
         is_output, is_constant, is_thread_local: its use; a temporary allocation has none of these.
-        is_elsewhere: whether it is not in the device's main memory: in the host's, as offloaded values are, or in a TPU's core.
+        is_elsewhere: whether it is not in the device's main memory: in the host's, as offloaded values are, or in a
+            TPU's core.
     """
 
     index: int
@@ -172,15 +177,18 @@ def compiled_program(compiled: Any) -> CompiledProgram | None:
 
 
 def reserved_bytes(memory: Any) -> int:
-    """What the buffer assignment of ``Compiled.memory_analysis()`` reserves for temporaries; 0 if the backend tells none."""
+    """What the buffer assignment of ``Compiled.memory_analysis()`` reserves for temporaries; 0 if the backend tells
+    none.
+    """
     assignment = getattr(memory, "serialized_buffer_assignment_proto", None)
     if not assignment:
         return 0
-    is_fixed = lambda a: a.parameter is not None or a.is_output or a.is_constant or a.is_thread_local or a.is_elsewhere  # noqa: E731
+    is_fixed = lambda a: a.parameter is not None or a.is_output or a.is_constant or a.is_thread_local or a.is_elsewhere
     return sum(a.num_bytes for a in _assignment(_message(assignment))[1] if not is_fixed(a))
 
 
-# -- a file that XLA writes: JAX asks backends that are plugins (GPUs, TPUs) through an interface without the buffer assignment --------
+# -- a file that XLA writes: JAX asks backends that are plugins (GPUs, TPUs) through an interface without the buffer
+# assignment --------
 
 
 def options_to_write(folder: Path) -> dict[str, Any]:
@@ -236,7 +244,9 @@ def decode(module_proto: Any, assignment_proto: Any, platform: str = "") -> Comp
 
 
 def scheduled_computations(compiled: Any) -> tuple[int, _Computations] | None:
-    """The entry of a ``jax.stages.Compiled``, and its computations by their ids; None if its backend tells no schedule."""
+    """The entry of a ``jax.stages.Compiled``, and its computations by their ids; None if its backend tells no
+    schedule.
+    """
     try:
         module = _message(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     except _NOT_TOLD:
@@ -311,7 +321,8 @@ class _InstructionFields:
 # The names of ``PrimitiveType`` (xla_data.proto), by their numbers.
 _DTYPES = dict(
     enumerate(
-        "? pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4 f8e4m3b11fnuz "
+        "? pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4 "
+        "f8e4m3b11fnuz "
         "f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu buffer".split()
     )
 )
@@ -346,7 +357,8 @@ def _stack_frames(index: Sequence[Any]) -> list[tuple[StackFrame, ...]]:
     return stacks
 
 
-# Numbers of memory spaces. Others than the main one are parts of it on GPUs (of collectives), and memories of the core on TPUs.
+# Numbers of memory spaces. Others than the main one are parts of it on GPUs (of collectives), and memories of the core
+# on TPUs.
 _MAIN, _HOST = 0, 5  # ``Layout::kHostMemorySpace``
 
 
@@ -372,7 +384,7 @@ def _assignment(message: _Fields, platform: str = "") -> tuple[dict[int, BufferV
     return values, allocations
 
 
-# -- the wire format: https://protobuf.dev/programming-guides/encoding ------------------------------------------------
+# -- the wire format: https://protobuf.dev/programming-guides/encoding -----------------------------------------------
 
 _Fields = defaultdict
 """The values of each field of a message, by its number: integers, or bytes of a text, a message or packed integers."""

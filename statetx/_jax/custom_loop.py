@@ -57,7 +57,9 @@ class CustomLoop(Protocol):
         ...
 
     def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
-        """The outputs, and the tangents of the float outputs, None for zero; `tangents` holds the nonzero ones by argument index."""
+        """The outputs, and the tangents of the float outputs, None for zero; `tangents` holds the nonzero ones by
+        argument index.
+        """
         ...
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
@@ -124,7 +126,9 @@ def _loop_batch(axis: Any, args: Any, dims: Any, *, loop: CustomLoop, **_: Any) 
 
 
 def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) -> list[Any]:
-    """Transpose a loop that is linear in some arguments: the ones that are undefined primals, of which only types exist."""
+    """Transpose a loop that is linear in some arguments: the ones that are undefined primals, of which only types
+    exist.
+    """
     linear = [i for i, x in enumerate(args) if _ad.is_undefined_primal(x)]
     has_ct = [i for i, ct in enumerate(cts) if type(ct) is not _Zero]
 

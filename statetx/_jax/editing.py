@@ -72,7 +72,8 @@ def check_edits(on: bool = True) -> bool:
 def _checked(jaxpr: Jaxpr) -> Jaxpr:
     """Return the jaxpr after JAX's check that each variable is defined once, before its uses, with the right type.
 
-    The body of a `jax.shard_map` alone is not checked: its axis names are bound only within the program that contains it.
+    The body of a `jax.shard_map` alone is not checked: its axis names are bound only within the program that contains
+    it.
     """
     if _EditChecks.on and not any(map(_is_manual, (v.aval for v in (*jaxpr.invars, *jaxpr.outvars)))):
         try:
@@ -150,12 +151,16 @@ def with_equations(x: Any, eqns: Sequence[Any]) -> Any:
 
 
 def closed_like(x: Any, jaxpr: Jaxpr) -> Any:
-    """Close `jaxpr`, which has no constants, if `x` is closed: a primitive's parameter is always one or always the other."""
+    """Close `jaxpr`, which has no constants, if `x` is closed: a primitive's parameter is always one or always the
+    other.
+    """
     return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def spliced(jaxpr: Jaxpr, sources: Sequence[Any], targets: Sequence[Any], like: Any) -> list[Any]:
-    """The equations of a jaxpr without constants between other variables, with the source line of the equation `like`."""
+    """The equations of a jaxpr without constants between other variables, with the source line of the equation
+    `like`.
+    """
     eqns: list[Any] = []
 
     def copied(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -175,7 +180,9 @@ def with_scope(eqn: Any, name: str) -> Any:
 
 
 def inlined(eqn: Any, outer: Any, *, same_line: bool, **changes: Any) -> Any:
-    """An equation of the jaxpr in `outer`, below the name stack of `outer`; with `same_line` also at its source line."""
+    """An equation of the jaxpr in `outer`, below the name stack of `outer`; with `same_line` also at its
+    source line.
+    """
     info, outer_info = eqn.source_info, outer.source_info
     info = info.replace(name_stack=outer_info.name_stack + info.name_stack)
     return eqn.replace(source_info=info.replace(traceback=outer_info.traceback) if same_line else info, **changes)

@@ -48,7 +48,9 @@ def is_dropped(v: Any) -> bool:
 
 
 def with_nonzero(tangents: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Tangents as arrays, zeros unchanged, and the numbers of those that are not zero; of integers they are zero in fact, though not in type."""
+    """Tangents as arrays, zeros unchanged, and the numbers of those that are not zero; of integers they are zero in
+    fact, though not in type.
+    """
     arrays: list[Any] = [t if type(t) is _Zero else as_array(t) for t in tangents]
     return arrays, [i for i, t in enumerate(arrays) if type(t) is not _Zero and t.dtype != jax.dtypes.float0]
 
@@ -95,7 +97,8 @@ def zero_tangent(aval: Any) -> Any:
 
 def zeros(aval: Any) -> Any:
     """Zeros of a type, with its sharding unless that belongs to a mesh other than the current one."""
-    # A type from outside a shard_map, say, names a mesh that no array made here can lie on. Zeros of a tangent, which JAX instantiates, are no keys.
+    # A type from outside a shard_map, say, names a mesh that no array made here can lie on. Zeros of a tangent, which
+    # JAX instantiates, are no keys.
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     if is_key or aval.sharding.mesh != jax.sharding.get_abstract_mesh():
         return jnp.zeros(aval.shape, aval.dtype)

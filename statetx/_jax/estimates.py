@@ -1,7 +1,8 @@
 """XLA's own estimates of the time of a compiled program.
 
-XLA:GPU writes one beside each kernel when it is asked to. Of XLA:TPU ``cost_analysis()`` has one for the whole program, in which the
-body of a loop counts once, and each instruction whose time it does not know as -1 second: most larger programs have no time there.
+XLA:GPU writes one beside each kernel when it is asked to. Of XLA:TPU ``cost_analysis()`` has one for the whole program,
+in which the body of a loop counts once, and each instruction whose time it does not know as -1 second: most larger
+programs have no time there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
 
 
 def estimated_seconds(compiled: Any, platform: str) -> float | None:
-    """The estimated time of a run of a ``jax.stages.Compiled``; None where XLA does not tell one, or not how often a loop runs."""
+    """The estimated time of a run of a ``jax.stages.Compiled``; None where XLA does not tell one, or not how often a
+    loop runs.
+    """
     program = scheduled_computations(compiled) if platform in ("gpu", "tpu") else None
     if program is None:
         return None
@@ -37,7 +40,9 @@ _CALLS = ("while", "conditional", "call", "async-start")
 
 
 class _Sum:
-    """Microseconds of the kernels of computations, one after another, loops counted with their lengths; None if a part is not known."""
+    """Microseconds of the kernels of computations, one after another, loops counted with their lengths; None if a part
+    is not known.
+    """
 
     def __init__(self, computations: Mapping[int, Computation]):
         self._computations = computations

@@ -1,4 +1,6 @@
-"""See the functions that JAX differentiates in reverse mode, below the names that users bind (``from jax import grad``)."""
+"""See the functions that JAX differentiates in reverse mode, below the names that users bind
+(``from jax import grad``).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from jax._src.interpreters import ad as _ad
 from . import patches
 
 Replace = Callable[[Callable, bool], Callable]
-"""``(fun, has_aux) -> the function to differentiate in its place``. ``fun(*primals)`` takes and returns trees, with `has_aux` a pair."""
+"""``(fun, has_aux) -> the function to differentiate in its place``. ``fun(*primals)`` takes and returns trees, with
+`has_aux` a pair.
+"""
 
 _replace: Replace | None = None
 
@@ -28,7 +32,9 @@ _note: Callable[[list[Any]], None] | None = None
 
 
 def note_differentiated(note: Callable[[list[Any]], None]) -> None:
-    """Let `note` see the leaves of the primals of each function that `jax.vjp`, and with it `jax.grad`, is called on, in every thread."""
+    """Let `note` see the leaves of the primals of each function that `jax.vjp`, and with it `jax.grad`, is called on,
+    in every thread.
+    """
     global _note
     _note = note
 
@@ -51,7 +57,8 @@ patches.replace(
     "jax._src.interpreters.ad.linearize",
     _ad,
     _observed,
-    "`statetx.plan` and `statetx.budget` see the functions that `jax.grad` and `jax.vjp` differentiate, and `statetx.microbatch` the states whose values they "
+    "`statetx.plan` and `statetx.budget` see the functions that `jax.grad` and `jax.vjp` differentiate, and "
+    "`statetx.microbatch` the states whose values they "
     "differentiate. Elsewhere the function is JAX's own.",
 )
 

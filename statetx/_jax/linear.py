@@ -1,4 +1,6 @@
-"""Functions as one equation: a linear one with a custom transpose, and one that is differentiated only if it is compiled."""
+"""Functions as one equation: a linear one with a custom transpose, and one that is differentiated only if it is
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def linear_call(
 ) -> list[Any]:
     """Call ``fun(residuals, tangents)``, linear in the tangents, with a custom transpose.
 
-    Unlike ``jax.custom_derivatives.linear_call`` it can be mapped, and differentiated with respect to the residuals; this
-    differentiates `fun`.
+    Unlike ``jax.custom_derivatives.linear_call`` it can be mapped, and differentiated with respect to the residuals;
+    this differentiates `fun`.
 
     Args:
         fun: returns arrays of types `out_avals`.
@@ -57,9 +59,11 @@ def with_functions(eqn: Any, edit: Callable[[Callable], Callable]) -> Any:
 
 
 def deferred_call(fun: Callable[[list], list], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
-    """Call ``fun(inputs)`` in a program that is traced to be looked at: the call is one equation, and so is its derivative.
+    """Call ``fun(inputs)`` in a program that is traced to be looked at: the call is one equation, and so is its
+    derivative.
 
-    `fun` is traced, and differentiated, only if the program is compiled after all: a library may keep it and use it again.
+    `fun` is traced, and differentiated, only if the program is compiled after all: a library may keep it and use it
+    again.
 
     Args:
         fun: returns arrays of types `out_avals`.
@@ -143,7 +147,8 @@ def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **p
     tangents, diff_indices = with_nonzero(tangents)
     outs = _linear_p.bind(*primals, fun=fun, num_res=num_res, **params)
 
-    # f(r, t) is linear in t, so that its derivative along dt alone is f(r, dt): the same primitive, which keeps the transpose.
+    # f(r, t) is linear in t, so that its derivative along dt alone is f(r, dt): the same primitive, which keeps the
+    # transpose.
     if all(i >= num_res for i in diff_indices):
         linear_tangents = [_instantiate_zeros(t) for t in tangents[num_res:]]
         return outs, _linear_p.bind(*primals[:num_res], *linear_tangents, fun=fun, num_res=num_res, **params)

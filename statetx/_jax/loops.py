@@ -43,9 +43,11 @@ def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
         info = getattr(open_jaxpr(params["body_jaxpr"])[0], "debug_info", None)
         if info is not None and _REVERSAL in info.func_src_info:
             raise ValueError(
-                "The gradient of a statetx.while_loop with checkpoint= cannot be differentiated again in reverse mode: its own loops end when "
+                "The gradient of a statetx.while_loop with checkpoint= cannot be differentiated again in reverse "
+                "mode: its own loops end when "
                 "their steps are done.\n"
-                "Fix: take the outer derivative in forward mode, as jax.hessian(f) and jax.jvp(jax.grad(f), ...) do; or use statetx.scan with "
+                "Fix: take the outer derivative in forward mode, as jax.hessian(f) and jax.jvp(jax.grad(f), ...) do; "
+                "or use statetx.scan with "
                 "the largest number of steps as its length, whose gradient can be differentiated in both modes."
             ) from None
         name = "fori_loop" if info is not None and info.traced_for == "fori_loop" else "while_loop"
@@ -60,7 +62,8 @@ def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
 _ad.primitive_transposes[while_p] = _refuse_to_transpose
 patches.note(
     "the error for `jax.lax.while_loop` in reverse mode",
-    "JAX's message advises a loop of known length. To it is added which loop it is, and that `statetx.while_loop` has `checkpoint=`. A second gradient of the latter has a message of its own.",
+    "JAX's message advises a loop of known length. To it is added which loop it is, and that `statetx.while_loop` "
+    "has `checkpoint=`. A second gradient of the latter has a message of its own.",
 )
 
 
@@ -89,14 +92,16 @@ def with_scan_constants(eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any]) 
     return eqn.replace(params=params, invars=[*constants, *eqn.invars])
 
 
-# -- loops with traced bounds whose number of runs is known --------------------------------------------------------------
+# -- loops with traced bounds whose number of runs is known
 #
-# The bounds of a checkpointed loop's inner loops come from tables in the compiled program, so JAX makes them `while` loops,
-# and their equations do not say how often they run. The schedule does. The number stands on the condition, in a primitive:
-# the condition is never removed, and what rewrites the loop (vmap, hoisting, dead code) keeps its equations.
+# The bounds of a checkpointed loop's inner loops come from tables in the compiled program, so JAX makes them `while`
+# loops, and their equations do not say how often they run. The schedule does. The number stands on the condition, in a
+# primitive: the condition is never removed, and what rewrites the loop (vmap, hoisting, dead code) keeps its equations.
 
 runs_primitive = identity("statetx_runs")
-"""The identity, on the condition of a `while` loop: ``runs`` is how often its body runs, a mean over the entries of the loop."""
+"""The identity, on the condition of a `while` loop: ``runs`` is how often its body runs, a mean over the entries of the
+loop.
+"""
 
 
 def counted(condition: Any, runs: Fraction) -> Any:

@@ -1,17 +1,19 @@
 """Primitives that mark values for policies (`statetx._remat.mark`), and how they divide under `jax.checkpoint`.
 
-A value that is saved passes through `mark_primitive`. A value v whose residual is stored small is computed by the equations
+A value that is saved passes through `mark_primitive`. A value v whose residual is stored small is computed by the
+equations
 
     codes = encode(v)               marked, so that the region saves them
     link = link(v)
     decoded = decode(codes)
     w = stored(v, decoded, link)
 
-and every later equation reads w, which is v. Partial evaluation divides the last equation (`_divide`): the forward pass has ``w = attach(v,
-link)``, which is v; the backward pass ``w = attach(decoded, link)``, which is the decoded value, so that nothing there reads v.
+and every later equation reads w, which is v. Partial evaluation divides the last equation (`_divide`): the forward pass
+has ``w = attach(v, link)``, which is v; the backward pass ``w = attach(decoded, link)``, which is the decoded value, so
+that nothing there reads v.
 
-Codes have no tangents. A derivative of the gradient needs v's, and it reaches the backward pass through `link`: an array with the shape of v,
-whose entries take no bytes and whose tangents are v's tangents.
+Codes have no tangents. A derivative of the gradient needs v's, and it reaches the backward pass through `link`: an
+array with the shape of v, whose entries take no bytes and whose tangents are v's tangents.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ from .primitives import identity
 # -- marks ---------------------------------------------------------------------------------------------------------
 
 mark_primitive = identity("statetx_mark")
-"""The identity, on a value that a region of `statetx.remat` saves: ``region`` is the number of the region, ``what`` a label,
-which says whether the value is saved or offloaded (the planner writes the value's place). Unlike a name, JAX's policies ignore it."""
+"""The identity, on a value that a region of `statetx.remat` saves: ``region`` is the number of the region, ``what`` a
+label, which says whether the value is saved or offloaded (the planner writes the value's place). Unlike a name, JAX's
+policies ignore it.
+"""
 
 
 def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:
@@ -92,7 +96,9 @@ class LinkDType(_dtypes.ExtendedDType):
 
 
 class _Links(EArray):
-    """Links outside of compiled programs. Unlike a plain `EArray` it has shards, in which ``jax_debug_nans`` looks for nan."""
+    """Links outside of compiled programs. Unlike a plain `EArray` it has shards, in which ``jax_debug_nans`` looks for
+    nan.
+    """
 
     __slots__ = ()
 
@@ -153,11 +159,15 @@ def new_link(aval: Any) -> Any:
 # -- stored values -------------------------------------------------------------------------------------------------
 
 stored_primitive = identity("statetx_stored")
-"""The identity on its first operand: ``stored(v, decoded, link)``; without a link if v has no tangents. Parameters: ``type``, the
-`StoredType`; ``region`` and ``what``, of the marks on the codes; ``is_ordered``, whether what follows has to wait for the codes."""
+"""The identity on its first operand: ``stored(v, decoded, link)``; without a link if v has no tangents. Parameters:
+``type``, the `StoredType`; ``region`` and ``what``, of the marks on the codes; ``is_ordered``, whether what follows has
+to wait for the codes.
+"""
 
 attach_primitive = identity("statetx_attach")
-"""The identity on its first operand, with the tangents of the last, a link: ``attach(x, link)``. Operands and parameters as of `stored_primitive`."""
+"""The identity on its first operand, with the tangents of the last, a link: ``attach(x, link)``. Operands and
+parameters as of `stored_primitive`.
+"""
 
 
 _ad.primitive_jvps[attach_primitive] = lambda primals, tangents, **params: (
@@ -189,8 +199,8 @@ def _missing(inst: Sequence[bool], eqn: Any) -> list[Any]:
 def _divide(saveable: Callable, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any) -> Any:
     """Divide an equation of `stored_primitive` between the forward and the backward pass.
 
-    Returns what JAX's partial evaluation asks for: both equations, whether the result is unknown, whether it is there in the backward
-    pass, and the values that the backward pass has to be given.
+    Returns what JAX's partial evaluation asks for: both equations, whether the result is unknown, whether it is there
+    in the backward pass, and the values that the backward pass has to be given.
     """
     if any(unknown):
         return None, eqn, [True], [True], _missing(inst, eqn)
@@ -215,7 +225,9 @@ _pe.partial_eval_jaxpr_custom_rules[stored_primitive] = _divide
 
 
 _check_primitive = _core.Primitive("statetx_check")
-"""The identity, which calls ``report(x)`` on the host. Unlike JAX's callbacks it has no effect, which every jaxpr around it would have to declare."""
+"""The identity, which calls ``report(x)`` on the host. Unlike JAX's callbacks it has no effect, which every jaxpr
+around it would have to declare.
+"""
 
 _check_primitive.def_abstract_eval(lambda x, **_: x)
 
@@ -239,7 +251,9 @@ _batching.primitive_batchers[_check_primitive] = lambda args, dims, **params: (
 
 
 def checked(x: Any, report: Callable | None) -> Any:
-    """The value without its tangents, while tracing; where it is used, ``report(x)`` is called on the host. None reports nothing."""
+    """The value without its tangents, while tracing; where it is used, ``report(x)`` is called on the host. None
+    reports nothing.
+    """
     return x if report is None else _check_primitive.bind(jax.lax.stop_gradient(x), report=report)
 
 
@@ -291,7 +305,9 @@ def encoded_as(eqn: Any) -> str:
 
 
 def is_storing(eqn: Any) -> bool:
-    """Whether an equation belongs to a value stored in another form (`store`); none of its results is a value of the user's function."""
+    """Whether an equation belongs to a value stored in another form (`store`); none of its results is a value of the
+    user's function.
+    """
     if eqn.primitive in (link_primitive, stored_primitive, attach_primitive):
         return True
     return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith((_ENCODE, _DECODE))

@@ -23,7 +23,9 @@ from .traces import _context, eager_trace
 
 @dataclasses.dataclass(frozen=True)
 class Manual:
-    """The `jax.shard_map` that code runs in: its mesh, its manual axes, and whether types show varying axes (`check_vma`)."""
+    """The `jax.shard_map` that code runs in: its mesh, its manual axes, and whether types show varying axes
+    (`check_vma`).
+    """
 
     mesh: Any
     axes: tuple[str, ...]
@@ -40,7 +42,8 @@ def enclosing_shard_map() -> Manual | None:
 def concrete_mesh(mesh: Any) -> Any:
     """A mesh of devices for an abstract mesh: the current mesh if its shape is the same, else one of the first devices.
 
-    Where this machine has fewer devices, the program is for a target, which needs none of them: the mesh stays abstract.
+    Where this machine has fewer devices, the program is for a target, which needs none of them: the mesh stays
+    abstract.
     """
     in_force = _mesh.get_concrete_mesh()
     if in_force.shape_tuple == mesh.shape_tuple:
@@ -150,7 +153,8 @@ def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
 def on_current_mesh(x: Any) -> Any:
     """A jaxpr that was staged in a `jax.shard_map`, at any depth with the types that its values have there.
 
-    The type of a `jax.Ref` from outside, and so of what is read from it, names the mesh outside, which JAX refuses when it makes zeros of this type.
+    The type of a `jax.Ref` from outside, and so of what is read from it, names the mesh outside, which JAX refuses when
+    it makes zeros of this type.
     """
     mesh = jax.sharding.get_abstract_mesh()
     jaxpr, _ = open_jaxpr(x)
@@ -167,7 +171,7 @@ def on_current_mesh(x: Any) -> Any:
         new[v] = Var(v.aval.update(sharding=sharding.update(mesh=mesh)))
         return new[v]
 
-    names = lambda variables: [renamed(v) for v in variables]  # noqa: E731
+    names = lambda variables: [renamed(v) for v in variables]
     inner = [map_jaxprs(on_current_mesh, eqn) for eqn in jaxpr.eqns]
     eqns = [eqn.replace(invars=names(eqn.invars), outvars=names(eqn.outvars)) for eqn in inner]
     if not new and all(map(operator.is_, inner, jaxpr.eqns)):
@@ -193,7 +197,9 @@ def shard_mapped(eqn: Any, fun: Callable[..., list]) -> Callable[..., list]:
 
 @contextlib.contextmanager
 def in_shard_maps(*eqns: Any) -> Iterator[None]:
-    """A context with the mesh and axes that bodies of these equations were traced in; `eqns` are nested, outermost first."""
+    """A context with the mesh and axes that bodies of these equations were traced in; `eqns` are nested, outermost
+    first.
+    """
     with contextlib.ExitStack() as stack:
         for params in (eqn.params for eqn in eqns if eqn.primitive.name == "shard_map"):
             mesh, axes = params["mesh"], params["newly_manual_axes"]

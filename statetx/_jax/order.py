@@ -1,7 +1,8 @@
 """Order of two gradients that do not depend on each other.
 
-A compiler may run them in turns, and then the values that each computes again are in memory together. ``hold(x, others)`` is x, once the others are
-computed. ``note(x, noted)`` is x, too. It notes the cotangent of x, so that another computation can wait for a whole gradient.
+A compiler may run them in turns, and then the values that each computes again are in memory together.
+``hold(x, others)`` is x, once the others are computed. ``note(x, noted)`` is x, too. It notes the cotangent of x, so
+that another computation can wait for a whole gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def hold(x: Any, others: Sequence[Any], *, is_sequential: bool = False) -> Any:
     """Return x, once the others are computed.
 
     Args:
-        is_sequential: whether what begins with x shall also wait for what a program computes before; noted here, done elsewhere.
+        is_sequential: whether what begins with x shall also wait for what a program computes before; noted here, done
+            elsewhere.
     """
     return hold_primitive.bind(x, *(y for y in others if y is not x), is_sequential=is_sequential)
 

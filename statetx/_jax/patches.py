@@ -1,4 +1,5 @@
-"""Changes that importing statetx makes in JAX, and in brainstate or flax once a program imports it, each with its reason.
+"""Changes that importing statetx makes in JAX, and in brainstate or flax once a program imports it, each with its
+reason.
 
 The page `docs/imports.md` shows this list, and a test compares them.
 """

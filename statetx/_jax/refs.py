@@ -37,7 +37,8 @@ patches.replace(
     "jax._src.state.types.AbstractRef.__init__",
     _AbstractRef,
     _note_ref,
-    "Notes that the program makes a `jax.Ref`, so that programs without any do not pay for them. JAX's own is put back when the first is made.",
+    "Notes that the program makes a `jax.Ref`, so that programs without any do not pay for them. JAX's own is put "
+    "back when the first is made.",
 )
 
 
@@ -46,9 +47,9 @@ def has_made_refs() -> bool:
     return _has_made_refs
 
 
-# JAX's own read and write of a Ref where nothing is traced run a program that takes the buffer, and put another one back in Python: an
-# interrupt in between loses the value. A copy of the buffer, and the assignment of another buffer, lose nothing. Each makes a copy, since
-# JAX writes a Ref's buffer in place.
+# JAX's own read and write of a Ref where nothing is traced run a program that takes the buffer, and put another one
+# back in Python: an interrupt in between loses the value. A copy of the buffer, and the assignment of another buffer,
+# lose nothing. Each makes a copy, since JAX writes a Ref's buffer in place.
 
 
 def ref_value(ref: Any) -> Any:
@@ -58,7 +59,9 @@ def ref_value(ref: Any) -> Any:
 
 
 def ref_buffer(ref: Any) -> Any:
-    """What holds the value of a Ref, another array after each write; None while operations are recorded, where a Ref has another value."""
+    """What holds the value of a Ref, another array after each write; None while operations are recorded, where a Ref
+    has another value.
+    """
     is_recorded = staging_trace(current_trace()) is not eager_trace
     return None if is_recorded or isinstance(ref, Tracer) else getattr(getattr(ref, "_refs", None), "_buf", None)
 
@@ -101,10 +104,10 @@ def takes_refs(jaxpr: Jaxpr) -> bool:
 def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
     """Discharge the Refs among the inputs of a jaxpr without constants.
 
-    An input that is a Ref becomes its value, and the last value of each written Ref becomes a further output, in the order
-    of the inputs. Returns the jaxpr and, for each input, whether it is a discharged Ref and whether it is written. A Ref
-    that is passed to a function with a derivative rule stays: the rule may write it in the backward pass. One that the function
-    closes over and only reads does not.
+    An input that is a Ref becomes its value, and the last value of each written Ref becomes a further output, in the
+    order of the inputs. Returns the jaxpr and, for each input, whether it is a discharged Ref and whether it is
+    written. A Ref that is passed to a function with a derivative rule stays: the rule may write it in the backward
+    pass. One that the function closes over and only reads does not.
     """
     jaxpr = _hold_rules(_with_values_of_refs(jaxpr))
     in_rules = _refs_in_rules(jaxpr)
@@ -126,7 +129,9 @@ def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
 
 
 def _with_values_of_refs(x: Any) -> Any:
-    """Read the Refs that functions with a derivative rule close over before their calls, at any depth, unless the functions write them."""
+    """Read the Refs that functions with a derivative rule close over before their calls, at any depth, unless the
+    functions write them.
+    """
     eqns = []
     for eqn in open_jaxpr(x)[0].eqns:
         eqn = map_jaxprs(_with_values_of_refs, eqn)
@@ -169,7 +174,8 @@ _held_p.def_abstract_eval(lambda *_, held: [v.aval for v in held.eqn.outvars])
 
 
 def _hold_rules(x: Any) -> Any:
-    """Hide calls of functions with a derivative rule, at any depth, in a `statetx_held` equation; `_release_rules` undoes it.
+    """Hide calls of functions with a derivative rule, at any depth, in a `statetx_held` equation; `_release_rules`
+    undoes it.
 
     JAX expects differentiation to come before the discharge. It would inline a call that is in an inner jaxpr, or that
     makes a Ref itself, and drop its rule.

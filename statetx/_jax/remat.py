@@ -31,8 +31,8 @@ from .versions import NAME_CLASSES
 def rematerialize(jaxpr: Jaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool | tuple[bool, ...]) -> list[Any]:
     """Apply `jax.checkpoint` to an already staged jaxpr without constants; `prevent_cse` may be given for each input.
 
-    It binds `remat_p` even if ``jax_remat3`` is on: the newer form asks a policy about few primitives or none, and in jax
-    0.10 it ignores `prevent_cse`.
+    It binds `remat_p` even if ``jax_remat3`` is on: the newer form asks a policy about few primitives or none, and in
+    jax 0.10 it ignores `prevent_cse`.
     """
     return remat_p.bind(*args, jaxpr=jaxpr, policy=policy, prevent_cse=prevent_cse, differentiated=False)
 
@@ -69,7 +69,8 @@ def set_remat_lowering(rule: Callable) -> None:
     _mlir.register_lowering(remat_p, functools.partial(rule, _mlir._lowerings[remat_p].rule))
     patches.note(
         "the lowering of jax.checkpoint",
-        "On CPUs the compiler merges a recomputation with the first computation. The lowering puts a branch around regions that "
+        "On CPUs the compiler merges a recomputation with the first computation. The lowering puts a branch around "
+        "regions that "
         "`statetx.remat` has marked; any other `jax.checkpoint` is lowered as by JAX.",
     )
 
@@ -106,9 +107,9 @@ def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
 def _insert_reduce_precision(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
     """Round residuals to their own precision, as JAX's function of this name, except where this is a mere copy.
 
-    JAX rounds so that both passes see the same value, since XLA may compute with excess precision (jax-ml/jax#22244). It
-    has none for float32 and float64, so marked values of these types are skipped, and so are complex values, on which JAX's
-    function fails.
+    JAX rounds so that both passes see the same value, since XLA may compute with excess precision (jax-ml/jax#22244).
+    It has none for float32 and float64, so marked values of these types are skipped, and so are complex values, on
+    which JAX's function fails.
     """
     return _ordered(_round_residuals(jaxpr, num_res))
 
@@ -130,15 +131,18 @@ def _round_residuals(jaxpr: Jaxpr, num_res: int) -> Jaxpr:
         return jaxpr
     skipped = [v for v, s in zip(res, is_skipped, strict=True) if s]
 
-    # JAX takes the last outputs for residuals: put the rounded ones last, and restore the order. The variables stay the same.
+    # JAX takes the last outputs for residuals: put the rounded ones last, and restore the order. The variables stay the
+    # same.
     new = _insert_reduce_precision_as_jax(jaxpr.replace(outvars=[*outs, *skipped, *rounded]), len(rounded))
     return new.replace(outvars=jaxpr.outvars)
 
 
 def _ordered(jaxpr: Jaxpr) -> Jaxpr:
-    """The forward pass of a region as one equation, if it stores values in another form and what follows must wait for that.
+    """The forward pass of a region as one equation, if it stores values in another form and what follows must wait for
+    that.
 
-    A scheduler that reads ahead would start what follows, or encode late, and hold the values that are encoded (decision 29).
+    A scheduler that reads ahead would start what follows, or encode late, and hold the values that are encoded
+    (decision 29).
     """
     first = next((e for e in jaxpr.eqns if _stores_in_order(e)), None)
     if first is None:
@@ -160,7 +164,9 @@ def _stores_in_order(eqn: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ordered:
-    """The policy of an equation that runs as a whole before what follows (`_ordered`), and under differentiation saves everything."""
+    """The policy of an equation that runs as a whole before what follows (`_ordered`), and under differentiation saves
+    everything.
+    """
 
     def __call__(self, *_: Any, **__: Any) -> bool:
         return True
@@ -174,8 +180,10 @@ patches.replace(
     "jax._src.ad_checkpoint._insert_reduce_precision",
     _ad_checkpoint,
     _insert_reduce_precision,
-    "JAX copies every residual of a rematerialized function, to round it to its own precision. The compiler has no excess precision for "
-    "float32 and float64, so values that statetx marks are not copied, nor are complex values, on which JAX's function fails. A forward pass that stores values in "
+    "JAX copies every residual of a rematerialized function, to round it to its own precision. The compiler has no "
+    "excess precision for "
+    "float32 and float64, so values that statetx marks are not copied, nor are complex values, on which JAX's "
+    "function fails. A forward pass that stores values in "
     "another form becomes one equation.",
 )
 
@@ -191,7 +199,8 @@ def named(x: Any, name: str) -> Any:
 
 
 def without_remat3(x: Any) -> Any:
-    """Replace the equations that ``jax_remat3`` makes for names and `jax.checkpoint`, in a jaxpr closed or not, by the older form.
+    """Replace the equations that ``jax_remat3`` makes for names and `jax.checkpoint`, in a jaxpr closed or not, by the
+    older form.
 
     `remat_p` shows its policy only the older form.
     """

@@ -66,9 +66,9 @@ def _stores(fun: Any, depth: int = 4) -> Iterator[Any]:
 def rule_of(eqn: Any) -> Jaxpr:
     """The derivative rule of a call, as a jaxpr, for nonzero tangents of all operands.
 
-    For a ``custom_jvp`` it is ``(*operands, *tangents) -> (*results, *tangents)``, for a ``custom_vjp`` ``(*operands) ->
-    (*residuals, *results)``. The first operands, which the function closes over (`num_closed_over`), are left out. The
-    request is the same as JAX's own, so JAX's cache is shared.
+    For a ``custom_jvp`` it is ``(*operands, *tangents) -> (*results, *tangents)``, for a ``custom_vjp``
+    ``(*operands) -> (*residuals, *results)``. The first operands, which the function closes over (`num_closed_over`),
+    are left out. The request is the same as JAX's own, so JAX's cache is shared.
     """
     num = len(eqn.invars) - num_closed_over(eqn)
     is_jvp = eqn.primitive.name == "custom_jvp_call"
@@ -106,7 +106,8 @@ def num_closed_over(eqn: Any) -> int:
 def num_unseen(eqn: Any) -> int:
     """How many of the first operands the rule of a call does not get.
 
-    Where JAX binds a call again, such as one in a rule, what its function closes over become operands like others; the wrapper of the rule drops them.
+    Where JAX binds a call again, such as one in a rule, what its function closes over become operands like others; the
+    wrapper of the rule drops them.
     """
 
     def dropped(fun: Any, depth: int = 6) -> int:
@@ -151,7 +152,9 @@ def failed_rule(error: BaseException) -> str | None:
 
 
 def escaped_values(error: jax.errors.UnexpectedTracerError) -> list[Any]:
-    """What JAX had in hand where it raised: among it the value of a trace that has ended which an operation was given."""
+    """What JAX had in hand where it raised: among it the value of a trace that has ended which an operation
+    was given.
+    """
     frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
     return list(frame.f_locals.values())
 
@@ -176,7 +179,9 @@ class Watch(Protocol):
         """Called where JAX uses once more what the rule gave."""
 
     def explicit(self, jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
-        """Called with the equations that a rule gave, and the values that they close over; returns others in their place."""
+        """Called with the equations that a rule gave, and the values that they close over; returns others in their
+        place.
+        """
         ...
 
 
@@ -197,8 +202,8 @@ def with_watched_rules(x: Any, watch_for: Callable[[str, Sequence[Any]], Watch])
     """Let the users' derivative rules in a jaxpr, closed or not, run through a `Watch`, at any depth.
 
     Args:
-        watch_for: ``(place of the function that has the rule, watches that the rule runs through already) -> watch``. JAX keeps what a rule gave,
-            so that it may run through an earlier watch only.
+        watch_for: ``(place of the function that has the rule, watches that the rule runs through already) -> watch``.
+            JAX keeps what a rule gave, so that it may run through an earlier watch only.
     """
     edited: dict[int, Any] = {}  # by id of a nested jaxpr: JAX's caches go by identity
 
@@ -266,9 +271,9 @@ def _watches(fun: Any, depth: int = 6) -> Iterator[Watch]:
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:
     """A hashable identity of a custom derivative rule in an equation's parameters; None if it has none.
 
-    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognized, and those with the attribute `reads_nothing`: they read
-    nothing that may change. A user's rule runs when the equation is differentiated and may read anything, so two equations with such a rule
-    never compare equal.
+    JAX wraps the rule again in every trace. Only rules that JAX itself defines are recognized, and those with the
+    attribute `reads_nothing`: they read nothing that may change. A user's rule runs when the equation is differentiated
+    and may read anything, so two equations with such a rule never compare equal.
     """
     if not isinstance(x, _lu.WrappedFun):
         return None

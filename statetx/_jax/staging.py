@@ -39,8 +39,8 @@ def stage(
 ) -> tuple[Jaxpr, list]:
     """Trace ``fun(*arrays) -> list of arrays`` to a jaxpr; return it with the values it closes over.
 
-    The jaxpr's inputs are `avals`, then those added by `new_input`, in order. Errors raised while `fun` runs name them by
-    `names` and the function by ``str(names)``; without an error `names` is never indexed.
+    The jaxpr's inputs are `avals`, then those added by `new_input`, in order. Errors raised while `fun` runs name them
+    by `names` and the function by ``str(names)``; without an error `names` is never indexed.
     """
     unnamed_info = _core.DebugInfo(traced_for, name, None, None)
     info: Any = unnamed_info if names is None else unnamed_info._replace(func_src_info=str(names), arg_names=names)
@@ -57,7 +57,9 @@ def stage(
 
 
 def name_function(fun: Callable, transform: str, place: str, arguments: Sequence[str] | None = None) -> Callable:
-    """`fun`, which a transform of JAX is given in the place of the user's function: JAX's errors name this one, and its arguments."""
+    """`fun`, which a transform of JAX is given in the place of the user's function: JAX's errors name this one, and its
+    arguments.
+    """
     names = None if arguments is None else tuple(arguments)
     fun.__fun_debug_info__ = _core.DebugInfo(transform, place, names, None)  # type: ignore[attr-defined]
     return fun
@@ -82,9 +84,11 @@ def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[boo
 def steps_with_tangents(
     jaxpr: Jaxpr, has_tangent: Sequence[bool], num_constants: int, num_carry: int
 ) -> tuple[list[bool], list[bool]]:
-    """For each input and output of a loop's body, whether its tangent may be nonzero in some step; `has_tangent` says it of what the loop begins with.
+    """For each input and output of a loop's body, whether its tangent may be nonzero in some step; `has_tangent` says
+    it of what the loop begins with.
 
-    A fixed point, as in JAX's own rule for `scan`: a carry whose tangent becomes nonzero in one step may make others nonzero in the next.
+    A fixed point, as in JAX's own rule for `scan`: a carry whose tangent becomes nonzero in one step may make others
+    nonzero in the next.
     """
     flags, first, last = list(has_tangent), num_constants, num_constants + num_carry
     while True:  # flags only change from False to True, so it ends after at most one turn for each carry
@@ -123,7 +127,8 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
 
 
 def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate` does not check.
+    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate` does
+    not check.
 
     For JAX's second run of a compiled function that has returned a NaN, which is to name the operation.
     """
@@ -133,8 +138,9 @@ def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
 def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], call_source: Any) -> list[Any]:
     """Copy a jaxpr's equations to a trace that records them; `tracers` of that trace are its inputs.
 
-    The result is the same as binding them one by one, but faster: their types are known. JAX's ``inline_jaxpr_into_trace``
-    was rejected: it gives every equation the source line of the call, so the lines of the user's code would be lost.
+    The result is the same as binding them one by one, but faster: their types are known. JAX's
+    ``inline_jaxpr_into_trace`` was rejected: it gives every equation the source line of the call, so the lines of the
+    user's code would be lost.
     """
 
     def rule(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -142,5 +148,5 @@ def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], call_sourc
         types = [v.aval for v in eqn.outvars]
         return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
 
-    literal = lambda atom: _pe.DynamicJaxprTracer(trace, atom.aval, atom, call_source)  # noqa: E731
+    literal = lambda atom: _pe.DynamicJaxprTracer(trace, atom.aval, atom, call_source)
     return interpret(jaxpr, tracers, rule, literal=literal)

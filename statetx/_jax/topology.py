@@ -1,7 +1,8 @@
 """Lower programs for devices that are not there.
 
-A program is traced for the devices of this machine: its arguments, meshes and constraints name them. `lowered_for` lowers it by the
-rules of another platform and exchanges the devices of the module, which names devices by their number only.
+A program is traced for the devices of this machine: its arguments, meshes and constraints name them. `lowered_for`
+lowers it by the rules of another platform and exchanges the devices of the module, which names devices by their number
+only.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def lowered_for(traced: Any, platform: str, devices: Sequence[Any]) -> Any:
     num = computation.compile_args["num_devices"]
     if num > len(devices):
         raise TooFewDevices(num)
-    # The module has the shardings of outputs. JAX would compare these with memories that a compile-only GPU does not list.
+    # The module has the shardings of outputs. JAX would compare these with memories that a compile-only GPU does not
+    # list.
     outputs = [UNSPECIFIED for _ in computation.compile_args["out_shardings"]]
     computation.compile_args = {**computation.compile_args, "backend": devices[0].client, "out_shardings": outputs}
     computation._device_list = pxla._create_device_list(tuple(devices[:num]))
@@ -52,8 +54,8 @@ def lowered_for(traced: Any, platform: str, devices: Sequence[Any]) -> Any:
 def without_compilation_cache() -> Iterator[None]:
     """A context in which JAX neither reads nor writes its cache of compiled programs on the disk.
 
-    The cache's key lacks the figures of a compile-only GPU, so that it would give one card's program for another; and it lacks the names
-    of functions.
+    The cache's key lacks the figures of a compile-only GPU, so that it would give one card's program for another; and
+    it lacks the names of functions.
     """
     # JAX asks its setting once in a process, and remembers the answer until it is reset.
     with config.enable_compilation_cache(False):

@@ -127,7 +127,9 @@ _TRANSFORM_OF_BODY = {
 
 
 def is_live(trace: Any) -> bool:
-    """Whether a trace is the current one or a parent of it; errs towards True in a shard_map, whose trace JAX does not link."""
+    """Whether a trace is the current one or a parent of it; errs towards True in a shard_map, whose trace JAX does not
+    link.
+    """
     if any(_tag(t) is _tag(trace) for t in _parents(_context.trace)):
         return True
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -139,8 +141,9 @@ def ends_with_current_trace(tracer: Any) -> bool:
 
 
 def transform_name(trace: Any) -> str:
-    """The name in `jax` of the transform that a trace belongs to: ``"jit"``, ``"grad"`` (for any derivative), ``"vmap"``,
-    ``"scan"`` ..."""
+    """The name in `jax` of the transform that a trace belongs to: ``"jit"``, ``"grad"`` (for any derivative),
+    ``"vmap"``, ``"scan"`` ...
+    """
     name = type(trace).__name__
     if name == "DynamicJaxprTrace":
         info = trace.frame.debug_info
@@ -155,7 +158,9 @@ def is_derivative_or_batching(trace: Any) -> bool:
 
 
 def staging_trace(trace: Any) -> Any:
-    """The trace, or the nearest one around it that is not of a derivative or a vmap: it records operations, or executes them."""
+    """The trace, or the nearest one around it that is not of a derivative or a vmap: it records operations, or executes
+    them.
+    """
     while type(trace).__name__ in _TRANSFORM_OF_TRACE and hasattr(trace, "parent_trace"):
         trace = trace.parent_trace
     return trace
@@ -240,7 +245,8 @@ def derivatives_of(value: Any) -> Iterator[Any]:
             x = x.val if isinstance(x, _batching.BatchTracer) else x.primal
 
 
-# Equations of these keep what a derivative rule closes over as constants, which JAX cannot lower, or differentiate, if they belong to a derivative.
+# Equations of these keep what a derivative rule closes over as constants, which JAX cannot lower, or differentiate, if
+# they belong to a derivative.
 _KEEPS_CONSTANTS = frozenset({"jit", "cond", "switch", "while_body", "while_cond", "custom_jvp fun"})
 
 
@@ -250,7 +256,8 @@ def innermost_derivative(trace: Any) -> weakref.ref | None:
 
 
 def is_derivative_of_rule(derivative: Any, bound_in: weakref.ref | None, trace: Any, is_backward: bool) -> bool:
-    """Whether a derivative rule cannot use values of `derivative`: JAX runs it for this derivative, or would keep the values as constants.
+    """Whether a derivative rule cannot use values of `derivative`: JAX runs it for this derivative, or would keep the
+    values as constants.
 
     Args:
         bound_in: the innermost derivative where the equation with the rule was bound: the first that JAX takes of it.
@@ -299,7 +306,9 @@ def is_of_current_trace(x: Any) -> bool:
 
 
 def is_usable_here(x: Any) -> bool:
-    """Whether operations accept the tracer `x`: one of the current trace, or of a trace below it in the same program."""
+    """Whether operations accept the tracer `x`: one of the current trace, or of a trace below it in the same
+    program.
+    """
     for trace in _parents(_context.trace):
         if _tag(x._trace) is _tag(trace):
             return True

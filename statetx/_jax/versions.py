@@ -1,7 +1,7 @@
 """What differs between the versions of JAX that are supported, 0.10 to 0.12, each found by its feature.
 
-No other module asks for a version. Names that only change are looked up where they are used: the primitive of a closed call (`CLOSED_CALL`), or an
-option of the compiler (`_equations.compiled`).
+No other module asks for a version. Names that only change are looked up where they are used: the primitive of a closed
+call (`CLOSED_CALL`), or an option of the compiler (`_equations.compiled`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ NAME_CLASSES = ("CheckpointName", "CheckpointNameFwd")
 """The operations that ``jax_remat3`` makes of names; since 0.12 the second in rules of ``jax.custom_vjp``."""
 
 CPU_DROPS_BARRIERS = _jaxlib_version < (0, 11, 1)
-"""Whether XLA on CPUs removes optimization barriers before it merges equal computations (measured: 0.10.2, 0.11.0, 0.11.1, 0.11.2)."""
+"""Whether XLA on CPUs removes optimization barriers before it merges equal computations (measured: 0.10.2, 0.11.0,
+0.11.1, 0.11.2).
+"""
 
 
 def is_check_missing(error: TypeError) -> bool:

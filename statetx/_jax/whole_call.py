@@ -1,8 +1,8 @@
 """A call that JAX's partial evaluation leaves whole.
 
-JAX drops the rule of a `jax.custom_jvp` function where partial evaluation does not know its operands: it takes the equations for those of a linear
-function. The forward pass of a differentiated scan is such a place, where JAX hoists what is constant in the loop. A second derivative of the scan
-would then differentiate the function's equations.
+JAX drops the rule of a `jax.custom_jvp` function where partial evaluation does not know its operands: it takes the
+equations for those of a linear function. The forward pass of a differentiated scan is such a place, where JAX hoists
+what is constant in the loop. A second derivative of the scan would then differentiate the function's equations.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ class Batch(NamedTuple):
         ]
 
     def mask(self) -> list[bool]:
-        """Which arrays of ``(args, kwargs)``, in their order there, are leaves of the batch. One array may be an argument beside the batch, too."""
+        """Which arrays of ``(args, kwargs)``, in their order there, are leaves of the batch. One array may be an
+        argument beside the batch, too.
+        """
         return self.mask_of_arrays
 
     def holds(self, argnum: int) -> bool:
@@ -95,7 +97,7 @@ def batch_along(
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)[0]
     paths = [path for path, x in flat if is_array_or_type(x)]
     mask = [(path[1].key if path[0].idx else path[1].idx) in axes for path in paths]
-    names = lambda: [argument_names(fun, args)(path) for path, flag in zip(paths, mask, strict=True) if flag]  # noqa: E731
+    names = lambda: [argument_names(fun, args)(path) for path, flag in zip(paths, mask, strict=True) if flag]
     size = common_length(
         call, leaves, leaf_axes, names, lacking=lacking, differing=differing, needed_by="The number of parts"
     )

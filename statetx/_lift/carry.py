@@ -1,13 +1,14 @@
 """Types of loop carries: promotion of weak types, and errors for drift.
 
-One compiled body serves every step, so a value must enter and leave a step with the same type. Only the weak type of a Python
-number (``State(0.0)``, ``jnp.full(shape, 0.0)``) may change, as in `jax.lax`: if the body returns or writes another dtype to
-which it promotes, the initial value is converted and the body is staged again. This may change further weak leaves, so it is
-repeated until none changes. Each staging makes a weak leaf strong, which bounds the number of stagings; two are enough unless
-leaves depend on each other. If only the weakness differs nothing is staged again: the result has the type that leaves a step,
-also as in `jax.lax`.
+One compiled body serves every step, so a value must enter and leave a step with the same type. Only the weak type of a
+Python number (``State(0.0)``, ``jnp.full(shape, 0.0)``) may change, as in `jax.lax`: if the body returns or writes
+another dtype to which it promotes, the initial value is converted and the body is staged again. This may change further
+weak leaves, so it is repeated until none changes. Each staging makes a weak leaf strong, which bounds the number of
+stagings; two are enough unless leaves depend on each other. If only the weakness differs nothing is staged again: the
+result has the type that leaves a step, also as in `jax.lax`.
 
-The rule is the same for the carry that the caller passes and for the states that the body writes: `settle` applies it to both.
+The rule is the same for the carry that the caller passes and for the states that the body writes: `settle` applies it
+to both.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def settle(
         The body, the carry with promoted leaves, and `enter`.
 
     Raises:
-        CarryTypeError: a leaf leaves a step with a type that differs from the type it enters with and to which it does not
-            promote.
+        CarryTypeError: a leaf leaves a step with a type that differs from the type it enters with and to which it does
+            not promote.
     """
     promoted: dict[int, tuple[Any, PyTree]] = {}  # by id of the state; holds the state, so that its id stays its own
 
@@ -127,7 +128,8 @@ def _promoted_value(body: Staged, effect: Effect) -> PyTree | None:
 
 
 def _promote_leaf(x: Any, aval: Any) -> Any:
-    # A Python bool in a state is a flag that Python may branch on; once the body writes it, it is an array, as in the carry.
+    # A Python bool in a state is a flag that Python may branch on; once the body writes it, it is an array, as in the
+    # carry.
     return np.bool_(x) if isinstance(x, bool) else promote(x, aval)
 
 
@@ -142,14 +144,17 @@ def differs(a: Any, b: Any) -> bool:
 def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned: Partition, out_avals: Any) -> None:
     if returned.treedef != first.treedef:
         raise CarryTypeError(
-            f"{body.name}: the body {name_of(body.fun)} must return a carry with the structure of the carry that it gets,\n"
+            f"{body.name}: the body {name_of(body.fun)} must return a carry with the structure of the carry that it "
+            f"gets,\n"
             f"  gets:    {tree_type_str(first.combine(avals))}\n  returns: {tree_type_str(returned.combine(out_avals))}"
         )
     for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)):
         if differs(a, b):
             raise CarryTypeError(
-                f"{body.name}: the body {name_of(body.fun)} changes the type of carry{leaf_names(first)[n]}: it enters a step as "
-                f"{type_str(a)} and leaves it as {type_str(b)}.\nFix: convert it in the body{_resharding(a, b)}, or start "
+                f"{body.name}: the body {name_of(body.fun)} changes the type of carry{leaf_names(first)[n]}: it "
+                f"enters a step as "
+                f"{type_str(a)} and leaves it as {type_str(b)}.\n"
+                f"Fix: convert it in the body{_resharding(a, b)}, or start "
                 f"with the type that the body returns."
             )
 
@@ -167,14 +172,19 @@ def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) ->
         a, b = avals[drift], out_avals[drift]
         changed = [type_str(a), type_str(b)]
         if body.name in ("microbatch", "chunked") and a.shape[1:] == b.shape[1:] and a.shape[:1] > b.shape[:1] > ():
-            fix = f"if it has a value for each example, states={{{paths(effect.state)!r}: 0}}, or a type in place of the path, gives each part its own"
+            fix = (
+                f"if it has a value for each example, states={{{paths(effect.state)!r}: 0}}, or a type in place of "
+                f"the path, gives each part its own"
+            )
     else:
         changed = structure_strs([(read, avals), (written, out_avals)])
     raise drift_error(body.name, effect, paths, leaf, changed, "step", fix)
 
 
 def structure_strs(values: Sequence[tuple[Partition, Sequence[Any]]]) -> list[str]:
-    """Texts for the structures of values that differ: the types of the trees, or the treedefs if these have no or equal texts."""
+    """Texts for the structures of values that differ: the types of the trees, or the treedefs if these have no or equal
+    texts.
+    """
     with contextlib.suppress(Exception):  # a container may refuse leaves that are not arrays
         texts = [tree_type_str(part.combine(avals)) for part, avals in values]
         if len(set(texts)) > 1:

@@ -1,11 +1,12 @@
-"""`TraceContext`: the transforms and shardings that a piece of a program runs under, to measure the piece under the same.
+"""`TraceContext`: the transforms and shardings that a piece of a program runs under, to measure the piece under the
+same.
 
-A loop or a region is compiled alone to measure its memory. The memory of one device depends on three things that its equations
-do not show: every enclosing `jax.vmap`, the enclosing `jax.shard_map`, and the shardings of its inputs. Types of inputs show
-shardings along explicit axes. Shardings along automatic axes are known to arrays only, so `note_shardings` records them for the
-tracers that stand for arrays. A value computed on automatic axes has no sharding before the whole program is compiled: it is left
-open, and the compiler propagates the other shardings to it. Where it cannot, the value counts as unsharded, so the measured memory
-is an upper bound.
+A loop or a region is compiled alone to measure its memory. The memory of one device depends on three things that its
+equations do not show: every enclosing `jax.vmap`, the enclosing `jax.shard_map`, and the shardings of its inputs. Types
+of inputs show shardings along explicit axes. Shardings along automatic axes are known to arrays only, so
+`note_shardings` records them for the tracers that stand for arrays. A value computed on automatic axes has no sharding
+before the whole program is compiled: it is left open, and the compiler propagates the other shardings to it. Where it
+cannot, the value counts as unsharded, so the measured memory is an upper bound.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class TraceContext:
 
     Attributes:
         maps: every `jax.vmap`, innermost first.
-        shardings: for each input, mapped axes first; None if unknown. If shorter than the inputs, it holds the first ones.
+        shardings: for each input, mapped axes first; None if unknown. If shorter than the inputs, it holds the first
+            ones.
         manual: the `jax.shard_map`.
     """
 
@@ -60,7 +62,8 @@ class TraceContext:
         return math.prod(axis.size for axis, _ in self.maps)
 
     def num_sharing(self, more: Sequence[NamedSharding | None] = ()) -> int:
-        """The number of devices that the compiler may share a value between, as it shares the inputs; 1 inside of a shard_map.
+        """The number of devices that the compiler may share a value between, as it shares the inputs; 1 inside of a
+        shard_map.
 
         Args:
             more: further shardings, such as those of the inputs of an enclosing program.
@@ -71,7 +74,7 @@ class TraceContext:
     def with_vmap(self, axis: Any, is_mapped: Sequence[bool]) -> TraceContext:
         """The same context under one more `jax.vmap`, the outermost."""
         flags = (*is_mapped, *[True] * (len(self.shardings) - len(is_mapped)))
-        in_front = lambda s: NamedSharding(s.mesh, PartitionSpec(None, *s.spec))  # noqa: E731
+        in_front = lambda s: NamedSharding(s.mesh, PartitionSpec(None, *s.spec))
         shardings = [s and (in_front(s) if flag else s) for s, flag in zip(self.shardings, flags, strict=False)]
         return TraceContext((*self.maps, (axis, tuple(is_mapped))), tuple(shardings), self.manual)
 
@@ -122,7 +125,9 @@ class TraceContext:
             return Program(*close_over(fun, types, constants), options, donated)
 
     def types(self, avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Inputs of these types with their shardings, as arguments of a program outside of every `jax.vmap` and `jax.shard_map`."""
+        """Inputs of these types with their shardings, as arguments of a program outside of every `jax.vmap` and
+        `jax.shard_map`.
+        """
         return self._types(avals, [a.shape for a in avals], list(map(_explicit_spec, avals)))
 
     def _types(self, avals: Sequence[Any], shapes: Sequence[Any], specs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -180,14 +185,18 @@ def close_over(fun: Callable, inputs: Sequence[Any], constants: Mapping[int, Any
 
 
 def _type(aval: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Any:
-    """The `jax.ShapeDtypeStruct` that stands for an argument of ``jax.jit``; it drops a sharding that does not divide the shape."""
+    """The `jax.ShapeDtypeStruct` that stands for an argument of ``jax.jit``; it drops a sharding that does not divide
+    the shape.
+    """
     if sharding is not None and not divides(sharding, shape):
         sharding = None
     return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
 
 
 def _in_memory(aval: Any, sharding: NamedSharding | None, is_sharded: bool) -> jax.sharding.Sharding | None:
-    """The sharding of an input, in the memory that its type names: a type alone stands for an array in the device's memory."""
+    """The sharding of an input, in the memory that its type names: a type alone stands for an array in the device's
+    memory.
+    """
     kind = _jax.memory_of(aval)
     if not kind or (sharding is None and is_sharded):  # one of several devices: which, is not known
         return sharding
@@ -214,13 +223,17 @@ def _explicit_spec(aval: Any) -> tuple[Any, ...] | None:
 
 
 def _num_automatic(mesh: Any) -> int:
-    """The number of devices along the axes that are not explicit; along explicit axes the type of a value says how it is shared."""
+    """The number of devices along the axes that are not explicit; along explicit axes the type of a value says how it
+    is shared.
+    """
     kinds = zip(mesh.axis_types, mesh.shape.values(), strict=True)
     return math.prod(size for kind, size in kinds if kind != jax.sharding.AxisType.Explicit)
 
 
 def device_bytes(aval: Any) -> int:
-    """Bytes of a value of this type on one device; an upper bound if it is also sharded along axes that are not explicit."""
+    """Bytes of a value of this type on one device; an upper bound if it is also sharded along axes that are not
+    explicit.
+    """
     size = num_bytes(aval)
     for axes in _explicit_spec(aval) or ():
         for name in axes if isinstance(axes, tuple) else (axes,):
@@ -229,7 +242,7 @@ def device_bytes(aval: Any) -> int:
     return size
 
 
-# -- shardings of tracers on automatic axes ------------------------------------------------------------------------------
+# -- shardings of tracers on automatic axes
 
 _noted_shardings: dict[int, tuple[weakref.ref, NamedSharding]] = {}
 

@@ -1,4 +1,6 @@
-"""The inputs of a staged function: names of its arguments for messages, and states that become inputs when they are read."""
+"""The inputs of a staged function: names of its arguments for messages, and states that become inputs when they are
+read.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class InputNames(Sequence[str]):
         return self.num_arguments + (self.lifting.num_variables if self.lifting else 0)
 
     def __iter__(self) -> Iterator[str]:
-        """An empty name for each input: JAX 0.12 iterates to copy the names into a jaxpr, while its errors index one name."""
+        """An empty name for each input: JAX 0.12 iterates to copy the names into a jaxpr, while its errors index one
+        name.
+        """
         return iter(("",) * len(self))
 
     def __getitem__(self, index: Any) -> Any:
@@ -106,7 +110,8 @@ class InputNames(Sequence[str]):
             if "jnp.where" in fix:
                 note = " A setting that Python reads belongs in a plain attribute, not in a state."
             error.add_note(
-                f"{name} is a {type(state).__name__}, made at {kind.site_of(state)}: its value is traced, like an argument.\n"
+                f"{name} is a {type(state).__name__}, made at {kind.site_of(state)}: its value is traced, like an "
+                f"argument.\n"
                 f"Fix: {fix}.{note}"
             )
         elif traced_for in ("jit", "statetx.remat"):
@@ -117,14 +122,17 @@ class InputNames(Sequence[str]):
             if transform == "remat":
                 static += ", and compute on it under jax.ensure_compile_time_eval()"
             error.add_note(
-                f"{transform}({name_of(self.fun)}) traces its array arguments.\nFix: {fix}; or, to look at {name} in Python, "
+                f"{transform}({name_of(self.fun)}) traces its array arguments.\n"
+                f"Fix: {fix}; or, to look at {name} in Python, "
                 f"declare it static: {static}."
             )
         else:
             error.add_note(f"Fix: {fix}.")
 
     def explain_call(self, error: TypeError, traced_for: str, leaves: Sequence[Any]) -> None:
-        """Add to Python's error what the body of a loop, or a branch, is called with, if it does not take these arguments."""
+        """Add to Python's error what the body of a loop, or a branch, is called with, if it does not take these
+        arguments.
+        """
         if traced_for not in _CALLED_WITH or self.fun is None or self.arguments is None:
             return
         args, kwargs = self.arguments(leaves[: self.num_arguments])

@@ -1,7 +1,7 @@
 """Loops that recompute steps, under JAX's checker of key reuse.
 
-``jax_debug_key_reuse`` counts the uses of a key in the equations. It cannot know that a recomputed step draws the same numbers
-on purpose. While it is on, such a loop gets its keys as key data, which are not counted.
+``jax_debug_key_reuse`` counts the uses of a key in the equations. It cannot know that a recomputed step draws the same
+numbers on purpose. While it is on, such a loop gets its keys as key data, which are not counted.
 """
 
 from __future__ import annotations

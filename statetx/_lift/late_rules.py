@@ -1,8 +1,10 @@
-"""Derivative rules that run late: JAX runs those of staged equations when it differentiates these, after the call that staged them.
+"""Derivative rules that run late: JAX runs those of staged equations when it differentiates these, after the call that
+staged them.
 
-What such a rule reads then may have changed since, or lack what the staged function itself has written. `watched` sees what the rules read and refuses a
-state that the function writes; `are_current` tells whether the states still hold what was read. A Ref that a rule closes over is read when the rule
-runs, like a state: JAX cannot close over one in a branch, nor discharge one in a `custom_jvp`.
+What such a rule reads then may have changed since, or lack what the staged function itself has written. `watched` sees
+what the rules read and refuses a state that the function writes; `are_current` tells whether the states still hold what
+was read. A Ref that a rule closes over is read when the rule runs, like a state: JAX cannot close over one in a branch,
+nor discharge one in a `custom_jvp`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class _RuleFrame(Frame):
 
 
 def _enclosing_frame() -> Frame | None:
-    """The frame of the innermost call that runs, rules left out: a rule may run in another rule, in a trace that ends with it."""
+    """The frame of the innermost call that runs, rules left out: a rule may run in another rule, in a trace that ends
+    with it.
+    """
     frame = current_frame()
     while isinstance(frame, _RuleFrame):
         frame = frame.parent
@@ -68,7 +72,8 @@ class RuleWatch:
         self.enter()
 
     def enter(self) -> None:
-        """Note the traces in which a Ref may be read for the equations that are bound now: those of calls that end with nothing but the call around.
+        """Note the traces in which a Ref may be read for the equations that are bound now: those of calls that end with
+        nothing but the call around.
 
         In a loop of JAX in a call, say, a Ref has values of its own, which the trace of the call does not know.
         """
@@ -156,16 +161,20 @@ class RuleWatch:
         if id(token) in self._written:
             _, site = self._written[id(token)]
             raise StateAccessError(
-                f"{self.name}: the derivative rule of {self.place} read {_states.describe(state, kind)}, which {self.name} writes at {site}. "
-                f"JAX runs the rule when it differentiates the whole {self.name.partition('(')[0]}, where the state has its value from before.\n"
-                f"Fix: pass the value as an argument to the function that has the rule; its rule gets that, and may keep it as a residual."
+                f"{self.name}: the derivative rule of {self.place} read {_states.describe(state, kind)}, which "
+                f"{self.name} writes at {site}. "
+                f"JAX runs the rule when it differentiates the whole {self.name.partition('(')[0]}, where the state "
+                f"has its value from before.\n"
+                f"Fix: pass the value as an argument to the function that has the rule; its rule gets that, and may "
+                f"keep it as a residual."
             )
 
 
 def watched(
     name: str, body: Body, effects: Sequence[Effect], *, is_framed: bool = True
 ) -> tuple[Body, list[RuleWatch]]:
-    """The body, in which each derivative rule of a user runs through a `RuleWatch`; and the watches, more of them once rules have run.
+    """The body, in which each derivative rule of a user runs through a `RuleWatch`; and the watches, more of them once
+    rules have run.
 
     Args:
         name: the call that was staged, for messages.
@@ -188,7 +197,9 @@ def watched(
 
 
 def guarded(name: str, body: Body, effects: Sequence[Effect]) -> Body:
-    """The body, whose derivative rules must not read the states that it writes, nor those that a call around differentiates; arguments as of `watched`."""
+    """The body, whose derivative rules must not read the states that it writes, nor those that a call around
+    differentiates; arguments as of `watched`.
+    """
     # Not always: rules of other libraries may write states, which is no write of a frame for the rule.
     is_framed = any(e.kind.is_watched for e in effects) or _are_states_differentiated()
     return watched(name, body, effects, is_framed=is_framed)[0] if is_framed or _jax.has_made_refs() else body
@@ -212,7 +223,8 @@ def differentiated_error(name: str, rule: str, what: str) -> StateAccessError:
 
 @contextlib.contextmanager
 def named_rules(frame: Frame) -> Iterator[None]:
-    """Within the call of a frame: JAX's error for a derivative rule that uses a value being differentiated names the states that hold one.
+    """Within the call of a frame: JAX's error for a derivative rule that uses a value being differentiated names the
+    states that hold one.
 
     The rule need not have read them through the frame, which sees the first read of a state only.
     """
@@ -230,7 +242,9 @@ Held = list[tuple[Any, Kind, list[weakref.ref]]]
 
 
 def held_by_derivatives(frame: Frame) -> Held:
-    """The states of a call with values that a derivative traces, and the tracers; they may be of a trace that ends with the call."""
+    """The states of a call with values that a derivative traces, and the tracers; they may be of a trace that ends with
+    the call.
+    """
     return [
         (state, kind, [weakref.ref(x) for x in jax.tree.leaves(value) if isinstance(x, _jax.Tracer)])
         for state, kind, value in _differentiated_in(frame)
@@ -238,7 +252,8 @@ def held_by_derivatives(frame: Frame) -> Held:
 
 
 def refuse_kept(name: str, held: Held, residuals: Iterable[Any]) -> None:
-    """Refuse values of a derivative that has ended, which a derivative rule has kept: JAX fails when it runs the program.
+    """Refuse values of a derivative that has ended, which a derivative rule has kept: JAX fails when it runs the
+    program.
 
     Args:
         held: `held_by_derivatives` of the call.

@@ -48,11 +48,12 @@ def common_length(
             )
         firsts.setdefault(shape[axis], n)
 
-    describe = lambda n: f"{names()[n]} ({type_str(as_array(arrays[n]))})"  # noqa: E731
+    describe = lambda n: f"{names()[n]} ({type_str(as_array(arrays[n]))})"
     symbolic = next((length for length in firsts if not isinstance(length, int)), None)
     if needed_by is not None and symbolic is not None:
         raise ValueError(
-            f"{call}: {describe(firsts[symbolic])} has the symbolic length {symbolic} along axis {axes[firsts[symbolic]]}. "
+            f"{call}: {describe(firsts[symbolic])} has the symbolic length {symbolic} along axis "
+            f"{axes[firsts[symbolic]]}. "
             f"{needed_by} depends on it.\nFix: export with a constant length."
         )
     lengths = [*firsts, *(() if given is None or given[1] in firsts else (given[1],))]

@@ -1,4 +1,6 @@
-"""Errors for options that a transform does not have, and for arguments of the function that are in the wrong place or form."""
+"""Errors for options that a transform does not have, and for arguments of the function that are in the wrong place or
+form.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ def keeps_type(transform: Callable[Concatenate[Any, P], Any]) -> Transform[P]:
 def transform(hints: Mapping[str, str] | None = None, call: str = "", fix: str | None = None) -> Callable[[F], F]:
     """Decorate the declaration of a transform: its signature and its docstring.
 
-    The signature is the only list of the options: calls are checked by it, it has the defaults, and the `Wrapper` that is ``made_by`` the
-    transform gets all options of a call. Arguments as in `with_checked_options`.
+    The signature is the only list of the options: calls are checked by it, it has the defaults, and the `Wrapper` that
+    is ``made_by`` the transform gets all options of a call. Arguments as in `with_checked_options`.
     """
 
     def decorate(declaration: F) -> F:
@@ -62,7 +64,8 @@ def transform(hints: Mapping[str, str] | None = None, call: str = "", fix: str |
 def with_checked_options(
     hints: Mapping[str, str] | None = None, call: str = "", fix: str | None = None
 ) -> Callable[[F], F]:
-    """Decorate a transform: an unknown option, or an argument of the function in place of an option, raises an error with the fix.
+    """Decorate a transform: an unknown option, or an argument of the function in place of an option, raises an error
+    with the fix.
 
     Args:
         hints: what to do, by name of an option that other libraries have.
@@ -110,7 +113,9 @@ def _checker(
 
 
 def check_flags(transform: str, error: type[Exception] = TypeError, /, **flags: Any) -> None:
-    """Raise if an option that is True or False is something else. None counts as False, and 0 and 1 as what they equal in Python."""
+    """Raise if an option that is True or False is something else. None counts as False, and 0 and 1 as what they equal
+    in Python.
+    """
     for name, value in flags.items():
         if isinstance(value, (bool, np.bool_, NoneType)) or (type(value) is int and value in (0, 1)):
             continue
@@ -130,7 +135,8 @@ def _too_many(transform: str, args: tuple, num: int, call: str, fix: str | None)
 
 
 def _refuse_arrays(transform: str, args: tuple, names: list[str]) -> None:
-    """Raise if an option that is given by position is an array or a state, or has one in it: an argument of the function.
+    """Raise if an option that is given by position is an array or a state, or has one in it: an argument of the
+    function.
 
     An array of integers of NumPy may be positions, as in ``argnums``.
     """
@@ -172,17 +178,20 @@ def _unknown(transform: str, unknown: list[str], options: list[str], hints: Mapp
 
 
 def different_count(prefix: Any, tree: Any, entry: str) -> str:
-    """The fix for a tuple of entries, one for each item of a tuple or list, of which there are more or fewer; empty if that is not the mistake."""
+    """The fix for a tuple of entries, one for each item of a tuple or list, of which there are more or fewer; empty if
+    that is not the mistake.
+    """
     if not (isinstance(prefix, tuple) and isinstance(tree, (tuple, list)) and len(prefix) != len(tree)):
         return ""
     return f"\nFix: give {entry} for each of them, {len(tree)} in all, not {len(prefix)}."
 
 
 def notes_shapes(inspection: F) -> F:
-    """Decorate a function that takes a function and then its arguments: an error has a note if arguments are missing, or may be shapes.
+    """Decorate a function that takes a function and then its arguments: an error has a note if arguments are missing,
+    or may be shapes.
 
-    People write ``measure(loss)``, or ``measure(loss)(x)`` as for a transform; and ``measure(loss, x.shape)``, which calls the function with a tuple
-    of integers.
+    People write ``measure(loss)``, or ``measure(loss)(x)`` as for a transform; and ``measure(loss, x.shape)``, which
+    calls the function with a tuple of integers.
     """
     options = inspect.signature(inspection).parameters.keys()
 
@@ -203,7 +212,10 @@ def notes_shapes(inspection: F) -> F:
 
 def _notes_of_arguments(name: str, fun: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[str]:
     if not args and not kwargs and (parameters := missing_parameters(fun)):
-        yield f"Fix: give the arguments after the function: statetx.{name}({short_name(name_of(fun))}, {', '.join(parameters)})."
+        yield (
+            f"Fix: give the arguments after the function: statetx.{name}({short_name(name_of(fun))}, "
+            f"{', '.join(parameters)})."
+        )
     name_of_key = argument_names(fun, args)
     keys = [(jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(n)) for n in range(len(args))]
     keys += [(jax.tree_util.SequenceKey(1), jax.tree_util.DictKey(name)) for name in kwargs]
@@ -211,5 +223,6 @@ def _notes_of_arguments(name: str, fun: Any, args: tuple, kwargs: Mapping[str, A
         if isinstance(x, (tuple, list)) and x and all(map(is_integer, x)):
             yield (
                 f"{name} was given {name_of_key(key)}={x!r}, a {type(x).__name__} of integers.\n"
-                f"Fix: if it is the shape of an array, give jax.ShapeDtypeStruct({tuple(x)!r}, jnp.float32), or the array."
+                f"Fix: if it is the shape of an array, give jax.ShapeDtypeStruct({tuple(x)!r}, jnp.float32), or the "
+                f"array."
             )

@@ -1,7 +1,9 @@
-"""Split the output and the writes of a call into arrays, which leave a JAX transform, and structure, which stays; publish them.
+"""Split the output and the writes of a call into arrays, which leave a JAX transform, and structure, which stays;
+publish them.
 
-`pack` splits inside the transform; after it `Outcome.finish` combines the output and stores the written values. In `OutputGroups` the
-arrays leave in groups: along axes (`vmap`), by shardings (`shard_map`). `publish` is the only caller of `_frames.publish`.
+`pack` splits inside the transform; after it `Outcome.finish` combines the output and stores the written values. In
+`OutputGroups` the arrays leave in groups: along axes (`vmap`), by shardings (`shard_map`). `publish` is the only caller
+of `_frames.publish`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Outcome:
         return self
 
     def publish(self, leaves: Sequence[Any], *, live: bool = True, also: Sequence[Store] = ()) -> None:
-        """Store the effects' values in their states, for `leaves` of the effects only; `live`, `also`: see `publish`."""
+        """Store the effects' values in their states, for `leaves` of the effects only; `live`, `also`: see
+        `publish`.
+        """
         publish_leaves(self.effects, self.values, leaves, live=live, also=also)
 
 
@@ -82,7 +86,9 @@ def is_traced(x: Any) -> bool:
 
 
 def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Outcome]:
-    """Split output and effects into the leaves that cross the JAX transform and an `Outcome`, which holds the static parts."""
+    """Split output and effects into the leaves that cross the JAX transform and an `Outcome`, which holds the static
+    parts.
+    """
     leaves, out_part = partition_output(out, is_dynamic)
     values = []
     for effect in effects:
@@ -107,11 +113,12 @@ def partition_output(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced)
 
 
 class OutputGroups:
-    """Output and effects of one framed call whose arrays leave the transform in groups, each with a key: an axis, a spec.
+    """Output and effects of one framed call whose arrays leave the transform in groups, each with a key: an axis, a
+    spec.
 
     Attributes:
-        keys: from the name of a group to its key, as JAX wants them for a dict of lists. Names are strings, since JAX sorts the keys
-            of a dict, and neither None nor a spec has an order.
+        keys: from the name of a group to its key, as JAX wants them for a dict of lists. Names are strings, since JAX
+            sorts the keys of a dict, and neither None nor a spec has an order.
     """
 
     def __init__(self, keys: Iterable[Hashable]):

@@ -39,43 +39,50 @@ Carry: Rule = Rule(
     "Carry",
     """Pass the state from step to step: each step reads the value that the previous step wrote.
 
-    A rule of ``states=`` in `scan` and `microbatch`. The default for states that the body writes. After the loop the state holds the value of
-    the last step. Give it to a state that the body only reads to make it part of the loop's carry, too.
+    A rule of ``states=`` in `scan` and `microbatch`. The default for states that the body writes. After the loop the
+    state holds the value of the last step. Give it to a state that the body only reads to make it part of the loop's
+    carry, too.
     """,
 )
 Broadcast: Rule = Rule(
     "Broadcast",
     """Share one value: every step, or every example, reads the same value of the state.
 
-    A rule of ``states=`` in `scan` and `vmap`. The default for states that the body of a loop only reads, and in `vmap` for
-    all states but random ones. In `scan` a write to the state raises `StateAccessError`. In `vmap` a write is allowed if the
-    value is the same for every example, such as a mean over ``axis_name``.
+    A rule of ``states=`` in `scan` and `vmap`. The default for states that the body of a loop only reads, and in `vmap`
+    for all states but random ones. In `scan` a write to the state raises `StateAccessError`. In `vmap` a write is
+    allowed if the value is the same for every example, such as a mean over ``axis_name``.
     """,
 )
 Split: Rule = Rule(
     "Split",
     """Give each step, or each example, a random key of its own. The state advances once.
 
-    A rule of ``states=`` in `scan` and `vmap`, for random states only (`RngState`, brainstate's ``RandomState``). The default
-    for them in `vmap`. In `scan` the default is `Carry`: the steps draw one after the other, as a Python loop would.
+    A rule of ``states=`` in `scan` and `vmap`, for random states only (`RngState`, brainstate's ``RandomState``). The
+    default for them in `vmap`. In `scan` the default is `Carry`: the steps draw one after the other, as a Python loop
+    would.
     """,
 )
 
 Mean: Rule = Rule(
     "Mean",
-    """Take the mean: each part reads the value from before the call, and the state then holds the mean of what the parts wrote.
+    """Take the mean: each part reads the value from before the call, and the state then holds the mean of what the
+    parts wrote.
 
-    A rule of ``states=`` in `microbatch`, for running statistics: the mean of the parts' updates is one update. Parts count with their
-    weights, by default their sizes. Leaves that are not floats take the value of the last part.
+    A rule of ``states=`` in `microbatch`, for running statistics: the mean of the parts' updates is one update. Parts
+    count with their weights, by default their sizes. Leaves that are not floats take the value of the last part.
     """,
 )
 First: Rule = Rule(
     "First",
-    """Keep what the first part wrote; each part reads the value from before the call. A rule of ``states=`` in `microbatch`.""",
+    """Keep what the first part wrote; each part reads the value from before the call. A rule of ``states=`` in
+    `microbatch`.
+    """,
 )
 Last: Rule = Rule(
     "Last",
-    """Keep what the last part wrote; each part reads the value from before the call. A rule of ``states=`` in `microbatch`.""",
+    """Keep what the last part wrote; each part reads the value from before the call. A rule of ``states=`` in
+    `microbatch`.
+    """,
 )
 
 
@@ -127,7 +134,8 @@ class Rules:
                 raise StateValueError(
                     f"{self.name} cannot map {_states.describe(state, path=path)}, which the function closes over: "
                     f"every reader sees the unsliced array.\n"
-                    f"Fix: pass it to the mapped function as an argument, with an axis in in_axes, or keep the value in a "
+                    f"Fix: pass it to the mapped function as an argument, with an axis in in_axes, or keep the value "
+                    f"in a "
                     f"statetx.State."
                 )
 
@@ -142,13 +150,16 @@ class Rules:
         return self._rule_by_state[id(state)][1]
 
     def check_paths(self) -> None:
-        """Raise if a path glob selects none of the states that the function touched, whose rules have been looked up."""
-        paths = lambda: [self.path(state) for state, _ in self._rule_by_state.values()]  # noqa: E731
+        """Raise if a path glob selects none of the states that the function touched, whose rules have been
+        looked up.
+        """
+        paths = lambda: [self.path(state) for state, _ in self._rule_by_state.values()]
         for filter in self._filters:
             check_paths(f"{self.name}: states={{{brief(filter)}: ...}}", filter, paths, "The function touches")
 
     def refuse_unruled(self, argument: str, obj: Any, axis: int, call: str, otherwise: str) -> None:
-        """Raise if an argument that the user maps holds states and none has a rule: only arrays are sliced with the argument.
+        """Raise if an argument that the user maps holds states and none has a rule: only arrays are sliced with the
+        argument.
 
         Args:
             argument: its name, for the message.
@@ -166,13 +177,16 @@ class Rules:
         state = held[0]
         paths = {id(state): path for path, state in self.path.held.items()}
         raise StateValueError(
-            f"{self.name}: {argument} holds states, which are not sliced like arrays. Each call would get the whole value of "
+            f"{self.name}: {argument} holds states, which are not sliced like arrays. Each call would get the whole "
+            f"value of "
             f"{_states.describe(state, path=paths.get(id(state)))}.\n"
             f"Fix: map the states by {call}states={{{_filter_for(held, paths)}: {axis}}}); {otherwise}."
         )
 
     def size_of_mapped(self, *others: Any) -> int | None:
-        """The length of the mapped axis of the first mapped state that the function or `others` hold; None if none does."""
+        """The length of the mapped axis of the first mapped state that the function or `others` hold; None if none
+        does.
+        """
         for state in [*self.path.held.values(), *_states_in(others)] if self._rules else ():
             axis, kind = self(state), _states.kind_of(state)
             if isinstance(axis, int) and kind is not None:

@@ -1,6 +1,7 @@
 """Run a function in a frame under a JAX transform, which sees arrays in and arrays out.
 
-One of the two ways to carry states through a transform; derivatives, `vmap` and `shard_map` use it. The other way is `stage`.
+One of the two ways to carry states through a transform; derivatives, `vmap` and `shard_map` use it. The other way is
+`stage`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class FramedRun:
         return pure
 
     def finish(self, leaves: Sequence[Any], residuals: PyTree = ()) -> PyTree:
-        """Store the effects' values in their states and return aux; `leaves` as from the call, `residuals` a linear map of JAX that outlives it."""
+        """Store the effects' values in their states and return aux; `leaves` as from the call, `residuals` a linear map
+        of JAX that outlives it.
+        """
         self._refuse_kept(jax.tree.leaves(residuals))
         _frames.forget_differentiated(self._outcome.effects)
         return self._outcome.finish(leaves)
@@ -104,8 +107,9 @@ class FramedRun:
 def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs: bool = False) -> PyTree:
     """Run a function under the current frame, for a transform that needs no jaxpr.
 
-    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside the transform. If the call can reach
-    one, or `wants_refs` is true, the function is staged and its Refs are discharged; the frame gets their last values.
+    JAX refuses writes of differentiated or mapped values to a `jax.Ref` from outside the transform. If the call can
+    reach one, or `wants_refs` is true, the function is staged and its Refs are discharged; the frame gets their last
+    values.
     """
     frame = _frames.current_frame()
     assert frame is not None

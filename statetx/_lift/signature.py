@@ -64,7 +64,8 @@ class StaticArguments:
         )
         if overlap:
             raise StaticArgumentError(
-                f"Argument {overlap[0]!r} is both {self._role} and {other._role}d: {self._describe()}. A static argument has no "
+                f"Argument {overlap[0]!r} is both {self._role} and {other._role}d: {self._describe()}. A static "
+                f"argument has no "
                 f"memory to donate.\nFix: leave it out of {other._role}_argnums and {other._role}_argnames."
             )
 
@@ -97,7 +98,8 @@ class StaticArguments:
             return
         if not (-num <= i < num or (variadic and i >= 0)):
             raise StaticArgumentError(
-                f"{self._argnums}={i} is out of range: {self._describe()}. Positions count the parameters of the function "
+                f"{self._argnums}={i} is out of range: {self._describe()}. Positions count the parameters of the "
+                f"function "
                 f"as you call it, from 0 to {num - 1} or from -{num} to -1."
             )
         i %= max(num, 1) if i < 0 else max(num, i + 1)
@@ -144,5 +146,6 @@ def _as_indices(argnums: Indices | None, option: str) -> list[int]:
     except TypeError:
         raise StaticArgumentError(
             f"{option} must be an int or a sequence of ints, got {brief(argnums)}.\n"
-            f"Fix: {option}=0, or {option}=(0, 2); arguments of the function go to the function that the transform returns."
+            f"Fix: {option}=0, or {option}=(0, 2); arguments of the function go to the function that the transform "
+            f"returns."
         ) from None

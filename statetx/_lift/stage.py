@@ -1,7 +1,7 @@
 """Stage a function: trace it to equations, in which states and Refs are inputs and outputs.
 
-One of the two ways to carry states through a transform. Transforms that need the function as a jaxpr use it (`remat`, `jit`, loops and
-branches). The other way, `run`, runs the function under JAX's transform.
+One of the two ways to carry states through a transform. Transforms that need the function as a jaxpr use it (`remat`,
+`jit`, loops and branches). The other way, `run`, runs the function under JAX's transform.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def stage(
 ) -> tuple[Body, Any, list[Effect]]:
     """Trace ``fun(*arrays) -> (list of arrays, aux)`` once; return it as a `Body`, with `aux` and the effects on Refs.
 
-    The body's inputs are its operands, one input for each of `avals`, and the inputs of `lifting`, in this order. Refs that
-    the function closes over are discharged: their values are operands, or inputs of `lifting` if it is given, and the last
-    value of each written Ref is a further output, one for each returned effect. `read` reads a Ref.
+    The body's inputs are its operands, one input for each of `avals`, and the inputs of `lifting`, in this order. Refs
+    that the function closes over are discharged: their values are operands, or inputs of `lifting` if it is given, and
+    the last value of each written Ref is a further output, one for each returned effect. `read` reads a Ref.
     """
     aux = None
 
@@ -81,7 +81,9 @@ def close_derivative(jaxpr: Any, consts: list[Any]) -> Body:
 
 
 def with_read_refs(body: Body, read: Callable[[Any, Kind], Any] = _read) -> Body:
-    """The body, in which the Refs that it closes over are values, read now by `read`; the body itself if it writes one."""
+    """The body, in which the Refs that it closes over are values, read now by `read`; the body itself if it
+    writes one.
+    """
     if not _jax.touches_refs(body.jaxpr, body.operands):
         return body
     explicit, effects = _with_explicit_refs(body.jaxpr, body.operands, None, read)

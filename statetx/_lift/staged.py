@@ -1,8 +1,8 @@
 """Stateful functions as bodies of loops and branches.
 
-`Staged` traces a function once, to equations with an input for each state that is read and an output for each state that is
-written. Loops and branches differ only in how they arrange these: `Staged.arrange` makes a body with inputs and outputs in any
-order, which may include states that this function does not touch.
+`Staged` traces a function once, to equations with an input for each state that is read and an output for each state
+that is written. Loops and branches differ only in how they arrange these: `Staged.arrange` makes a body with inputs and
+outputs in any order, which may include states that this function does not touch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Staged:
         out_vars, out_avals: the variables and types of the output leaves, in order.
         inputs: the states that are inputs, by id: every state that is read or written, in the order of first touch.
         effects, values: the writes of the function, and the `Partition` of each value.
-        written, written_vars, written_avals: by id of a written state, the `Partition` of its value, and the variables and
-            types of the leaves.
+        written, written_vars, written_avals: by id of a written state, the `Partition` of its value, and the variables
+            and types of the leaves.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class Staged:
             x = part.static[0]
             fix = "return its .value" if kind_of(x) else f"return arrays; keep other objects outside the {self.name}"
             raise StateValueError(
-                f"{self.name}: an output of {name_of(self.fun)} is a {type(x).__name__}, which is not an array.\nFix: {fix}."
+                f"{self.name}: an output of {name_of(self.fun)} is a {type(x).__name__}, which is not an array.\n"
+                f"Fix: {fix}."
             )
 
     # -- parts of the body --
@@ -162,7 +163,9 @@ class Staged:
         return Body(_jax.rebuild(self._body.jaxpr, invars=invars, outvars=outvars), [])
 
     def close(self, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
-        """The body as a closed jaxpr with these inputs and outputs; values that the function closed over are its constants."""
+        """The body as a closed jaxpr with these inputs and outputs; values that the function closed over are its
+        constants.
+        """
         return _jax.close(self.arrange([*self.operand_vars, *invars], outvars).jaxpr, self.operands)
 
 
@@ -207,7 +210,8 @@ def sort_states(staged: Staged, rules: Rules, fix: str) -> SortedStates:
             states.carried.append(read)
         elif effect is not None and rule is Broadcast and not read.kind.is_random(read.state):
             raise StateAccessError(
-                f"{staged.name}: {_states.describe(read.state, read.kind, rules.path(read.state))} is declared Broadcast and was "
+                f"{staged.name}: {_states.describe(read.state, read.kind, rules.path(read.state))} is declared "
+                f"Broadcast and was "
                 f"written at {effect.site}.\nFix: declare it {fix}."
             )
         else:

@@ -1,8 +1,8 @@
 """Subclasses that replace some methods of a class, and *twins* of objects as instances of such a subclass.
 
-A transform of a callable object must not hide the object: libraries look for its states, check its type and set its attributes.
-So the result is a *twin*: an instance of a subclass that shares the object's ``__dict__``. An attribute written to one is
-visible in the other.
+A transform of a callable object must not hide the object: libraries look for its states, check its type and set its
+attributes. So the result is a *twin*: an instance of a subclass that shares the object's ``__dict__``. An attribute
+written to one is visible in the other.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ _uses: weakref.WeakKeyDictionary[type, Hashable] = weakref.WeakKeyDictionary()
 
 
 def subclass_for(cls: type, use: Hashable, make: Callable[[], type]) -> type:
-    """The subclass for this use. It is cached while it is alive, so that all rematerialized objects of one class share one subclass."""
+    """The subclass for this use. It is cached while it is alive, so that all rematerialized objects of one class share
+    one subclass.
+    """
     for subclass in cls.__subclasses__():
         if _uses.get(subclass) == use:
             return subclass

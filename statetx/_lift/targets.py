@@ -27,7 +27,8 @@ def split_aux(out: Any, fun: Callable) -> tuple[Any, Any]:
     if not (isinstance(out, (tuple, list)) and len(out) == 2):
         got = type_str(out) if is_array(out) else type(out).__name__
         raise TypeError(
-            f"With has_aux=True {name_of(fun)} must return a pair (value, aux), got {got}.\nFix: return both, or leave has_aux out."
+            f"With has_aux=True {name_of(fun)} must return a pair (value, aux), got {got}.\n"
+            f"Fix: return both, or leave has_aux out."
         )
     return out[0], out[1]
 
@@ -46,7 +47,8 @@ def parse_argnums(argnums: Any) -> tuple[list[int], bool]:
     except TypeError:
         got = type_str(argnums) if is_array(argnums) else brief(argnums)
         raise TypeError(
-            f"argnums must be an int or a sequence of ints, got {got}.\nFix: give the arguments to the function that the "
+            f"argnums must be an int or a sequence of ints, got {got}.\n"
+            f"Fix: give the arguments to the function that the "
             f"transform returns, grad(f)(x); differentiate with respect to states by wrt=."
         ) from None
 
@@ -72,8 +74,8 @@ def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], ta
     """Refuse a write to a state in an argument that the transform flattens as a pytree: the write would go to a copy.
 
     Raises:
-        StateAccessError: the function writes such a state. A module of ``flax.nnx``, for example, is a pytree that holds
-            its Variables.
+        StateAccessError: the function writes such a state. A module of ``flax.nnx``, for example, is a pytree that
+            holds its Variables.
     """
     written = {id(e.state): e for e in effects}
     if not written:
@@ -83,9 +85,11 @@ def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], ta
             for path, state in Walk().held(obj, type(obj).__name__):
                 if id(state) in written:
                     raise StateAccessError(
-                        f"{transform}({name_of(fun)}) flattens an argument that holds states: the function gets a copy of "
+                        f"{transform}({name_of(fun)}) flattens an argument that holds states: the function gets a "
+                        f"copy of "
                         f"{type(state).__name__} {path!r}, and its write at {written[id(state)].site} would be lost.\n"
-                        f"Fix: close over the {type(obj).__name__}, or pass it as an argument that is not differentiated, and "
+                        f"Fix: close over the {type(obj).__name__}, or pass it as an argument that is not "
+                        f"differentiated, and "
                         f"choose its states by wrt=: {transform}(f, wrt=nnx.Param)."
                     )
 
@@ -107,12 +111,15 @@ def refuse_arguments(transform: str, fun: Callable, args: tuple, argnums: Sequen
             got = type_str(leaf) if is_array(leaf) else f"{type(leaf).__name__}: {leaf}"
             raise TypeError(
                 f"{place} is {got}. Gradients need floating-point or complex values.\n"
-                f"Fix: convert it to float, or choose other arguments by argnums= or states by wrt={_filter_for_held(args[n])}."
+                f"Fix: convert it to float, or choose other arguments by argnums= or states by "
+                f"wrt={_filter_for_held(args[n])}."
             ) from None
 
 
 def refuse_types(error: Exception, transform: str, fun: Callable) -> None:
-    """Raise JAX's error about the types of a derivative with the user's transform and function in place of the transform that JAX ran."""
+    """Raise JAX's error about the types of a derivative with the user's transform and function in place of the
+    transform that JAX ran.
+    """
     message, num = re.subn(r"^(grad|jacfwd|jacrev) (?=requires|with)", f"{transform}({name_of(fun)}) ", str(error))
     if num:
         raise TypeError(message) from None
@@ -121,7 +128,9 @@ def refuse_types(error: Exception, transform: str, fun: Callable) -> None:
 def state_argument_error(
     transform: str, fun: Callable, args: tuple, argnums: Sequence[int] | None = None
 ) -> StateValueError | None:
-    """The error for a differentiated argument that is a state, or an object that holds states and is not a pytree; or None."""
+    """The error for a differentiated argument that is a state, or an object that holds states and is not a pytree; or
+    None.
+    """
     for n, name, leaf in _leaves_of(fun, args, range(len(args)) if argnums is None else argnums):
         if is_array_or_number(leaf):
             continue
@@ -134,8 +143,10 @@ def state_argument_error(
                 else f"a {type(leaf).__name__}, which holds {counted(len(held), 'state')}"
             )
             return StateValueError(
-                f"{transform}({name_of(fun)}): argument {n} ({name}) is {what}, and not an array.\nFix: choose states by "
-                f"wrt=, in statetx.{transform}(f, wrt={filter_for(held)})({name}, ...); the gradients are a dict by path."
+                f"{transform}({name_of(fun)}): argument {n} ({name}) is {what}, and not an array.\n"
+                f"Fix: choose states by "
+                f"wrt=, in statetx.{transform}(f, wrt={filter_for(held)})({name}, ...); the gradients are a dict by "
+                f"path."
             )
     return None
 
@@ -172,9 +183,9 @@ class Targets:
         wrt: a state, a pytree of states, or a filter over the states that the call can reach.
         allow_int: whether integers may be among them.
 
-    A filter selects among the states that the call touches. States that the function and its arguments hold are targets. States
-    further out, which the call may touch, are candidates: they are differentiated too, and are in the result if they were
-    read. If a state is read and selected but is neither, the read raises.
+    A filter selects among the states that the call touches. States that the function and its arguments hold are
+    targets. States further out, which the call may touch, are candidates: they are differentiated too, and are in the
+    result if they were read. If a state is read and selected but is neither, the read raises.
     """
 
     def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any], *, allow_int: bool = False):
@@ -251,7 +262,9 @@ class Targets:
         return id(state) in self._positions
 
     def combine(self, values: list[list]) -> PyTree:
-        """Combine array leaves of each state, such as gradients, to the structure of `wrt`; unread candidates are left out."""
+        """Combine array leaves of each state, such as gradients, to the structure of `wrt`; unread candidates are left
+        out.
+        """
         combined = [part.combine(v) for part, v in zip(self._partitions, values, strict=True)]
         result = jax.tree.unflatten(self._treedef, combined)
         unread = self._candidates - self._read
@@ -270,7 +283,8 @@ class Targets:
         if not self._selected:
             reachable = ", ".join(f"{p} ({type(s).__name__})" for p, s in list(paths.items().items())[:8]) or "none"
             raise StateFilterError(
-                f"wrt={brief(self._filter)} selects no state of {name_of(self._fun)}.{_nearest(self._filter, paths.items())} "
+                f"wrt={brief(self._filter)} selects no state of "
+                f"{name_of(self._fun)}.{_nearest(self._filter, paths.items())} "
                 f"States that its arguments and variables reach: {reachable}."
             )
         call = f"wrt={brief(self._filter)}"
@@ -278,7 +292,9 @@ class Targets:
         return self._selected
 
     def _may_be_target(self, path: str, state: Any) -> bool:
-        """Whether a state further out, which the call may never touch, is selected and can be read and differentiated."""
+        """Whether a state further out, which the call may never touch, is selected and can be read and
+        differentiated.
+        """
         kind = _kind_of(state)
         owner = kind.owner(state)
         if owner is not None and (owner.thread != threading.get_ident() or not owner.is_open):
@@ -316,7 +332,8 @@ def _kind_of(state: Any) -> Any:
     held = [] if is_array(state) else [s for _, s in Walk(follows_classes=False).held(state, is_called=False)]
     if held:
         raise StateFilterError(
-            f"wrt= has a {type(state).__name__} with {counted(len(held), 'state')}, which is neither a state nor a filter.\n"
+            f"wrt= has a {type(state).__name__} with {counted(len(held), 'state')}, which is neither a state nor a "
+            f"filter.\n"
             f"Fix: wrt=statetx.states(model, {filter_for(held)}), or the filter wrt={filter_for(held)}."
         )
     got = f"an array ({type_str(state)})" if is_array(state) else f"a {type(state).__name__}"

@@ -27,9 +27,9 @@ S = TypeVar("S")
 class Wrapper(Generic[P, R]):
     """Base class of the callables that transforms return; each wraps a function or a callable object.
 
-    It has the function's name, docstring and signature, binds to instances like a function, and is pickled by reference if
-    a module variable or class attribute holds it, else by its parts. Attributes that it lacks are read from the wrapped
-    function; if a callable object is wrapped, they are also written to the object.
+    It has the function's name, docstring and signature, binds to instances like a function, and is pickled by reference
+    if a module variable or class attribute holds it, else by its parts. Attributes that it lacks are read from the
+    wrapped function; if a callable object is wrapped, they are also written to the object.
 
     Attributes:
         maker: the public transform that makes it: ``class Named(Wrapper, made_by=named)``.
@@ -77,8 +77,8 @@ class Wrapper(Generic[P, R]):
         is_own = self._object is None or name in vars(self)
         object.__delattr__(self, name) if is_own else delattr(self._object, name)
 
-    # A type checker asks this also below `classmethod`, where the first parameter is a class, and below `staticmethod`. Only a
-    # parameter without annotation takes an Ellipsis: `self` and `cls` have types.
+    # A type checker asks this also below `classmethod`, where the first parameter is a class, and below `staticmethod`.
+    # Only a parameter without annotation takes an Ellipsis: `self` and `cls` have types.
     @overload
     def __get__(
         self: Wrapper[Concatenate[types.EllipsisType, Q], R], instance: Any, owner: type
@@ -191,6 +191,7 @@ def _refusal(transform: str, fun: Any) -> FunctionError:
     if not hasattr(type(fun), "__get__"):
         return FunctionError(f"{transform} needs a callable, got {type_name}: {brief(fun)}.")
     return FunctionError(
-        f"{transform} needs a callable, and cannot be above @{type_name}, which chooses a function when it is looked up.\n"
+        f"{transform} needs a callable, and cannot be above @{type_name}, which chooses a function when it is looked "
+        f"up.\n"
         f"Fix: put @statetx.{transform} below @{type_name}, and below each decorator that registers a function with it."
     )

@@ -1,15 +1,16 @@
 """A loop that adds up a scalar, and differentiates each turn at once.
 
-For a sum of turns ``s = sum_k g(constants, x_k)`` the gradient is the sum of the turns' gradients. The loop that computes s can therefore add
-the gradients up as it goes: it needs the residuals of one turn at a time, and runs no turn again. The derivative of the loop is then
+For a sum of turns ``s = sum_k g(constants, x_k)`` the gradient is the sum of the turns' gradients. The loop that
+computes s can therefore add the gradients up as it goes: it needs the residuals of one turn at a time, and runs no turn
+again. The derivative of the loop is then
 
     ds = <sum_k dg/dconstants, dconstants> + sum_k <dg/dx_k, dx_k>,
 
-which is linear in the tangents, so JAX transposes it: reverse mode multiplies the gradients by the cotangent of s. It is the derivative in forward
-mode, too, and may be differentiated again.
+which is linear in the tangents, so JAX transposes it: reverse mode multiplies the gradients by the cotangent of s. It
+is the derivative in forward mode, too, and may be differentiated again.
 
-All other outputs, and sums whose turns depend on what former turns have computed, have the derivative of a loop of rematerialized turns. JAX
-removes its equations where nothing reads these tangents, such as those of auxiliary outputs.
+All other outputs, and sums whose turns depend on what former turns have computed, have the derivative of a loop of
+rematerialized turns. JAX removes its equations where nothing reads these tangents, such as those of auxiliary outputs.
 
 Both kinds of derivative add up the gradients of constants in a wider type, if one is given.
 """
@@ -41,7 +42,8 @@ class Accumulated(Strategy):
     """A loop over the parts of a batch, one of whose carries may be a sum over its turns.
 
     Args:
-        index: the position of the sum among the carries, None without one. A turn adds to it what does not depend on it.
+        index: the position of the sum among the carries, None without one. A turn adds to it what does not depend on
+            it.
         weight: of a turn, a factor of what it adds; None if the first of xs is the weight.
         dtype: in which floats of fewer bits are added up; None for their own.
     """
@@ -63,8 +65,8 @@ class Accumulated(Strategy):
 class TurnsAgain(DifferentiableLoop):
     """A loop whose derivative is that of rematerialized turns.
 
-    One equation, so that JAX does not take it apart when it separates what a derivative knows from what it does not: it would drop the
-    rematerialized regions of a turn's backward pass, which is known.
+    One equation, so that JAX does not take it apart when it separates what a derivative knows from what it does not: it
+    would drop the rematerialized regions of a turn's backward pass, which is known.
 
     Args:
         dtype: in which the gradients of constants with fewer bits are added up; None for their own.
@@ -82,8 +84,8 @@ class TurnsAgain(DifferentiableLoop):
         avals = self.step.constant_avals
         dtypes = {i: sum_dtype(a, self._dtype) for i, a in enumerate(avals) if i in tangents}
         widened = [i for i, dtype in dtypes.items() if dtype != avals[i].dtype]
-        # The tangents of these constants enter the loop in the wider type, and with them the sums of their cotangents. So does each constant, to have
-        # a second derivative; its own value, which nothing reads, is dead code.
+        # The tangents of these constants enter the loop in the wider type, and with them the sums of their cotangents.
+        # So does each constant, to have a second derivative; its own value, which nothing reads, is dead code.
         constants, carry, xs = primals
         wide = [constants[i].astype(dtypes[i]) for i in widened]
         wide_tangents = {n: tangents[i].astype(dtypes[i]) for n, i in enumerate(widened)}
@@ -178,12 +180,14 @@ class _Gradients:
         self._diff_constants = [i for i in diff_indices if i < step.num_constants]
         self._diff_xs = [i - first_x for i in diff_indices if i >= first_x]
         self._indices = [i for i in diff_indices if i < step.num_constants or i >= first_x]
-        # In a shard_map, gradients of a device's own sum: the cotangent of what all devices share would be summed over them in each turn.
+        # In a shard_map, gradients of a device's own sum: the cotangent of what all devices share would be summed over
+        # them in each turn.
         self._axes = tuple(_jax.varying_axes(step.avals[self._index]))
 
         constants, carry, xs = self._as_varying(primals)
         zeros = self._zeros(constants)
-        # Gradients of half precision, which a small weight may push below the least number, are weighted after they are widened.
+        # Gradients of half precision, which a small weight may push below the least number, are weighted after they are
+        # widened.
         inputs = [*(constants[i] for i in self._diff_constants), *(xs[i] for i in self._diff_xs)]
         self._is_after = any(sum_dtype(x, self._dtype) != x.dtype for x in inputs)
         elements = [_jax.drop_axis(_jax.abstract(x), 0) for x in xs]
@@ -218,7 +222,7 @@ class _Gradients:
 
     def _as_varying(self, primals: tuple) -> tuple[list, list, list]:
         constants, carry, xs = primals
-        varying = lambda values, positions: replaced(  # noqa: E731
+        varying = lambda values, positions: replaced(
             values, positions, [_jax.as_varying(values[i], self._axes) for i in positions]
         )
         return varying(constants, self._diff_constants), carry, varying(xs, self._diff_xs)
@@ -247,8 +251,9 @@ class _Gradients:
         ct = jnp.where(weight == 0, 0, 1 / weight).astype(value.dtype) if self._is_after else jnp.ones_like(value)
         of_constants, of_x = pull(_jax.varying_like(ct, value))
         if self._weight is None:
-            # A mean over nothing, 0/0, has a gradient of NaN, which a factor of 0 would not remove; nor does `left_out` from a part with callbacks.
-            without_nan = lambda g: jnp.where(weight == 0, jnp.zeros_like(g), g)  # noqa: E731
+            # A mean over nothing, 0/0, has a gradient of NaN, which a factor of 0 would not remove; nor does `left_out`
+            # from a part with callbacks.
+            without_nan = lambda g: jnp.where(weight == 0, jnp.zeros_like(g), g)
             of_constants, of_x = jax.tree.map(without_nan, (of_constants, of_x))
             if self._is_after:
                 of_constants = [self._weighted(g, weight) for g in of_constants]

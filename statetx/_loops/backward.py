@@ -1,4 +1,6 @@
-"""A step in two parts: forward, which returns what is kept for the derivative (residuals), and backward, which reads them."""
+"""A step in two parts: forward, which returns what is kept for the derivative (residuals), and backward, which reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ class BackwardStep:
         diff_constants, diff_carry, diff_xs: the differentiated inputs.
 
     Attributes:
-        residual_avals: the types of the residuals in slots. What the backward part can have without them is not among them: constants, the element
-            of xs, what is computed from constants alone, and what cheap operations compute from the residuals (see `cut`).
+        residual_avals: the types of the residuals in slots. What the backward part can have without them is not among
+            them: constants, the element of xs, what is computed from constants alone, and what cheap operations compute
+            from the residuals (see `cut`).
     """
 
     def __init__(
@@ -60,8 +63,8 @@ class BackwardStep:
         # A leaf of the carry among the residuals is stored as slots store it.
         carry_avals = [row.stored for row in step.rows]
         carries = {v: i for i, v in enumerate(invars[first_carry:first_x]) if step.rows[i].format is not None}
-        stored_type = lambda v: carry_avals[carries[v]] if v in carries else v.aval  # noqa: E731
-        cost = lambda v: row_bytes(stored_type(v), carry_avals)  # noqa: E731
+        stored_type = lambda v: carry_avals[carries[v]] if v in carries else v.aval
+        cost = lambda v: row_bytes(stored_type(v), carry_avals)
         self._stored = smallest_residuals(body.jaxpr, [v for v in leaves if v not in known], known, cost)
         self._carries = {n: carries[v] for n, v in enumerate(self._stored) if v in carries}
         self.residual_avals = list(map(stored_type, self._stored))
@@ -147,7 +150,9 @@ class BackwardStep:
         return replaced(residuals, list(self._carries), values)
 
     def backward(self, constants: list, x: list, residuals: list, ct_carry: list, ct_ys: list) -> tuple:
-        """The cotangents of the differentiated constants, carries and elements, from those of the next carry and the float ys."""
+        """The cotangents of the differentiated constants, carries and elements, from those of the next carry and the
+        float ys.
+        """
         inputs = [*self._body.operands, *constants, *x, *residuals]
         values = dict(zip([*self._inputs, *self._stored], inputs, strict=True))
         if self._computed:
@@ -164,15 +169,17 @@ class BackwardStep:
         ct_carry: list,
         ct_ys: list,
     ) -> tuple:
-        """As `backward`, but each element is read where it is needed, and each cotangent of one written where it is computed.
+        """As `backward`, but each element is read where it is needed, and each cotangent of one written where it is
+        computed.
 
-        XLA:CPU starts whatever is ready. It would read the elements of all xs first, such as the weights of a layer, and hold them beside the
-        cotangents of as many bytes that are computed meanwhile.
+        XLA:CPU starts whatever is ready. It would read the elements of all xs first, such as the weights of a layer,
+        and hold them beside the cotangents of as many bytes that are computed meanwhile.
 
         Args:
-            read: ``(index, awaited) -> element`` of the xs with this index, read once the arrays `awaited` are computed.
-            write: ``(index, cotangent) -> array`` with the cotangent of the differentiated xs with this index. Reading waits for those that are larger
-                than a carry.
+            read: ``(index, awaited) -> element`` of the xs with this index, read once the arrays `awaited` are
+                computed.
+            write: ``(index, cotangent) -> array`` with the cotangent of the differentiated xs with this index. Reading
+                waits for those that are larger than a carry.
 
         Returns:
             The cotangents of the differentiated constants and carries, and the arrays that `write` returned.
@@ -184,14 +191,15 @@ class BackwardStep:
         types = [*map(jax.typeof, before), *self._step.x_avals, *map(jax.typeof, after)]
         staged = _jax.stage(self._flat_backward, types, traced_for="scan", name=f"{self._step.name}, backward")
         # A barrier or a fence keeps the recomputation of a user's region from being started early.
-        has_barrier = lambda eqn: eqn.params.get("prevent_cse")  # noqa: E731
+        has_barrier = lambda eqn: eqn.params.get("prevent_cse")
         jaxpr = inline(*staged, calls=JIT | REMAT, deep=False, unless=has_barrier)
         eqns = _by_elements(jaxpr, jaxpr.invars[first:last])
         jaxpr = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns)
         places = {v: n for n, v in enumerate(jaxpr.outvars[num_cts:]) if isinstance(v, _jax.Var)}
         computed: dict[int, Any] = {}  # by identity; an array in it stays alive, so that no other gets its identity
         written: dict[int, Any] = {}
-        # Cotangents of weights. To wait for small ones, such as those of inputs, would only make products wait for each other.
+        # Cotangents of weights. To wait for small ones, such as those of inputs, would only make products wait for each
+        # other.
         carry_bytes = sum(map(num_bytes, self._step.avals))
         is_large = [num_bytes(self._step.x_avals[i]) > carry_bytes for i in self._diff[2]]
 
@@ -227,8 +235,8 @@ class _Unread(NamedTuple):
 def starts_early(step: LoopStep) -> bool:
     """Whether XLA:CPU would allocate much of what a step reads and writes at the start of the program around it.
 
-    It starts whatever is ready: the buffers that loops in the step fill, and what is computed from constants alone, such as a layer's weights from
-    those of all layers.
+    It starts whatever is ready: the buffers that loops in the step fill, and what is computed from constants alone,
+    such as a layer's weights from those of all layers.
     """
     if contains_loop(step.body.jaxpr):
         return True
@@ -240,7 +248,9 @@ def starts_early(step: LoopStep) -> bool:
 
 
 def _has_operands(eqn: Any) -> bool:
-    """Whether an equation reads operands from memory: XLA fuses their reading with elementwise operations and sums, but not with a product."""
+    """Whether an equation reads operands from memory: XLA fuses their reading with elementwise operations and sums, but
+    not with a product.
+    """
     return not (row_of(eqn).fuses or row_of(eqn).reads_fused)
 
 

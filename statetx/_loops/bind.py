@@ -1,9 +1,9 @@
 """Bind loops and branches whose bodies are jaxprs.
 
-`jax.lax.scan`, `while_loop` and `cond` trace the Python functions of their bodies. A function that only evaluates a jaxpr would be traced
-a second time, for the same equation. So the functions of this module bind the primitives to the jaxprs.
-`jax.lax` does more for bodies that return an input unchanged (it becomes a constant, or never enters the loop) or have
-effects, and it runs loops in Python under `jax.disable_jit`: these go through it.
+`jax.lax.scan`, `while_loop` and `cond` trace the Python functions of their bodies. A function that only evaluates a
+jaxpr would be traced a second time, for the same equation. So the functions of this module bind the primitives to the
+jaxprs. `jax.lax` does more for bodies that return an input unchanged (it becomes a constant, or never enters the loop)
+or have effects, and it runs loops in Python under `jax.disable_jit`: these go through it.
 
 Each function takes bodies and returns a function of arrays, which the table of structures keeps: the parameters of the
 primitives are then the same objects at every call, so that JAX finds them in its caches.
@@ -76,7 +76,9 @@ def while_loop(test: Body, body: Body, num_constants: int) -> Callable:
 
 
 def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
-    """``(index, *operands) -> outputs``, of these dtypes where they are not None; a bool picks the second of two bodies."""
+    """``(index, *operands) -> outputs``, of these dtypes where they are not None; a bool picks the second of two
+    bodies.
+    """
 
     def through_body(body: Body, *operands: Any) -> list:
         outs = zip(body((), *operands), dtypes, strict=True)

@@ -1,8 +1,8 @@
 """A loop of known length that is reversed from a bounded number of slots.
 
-The forward sweep stores the carry before some blocks of steps (`schedule`), and `reversal` reverses the blocks. Blocks of one step may
-keep residuals in free slots (`rows`), if that saves runs. The loops of a reversal have no reverse mode of their own, so higher derivatives
-are those of `nested` loops.
+The forward sweep stores the carry before some blocks of steps (`schedule`), and `reversal` reverses the blocks. Blocks
+of one step may keep residuals in free slots (`rows`), if that saves runs. The loops of a reversal have no reverse mode
+of their own, so higher derivatives are those of `nested` loops.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ class LoopOfSlots(DifferentiableLoop):
         return memory_for(self._num_blocks, self.slots, self.step, None, self.offload)
 
     def runs_a_step(self, schedule: Schedule, step: BackwardStep | None = None) -> float:
-        """How often a gradient runs each step by a schedule of the blocks, in the mean; `step` if slots hold its residuals."""
+        """How often a gradient runs each step by a schedule of the blocks, in the mean; `step` if slots hold its
+        residuals.
+        """
         num_runs = schedule.num_runs if step is None else runs_with_rerun(schedule, step)
         # A block runs once to be differentiated, and the rest of the loop, shorter than a block, twice.
         return (num_runs * self.block + 2 * self._rest) / self.length
@@ -180,8 +182,9 @@ class LoopOfSlots(DifferentiableLoop):
         return sweep
 
     def _make_reversal(self, diff_indices: tuple[int, ...], has_ct: tuple[bool, ...], settings: Any) -> Callable:
-        """``(primals, stored, cotangents) -> cotangents`` of the inputs at `diff_indices`; `has_ct`: which float outputs have
-        a cotangent."""
+        """``(primals, stored, cotangents) -> cotangents`` of the inputs at `diff_indices`; `has_ct`: which float
+        outputs have a cotangent.
+        """
 
         plan = self.plan(diff_indices, settings)
 
@@ -309,7 +312,7 @@ class _Reversal:
         if not num_blocks:
             return total
         if plan.step is None:
-            at_once = lambda i, carry, total: self._reverse_steps(i * block, block, carry, total)  # noqa: E731
+            at_once = lambda i, carry, total: self._reverse_steps(i * block, block, carry, total)
         else:
             at_once = self._reverse_in_loop if self._starts_early else self._reverse_step
         places = Places(self._advance, at_once, *((self._keep, self._pull_kept) if plan.is_mixed else ()))
@@ -319,7 +322,7 @@ class _Reversal:
     def _advance(self, first: Any, end: Any, carry: list) -> list:
         schedule, block = self._plan.schedule, self._loop.block
         mean_length = Fraction(schedule.num_ahead * block, schedule.num_leaves)
-        one = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]  # noqa: E731
+        one = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]
         return _jax.counted_fori_loop(first * block, end * block, one, carry, mean_length)
 
     # -- single steps --
@@ -344,7 +347,9 @@ class _Reversal:
 
     @property
     def _starts_early(self) -> bool:
-        """Whether much of the step that is differentiated at once would be in memory while steps before it are run ahead and kept."""
+        """Whether much of the step that is differentiated at once would be in memory while steps before it are run
+        ahead and kept.
+        """
         is_cpu = current.platform() == "cpu"
         return self._plan.is_mixed and is_cpu and starts_early(self._step)
 
@@ -377,12 +382,12 @@ class _Reversal:
         """Add the cotangents of a step.
 
         Args:
-            backward: computes them from residuals and the cotangents of the next carry and of the ys, and writes those of elements by its
-                first argument, ``(index, cotangent) -> cotangents of the xs``.
+            backward: computes them from residuals and the cotangents of the next carry and of the ys, and writes those
+                of elements by its first argument, ``(index, cotangent) -> cotangents of the xs``.
         """
         index = self._loop.index(i)
         ct_ys = [self._ct_y(n, index) for n in range(len(self._float_ys))]
-        write = lambda n, ct: jax.lax.dynamic_update_index_in_dim(total.xs[n], ct, index, 0)  # noqa: E731
+        write = lambda n, ct: jax.lax.dynamic_update_index_in_dim(total.xs[n], ct, index, 0)
         ct_constants, ct_carry, ct_xs = backward(write, residuals, total.carry, ct_ys)
         self._step.tick(self._step.length - i, "backward")
         sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]
@@ -399,7 +404,7 @@ class _Reversal:
     def _reverse_steps(self, first: Any, num: int, carry: list, total: _Cotangents) -> _Cotangents:
         # In reverse the last step of the block has its lowest position in xs.
         low = self._loop.index(first + num - 1) if self._step.reverse else first
-        part = lambda x: jax.lax.dynamic_slice_in_dim(x, low, num, 0)  # noqa: E731
+        part = lambda x: jax.lax.dynamic_slice_in_dim(x, low, num, 0)
         elements = [part(x) for x in self._xs]
 
         def run(diff_constants: list, diff_carry: list, diff_elements: list) -> tuple[list, list]:
@@ -444,8 +449,8 @@ def _expanded(values: list, is_given: tuple[bool, ...]) -> list:
 def _buffer(length: int, aval: Any, number: int) -> Any:
     """An array to be written in place.
 
-    The number must differ between buffers that are alive together. Otherwise XLA makes them as copies of one buffer, which is then
-    alive as long as they are.
+    The number must differ between buffers that are alive together. Otherwise XLA makes them as copies of one buffer,
+    which is then alive as long as they are.
     """
     buffer = _jax.empty(length, aval)
     return buffer + jnp.asarray(number, aval.dtype) if is_float(aval) and number else buffer

@@ -1,9 +1,11 @@
-"""The smallest set of values from which the backward part of a step can have its residuals again, by cheap operations only.
+"""The smallest set of values from which the backward part of a step can have its residuals again, by cheap operations
+only.
 
-The derivative of a nonlinear function is often another function of the same value: of a membrane potential v it wants the spike and the surrogate
-derivative, of a gate ``sigmoid(a)`` and ``sigmoid(a) (1 - sigmoid(a))``. To keep v or a is enough. In the graph of a step's values such a
-set separates the residuals from what is expensive (products, random numbers) or gone (the carry before the step): a minimum
-vertex cut, found as a maximum flow (Ford and Fulkerson 1956; augmenting paths of Edmonds and Karp 1972).
+The derivative of a nonlinear function is often another function of the same value: of a membrane potential v it wants
+the spike and the surrogate derivative, of a gate ``sigmoid(a)`` and ``sigmoid(a) (1 - sigmoid(a))``. To keep v or a is
+enough. In the graph of a step's values such a set separates the residuals from what is expensive (products, random
+numbers) or gone (the carry before the step): a minimum vertex cut, found as a maximum flow (Ford and Fulkerson 1956;
+augmenting paths of Edmonds and Karp 1972).
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Loops with a derivative of their own, and functions with the derivative of another function.
 
-A loop with checkpoints is a primitive (`_jax.call_loop`), so it is still one loop when it is mapped or differentiated later. `vmap`
-makes it the loop of the mapped step, which runs all examples together. A derivative taken after that counts all examples, and
-weights that they share get one cotangent; a mapped derivative would give each example its own, to be summed at the end.
+A loop with checkpoints is a primitive (`_jax.call_loop`), so it is still one loop when it is mapped or differentiated
+later. `vmap` makes it the loop of the mapped step, which runs all examples together. A derivative taken after that
+counts all examples, and weights that they share get one cotangent; a mapped derivative would give each example its own,
+to be summed at the end.
 
 A `vmap` around a derivative maps the equations of the derivative's rule, as for any other function.
 
-A gradient has an equation for each loop that it differentiates, with a note of the loop (`Differentiated`), which `loop_report` finds in any program.
+A gradient has an equation for each loop that it differentiates, with a note of the loop (`Differentiated`), which
+`loop_report` finds in any program.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ def with_derivative(fun: Callable, derivative: Callable) -> Callable:
     """`fun`, compiled, with a derivative of its own.
 
     Args:
-        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; None, and further ones, are zero.
+        derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; None, and further
+            ones, are zero.
     """
     compiled = jax.custom_jvp(bind.compiled(fun))
 
@@ -168,14 +171,15 @@ def linear_in_tangents(
 ) -> list[Any]:
     """The tangents of a loop's float outputs, as a linear map of `tangents` whose transpose is a reversal.
 
-    For the loop ``y = f(x)`` and the Jacobian J of f at x, forward mode applies J to the tangents by ``jax.jvp`` of `forward`, which
-    stores nothing. Reverse mode applies the transpose of J to cotangents by `reverse`, from what the forward sweep has stored.
+    For the loop ``y = f(x)`` and the Jacobian J of f at x, forward mode applies J to the tangents by ``jax.jvp`` of
+    `forward`, which stores nothing. Reverse mode applies the transpose of J to cotangents by `reverse`, from what the
+    forward sweep has stored.
 
     Args:
         tangents: the nonzero ones, by leaf of `primals`.
         forward: ``(*primals) -> outs``, differentiable in forward mode.
-        reverse: ``(primals, stored, indices of the tangents, cotangents) -> cotangents of these leaves``; a cotangent that is zero
-            is None.
+        reverse: ``(primals, stored, indices of the tangents, cotangents) -> cotangents of these leaves``; a cotangent
+            that is zero is None.
         note: of the loop, for the program that reverses it.
     """
     # Not `jax.custom_vjp`: it has no forward mode. Not JAX's own `linear_call`: it cannot be mapped (decision 6).
@@ -195,11 +199,12 @@ def linear_in_tangents(
     linear, operands = jvp, []
     has_rules = _jax.has_users_rule(note.loop.step.body.jaxpr)
     if has_rules and not _jax.is_eager():
-        # JAX runs `jvp` when it lowers the program. What a rule reads is a value of the running trace: it becomes a residual.
-        run = lambda *xs: jvp(list(xs[:num]), list(xs[num:]))  # noqa: E731
+        # JAX runs `jvp` when it lowers the program. What a rule reads is a value of the running trace: it becomes a
+        # residual.
+        run = lambda *xs: jvp(list(xs[:num]), list(xs[num:]))
         avals = [_jax.abstract(x) for x in (*leaves, *diff)]
         body = Body.close(*_jax.stage(run, avals, traced_for="scan", name=note.loop.step.name))
-        linear, operands = lambda res, ts: body(res[num:], *res[:num], *ts), body.operands  # noqa: E731
+        linear, operands = lambda res, ts: body(res[num:], *res[:num], *ts), body.operands
     residuals, rules_of = [*leaves, *operands], note.loop.step.name if has_rules else None
     return _jax.linear_call(
         linear, lambda res, cts: transpose(res[:num], cts), residuals, diff, types, rules_of=rules_of
@@ -276,7 +281,8 @@ def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, l
 def without_stored(args: tuple, tangents: dict[int, Any]) -> tuple[tuple, dict[int, Any]]:
     """The arguments ``(primals, stored, cotangents)`` of a reversal and their tangents, without those of `stored`.
 
-    What the forward sweep has stored are functions of the primals. A function that computes them again has no such argument.
+    What the forward sweep has stored are functions of the primals. A function that computes them again has no such
+    argument.
     """
     primals, stored, cts = args
     num, num_stored = len(jax.tree.leaves(primals)), len(jax.tree.leaves(stored))

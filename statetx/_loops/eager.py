@@ -1,4 +1,5 @@
-"""Loops under ``jax.disable_jit``: Python's own, whose bodies see concrete values and may print them or step through them.
+"""Loops under ``jax.disable_jit``: Python's own, whose bodies see concrete values and may print them or step through
+them.
 
 States take part as in the compiled loop. A call is atomic here too: its writes are undone if a step fails.
 """
@@ -152,7 +153,9 @@ def _without_gradient(tree: PyTree) -> PyTree:
 
 
 class _Mapped:
-    """The states of a scan that are not simply carried: those with an axis, split, or drawn from alike in every step."""
+    """The states of a scan that are not simply carried: those with an axis, split, or drawn from alike in
+    every step.
+    """
 
     def __init__(self, fun: Callable, length: int, rules: Rules, segments: _EagerSegments):
         self._fun = fun

@@ -1,7 +1,8 @@
 """Derivatives of parts that are left out of an output.
 
-A part of weight 0 adds nothing to a mean, and its cotangent is 0. JAX multiplies this 0 with the derivatives of the part. Where they are NaN or infinite, as
-those of a mean over nothing, 0/0, the products are NaN. So the tangents of the part's inputs, and with them its cotangents, are replaced by 0, too.
+A part of weight 0 adds nothing to a mean, and its cotangent is 0. JAX multiplies this 0 with the derivatives of the
+part. Where they are NaN or infinite, as those of a mean over nothing, 0/0, the products are NaN. So the tangents of the
+part's inputs, and with them its cotangents, are replaced by 0, too.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def with_left_out(
         (group,) = members
         return body((), *inputs) if group is None else _masked(body.jaxpr, inputs, is_left_out(group))
 
-    # Outputs of other groups need the tangents of the inputs. So each group has its own from a copy of the equations, which is dead code where nothing
-    # is differentiated. Callbacks in it would run twice.
+    # Outputs of other groups need the tangents of the inputs. So each group has its own from a copy of the equations,
+    # which is dead code where nothing is differentiated. Callbacks in it would run twice.
     outs = body((), *inputs)
     for group, positions in members.items():
         if group is None or body.jaxpr.effects:

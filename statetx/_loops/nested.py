@@ -1,8 +1,9 @@
 """Loops in loops of a step, each rematerialized: in reverse, they run steps again instead of storing all residuals.
 
-They consist of JAX's own `scan` and `checkpoint`, so they are differentiated in every order and mode. A turn is a region, whose input is a carry. A leaf of it may
-be stored in an exact format, as any input of a region. The format says nothing of the carry before the first step: a turn that begins with this one takes it from
-where the caller has it, as slots do (`rows`).
+They consist of JAX's own `scan` and `checkpoint`, so they are differentiated in every order and mode. A turn is a
+region, whose input is a carry. A leaf of it may be stored in an exact format, as any input of a region. The format says
+nothing of the carry before the first step: a turn that begins with this one takes it from where the caller has it, as
+slots do (`rows`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def nested(step: LoopStep, lengths: Sequence[int], *, offload: bool = False, kee
 
     Args:
         offload: whether the outermost loop stores its carries in the host's memory.
-        keeps_all: whether what the step's policy saves is stored for all steps, rather than for those of one inner loop.
+        keeps_all: whether what the step's policy saves is stored for all steps, rather than for those of one inner
+            loop.
     """
     run = _Nested(step, lengths, offload, keeps_all)
 
@@ -65,8 +67,8 @@ class _OffloadedCarries:
 class _Nested:
     """The loops by their level, 0 for the outermost.
 
-    A loop of level i runs ``lengths[i]`` turns; a turn of the last level is a step, a turn of another is a loop of the next level. A
-    remainder of the length is one more, shorter turn at the end of the loop.
+    A loop of level i runs ``lengths[i]`` turns; a turn of the last level is a step, a turn of another is a loop of the
+    next level. A remainder of the length is one more, shorter turn at the end of the loop.
     """
 
     def __init__(self, step: LoopStep, lengths: Sequence[int], offload: bool, keeps_all: bool):
@@ -81,7 +83,8 @@ class _Nested:
         if offload:
             self._policies[0] = _OffloadedCarries(self._policies[0])
 
-        # The leaves of the carry that are stored in another format, and those of them whose first value may not have it.
+        # The leaves of the carry that are stored in another format, and those of them whose first value may not have
+        # it.
         rows = [] if offload else step.rows
         self._formats = {n: row.format for n, row in enumerate(rows) if row.format is not None}
         self._firsts = [n for n in self._formats if not rows[n].is_exact_first]
@@ -93,8 +96,8 @@ class _Nested:
         if self._formats:
             self._policies = [_saving(p, n) for p, n in zip(self._policies, self._numbers, strict=True)]
 
-        # JAX's policy of the whole loop, if it is a fenced region. It saves the outermost carries, and what the step saves if that is
-        # for all steps: then it shares the step's number.
+        # JAX's policy of the whole loop, if it is a fenced region. It saves the outermost carries, and what the step
+        # saves if that is for all steps: then it shares the step's number.
         self.policy: KeepMarked | None = None
         if step.fence is not None and not offload:
             is_shared = policy is not None and (keeps_all or len(lengths) == 1)
@@ -141,8 +144,8 @@ class _Nested:
             return self._step.rematerialized(constants, carry, xs)
 
         def run(constants: list, carry: list, xs: list) -> tuple[list, list]:
-            # Named in the region of a turn, whose policy offloads the names. A region around the loop would divide into a loop that
-            # brings the carries of all turns back to the device, and one that reads them there.
+            # Named in the region of a turn, whose policy offloads the names. A region around the loop would divide into
+            # a loop that brings the carries of all turns back to the device, and one that reads them there.
             if is_offloaded:
                 carry = [_jax.named(x, _CARRY) for x in carry]
             carry = self._in_formats(i, constants, carry)

@@ -1,16 +1,19 @@
 """A loop of unknown length that is reversed from a bounded number of slots.
 
-The first carries fill the slots. From then on the forward sweep decides after every `_distance` steps whether to store the carry, and in place of which
-stored one: as a reversal that began at the next decision would have the fewest runs. The reversal knows the number of steps and continues as in
-`checkpointed`, with the slots that become free. Slots hold carries only, in the formats of `rows`.
+The first carries fill the slots. From then on the forward sweep decides after every `_distance` steps whether to store
+the carry, and in place of which stored one: as a reversal that began at the next decision would have the fewest runs.
+The reversal knows the number of steps and continues as in `checkpointed`, with the slots that become free. Slots hold
+carries only, in the formats of `rows`.
 
-A carry that was not stored, or dropped, is lost, so that the loop can run more steps than the optimum for a known length (`num_runs`). For every length up to
-3,000 it runs at most 1.05 times as many with 4 to 20 slots, 1.07 with 3, 1.11 with 2, and as many with 1; the mean over the lengths is at most 1.016. With 30 to 1,000
-slots, in samples, at most 1.09. Long loops are nearer: 100,000 steps at most 1.02 with 2 to 100 slots.
+A carry that was not stored, or dropped, is lost, so that the loop can run more steps than the optimum for a known
+length (`num_runs`). For every length up to 3,000 it runs at most 1.05 times as many with 4 to 20 slots, 1.07 with 3,
+1.11 with 2, and as many with 1; the mean over the lengths is at most 1.016. With 30 to 1,000 slots, in samples, at most
+1.09. Long loops are nearer: 100,000 steps at most 1.02 with 2 to 100 slots.
 
-Source: to replace stored states by later ones is the idea of online checkpointing. Stumm and Walther 2010, "New algorithms for optimal online
-checkpointing", do it optimally for short loops. Wang, Moin and Iaccarino 2009, "Minimal repetition dynamic checkpointing algorithm for unsteady adjoint
-calculation", minimize the most runs of a step for any length; simulated, that takes up to 1.25 times as many in all as the optimum. Here the count decides.
+Source: to replace stored states by later ones is the idea of online checkpointing. Stumm and Walther 2010, "New
+algorithms for optimal online checkpointing", do it optimally for short loops. Wang, Moin and Iaccarino 2009, "Minimal
+repetition dynamic checkpointing algorithm for unsteady adjoint calculation", minimize the most runs of a step for any
+length; simulated, that takes up to 1.25 times as many in all as the optimum. Here the count decides.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class _OnlineSweep(NamedTuple):
 
 
 class _SlotPositions(NamedTuple):
-    """Slot i is row ``rows[i]`` of the pools, and holds the carry before step ``positions[i]``. Positions rise from 0, which is in row 0.
+    """Slot i is row ``rows[i]`` of the pools, and holds the carry before step ``positions[i]``. Positions rise from 0,
+    which is in row 0.
 
     Row `free` is for the present carry: its slot is the last then. The number of slots stands for none.
     """
@@ -65,7 +69,9 @@ class _SlotPositions(NamedTuple):
 
 
 class StoredOnline(NamedTuple):
-    """What the forward sweep leaves for the reversal: slots as in `_SlotPositions`, the last one in use, the number of steps."""
+    """What the forward sweep leaves for the reversal: slots as in `_SlotPositions`, the last one in use, the number of
+    steps.
+    """
 
     pools: list
     rows: Any
@@ -75,7 +81,8 @@ class StoredOnline(NamedTuple):
 
 
 def while_loop(test: Body, step: LoopStep, slots: int | None, max_steps: int | None) -> Callable:
-    """``(constants of the test, constants of the body, carry) -> carry``, differentiable in reverse mode if it has slots.
+    """``(constants of the test, constants of the body, carry) -> carry``, differentiable in reverse mode if it has
+    slots.
 
     Args:
         test: ``(*constants, *carry) -> bool``.
@@ -89,7 +96,8 @@ def while_loop(test: Body, step: LoopStep, slots: int | None, max_steps: int | N
 def num_runs(length: int, slots: int) -> int:
     """How often a gradient runs the body of a loop that ends after so many steps.
 
-    Exact up to 16 million; from there on sums are rounded to float32, and a compiled loop may decide otherwise where two choices cost nearly the same.
+    Exact up to 16 million; from there on sums are rounded to float32, and a compiled loop may decide otherwise where
+    two choices cost nearly the same.
     """
     # As `OnlineLoop.store` does.
     splits = _splits(slots)
@@ -105,19 +113,22 @@ def num_runs(length: int, slots: int) -> int:
 
 
 def _dropped(splits: schedule.SplitTable, positions: Any, count: Any) -> Any:
-    """The slot whose carry to drop for the one after `count` steps; the number of slots if this one is not worth a slot.
+    """The slot whose carry to drop for the one after `count` steps; the number of slots if this one is not worth a
+    slot.
 
     Args:
         positions: of all slots.
 
-    Each of c + 1 carries has a segment, which ends at the next one; the last ends at the next decision. To drop carry k + 1 leaves c segments. Segments 0,
-    ..., k - 1 have c, ..., c - k + 1 slots; then segments k and k + 1, as one, have c - k; and segments k + 2, ..., c have c - k - 1, ..., 1.
+    Each of c + 1 carries has a segment, which ends at the next one; the last ends at the next decision. To drop carry k
+    + 1 leaves c segments. Segments 0, ..., k - 1 have c, ..., c - k + 1 slots; then segments k and k + 1, as one, have
+    c - k; and segments k + 2, ..., c have c - k - 1, ..., 1.
     """
     xp: Any = np if isinstance(positions, np.ndarray) else jnp
     bounds = xp.concatenate([positions, xp.stack([count, count + _distance(count)])])
     lengths = bounds[1:] - bounds[:-1]
     segment, following = lengths[:-1], lengths[1:]
-    # Entry k is a(l, c - k). As a(l, s) = r l - beta(s + 1, r - 1), it is the sum over r of what l has beyond L_s(r) = beta(s, r).
+    # Entry k is a(l, c - k). As a(l, s) = r l - beta(s + 1, r - 1), it is the sum over r of what l has beyond L_s(r) =
+    # beta(s, r).
     limits = splits.rows[None, :0:-1]
     beyond = xp.maximum(xp.stack([segment, following, segment + following])[..., None] - limits, 0)
     segment, following, both = beyond.sum(-1, np.float32)
@@ -125,7 +136,8 @@ def _dropped(splits: schedule.SplitTable, positions: Any, count: Any) -> Any:
 
 
 def _distance(count: Any) -> Any:
-    """The steps from one decision to the next: a power of two between a quarter and half of the root of `count`, and 1 at least.
+    """The steps from one decision to the next: a power of two between a quarter and half of the root of `count`, and 1
+    at least.
 
     The steps after the last decision have one slot. So they run ahead at most ``count / 8`` times in all.
     """
@@ -134,8 +146,8 @@ def _distance(count: Any) -> Any:
 
 @functools.lru_cache(64)
 def _splits(slots: int) -> schedule.SplitTable:
-    # The number of steps is traced, so the table is for the largest int32, with a bounded number of columns: enough for 131,000 steps with 2 slots, 6.8
-    # million with 3. Longer loops run many times the optimum.
+    # The number of steps is traced, so the table is for the largest int32, with a bounded number of columns: enough for
+    # 131,000 steps with 2 slots, 6.8 million with 3. Longer loops run many times the optimum.
     return schedule.table(2**31 - 1, schedule.leaves(slots), 1, max(_LEAST_COLUMNS, _MOST_ENTRIES // slots))
 
 
@@ -227,7 +239,8 @@ class OnlineLoop:
             sweep, slots = loop
             end = sweep.count + jnp.where(sweep.count < num, 1, _distance(sweep.count))
             sweep = jax.lax.while_loop(lambda s: s.continues & (s.count < end), one, sweep)
-            # A branch, since with as many slots as steps this would be computed in each step. The first carries have the slots in order.
+            # A branch, since with as many slots as steps this would be computed in each step. The first carries have
+            # the slots in order.
             slots = jax.lax.cond(
                 sweep.continues & (sweep.count >= num),
                 lambda: decided(slots, sweep.count),
@@ -236,11 +249,13 @@ class OnlineLoop:
             return sweep, slots
 
         def to_store(loop: tuple[_OnlineSweep, _SlotPositions, list]) -> tuple[_OnlineSweep, _SlotPositions, list]:
-            """Store the carry, and run until one is to be stored again. The pools pass through this loop only: XLA copies what a loop carries."""
+            """Store the carry, and run until one is to be stored again. The pools pass through this loop only: XLA
+            copies what a loop carries.
+            """
             sweep, slots, pools = loop
             pools = self._memory.write(pools, slots.free, sweep.carry)
             slots = slots._replace(free=jnp.full_like(slots.free, num))
-            is_passing = lambda loop: loop[0].continues & (loop[1].free == num)  # noqa: E731
+            is_passing = lambda loop: loop[0].continues & (loop[1].free == num)
             return *jax.lax.while_loop(is_passing, to_decision, (sweep, slots)), pools
 
         # Where devices of a shard_map may run different numbers of steps, counts vary as the condition does.
@@ -286,8 +301,8 @@ class OnlineLoop:
         if not any(row.format for row in step.rows):
             return bind.compiled(reverse)
 
-        # Codes have no tangents, but what they stand for may, such as spikes with a surrogate derivative. So a derivative of the reversal is that of
-        # another sweep and reversal, whose slots hold carries unchanged.
+        # Codes have no tangents, but what they stand for may, such as spikes with a surrogate derivative. So a
+        # derivative of the reversal is that of another sweep and reversal, whose slots hold carries unchanged.
         unchanged = type(self)(self._test, step.with_unchanged_carries(), self.slots, self.max_steps)
 
         def reverse_unchanged(primals: tuple, ct_carry: list) -> tuple[list, list]:

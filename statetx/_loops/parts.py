@@ -1,7 +1,7 @@
 """The loop over the parts of a batch: outputs are reduced as the loop goes, states take part by their rules.
 
-A `Turns` is the loop over consecutive parts of equal size. A batch that does not divide evenly has two of them, one after the other; `Progress`
-passes from the first to the second what is left to do with each state and output.
+A `Turns` is the loop over consecutive parts of equal size. A batch that does not divide evenly has two of them, one
+after the other; `Progress` passes from the first to the second what is left to do with each state and output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class EqualParts(NamedTuple):
     """Parts of equal size: `num` of them, the first of which begins at example `start` of the batch.
 
     Attributes:
-        is_interleaved: whether part k has every `num`-th example, beginning with the k-th, in place of consecutive ones.
+        is_interleaved: whether part k has every `num`-th example, beginning with the k-th, in place of consecutive
+            ones.
     """
 
     start: int
@@ -90,9 +91,9 @@ class Progress:
 class Turns:
     """The loop over parts of equal size.
 
-    Inputs of the loop's body, in order: operands, shared states, first values of kept states; the number of the turn, accumulated outputs, carried
-    states, accumulated kept states; the weight, keys, examples, slices of states. Outputs: the carries, then stacked outputs and
-    slices of states.
+    Inputs of the loop's body, in order: operands, shared states, first values of kept states; the number of the turn,
+    accumulated outputs, carried states, accumulated kept states; the weight, keys, examples, slices of states. Outputs:
+    the carries, then stacked outputs and slices of states.
 
     Args:
         staged: the function of one part; its arguments are the examples.
@@ -118,10 +119,8 @@ class Turns:
 
     def _arranged(self) -> Body:
         staged = self._staged
-        states = lambda inputs: [v for i in inputs for v in staged.state_vars(i)]  # noqa: E731
-        written = lambda inputs: [  # noqa: E731
-            v for i in inputs for v in staged.written_vars.get(id(i.state), staged.state_vars(i))
-        ]
+        states = lambda inputs: [v for i in inputs for v in staged.state_vars(i)]
+        written = lambda inputs: [v for i in inputs for v in staged.written_vars.get(id(i.state), staged.state_vars(i))]
         kept, mapped = [i for i, _ in self._kept], [i for i, _ in self._mapped]
         constants = [*staged.operand_vars, *states(self._shared), *states(kept)]
         invars = [*constants, *states(self._carried), *states(self._split), *staged.arg_vars, *states(mapped)]
@@ -144,10 +143,10 @@ class Turns:
             accumulated, carry = carry[:num_acc], carry[num_acc:]
             carried, accumulated_states = carry[: len(carried_avals)], carry[len(carried_avals) :]
 
-            is_left_out = lambda how: w == 0 if how == "mean" else count != (0 if how == "first" else num - 1)  # noqa: E731
+            is_left_out = lambda how: w == 0 if how == "mean" else count != (0 if how == "first" else num - 1)
             outs = with_left_out(inner, [*constants, *carried, *xs], groups, is_left_out)
             outs, written = outs[:num_outs], outs[num_outs:]
-            add = lambda how, total, x: _add(how, total, x, w, count)  # noqa: E731
+            add = lambda how, total, x: _add(how, total, x, w, count)
             totals = [
                 add(self._reductions[n], total, outs[n])
                 for n, total in zip(self._accumulated, accumulated, strict=True)
@@ -163,7 +162,7 @@ class Turns:
 
     def _groups(self, is_weighted: bool) -> list[str | None]:
         """For each output of `_arranged`, how it is reduced if parts may be left out of it, and None otherwise."""
-        num_leaves = lambda inputs: sum(len(i.values) for i in inputs)  # noqa: E731
+        num_leaves = lambda inputs: sum(len(i.values) for i in inputs)
         kept = [how for i, how in self._kept for _ in i.values]
         carried, sliced = [None] * num_leaves(self._carried), [None] * num_leaves(self._sliced)
         leaving_out = {"first", "last", "mean"} if is_weighted else {"first", "last"}
@@ -304,14 +303,15 @@ def part_type(rules: Rules, state: Any, aval: Any, batch: int, size: int) -> Any
     shape = list(aval.shape)
     if not -len(shape) <= axis < len(shape) or shape[axis] != batch:
         raise StateValueError(
-            f"{rules.name}: {_states.describe(state, path=rules.path(state))} has its examples along axis {axis} by states=, and is "
+            f"{rules.name}: {_states.describe(state, path=rules.path(state))} has its examples along axis {axis} by "
+            f"states=, and is "
             f"{type_str(aval)}: the batch has {batch}."
         )
     shape[axis] = size
     return aval.update(shape=tuple(shape), weak_type=False)
 
 
-# -- reductions --------------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------------------------
 
 
 def _narrowed(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -342,8 +342,8 @@ def _add(how: str, total: Any, x: Any, weight: Any, count: Any) -> Any:
         return jax.lax.convert_element_type(x, total.dtype) if total.dtype != x.dtype else x
     if how == "sum":
         return total + x.astype(total.dtype)
-    # Weighted before it is added, so that the sum needs no division, a second array, in the end. In float32 at least: 3/10 in bfloat16
-    # is off by one part in 500.
+    # Weighted before it is added, so that the sum needs no division, a second array, in the end. In float32 at least:
+    # 3/10 in bfloat16 is off by one part in 500.
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(total.dtype, jnp.float32)
     if isinstance(weight, float):

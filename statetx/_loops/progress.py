@@ -31,7 +31,7 @@ class Bars:
     def tick(self, done: Any, phase: str = "") -> None:
         """Called while tracing, with the number of steps done in this phase."""
         is_due = (done % self._every == 0) | (done == self._length)
-        show = lambda n: self._show(int(n), phase)  # noqa: E731
+        show = lambda n: self._show(int(n), phase)
         # In a branch, so that a step that is not due makes no call to the host.
         jax.lax.cond(is_due, lambda n: jax.debug.callback(show, n), lambda n: None, done)
 

@@ -1,8 +1,8 @@
 """The reversal of a loop from slots, by a schedule of splits and leaves (see `schedule`).
 
-The forward sweep has stored the carry before some steps. The reversal runs forward from the nearest stored carry and stores
-carries again in the slots that have become free, until what is left before the last reversed step is a leaf. It is a nest of loops
-without a branch, in which the body stands at four places,
+The forward sweep has stored the carry before some steps. The reversal runs forward from the nearest stored carry and
+stores carries again in the slots that have become free, until what is left before the last reversed step is a leaf. It
+is a nest of loops without a branch, in which the body stands at four places,
 
     while steps are left:
         while they are not a leaf:
@@ -12,8 +12,8 @@ without a branch, in which the body stands at four places,
         at once: the last step of the leaf
         for all steps of the leaf but the last, in reverse: pull
 
-so the size of the compiled program depends on neither length nor slots. `keep` stores what a step leaves for its derivative in the free slots, `pull`
-differentiates it from there, and `at once` does both without storing.
+so the size of the compiled program depends on neither length nor slots. `keep` stores what a step leaves for its
+derivative in the free slots, `pull` differentiates it from there, and `at once` does both without storing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Places(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """Between two leaves: the slots up to `top` hold carries before steps that are still to be reversed, the first `left` ones."""
+    """Between two leaves: the slots up to `top` hold carries before steps that are still to be reversed, the first
+    `left` ones.
+    """
 
     pools: list
     positions: Any
@@ -86,7 +88,8 @@ class _Outer(NamedTuple):
 class _Inner(NamedTuple):
     """On the way to a leaf: `carry` is the carry before step `step`, which belongs to slot `top`.
 
-    If it is not in this slot yet, ``positions[top]`` is not valid yet. `advance` is how far it goes from there; 0 if what is left is a leaf.
+    If it is not in this slot yet, ``positions[top]`` is not valid yet. `advance` is how far it goes from there; 0 if
+    what is left is a leaf.
     """
 
     pools: list
@@ -155,7 +158,9 @@ def reverse_steps(
         return _Outer(pools, inner.positions, inner.top - 1, left, result, inner.num_ahead)
 
     def reverse_kept(first: Any, left: Any, pools: list, carry: list, result: Any) -> tuple[list, Any, Any]:
-        """Reverse the steps of a leaf, from `first` to ``left - 1``: the pools, the result, and how many steps are left."""
+        """Reverse the steps of a leaf, from `first` to ``left - 1``: the pools, the result, and how many steps are
+        left.
+        """
         keep, pull = places.keep, places.pull
         assert keep is not None and pull is not None
 
@@ -168,14 +173,16 @@ def reverse_steps(
             result, n = loop[0], loop[1] - 1
             return pull(first + n, slots.kept(pools, n), result), n
 
-        # What follows a loop is computed from its counter. With ``left - 1`` for `last`, what `at_once` computes from its number alone, such as its
-        # element of xs, would be there, and take memory, while steps are kept. With `first` for the steps left XLA would not see that the
-        # pools are written again only after the pulls, and copy them.
-        is_kept = lambda loop: _counted(loop[0] < left - 1, mean_kept)  # noqa: E731
+        # What follows a loop is computed from its counter. With ``left - 1`` for `last`, what `at_once` computes from
+        # its number alone, such as its element of xs, would be there, and take memory, while steps are kept. With
+        # `first` for the steps left XLA would not see that the pools are written again only after the pulls, and copy
+        # them.
+        is_kept = lambda loop: _counted(loop[0] < left - 1, mean_kept)
         last, pools, carry = jax.lax.while_loop(is_kept, keep_one, (first, pools, carry))
         result = places.at_once(last, carry, result)
-        # Found by trial: with the number first XLA left a gap as large as a leaf of the carry in one of 26 programs (dropout).
-        has_kept = lambda loop: _counted(loop[1] > 0, mean_kept)  # noqa: E731
+        # Found by trial: with the number first XLA left a gap as large as a leaf of the carry in one of 26 programs
+        # (dropout).
+        has_kept = lambda loop: _counted(loop[1] > 0, mean_kept)
         result, num_kept = jax.lax.while_loop(has_kept, pull_one, (result, last - first))
         return pools, result, first + num_kept
 

@@ -1,9 +1,10 @@
 """Slots: memory for some carries, whose free part holds what steps keep for their derivatives (residuals).
 
-The slots are arrays of rows, *pools*: one for each type among the leaves of the carry. A carry takes as many rows of a pool as it has leaves of that
-type; carries fill a pool from the front, slot by slot, and residuals from the back, step by step.
-A leaf of the carry may be stored in an exact format, eight 0s and 1s to a byte: its pool then has rows of codes. A policy knows what a step returns, and
-nothing of the carry before the first step: this one is in slot 0, and is taken from where the caller has it.
+The slots are arrays of rows, *pools*: one for each type among the leaves of the carry. A carry takes as many rows of a
+pool as it has leaves of that type; carries fill a pool from the front, slot by slot, and residuals from the back, step
+by step. A leaf of the carry may be stored in an exact format, eight 0s and 1s to a byte: its pool then has rows of
+codes. A policy knows what a step returns, and nothing of the carry before the first step: this one is in slot 0, and is
+taken from where the caller has it.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class SlotMemory:
         residual_avals: the types of the residuals of a step; None if the slots are to hold carries only.
         offload: whether the pools are in the host's memory. They hold no residuals then.
     Attributes:
-        leaves: for 0 to `num` free slots, how many steps can be reversed from the residuals that these hold (see `schedule`).
+        leaves: for 0 to `num` free slots, how many steps can be reversed from the residuals that these hold (see
+            `schedule`).
     """
 
     def __init__(
@@ -160,9 +162,11 @@ class SlotMemory:
         return None if others and pack is None else _ResidualLayout(places, rows, pack)
 
     def _balanced(self, layout: _ResidualLayout, own: list[int | None]) -> _ResidualLayout:
-        """The layout with residuals of the pool that is full first moved to the pack, while this makes room for more steps.
+        """The layout with residuals of the pool that is full first moved to the pack, while this makes room for more
+        steps.
 
-        A carry with one scalar among arrays leaves room for one scalar of a step. Any number of them fits into a row of the arrays.
+        A carry with one scalar among arrays leaves room for one scalar of a step. Any number of them fits into a row of
+        the arrays.
         """
         while True:
             shares = self._shares(layout)
@@ -271,8 +275,9 @@ class SlotMemory:
         return residuals
 
 
-# `jax.vmap` makes gathers and scatters of dynamic slices, with indices in the device's memory, which JAX refuses for an array in the host's. The
-# examples have one schedule: a row of all of them is a slice of the pool, along an axis further back.
+# `jax.vmap` makes gathers and scatters of dynamic slices, with indices in the device's memory, which JAX refuses for an
+# array in the host's. The examples have one schedule: a row of all of them is a slice of the pool, along an axis
+# further back.
 
 
 @functools.cache

@@ -1,38 +1,44 @@
 """When to store what: the schedule of reversing a loop with a bounded number of slots.
 
-A slot holds the state (the carry) before some step, or, while nothing else needs it, what steps keep for their derivatives (residuals).
-To reverse `l` steps of which the first state is at hand, with `s` slots free for them, that of the first state included:
+A slot holds the state (the carry) before some step, or, while nothing else needs it, what steps keep for their
+derivatives (residuals). To reverse `l` steps of which the first state is at hand, with `s` slots free for them, that of
+the first state included:
 
-- If ``l <= m_s``, they are a *leaf*: run them once, keep the residuals of all but the last in the free slots, and reverse them
-  without another run. A leaf of m steps keeps m - 1 residuals, since the last step is differentiated at once, and its first state
-  needs no slot while the leaf is reversed: ``m_s = 1 + floor(s S / R)``, for S bytes of a carry and R bytes of residuals.
-- Otherwise *split* them: advance `i` steps, store the state there, reverse the last `l - i` steps with the ``s - 1`` slots that are left,
-  then the first `i` with all `s` again. This runs `i` steps ahead of their reversal.
+- If ``l <= m_s``, they are a *leaf*: run them once, keep the residuals of all but the last in the free slots, and
+  reverse them without another run. A leaf of m steps keeps m - 1 residuals, since the last step is differentiated at
+  once, and its first state needs no slot while the leaf is reversed: ``m_s = 1 + floor(s S / R)``, for S bytes of a
+  carry and R bytes of residuals.
+- Otherwise *split* them: advance `i` steps, store the state there, reverse the last `l - i` steps with the ``s - 1``
+  slots that are left, then the first `i` with all `s` again. This runs `i` steps ahead of their reversal.
 
-Leaves end a branch of the splits and nothing else does: to keep residuals first and to split what is left is never better than to split first and
-to keep later, when the slots are free. The runs of the body ahead of the reversal, a(l, s), are therefore
+Leaves end a branch of the splits and nothing else does: to keep residuals first and to split what is left is never
+better than to split first and to keep later, when the slots are free. The runs of the body ahead of the reversal, a(l,
+s), are therefore
 
     a(l, s) = 0 if l <= m_s, else min over i of  i + a(l - i, s - 1) + a(i, s).
 
-**Thresholds.** Let ``L_s(t)`` be the longest segment that it pays to reverse if one more step in it may cost up to `t` runs ahead. In
-the first part of a split each step has been run ahead once, so that `t - 1` are left for it:
+**Thresholds.** Let ``L_s(t)`` be the longest segment that it pays to reverse if one more step in it may cost up to `t`
+runs ahead. In the first part of a split each step has been run ahead once, so that `t - 1` are left for it:
 
     L_s(t) = m_s                          if t < kappa_s,
              L_s(t - 1) + L_{s-1}(t)      otherwise,
 
-where ``kappa_s = 1 + min over 1 <= j <= s of (m_s - m_{s-j}) / (m_{s-1} + ... + m_{s-j})`` is the price of a step at which a leaf of m_s is first
-split: by j splits at once it becomes leaves of m_s, m_{s-1}, ..., m_{s-j}, for ``j m_s`` steps ahead less those that the leaf would not have run.
-A segment of l steps is split so that both parts are of the least t with ``L_s(t) >= l``: ``i = min(L_s(t - 1), l - L_{s-1}(t'))``, where t' is the
-threshold before t. The splits are found in a table of L over some thresholds, on the host and in the compiled program, with one row to read.
+where ``kappa_s = 1 + min over 1 <= j <= s of (m_s - m_{s-j}) / (m_{s-1} + ... + m_{s-j})`` is the price of a step at
+which a leaf of m_s is first split: by j splits at once it becomes leaves of m_s, m_{s-1}, ..., m_{s-j}, for ``j m_s``
+steps ahead less those that the leaf would not have run. A segment of l steps is split so that both parts are of the
+least t with ``L_s(t) >= l``: ``i = min(L_s(t - 1), l - L_{s-1}(t'))``, where t' is the threshold before t. The splits
+are found in a table of L over some thresholds, on the host and in the compiled program, with one row to read.
 
-Without residuals in slots m_s = 1, kappa_s = 1, the thresholds are whole numbers r, and ``L_s(r) = C(s + r, s)``: the binomial schedule
-(Griewank and Walther 2000, Algorithm 799: revolve), which is optimal. With residuals (Maddison 2024, arXiv 2305.09568, stores both) the table errs upward,
-since the runs of a segment are not quite convex in its length: by less than 0.5% for up to 1,000 steps. Small schedules are searched exactly.
+Without residuals in slots m_s = 1, kappa_s = 1, the thresholds are whole numbers r, and ``L_s(r) = C(s + r, s)``: the
+binomial schedule (Griewank and Walther 2000, Algorithm 799: revolve), which is optimal. With residuals (Maddison 2024,
+arXiv 2305.09568, stores both) the table errs upward, since the runs of a segment are not quite convex in its length: by
+less than 0.5% for up to 1,000 steps. Small schedules are searched exactly.
 
-In JAX the forward sweep is over before a cotangent exists: what follows the loop is one step more, the last to be reached and the
-first to be reversed. The sweep stores carries only, with c slots the states before segments of n_c, ..., n_1 steps, each of
-which is reversed with as many slots as its number says. Each of the n steps runs once in the sweep and once to be differentiated: ``2 n`` runs and
-the sum of ``a(n_s, s)``; in the binomial schedule this is ``t(n + 1, c) + n`` with ``t(l, s) = r l - beta(s + 1, r - 1)``.
+In JAX the forward sweep is over before a cotangent exists: what follows the loop is one step more, the last to be
+reached and the first to be reversed. The sweep stores carries only, with c slots the states before segments of n_c,
+..., n_1 steps, each of which is reversed with as many slots as its number says. Each of the n steps runs once in the
+sweep and once to be differentiated: ``2 n`` runs and the sum of ``a(n_s, s)``; in the binomial schedule this is
+``t(n + 1, c) + n`` with ``t(l, s) = r l - beta(s + 1, r - 1)``.
 """
 
 from __future__ import annotations
@@ -69,7 +75,9 @@ def repetitions(length: int, slots: int) -> int:
 
 
 def slots_for(length: int, runs_ahead: int) -> int:
-    """The least number of slots for a loop of `length` steps, none of which runs more often than this ahead of its reversal."""
+    """The least number of slots for a loop of `length` steps, none of which runs more often than this ahead of its
+    reversal.
+    """
     slots = 1
     while beta(slots, runs_ahead) < length + 1:
         slots += 1
@@ -77,7 +85,9 @@ def slots_for(length: int, runs_ahead: int) -> int:
 
 
 def num_evaluations(length: int, slots: int) -> int:
-    """The fewest runs of the body for a loop and its reversal, with this many slots of carries, the initial state's counted."""
+    """The fewest runs of the body for a loop and its reversal, with this many slots of carries, the initial state's
+    counted.
+    """
     r = repetitions(length + 1, slots)
     return r * (length + 1) - beta(slots + 1, r - 1) + length
 
@@ -89,8 +99,8 @@ class SplitTable(NamedTuple):
     """Splits by thresholds.
 
     Attributes:
-        rows: ``L_s(t)`` at ``[s, column of t]``, int32, at most the loop's length. Column 0 holds the leaves, ``m_s``; the last
-            one is for every t beyond the others.
+        rows: ``L_s(t)`` at ``[s, column of t]``, int32, at most the loop's length. Column 0 holds the leaves, ``m_s``;
+            the last one is for every t beyond the others.
         before: for each column the one of the largest threshold up to ``t - 1``.
     """
 
@@ -98,7 +108,9 @@ class SplitTable(NamedTuple):
     before: Any
 
     def split(self, length: Any, slots: Any) -> Any:
-        """How far to advance before the next state is stored; 0 for a leaf. For numbers and NumPy as well as for traced values."""
+        """How far to advance before the next state is stored; 0 for a leaf. For numbers and NumPy as well as for traced
+        values.
+        """
         xp: Any = np if isinstance(self.rows, np.ndarray) else jnp
         row = self.rows[slots]
         column = (row < length).sum()
@@ -121,8 +133,8 @@ class Schedule(NamedTuple):
 
     Attributes:
         splits: of its segments.
-        segments: the lengths of the segments between the states that the forward sweep stores. The first is reversed with all slots, each
-            further one with one slot less.
+        segments: the lengths of the segments between the states that the forward sweep stores. The first is reversed
+            with all slots, each further one with one slot less.
         num_ahead: runs of steps ahead of their reversal, those of the forward sweep excluded.
         num_leaves: how many leaves are reversed; the others of the steps are kept.
     """
@@ -154,7 +166,9 @@ def leaves(slots: int, numerator: int = 0, denominator: int = 1) -> tuple[int, .
 
 @functools.lru_cache(512)
 def schedule(length: int, leaves: tuple[int, ...]) -> Schedule:
-    """The schedule with the fewest runs for a loop of `length` steps; `leaves` are ``m_0, m_1, ...`` up to all slots."""
+    """The schedule with the fewest runs for a loop of `length` steps; `leaves` are ``m_0, m_1, ...`` up to all
+    slots.
+    """
     slots, candidates = len(leaves) - 1, []
     if length == 0:
         return Schedule(SearchedSplits(np.zeros((slots + 1, 1), np.int32)), (), 0, 0)
@@ -171,7 +185,8 @@ def schedule(length: int, leaves: tuple[int, ...]) -> Schedule:
 
 
 def table(length: int, leaves: Sequence[int], per_unit: int | None = None, columns: int = _MOST_COLUMNS) -> SplitTable:
-    """The table for loops of up to `length` steps, over thresholds at distances of ``1 / per_unit``, or over all that matter.
+    """The table for loops of up to `length` steps, over thresholds at distances of ``1 / per_unit``, or over all that
+    matter.
 
     With fewer `columns` the schedules of longer loops are not quite the best.
     """
@@ -242,8 +257,8 @@ def _by_table(length: int, splits: SplitTable) -> Schedule:
 class SplitWalk:
     """Counts runs ahead, and leaves, without following every split.
 
-    Both parts of a segment of just ``L_s(t)`` steps are of this kind, too: a table has their counts. Of any other segment one part is, so that
-    the walk follows the other.
+    Both parts of a segment of just ``L_s(t)`` steps are of this kind, too: a table has their counts. Of any other
+    segment one part is, so that the walk follows the other.
     """
 
     def __init__(self, splits: SplitTable):
@@ -328,7 +343,8 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
     """The lengths of nested loops, outermost first, which store the fewest states: the least sum.
 
     Their product is at most `length`; what it lacks is less than the product of all but the first. Lengths that divide
-    what they are of are preferred where the sum is no more than a twentieth larger: a remainder costs a copy of its part.
+    what they are of are preferred where the sum is no more than a twentieth larger: a remainder costs a copy of its
+    part.
     """
     if levels == 1 or length < 4:
         return (length,)

@@ -34,9 +34,11 @@ class LoopStep:
         tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
         marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
         carry_formats: see the property; by default found on demand.
-        exact_first: the leaves of the carry whose formats give back the carry before the first step, too. Booleans need not be named.
-        fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on CPUs allocates what it
-            writes (cotangents of xs, residuals of a turn) at the start of the program if nothing holds it back.
+        exact_first: the leaves of the carry whose formats give back the carry before the first step, too. Booleans need
+            not be named.
+        fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on
+            CPUs allocates what it writes (cotangents of xs, residuals of a turn) at the start of the program if nothing
+            holds it back.
     """
 
     def __init__(
@@ -116,7 +118,9 @@ class LoopStep:
         return [CarryRow(aval, format, n in self.exact_first) for n, (aval, format) in leaves]
 
     def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
-        """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have one."""
+        """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have
+        one.
+        """
         given, jaxpr = set(diff_indices), self.body.jaxpr
         flags = [i in given for i in range(len(jaxpr.invars))]
         of_inputs, of_outs = _jax.steps_with_tangents(jaxpr, flags, self.num_constants, self.num_carry)
@@ -129,7 +133,9 @@ class LoopStep:
         return [i for i, aval in enumerate(self.avals) if is_float(aval) and has_tangent[i]]
 
     def without_zeros(self, diff_indices: Iterable[int], tangents: Sequence[Any]) -> list[Any]:
-        """The tangents of the loop's float outputs, with None for those that are zero. JAX keeps these out of what follows: a callback takes no other."""
+        """The tangents of the loop's float outputs, with None for those that are zero. JAX keeps these out of what
+        follows: a callback takes no other.
+        """
         flags = zip(self.has_tangents(diff_indices), [*self.avals, *self.y_avals], strict=True)
         is_nonzero = [flag for flag, aval in flags if is_float(aval)]
         return [t if flag else None for t, flag in zip(tangents, is_nonzero, strict=True)]
@@ -159,7 +165,9 @@ class LoopStep:
     def with_length(
         self, length: int, policy: Policy | None, carry_formats: Sequence[StoredType | None] | None = None
     ) -> LoopStep:
-        """The step of a part of the loop, which reports no progress, with a policy for its values, and by default what it says of the carry."""
+        """The step of a part of the loop, which reports no progress, with a policy for its values, and by default what
+        it says of the carry.
+        """
         step = copy.copy(self)
         step.length, step.policy = length, policy
         step._tick, step.is_shown = None, False
@@ -219,7 +227,7 @@ class LoopStep:
         )
 
         # Axis 0 of xs and ys are the steps, so that the examples have axis 1 there.
-        axes = lambda flags, axis: [axis if flag else None for flag in flags]  # noqa: E731
+        axes = lambda flags, axis: [axis if flag else None for flag in flags]
         in_axes = [*axes([*constants, *carry], 0), *axes(x, 1)]
         return MappedStep(step, body.operands, in_axes, [*axes(carry, 0), *axes(outs[self.num_carry :], 1)])
 

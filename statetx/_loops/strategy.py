@@ -1,6 +1,8 @@
-"""Strategies: how a loop stores less for its derivative, as ``checkpoint=`` of `scan`, `fori_loop` and `while_loop` says.
+"""Strategies: how a loop stores less for its derivative, as ``checkpoint=`` of `scan`, `fori_loop` and `while_loop`
+says.
 
-A strategy is a frozen value: comparable, hashable, and its repr is the call that makes it. `Budget` and `Auto`, which choose by sizes, are in `tune`.
+A strategy is a frozen value: comparable, hashable, and its repr is the call that makes it. `Budget` and `Auto`, which
+choose by sizes, are in `tune`.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Strategy:
     def for_unknown_length(self, name: str) -> Any:
         """The strategy, with `build_while`, of a loop whose number of steps is known only at its end."""
         raise PolicyError(
-            f"{name}: checkpoint={self!r} needs a known number of steps.\nFix: give policies.Slots(n), or use scan or fori_loop."
+            f"{name}: checkpoint={self!r} needs a known number of steps.\n"
+            f"Fix: give policies.Slots(n), or use scan or fori_loop."
         )
 
     def for_layers(self, num: int, policy: Policy) -> Strategy:
@@ -72,7 +75,9 @@ class Strategy:
         return self
 
     def for_refs(self) -> Strategy:
-        """The strategy of a loop with a `jax.Ref` that a derivative rule may write: JAX knows the order of writes in loops of its own only."""
+        """The strategy of a loop with a `jax.Ref` that a derivative rule may write: JAX knows the order of writes in
+        loops of its own only.
+        """
         return self
 
     def num_runs(self, length: int) -> int:
@@ -202,20 +207,22 @@ class Levels(Strategy):
 
     Args:
         num: how deep; 1 is each step rematerialized, and stores T carries.
-        policy: what a step keeps of what it computes, besides its carry; nothing by default. With ``stored_as("bits")`` the loops also store the
-            leaves of the carry as bits that are 0 or 1, as `Slots` does.
-        offload: whether the outermost loop stores its carries in the host's memory, unchanged. Such a loop has no second derivative in reverse mode: JAX has none of
-            values that a policy offloads.
-        keep: how long what the policy saves is kept: "turn", for the steps of an innermost loop, while these are reversed; or "loop", for all steps from
-            the forward pass on. Then the steps run again only to find their carries. Of a recurrent layer whose products are kept, that is
-            elementwise work: fewer bytes than carries and products of all steps, at hardly more operations.
+        policy: what a step keeps of what it computes, besides its carry; nothing by default. With ``stored_as("bits")``
+            the loops also store the leaves of the carry as bits that are 0 or 1, as `Slots` does.
+        offload: whether the outermost loop stores its carries in the host's memory, unchanged. Such a loop has no
+            second derivative in reverse mode: JAX has none of values that a policy offloads.
+        keep: how long what the policy saves is kept: "turn", for the steps of an innermost loop, while these are
+            reversed; or "loop", for all steps from the forward pass on. Then the steps run again only to find their
+            carries. Of a recurrent layer whose products are kept, that is elementwise work: fewer bytes than carries
+            and products of all steps, at hardly more operations.
 
     Memory:
-        ``sum(lengths)`` carries and what one step computes; with ``keep="loop"`` what the policy saves of T steps more. A length without suitable divisors leaves a remainder, for
-        which the parts of `xs` and `ys` are copied once.
+        ``sum(lengths)`` carries and what one step computes; with ``keep="loop"`` what the policy saves of T steps more.
+        A length without suitable divisors leaves a remainder, for which the parts of `xs` and `ys` are copied once.
 
     Raises:
-        PolicyError: `num` is not a whole number of at least 1, `keep` is neither "turn" nor "loop", or it is "loop" without a policy.
+        PolicyError: `num` is not a whole number of at least 1, `keep` is neither "turn" nor "loop", or it is "loop"
+            without a policy.
 
     Source:
         Chen et al. 2016, "Training deep nets with sublinear memory cost".
@@ -308,38 +315,43 @@ class Lengths(Strategy):
         if not product <= num < product + inner:
             raise PolicyError(
                 f"{name}: Lengths{self.lengths} are {product} {what} in all, and there are {num}.\n"
-                f"Fix: let the first be {max(1, num // inner)}, or use policies.Levels({len(self.lengths)}), which chooses."
+                f"Fix: let the first be {max(1, num // inner)}, or use policies.Levels({len(self.lengths)}), which "
+                f"chooses."
             )
 
 
 @recorded(row(whole(1), whole(1)))
 @dataclasses.dataclass(frozen=True, repr=False)
 class Slots(Strategy):
-    """Store `num` carries at a time, and run steps again from the nearest; keep what steps compute in the slots that are free.
+    """Store `num` carries at a time, and run steps again from the nearest; keep what steps compute in the slots that
+    are free.
 
-    With carries only this is the binomial schedule, the fewest runs of the body that this number of slots allows: with ``r`` the least
-    for which ``C(num + r, num) > T``, no step is run more than r + 1 times: 3 times with ``num`` about ``sqrt(2 T)``, and 8 times
-    for a million steps with 20 slots. In the reversal slots become free. Where that saves more than 3% of the runs, they hold what steps keep
-    for their derivatives, so that these are not run again: 1,000 steps with 20 slots take 2.8 runs a step instead of 3.75 if a step keeps as many
-    bytes as a carry has (see `runs`). The memory is the same. The compiled program's size depends on neither T nor `num`.
+    With carries only this is the binomial schedule, the fewest runs of the body that this number of slots allows: with
+    ``r`` the least for which ``C(num + r, num) > T``, no step is run more than r + 1 times: 3 times with ``num`` about
+    ``sqrt(2 T)``, and 8 times for a million steps with 20 slots. In the reversal slots become free. Where that saves
+    more than 3% of the runs, they hold what steps keep for their derivatives, so that these are not run again: 1,000
+    steps with 20 slots take 2.8 runs a step instead of 3.75 if a step keeps as many bytes as a carry has (see `runs`).
+    The memory is the same. The compiled program's size depends on neither T nor `num`.
 
     Args:
         num: how many carries there is room for, the first one included.
         block: how many steps are reversed together, from all that they computed: fewer runs for more memory where
             a step computes little more than its carry. Slots hold carries only.
-        policy: what a step keeps of what it computes while it is differentiated; by default what it needs, less what cheap
-            operations compute again from the rest. With ``stored_as("bits")`` slots also hold the leaves of the carry as bits that are
-            booleans, or that each step computes as 0 or 1: proved, or selected by name.
+        policy: what a step keeps of what it computes while it is differentiated; by default what it needs, less what
+            cheap operations compute again from the rest. With ``stored_as("bits")`` slots also hold the leaves of the
+            carry as bits that are booleans, or that each step computes as 0 or 1: proved, or selected by name.
         offload: whether the carries are stored in the host's memory. Slots hold carries only.
 
     Memory:
-        `num` carries, as slots store them, and what `block` steps compute. Cotangents of `xs`, and `ys`, have the loop's length, as always.
+        `num` carries, as slots store them, and what `block` steps compute. Cotangents of `xs`, and `ys`, have the
+        loop's length, as always.
 
     Raises:
         PolicyError: `num` or `block` is not a whole number of at least 1.
 
     Source:
-        Griewank and Walther 2000, "Algorithm 799: revolve"; with residuals in free slots Maddison 2024, arXiv 2305.09568.
+        Griewank and Walther 2000, "Algorithm 799: revolve"; with residuals in free slots Maddison 2024, arXiv
+        2305.09568.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx
@@ -377,19 +389,22 @@ class Slots(Strategy):
         return self
 
     def build_while(self, test: Body, step: LoopStep, max_steps: int | None) -> Callable:
-        """The loop ``(constants of the test, constants of the body, carry) -> carry``, for as long as the test holds."""
+        """The loop ``(constants of the test, constants of the body, carry) -> carry``, for as long as the test
+        holds.
+        """
         return online.while_loop(test, step, self.num, max_steps)
 
     def runs(self, length: int, *, carry_bytes: float = 1, residual_bytes: float | None = None) -> int:
         """How often a gradient runs the step, if a step keeps `residual_bytes` for its derivative.
 
-        Free slots hold what steps keep where this saves more than 3% of the runs. The count is that of the compiled program if a step's values have
-        the types of the carry's leaves; `statetx.loop_report` has the bytes and the count of a given loop.
+        Free slots hold what steps keep where this saves more than 3% of the runs. The count is that of the compiled
+        program if a step's values have the types of the carry's leaves; `statetx.loop_report` has the bytes and the
+        count of a given loop.
 
         Args:
             length: of the loop.
-            carry_bytes, residual_bytes: of a carry, and of what a step keeps. Only their ratio counts. Without `residual_bytes` slots hold
-                carries only, as they do with ``block=`` and ``offload=``.
+            carry_bytes, residual_bytes: of a carry, and of what a step keeps. Only their ratio counts. Without
+                `residual_bytes` slots hold carries only, as they do with ``block=`` and ``offload=``.
 
         Raises:
             PolicyError: `length` is not a whole number, or negative; or a number of bytes is not finite, or negative.
@@ -415,9 +430,9 @@ class Slots(Strategy):
         length = as_count("Slots.num_runs: length", length, 0)
         num_blocks, rest = divmod(length, self.block)
         slots = max(1, min(self.num, num_blocks))
-        # A step of a block is run once more for its residuals. num_evaluations is t + n for n blocks: t blocks run ahead of their reversal, forward sweep included. Beside
-        # these t blocks every step runs once for its residuals, and the steps after the last block once more, in the
-        # forward sweep.
+        # A step of a block is run once more for its residuals. num_evaluations is t + n for n blocks: t blocks run
+        # ahead of their reversal, forward sweep included. Beside these t blocks every step runs once for its residuals,
+        # and the steps after the last block once more, in the forward sweep.
         return (schedule.num_evaluations(num_blocks, slots) - num_blocks) * self.block + length + rest
 
     def to_json(self) -> list:

@@ -1,8 +1,9 @@
 """Truncated back-propagation through time: loops whose gradients stop between segments of equal length.
 
-A loop of known length is a scan over segments, of which each is one rematerialized region: the forward sweep stores the carry at the
-start of each segment, and the backward pass runs the segments again, one at a time. No cotangent passes from a segment to the
-one before it, so that the gradient of a loop of unknown length, which has only a last carry, is that of its last segment.
+A loop of known length is a scan over segments, of which each is one rematerialized region: the forward sweep stores the
+carry at the start of each segment, and the backward pass runs the segments again, one at a time. No cotangent passes
+from a segment to the one before it, so that the gradient of a loop of unknown length, which has only a last carry, is
+that of its last segment.
 """
 
 from __future__ import annotations
@@ -35,35 +36,37 @@ class Truncated(Strategy):
     """Stop gradients every `num` steps: truncated back-propagation through time. Values are those of the plain loop.
 
     The only strategy that changes gradients. Step 0 is the first that runs, and segments are the steps
-    ``[0, num), [num, 2 num), ...``; the last one may be shorter. Between two segments the values of the carry and of the states that
-    the body writes continue, and their gradients stop, as by ``jax.lax.stop_gradient``. So:
+    ``[0, num), [num, 2 num), ...``; the last one may be shorter. Between two segments the values of the carry and of
+    the states that the body writes continue, and their gradients stop, as by ``jax.lax.stop_gradient``. So:
 
-    - within a segment gradients flow as in the plain loop, from its `ys` to its `xs`, to the values that every step reads (weights) and
-      to the carry at its start;
+    - within a segment gradients flow as in the plain loop, from its `ys` to its `xs`, to the values that every step
+      reads (weights) and to the carry at its start;
     - the cotangent of the last carry, and of the last values of the states, flows into the last segment only;
     - only the first segment has a gradient with respect to the first carry.
 
-    It works with every order and mode of differentiation and under every transform. Twice in reverse mode it needs segments without a
-    strategy, or with `Levels`. In `while_loop`, whose result is its last carry, the gradient is that of the last segment; it can be
-    differentiated again in forward mode only.
+    It works with every order and mode of differentiation and under every transform. Twice in reverse mode it needs
+    segments without a strategy, or with `Levels`. In `while_loop`, whose result is its last carry, the gradient is that
+    of the last segment; it can be differentiated again in forward mode only.
 
     Args:
         num: the steps of a segment.
         checkpoint: how to store less within a segment: another strategy, or a short form of one, as in `scan`.
-        policy: which values of all steps the forward sweep saves, besides the carry at the start of each segment; nothing by default.
-            With ``policies.everything`` no step runs twice, and memory grows with the length as in the plain loop.
+        policy: which values of all steps the forward sweep saves, besides the carry at the start of each segment;
+            nothing by default. With ``policies.everything`` no step runs twice, and memory grows with the length as in
+            the plain loop.
 
     Memory:
-        For T steps ``ceil(T / num)`` carries, and what `num` steps compute (less with `checkpoint`). Each step runs twice. In
-        `while_loop`: `num` + 1 carries, or with ``Slots(c)`` c + 1, and what one step computes; only the last segment runs again.
+        For T steps ``ceil(T / num)`` carries, and what `num` steps compute (less with `checkpoint`). Each step runs
+        twice. In `while_loop`: `num` + 1 carries, or with ``Slots(c)`` c + 1, and what one step computes; only the last
+        segment runs again.
 
     Raises:
-        PolicyError: `num` is not a whole number of at least 1; or `checkpoint` comes with a policy that saves some values of a
-            step.
+        PolicyError: `num` is not a whole number of at least 1; or `checkpoint` comes with a policy that saves some
+            values of a step.
 
     Source:
-        Williams and Peng 1990, "An efficient gradient-based algorithm for on-line training of recurrent network trajectories",
-        BPTT(h; h') with h = h'.
+        Williams and Peng 1990, "An efficient gradient-based algorithm for on-line training of recurrent network
+        trajectories", BPTT(h; h') with h = h'.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx
@@ -85,7 +88,8 @@ class Truncated(Strategy):
         object.__setattr__(self, "checkpoint", as_strategy("Truncated", self.checkpoint))
         if self.policy not in (None, everything):
             raise PolicyError(
-                f"Truncated: policy={self.policy!r} saves values of a step, and checkpoint={self.checkpoint!r} decides about them, too."
+                f"Truncated: policy={self.policy!r} saves values of a step, and checkpoint={self.checkpoint!r} "
+                f"decides about them, too."
                 f"\nFix: give the policy to the strategy of the segment, as in "
                 f"Truncated({self.num}, checkpoint=policies.Slots(4, policy={self.policy!r}))."
             )
@@ -245,7 +249,7 @@ def _while_loop(test: Body, step: LoopStep, num: int, slots: int, max_steps: int
 
         # Where devices of a shard_map may run different numbers of steps, counts vary as the condition does.
         zero = _jax.as_varying(jnp.int32(0), sorted(_jax.varying_axes(test.jaxpr.outvars[0].aval)))
-        is_running = lambda swept: whole.is_running(test_constants, swept.carry, swept.count)  # noqa: E731
+        is_running = lambda swept: whole.is_running(test_constants, swept.carry, swept.count)
         return jax.lax.while_loop(is_running, segment, _SegmentSweep(carry, zero, carry, zero))
 
     def truncated(test_constants: list, constants: list, carry: list) -> list:

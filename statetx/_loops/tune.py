@@ -1,10 +1,10 @@
 """Loops whose strategy is decided by sizes: ``checkpoint="auto"`` and `Budget`.
 
-The strategy is decided when the gradient is built. A loop that is not differentiated stays plain, and is not measured. When
-the gradient is built, every `jax.vmap` inside the derivative has mapped the loop's step (see `derivative`), and each `vmap`
-around it is found among the active traces, so that all examples count. Where JAX stages the derivative without the `vmap`
-around it (a jitted function, a loop or branch around), the strategy is part of the program when it is mapped. A budget that is
-exceeded then raises.
+The strategy is decided when the gradient is built. A loop that is not differentiated stays plain, and is not measured.
+When the gradient is built, every `jax.vmap` inside the derivative has mapped the loop's step (see `derivative`), and
+each `vmap` around it is found among the active traces, so that all examples count. Where JAX stages the derivative
+without the `vmap` around it (a jitted function, a loop or branch around), the strategy is part of the program when it
+is mapped. A budget that is exceeded then raises.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Budget(Strategy):
     """As little recomputation as fits in so many bytes.
 
     When the loop is differentiated, its gradient program is compiled, a few times the first time that a body of its
-    structure is met, and the number of slots (see `Slots`) chosen so that its temporary memory is at most the budget. A plain loop that fits stays
-    plain, and a loop that is not differentiated is not measured. On GPUs `Levels` are taken if they fit, since slots are slow there.
+    structure is met, and the number of slots (see `Slots`) chosen so that its temporary memory is at most the budget. A
+    plain loop that fits stays plain, and a loop that is not differentiated is not measured. On GPUs `Levels` are taken
+    if they fit, since slots are slow there.
 
     Under ``vmap`` the budget holds for all examples together.
 
@@ -80,7 +81,9 @@ class Budget(Strategy):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Auto(Strategy):
-    """``checkpoint="auto"``: slots by the sizes of the carry and of a step's residuals, chosen when the loop is differentiated; on GPUs `Levels`."""
+    """``checkpoint="auto"``: slots by the sizes of the carry and of a step's residuals, chosen when the loop is
+    differentiated; on GPUs `Levels`.
+    """
 
     def build(self, step: LoopStep) -> Callable:
         return step.plain() if step.length < SHORT else Sized(step, self)
@@ -161,10 +164,11 @@ class Sized(DifferentiableLoop):
     # -- "auto" --
 
     def _choose(self, around: TraceContext) -> Slots | Levels | None:
-        """The fewest slots with no more runs than `schedule.slots_for` two runs ahead; None for a loop that keeps little.
+        """The fewest slots with no more runs than `schedule.slots_for` two runs ahead; None for a loop that keeps
+        little.
 
-        With that many carries, and nothing else, each step runs at most three times: ahead of its reversal twice, of which the forward
-        sweep is one, and once for its residuals.
+        With that many carries, and nothing else, each step runs at most three times: ahead of its reversal twice, of
+        which the forward sweep is one, and once for its residuals.
         """
         step, num_examples = self.step, around.num_examples
         backward = differentiated_by_all(step)
@@ -179,18 +183,21 @@ class Sized(DifferentiableLoop):
         limit = schedule.num_evaluations(step.length, most)
         nums = range(1, most + 1)
         # Runs fall with slots.
-        fits = lambda num: memory_for(step.length, num, step, backward)[1].num_runs <= limit  # noqa: E731
+        fits = lambda num: memory_for(step.length, num, step, backward)[1].num_runs <= limit
         return Slots(nums[bisect.bisect_left(nums, True, key=fits)])
 
     # -- a number of bytes --
 
     def _fit(self, around: TraceContext) -> Slots | Levels | None:
-        """The fewest runs of steps within the budget, as compiled, on GPUs without slots if that fits; None if the plain loop fits."""
+        """The fewest runs of steps within the budget, as compiled, on GPUs without slots if that fits; None if the
+        plain loop fits.
+        """
         step, budget = self.step, self._budget
         symbolic = [type_str(aval) for aval in step.avals if not has_known_sizes(aval)]
         if symbolic:
             raise PolicyError(
-                f"{step.name}: checkpoint={self._strategy!r} needs the sizes of the carry, and {symbolic[0]} has a symbolic dimension.\n"
+                f"{step.name}: checkpoint={self._strategy!r} needs the sizes of the carry, and {symbolic[0]} has a "
+                f"symbolic dimension.\n"
                 f"Fix: give policies.Slots(n) or policies.Levels(n), or export with constant shapes."
             )
         fastest = [None, *([Levels(2), Levels(3)] if _waits_for_loops() else [])]
@@ -200,7 +207,8 @@ class Sized(DifferentiableLoop):
         least = self._temporary(Slots(1), around)
         if least > budget:
             raise PolicyError(
-                f"{step.name}: the gradient of this loop{_over(around)} needs {format_bytes(least + _SLACK)} with one slot, "
+                f"{step.name}: the gradient of this loop{_over(around)} needs {format_bytes(least + _SLACK)} with "
+                f"one slot, "
                 f"more than the budget of {format_bytes(budget + _SLACK)}.\n"
                 f"Fix: allow that much; or let a step compute less: give policy=, or rematerialize in it."
             )
@@ -243,10 +251,13 @@ class Sized(DifferentiableLoop):
         needed = self._temporary(chosen, around)
         if needed > self._budget:
             raise PolicyError(
-                f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this loop{_over(around)} needs "
-                f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit, a loop or a rematerialized function, which trace once, so "
+                f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this "
+                f"loop{_over(around)} needs "
+                f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit, a loop or a "
+                f"rematerialized function, which trace once, so "
                 f"that the examples could not be counted.\n"
-                f"Fix: put jit outside of the vmap; or differentiate outside of it, as in grad(lambda x: vmap(f)(x).sum()); or "
+                f"Fix: put jit outside of the vmap; or differentiate outside of it, as in grad(lambda x: "
+                f"vmap(f)(x).sum()); or "
                 f"give policies.Slots(n), which does not depend on sizes."
             )
 
@@ -265,7 +276,9 @@ class _BudgetWatch(Differentiated):
 
 
 def _waits_for_loops() -> bool:
-    """Whether XLA waits for the device before each turn of a loop of unknown length, of which a schedule of slots is made (decision 47)."""
+    """Whether XLA waits for the device before each turn of a loop of unknown length, of which a schedule of slots is
+    made (decision 47).
+    """
     return current.platform() == "gpu"
 
 
@@ -288,8 +301,10 @@ def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
 
 
 def temporary_bytes(step: LoopStep, loop: Callable, around: TraceContext = TraceContext()) -> int:  # noqa: B008
-    """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its outputs."""
-    of_steps = lambda aval: _jax.stacked_type(aval, step.length)  # noqa: E731
+    """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its
+    outputs.
+    """
+    of_steps = lambda aval: _jax.stacked_type(aval, step.length)
     # With respect to all float inputs, whichever will be differentiated: one answer for every derivative, which errs
     # upward.
     avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
@@ -300,7 +315,7 @@ def temporary_bytes(step: LoopStep, loop: Callable, around: TraceContext = Trace
     def gradient(*inputs: Any) -> Any:
         leaves, cts = list(inputs[: len(avals)]), list(inputs[len(avals) :])
         args = leaves[: step.num_constants], leaves[step.num_constants : num_before_xs], leaves[num_before_xs:]
-        run = lambda *xs: floats_of(loop, args, dict(zip(floats, xs, strict=True)))  # noqa: E731
+        run = lambda *xs: floats_of(loop, args, dict(zip(floats, xs, strict=True)))
         outs, pull = jax.vjp(run, *[leaves[i] for i in floats])
         return outs, pull(cts)
 

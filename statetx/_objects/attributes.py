@@ -15,11 +15,13 @@ _NONE = object()
 
 @contextlib.contextmanager
 def created_undone(*roots: Any) -> Iterator[None]:
-    """Undo, at the end, the assignments of new states, and of tracers, to attributes of the objects that these roots hold.
+    """Undo, at the end, the assignments of new states, and of tracers, to attributes of the objects that these roots
+    hold.
 
-    A call that is traced and not run may create states, as a step with ``init_all_states`` does, or a layer at its first call. They have no value
-    afterwards, and the object is to be as before: with the earlier state, or without one. Nor has an array in an attribute, which flax.nnx allows.
-    Other assignments stay, as after any trace of JAX; so do items of containers that existed before.
+    A call that is traced and not run may create states, as a step with ``init_all_states`` does, or a layer at its
+    first call. They have no value afterwards, and the object is to be as before: with the earlier state, or without
+    one. Nor has an array in an attribute, which flax.nnx allows. Other assignments stay, as after any trace of JAX; so
+    do items of containers that existed before.
     """
     walk = Walk(follows_classes=False)
     for root in roots:
@@ -38,7 +40,8 @@ def created_undone(*roots: Any) -> Iterator[None]:
 
 
 def _attributes(obj: Any) -> dict[str, Any] | None:
-    """The attributes of an instance; None without a ``__dict__``, and for modules and classes, which are no part of a model.
+    """The attributes of an instance; None without a ``__dict__``, and for modules and classes, which are no part of a
+    model.
 
     Those of a state that its library sets, such as its value, are left out: frames restore them, to the tracers of the
     enclosing calls.

@@ -1,7 +1,7 @@
 """The children of Python objects: the one description that all code that looks into objects relies on.
 
-`states`, paths and filters, `Checkpointer`, the comparison of layers by `stack` and the keys of static arguments all use
-`children`. A place that it does not list is invisible to all of them.
+`states`, paths and filters, `Checkpointer`, the comparison of layers by `stack` and the keys of static arguments all
+use `children`. A place that it does not list is invisible to all of them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def package_of(module: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_base(module: str) -> bool:
-    """Whether a module belongs to Python, JAX, NumPy, this package or a library of states: these read no states of a user."""
+    """Whether a module belongs to Python, JAX, NumPy, this package or a library of states: these read no states of a
+    user.
+    """
     package = package_of(module)
     if package in sys.stdlib_module_names or package in ("jax", "jaxlib", "numpy", "scipy", "optax", "statetx"):
         return True
@@ -125,7 +127,9 @@ def children(obj: Any) -> Children:
 
 @by_class
 def _lister_for(cls: type) -> Callable[[Any], Children]:
-    """`children` for the instances of a class that is not in `_EXACT`. The result must not refer to the class: see `by_class`."""
+    """`children` for the instances of a class that is not in `_EXACT`. The result must not refer to the class: see
+    `by_class`.
+    """
     if issubclass(cls, (type, *WEAK)):
         return _nothing
     if issubclass(cls, np.ndarray):
@@ -194,8 +198,8 @@ def _entries(obj: np.ndarray) -> Children:
 def set_items(obj: Set) -> tuple[list[tuple[str, Any]], bool]:
     """The items of a set that can hold objects, and whether names and types distinguish all of them.
 
-    A set has no order. Its items are labeled by the names of states and the types of objects; equal labels are numbered, in
-    an order that is valid in this process only.
+    A set has no order. Its items are labeled by the names of states and the types of objects; equal labels are
+    numbered, in an order that is valid in this process only.
     """
     labeled = []
     for item in list(obj):

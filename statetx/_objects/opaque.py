@@ -1,7 +1,8 @@
 """Checks of objects that JAX's trees do not flatten: they must not hold a tracer when its trace has ended.
 
-A transform passes such an object through unchanged. If it holds a tracer, the tracer outlives its trace, invisible to every
-check that looks at the leaves of a tree. The same holds for a generator or a coroutine, whose body has not run yet.
+A transform passes such an object through unchanged. If it holds a tracer, the tracer outlives its trace, invisible to
+every check that looks at the leaves of a tree. The same holds for a generator or a coroutine, whose body has not run
+yet.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "
         refuse_unfinished(leaf, returned)
         if isinstance(leaf, jax.Ref) and isinstance(leaf, _jax.Tracer) and _jax.ends_with_current_trace(leaf):
             raise CreatedStateError(
-                f"{returned()} a {leaf.aval.str_short(short_dtypes=True)} that was created inside; it ends with the trace.\n"
+                f"{returned()} a {leaf.aval.str_short(short_dtypes=True)} that was created inside; it ends with the "
+                f"trace.\n"
                 f"Fix: return its value (ref[...] or jax.freeze(ref)), or create the Ref outside."
             )
         hidden = hidden_tracer(leaf, _jax.ends_with_current_trace)
@@ -74,7 +76,8 @@ def refuse_unfinished(out: Any, returned: Callable[[], str] = lambda: "The funct
         if isinstance(out, types.CoroutineType):
             out.close()  # else Python warns that it was never awaited
         raise FunctionError(
-            f"{returned()} a {unfinished.name} of {out.__qualname__}, whose body has not run: it would run when the trace has "
+            f"{returned()} a {unfinished.name} of {out.__qualname__}, whose body has not run: it would run when the "
+            f"trace has "
             f"ended.\nFix: {unfinished.fix}."
         )
 
@@ -86,7 +89,8 @@ def refuse_function(fun: Callable, transform: str, name: str) -> None:
     for unfinished in _UNFINISHED.values():
         if unfinished.is_made_by(called):
             raise FunctionError(
-                f"{transform} cannot transform {name}: a call of it returns a {unfinished.name}, whose body has not run.\n"
+                f"{transform} cannot transform {name}: a call of it returns a {unfinished.name}, whose body has not "
+                f"run.\n"
                 f"Fix: {unfinished.fix}."
             )
 
@@ -122,6 +126,7 @@ def _leak(obj: Any, path: str, tracer: Any, returned: str) -> TraceLeakError:
         holder = f"a {name} whose attribute {path!r} holds"
         fix = f"register {name} as a pytree (jax.tree_util.register_dataclass)"
     return TraceLeakError(
-        f"{returned} {holder} an array computed inside ({tracer.aval.str_short(short_dtypes=True)}). JAX cannot see into that object, "
+        f"{returned} {holder} an array computed inside ({tracer.aval.str_short(short_dtypes=True)}). JAX cannot see "
+        f"into that object, "
         f"so the array would stay there as a dead tracer.\nFix: use the array itself, or {fix}."
     )

@@ -1,7 +1,7 @@
 """`states`, the filters that select among them, and paths for messages.
 
-A path joins attribute names, mapping keys and sequence indices by dots: ``encoder.layers.0.weight``. A bound method adds
-nothing to the path of its object; the path of a closed-over variable starts with the variable's name.
+A path joins attribute names, mapping keys and sequence indices by dots: ``encoder.layers.0.weight``. A bound method
+adds nothing to the path of its object; the path of a closed-over variable starts with the variable's name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Not:
     def __init__(self, filter: Filter, *others: Never):
         if others:
             raise TypeError(
-                f"Not takes one filter, got {1 + len(others)}.\nFix: Not([...]) excludes what any filter of a list selects."
+                f"Not takes one filter, got {1 + len(others)}.\n"
+                f"Fix: Not([...]) excludes what any filter of a list selects."
             )
         object.__setattr__(self, "filter", filter)
 
@@ -64,10 +65,10 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]: ...
 def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
     """Find the states in an object: a mapping from path to state.
 
-    Looks through attributes, slots, class attributes, mappings, sequences, sets, arrays of objects, pytrees, bound methods,
-    partials, and a function's closure, defaults and module variables. A state that is reachable in several ways appears
-    once, under the first path. Order and paths follow the definitions, the same in every run. Only a set has no order: its
-    states are ordered by name, or by type and number.
+    Looks through attributes, slots, class attributes, mappings, sequences, sets, arrays of objects, pytrees, bound
+    methods, partials, and a function's closure, defaults and module variables. A state that is reachable in several
+    ways appears once, under the first path. Order and paths follow the definitions, the same in every run. Only a set
+    has no order: its states are ordered by name, or by type and number.
 
     Variables that methods would read if they were called, and weak references, do not belong to the object. A transform
     with a filter applies it to every state that the call touches, and includes these.
@@ -78,8 +79,8 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
             sequence of these (selects what any of them selects), or `Not` of one.
 
     Raises:
-        StateFilterError: `filter` is none of the above, or a path in it selects no state; or `obj` is a class without states
-            of its own, an array, a number or a text, or a container of arrays. A type need not occur.
+        StateFilterError: `filter` is none of the above, or a path in it selects no state; or `obj` is a class without
+            states of its own, an array, a number or a text, or a container of arrays. A type need not occur.
 
     Example:
         >>> from statetx import Param, State
@@ -115,7 +116,8 @@ def _refuse_without_states(obj: Any) -> None:
     if leaves and all(map(is_array_or_number, leaves)):
         raise StateFilterError(
             f"states: got a {type(obj).__name__} of {counted(len(leaves), 'array')}, which holds no states.\n"
-            f"Fix: keep each array in a state, as in statetx.Param(array); or give the arrays as arguments, which grad differentiates by argnums=."
+            f"Fix: keep each array in a state, as in statetx.Param(array); or give the arrays as arguments, which "
+            f"grad differentiates by argnums=."
         )
 
 
@@ -162,7 +164,8 @@ def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
     if callable(filter) and not _is_model(filter):
         return lambda path, state: bool(filter(path, state))
     raise StateFilterError(
-        f"Not a filter: {brief(filter)}. Use a state type, a path glob such as 'encoder.*', a function (path, state) -> "
+        f"Not a filter: {brief(filter)}. Use a state type, a path glob such as 'encoder.*', a function (path, state) "
+        f"-> "
         f"bool, True, False, a list of these, or statetx.Not of one."
     )
 
@@ -194,7 +197,8 @@ def check_paths(name: str, filter: Filter, paths: Callable[[], Collection[str]],
         if not any(fnmatch.fnmatchcase(path, glob) for path in found):
             listed = [*map(repr, itertools.islice(found, _MAX_LISTED)), *["..."] * (len(found) > _MAX_LISTED)]
             raise StateFilterError(
-                f"{name}: the path {glob!r} selects no state.{suggestion(glob, found)} {those}: {', '.join(listed) or 'none'}.\n"
+                f"{name}: the path {glob!r} selects no state.{suggestion(glob, found)} {those}: "
+                f"{', '.join(listed) or 'none'}.\n"
                 f"Fix: correct the path, or select by a type, which need not occur."
             )
 
@@ -250,7 +254,8 @@ def label(state: Any) -> str:
 def argument_names(
     fun: Callable, args: tuple, positions: Sequence[int] | None = None
 ) -> Callable[[Sequence[Any]], str]:
-    """Return a function from the key path of a leaf of ``(args, kwargs)`` to its name in Python: ``x``, ``params['w']``.
+    """Return a function from the key path of a leaf of ``(args, kwargs)`` to its name in Python: ``x``,
+    ``params['w']``.
 
     `positions`: the original positions of the remaining arguments, if some were removed.
     """

@@ -2,9 +2,9 @@
 
 It has two stages. `Walk.held` finds the states that belong to the object: in attributes, slots, items, closures, class
 attributes and, if the walk starts at a function, in the module variables that it and the functions it calls read.
-`Walk.beyond` then adds states that a call could touch: in variables that methods read, weak references, and the referents of
-opaque objects. A method counts as called if its name occurs in code that the walk has visited. This errs in both directions,
-so a transform that selects states compares the result with the states that the call really touches.
+`Walk.beyond` then adds states that a call could touch: in variables that methods read, weak references, and the
+referents of opaque objects. A method counts as called if its name occurs in code that the walk has visited. This errs
+in both directions, so a transform that selects states compares the result with the states that the call really touches.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Context(NamedTuple):
 
     Attributes:
         reads: whether functions are followed to the variables that they read.
-        owners: the classes whose attributes are visited. An instance of one of them, say in a list of all instances, does
-            not belong to the object, and is visited in the second stage.
+        owners: the classes whose attributes are visited. An instance of one of them, say in a list of all instances,
+            does not belong to the object, and is visited in the second stage.
     """
 
     reads: bool = False

@@ -221,7 +221,10 @@ class States(Policy):
             return ""
         paths = sorted({o.path for v in values for o in v.source_states})
         hint = suggestion(self.filter, paths) if isinstance(self.filter, str) else ""
-        return f"no value is computed from a state that the filter selects.{hint} States read: {', '.join(paths) or 'none'}."
+        return (
+            f"no value is computed from a state that the filter selects.{hint} States read: "
+            f"{', '.join(paths) or 'none'}."
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, States):
@@ -379,8 +382,10 @@ dots_without_batch_dims: Policy = Dots(False)
 
 
 masks: Policy = Masks()
-"""Save the booleans that the backward pass needs, eight to a byte: where an input of ``relu`` is positive, which entries ``where`` or a dropout
-chose, where a maximum is. In place of booleans of a byte, or of the floats that they would be computed again from."""
+"""Save the booleans that the backward pass needs, eight to a byte: where an input of ``relu`` is positive, which
+entries ``where`` or a dropout chose, where a maximum is. In place of booleans of a byte, or of the floats that they
+would be computed again from.
+"""
 
 
 def names_of(policy: Policy | Rewriter) -> frozenset[str]:

@@ -1,6 +1,8 @@
-"""Prove that a value is 0 or 1: the result of a comparison, converted, moved, multiplied, or chosen from others that are.
+"""Prove that a value is 0 or 1: the result of a comparison, converted, moved, multiplied, or chosen from others that
+are.
 
-The proof goes forward through the equations and errs on one side: a value that it does not prove may be 0 or 1 all the same.
+The proof goes forward through the equations and errs on one side: a value that it does not prove may be 0 or 1 all the
+same.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def are_bits(eqn: Any, operands: Sequence[bool]) -> list[bool]:
 
 
 def of_steps(jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """For each input and each output of a loop's step, whether it is proved to be 0 or 1 in every step; `operands` says it of the loop's operands.
+    """For each input and each output of a loop's step, whether it is proved to be 0 or 1 in every step; `operands` says
+    it of the loop's operands.
 
     By induction: of the carries that are 0 or 1 before the first step, the largest set that a step keeps so.
     """
@@ -80,7 +83,9 @@ def _outputs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def reader(jaxpr: Jaxpr, inputs: Sequence[bool] = ()) -> Callable[[Any], bool]:
-    """A function that says whether a variable or literal of a program is proved to be 0 or 1, given this of its first inputs."""
+    """A function that says whether a variable or literal of a program is proved to be 0 or 1, given this of its first
+    inputs.
+    """
     env = dict(zip(jaxpr.invars, inputs, strict=False))
 
     def read(atom: Any) -> bool:

@@ -1,7 +1,8 @@
 """Rewrite convolutions in the order of dimensions that XLA:CPU has fast code for.
 
-XLA does this itself, but only outside branches and loops: `ConvCanonicalization` visits the entry computation alone. Derivatives of convolutions have
-other orders, and within the fence's branch they took the generic loop nest, 20 times slower (decision 12).
+XLA does this itself, but only outside branches and loops: `ConvCanonicalization` visits the entry computation alone.
+Derivatives of convolutions have other orders, and within the fence's branch they took the generic loop nest, 20 times
+slower (decision 12).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from .._jax import Jaxpr
 
 
 def in_canonical_order(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr with each of its convolutions on transposed arrays, in XLA's order; convolutions of inner jaxprs do not change."""
+    """The jaxpr with each of its convolutions on transposed arrays, in XLA's order; convolutions of inner jaxprs do not
+    change.
+    """
     run = functools.partial(_with_canonical_convolutions, jaxpr)
     return _jax.stage(run, [v.aval for v in jaxpr.invars], traced_for="remat", name="checkpoint")[0]
 

@@ -1,6 +1,7 @@
 """Apply a policy to a staged function: decide which values to save, and edit the equations accordingly.
 
-A policy of this package judges each value of the function as it was staged (`survey`). The values to save or offload are marked (`mark`).
+A policy of this package judges each value of the function as it was staged (`survey`). The values to save or offload
+are marked (`mark`).
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ def apply(
         name: the function's name, for messages.
         inputs_stored_as: for each of the last inputs, the format to store it in; None to store it unchanged.
         input_names: the names of these, for messages; ``str`` of it is the function's place.
-        is_ordered: whether what follows the forward pass waits until values are stored in fewer bits. Within a loop nothing follows.
+        is_ordered: whether what follows the forward pass waits until values are stored in fewer bits. Within a loop
+            nothing follows.
 
     Raises:
         PolicyError: the policy names a value that does not occur, or a memory that the devices do not have.
     """
     jaxpr = _jax.without_remat3(jaxpr)
-    # JAX asks its own policies about every equation, so one that saves everything would save what is decoded, too: it judges
-    # the values of the function instead, as in a combination.
+    # JAX asks its own policies about every equation, so one that saves everything would save what is decoded, too: it
+    # judges the values of the function instead, as in a combination.
     judges = any(format is not None for format in inputs_stored_as)
     jaxpr, jax_policy = _apply(policy, jaxpr, origins, name, is_ordered, judges=judges)
     first = len(jaxpr.invars) - len(inputs_stored_as)
@@ -113,7 +115,8 @@ def _apply(
 def keep(
     jaxpr: Jaxpr, labels: Labels, inputs: Mapping[int, mark.StoredLabel] = MappingProxyType({})
 ) -> tuple[Jaxpr, Any]:
-    """Return the jaxpr and the JAX policy that together save the values with these labels; the policy is None without labels.
+    """Return the jaxpr and the JAX policy that together save the values with these labels; the policy is None without
+    labels.
 
     Args:
         inputs: labels of inputs that are stored in fewer bits, by index.
@@ -133,14 +136,18 @@ def _marked(jaxpr: Jaxpr, labels: Labels, survey: Survey) -> tuple[Jaxpr, Any]:
 
 
 def _labels_of_rule(policy: Policy, rule: SurveyedRule, is_ordered: bool, jaxpr: Jaxpr) -> Labels:
-    """A policy's decision about a custom derivative, taken when the differentiated inputs, and so the jaxpr, are known."""
+    """A policy's decision about a custom derivative, taken when the differentiated inputs, and so the jaxpr,
+    are known.
+    """
     start = len(rule.address) + 1  # addresses in labels are relative to the rule's jaxpr
     labels = decide(policy, Survey.of_rule(rule, jaxpr).sites, is_ordered=is_ordered)
     return {address[start:]: label for address, label in labels.items()}
 
 
 def _labels_of_masks(policy: Policy, is_ordered: bool, jaxpr: Jaxpr) -> Labels:
-    """A policy's decision about the booleans that an operation's own derivative computes, such as where a maximum is."""
+    """A policy's decision about the booleans that an operation's own derivative computes, such as where a
+    maximum is.
+    """
     return decide(policy, _masks(jaxpr), is_ordered=is_ordered)
 
 
@@ -189,10 +196,11 @@ def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -
 
 
 def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredType | None]:
-    """For each of the first results of a step, the exact format in which a loop can store it between steps; None to store it unchanged.
+    """For each of the first results of a step, the exact format in which a loop can store it between steps; None to
+    store it unchanged.
 
-    A policy that stores values as bits asks for it: for booleans, for results that are proved to be 0 or 1 whatever the carry before
-    the step is, and for those that the policy stores so because it selects their names.
+    A policy that stores values as bits asks for it: for booleans, for results that are proved to be 0 or 1 whatever the
+    carry before the step is, and for those that the policy stores so because it selects their names.
     """
     results = jaxpr.outvars[:num]
     if policy is None or not any(isinstance(a, Masks) or _is_exact(a) for a in policy.atoms()):

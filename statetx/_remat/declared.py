@@ -1,7 +1,7 @@
 """Find values that were declared to be 0 or 1, to be stored as bits, and are not.
 
-Nothing is checked by default: a check takes a host callback. With ``STATETX_DEBUG=1`` every call checks, and raises; `testing` checks while
-it runs a function step by step, and collects what it finds.
+Nothing is checked by default: a check takes a host callback. With ``STATETX_DEBUG=1`` every call checks, and raises;
+`testing` checks while it runs a function step by step, and collects what it finds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from .stored import StoredType
 from .survey import Site
 
 Input = tuple[Sequence[str], int]
-"""An input of a function: the names of all inputs, and its index. The names are looked up only where a check needs them."""
+"""An input of a function: the names of all inputs, and its index. The names are looked up only where a check needs
+them.
+"""
 
 
 class _DeclarationChecks(threading.local):
@@ -56,7 +58,9 @@ def collected() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def noted_loops() -> Iterator[list[Policy]]:
-    """Note, in this block, the policies of loops that declare values; gives the list. Loops that run as Python do not apply them."""
+    """Note, in this block, the policies of loops that declare values; gives the list. Loops that run as Python do not
+    apply them.
+    """
     former, checks.loops = checks.loops, []
     try:
         yield checks.loops
@@ -99,7 +103,8 @@ def _check(description: str, format: StoredType, messages: list[str] | None, x: 
     if not wrong.any():
         return
     message = (
-        f"{description} is stored as {format}, which declares that it is 0 or 1, but of its {x.size} entries {wrong.sum()} are not: "
+        f"{description} is stored as {format}, which declares that it is 0 or 1, but of its {x.size} entries "
+        f"{wrong.sum()} are not: "
         f"the first of them is {x[wrong][0]}."
     )
     if messages is None:

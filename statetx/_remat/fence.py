@@ -1,9 +1,10 @@
 """The fence: keep XLA from merging the recomputation of a rematerialized function with its first computation.
 
-JAX separates them by an optimization barrier, which XLA:CPU removes before it merges common subexpressions (jaxlib before 0.11.1; decision 8).
-Newer ones remove it before they order the operations, and start loops early. There the function is lowered as a branch that is always taken, on an
-index that no compiler can evaluate. Tracing does not change: the fence travels with the policy, the only parameter of the remat primitive
-that JAX forwards unread (decision 14 has the form of the branch).
+JAX separates them by an optimization barrier, which XLA:CPU removes before it merges common subexpressions (jaxlib
+before 0.11.1; decision 8). Newer ones remove it before they order the operations, and start loops early. There the
+function is lowered as a branch that is always taken, on an index that no compiler can evaluate. Tracing does not
+change: the fence travels with the policy, the only parameter of the remat primitive that JAX forwards unread (decision
+14 has the form of the branch).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Fenced:
 
     Attributes:
         policy: the policy, as JAX takes it; None to save nothing.
-        fence: ``"cond"`` to run the recomputation and the backward pass in a branch, so that no compiler merges them with the forward
-            pass or starts them early; ``"auto"`` to do so only where JAX's own barrier does not last: on CPUs before jaxlib 0.11.1, and
-            on CPUs if the function contains a loop.
+        fence: ``"cond"`` to run the recomputation and the backward pass in a branch, so that no compiler merges them
+            with the forward pass or starts them early; ``"auto"`` to do so only where JAX's own barrier does not last:
+            on CPUs before jaxlib 0.11.1, and on CPUs if the function contains a loop.
     """
 
     policy: Any
@@ -94,9 +95,11 @@ def _lower_as_branch(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> An
 
 
 def _lower_in_order(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
-    """Lower a forward pass that stores values in fewer bits, such that it ends before anything that reads its results begins.
+    """Lower a forward pass that stores values in fewer bits, such that it ends before anything that reads its results
+    begins.
 
-    XLA:CPU's scheduler starts whatever is ready, and would encode late. It runs a branch as a whole; a barrier has no effect on it.
+    XLA:CPU's scheduler starts whatever is ready, and would encode late. It runs a branch as a whole; a barrier has no
+    effect on it.
     """
     if _jax.platforms(ctx) == ("cpu",) and _is_plain(ctx, jaxpr):
         return _lower_as_branch(as_jax, ctx, *args, jaxpr=jaxpr)
@@ -112,7 +115,9 @@ _MAX_AWAITED = 64  # of the arrays that a value waits for: an entry of each is r
 
 
 def _lower_hold(ctx: Any, x: Any, *others: Any, **_: Any) -> list[Any]:
-    """Lower a value that waits for others. XLA on CPUs starts early across a barrier, so it selects the value by an index that the others determine."""
+    """Lower a value that waits for others. XLA on CPUs starts early across a barrier, so it selects the value by an
+    index that the others determine.
+    """
     aval, *other_avals = ctx.avals_in
     is_one_cpu = _jax.platforms(ctx) == ("cpu",) and _jax.num_devices(ctx) == 1
     with_bits = [(y, a) for y, a in zip(others, other_avals, strict=True) if has_known_sizes(a) and _has_bits(a)]
@@ -130,9 +135,10 @@ _jax.set_hold_lowering(_lower_hold)
 def _nonzero_from_arrays(args: Sequence[Any], avals: Sequence[Any]) -> Any:
     """An int32 that is never zero, computed from the bits of one entry of up to three arrays.
 
-    A branch waits for all its operands whatever its index reads, so the index need not read all of them. One alone may be a
-    constant, as cotangents sometimes are, and a compiler would then evaluate the index. The smallest and the largest array are parameters in
-    most programs: an entry of a computed array is fused with its producer, which took 1.4 times as long to compile (decision 14).
+    A branch waits for all its operands whatever its index reads, so the index need not read all of them. One alone may
+    be a constant, as cotangents sometimes are, and a compiler would then evaluate the index. The smallest and the
+    largest array are parameters in most programs: an entry of a computed array is fused with its producer, which took
+    1.4 times as long to compile (decision 14).
     """
     candidates = [n for n, aval in enumerate(avals) if _has_bits(aval)]
     # Ties are broken by dtype and shape, so that the order of the inputs does not matter.
@@ -146,8 +152,8 @@ def _nonzero_from_arrays(args: Sequence[Any], avals: Sequence[Any]) -> Any:
 def _nonzero_from_replica() -> Any:
     """An int32 that is never zero, for CPU programs of several devices.
 
-    To read an entry of a divided array would take a collective. XLA's partitioner does not change a replica's number, and its CPU passes do
-    not fold it, although a partitioned program has only one replica.
+    To read an entry of a divided array would take a collective. XLA's partitioner does not change a replica's number,
+    and its CPU passes do not fold it, although a partitioned program has only one replica.
     """
     return hlo.or_(_int32(2), hlo.convert(_scalar(ir.IntegerType.get_signless(32)), hlo.replica_id()))
 

@@ -1,7 +1,7 @@
 """Gradients of one program, each of which begins when the one before is computed.
 
-Two gradients may not depend on each other, such as those of the two networks of a GAN that are taken before either is updated. XLA would run
-them in turns, and the values of both would be in memory together.
+Two gradients may not depend on each other, such as those of the two networks of a GAN that are taken before either is
+updated. XLA would run them in turns, and the values of both would be in memory together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Rewrite the functions that JAX differentiates, while `override` has a rewriter for them.
 
-One place for every gradient: `jax.grad`, `jax.value_and_grad` and `jax.vjp`, those of other libraries (flax's and optax's call JAX's),
-and those of statetx. The function is staged when JAX calls it, and the rewritten equations are differentiated instead.
+One place for every gradient: `jax.grad`, `jax.value_and_grad` and `jax.vjp`, those of other libraries (flax's and
+optax's call JAX's), and those of statetx. The function is staged when JAX calls it, and the rewritten equations are
+differentiated instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .rewriter import Observed, Observer, Rewriter
 
 @contextlib.contextmanager
 def rewritten_by(rewriter: Rewriter) -> Iterator[None]:
-    """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by `Rewriter.inner`.
+    """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by
+    `Rewriter.inner`.
 
     An observer around the block sees them, too.
     """
@@ -88,7 +90,8 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
         num_out = sum(map(is_traced, jax.tree.leaves(out[0] if is_pair else out)))
         return pack(leaves, [])
 
-    # A rewriter that replaces the function sees inner rematerialized functions with the policy `nothing`, whatever their own, as in `remat`.
+    # A rewriter that replaces the function sees inner rematerialized functions with the policy `nothing`, whatever
+    # their own, as in `remat`.
     policies: Any = contextlib.nullcontext()
     if not rewriter.keeps_policies:
         policies = override.replacing(nothing, rewriter.inner)
@@ -99,7 +102,7 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
     if not rewriter.keeps_order:
         staged, arrays = _in_order_of_reading(staged, arrays)
     name = name_of(user_function)
-    build = lambda body: rewriter.rewrite(body, name, num_out)  # noqa: E731
+    build = lambda body: rewriter.rewrite(body, name, num_out)
     replaced = build(staged) if rewriter.is_used_once else table.get(staged, ("gradient", rewriter, num_out), build)
     outs = replaced(staged.operands, *arrays)
     leaves = outcome.add(refs).finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
@@ -109,8 +112,8 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
 def _in_order_of_reading(body: Body, arrays: Sequence[Any]) -> tuple[Body, list[Any]]:
     """The same function of the arrays in another order, that in which it reads them.
 
-    brainstate differentiates with respect to a dict whose keys are addresses of states: the order of its values differs from process to process,
-    and a stored plan would not fit.
+    brainstate differentiates with respect to a dict whose keys are addresses of states: the order of its values differs
+    from process to process, and a stored plan would not fit.
     """
     jaxpr, first = body.jaxpr, len(body.jaxpr.invars) - len(arrays)
     order = [i for i in _reading_order(jaxpr) if i >= first]
@@ -122,7 +125,9 @@ def _in_order_of_reading(body: Body, arrays: Sequence[Any]) -> tuple[Body, list[
 
 
 def _reading_order(jaxpr: _jax.Jaxpr) -> list[int]:
-    """The inputs of a jaxpr by number: first those that equations read, in their order, then those that are returned only, then the others."""
+    """The inputs of a jaxpr by number: first those that equations read, in their order, then those that are returned
+    only, then the others.
+    """
     number = {v: i for i, v in enumerate(jaxpr.invars)}
     found: dict[int, None] = {}
 

@@ -1,14 +1,16 @@
 """Mark the values that a rematerialized function saves.
 
-JAX asks a policy about primitives, types and parameters of equations that differentiation and vmap have rewritten, so the policy cannot tell one
-value from another. A value to save therefore passes through an identity primitive, ``statetx_mark``, which survives both rewrites, and the policy
-for JAX saves marked values (decision 19). Some derivative rules read the result of the operation itself (``exp``, ``tanh``, a maximum). Such a rule
-is made to read the marked result; else saving it would not spare its recomputation.
+JAX asks a policy about primitives, types and parameters of equations that differentiation and vmap have rewritten, so
+the policy cannot tell one value from another. A value to save therefore passes through an identity primitive,
+``statetx_mark``, which survives both rewrites, and the policy for JAX saves marked values (decision 19). Some
+derivative rules read the result of the operation itself (``exp``, ``tanh``, a maximum). Such a rule is made to read the
+marked result; else saving it would not spare its recomputation.
 
 A value that is stored in fewer bits passes through other primitives (`_jax.store`), of which the codes are marked.
 
-Rematerialized functions nest. Each has a region number, greater than the numbers of all functions within it, and writes it on its marks. So a
-function saves what its own policy selects, at any depth, and nothing that the inner policies select.
+Rematerialized functions nest. Each has a region number, greater than the numbers of all functions within it, and writes
+it on its marks. So a function saves what its own policy selects, at any depth, and nothing that the inner policies
+select.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from .survey import Address
 
 Label = Any
 Labels = Mapping[Address, Any]
-"""The labels of values to mark, by address (`survey.Site`): `SAVE`, `offload` or a `StoredLabel`. For the rule of a derivative: a function from the rule's
-jaxpr to the labels of the values in it, at the address of the call with `RULE` in place of the output's index."""
+"""The labels of values to mark, by address (`survey.Site`): `SAVE`, `offload` or a `StoredLabel`. For the rule of a
+derivative: a function from the rule's jaxpr to the labels of the values in it, at the address of the call with `RULE`
+in place of the output's index.
+"""
 
 SAVE = "save"
 RULE = -1
@@ -72,7 +76,8 @@ class KeepMarked:
 
     def __call__(self, primitive: Any, *_: Any, **params: Any) -> Any:
         if _jax.is_debug_callback(primitive):
-            return True  # False makes JAX drop the saved values that the callback reads; it still runs again if it reads others
+            # False makes JAX drop the saved values that the callback reads; it still runs again if it reads others
+            return True
         if "call_jaxpr" in params:  # a custom derivative remains a call if none of its inputs has a tangent
             eqns = _jax.open_jaxpr(params["call_jaxpr"])[0].eqns
             marks = [e.params for e in eqns if e.primitive is _jax.mark_primitive]
@@ -92,7 +97,8 @@ def mark(x: Any, labels: Labels, *, region: int, in_rule: bool = False) -> Any:
 
     Args:
         region: the number of the rematerialized function whose policy saves them.
-        in_rule: whether the jaxpr is a derivative rule. Its equations are not differentiated, so a mark needs no rule of its own.
+        in_rule: whether the jaxpr is a derivative rule. Its equations are not differentiated, so a mark needs no rule
+            of its own.
     """
     # Most equations have no label and stay the same objects, so JAX's caches for their inner jaxprs still hit.
     by_equation: dict[int, dict[Address, Any]] = {}
@@ -214,7 +220,8 @@ class _EquationMarker(NamedTuple):
             jaxpr, consts = _jax.stage(
                 operation, [v.aval for v in plain.invars], traced_for="statetx.remat", name="marked"
             )
-        # Put the staged call in the place of the equation: its operands instead of the inputs, literals instead of constants.
+        # Put the staged call in the place of the equation: its operands instead of the inputs, literals instead of
+        # constants.
         (call,) = jaxpr.eqns
         atoms = dict(zip(jaxpr.invars, plain.invars, strict=True))
         atoms |= {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)}
@@ -223,7 +230,9 @@ class _EquationMarker(NamedTuple):
 
 
 def mark_inputs(jaxpr: Jaxpr, labels: Mapping[int, StoredLabel], *, region: int) -> Jaxpr:
-    """Store inputs of a jaxpr without constants in fewer bits; `labels` has the formats by the indices of the inputs."""
+    """Store inputs of a jaxpr without constants in fewer bits; `labels` has the formats by the indices of the
+    inputs.
+    """
     if not labels or not jaxpr.eqns:
         return jaxpr
     invars, eqns = list(jaxpr.invars), []

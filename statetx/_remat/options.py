@@ -36,8 +36,10 @@ def refuse_formats(rewriter: Rewriter, formats: Any) -> None:
     """Raise if a format is given beside a policy that rewrites the whole function."""
     if jax.tree.leaves(formats):
         raise PolicyError(
-            f"remat: policy={rewriter!r} rewrites the whole function and chooses how its values are stored, so it does not combine with "
-            f"inputs_stored_as={formats!r}.\nFix: give the formats to the plan, statetx.plan(..., stored_as=('bits', 'bfloat16'))."
+            f"remat: policy={rewriter!r} rewrites the whole function and chooses how its values are stored, so it "
+            f"does not combine with "
+            f"inputs_stored_as={formats!r}.\n"
+            f"Fix: give the formats to the plan, statetx.plan(..., stored_as=('bits', 'bfloat16'))."
         )
 
 

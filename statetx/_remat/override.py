@@ -1,8 +1,8 @@
 """Replace the policies of rematerialized functions for a while, and record which of them are called.
 
-`memory_report` compares policies this way, `assert_remat_equivalent` switches rematerialization off, and the planner rewrites the functions
-that are differentiated (`gradients`). No object of the user is changed: `remat` and the derivatives of this thread ask `override` when they
-are called.
+`memory_report` compares policies this way, `assert_remat_equivalent` switches rematerialization off, and the planner
+rewrites the functions that are differentiated (`gradients`). No object of the user is changed: `remat` and the
+derivatives of this thread ask `override` when they are called.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class Override(threading.local):
     Attributes:
         policy: replaces the policy of each function; None to keep it.
         is_off: whether no function under `remat` is rematerialized.
-        suppress_warnings: whether a policy may name values that do not occur, or change nothing, without a warning or error.
+        suppress_warnings: whether a policy may name values that do not occur, or change nothing, without a warning or
+            error.
         visited_regions: the rematerialized functions called so far; None outside of an override.
-        undone: the loops with ``checkpoint=`` and the functions under ``jax.checkpoint`` that were left plain so far; None to leave none plain.
+        undone: the loops with ``checkpoint=`` and the functions under ``jax.checkpoint`` that were left plain so far;
+            None to leave none plain.
         rewriter: rewrites each function that is differentiated in reverse mode; None to leave them.
         gradient_order: of the gradients that are rewritten; None outside of such a block.
         observer: is told of the gradients that another rewriter replaces; None to tell nothing.
@@ -94,12 +96,16 @@ class Override(threading.local):
     def replacing(
         self, policy: Policy | Rewriter, rewriter: Rewriter | None
     ) -> contextlib.AbstractContextManager[None]:
-        """Replace the policies and the rewriter in this block. No regions are listed, so that equal blocks share what JAX has traced."""
+        """Replace the policies and the rewriter in this block. No regions are listed, so that equal blocks share what
+        JAX has traced.
+        """
         return self._set(policy, False, True, [], rewriter, key=("policies", policy, rewriter))
 
     @contextlib.contextmanager
     def nothing_checkpointed(self) -> Iterator[list[str]]:
-        """Rematerialize nothing in this block, not in loops, and nothing under ``jax.checkpoint`` either; gives the list of these."""
+        """Rematerialize nothing in this block, not in loops, and nothing under ``jax.checkpoint`` either; gives the
+        list of these.
+        """
         previous, self.undone = self.undone, []
         try:
             with self(is_off=True, suppress_warnings=True):

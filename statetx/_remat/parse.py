@@ -50,7 +50,8 @@ def as_policy(policy: Any) -> Policy | Rewriter:
             hint = suggestion(policy, [*_CONSTANTS, *jax_names])
             named = "" if hint else f" If checkpoint_name gave a value this name: policies.names({brief(policy)})."
             raise PolicyError(
-                f"No policy is named {brief(policy)}.{hint}{named} Known: {', '.join([*_CONSTANTS, *sorted(jax_names)])}."
+                f"No policy is named {brief(policy)}.{hint}{named} Known: "
+                f"{', '.join([*_CONSTANTS, *sorted(jax_names)])}."
             )
         if policy in _FACTORIES:
             raise PolicyError(_not_called(policy))
@@ -74,8 +75,11 @@ def as_policy(policy: Any) -> Policy | Rewriter:
             raise PolicyError(_not_called(name))
     if not _takes_parameters(policy):
         raise PolicyError(
-            f"The function {brief(policy)} cannot be a policy: JAX calls it for each equation, as policy(primitive, *types, **parameters), and it takes no "
-            f"**parameters.\nFix: use statetx.policies, or write def policy(primitive, *types, **parameters): ..., which returns a bool."
+            f"The function {brief(policy)} cannot be a policy: JAX calls it for each equation, as policy(primitive, "
+            f"*types, **parameters), and it takes no "
+            f"**parameters.\n"
+            f"Fix: use statetx.policies, or write def policy(primitive, *types, **parameters): ..., which returns a "
+            f"bool."
         )
     return JaxPolicy(policy)
 

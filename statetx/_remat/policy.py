@@ -1,7 +1,8 @@
 """Policies: which values a rematerialized function saves. The module `policies` has the public names.
 
-A policy judges one value at a time and sees nothing of how the value is used, so policies combine freely: `Or`, `And`, `NotSaved` and `Then`
-are functions of two answers. Policies are frozen, equal by content and hashable, since the table of structures is keyed by them.
+A policy judges one value at a time and sees nothing of how the value is used, so policies combine freely: `Or`, `And`,
+`NotSaved` and `Then` are functions of two answers. Policies are frozen, equal by content and hashable, since the table
+of structures is keyed by them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Policy:
         return any(child.selects_by_name(value) for child in self.children())
 
     def unmatched(self, values: Sequence[Value]) -> str:
-        """A message about names, paths or filters of this policy that match no value, with suggestions; empty if all match."""
+        """A message about names, paths or filters of this policy that match no value, with suggestions; empty if all
+        match.
+        """
         del values
         return ""
 
@@ -92,8 +95,11 @@ class Policy:
         if sys._getframe(1).f_code.co_filename.startswith(_jax.JAX_FOLDER):
             return True  # `jax.checkpoint` has ``policy or nothing_saveable``
         raise PolicyError(
-            f"The policy {self!r} was used as a truth value, as `or`, `and`, `not` and `if` do: they would drop one of the "
-            f"policies.\nFix: use | and & to combine policies and ~ for the complement; `policy is None` asks whether there is one."
+            f"The policy {self!r} was used as a truth value, as `or`, `and`, `not` and `if` do: they would drop one "
+            f"of the "
+            f"policies.\n"
+            f"Fix: use | and & to combine policies and ~ for the complement; `policy is None` asks whether there is "
+            f"one."
         )
 
     def then(self, other: Any) -> Policy:
@@ -101,13 +107,15 @@ class Policy:
         return Then(self, Policy._coerce(other))
 
     def stored_as(self, format: str | StoredType) -> Policy:
-        """Store the selected values in fewer bits. The forward pass uses the values themselves, the backward pass what was stored.
+        """Store the selected values in fewer bits. The forward pass uses the values themselves, the backward pass what
+        was stored.
 
         Args:
-            format: ``"bits"`` for values that are 0 or 1, such as spikes, masks and booleans: exact, eight to a byte. Integers and
-                floats are stored so if they are proved to be 0 or 1, as a comparison converted to floats is, or if the policy selects
-                them by name, which declares them to be; other values are stored unchanged. ``"bfloat16"``, ``"float8_e4m3fn"``
-                and ``"float8_e5m2"`` round floats of greater size; of the two float8s the second has the wider range and fewer digits.
+            format: ``"bits"`` for values that are 0 or 1, such as spikes, masks and booleans: exact, eight to a byte.
+                Integers and floats are stored so if they are proved to be 0 or 1, as a comparison converted to floats
+                is, or if the policy selects them by name, which declares them to be; other values are stored unchanged.
+                ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"float8_e5m2"`` round floats of greater size; of the two
+                float8s the second has the wider range and fewer digits.
 
         Returns:
             The policy that saves or offloads the same values.
@@ -126,7 +134,9 @@ class Policy:
         return StoredAs(self, as_stored_type(format, "stored_as: the format"))
 
     def __call__(self, primitive: Any = None, *inputs: Any, **params: Any) -> Any:
-        """Judge one equation, as a policy of ``jax.checkpoint``. Under `remat` a policy sees more: names, loops and states."""
+        """Judge one equation, as a policy of ``jax.checkpoint``. Under `remat` a policy sees more: names, loops and
+        states.
+        """
         if not isinstance(primitive, Primitive):
             raise PolicyError(
                 f"{self!r} is a policy, not a function that returns one.\nFix: write policy={self!r}, without the call."
@@ -173,8 +183,9 @@ class Or(Policy):
         return (self.a, self.b)
 
     def judge(self, value: Value) -> Verdict:
-        # Decisions are ordered save > offload > recompute, each unchanged > in fewer bits, so the algebra is that of a lattice: `Or` and `And` are
-        # associative and commutative. With equal decisions the left operand's memories count.
+        # Decisions are ordered save > offload > recompute, each unchanged > in fewer bits, so the algebra is that of a
+        # lattice: `Or` and `And` are associative and commutative. With equal decisions the left operand's memories
+        # count.
         return max(self.a.judge(value), self.b.judge(value), key=lambda v: v.rank)
 
     def __repr__(self) -> str:

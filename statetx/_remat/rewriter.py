@@ -1,4 +1,6 @@
-"""Programs in place of policies: ``policy=`` of `remat` also takes an object that rewrites the whole function, such as a plan."""
+"""Programs in place of policies: ``policy=`` of `remat` also takes an object that rewrites the whole function, such as
+a plan.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,23 @@ from .._errors import PolicyError
 
 
 def refuse_combination(rewriter: Rewriter, *_: Any, **__: Any) -> NoReturn:
-    """Raise: two policies can be combined since each answers for one value at a time, and a rewriter has no such answers."""
+    """Raise: two policies can be combined since each answers for one value at a time, and a rewriter has no such
+    answers.
+    """
     raise PolicyError(f"{rewriter!r} rewrites the whole function, so it does not combine with other policies.")
 
 
 class Rewriter:
     """Base of objects that replace a rematerialized function by another program.
 
-    It judges no values, so it is not a `Policy`. It is hashable, and equal to another only if both rewrite alike, since the table of
-    structures is keyed by it.
+    It judges no values, so it is not a `Policy`. It is hashable, and equal to another only if both rewrite alike, since
+    the table of structures is keyed by it.
 
     Attributes:
         inner: rewrites the functions that the function itself differentiates; None to leave them.
         keeps_policies: whether rematerialized functions inside keep their policies, since nothing is replaced.
-        is_used_once: whether it is made for one trace. What it builds then must not stay in the table of structures, where it would keep the
-            arrays of the trace alive.
+        is_used_once: whether it is made for one trace. What it builds then must not stay in the table of structures,
+            where it would keep the arrays of the trace alive.
         keeps_order: whether it sees the inputs in their own order, and not in that in which they are read.
     """
 
@@ -42,7 +46,8 @@ class Rewriter:
         """
         raise NotImplementedError
 
-    # Reflected operators as well: the left operand may be None, a name or a function of JAX, which have no operators for policies.
+    # Reflected operators as well: the left operand may be None, a name or a function of JAX, which have no operators
+    # for policies.
     __or__ = __ror__ = __and__ = __rand__ = __invert__ = then = refuse_combination
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
@@ -54,13 +59,17 @@ class Rewriter:
 
 
 class Observer(Rewriter):
-    """Leaves functions unchanged, and is told of each that is differentiated; also of those that another rewriter replaces (`Observed`)."""
+    """Leaves functions unchanged, and is told of each that is differentiated; also of those that another rewriter
+    replaces (`Observed`).
+    """
 
     keeps_policies = True
     is_used_once = True
 
     def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
-        """Note a call ``run(operands, *args)``, whose first results, of types `outputs`, are those of the user's function."""
+        """Note a call ``run(operands, *args)``, whose first results, of types `outputs`, are those of the user's
+        function.
+        """
         raise NotImplementedError
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Callable:
@@ -118,8 +127,8 @@ class Seen(Observer):
 class Marker(Observer):
     """Names the equations of each function that is differentiated, by a ``jax.named_scope``: `marks_in` finds them.
 
-    An observer that notes what it sees must be another one for each trace, and JAX keeps what it has traced for each. This one stays: what JAX
-    has traced before is marked.
+    An observer that notes what it sees must be another one for each trace, and JAX keeps what it has traced for each.
+    This one stays: what JAX has traced before is marked.
     """
 
     def observing(self, body: Any, num_out: int, replacement: Callable) -> Callable:
@@ -131,7 +140,9 @@ _MARKS = {True: "statetx_differentiates_scalars", False: "statetx_differentiates
 
 
 def marks_in(jaxpr: _jax.Jaxpr) -> set[bool]:
-    """For the functions that `MARKER` has seen differentiated in a jaxpr: True if one returns scalars alone, False if one does not."""
+    """For the functions that `MARKER` has seen differentiated in a jaxpr: True if one returns scalars alone, False if
+    one does not.
+    """
     found: set[bool] = set()
     pending, visited = [jaxpr], set()
     while pending:
@@ -161,7 +172,7 @@ def is_training_step(differentiated: Iterable[Sequence[Any]], outputs: Iterable[
 def is_step_by_marks(marks: set[bool], outputs: Iterable[Any]) -> bool:
     """`is_training_step` for the result of `marks_in`.
 
-    A step differentiates a scalar, or returns arrays. A loss may take derivatives of arrays, as an integrator does that linearizes the equations of
-    neurons.
+    A step differentiates a scalar, or returns arrays. A loss may take derivatives of arrays, as an integrator does that
+    linearizes the equations of neurons.
     """
     return True in marks or (bool(marks) and not _are_scalars(outputs))

@@ -1,12 +1,13 @@
 """Stored types: how a residual is stored in fewer bits between the forward and the backward pass.
 
-A `StoredType` encodes a value as a smaller array and decodes it again. It is a frozen value, so that it can be part of a policy and of the parameters
-of an equation. All formats work along the last axis, so that they commute with loops and sharding along the others; a scalar counts as
-an axis of one entry. If the type splits the last axis over devices (an explicit mesh), each device's part is encoded by itself, and
-the stored array is split in the same way.
+A `StoredType` encodes a value as a smaller array and decodes it again. It is a frozen value, so that it can be part of
+a policy and of the parameters of an equation. All formats work along the last axis, so that they commute with loops and
+sharding along the others; a scalar counts as an axis of one entry. If the type splits the last axis over devices (an
+explicit mesh), each device's part is encoded by itself, and the stored array is split in the same way.
 
 - ``bits``: values that are 0 or 1, eight in a byte, the first in the lowest bit.
-- ``bfloat16``, ``float8_e4m3fn``, ``float8_e5m2``: floats rounded to nearest even. Values beyond the largest of a float8 become its largest.
+- ``bfloat16``, ``float8_e4m3fn``, ``float8_e5m2``: floats rounded to nearest even. Values beyond the largest of a
+  float8 become its largest.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class StoredType:
 
     Attributes:
         name: one of `NAMES`.
-        check: ``(x) -> None``, called on the host with each value that is encoded, to find a wrong declaration; None for no check.
+        check: ``(x) -> None``, called on the host with each value that is encoded, to find a wrong declaration; None
+            for no check.
     """
 
     name: str

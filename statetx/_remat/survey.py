@@ -1,8 +1,9 @@
 """List the values that a staged function computes, for policies to judge.
 
-JAX asks its policies about equations that differentiation and vmap have rewritten. The policies of this package judge the function as it was staged,
-at every depth: jitted, rematerialized and mapped functions, loops, branches, and the rules of custom derivatives, whose equations replace
-their functions under differentiation. JAX policies are asked about the same places.
+JAX asks its policies about equations that differentiation and vmap have rewritten. The policies of this package judge
+the function as it was staged, at every depth: jitted, rematerialized and mapped functions, loops, branches, and the
+rules of custom derivatives, whose equations replace their functions under differentiation. JAX policies are asked about
+the same places.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from .value import StateRef, Value
 NONE: frozenset[Any] = frozenset()
 
 Address = tuple[int, ...]
-"""The position of a value: from the outside in, the index of each equation and of the jaxpr within it; last, the index of the output."""
+"""The position of a value: from the outside in, the index of each equation and of the jaxpr within it; last, the index
+of the output.
+"""
 
 
 class Site(NamedTuple):
@@ -40,7 +43,8 @@ class _ValueProvenance(NamedTuple):
         nearest_states: the states that it was last computed with.
         order: the number of the equation that computes it, counted over all jaxprs; -1 for inputs, -2 for literals.
         has_site: whether its value has a site already, so that an alias of it needs none.
-        is_tangent: whether it is computed from tangents, in the rule of a custom derivative. Such values cannot be saved.
+        is_tangent: whether it is computed from tangents, in the rule of a custom derivative. Such values cannot be
+            saved.
         is_bits: whether it is proved to be 0 or 1.
     """
 
@@ -247,7 +251,9 @@ _Enter = Callable[[Sequence[_ValueProvenance]], list[_ValueProvenance]]
 
 
 def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, _Enter]]:
-    """The jaxprs in an equation whose values can be saved: each with its number of runs, and a function from operands to its inputs."""
+    """The jaxprs in an equation whose values can be saved: each with its number of runs, and a function from operands
+    to its inputs.
+    """
     loop = _jax.loop_of(eqn)
     if loop is not None and loop.keeps_steps:
         yield loop.body, loop.length, functools.partial(_into_scan, loop.body, loop.num_constants, loop.num_carry)
@@ -274,7 +280,8 @@ def _into_scan(
 
 
 def _without_sites(operands: Sequence[_ValueProvenance]) -> list[_ValueProvenance]:
-    # `names_in` does not enter loops and branches: a name that one gives to its input is not a name of the value outside.
+    # `names_in` does not enter loops and branches: a name that one gives to its input is not a name of the value
+    # outside.
     return [p._replace(has_site=False) for p in operands]
 
 

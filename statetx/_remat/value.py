@@ -35,7 +35,8 @@ class Value:
         times: how often it is computed in a run of the function: the product of the lengths of the loops around it.
         names: the names that ``checkpoint_name`` gave it.
         source_states: the states among the operands of the operation, themselves or cast, reshaped or transposed.
-        nearest_states: the states that the value was last computed with: `source_states`, or else the nearest states of its latest operand.
+        nearest_states: the states that the value was last computed with: `source_states`, or else the nearest states of
+            its latest operand.
         is_bits: whether its entries are proved to be 0 or 1.
     """
 

@@ -57,7 +57,10 @@ def describe(state: Any, kind: Kind | None = None, path: str | None = None, valu
     label = path or kind.name_of(state)
     label = f" {label!r}" if label else ""
     value = kind.get(state) if value is None else value
-    return f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at {printable(kind.site_of(state))}{history(state)})"
+    return (
+        f"{type(state).__name__}{label} ({short_tree_type_str(value)}, made at "
+        f"{printable(kind.site_of(state))}{history(state)})"
+    )
 
 
 def refuse_states(argument: str, *objects: Any) -> None:

@@ -1,4 +1,6 @@
-"""The protocols of a kind of state: `Kind`, and the optional `Modal`, `ArrayKind`, `Annotated`, `Subclassed` and `Jitting`."""
+"""The protocols of a kind of state: `Kind`, and the optional `Modal`, `ArrayKind`, `Annotated`, `Subclassed` and
+`Jitting`.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ class Kind(Protocol):
     def invalidate(self, state: Any, reason: str, closing: Any) -> list[Store]:
         """Stores that remove the value of a state made in a call, and record the state as made in the enclosing frame.
 
-        Reading the state raises until it is published or written. `closing`: the frame of the call, None if it is closed.
+        Reading the state raises until it is published or written. `closing`: the frame of the call, None if it is
+        closed.
         """
         ...
 
@@ -125,7 +128,9 @@ class Modal(Protocol):
 
 @runtime_checkable
 class ArrayKind(Protocol):
-    """A kind whose states are arrays to JAX: `vmap` maps them as arguments, `scan` slices them as ``xs``, their shape is fixed."""
+    """A kind whose states are arrays to JAX: `vmap` maps them as arguments, `scan` slices them as ``xs``, their shape
+    is fixed.
+    """
 
     def new(self, value: Any) -> Any:
         """A new state that holds an array."""
@@ -163,7 +168,9 @@ class Jitting(Protocol):
         ...
 
     def jax_traced(self, traced: Any) -> Any | None:
-        """JAX's traced function, of the one that the library's ``jit`` returns; None if `traced` is of another library."""
+        """JAX's traced function, of the one that the library's ``jit`` returns; None if `traced` is of another
+        library.
+        """
         ...
 
     def holds_other_arrays(self, obj: Any) -> bool:

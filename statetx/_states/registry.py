@@ -107,7 +107,9 @@ def unjitted(fun: Any) -> Callable | None:
 
 
 def jax_traced(traced: Any) -> Any:
-    """JAX's traced function, of one that the ``jit`` of a library of states has traced; others are returned unchanged."""
+    """JAX's traced function, of one that the ``jit`` of a library of states has traced; others are returned
+    unchanged.
+    """
     found = (kind.jax_traced(traced) for kind in kinds() if isinstance(kind, Jitting))
     return next((inner for inner in found if inner is not None), traced)
 

@@ -38,10 +38,12 @@ def _has(module: str) -> bool:
 
 
 def load_jax() -> None:
-    """Import JAX, and keep it from looking for devices whose compilers are installed on a machine without these devices.
+    """Import JAX, and keep it from looking for devices whose compilers are installed on a machine without these
+    devices.
 
-    It would print a traceback for CUDA, and messages of libtpu, whenever it starts. Nothing changes where JAX has started, where
-    ``JAX_PLATFORMS`` is set, where a package for another kind of device is installed, or where the devices are there.
+    It would print a traceback for CUDA, and messages of libtpu, whenever it starts. Nothing changes where JAX has
+    started, where ``JAX_PLATFORMS`` is set, where a package for another kind of device is installed, or where the
+    devices are there.
     """
     installed = {name for name in _DEVICE_FILES if is_installed(name)} if sys.platform == "linux" else set()
     absent = {name for name in installed if not is_visible(name)}
@@ -80,7 +82,8 @@ def _has_started() -> bool:
 class _Silence:
     """Standard error sent to a file while blocks of any threads run: the first redirects it, the last one restores it.
 
-    A compiler may end the process. A shell waits for that, and then shows what the file has: nothing in the process could.
+    A compiler may end the process. A shell waits for that, and then shows what the file has: nothing in the process
+    could.
     """
 
     def __init__(self) -> None:
@@ -126,7 +129,9 @@ _MOST_SHOWN = 4096  # bytes; the end tells the error
 
 
 def _shows_at_exit(file: int) -> Any:
-    """A process that writes a file to standard error if this one ends before it says that it is done; None where there is no shell."""
+    """A process that writes a file to standard error if this one ends before it says that it is done; None where there
+    is no shell.
+    """
     import subprocess  # noqa: PLC0415
 
     words = ["/bin/sh", "-c", f"read done || cat /dev/fd/{file} >&2"]
@@ -142,7 +147,9 @@ _silence = _Silence()
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Keep what C++ libraries write to standard error from the terminal. An error has it as a note; if the process ends, it is shown."""
+    """Keep what C++ libraries write to standard error from the terminal. An error has it as a note; if the process
+    ends, it is shown.
+    """
     _silence.enter()
     try:
         yield

@@ -1,8 +1,8 @@
 """The device that programs are compiled for: the only module that asks JAX for its backend and its devices.
 
-`statetx.target` replaces the machine's devices for a block, ``STATETX_TARGET`` for a process. What is decided by device, wherever it
-is decided, asks here. The target is part of JAX's cache keys (``jax.make_user_context``), so nothing traced or compiled for one device
-is used for another.
+`statetx.target` replaces the machine's devices for a block, ``STATETX_TARGET`` for a process. What is decided by
+device, wherever it is decided, asks here. The target is part of JAX's cache keys (``jax.make_user_context``), so
+nothing traced or compiled for one device is used for another.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _context: Any = jax.make_user_context(None)
 def target(device: Target | str | os.PathLike[str] | None, /) -> Iterator[Target | None]:
     """Compile for a device that may not be here, in every call of the block that measures, profiles or plans.
 
-    Inside, `plan`, `measure`, `memory_report`, `memory_profile`, `explain_oom`, `loop_report`, `max_batch`, `microbatch` with
-    ``budget=`` and `saved_residuals` compile for the target, and what depends on the device is chosen for it. Arrays stay where they
-    are, and what runs, runs here.
+    Inside, `plan`, `measure`, `memory_report`, `memory_profile`, `explain_oom`, `loop_report`, `max_batch`,
+    `microbatch` with ``budget=`` and `saved_residuals` compile for the target, and what depends on the device is chosen
+    for it. Arrays stay where they are, and what runs, runs here.
 
     Args:
         device: a `Target`, the name of one, or None for the devices of this machine.
@@ -91,8 +91,8 @@ def as_target(device: Target | str | os.PathLike[str] | None) -> Target | None:
 def takes_target(fun: F) -> F:
     """Give a function the keyword ``target=``, under which it runs.
 
-    The keywords of the functions that measure belong to the measured function, which may have a `target` of its own, such as labels: a
-    name, a path and a `Target` are ours, anything else is passed on.
+    The keywords of the functions that measure belong to the measured function, which may have a `target` of its own,
+    such as labels: a name, a path and a `Target` are ours, anything else is passed on.
     """
     signature = inspect.signature(fun)
     parameters = list(signature.parameters.values())
@@ -108,7 +108,8 @@ def takes_target(fun: F) -> F:
             del kwargs["target"]  # our default
         return fun(*args, **kwargs)
 
-    with_target.__signature__ = signature.replace(parameters=[*parameters[:at], own, *parameters[at:]])  # pyright: ignore[reportAttributeAccessIssue]
+    parameters = [*parameters[:at], own, *parameters[at:]]
+    with_target.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return cast("F", with_target)
 
 

@@ -1,4 +1,6 @@
-"""XLA's compilers for GPUs and TPUs, on machines that have neither: the packages, how they are loaded, and the devices they make."""
+"""XLA's compilers for GPUs and TPUs, on machines that have neither: the packages, how they are loaded, and the devices
+they make.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,17 @@ def missing(spec: Spec) -> str:
     if spec.platform == "cpu":
         return ""
     if sys.platform != "linux":
-        return f"XLA's compilers for GPUs and TPUs exist for Linux only, and this is {platform.system()}: use a Linux machine or a container"
+        return (
+            f"XLA's compilers for GPUs and TPUs exist for Linux only, and this is {platform.system()}: use a Linux "
+            f"machine or a container"
+        )
     if not is_installed(spec.platform):
         return f"the compiler is not installed: {install_line(spec.platform)}"
     if isinstance(spec, Gpu) and spec.capability < (7, 5) and cuda_plugin() == CUDA_PLUGINS[0]:
-        return "CUDA 13 compiles for compute capability 7.5 and newer: install the plugin of CUDA 12, which the extra target-cuda has"
+        return (
+            "CUDA 13 compiles for compute capability 7.5 and newer: install the plugin of CUDA 12, which the extra "
+            "target-cuda has"
+        )
     return ""
 
 
@@ -74,14 +82,17 @@ def compile_only_devices(spec: Spec, hosts: int, shape: tuple[int, ...]) -> tupl
             return devices
     except (RuntimeError, NotImplementedError, ValueError, AttributeError, ImportError) as e:
         raise TargetError(
-            f"XLA's compiler for {spec.kind} does not start: {(str(e).splitlines() or [repr(e)])[0]}\nFix: install the plugin of the same "
+            f"XLA's compiler for {spec.kind} does not start: {(str(e).splitlines() or [repr(e)])[0]}\n"
+            f"Fix: install the plugin of the same "
             f"version as jaxlib {_version('jaxlib')}: {install_line(spec.platform)} --upgrade"
         ) from e
 
 
 @contextlib.contextmanager
 def _flags_for(platform_name: str) -> Iterator[None]:
-    """Hide flags of other platforms in ``XLA_FLAGS``: a compiler ends the process at one that it does not know, and reads them once."""
+    """Hide flags of other platforms in ``XLA_FLAGS``: a compiler ends the process at one that it does not know, and
+    reads them once.
+    """
     before = os.environ.get("XLA_FLAGS")
     others = tuple(f"--xla_{name}_" for name in ("cpu", "gpu", "tpu") if name != platform_name)
     if before is not None:
@@ -141,13 +152,14 @@ def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
     bounds = [2 if n % 2 == 0 else 1 for n in shape[:2]] + [1]
     if bounds != [2, 2, 1]:
         options["chips_per_host_bounds"] = bounds
-    # Of a TPU that is there one process is the owner, and libtpu locks a file. Where none is there, any number of processes compile.
+    # Of a TPU that is there one process is the owner, and libtpu locks a file. Where none is there, any number of
+    # processes compile.
     is_shared = contextlib.nullcontext() if is_visible("tpu") else _variable("ALLOW_MULTIPLE_LIBTPU_LOAD")
     with is_shared:
         return tuple(topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices)
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------------------------
 
 
 class _KernelFiles:
@@ -175,7 +187,8 @@ _kernel_files = functools.cache(_KernelFiles)
 
 
 def kernel_file() -> contextlib.AbstractContextManager[str]:
-    """A file for a compilation to find kernels in that others have assembled, which takes up to half of the time, and to add its own.
+    """A file for a compilation to find kernels in that others have assembled, which takes up to half of the time, and
+    to add its own.
 
     Candidates of a plan have most kernels in common. XLA appends to the file, so one compilation at a time has it.
     """

@@ -29,13 +29,13 @@ class Target:
     """A device, or several, that statetx measures and plans for; it need not be there.
 
     Pass it, or its name, as ``target=`` of `plan`, `measure`, `memory_profile` and the others, or put the calls into
-    ``with statetx.target("h100"):``. Compiling for GPUs needs Linux and ``pip install "statetx[target-cuda]"``, for TPUs
-    ``"statetx[target-tpu]"``; neither needs the device. Nothing ever runs on a target.
+    ``with statetx.target("h100"):``. Compiling for GPUs needs Linux and ``pip install "statetx[target-cuda]"``, for
+    TPUs ``"statetx[target-tpu]"``; neither needs the device. Nothing ever runs on a target.
 
     Args:
-        name: a device, such as ``"h100"``, ``"a100-40gb"`` or ``"tpu v5e"`` (``python -m statetx targets`` lists them); several,
-            ``"h100:8"`` on one host or ``"h100:2x8"`` on two; a grid of TPU chips, ``"tpu v5e:2x4"``; or the path of a file that
-            `save` wrote.
+        name: a device, such as ``"h100"``, ``"a100-40gb"`` or ``"tpu v5e"`` (``python -m statetx targets`` lists them);
+            several, ``"h100:8"`` on one host or ``"h100:2x8"`` on two; a grid of TPU chips, ``"tpu v5e:2x4"``; or the
+            path of a file that `save` wrote.
 
     Attributes:
         name: as given, in lower case.
@@ -66,7 +66,8 @@ class Target:
         spec = table().get(device)
         if spec is None:
             raise TargetError(
-                f"There is no target named {brief(text)}.{suggestion(device, table())}\nTargets: {', '.join(table())}; or a file that Target.save wrote."
+                f"There is no target named {brief(text)}.{suggestion(device, table())}\n"
+                f"Targets: {', '.join(table())}; or a file that Target.save wrote."
             )
         hosts, shape = _parse_shape(spec, amount.strip(), text)
         self._set(device + (f":{amount.strip()}" if amount else ""), spec, hosts, shape)
@@ -107,7 +108,8 @@ class Target:
                     spec = dataclasses.replace(spec, memory_bytes=limit or spec.memory_bytes)
                 return cls._of(f"{name}:{len(devices)}", spec, hosts, shape)
         raise TargetError(
-            f"{first.device_kind} is not in the table of common devices: {', '.join(table())}.\nFix: save the nearest of them, and edit the "
+            f"{first.device_kind} is not in the table of common devices: {', '.join(table())}.\n"
+            f"Fix: save the nearest of them, and edit the "
             f"figures in the file."
         )
 
@@ -124,7 +126,8 @@ class Target:
         except (OSError, ValueError) as e:
             reason = e.strerror if isinstance(e, OSError) else e
             raise TargetError(
-                f"{os.fspath(path)} cannot be read as a target: {reason}.\nFix: write such a file with Target.save(path)."
+                f"{os.fspath(path)} cannot be read as a target: {reason}.\n"
+                f"Fix: write such a file with Target.save(path)."
             ) from e
         spec = make_spec(fields["platform"], fields["device"])
         return cls._of(fields["name"], spec, fields["hosts"], tuple(fields["shape"]))
@@ -155,7 +158,9 @@ class Target:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes that a program may use on one device: of a GPU 75% of its memory, or the fraction in ``XLA_CLIENT_MEM_FRACTION``."""
+        """The bytes that a program may use on one device: of a GPU 75% of its memory, or the fraction in
+        ``XLA_CLIENT_MEM_FRACTION``.
+        """
         if isinstance(self._spec, Gpu):
             return int(self._spec.memory_bytes * _fraction())
         return self._spec.memory_bytes
@@ -171,7 +176,8 @@ class Target:
             devices = jax.devices("cpu")
             if len(devices) < self.num_devices:
                 raise TargetError(
-                    f"{self.name} has {self.num_devices} devices, and JAX has {len(devices)} here: start Python with XLA_FLAGS=--xla_force_host_platform_device_count={self.num_devices}."
+                    f"{self.name} has {self.num_devices} devices, and JAX has {len(devices)} here: start Python with "
+                    f"XLA_FLAGS=--xla_force_host_platform_device_count={self.num_devices}."
                 )
             return tuple(devices[: self.num_devices])
         # XLA has no grid of one chip for TPUs in three dimensions; the first of a host's four serves.
@@ -197,13 +203,15 @@ class Target:
         """
         if len(shape) != len(names):
             raise TargetError(
-                f"A mesh of {'x'.join(map(str, shape))} has {len(shape)} dimensions, and the names {list(names)} are {len(names)}.\n"
+                f"A mesh of {'x'.join(map(str, shape))} has {len(shape)} dimensions, and the names {list(names)} are "
+                f"{len(names)}.\n"
                 f"Fix: name each axis, as in mesh((4, 2), ('data', 'model'))."
             )
         size = math.prod(shape)
         if size > self.num_devices:
             raise TargetError(
-                f"A mesh of {'x'.join(map(str, shape))} needs {size} devices, and {self.name} has {self.num_devices}.\nFix: name more, as in Target({self._name_of(size)!r})."
+                f"A mesh of {'x'.join(map(str, shape))} needs {size} devices, and {self.name} has "
+                f"{self.num_devices}.\nFix: name more, as in Target({self._name_of(size)!r})."
             )
         return jax.make_mesh(tuple(shape), tuple(names), axis_types, devices=self.devices[:size])
 
@@ -273,7 +281,8 @@ def _parse_shape(spec: Spec, amount: str, text: str) -> tuple[int, tuple[int, ..
     """The hosts and the shape of what follows the colon: ``""``, ``"8"``, ``"2x8"``, ``"2x4"``."""
     if amount and not re.fullmatch(r"[0-9]{1,5}(x[0-9]{1,5}){0,2}", amount):
         raise TargetError(
-            f"{brief(text)}: {brief(amount)} is not a number of devices. Use 'h100:8', 'h100:2x8' (two hosts of eight) or 'tpu v5e:2x4'."
+            f"{brief(text)}: {brief(amount)} is not a number of devices. Use 'h100:8', 'h100:2x8' (two hosts of "
+            f"eight) or 'tpu v5e:2x4'."
         )
     numbers = tuple(map(int, amount.split("x"))) if amount else (1,)
     if 0 in numbers or math.prod(numbers) > _MOST_DEVICES:
@@ -286,7 +295,8 @@ def _parse_shape(spec: Spec, amount: str, text: str) -> tuple[int, tuple[int, ..
             example = "x".join(map(str, _GRIDS[spec.dimensions][8]))
             counts = ", ".join(map(str, _GRIDS[spec.dimensions]))
             raise TargetError(
-                f"{brief(text)}: {spec.kind} has grids of {spec.dimensions} dimensions, such as {example}, or one of {counts} chips."
+                f"{brief(text)}: {spec.kind} has grids of {spec.dimensions} dimensions, such as {example}, or one of "
+                f"{counts} chips."
             )
         return 1, grid
     if len(numbers) > 2:

@@ -36,13 +36,14 @@ examples:
   python -m statetx targets
   python -m statetx help TraceLeakError
 
-MODULE is a module that can be imported from here, or a path to a .py file; FUNCTION may be dotted (model.loss). Of a class
-that needs no arguments, a method is called on a new instance (Model.loss).
+MODULE is a module that can be imported from here, or a path to a .py file; FUNCTION may be dotted (model.loss). Of a
+class that needs no arguments, a method is called on a new instance (Model.loss).
 
-With --factory, FUNCTION is called without arguments and returns (fun, args) or (fun, args, kwargs), or a function alone,
-to call with --shapes. Arrays in args may be jax.ShapeDtypeStruct: nothing is computed.
+With --factory, FUNCTION is called without arguments and returns (fun, args) or (fun, args, kwargs), or a function
+alone, to call with --shapes. Arrays in args may be jax.ShapeDtypeStruct: nothing is computed.
 
-exit status: 0; 1 if your code fails, nothing makes it fit, no plan keeps the budget, or the memory grew; 2 for bad input.
+exit status: 0; 1 if your code fails, nothing makes it fit, no plan keeps the budget, or the memory grew; 2 for
+bad input.
 """
 
 
@@ -59,7 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(
         prog="python -m statetx",
-        description="See the memory of a JAX function before it runs. Functions may read and write states, or be plain JAX.",
+        description="See the memory of a JAX function before it runs. Functions may read and write states, or be "
+        "plain JAX.",
         epilog=_EXAMPLES,
         **style,
     )
@@ -147,8 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; those of the process if None.
 
     Returns:
-        The exit status: 0; 1 if the user's code fails, nothing makes it fit, no plan keeps the budget, or the memory grew; 2 for bad input,
-        with one line on stderr.
+        The exit status: 0; 1 if the user's code fails, nothing makes it fit, no plan keeps the budget, or the memory
+        grew; 2 for bad input, with one line on stderr.
     """
     try:
         parser = make_parser()
@@ -254,7 +256,7 @@ def _check_writable(name: str, path: str) -> None:
         raise BadInput(f"--{name}: cannot write {path}: {reason}")
 
 
-# -- output ------------------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def _print(text: str) -> None:

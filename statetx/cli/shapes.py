@@ -1,7 +1,8 @@
 """``--shapes``: arguments by their types, as in ``f32[32,128], {"x": i32[8]}, mask=bool[32]``.
 
-The text is the arguments of a call in Python, with types for arrays: a dtype (f32, bf16, i32, u8, bool, pred, c64, f8_e4m3fn ..., or in full
-float32 ..., or key<fry>, key<rbg>, key<urbg>) and sizes in brackets. The keys of a dict may lack their quotes.
+The text is the arguments of a call in Python, with types for arrays: a dtype (f32, bf16, i32, u8, bool, pred, c64,
+f8_e4m3fn ..., or in full float32 ..., or key<fry>, key<rbg>, key<urbg>) and sizes in brackets. The keys of a dict may
+lack their quotes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import numpy as np
 from .._text import short_dtype, suggestion
 from .bad_input import BadInput
 
-_NAMES = "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64 bfloat16 float16 float32 float64 complex64 complex128"
+_NAMES = (
+    "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64 bfloat16 float16 float32 float64 "
+    "complex64 complex128"
+)
 _KEYS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}  # as JAX prints them in types
 _ARRAY = re.compile(r"\b([A-Za-z_]\w*(?:<\w*>)?) *\[ *((?:\d[\d_]* *, *)*(?:\d[\d_]*)? *)\]")
 

@@ -31,7 +31,8 @@ def load_target(name: str, shapes: str | None, is_factory: bool) -> UserFunction
     Args:
         name: ``MODULE:FUNCTION``.
         shapes: the arguments, for `parse_shapes`; None if there are none.
-        is_factory: whether FUNCTION, called without arguments, returns the function, or ``(fun, args)`` or ``(fun, args, kwargs)``.
+        is_factory: whether FUNCTION, called without arguments, returns the function, or ``(fun, args)`` or
+            ``(fun, args, kwargs)``.
 
     Raises:
         BadInput: one of them does not exist, or the arguments do not fit.
@@ -52,7 +53,7 @@ def load_target(name: str, shapes: str | None, is_factory: bool) -> UserFunction
     return UserFunction(fun, args, kwargs)
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -119,7 +120,7 @@ def _add_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-# -- functions ---------------------------------------------------------------------------------------------------------
+# -- functions -------------------------------------------------------------------------------------------------------
 
 
 def _attribute(module: ModuleType, path: str, module_name: str) -> Callable[..., Any]:

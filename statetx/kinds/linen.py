@@ -16,7 +16,8 @@ from .._objects.contents import children
 
 
 def refuse_linen_variables(name: str, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise if a function that was staged for `remat` has written variables of a linen module: its tracers would stay there.
+    """Raise if a function that was staged for `remat` has written variables of a linen module: its tracers would stay
+    there.
 
     Raises:
         TraceLeakError: it names the module, the method and the variable.
@@ -28,16 +29,21 @@ def refuse_linen_variables(name: str, fun: Callable, args: tuple, kwargs: dict[s
             if _jax.leaked_tracers(value, _jax.current_trace()):
                 cls = type(module).__name__
                 raise TraceLeakError(
-                    f"remat({name}) writes {jax.tree_util.keystr(path, simple=True, separator='.')!r}, a variable of the flax.linen "
-                    f"module {cls}.\nlinen holds variables until its apply or init returns, and remat carries states only: a value "
+                    f"remat({name}) writes {jax.tree_util.keystr(path, simple=True, separator='.')!r}, a variable of "
+                    f"the flax.linen "
+                    f"module {cls}.\n"
+                    f"linen holds variables until its apply or init returns, and remat carries states only: a value "
                     f"computed inside would stay there.\n"
-                    f"Fix: keep the variables in a statetx.State and call apply in the rematerialized function, as the page 'From flax.linen' "
+                    f"Fix: keep the variables in a statetx.State and call apply in the rematerialized function, as "
+                    f"the page 'From flax.linen' "
                     f"shows; or make the module with {flax_remat(cls)}."
                 )
 
 
 def module_with_method(function: str, file: str) -> str | None:
-    """The class of flax.linen modules that a method such as ``Block.__call__``, written in this file, is of; None if it is of none."""
+    """The class of flax.linen modules that a method such as ``Block.__call__``, written in this file, is of; None if it
+    is of none.
+    """
     linen, (owner, _, method) = sys.modules.get("flax.linen"), function.rpartition(".")
     pending = [linen.Module] if linen is not None and owner else []
     while pending:
@@ -54,13 +60,16 @@ def flax_remat(module: str) -> str:
     """What to advise instead of `remat` for a class of flax.linen modules."""
     # It is `jax.checkpoint`, whose barrier XLA:CPU removes.
     return (
-        f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU it saves memory in loops only, as in nn.scan: "
+        f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU it saves memory in "
+        f"loops only, as in nn.scan: "
         f"XLA merges other recomputation with the first computation)"
     )
 
 
 def _bound_modules(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Modules under an apply or init whose variables the function may write: its own, those it closes over, its arguments."""
+    """Modules under an apply or init whose variables the function may write: its own, those it closes over, its
+    arguments.
+    """
     linen = sys.modules.get("flax.linen")
     if linen is None:
         return

@@ -1,7 +1,7 @@
 """Errors for a state that is used in place of its value: ``h + 1``, ``jnp.tanh(h)``, ``if h:`` instead of ``h.value``.
 
-Everything here but ``==`` runs only after such a mistake: special methods and attributes that `State` would otherwise lack. States are equal
-only to themselves; a comparison with a number or an array raises, in either order.
+Everything here but ``==`` runs only after such a mistake: special methods and attributes that `State` would otherwise
+lack. States are equal only to themselves; a comparison with a number or an array raises, in either order.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ATTRIBUTES = "shape dtype ndim size T at astype reshape ravel flatten item mean
 class NotAnArray:
     """Base of `State`: using a state as an array, a truth value or a container raises an error.
 
-    The special methods are set below, so that type checkers still report such a use. There is no ``__iter__``: `iter` calls
-    ``__getitem__``, and a state is not a ``collections.abc.Iterable``.
+    The special methods are set below, so that type checkers still report such a use. There is no ``__iter__``: `iter`
+    calls ``__getitem__``, and a state is not a ``collections.abc.Iterable``.
     """
 
     __slots__ = ()
@@ -65,12 +65,15 @@ def _refuse_conversion(state: Any, dtype: Any = None, copy: bool | None = None) 
 
 
 def _equal(state: Any, other: Any) -> Any:
-    """``==``: identity, to which Python falls back. A string or None is compared, too: a list of names and states may be searched."""
+    """``==``: identity, to which Python falls back. A string or None is compared, too: a list of names and states may
+    be searched.
+    """
     if not (isinstance(other, numbers.Number) or is_array(other)):
         return NotImplemented
     fix = f"Write {_name_in_caller(state)}.value."
     raise StateValueError(
-        f"{_states.describe(state)} was compared with a value of type {type_str(other)}; a state is equal to itself only. {fix}"
+        f"{_states.describe(state)} was compared with a value of type {type_str(other)}; a state is equal to itself "
+        f"only. {fix}"
     )
 
 
@@ -101,7 +104,9 @@ for _name, _method in _METHODS.items():
 
 
 class _ArrayAttribute:
-    """An attribute that arrays have and states lack. Not a data descriptor: a subclass of `State` may have an attribute of this name."""
+    """An attribute that arrays have and states lack. Not a data descriptor: a subclass of `State` may have an attribute
+    of this name.
+    """
 
     def __init__(self, name: str):
         self.name = name
@@ -116,7 +121,9 @@ class _ArrayAttribute:
 
 
 class _KeyDimensions(_ArrayAttribute):
-    """``ndim`` of a random state, the first attribute that `jax.random` asks a key for: JAX would replace an `AttributeError`."""
+    """``ndim`` of a random state, the first attribute that `jax.random` asks a key for: JAX would replace an
+    `AttributeError`.
+    """
 
     def __get__(self, state: Any, owner: type) -> Any:
         return super().__get__(state, owner) if state is None else _refuse_in_jax(state)
@@ -138,11 +145,13 @@ def _used_as_array(state: Any) -> str:
     return f"{_states.describe(state)} was used as an array. {fix}"
 
 
-# -- the name of a state in the user's code ----------------------------------------------------------------------------
+# -- the name of a state in the user's code --------------------------------------------------------------------------
 
 
 def _name_in_caller(state: Any) -> str:
-    """The expression by which the nearest caller outside libraries reaches the state: ``h``, ``self.w``, ``layers[0]``."""
+    """The expression by which the nearest caller outside libraries reaches the state: ``h``, ``self.w``,
+    ``layers[0]``.
+    """
     paths = sysconfig.get_paths()
     folders = (*_states.library_folders(), paths["stdlib"], paths["purelib"], paths["platlib"], "<frozen")
     frame = sys._getframe(1)
@@ -157,7 +166,9 @@ def _name_in_caller(state: Any) -> str:
 
 
 def _expression(state: Any, variables: Any) -> str | None:
-    """The expression for a state in these variables. It runs no code of the user's, who is about to see another error."""
+    """The expression for a state in these variables. It runs no code of the user's, who is about to see
+    another error.
+    """
     items = [(name, obj) for name, obj in list(variables.items()) if name.isidentifier()]
     for name, obj in items:
         if obj is state:

@@ -191,8 +191,9 @@ class Param(State[A]):
 class RngState(State[jax.Array]):
     """A state that holds a random key and advances with every draw.
 
-    A rematerialized function sees the same draws when it is recomputed, and the key advances once. To read `value` draws nothing: two random
-    functions that get ``rng.value`` return the same numbers. JAX's checker (``jax.config.update("jax_debug_key_reuse", True)``) reports it.
+    A rematerialized function sees the same draws when it is recomputed, and the key advances once. To read `value`
+    draws nothing: two random functions that get ``rng.value`` return the same numbers. JAX's checker
+    (``jax.config.update("jax_debug_key_reuse", True)``) reports it.
 
     Args:
         key: an integer seed, a key of ``jax.random.key``, or a legacy ``uint32[2]`` key.
@@ -227,7 +228,8 @@ class RngState(State[jax.Array]):
         """Draw `n` keys, of shape ``(n,)``. Reads and writes the state."""
         if whole_number(n) is None:
             raise StateValueError(
-                f"{_states.describe(self)} cannot be split into {brief(n)} keys.\nFix: split(n), with a whole number of at least 0."
+                f"{_states.describe(self)} cannot be split into {brief(n)} keys.\n"
+                f"Fix: split(n), with a whole number of at least 0."
             )
         keys = jax.random.split(self.value, n + 1)
         self.value = keys[0]

@@ -1,12 +1,12 @@
 """`flax.nnx.Variable` and its subclasses.
 
-Every access of a Variable's value, by `get_value`, `set_value`, ``[...]``, ``+=``, `copy_from`, flattening, or nnx's own
-transforms, goes through one slot, ``_raw_value``. This module replaces that slot, once and for good, by a property that
-reports to the frames of the thread; if no frame is open it costs one lookup in a dict that is mostly empty.
+Every access of a Variable's value, by `get_value`, `set_value`, ``[...]``, ``+=``, `copy_from`, flattening, or nnx's
+own transforms, goes through one slot, ``_raw_value``. This module replaces that slot, once and for good, by a property
+that reports to the frames of the thread; if no frame is open it costs one lookup in a dict that is mostly empty.
 
 nnx allows writes of a Variable, and of a module's attributes, only under the trace in which they were made, recorded in
-``_trace_state``. This slot, too, is replaced by a property: inside a frame, Variables and modules made before the frame may
-be written, since the frame restores the old value; `_frames.check_write` refuses a write that would leave a tracer.
+``_trace_state``. This slot, too, is replaced by a property: inside a frame, Variables and modules made before the frame
+may be written, since the frame restores the old value; `_frames.check_write` refuses a write that would leave a tracer.
 
 Not watched: Variables with ``ref=True``, which hold a `jax.Ref` (a kind of its own), and with ``hijax=True``.
 
@@ -43,8 +43,8 @@ _trace: Any = nnx.Variable.__dict__["_trace_state"]
 _metadata: Any = nnx.Variable.__dict__["_var_metadata"]
 _module_trace: Any = pytreelib.PytreeState.__dict__["_trace_state"]
 
-# The innermost open frame that has touched a Variable made before it, by the Variable's id; the frame's accesses keep the
-# Variable alive. The owner of a Variable that was made in a frame is in its `_FrameTraceState`.
+# The innermost open frame that has touched a Variable made before it, by the Variable's id; the frame's accesses keep
+# the Variable alive. The owner of a Variable that was made in a frame is in its `_FrameTraceState`.
 _owner: dict[int, Frame] = {}
 
 
@@ -145,7 +145,8 @@ def _get_trace(state: nnx.Variable) -> tracers.TraceState:
         # written.
         is_closed = type(trace_state) is _FrameTraceState and trace_state.frame is None
         return tracers.TraceState() if is_closed else trace_state
-    # A Variable made before the frame may be written in it, under the frame's trace or (if no tracer stays behind) another.
+    # A Variable made before the frame may be written in it, under the frame's trace or (if no tracer stays behind)
+    # another.
     is_older = type(trace_state) is not _FrameTraceState or trace_state.frame is not frame
     return tracers.TraceState() if is_older else trace_state
 
@@ -308,7 +309,8 @@ class _Nnx(_frames.WatchedKind):
         return _metadata.__get__(state)  # a dict of its own: Variables allow no weak reference
 
     def is_random(self, state: nnx.Variable) -> bool:
-        # The key of an RngStream, into which every draw folds the stream's count. Not an array of keys: it was split already.
+        # The key of an RngStream, into which every draw folds the stream's count. Not an array of keys: it was split
+        # already.
         return isinstance(state, nnx.RngKey) and jnp.ndim(_value.__get__(state)) == 0
 
     def is_trainable(self, state: nnx.Variable) -> bool:
@@ -374,10 +376,14 @@ def _install() -> None:
         "flax.nnx.Variable._raw_value",
         nnx.Variable,
         property(_get_value, _set_value),
-        "Reads and writes are reported to the open calls of the thread. Without one, this costs one lookup in an empty dict.",
+        "Reads and writes are reported to the open calls of the thread. Without one, this costs one lookup in an "
+        "empty dict.",
         is_content=True,
     )
-    reason = "Variables and modules made before a call of statetx may be written in it, since the call restores the old value; elsewhere nnx's rule holds."
+    reason = (
+        "Variables and modules made before a call of statetx may be written in it, since the call restores the old "
+        "value; elsewhere nnx's rule holds."
+    )
     replace("flax.nnx.Variable._trace_state", nnx.Variable, property(_get_trace, _set_trace), reason)
     module_trace = property(_get_module_trace, _set_module_trace)
     replace("flax.nnx.pytreelib.PytreeState._trace_state", pytreelib.PytreeState, module_trace, reason)

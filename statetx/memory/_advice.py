@@ -1,8 +1,8 @@
 """Changes of the program that would lower the peak, with the bytes that each would save.
 
-A change shortens the lifetimes of some buffers. What it saves is predicted from the timeline: the peak now, less the peak of the timeline
-without the buffers in the steps in which the changed program would not hold them. The prediction leaves out that XLA may fuse
-and place the changed program otherwise.
+A change shortens the lifetimes of some buffers. What it saves is predicted from the timeline: the peak now, less the
+peak of the timeline without the buffers in the steps in which the changed program would not hold them. The prediction
+leaves out that XLA may fuse and place the changed program otherwise.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ def changes_of(profile: Timeline, groups: Sequence[Group]) -> dict[int, Change]:
 
 
 def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool = False) -> list[ChangeCandidate]:
-    """The changes that are worth it, the cheapest first: those that save a share of the peak, or the bytes that are missing.
+    """The changes that are worth it, the cheapest first: those that save a share of the peak, or the bytes that are
+    missing.
 
     Args:
-        to_try: whether they will be compiled: then with each function that has much of the peak, whatever the timeline predicts.
+        to_try: whether they will be compiled: then with each function that has much of the peak, whatever the timeline
+            predicts.
     """
     if profile.note:
         return []
@@ -67,7 +69,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
     found = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
     if to_try:
         at_peak = set(profile.alive(profile.peak_step))
-        held = lambda c: sum(b.num_bytes for b in c.buffers & at_peak)  # noqa: E731
+        held = lambda c: sum(b.num_bytes for b in c.buffers & at_peak)
         edits = {c.edit for c in found}
         others = [
             *_remat(profile),
@@ -80,7 +82,8 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
         others = sorted((c for c in others if held(c) >= _MUCH * profile.peak_bytes), key=held, reverse=True)
         unpredicted = [c._replace(change=c.change._replace(saved_bytes=0)) for c in others[:_MOST_TRIED]]
         return [*found, *unpredicted, *in_parts(profile, _NUM_PARTS)]
-    # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where no other change does a quarter of it.
+    # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where
+    # no other change does a quarter of it.
     most = max((c.change.saved_bytes for c in found), default=0)
     return found + [c for c in in_parts(profile, _NUM_PARTS) if c.change.saved_bytes >= max(4 * most, least)]
 
@@ -121,19 +124,27 @@ def _constants(profile: Timeline) -> Iterable[ChangeCandidate]:
     constants = sorted((b for b in profile.buffers if b.kind == "constant"), key=lambda b: -b.num_bytes)
     large = [b for b in constants if b.num_bytes >= _LEAST_SHARE * profile.constant_bytes]
     if large:
-        which = f"the constant {large[0].type} as an argument, or keep it in a State: a compiled program has its own copy of it"
+        which = (
+            f"the constant {large[0].type} as an argument, or keep it in a State: a compiled program has its own "
+            f"copy of it"
+        )
         if len(large) > 1:
             types = ", ".join(dict.fromkeys(b.type for b in large))
-            which = f"the constants {types} as arguments, or keep them in States: a compiled program has its own copies of them"
+            which = (
+                f"the constants {types} as arguments, or keep them in States: a compiled program has its own copies "
+                f"of them"
+            )
         change = Change("argument", large[0].owner, f"Pass {which}.", sum(b.num_bytes for b in large))
         yield ChangeCandidate(change, frozenset(large), AsArguments())
 
 
-# -- rematerialization -------------------------------------------------------------------------------------------------
+# -- rematerialization -----------------------------------------------------------------------------------------------
 
 
 def _remat(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """For each function that the user could rematerialize: its residuals live in the forward pass and in its own backward pass only."""
+    """For each function that the user could rematerialize: its residuals live in the forward pass and in its own
+    backward pass only.
+    """
     history = _History(profile)
     known: set[frozenset[Buffer]] = set()
     for function in _functions(profile, (b.start for b in history.kept)):
@@ -201,7 +212,9 @@ def _saved_by_policy(profile: Timeline, freed: Sequence[Buffer]) -> list[Buffer]
 
 
 def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """For each function that reads zeros and ones, as floats or bytes: rematerialized, it needs an eighth of a byte for each after its last read in the forward pass."""
+    """For each function that reads zeros and ones, as floats or bytes: rematerialized, it needs an eighth of a byte for
+    each after its last read in the forward pass.
+    """
     bits, history = _bits_kept(profile), _History(profile)
     known: set[frozenset[Buffer]] = set()
     for function in _functions(profile, {r for b in bits for r in b.readers}):
@@ -223,7 +236,9 @@ def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
 
 
 def _stacked_bits(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """The same for functions in the body of a loop, which stacks what they keep: which of them reads the zeros and ones is not known."""
+    """The same for functions in the body of a loop, which stacks what they keep: which of them reads the zeros and ones
+    is not known.
+    """
     by_function: dict[str, list[Buffer]] = defaultdict(list)
     for b in _bits_kept(profile):
         if b.stacked is not None:
@@ -243,7 +258,10 @@ def _storing_bits(
     if module_with_method(function, file) is not None:  # `flax.linen.remat` stores no bits
         return
     times, types = f" ({num_calls} calls)" if num_calls > 1 else "", ", ".join(sorted({b.type for b in found}))
-    text = f"Store the zeros and ones that {function}{times} takes ({types}) as bits: @statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
+    text = (
+        f"Store the zeros and ones that {function}{times} takes ({types}) as bits: "
+        f"@statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
+    )
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
     yield ChangeCandidate(Change("bits", function, text, saved), frozenset([*found, *freed]), StoreBits(function))
 
@@ -256,7 +274,8 @@ def _packed_bytes(b: Buffer) -> int:
 def _most_ended(buffers: Sequence[Buffer]) -> int:
     """The step by which nine tenths of the bytes are not alive any more.
 
-    XLA fuses small chains of derivatives into much later steps, which the barrier around a rematerialized function prevents.
+    XLA fuses small chains of derivatives into much later steps, which the barrier around a rematerialized function
+    prevents.
     """
     left = sum(b.num_bytes for b in buffers) / 10
     for b in sorted(buffers, key=lambda b: -b.end):
@@ -281,7 +300,7 @@ class _History:
             for r in b.readers:
                 self._read_at[r].append(b)
         # What XLA itself computes again has no region.
-        is_kept = lambda b: b.kind == "residual" or (b.kind == "recomputed" and b.region)  # noqa: E731
+        is_kept = lambda b: b.kind == "residual" or (b.kind == "recomputed" and b.region)
         self.kept = [b for b in profile.buffers if is_kept(b) and b.stacked is None]
 
     def freed(self, function: str, calls: Calls) -> tuple[list[Buffer], list[Gap]]:
@@ -303,7 +322,8 @@ class _History:
                 last = max([b.start, *(r for r in b.readers if r < begin)])
                 gaps.append(Gap(last + 1, b.end, b.num_bytes))
                 freed.append(b)
-            # Of a loop, all is computed again before the first derivative, and XLA keeps what it fuses in one repetition alone.
+            # Of a loop, all is computed again before the first derivative, and XLA keeps what it fuses in one
+            # repetition alone.
             num_bytes = sum(b.num_bytes for b in inside)
             gaps.append(Gap(begin, end, -(num_bytes if calls.has_loop else self.recomputed_bytes(inside, function))))
         return freed, gaps
@@ -311,8 +331,8 @@ class _History:
     def recomputed_bytes(self, residuals: Sequence[Buffer], function: str) -> int:
         """What the backward pass of a call holds of these, if it computes them again.
 
-        XLA fuses what it computes elementwise into the operation that reads it. So memory is taken by the results of other operations,
-        and by values that other operations read.
+        XLA fuses what it computes elementwise into the operation that reads it. So memory is taken by the results of
+        other operations, and by values that other operations read.
         """
         held: set[Buffer] = set()
         for b in residuals:
@@ -336,7 +356,9 @@ class _History:
 
 
 def _is_fused(primitive: str) -> bool:
-    """Whether XLA computes it inside the operation that reads it. What has no row of its own is such an operation of the compiler."""
+    """Whether XLA computes it inside the operation that reads it. What has no row of its own is such an operation of
+    the compiler.
+    """
     return primitive == "" or primitive in FUSED
 
 
@@ -357,7 +379,7 @@ def _leaves(profile: Timeline, b: Buffer, calls: Calls) -> bool:
     return any(calls.of(r) != own for r in b.readers if not is_backward(profile, r, b))
 
 
-# -- values in parts -----------------------------------------------------------------------------------------------------
+# -- values in parts
 
 
 def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
@@ -380,13 +402,18 @@ def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
         gaps = [Gap(x.start, x.end, x.num_bytes - x.num_bytes // _NUM_PARTS) for x in same]
         where = b.function or b.owner
         condition = f"{where} computes each of the {size:,} entries along axis 0 of {b.type} independently"
-        text = f"If {condition}, compute them in {_NUM_PARTS} parts, as with statetx.map(..., batch_size={-(-size // _NUM_PARTS)})."
+        text = (
+            f"If {condition}, compute them in {_NUM_PARTS} parts, as with statetx.map(..., "
+            f"batch_size={-(-size // _NUM_PARTS)})."
+        )
         change = Change("microbatch", where, text, saving(profile, gaps), condition)
         yield ChangeCandidate(change, frozenset(same), InRows(where, _NUM_PARTS))
 
 
 def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
-    """Split the batch of a gradient into parts: of temporaries with an axis of examples, one part's are alive at a time."""
+    """Split the batch of a gradient into parts: of temporaries with an axis of examples, one part's are alive at a
+    time.
+    """
     if not any(step.phase == "backward" for step in profile.steps):
         return
     # What nothing reads is working memory of a library, which does not grow with the batch.
@@ -398,7 +425,8 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
         # XLA merges the axis of examples with others: any multiple of it as the first axis counts.
         return [b for b in temporary if shapes[b] and (shapes[b][0] % size == 0 or size in shapes[b])]
 
-    # An axis of weights that divides the batch finds the same buffers, and a few others: the largest axis that finds nearly all is the batch.
+    # An axis of weights that divides the batch finds the same buffers, and a few others: the largest axis that finds
+    # nearly all is the batch.
     num_bytes = {size: sum(b.num_bytes for b in scaling(size)) for size in leading}
     size = max((n for n in leading if num_bytes[n] >= 0.9 * max(num_bytes.values())), default=0)
     found = scaling(size) if size else []
@@ -414,7 +442,8 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
     gaps += [Gap(0, b.start - 1, -b.num_bytes) for b in gradients]
     condition = f"axis 0 of {', '.join(leading[size])} holds {size:,} independent examples (not steps in time)"
     text = (
-        f"If {condition}, split them into {num} parts: take the gradient of statetx.microbatch(loss, {num}, argnums=...), whose argnums= "
+        f"If {condition}, split them into {num} parts: take the gradient of statetx.microbatch(loss, {num}, "
+        f"argnums=...), whose argnums= "
         f"are the arguments of the loss with these examples."
     )
     change = Change("microbatch", "batch", text, saving(profile, gaps), condition)
@@ -425,10 +454,10 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
 def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
     """The arguments by the size of their first axis, if that may be an axis of examples.
 
-    An axis as long as a loop is probably what a scan runs over: time, or layers. An argument with a gradient or an update of its type is
-    probably a parameter.
+    An axis as long as a loop is probably what a scan runs over: time, or layers. An argument with a gradient or an
+    update of its type is probably a parameter.
     """
-    is_update = lambda b: b.kind == "output" and b.phase != "forward" and not profile.gradient  # noqa: E731
+    is_update = lambda b: b.kind == "output" and b.phase != "forward" and not profile.gradient
     updated = {b.type for b in profile.buffers if is_update(b)}
     loops = _loop_lengths(profile)
     leading: dict[int, list[str]] = defaultdict(list)

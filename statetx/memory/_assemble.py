@@ -83,7 +83,9 @@ class Assembly:
         return tuple(sorted(buffers, key=lambda b: (b.start, -b.num_bytes, b.name)))
 
     def _fused_constants(self) -> Iterator[Buffer]:
-        """Arrays in the code of a fusion. They have no allocation: each gets a place of its own, before the first one."""
+        """Arrays in the code of a fusion. They have no allocation: each gets a place of its own, before the
+        first one.
+        """
         last, place = len(self.schedule.order) - 1, 0
         for fusion in self.schedule.order:
             inside = self.program.computations[fusion.called[0]].instructions if fusion.opcode == "fusion" else ()
@@ -93,11 +95,12 @@ class Assembly:
                     place -= 1
                     o = self.names.origin(fusion)
                     yield Buffer(
-                        constant.name, num_bytes, constant.type, 0, last, "constant", "forward", o.function or "(compiler)",
-                        o.function, o.source, allocation=place, readers=(self.schedule.step[fusion.id],),
+                        constant.name, num_bytes, constant.type, 0, last, "constant", "forward",
+                        o.function or "(compiler)", o.function, o.source, allocation=place,
+                        readers=(self.schedule.step[fusion.id],),
                     )  # fmt: skip
 
-    # -- one buffer from the values that are the same array, at the places of a loop's carry or a branch's result ---------
+    # -- one buffer from the values that are the same array, at the places of a loop's carry or a branch's result
 
     def _merged(self, found: Iterable[Lifetime]) -> list[list[Lifetime]]:
         """Values of one carry or result in one place of memory, if there is no gap between their lifetimes."""
@@ -251,14 +254,17 @@ class Assembly:
         return self.module(maker.id) or origin.scopes or origin.function or "(compiler)"
 
     def _module(self, number: int, depth: int = 0) -> str:
-        """The object whose states or arrays this operation reads, or that its first operand of the same function reads."""
+        """The object whose states or arrays this operation reads, or that its first operand of the same
+        function reads.
+        """
         instruction = self.program.instructions[number]
         if found := common_parent(self._inputs_read(instruction)):
             return found
         if depth == 6 or instruction.opcode in ("parameter", "while", "conditional"):
             return ""
         function = self.names.origin(instruction).function
-        # The latest operand first: of a residual connection the layer's result, and not the stream that all layers share.
+        # The latest operand first: of a residual connection the layer's result, and not the stream that all layers
+        # share.
         for operand in sorted(instruction.operands, key=lambda o: -self.schedule.step.get(o, -1)):
             other = self.program.instructions[operand]
             if self.names.origin(other).function in (function, "") and (found := self._module(operand, depth + 1)):

@@ -17,8 +17,8 @@ _MOST_IN_A_LINE = 3  # products of one line of a function without a loop: the qu
 class Calls:
     """The calls of a function of the user, told apart in the schedule.
 
-    Each has a number in the names of its operations (`_scopes`). In a program that was traced before it was profiled, calls at one line,
-    as in a loop over layers, count as one.
+    Each has a number in the names of its operations (`_scopes`). In a program that was traced before it was profiled,
+    calls at one line, as in a loop over layers, count as one.
 
     Attributes:
         num: of the calls in the forward pass; in the backward pass, if the forward pass has none.

@@ -46,7 +46,8 @@ def saving(profile: Timeline, gaps: Iterable[Gap]) -> int:
 
 
 def is_backward(profile: Timeline, n: int, b: Buffer) -> bool:
-    """Whether a reader of a buffer is in the backward pass. What a recomputation reads is needed there only if it is a residual.
+    """Whether a reader of a buffer is in the backward pass. What a recomputation reads is needed there only if it is a
+    residual.
 
     XLA moves some steps of the backward pass into the forward pass: these do not count.
     """

@@ -1,4 +1,5 @@
-"""Changes as edits of the staged program: what a user would write, as decisions for parts of what is differentiated, donation, and parts of a batch.
+"""Changes as edits of the staged program: what a user would write, as decisions for parts of what is differentiated,
+donation, and parts of a batch.
 
 An edit is a frozen value. `Trials` compiles a program with some of them.
 """
@@ -50,7 +51,9 @@ class Rematerialize(Edit):
 
 @dataclasses.dataclass(frozen=True)
 class StoreBits(Edit):
-    """``@statetx.remat(inputs_stored_as="bits")`` on a function, which may be rematerialized already: of each call, the inputs that are proved to be 0 or 1."""
+    """``@statetx.remat(inputs_stored_as="bits")`` on a function, which may be rematerialized already: of each call, the
+    inputs that are proved to be 0 or 1.
+    """
 
     function: str
 
@@ -112,7 +115,9 @@ class Donate(Edit):
 
 @dataclasses.dataclass(frozen=True)
 class InRows(Edit):
-    """Each call of a function, in a program without gradients, as a loop over parts of its rows: ``statetx.map(..., batch_size=)``."""
+    """Each call of a function, in a program without gradients, as a loop over parts of its rows:
+    ``statetx.map(..., batch_size=)``.
+    """
 
     function: str
     num: int
@@ -143,7 +148,9 @@ class InParts(Edit):
 
 
 def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
-    """The equations from the first to the last of each outermost call of a function; without those of gradients inside, which are edited where they are taken."""
+    """The equations from the first to the last of each outermost call of a function; without those of gradients inside,
+    which are edited where they are taken.
+    """
     bounds: dict[tuple[str, ...], list[int]] = {}
     stacks = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
     transposed = {found for names in stacks for found in re.findall(r"transpose\((jvp\([^()]*\))", names)}

@@ -1,4 +1,6 @@
-"""A profile where the backend does not tell where its buffers are: arguments, residuals and outputs, and XLA's totals."""
+"""A profile where the backend does not tell where its buffers are: arguments, residuals and outputs, and XLA's
+totals.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def without_assignment(
     """The profile of two steps, the forward and the backward pass; residuals are alive in both.
 
     Args:
-        was_compiled: whether the caller gave the program compiled, so that XLA could not be told to write where its buffers are.
+        was_compiled: whether the caller gave the program compiled, so that XLA could not be told to write where its
+            buffers are.
     """
     memory = compiled.memory_analysis()
     # The keys of an argument begin with 0 and its number, or with 1 and its name.
@@ -44,8 +47,8 @@ def without_assignment(
     kept = [] if residuals is None else [row for row in residuals().rows if row.origin == "intermediate"]
     saved = [
         Buffer(
-            f"residual {n}", r.nbytes, r.type, 0, 1, "residual", "forward", r.module or r.function, r.function, r.source,
-            r.primitive, allocation=len(arguments) + n,
+            f"residual {n}", r.nbytes, r.type, 0, 1, "residual", "forward", r.module or r.function, r.function,
+            r.source, r.primitive, allocation=len(arguments) + n,
         )
         for n, r in enumerate(kept)
     ]  # fmt: skip
@@ -66,7 +69,8 @@ def without_assignment(
         backward_step=1,
         gradient=residuals is not None,
         note=(
-            f"The backend {current.platform()!r} does not tell where {'compiled programs' if was_compiled else 'programs'} have their "
+            f"The backend {current.platform()!r} does not tell where "
+            f"{'compiled programs' if was_compiled else 'programs'} have their "
             f"buffers, so these are arguments, residuals and outputs, without working memory."
             + (" Pass the function, or the lowered program." if was_compiled else "")
         ),

@@ -1,9 +1,10 @@
 """From the first to the last step in which each value of a compiled program is alive.
 
-The schedule is made flat: what a loop, a conditional or a call runs stands before the instruction that runs it, once. A value lives from the
-step that defines it to the last step that reads it at any of its places: a tuple, a get-tuple-element, a loop's carry and the
-result of a branch are places of the values that they hold, not copies. XLA assigns memory by the same rule
-(``HloLiveRange`` in xla/hlo/utils), so two values that share memory never live at the same time: the tests check that.
+The schedule is made flat: what a loop, a conditional or a call runs stands before the instruction that runs it, once. A
+value lives from the step that defines it to the last step that reads it at any of its places: a tuple, a
+get-tuple-element, a loop's carry and the result of a branch are places of the values that they hold, not copies. XLA
+assigns memory by the same rule (``HloLiveRange`` in xla/hlo/utils), so two values that share memory never live at the
+same time: the tests check that.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ class Flow:
                 return self._asynchronous(instruction)
 
     def _asynchronous(self, instruction: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
-        """Of the parts of an operation that runs beside others, as on GPUs: its start holds its operands until it is done."""
+        """Of the parts of an operation that runs beside others, as on GPUs: its start holds its operands until it is
+        done.
+        """
         of, operands = self.places.get, instruction.operands
         match instruction.opcode:
             case "async-start":  # (operands, results of what it runs, ...)
@@ -170,7 +173,9 @@ def _union(*held: dict[tuple[int, ...], frozenset[int]]) -> dict[tuple[int, ...]
 
 
 def lifetimes(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -> list[Lifetime]:
-    """Of every value that has memory of its own on the device, in an allocation of the program, by allocation and offset."""
+    """Of every value that has memory of its own on the device, in an allocation of the program, by allocation and
+    offset.
+    """
     starts, ends = _spans(program, schedule, flow)
     return [
         Lifetime(value, allocation.index, offset, size, starts[value], ends[value])
@@ -210,7 +215,9 @@ def _spans(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -> tupl
 
 
 def _overwritten(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -> Iterator[tuple[int, set[int]]]:
-    """Values that an asynchronous operation writes over, as it writes a slice of a stack, and the steps that only begin it and wait for its end."""
+    """Values that an asynchronous operation writes over, as it writes a slice of a stack, and the steps that only begin
+    it and wait for its end.
+    """
     place = {v: (a.index, offset, size) for a in program.allocations for v, offset, size in a.values}
     for start in (i for i in schedule.order if i.opcode == "async-start"):
         waits = [i for i in schedule.order if i.opcode in ("async-update", "async-done") and start.id in i.operands]

@@ -15,7 +15,9 @@ from .buffer import Buffer, Change, Kind, Loop
 
 
 def _stacks(profile: Timeline, kind: Kind) -> dict[Loop, list[Buffer]]:
-    """What each loop of known length stacks for its backward pass: in the forward pass, or where it is computed again."""
+    """What each loop of known length stacks for its backward pass: in the forward pass, or where it is
+    computed again.
+    """
     stacks: dict[Loop, list[Buffer]] = defaultdict(list)
     for b in profile.buffers:
         if b.kind == kind and b.stacked is not None and b.stacked.length:
@@ -47,12 +49,17 @@ def bodies(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandida
 
 def _text_of_body(loop: Loop) -> str:
     if loop.library:
-        return f"Rematerialize with statetx.remat what the {loop}, which is in {loop.library}, runs: it keeps its carry only."
+        return (
+            f"Rematerialize with statetx.remat what the {loop}, which is in {loop.library}, runs: it keeps its carry "
+            f"only."
+        )
     return f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
 
 
 def with_bodies(candidates: Sequence[ChangeCandidate]) -> list[ChangeCandidate]:
-    """With a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it can be tried."""
+    """With a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it
+    can be tried.
+    """
     found = list(candidates)
     for c in candidates:
         edit = c.edit
@@ -63,7 +70,9 @@ def with_bodies(candidates: Sequence[ChangeCandidate]) -> list[ChangeCandidate]:
 
 
 def checkpoints(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandidate]:
-    """Checkpoint a loop: some carries are kept, and one step's residuals, or those of an inner loop, are recomputed at a time."""
+    """Checkpoint a loop: some carries are kept, and one step's residuals, or those of an inner loop, are recomputed at
+    a time.
+    """
     for loop, stacks in _stacks(profile, kind).items():
         if first := _checkpointed(profile, loop, stacks, 2):
             yield first
@@ -83,7 +92,10 @@ def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level
     gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
     gaps += [Gap(start, end, -num_carries * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
     how = f", which is in {loop.library}, with a loop of your own in its place" if loop.library else ""
-    text = f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.{strategy!r}) keeps {num_carries} carries."
+    text = (
+        f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.{strategy!r}) keeps "
+        f"{num_carries} carries."
+    )
     change = Change("slots", str(loop), text, saving(profile, gaps), is_least=not carries)
     more = functools.partial(_checkpointed, profile, loop, stacks, level + 1)
     return ChangeCandidate(change, frozenset(stacks), Checkpoint(loop, strategy), more)

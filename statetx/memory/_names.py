@@ -1,7 +1,9 @@
-"""What the compiled program tells of the user's program: phase, region, loop, function, line and module of each instruction.
+"""What the compiled program tells of the user's program: phase, region, loop, function, line and module of each
+instruction.
 
-XLA keeps the name stack of the operation, such as ``jit(step)/transpose(jvp(Block))/checkpoint/rematted_computation/dot_general``, and the
-user's stack of functions and lines. A fusion has those of its last operation.
+XLA keeps the name stack of the operation, such as
+``jit(step)/transpose(jvp(Block))/checkpoint/rematted_computation/dot_general``, and the user's stack of functions and
+lines. A fusion has those of its last operation.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from .buffer import Loop, Phase
 
 # Parts of a name stack that JAX adds: loops, branches, calls, regions and the functions of jax.numpy.
 _ADDED = re.compile(
-    r"jit\(.*\)|pjit|while|body|cond|closed_call|eval_jaxpr|branch_\d+_fun|checkpoint|rematted_computation|remat\d*|custom_[jv][jv]p_call\w*|"
+    r"jit\(.*\)|pjit|while|body|cond|closed_call|eval_jaxpr|branch_\d+_fun|checkpoint|rematted_computation|remat\d*|"
+    r"custom_[jv][jv]p_call\w*|"
     r"shard_map|scan|core_call|vmap\(\)|jvp\(\)|transpose\(\)|xla_call"
 )
 _CALLED = re.compile(r"closed_call|eval_jaxpr")  # the body of a scan; its name is the second one since JAX 0.11.2
-# What XLA itself computes again, on GPUs and TPUs, in a program that would not fit (xla/hlo/transforms/simplifiers/hlo_rematerialization.cc).
+# What XLA itself computes again, on GPUs and TPUs, in a program that would not fit
+# (xla/hlo/transforms/simplifiers/hlo_rematerialization.cc).
 AGAIN = re.compile(r"\.remat\d*(\.|$)")
 _CONVERTS = ("bitcast", "reshape", "convert", "copy")
 _REARRANGES = (*_CONVERTS, "transpose")
@@ -59,7 +63,8 @@ class InstructionNames:
     """The origins of a program's instructions.
 
     Attributes:
-        turn, last_backward: the first and the last step of the backward pass (`_turn`); after all steps if there is none.
+        turn, last_backward: the first and the last step of the backward pass (`_turn`); after all steps if there is
+            none.
     """
 
     def __init__(self, program: CompiledProgram, schedule: FlatSchedule):
@@ -76,7 +81,9 @@ class InstructionNames:
         self._regions = {_parsed(i.op_name).region for i in schedule.order} - {""}
 
     def origin(self, instruction: Instruction) -> Origin:
-        """Of the operation that computes its result; of its operand or its first reader if it has no name of its own."""
+        """Of the operation that computes its result; of its operand or its first reader if it has no name of
+        its own.
+        """
         found = self._origins.get(instruction.id)
         if found is None:
             found = self._origins[instruction.id] = self._find(instruction)
@@ -107,12 +114,15 @@ class InstructionNames:
     def _is_again(self, instruction: Instruction) -> bool:
         """Whether XLA itself computes it again for the backward pass.
 
-        What it computes again before the turn is a residual like any other, if the backward pass reads it: often it is only moved.
+        What it computes again before the turn is a residual like any other, if the backward pass reads it: often it is
+        only moved.
         """
         return self.schedule.step.get(instruction.id, 0) >= self.turn and AGAIN.search(instruction.name) is not None
 
     def _product(self, instruction: Instruction) -> str:
-        """The primitive of a product of matrices or a convolution, which may carry the name of a transposition next to it."""
+        """The primitive of a product of matrices or a convolution, which may carry the name of a transposition next to
+        it.
+        """
         inside = [instruction]
         if instruction.opcode == "fusion":
             inside = list(self.program.computations[instruction.called[0]].instructions)
@@ -127,7 +137,9 @@ class InstructionNames:
         return "update" if step > self.last_backward else "backward"
 
     def _named(self, instruction: Instruction, depth: int = 0) -> Iterator[Instruction]:
-        """The instruction itself, else those inside its fusion, else its operands, else its users: those with a name."""
+        """The instruction itself, else those inside its fusion, else its operands, else its users: those with
+        a name.
+        """
         if instruction.opcode == "parameter":
             if depth == 0 and instruction.computation in self.schedule.caller:  # a loop's carry
                 yield self.schedule.caller[instruction.computation]
@@ -197,7 +209,8 @@ class InstructionNames:
     def rearranged(self, instruction: Instruction) -> Instruction:
         """The instruction whose entries it holds in another order, shape or type; itself if it computes anything.
 
-        On GPUs weights are transposed before the products and convolutions that read them, several weights by one fusion.
+        On GPUs weights are transposed before the products and convolutions that read them, several weights by one
+        fusion.
         """
         fusion, index = instruction, ()
         if instruction.opcode == "get-tuple-element":
@@ -235,7 +248,8 @@ class InstructionNames:
     def _argument(self, instruction: Instruction) -> Instruction:
         """Of a parameter of a call, the operand that it stands for; anything else unchanged.
 
-        On GPUs a loop's slice that is only copied into a stack is written by an asynchronous call, beside other operations.
+        On GPUs a loop's slice that is only copied into a stack is written by an asynchronous call, beside other
+        operations.
         """
         while instruction.opcode == "parameter":
             caller = self.schedule.caller.get(instruction.computation)
@@ -245,7 +259,8 @@ class InstructionNames:
         return instruction
 
     def element(self, instruction: Instruction) -> Instruction:
-        """Of an element of the results of an operation that has several: the instruction that computes it; anything else unchanged.
+        """Of an element of the results of an operation that has several: the instruction that computes it; anything
+        else unchanged.
 
         Such operations are fusions, and calls of libraries, which have working memory as another result.
         """
@@ -262,17 +277,21 @@ class InstructionNames:
 
 
 def stored_as(op_name: str) -> str:
-    """The format in which an operation stores a value in fewer bits (`statetx._jax.store`); "" for any other operation."""
+    """The format in which an operation stores a value in fewer bits (`statetx._jax.store`); "" for any other
+    operation.
+    """
     match = re.search(r"statetx_encode_(\w+)", op_name)
     return match[1] if match else ""
 
 
 def _turn(schedule: FlatSchedule) -> tuple[int, int]:
-    """The first and the last step of the backward pass; if the program takes several gradients, the turn of the one with most operations.
+    """The first and the last step of the backward pass; if the program takes several gradients, the turn of the one
+    with most operations.
 
-    XLA moves some steps of either pass into the other: zeros that gradients are added to come early, for example. So the turn is
-    where most steps of the forward pass are before it and most of the backward pass behind it. What no gradient differentiates, such as
-    an optimizer, is in neither pass: it would count as a forward pass of its own, longer than that of the model.
+    XLA moves some steps of either pass into the other: zeros that gradients are added to come early, for example. So
+    the turn is where most steps of the forward pass are before it and most of the backward pass behind it. What no
+    gradient differentiates, such as an optimizer, is in neither pass: it would count as a forward pass of its own,
+    longer than that of the model.
     """
     passes = [0 if i.opcode in FORWARDS or i.opcode == "constant" else _pass(i.op_name) for i in schedule.order]
     num = len(passes)
@@ -289,7 +308,9 @@ def _pass(op_name: str) -> int:
 
 
 def _not_copied(instruction: Instruction, primitive: str) -> str:
-    """The primitive of the instruction's name; "copy" if XLA copies an operand of a product under the product's name."""
+    """The primitive of the instruction's name; "copy" if XLA copies an operand of a product under the
+    product's name.
+    """
     return "copy" if instruction.opcode == "copy" and primitive in PRODUCTS else primitive
 
 
@@ -367,7 +388,9 @@ _LIBRARIES = (*_INSTALLED, f"{os.sep}lib{os.sep}python3")
 
 
 def innermost(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """The innermost function of the user, not of an installed library, and its line: ``("Block.__call__", "/home/ann/model.py:12")``."""
+    """The innermost function of the user, not of an installed library, and its line:
+    ``("Block.__call__", "/home/ann/model.py:12")``.
+    """
     for frame in [f for f in frames if not is_library(f.file)] or frames[:1]:
         return frame.function, f"{frame.file}:{frame.line}"
     return "", ""
@@ -387,7 +410,9 @@ def _library(frames: Sequence[StackFrame]) -> str:
 
 
 def parent(path: str) -> str:
-    """The object that a state or an array belongs to: ``net.blocks.0`` of ``net.blocks.0.w``; nothing of a plain name."""
+    """The object that a state or an array belongs to: ``net.blocks.0`` of ``net.blocks.0.w``; nothing of a
+    plain name.
+    """
     return _PATH_STEP.sub("", path) if _PATH_STEP.search(path) else ""
 
 

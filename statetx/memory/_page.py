@@ -1,7 +1,7 @@
 """A profile, or two of them, as one HTML page without external resources.
 
-The tables are HTML, so that they are there without JavaScript. The timeline and the list of buffers are drawn by the scripts beside
-this file, from the data that ``_page_data.py`` encodes.
+The tables are HTML, so that they are there without JavaScript. The timeline and the list of buffers are drawn by the
+scripts beside this file, from the data that ``_page_data.py`` encodes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def to_html(profile: AdvisedTimeline, other: AdvisedTimeline | None = None) -> s
         other: the profile after the change, shown below the first with the same scale.
 
     Returns:
-        The page, below 8 MB. If the data do not fit, the smallest buffers are merged, and the page says below which size.
+        The page, below 8 MB. If the data do not fit, the smallest buffers are merged, and the page says below which
+        size.
     """
     profiles = [profile] if other is None else [profile, other]
     labels = [""] if other is None else ["before", "after"]
@@ -64,12 +65,14 @@ def to_html(profile: AdvisedTimeline, other: AdvisedTimeline | None = None) -> s
     return page(
         f"{clipped(profile.name, 60)}: peak of {sizes} bytes",
         f"""<noscript>
-<section class="card"><p>Without JavaScript the timeline is a picture, and there is no list of all buffers.</p>{"".join(map(svg, profiles))}</section>
+<section class="card"><p>Without JavaScript the timeline is a picture, and there is no list of all buffers.</p>
+{"".join(map(svg, profiles))}</section>
 </noscript>
 <section class="card" id="timelines" aria-label="Timeline"></section>
 {"".join(_cards(profiles, labels))}
 <section class="card" id="buffers" aria-label="Buffers"></section>
-<p class="note">A step is an instruction of the compiled program, in the order in which it runs; the body of a loop is drawn once.</p>""",
+<p class="note">A step is an instruction of the compiled program, in the order in which it runs;
+the body of a loop is drawn once.</p>""",
         header=_header(profiles),
         scripts=f'<script type="application/json" id="data">{text}</script>\n<script>\n{code}\n</script>',
     )
@@ -160,7 +163,8 @@ def _kind_bar(profile: AdvisedTimeline) -> str:
         for kind, n, css in parts
     )
     keys = "".join(
-        f'<li><i class="swatch {kind}" style="{css}"></i>{kind} <b>{_size(n)}</b> <span class="dim">{escape(percent(n, whole))}</span></li>'
+        f'<li><i class="swatch {kind}" style="{css}"></i>{kind} <b>{_size(n)}</b> <span '
+        f'class="dim">{escape(percent(n, whole))}</span></li>'
         for kind, n, css in parts
     )
     return f'<div class="bar" aria-hidden="true">{bars}</div><ul class="keys">{keys}</ul>'
@@ -179,6 +183,8 @@ def _changes(profile: AdvisedTimeline) -> str:
 def _items(changes: Iterable[Change], peak_bytes: int) -> Iterator[str]:
     for number, change in enumerate(changes, 1):
         yield (
-            f'<li><span class="saved">−{_size(change.saved_bytes)} <span class="dim">{escape(percent(change.saved_bytes, peak_bytes))}</span></span> '
-            f'<span>[{number}] <b class="action">{escape(change.action)}</b> {escape(clipped(change.text, 1000))}</span></li>'
+            f'<li><span class="saved">−{_size(change.saved_bytes)} <span '
+            f'class="dim">{escape(percent(change.saved_bytes, peak_bytes))}</span></span> '
+            f'<span>[{number}] <b class="action">{escape(change.action)}</b> '
+            f"{escape(clipped(change.text, 1000))}</span></li>"
         )

@@ -25,7 +25,9 @@ def clipped(text: str, width: int = _MAX_TEXT) -> str:
 
 
 def encode(profile: AdvisedTimeline, max_bytes: int) -> dict[str, Any]:
-    """The data of a profile, at most `max_bytes` of JSON: without the smallest buffers if need be, then without names of steps."""
+    """The data of a profile, at most `max_bytes` of JSON: without the smallest buffers if need be, then without names
+    of steps.
+    """
     taken = _taken(profile)
     by_size = sorted(range(len(profile.buffers)), key=lambda i: -profile.buffers[i].num_bytes)
 

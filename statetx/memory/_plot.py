@@ -14,8 +14,8 @@ from .._text import format_bytes
 from ._changes import AdvisedTimeline
 from .buffer import Buffer, Phase, replacements
 
-# Okabe and Ito, for the color-blind. What the program holds from its first to its last step is gray, so that colors belong to
-# what changes.
+# Okabe and Ito, for the color-blind. What the program holds from its first to its last step is gray, so that colors
+# belong to what changes.
 GRAYS = {"states": "#7f7f7f", "arguments": "#b0b0b0", "outputs": "#5a5a5a"}
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#c9b800")
 OTHERS = "others"
@@ -25,7 +25,7 @@ _PHASE_COLORS = {"forward": "#56b4e9", "backward": "#e69f00", "update": "#999999
 _INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]]|$)")
 
 
-# -- bytes over the schedule -------------------------------------------------------------------------------------------
+# -- bytes over the schedule -----------------------------------------------------------------------------------------
 
 
 def family(owner: str) -> str:
@@ -39,7 +39,8 @@ def family(owner: str) -> str:
 
 
 def band(buffer: Buffer) -> str:
-    """The band of the picture that a buffer belongs to: what enters and leaves the program by its kind, all else by owner and kind.
+    """The band of the picture that a buffer belongs to: what enters and leaves the program by its kind, all else by
+    owner and kind.
 
     What a rematerialized block computes again has another color than what an unchanged block keeps.
     """
@@ -81,10 +82,12 @@ class PhaseSpan(NamedTuple):
 
 
 def phase_spans(profile: AdvisedTimeline, width: int) -> list[PhaseSpan]:
-    """The phases of the columns of a picture. A column has the phase of most of its steps, that of the peak the phase of the peak.
+    """The phases of the columns of a picture. A column has the phase of most of its steps, that of the peak the phase
+    of the peak.
 
-    XLA schedules single operations of one pass within the other: a run below a fifteenth of the width, between two of another
-    phase, is left out. The run with the peak stays, and one run of each phase that has a fifteenth of the columns altogether.
+    XLA schedules single operations of one pass within the other: a run below a fifteenth of the width, between two of
+    another phase, is left out. The run with the peak stays, and one run of each phase that has a fifteenth of the
+    columns altogether.
     """
     num_steps = len(profile.steps)
     width = min(width, num_steps)
@@ -139,7 +142,7 @@ def _least_span(spans: Sequence[PhaseSpan], columns: Sequence[Phase], peak: int)
             and not span.first <= peak <= span.last
         )
 
-    length_of = lambda n: (spans[n].last - spans[n].first, -num_columns[spans[n].phase])  # noqa: E731
+    length_of = lambda n: (spans[n].last - spans[n].first, -num_columns[spans[n].phase])
     return min(filter(may_be_left_out, range(1, len(spans) - 1)), key=length_of, default=None)
 
 
@@ -189,7 +192,7 @@ def band_colors(bands: Sequence[str]) -> list[str]:
     return [colors[name] for name in bands]
 
 
-# -- SVG ---------------------------------------------------------------------------------------------------------------
+# -- SVG -------------------------------------------------------------------------------------------------------------
 
 _WIDTH, _HEIGHT, _PHASE_HEIGHT, _COLUMNS = 640, 150, 16, 320
 
@@ -246,7 +249,8 @@ def _svg_phases(profile: AdvisedTimeline, num_columns: int) -> list[str]:
     for phase, first, last in phase_spans(profile, num_columns):
         x, width = _WIDTH * first / num_columns, _WIDTH * (last + 1 - first) / num_columns
         parts.append(
-            f'<rect x="{x:.1f}" y="{_HEIGHT}" width="{width:.1f}" height="{_PHASE_HEIGHT}" fill="{_PHASE_COLORS[phase]}" opacity="0.35"/>'
+            f'<rect x="{x:.1f}" y="{_HEIGHT}" width="{width:.1f}" height="{_PHASE_HEIGHT}" '
+            f'fill="{_PHASE_COLORS[phase]}" opacity="0.35"/>'
         )
         if width > 7 * len(phase):
             parts.append(f'<text x="{x + 4:.1f}" y="{_HEIGHT + 12}" fill="currentColor">{phase}</text>')

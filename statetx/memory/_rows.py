@@ -1,4 +1,6 @@
-"""A function in parts of its rows: what it computes along the first axis of its results, some rows at a time, as by `statetx.map` with ``batch_size=``."""
+"""A function in parts of its rows: what it computes along the first axis of its results, some rows at a time, as by
+`statetx.map` with ``batch_size=``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .._jax import Jaxpr, Literal
 
 
 def in_rows(jaxpr: Jaxpr, num: int) -> Callable[..., list[Any]] | None:
-    """A function as a loop over equal parts of its rows; None if not all its results have as many rows, or if none of its equations can run on a part.
+    """A function as a loop over equal parts of its rows; None if not all its results have as many rows, or if none of
+    its equations can run on a part.
 
     An equation that cannot is computed as a whole, before the loop.
     """
@@ -31,7 +34,7 @@ def in_rows(jaxpr: Jaxpr, num: int) -> Callable[..., list[Any]] | None:
 
     def run(*args: Any) -> list[Any]:
         values = dict(zip(jaxpr.invars, args, strict=True))
-        read = lambda v: v.val if isinstance(v, Literal) else values[v]  # noqa: E731
+        read = lambda v: v.val if isinstance(v, Literal) else values[v]
         for eqn in jaxpr.eqns:
             if id(eqn) in whole:
                 values.update(
@@ -81,12 +84,12 @@ def _demands(jaxpr: Jaxpr) -> tuple[dict[int, set[int]], set[int]]:
 
 
 def _rule(eqn: Any, axis: int, num: int) -> tuple[list[int | None], dict[str, Any]] | None:
-    """The axes along which the operands are divided into so many parts, None for a whole operand, if the result is along `axis`; and the parameters
-    that differ. None if the equation cannot run on a part.
+    """The axes along which the operands are divided into so many parts, None for a whole operand, if the result is
+    along `axis`; and the parameters that differ. None if the equation cannot run on a part.
     """
     name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
     shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
-    smaller = lambda sizes: tuple(n // num if i == axis else n for i, n in enumerate(sizes))  # noqa: E731
+    smaller = lambda sizes: tuple(n // num if i == axis else n for i, n in enumerate(sizes))
     if name == "broadcast_in_dim":
         dims = list(params["broadcast_dimensions"])
         is_own = axis in dims and shapes[0][dims.index(axis)] == out.shape[axis]

@@ -1,7 +1,8 @@
 """Calls of the user's functions, each with a number of its own in the names of its operations.
 
-Two calls at one line, as in a loop over layers, have equal frames. So while a function is traced for a profile, each call of a function of the
-user opens a ``jax.named_scope`` with a number, which XLA keeps in the name of each operation. A program that was traced before has none.
+Two calls at one line, as in a loop over layers, have equal frames. So while a function is traced for a profile, each
+call of a function of the user opens a ``jax.named_scope`` with a number, which XLA keeps in the name of each operation.
+A program that was traced before has none.
 """
 
 from __future__ import annotations
@@ -64,12 +65,16 @@ def numbered_calls() -> Iterator[None]:
 
 
 def line_of(function: str, file: str) -> int | None:
-    """The line at which a function of the user is defined, or its first decorator; None if no call of it was numbered."""
+    """The line at which a function of the user is defined, or its first decorator; None if no call of it was
+    numbered.
+    """
     return _definitions.get((function, file))
 
 
 def takes_as_arguments(function: str, num: int) -> bool:
-    """Whether a function of the user takes so many arrays as arguments; else it has some from elsewhere, such as the states of its module."""
+    """Whether a function of the user takes so many arrays as arguments; else it has some from elsewhere, such as the
+    states of its module.
+    """
     return _num_arrays.get(function, 0) >= num
 
 

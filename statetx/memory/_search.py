@@ -1,4 +1,6 @@
-"""Which changes make a step fit: each is tried alone, then together, the cheapest first, until the program fits or the time is over."""
+"""Which changes make a step fit: each is tried alone, then together, the cheapest first, until the program fits or the
+time is over.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ class Remedy(NamedTuple):
         saved_bytes: the saving of all changes so far.
         needed_bytes: what the program needs after them.
         fits: whether this is within the limit.
-        is_compiled: whether the program with this change, and those of the changes before it that are compiled, was compiled; else the saving
-            is predicted.
+        is_compiled: whether the program with this change, and those of the changes before it that are compiled, was
+            compiled; else the saving is predicted.
         why_predicted: why it was not compiled; empty if it was, or if nothing was.
-        added_operations: of the program with the compiled changes so far, relative to the unchanged step; None if it is not compiled.
+        added_operations: of the program with the compiled changes so far, relative to the unchanged step; None if it is
+            not compiled.
         seconds: XLA's estimate of the time of a run with them, for a target that it knows; else None.
     """
 
@@ -111,7 +114,7 @@ class RemedySearch:
         self.unused = tuple(Unused(TOOLS[action][0], reason) for action, reason in why.items())
         return tuple(remedies)
 
-    # -- compiled ------------------------------------------------------------------------------------------------------
+    # -- compiled ----------------------------------------------------------------------------------------------------
 
     def _fits(self, cost: Cost | None) -> bool:
         return cost is not None and self._available is not None and self._of(cost) <= self._available
@@ -149,7 +152,9 @@ class RemedySearch:
         return [min(fitting, key=lambda t: (round(t.operations, 3), -t.saved_bytes)).candidate] if fitting else []
 
     def _together(self, trials: Trials, tried: Sequence[_Tried]) -> list[ChangeCandidate]:
-        """Changes in the order of operations for a byte until the program fits, then greater numbers of them, then parts of the batch."""
+        """Changes in the order of operations for a byte until the program fits, then greater numbers of them, then
+        parts of the batch.
+        """
         chosen: list[ChangeCandidate] = []
         needed = self._needed
         for t in sorted(tried, key=lambda t: t.price):
@@ -213,13 +218,13 @@ class RemedySearch:
             yield self._remedy(trials, c.change, before, cost)
             before = self._of(cost)
 
-    # -- predicted -----------------------------------------------------------------------------------------------------
+    # -- predicted ---------------------------------------------------------------------------------------------------
 
     def _predicted(
         self, before: Sequence[Remedy], freed: set[Buffer], left: Sequence[ChangeCandidate]
     ) -> Iterator[Remedy]:
-        """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their savings do
-        not add up.
+        """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their
+        savings do not add up.
         """
         saved = before[-1].saved_bytes if before else 0
         freed = set(freed)
@@ -261,7 +266,10 @@ class _Tried(NamedTuple):
             return "saves nothing as compiled"
         not_needed = "" if self.alone.fits else "; not enough alone, nor needed with the others"
         if self.alone.change.condition:
-            not_needed = f" with {self.alone.change.text.partition(' parts')[0].split()[-1]} parts, if the examples are independent"
+            not_needed = (
+                f" with {self.alone.change.text.partition(' parts')[0].split()[-1]} parts, if the examples are "
+                f"independent"
+            )
         return (
             f"{format_bytes(self.saved_bytes)} less, {100 * self.operations:+.1f}% operations, as compiled{not_needed}"
         )

@@ -1,4 +1,6 @@
-"""What a profile prints: its first line, a sparkline, the table of what is alive at the peak, HTML, and two profiles side by side."""
+"""What a profile prints: its first line, a sparkline, the table of what is alive at the peak, HTML, and two profiles
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _MAX_CHANGES = 5
 _SPARKLINE_WIDTH = 60
 
 
-# -- rows: groups of equal owners --------------------------------------------------------------------------------------
+# -- rows: groups of equal owners ------------------------------------------------------------------------------------
 
 
 class PeakRow(NamedTuple):
@@ -44,8 +46,9 @@ class PeakRow(NamedTuple):
 
 
 def rows_at_peak(profile: AdvisedTimeline) -> list[PeakRow]:
-    """All rows, the largest first; without constants, which XLA's figures leave out. With ``profile.unused_bytes`` they sum to
-    ``profile.peak_bytes``."""
+    """All rows, the largest first; without constants, which XLA's figures leave out. With ``profile.unused_bytes`` they
+    sum to ``profile.peak_bytes``.
+    """
     families: defaultdict[tuple[str, ...], list[Group]] = defaultdict(list)
     for group in profile.at_peak:
         families[group.kind, family(group.owner), group.function, group.source, group.region].append(group)
@@ -94,7 +97,7 @@ def _loop(loop: Loop) -> str:
     return str(loop._replace(source=""))
 
 
-# -- sentences ---------------------------------------------------------------------------------------------------------
+# -- sentences -------------------------------------------------------------------------------------------------------
 
 
 def headline(profile: AdvisedTimeline) -> str:
@@ -211,8 +214,8 @@ def unused_parts(profile: AdvisedTimeline) -> dict[str, int]:
     """The parts of ``profile.unused_bytes``."""
     unwritten = min(sum(b.num_bytes for b in unwritten_outputs(profile)), max(profile.unused_bytes, 0))
     gaps = profile.unused_bytes - unwritten
-    # Without a buffer assignment working memory is not among the buffers, and the residuals before compilation can be more than what the
-    # program reserves.
+    # Without a buffer assignment working memory is not among the buffers, and the residuals before compilation can be
+    # more than what the program reserves.
     label = "working memory, not told" if profile.note else "unused (gaps between buffers)"
     label = label if gaps > 0 else "more than the program reserves"
     return {name: n for name, n in ((UNWRITTEN, unwritten), (label, gaps)) if n}
@@ -233,7 +236,7 @@ def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 UNWRITTEN = "outputs not yet written"
 
 
-# -- sparkline ---------------------------------------------------------------------------------------------------------
+# -- sparkline -------------------------------------------------------------------------------------------------------
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _RULES = {"forward": "─", "backward": "═", "update": "┄"}
@@ -261,7 +264,7 @@ def sparkline(profile: AdvisedTimeline, width: int = _SPARKLINE_WIDTH) -> str:
     return "\n".join([blocks, phases, mark])
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
+# -- table -----------------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
     Column("bytes", "right", "bold"),
@@ -281,7 +284,8 @@ _COLORS |= {"recomputed": "yellow", "working memory": "yellow"}
 def table(profile: AdvisedTimeline) -> Table:
     """What is alive at the peak, by owner and line; below it the changes that the column "change" counts.
 
-    The rows sum to ``profile.peak_bytes``: one is for the groups that are not shown, and the last ones for unused memory.
+    The rows sum to ``profile.peak_bytes``: one is for the groups that are not shown, and the last ones for unused
+    memory.
     """
     rows = rows_at_peak(profile)
     shown, rest = (rows[:_MAX_ROWS], rows[_MAX_ROWS:]) if len(rows) > _MAX_ROWS + 1 else (rows, [])
@@ -333,12 +337,12 @@ def _notes(profile: AdvisedTimeline, changes: dict[Change, int]) -> list[tuple[s
     return notes
 
 
-# -- forms -------------------------------------------------------------------------------------------------------------
+# -- forms -----------------------------------------------------------------------------------------------------------
 
 
 def lines(profile: AdvisedTimeline, width: int, prose: int) -> Iterator[Line]:
     """The first line, the timeline, and the table."""
-    paragraph = lambda text: folded([Piece(printable(text))], prose, 0)  # noqa: E731
+    paragraph = lambda text: folded([Piece(printable(text))], prose, 0)
     shown = table(profile)
     yield from (*paragraph(headline(profile)), [])
     yield from (*([Piece(line)] for line in sparkline(profile).splitlines()), [])
@@ -381,7 +385,7 @@ def _key(buffer: Buffer) -> tuple[Any, ...]:
     return buffer.name, buffer.type, buffer.start, buffer.allocation, buffer.offset
 
 
-# -- two profiles ------------------------------------------------------------------------------------------------------
+# -- two profiles ----------------------------------------------------------------------------------------------------
 
 
 def compare(before: AdvisedTimeline, after: AdvisedTimeline) -> Table:

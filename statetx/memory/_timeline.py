@@ -37,7 +37,9 @@ class Timeline:
 
     @functools.cached_property
     def timeline(self) -> np.ndarray:
-        """Bytes alive at each step, without constants: ``int64[len(steps)]``. Memory that two buffers share counts once."""
+        """Bytes alive at each step, without constants: ``int64[len(steps)]``. Memory that two buffers share counts
+        once.
+        """
         change = np.zeros(len(self.steps) + 1, np.int64)
         for b in self._counted():
             change[b.start] += b.num_bytes
@@ -68,8 +70,8 @@ class Timeline:
     def alive(self, step: int) -> list[Buffer]:
         """The buffers alive at a step, without constants, the largest first.
 
-        If one replaces another in place in this step, the new one is listed: sizes sum to ``timeline[step]`` unless only
-        part of the memory is reused, where the old one is listed with what is left of it.
+        If one replaces another in place in this step, the new one is listed: sizes sum to ``timeline[step]`` unless
+        only part of the memory is reused, where the old one is listed with what is left of it.
         """
         counted = self._counted()
         found = {id(b): b for b in counted if b.start <= step <= b.end}

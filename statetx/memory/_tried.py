@@ -84,7 +84,9 @@ class Trials:
         return self._longest > self.seconds_left or not self.seconds_left
 
     def cost(self, *edits: Edit) -> Cost | None:
-        """What the program with these edits takes; None if they cannot be tried, for the reason that `why_not` tells."""
+        """What the program with these edits takes; None if they cannot be tried, for the reason that `why_not`
+        tells.
+        """
         key = frozenset(edits)
         if key not in self._costs:
             if self.is_late:
@@ -159,7 +161,7 @@ class Trials:
                     raise NotTried("the step closes over no array")
                 donated, args = {i + len(found) for i in donated}, [*map(_jax.abstract, found), *args]
                 found = []
-            run = lambda *xs: _jax.evaluate(jaxpr, (), [*found, *xs])  # noqa: E731
+            run = lambda *xs: _jax.evaluate(jaxpr, (), [*found, *xs])
         with rewritten_by(rewriter):
             program = Program(run, args, self._options, sorted(donated), estimates=True)
         if not rewriter.is_complete:
@@ -213,7 +215,8 @@ class _Edited(Rewriter):
     """Applies edits to the functions that are differentiated.
 
     Args:
-        keeps_order: as in `Rewriter`. A function takes arguments in their order, and states, which it closes over, in that in which it reads them.
+        keeps_order: as in `Rewriter`. A function takes arguments in their order, and states, which it closes over, in
+            that in which it reads them.
 
     Attributes:
         gradients: the functions, in the order of the trace; without those inside of others.
@@ -316,7 +319,7 @@ def _changed_part(
         return part, decision
     called = _as_called(program, part, span, getattr(edit, "function", ""))
     if (stored := decision.get(StoredInputs)) is not None:
-        number = lambda i: called.invars.index(part.invars[i])  # noqa: E731
+        number = lambda i: called.invars.index(part.invars[i])
         decision = decision.having(StoredInputs(tuple((number(i), way) for i, way in stored.ways_of)))
     return (_InStep(called, decision), UNPLANNED) if is_step else (called, decision)
 
@@ -337,8 +340,8 @@ class _InStep(Part):
 def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part:
     """A part that takes what a call of the function takes, in this order: XLA orders by it what it runs.
 
-    Parameters come before what is computed, as functions and methods mostly have them: in their own order, if they are arguments; in that in which the
-    function reads them, if it has them from elsewhere.
+    Parameters come before what is computed, as functions and methods mostly have them: in their own order, if they are
+    arguments; in that in which the function reads them, if it has them from elsewhere.
     """
     number = {v: n for n, v in enumerate(program.jaxpr.invars)}
     for eqn in program.jaxpr.eqns[: span[0]]:  # a parameter of another dtype or form is one
@@ -400,10 +403,12 @@ class _EditedInParts(_Edited):
 
 
 def _splits(whole: Sequence[Any], part: Sequence[Any], num: int) -> list[bool] | None:
-    """Which values have examples along their first axis, by the types of the whole batch and of a part; None if others differ."""
-    types = lambda some: [(v.aval.shape, v.aval.dtype) for v in some]  # noqa: E731
+    """Which values have examples along their first axis, by the types of the whole batch and of a part; None if others
+    differ.
+    """
+    types = lambda some: [(v.aval.shape, v.aval.dtype) for v in some]
     pairs = list(itertools.zip_longest(types(whole), types(part)))
     splits = [a != b for a, b in pairs]
-    is_split = lambda a, b: a and b and a[0][:1] == (b[0][0] * num,) and (a[0][1:], a[1]) == (b[0][1:], b[1])  # noqa: E731
+    is_split = lambda a, b: a and b and a[0][:1] == (b[0][0] * num,) and (a[0][1:], a[1]) == (b[0][1:], b[1])
     ok = all(b and b[0] and is_split(a, b) for (a, b), split in zip(pairs, splits, strict=True) if split)
     return splits if ok else None

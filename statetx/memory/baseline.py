@@ -148,7 +148,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def key_of(name: str, baseline: MemoryBaseline) -> str:
@@ -201,13 +201,14 @@ def find(path: str | os.PathLike[str], key: str) -> MemoryBaseline:
     if key not in programs:
         known = ", ".join(sorted(programs)) or "none"
         raise ValueError(
-            f"{os.fspath(path)} has no program {key!r}; it has {known}.\nFix: add it, by `python -m statetx memory ... --save {os.fspath(path)}` "
+            f"{os.fspath(path)} has no program {key!r}; it has {known}.\n"
+            f"Fix: add it, by `python -m statetx memory ... --save {os.fspath(path)}` "
             f"or by {UPDATE}=1 in the test."
         )
     return programs[key]
 
 
-# -- comparing ---------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------------------------
 
 
 class Growth(NamedTuple):
@@ -250,7 +251,10 @@ class Difference:
         old, new = self.before.num_bytes, self.after.num_bytes
         change = f"{100 * (new - old) / max(old, 1):+.1f}%"
         constants = ", constants included" if self.before.constant_bytes or self.after.constant_bytes else ""
-        return f"{self.name} on {self.after.device} takes {format_bytes(new)} at the peak{constants}, and took {format_bytes(old)} ({change})"
+        return (
+            f"{self.name} on {self.after.device} takes {format_bytes(new)} at the peak{constants}, and took "
+            f"{format_bytes(old)} ({change})"
+        )
 
     def _lines(self) -> Iterator[str]:
         allowed = f"; {100 * self.tolerance:g}% more is allowed" if self.is_regression else ""
@@ -263,7 +267,10 @@ class Difference:
                 yield f"  and {len(grown) - _MAX_ROWS} more"
             old, new = self.before.alias_bytes, self.after.alias_bytes
             if new < old:
-                yield f"Of the outputs, {format_bytes(new)} take the memory of donated arguments, and {format_bytes(old)} did before."
+                yield (
+                    f"Of the outputs, {format_bytes(new)} take the memory of donated arguments, and "
+                    f"{format_bytes(old)} did before."
+                )
         elif self.after.num_bytes < self.before.num_bytes * (1 - self.tolerance):
             yield "It takes less than before: save it again, so that it stays so."
         changed = list(self.changed_versions())
@@ -277,7 +284,9 @@ class Difference:
                 yield f"{name} {old.get(name, 'not there')} before, {new.get(name, 'not there')} now"
 
     def annotations(self) -> Iterator[str]:
-        """Lines that hosted CI of GitHub shows beside the source: one for the program, and one for each part that grew."""
+        """Lines that hosted CI of GitHub shows beside the source: one for the program, and one for each part
+        that grew.
+        """
         level = "error" if self.is_regression else "notice"
         yield f"::{level} title=statetx memory::{_escaped(self.summary())}"
         for growth in self.grown()[:_MAX_ROWS] if self.is_regression else ():

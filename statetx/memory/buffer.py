@@ -22,7 +22,8 @@ class Loop(NamedTuple):
         name: ``"scan"`` or ``"while_loop"``.
         length: how often the body runs; None if the program decides it.
         source: ``file:line`` of the user's call, or an empty string.
-        library: the installed library that has the loop, if the user's line calls one, such as a recurrent layer; else empty.
+        library: the installed library that has the loop, if the user's line calls one, such as a recurrent layer; else
+            empty.
     """
 
     name: str
@@ -44,10 +45,11 @@ class Buffer:
         num_bytes: its size.
         type: as in ``f32[32,64]``.
         start, end: the first and the last step in which it is alive; indices into ``MemoryProfile.steps``.
-        kind: "argument" and "state" enter the program and "output" leaves it. A "residual" is written in the forward pass
-            and read in the backward pass. What a rematerialized region computes again is "recomputed". A "constant" is part of
-            the program. All else is "working memory".
-        phase: of the step that writes it: "forward", "backward", or "update" after both (and in a program without gradient "forward").
+        kind: "argument" and "state" enter the program and "output" leaves it. A "residual" is written in the forward
+            pass and read in the backward pass. What a rematerialized region computes again is "recomputed". A
+            "constant" is part of the program. All else is "working memory".
+        phase: of the step that writes it: "forward", "backward", or "update" after both (and in a program without
+            gradient "forward").
         owner: the path of the state or the argument; else the module, a path such as ``net.blocks.0``, if the
             states or arguments that it is computed with belong to one; else the scope or the function.
         function: the innermost function of the user that computes it, as in ``Block.__call__``.
@@ -106,8 +108,8 @@ class Step(NamedTuple):
         owner: the module, a path; empty if unknown.
         frames: the user's functions that run it with their lines, innermost first.
         is_recomputed: whether a rematerialized region computes it again.
-        calls: the calls of the user's functions that run it, outermost first: the function and a number, as in ``Block.__call__~7``. Empty
-            for a program that was traced before it was profiled.
+        calls: the calls of the user's functions that run it, outermost first: the function and a number, as in
+            ``Block.__call__~7``. Empty for a program that was traced before it was profiled.
     """
 
     name: str
@@ -134,7 +136,8 @@ class Change(NamedTuple):
         target: the owner of what it saves.
         text: what to do, in one sentence.
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
-        condition: what must hold of the program, part of `text`: else the change gives other results. Empty for a change that keeps them.
+        condition: what must hold of the program, part of `text`: else the change gives other results. Empty for a
+            change that keeps them.
         is_least: whether it may save more: the compiled program does not tell the size of a carry.
     """
 

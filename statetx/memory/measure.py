@@ -58,20 +58,21 @@ def memory_profile(fun: Any, /, *args: Any, target: Target | str, **kwargs: Any)
 def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwargs: Any) -> MemoryProfile:
     """Compile a function, and show what fills its memory at each step of the compiled program.
 
-    Nothing is computed and no state changes. XLA's own buffer assignment gives each buffer's size and place, its schedule the
-    first and last step in which the buffer is alive, and its metadata the function and the line.
+    Nothing is computed and no state changes. XLA's own buffer assignment gives each buffer's size and place, its
+    schedule the first and last step in which the buffer is alive, and its metadata the function and the line.
 
-    On GPUs XLA writes the buffer assignment of what it compiles to a temporary folder. A program that is compiled already has none there, nor
-    has one of a backend that writes none: ``note`` of the result says so then, and the buffers are the arguments, the residuals and
-    the outputs, without working memory.
+    On GPUs XLA writes the buffer assignment of what it compiles to a temporary folder. A program that is compiled
+    already has none there, nor has one of a backend that writes none: ``note`` of the result says so then, and the
+    buffers are the arguments, the residuals and the outputs, without working memory.
 
     Args:
         fun: a function that may read and write states, a jitted function, or a program that is traced, lowered or
             compiled already (of ``jax.jit`` or `statetx.jit`; then without further arguments).
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
-        gradient: whether the program also computes the derivative of all float outputs with respect to every float argument and
-            every float state. By default it does, unless the function is a training step, which takes gradients itself (as in `plan`). A
-            function without float outputs, and a program that is staged already, are profiled unchanged.
+        gradient: whether the program also computes the derivative of all float outputs with respect to every float
+            argument and every float state. By default it does, unless the function is a training step, which takes
+            gradients itself (as in `plan`). A function without float outputs, and a program that is staged already, are
+            profiled unchanged.
 
     Returns:
         `MemoryProfile`: print it, or write ``.to_html(path)``.
@@ -156,8 +157,8 @@ def _compiled_and_written(stage: Any, options: dict[str, Any]) -> tuple[Any, Com
         compiled = compile_to_measure(stage, options)
         program = _jax.written_program(Path(folder), compiled, platform)
         if program is None and jax.config.values.get("jax_compilation_cache_dir"):
-            # The program may come from the cache of JAX, whose key leaves out where XLA writes to. This option, about a program
-            # that runs, makes another key.
+            # The program may come from the cache of JAX, whose key leaves out where XLA writes to. This option, about a
+            # program that runs, makes another key.
             unique = {"xla_gpu_executable_warn_stuck_timeout_seconds": random.randrange(10, 2**30)}
             with _jax.without_new_cache_entries():  # nothing would find it
                 compiled = compile_to_measure(stage, {**options, **unique})
@@ -205,7 +206,8 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
         results = jax.eval_shape(program.run, *program.arrays)
         if any(map(is_float, results[0])):
             return _of_function(fun, args, program, residuals, results)
-    # A program that another library's jit has staged has no names of states: "state_vals[3]". Only there arrays that are no states are inputs.
+    # A program that another library's jit has staged has no names of states: "state_vals[3]". Only there arrays that
+    # are no states are inputs.
     is_named = _states.unjitted(fun) is not None and not _states.holds_other_arrays(args)
     if hasattr(fun, "lower") and hasattr(fun, "trace") and not is_named:
         with created_undone(fun, args, kwargs):
@@ -232,7 +234,7 @@ def _staged(stage: Any) -> _TracedProgram:
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
     """JAX's names of the inputs that are values of states in arguments: it takes flax's modules apart."""
-    is_state = lambda x: _states.kind_of(x) is not None and not _states.is_array_state(x)  # noqa: E731
+    is_state = lambda x: _states.kind_of(x) is not None and not _states.is_array_state(x)
     name = argument_names(fun, args)
     leaves = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_state)[0]
     found = [(keys, jax.tree_util.tree_flatten_with_path(x)[0]) for keys, x in leaves if is_state(x)]
@@ -265,7 +267,9 @@ def input_names(fun: Any, args: tuple, program: ArrayProgram) -> tuple[list[str]
 
 
 def _output_names(results: tuple[list, list, list], arrays: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
-    """Names of what the program of `with_gradient` returns; empty for new values of states, which their modules name."""
+    """Names of what the program of `with_gradient` returns; empty for new values of states, which their
+    modules name.
+    """
     outputs, others, _ = results
     first = ["output"] if len(outputs) == 1 else [f"output {n}" for n in range(len(outputs))]
     gradients = [f"gradient of {name}" for x, name in zip(arrays, names, strict=True) if is_float(x)]

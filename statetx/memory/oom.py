@@ -34,8 +34,14 @@ _FOR_TRIALS = 0.7  # of the time; the rest is for a plan
 _LEAST_FOR_PLAN = 5.0  # seconds
 
 
-_LAST_RESORT = "smaller batches with accumulated gradients, shard states and arguments over more devices, smaller dtypes, or a smaller model."
-_PERHAPS = "the compiled program does not tell the size of a carry. Make the changes, and explain the new step. If it does not fit, use"
+_LAST_RESORT = (
+    "smaller batches with accumulated gradients, shard states and arguments over more devices, smaller dtypes, or a "
+    "smaller model."
+)
+_PERHAPS = (
+    "the compiled program does not tell the size of a carry. Make the changes, and explain the new step. If it does "
+    "not fit, use"
+)
 
 
 class Alternative(NamedTuple):
@@ -63,7 +69,8 @@ class OutOfMemory(Tabular):
         profile: what is alive at the peak; ``profile.note`` says so where it is an estimate.
         limit_bytes: what the device has; None if unknown.
         limit_source: who says so: "limit=", "the device" or "the error"; empty if unknown.
-        other_bytes: arrays on the device that the step neither takes nor returns; of a given limit, those that it closes over.
+        other_bytes: arrays on the device that the step neither takes nor returns; of a given limit, those that it
+            closes over.
         requested_bytes: what the allocation that failed asked for; None if the error does not say.
         remedies: changes that together make it fit, the cheapest first; all that help if they do not suffice.
         unused: the tools that are not among them, with the reasons; nothing unless changes were compiled.
@@ -94,7 +101,9 @@ class OutOfMemory(Tabular):
 
     @property
     def can_fit(self) -> bool:
-        """Whether it fits, or does or is predicted to after the changes, if their conditions hold, or with a plan. False if the limit is unknown."""
+        """Whether it fits, or does or is predicted to after the changes, if their conditions hold, or with a plan.
+        False if the limit is unknown.
+        """
         is_planned = self.plan is not None and self.plan.needed_bytes is not None
         return self.limit_bytes is not None and (
             not self.short_bytes or is_planned or any(r.fits for r in self.remedies)
@@ -108,7 +117,7 @@ class OutOfMemory(Tabular):
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, numbers and text, for ``json.dump``; without the profile, which has its own."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "profile"}
-        told = lambda some: [r._asdict() | {"change": r.change._asdict()} for r in some]  # noqa: E731
+        told = lambda some: [r._asdict() | {"change": r.change._asdict()} for r in some]
         made = {
             "remedies": told(self.remedies),
             "tried": told(self.tried),
@@ -208,11 +217,13 @@ _COLUMNS = (
 )
 
 _CONSTANTS = (
-    "arrays that the function closes over have a copy in the program. Pass those that are on the device anyway as arguments, or "
+    "arrays that the function closes over have a copy in the program. Pass those that are on the device anyway as "
+    "arguments, or "
     "keep them in states."
 )
 _OTHER_CAUSES = (
-    "other processes use the device (JAX takes 75% of a GPU when it starts), other arrays are alive (jax.live_arrays()), free memory "
+    "other processes use the device (JAX takes 75% of a GPU when it starts), other arrays are alive "
+    "(jax.live_arrays()), free memory "
     "is in pieces, or an earlier call of another program failed."
 )
 
@@ -233,10 +244,11 @@ def explain_oom(
 ) -> OutOfMemory:
     """Explain why a step ends with ``RESOURCE_EXHAUSTED``: what it needs, what the device has, and what makes it fit.
 
-    The step, or a loss with its gradient, is compiled and not run. No state changes. A change is tried before it is told: the program with it is
-    compiled, alone and together with others, the cheapest first, until it fits. Changes that cannot be tried, and those for which the time does not suffice, are
-    predicted from the lifetimes of the buffers, and say so: savings of changes that free different buffers are added, so that the sum is too large
-    where the peak moves to another place.
+    The step, or a loss with its gradient, is compiled and not run. No state changes. A change is tried before it is
+    told: the program with it is compiled, alone and together with others, the cheapest first, until it fits. Changes
+    that cannot be tried, and those for which the time does not suffice, are predicted from the lifetimes of the
+    buffers, and say so: savings of changes that free different buffers are added, so that the sum is too large where
+    the peak moves to another place.
 
     Args:
         step: the function that failed, or would: a training step, which differentiates inside, or a loss.
@@ -244,14 +256,15 @@ def explain_oom(
         error: the exception, or its text: it names the bytes asked for, and on TPUs the memory of the device.
         limit: the memory of the device, in bytes or as ``"16GiB"``. By default what the first local device tells, then
             what the error says. CPUs tell none.
-        gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless it is a training step.
-            False for an evaluation.
-        time_limit: seconds for compiling the changes and for a plan; then the best so far is told. 0 for predictions alone, None for no limit.
+        gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless
+            it is a training step. False for an evaluation.
+        time_limit: seconds for compiling the changes and for a plan; then the best so far is told. 0 for predictions
+            alone, None for no limit.
         progress: whether to show what is tried (with rich).
 
     Returns:
-        `OutOfMemory`, which prints. Where the compiler itself runs out of memory, its profile is an estimate from the equations
-        before compilation.
+        `OutOfMemory`, which prints. Where the compiler itself runs out of memory, its profile is an estimate from the
+        equations before compilation.
 
     Raises:
         PolicyError: `limit` is not a size.
@@ -310,7 +323,8 @@ def explain_oom(
         report = dataclasses.replace(report, remedies=search.run(), tried=search.tried)
         report = dataclasses.replace(report, unused=search.unused if trials else ())
         spent = time.monotonic() - begin
-        # A plan may take twice its time until a first one fits; a search of seconds should not be followed by one of minutes.
+        # A plan may take twice its time until a first one fits; a search of seconds should not be followed by one of
+        # minutes.
         for_plan = min((seconds - spent) / 2, max(spent, _LEAST_FOR_PLAN))
         if trials is None or for_plan < 1 or gradient is False:
             return report
@@ -331,14 +345,15 @@ def _planned(
         return Alternative(f"statetx.plan finds none within {format_bytes(budget)}: {str(e).splitlines()[0]}")
     needed, added = made.total_bytes + report.profile.constant_bytes, made.extra_flops
     return Alternative(
-        f"statetx.plan({report.name}, ..., budget={budget}).apply({report.name}) takes {format_bytes(needed)} (compiled, {100 * added:+.1f}% operations) "
+        f"statetx.plan({report.name}, ..., budget={budget}).apply({report.name}) takes {format_bytes(needed)} "
+        f"(compiled, {100 * added:+.1f}% operations) "
         f"without a change of the code.",
         needed,
         added,
     )
 
 
-# -- the device and the error ------------------------------------------------------------------------------------------
+# -- the device and the error ----------------------------------------------------------------------------------------
 
 
 class _Told(NamedTuple):
@@ -350,14 +365,15 @@ class _Told(NamedTuple):
 
 _SIZE = r"([0-9][0-9.,]*) ?([KMGTP]?)(?:i?B|bytes?)?\b"
 
-# GPUs: "Out of memory while trying to allocate 12.30GiB.", or "... 8589934592 bytes."; "Out of memory allocating 123 bytes.";
-# "Failed to allocate request for 2.0GiB (2147483648B) on device ordinal 0". TPUs, while they run: "Attempting to allocate
-# 1.17G. That was not possible. There are 1.07G free."; when they load a program: "Attempting to reserve 2.99G at the
-# bottom of memory."
+# GPUs: "Out of memory while trying to allocate 12.30GiB.", or "... 8589934592 bytes."; "Out of memory allocating 123
+# bytes."; "Failed to allocate request for 2.0GiB (2147483648B) on device ordinal 0". TPUs, while they run: "Attempting
+# to allocate 1.17G. That was not possible. There are 1.07G free."; when they load a program: "Attempting to reserve
+# 2.99G at the bottom of memory."
 _REQUESTS = (rf"allocate (?:request for )?{_SIZE}", rf"memory allocating {_SIZE}", rf"Attempting to reserve {_SIZE}")
 
-# TPUs, when they compile: "Ran out of memory in memory space hbm. Used 19.33G of 15.48G hbm. Exceeded hbm capacity by 3.85G.";
-# newer ones: "Ran out of memory on HBM, the total memory required for HLO temporaries (86.97G) exceeds available HBM (15.75G)."
+# TPUs, when they compile: "Ran out of memory in memory space hbm. Used 19.33G of 15.48G hbm. Exceeded hbm capacity by
+# 3.85G."; newer ones: "Ran out of memory on HBM, the total memory required for HLO temporaries (86.97G) exceeds
+# available HBM (15.75G)."
 _CAPACITIES = (rf"Used [0-9.,]+ ?[KMGTP]?(?:i?B)? of {_SIZE} hbm", rf"exceeds available HBM \({_SIZE}\)")
 
 

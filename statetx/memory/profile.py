@@ -28,13 +28,15 @@ class MemoryProfile(Printed, AdvisedTimeline):
         name: of the function.
         buffers: all buffers, in the order of their first step; those of zero bytes are left out.
         steps: the schedule of the compiled program.
-        argument_bytes, output_bytes, alias_bytes, temp_bytes: XLA's own figures. Outputs that reuse the memory of an argument
-            (donation) count in the first three.
+        argument_bytes, output_bytes, alias_bytes, temp_bytes: XLA's own figures. Outputs that reuse the memory of an
+            argument (donation) count in the first three.
         constant_bytes: of the constants in the program, which XLA's figures leave out.
         num_devices: that the program runs on.
         backend: "cpu", "gpu" or "tpu".
-        backward_step: the first step of the backward pass, of several gradients that of the largest; the number of steps if there is none.
-        gradient: whether the program has the gradient of a loss among its outputs, and not a step that updates its arguments.
+        backward_step: the first step of the backward pass, of several gradients that of the largest; the number of
+            steps if there is none.
+        gradient: whether the program has the gradient of a loss among its outputs, and not a step that updates its
+            arguments.
         note: what the profile lacks on this backend; empty if nothing.
     """
 
@@ -45,7 +47,10 @@ class MemoryProfile(Printed, AdvisedTimeline):
         return _show.html(self)
 
     def __repr__(self) -> str:
-        return f"<MemoryProfile of {printable(self.name)}: {len(self.buffers)} buffers, {self.peak_bytes} bytes at the peak>"
+        return (
+            f"<MemoryProfile of {printable(self.name)}: {len(self.buffers)} buffers, {self.peak_bytes} bytes at the "
+            f"peak>"
+        )
 
     def compare(self, after: MemoryProfile) -> Comparison:
         """This profile beside another: the peak, its parts, and the owners with their difference. It prints.
@@ -60,7 +65,8 @@ class MemoryProfile(Printed, AdvisedTimeline):
         return _show.to_dict(self)
 
     def to_html(self, path: str | PathLike[str], *, after: MemoryProfile | None = None) -> None:
-        """Write a page with a timeline to zoom, and a list of the buffers to filter. It needs no other file and no network.
+        """Write a page with a timeline to zoom, and a list of the buffers to filter. It needs no other file and no
+        network.
 
         Args:
             path: the file to write.

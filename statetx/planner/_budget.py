@@ -69,7 +69,8 @@ def read_amount(argument: Any) -> int | float:
     value = float(amount) if is_number and amount <= MOST_BYTES else math.nan
     if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
-            f"budget={brief(argument)} is not a size; use 2**31, '2GiB', 'device' or a fraction of the memory without a plan, such "
+            f"budget={brief(argument)} is not a size; use 2**31, '2GiB', 'device' or a fraction of the memory "
+            f"without a plan, such "
             f"as 0.5."
         )
     is_fraction = value < 1 or (value == 1 and not isinstance(amount, numbers.Integral))
@@ -77,7 +78,8 @@ def read_amount(argument: Any) -> int | float:
 
 
 def device_memory() -> int:
-    """The bytes that the program of one device may use: ``STATETX_DEVICE_MEMORY`` if it is set, else as the device says.
+    """The bytes that the program of one device may use: ``STATETX_DEVICE_MEMORY`` if it is set, else as the device
+    says.
 
     A CPU has the machine's memory, in equal parts for the CPU devices of JAX.
 
@@ -103,13 +105,16 @@ def device_memory() -> int:
     if devices[0].platform == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     raise PlanError(
-        f"budget='device': {devices[0].device_kind} does not tell its memory.\nFix: give the size, as in budget='16GiB', or set "
+        f"budget='device': {devices[0].device_kind} does not tell its memory.\n"
+        f"Fix: give the size, as in budget='16GiB', or set "
         f"STATETX_DEVICE_MEMORY=16GiB."
     )
 
 
 def unit_question(amount: int | float) -> str:
-    """For the error that nothing keeps a budget: numbers and text without a unit are bytes, which nobody means by 80."""
+    """For the error that nothing keeps a budget: numbers and text without a unit are bytes, which nobody means
+    by 80.
+    """
     if isinstance(amount, float) or amount >= 1024:
         return ""
     return f" Was a unit forgotten, as in '{amount}MiB' or '{amount}GiB'?"
@@ -124,19 +129,27 @@ def impossible(name: str, budget: Budget, budget_bytes: int, fixed: Any, constan
     donated = f" ({format_bytes(fixed.alias_bytes)} of them in place of donated arguments)" if fixed.alias_bytes else ""
     constants = f" Its constants, which do not count, take {format_bytes(constant_bytes)}." if constant_bytes else ""
     return PlanError(
-        f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: arguments take {format_bytes(fixed.argument_bytes)} and outputs "
-        f"{format_bytes(fixed.output_bytes)}{donated}, which no plan changes, so none was searched for.{constants}{unit_question(budget.amount)}\n"
-        f"Fix: allow more than {format_bytes(fixed.bytes)}; make the arguments smaller (a smaller batch, bfloat16, more devices)"
-        f"{'' if fixed.alias_bytes else ', or plan the jitted step that donates them'}; or count temporaries alone, of='temporaries'.",
+        f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: arguments take "
+        f"{format_bytes(fixed.argument_bytes)} and outputs "
+        f"{format_bytes(fixed.output_bytes)}{donated}, which no plan changes, so none was searched "
+        f"for.{constants}{unit_question(budget.amount)}\n"
+        f"Fix: allow more than {format_bytes(fixed.bytes)}; make the arguments smaller (a smaller batch, bfloat16, "
+        f"more devices)"
+        f"{'' if fixed.alias_bytes else ', or plan the jitted step that donates them'}; or count temporaries alone, "
+        f"of='temporaries'.",
         smallest_bytes=fixed.bytes,
     )
 
 
 def impossible_batch(transform: str, fun: Any, budget_bytes: int, least_bytes: int, of_batch: str) -> PlanError:
-    """The error that arguments that do not depend on the batch or its parts take a budget or more; nothing is compiled."""
+    """The error that arguments that do not depend on the batch or its parts take a budget or more; nothing is
+    compiled.
+    """
     return PlanError(
-        f"{transform}({short_name(name_of(fun))}): the budget of {format_bytes(budget_bytes)} cannot be kept: arguments and states take {format_bytes(least_bytes)} "
-        f"with any {of_batch}, so none was compiled.{unit_question(budget_bytes)}\nFix: allow more than that, or make them smaller (bfloat16, more devices).",
+        f"{transform}({short_name(name_of(fun))}): the budget of {format_bytes(budget_bytes)} cannot be kept: "
+        f"arguments and states take {format_bytes(least_bytes)} "
+        f"with any {of_batch}, so none was compiled.{unit_question(budget_bytes)}\n"
+        f"Fix: allow more than that, or make them smaller (bfloat16, more devices).",
         smallest_bytes=least_bytes,
     )
 
@@ -172,7 +185,8 @@ def no_plan(
         )
     return PlanError(
         f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: the smallest found needs "
-        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} more{late}.{parts}{unit_question(budget.amount)}\nFix: {of_loss}{more_time}allow that "
+        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} "
+        f"more{late}.{parts}{unit_question(budget.amount)}\nFix: {of_loss}{more_time}allow that "
         f"much; or rematerialize smaller parts, make the batch smaller, or let the loop's steps compute less.",
         smallest_bytes=smallest_bytes,
     )

@@ -11,7 +11,9 @@ from .._extras import require
 
 
 def spinner(what: str, *, is_shown: bool) -> AbstractContextManager[Callable[[str], None]]:
-    """A context whose value reports a step of a search; silently if it is not shown. It may be entered several times."""
+    """A context whose value reports a step of a search; silently if it is not shown. It may be entered several
+    times.
+    """
     return _Spinner(what) if is_shown else contextlib.nullcontext(lambda text: None)
 
 

@@ -1,6 +1,8 @@
-"""Plans on disk, by the structure of the program: the second run of a script reads its plans. And the bytes of measured programs.
+"""Plans on disk, by the structure of the program: the second run of a script reads its plans. And the bytes of measured
+programs.
 
-``STATETX_CACHE`` names the folder; by default it is ``$XDG_CACHE_HOME/statetx``, and the empty string, 0, off, no, none or false switch the store off.
+``STATETX_CACHE`` names the folder; by default it is ``$XDG_CACHE_HOME/statetx``, and the empty string, 0, off, no, none
+or false switch the store off.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def folder() -> pathlib.Path | None:
     return pathlib.Path(cache) / "statetx"
 
 
-# -- entries -----------------------------------------------------------------------------------------------------------
+# -- entries ---------------------------------------------------------------------------------------------------------
 
 
 def remembered(
@@ -108,7 +110,9 @@ def _path(key: str) -> pathlib.Path | None:
 
 
 def _remove_oldest(plans: pathlib.Path) -> None:
-    """Keep our entries below the limit, and remove what killed processes left. Other files are not ours: they stay, and do not count."""
+    """Keep our entries below the limit, and remove what killed processes left. Other files are not ours: they stay, and
+    do not count.
+    """
     entries = []
     for path in plans.iterdir():
         is_temporary = re.fullmatch(_files.TEMPORARY, path.name) is not None
@@ -134,23 +138,25 @@ def _remove_oldest(plans: pathlib.Path) -> None:
 def peak_bytes(program: Program) -> int:
     """Arguments, outputs and temporaries of a program. It is compiled only if its bytes are not stored.
 
-    They are found by what the compiler gets, its text and the options, so that those of another program cannot be taken for them.
+    They are found by what the compiler gets, its text and the options, so that those of another program cannot be taken
+    for them.
     """
     lowered = program.lowered
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()  # long, if arrays are constants of the program
     key = _digest(*_environment(), program.compiler_options, *_jax.compile_settings(lowered), text).hexdigest()
-    measured = lambda: {"version": VERSION, "peak_bytes": program.cost.peak_bytes}  # noqa: E731
+    measured = lambda: {"version": VERSION, "peak_bytes": program.cost.peak_bytes}
     return remembered(key, PEAK, measured)["peak_bytes"]
 
 
-# -- keys --------------------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------------------------
 
 
 def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any) -> str:
     """A digest of programs and of everything else that a plan for them depends on.
 
     Args:
-        programs: each with its `full_fingerprint`, and the lines of its rules if it is differentiated, and its `TraceContext`.
+        programs: each with its `full_fingerprint`, and the lines of its rules if it is differentiated, and its
+            `TraceContext`.
         settings: values whose `repr` tells them apart.
     """
     digest = _digest(*_environment(), *settings)

@@ -1,4 +1,6 @@
-"""What fits a budget of bytes: `max_batch`, the largest batch of a step; and the fewest parts of ``microbatch(fun, "fit", budget=...)``."""
+"""What fits a budget of bytes: `max_batch`, the largest batch of a step; and the fewest parts of
+``microbatch(fun, "fit", budget=...)``.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +52,18 @@ _MAX_GROWTH = 64  # of a guess, times the largest size that was compiled: a line
 class BatchFit(Tabular):
     """What fits a budget; made by `max_batch` and by ``microbatch(fun, "fit", budget=...).fit(*args)``.
 
-    Usable as an integer, the number of examples, where one is an index or a size: ``jnp.zeros((fit, 3))``, ``range(fit)``, ``int(fit)``.
-    Prints as text, in colors with ``rich.print``, as HTML in a notebook. Sizes in bytes are those of one device.
+    Usable as an integer, the number of examples, where one is an index or a size: ``jnp.zeros((fit, 3))``,
+    ``range(fit)``, ``int(fit)``. Prints as text, in colors with ``rich.print``, as HTML in a notebook. Sizes in bytes
+    are those of one device.
 
     Attributes:
         name: of the function.
         size: the number of examples, of a batch in parts those in the largest part.
         budget_bytes: the budget.
-        total_bytes: what the compiled program takes: arguments, outputs and temporaries; of a step donated arguments count once.
-        tried: the number of examples, or of parts, and bytes of each program that was compiled without a plan, the smallest number first.
+        total_bytes: what the compiled program takes: arguments, outputs and temporaries; of a step donated arguments
+            count once.
+        tried: the number of examples, or of parts, and bytes of each program that was compiled without a plan, the
+            smallest number first.
         next_bytes: what the next larger batch takes; None if `limit` was reached, and for parts.
         num: the number of parts.
         fun: the function of a part: the user's, or with `plan` applied; None for a batch.
@@ -82,7 +87,9 @@ class BatchFit(Tabular):
 
     @property
     def bytes_per_example(self) -> int:
-        """By how much a step grows with an example, between the smallest and the largest program that were compiled; 0 for parts."""
+        """By how much a step grows with an example, between the smallest and the largest program that were compiled; 0
+        for parts.
+        """
         (low, low_bytes), (high, high_bytes) = self.tried[0], self.tried[-1]
         return round((high_bytes - low_bytes) / (high - low)) if high > low and self.fun is None else 0
 
@@ -107,7 +114,7 @@ class BatchFit(Tabular):
         return Table(f"{self.name}: {found}", [first, Column("bytes", "right"), Column("fits")], rows, notes)
 
 
-# -- the largest batch -------------------------------------------------------------------------------------------------
+# -- the largest batch -----------------------------------------------------------------------------------------------
 
 
 @_jax.api_boundary
@@ -129,29 +136,34 @@ def max_batch(
 ) -> BatchFit:
     """Find the largest batch whose compiled step keeps a budget. Nothing is run and no state changes.
 
-    The step is compiled for a few sizes, usually four: its memory is close to affine in the number of examples. It must accept any number.
-    The memory of each program is stored on disk (`STATETX_CACHE`), so that the second run of a script only stages these sizes.
+    The step is compiled for a few sizes, usually four: its memory is close to affine in the number of examples. It must
+    accept any number. The memory of each program is stored on disk (`STATETX_CACHE`), so that the second run of a
+    script only stages these sizes.
 
     Args:
-        step: a training step, a loss (then with ``gradient=True``), an evaluation; a function that may read and write states, or a
-            jitted one, whose donated arguments count once.
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays. Their own number of examples is tried first.
-        budget: bytes, such as ``"16GiB"``, for arguments, outputs and temporaries on one device; or ``"device"`` for all of its memory.
+        step: a training step, a loss (then with ``gradient=True``), an evaluation; a function that may read and write
+            states, or a jitted one, whose donated arguments count once.
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays. Their own number of examples is
+            tried first.
+        budget: bytes, such as ``"16GiB"``, for arguments, outputs and temporaries on one device; or ``"device"`` for
+            all of its memory.
         argnums: positions of the arguments that hold the batch along the first axis of their arrays; by default all.
         argnames: the same by name.
         multiple: the size is a multiple of this number.
         limit: the largest size to consider. Without it, 2**24 examples that fit are an error.
-        gradient: whether the program also computes the derivative with respect to all float arguments and states, as in `measure`.
-        states: from filters to rules, as in `microbatch`: an axis for states that have a value for each example, such as the
-            hidden states of a recurrent network. They take as many examples as the batch. Other rules make no difference here.
+        gradient: whether the program also computes the derivative with respect to all float arguments and states, as in
+            `measure`.
+        states: from filters to rules, as in `microbatch`: an axis for states that have a value for each example, such
+            as the hidden states of a recurrent network. They take as many examples as the batch. Other rules make no
+            difference here.
         progress: whether to show progress (with rich).
 
     Returns:
         `BatchFit`: ``.size``, and the programs that were compiled. Print it.
 
     Raises:
-        PlanError: the smallest batch does not fit, with ``smallest_bytes``; or as many as 2**24 examples fit and there is no `limit`, for example since the memory does
-            not grow with the batch.
+        PlanError: the smallest batch does not fit, with ``smallest_bytes``; or as many as 2**24 examples fit and there
+            is no `limit`, for example since the memory does not grow with the batch.
         ValueError: the arguments differ in the number of examples.
         StateValueError: a state with an axis has another number of examples than the arguments.
 
@@ -188,8 +200,10 @@ def max_batch(
     if best == 0:
         needed = f"{multiple} example{'s need' if multiple > 1 else ' needs'} {format_bytes(by_index[1])}"
         raise PlanError(
-            f"max_batch({name}): no batch fits: {needed}, and the budget is {format_bytes(amount)}.{unit_question(amount)}\n"
-            f"Fix: rematerialize the blocks of the model, or allow that much; statetx.memory_profile shows what fills it.",
+            f"max_batch({name}): no batch fits: {needed}, and the budget is "
+            f"{format_bytes(amount)}.{unit_question(amount)}\n"
+            f"Fix: rematerialize the blocks of the model, or allow that much; statetx.memory_profile shows what "
+            f"fills it.",
             smallest_bytes=by_index[1],
         )
     tried = tuple(sorted((i * multiple, n) for i, n in by_index.items()))
@@ -198,12 +212,16 @@ def max_batch(
         return found
     if found.bytes_per_example > 0 or len(tried) == 1:
         raise PlanError(
-            f"max_batch({name}): {found.size} examples fit, with {format_bytes(found.total_bytes)} of {format_bytes(amount)}; no larger batch is tried "
-            f"without limit=.\nFix: give limit=, the largest size to consider, such as the number of examples that there are."
+            f"max_batch({name}): {found.size} examples fit, with {format_bytes(found.total_bytes)} of "
+            f"{format_bytes(amount)}; no larger batch is tried "
+            f"without limit=.\n"
+            f"Fix: give limit=, the largest size to consider, such as the number of examples that there are."
         )
     raise PlanError(
-        f"max_batch({name}): the memory of the step does not grow with the batch: {format_bytes(found.total_bytes)} with {found.size} examples.\nCause: "
-        f"argnums={brief(argnums)} are not the arguments that the step computes with.\nFix: name the ones that hold the batch, or give limit=."
+        f"max_batch({name}): the memory of the step does not grow with the batch: {format_bytes(found.total_bytes)} "
+        f"with {found.size} examples.\nCause: "
+        f"argnums={brief(argnums)} are not the arguments that the step computes with.\n"
+        f"Fix: name the ones that hold the batch, or give limit=."
     )
 
 
@@ -259,7 +277,7 @@ def batch_types(batch: Batch, size: int) -> list[Any]:
     return types
 
 
-# -- the fewest parts --------------------------------------------------------------------------------------------------
+# -- the fewest parts ------------------------------------------------------------------------------------------------
 
 
 def parts(
@@ -267,7 +285,8 @@ def parts(
 ) -> BatchFit:
     """Choose the fewest parts whose compiled program keeps the budget.
 
-    Of these programs, one with fewer parts and a plan is taken if the plan adds few operations; or if not even single examples fit.
+    Of these programs, one with fewer parts and a plan is taken if the plan adds few operations; or if not even single
+    examples fit.
 
     Args:
         micro: the `Microbatch`.
@@ -299,7 +318,8 @@ def parts(
     else:
         least = min(n for _, n in tried)
         raise PlanError(
-            f"microbatch({name}): the budget of {format_bytes(amount)} cannot be kept: parts of one example need {format_bytes(least)}.{unit_question(amount)}\n"
+            f"microbatch({name}): the budget of {format_bytes(amount)} cannot be kept: parts of one example need "
+            f"{format_bytes(least)}.{unit_question(amount)}\n"
             f"Fix: allow that much, or rematerialize the blocks of the model.",
             smallest_bytes=least,
         )
@@ -330,7 +350,7 @@ class _Parts:
 
     def _peak_bytes(self, num: int, fun: Callable | None = None) -> int:
         micro = self._micro.with_num(num, fun)
-        call = lambda *args, **kwargs: without_new_states(micro(*args, **kwargs))  # noqa: E731
+        call = lambda *args, **kwargs: without_new_states(micro(*args, **kwargs))
         measured = functools.partial(with_gradient, fixed=self._batch.mask()) if self._is_loss else without_gradient
         program = measured(call, self._args, self._kwargs)
         with _jax.eval_context():
@@ -338,7 +358,9 @@ class _Parts:
         return _peak_bytes("microbatch", self._micro.__wrapped__, program, self._budget, "number of parts")
 
     def planned(self, num: int | None) -> tuple[int, Callable, Plan, int] | None:
-        """Fewer parts than `num` (None: no number fits) with a plan: the number, the planned function, the plan, and the bytes."""
+        """Fewer parts than `num` (None: no number fits) with a plan: the number, the planned function, the plan, and
+        the bytes.
+        """
         # All parts must have the size that the plan is for.
         divisors = [n for n in range(1, self._batch.size + 1) if self._batch.size % n == 0 and (num is None or n < num)]
         if not divisors:
@@ -365,7 +387,8 @@ class _Parts:
 
 
 def _plan_of_part(planner: Planner, left: int) -> Plan | None:
-    """The plan for a part, where the loop without a plan leaves so many bytes of the budget, or exceeds it; None if there is none.
+    """The plan for a part, where the loop without a plan leaves so many bytes of the budget, or exceeds it; None if
+    there is none.
 
     The budget of the part is stored beside the plan, since it depends on what the part takes without one.
     """
@@ -383,7 +406,7 @@ def _plan_of_part(planner: Planner, left: int) -> Plan | None:
     return None if budget_bytes is None else planner.plan(budget_bytes)
 
 
-# -- both --------------------------------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------------------------
 
 
 def _bytes(transform: str, budget: int | str, example: str) -> int:
@@ -396,7 +419,9 @@ def _bytes(transform: str, budget: int | str, example: str) -> int:
 
 
 def _peak_bytes(transform: str, fun: Callable, program: Program, budget: int, of_batch: str, more: int = 0) -> int:
-    """The bytes of a compiled program. It is not compiled if its arguments, less those of its batch, fill the budget."""
+    """The bytes of a compiled program. It is not compiled if its arguments, less those of its batch, fill the
+    budget.
+    """
     least = program.least_bytes - more
     if least >= budget:
         raise impossible_batch(transform, fun, budget, least, of_batch)
@@ -411,7 +436,9 @@ def _type(x: Any) -> jax.ShapeDtypeStruct:
 
 
 class Search(NamedTuple):
-    """The largest index whose program keeps the budget, 0 if none does; and the bytes of the compiled programs by index."""
+    """The largest index whose program keeps the budget, 0 if none does; and the bytes of the compiled programs by
+    index.
+    """
 
     best: int
     tried: dict[int, int]
@@ -428,8 +455,9 @@ def largest(
 ) -> Search:
     """The largest index from 1 to `limit` whose program keeps the budget.
 
-    The memory of a program is close to affine in the size of its batch. So the next size to compile is where the line through two measured points
-    crosses the budget. The search ends when a size that keeps the budget and the next larger one, which does not, have both been compiled.
+    The memory of a program is close to affine in the size of its batch. So the next size to compile is where the line
+    through two measured points crosses the budget. The search ends when a size that keeps the budget and the next
+    larger one, which does not, have both been compiled.
 
     Args:
         measure: from an index to the bytes of its program.
@@ -462,7 +490,9 @@ def largest(
 
 
 def _crossing(points: dict[int, tuple[float, int]], budget: int, low: int, high: int) -> float:
-    """The size at which the line through the two points next to the budget crosses it, if that lies in question; else through the ends."""
+    """The size at which the line through the two points next to the budget crosses it, if that lies in question; else
+    through the ends.
+    """
     nearest = sorted(sorted(points, key=lambda i: abs(points[i][1] - budget))[:2])
     for ends in (nearest, [low, high]):
         if all(i in points for i in ends):

@@ -1,4 +1,6 @@
-"""`Fit`: the policy ``"fit:2GiB"``, which plans each function that it is used on; and `budget`, one for all functions of a block."""
+"""`Fit`: the policy ``"fit:2GiB"``, which plans each function that it is used on; and `budget`, one for all functions
+of a block.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Fit(Rewriter):
     """``policy="fit:2GiB"``: plan each function it is used on, for the gradient that is taken of it.
 
-    Each function has the budget to itself. Functions of one program share one with ``policy="fit"`` and `statetx.budget`.
+    Each function has the budget to itself. Functions of one program share one with ``policy="fit"`` and
+    `statetx.budget`.
 
     Args:
-        budget: temporary bytes of that function's gradient, compiled on its own. Arguments and outputs of the function do not
-            count: in the program around it they are no arguments and outputs. None: that of the `statetx.budget` around the
-            gradient.
+        budget: temporary bytes of that function's gradient, compiled on its own. Arguments and outputs of the function
+            do not count: in the program around it they are no arguments and outputs. None: that of the `statetx.budget`
+            around the gradient.
         offload, time_limit: as in `plan`.
     """
 
@@ -68,8 +71,10 @@ class Fit(Rewriter):
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         if self.budget is None:
             raise PolicyError(
-                f"remat({name}, policy='fit') has no budget: no statetx.budget(...) is around the gradient.\nFix: write "
-                f"`with statetx.budget('2GiB'):` around it, or give the function a budget of its own, policy='fit:2GiB'."
+                f"remat({name}, policy='fit') has no budget: no statetx.budget(...) is around the gradient.\n"
+                f"Fix: write "
+                f"`with statetx.budget('2GiB'):` around it, or give the function a budget of its own, "
+                f"policy='fit:2GiB'."
             )
         # Memory depends on the vmaps and shardings around the call, so each of them has a plan of its own.
         planned: dict[tuple[TraceContext, tuple[int, ...]], Callable] = {}
@@ -86,7 +91,8 @@ class Fit(Rewriter):
         return run
 
     def _plan(self, body: Body, name: str, num_out: int, context: TraceContext, fixed: Sequence[int]) -> Plan:
-        # Of inputs that may have a gradient all are differentiated. A custom_vjp refuses to be differentiated by what it closes over.
+        # Of inputs that may have a gradient all are differentiated. A custom_vjp refuses to be differentiated by what
+        # it closes over.
         assert self.budget is not None
         without = {*fixed, *closed_over_by_rules(flatten(body.jaxpr))}
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval) and i not in without]
@@ -97,19 +103,21 @@ class Fit(Rewriter):
 def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int, ...]:
     """The inputs, by number, that the derivative around the call leaves out.
 
-    A gradient that is not asked for would be an output of the measured program, whose memory XLA also uses for temporary values. In a `jax.jit` inside of the
-    derivative nothing shows which inputs it takes: then only arrays that the function closes over are left out.
+    A gradient that is not asked for would be an output of the measured program, whose memory XLA also uses for
+    temporary values. In a `jax.jit` inside of the derivative nothing shows which inputs it takes: then only arrays that
+    the function closes over are left out.
     """
     inputs = [*operands, *args]
     if any(map(_jax.is_differentiated, inputs)):
-        known = lambda x: isinstance(x, _jax.Tracer) and _jax.is_derivative_or_batching(x._trace)  # noqa: E731
+        known = lambda x: isinstance(x, _jax.Tracer) and _jax.is_derivative_or_batching(x._trace)
         return tuple(i for i, x in enumerate(inputs) if not known(x))
     return tuple(i for i, x in enumerate(operands) if not isinstance(x, _jax.Tracer))
 
 
 @with_checked_options(
     {"of": "it counts temporary bytes; use statetx.plan for a budget of a whole step"},
-    fix="with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) above a function.",
+    fix="with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) above a "
+    "function.",
 )
 def budget(
     size: int | float | str,
@@ -119,17 +127,18 @@ def budget(
 ) -> SharedBudget:
     """Give everything that is differentiated in a block one budget of memory. Also a decorator of a function.
 
-    Each function that `statetx.grad`, ``jax.grad`` or ``jax.vjp`` differentiates in the block is planned as a whole, when it is
-    traced: rematerialized functions in it (``policy="fit"``, or any other policy) are the regions that the plan chooses from,
-    together with finer ones. So they share the budget, and each gets what is best for the whole, whatever the others leave.
+    Each function that `statetx.grad`, ``jax.grad`` or ``jax.vjp`` differentiates in the block is planned as a whole,
+    when it is traced: rematerialized functions in it (``policy="fit"``, or any other policy) are the regions that the
+    plan chooses from, together with finer ones. So they share the budget, and each gets what is best for the whole,
+    whatever the others leave.
 
-    Several gradients in the block, taken one after the other, have the whole budget each, because their memory is not in use at
-    the same time. To plan them together with the rest of a training step, use `plan`.
+    Several gradients in the block, taken one after the other, have the whole budget each, because their memory is not
+    in use at the same time. To plan them together with the rest of a training step, use `plan`.
 
     Args:
-        size: temporary bytes of each gradient, compiled on its own: a number, ``"2GiB"``, or a fraction of the memory without a
-            plan. ``"device"`` is all of the device's memory: what arguments and results take is not taken off, so use `plan` for a step
-            that is to fit into a device.
+        size: temporary bytes of each gradient, compiled on its own: a number, ``"2GiB"``, or a fraction of the memory
+            without a plan. ``"device"`` is all of the device's memory: what arguments and results take is not taken
+            off, so use `plan` for a step that is to fit into a device.
         offload, time_limit: as in `plan`.
 
     Raises:
@@ -176,7 +185,8 @@ class SharedBudget(contextlib.ContextDecorator):
         if not self._is_used:
             warnings.warn(
                 "A statetx.budget was made and not entered, so that nothing is planned.\n"
-                "Fix: with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) above a function.",
+                "Fix: with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) "
+                "above a function.",
                 PolicyWarning,
                 stacklevel=_states.user_stacklevel(),
             )

@@ -1,4 +1,6 @@
-"""`plan` and `Planner`: choose which values a program saves, recomputes or offloads, so that it fits a budget of bytes."""
+"""`plan` and `Planner`: choose which values a program saves, recomputes or offloads, so that it fits a budget
+of bytes.
+"""
 
 from __future__ import annotations
 
@@ -60,43 +62,47 @@ def plan(
     The function is traced once; no state changes and nothing is computed. Its equations are cut into regions where few
     bytes cross (or where `remat` marks them). Integer programs find the options of each region, and dynamic programming
     their best combination, including the bytes in use during each region's backward pass. Candidates are compiled until
-    one keeps the budget and the next better one would not, a handful at most. A scan is planned with its body: the saved
-    values of each step, together with the levels or slots of the loop. The stock policies are candidates too. Random
-    values are not drawn again, and each state is written once, as in `remat`.
+    one keeps the budget and the next better one would not, a handful at most. A scan is planned with its body: the
+    saved values of each step, together with the levels or slots of the loop. The stock policies are candidates too.
+    Random values are not drawn again, and each state is written once, as in `remat`.
 
-    The plan is stored on disk by the structure of the program (`STATETX_CACHE`), so that the second run of a script reads it.
+    The plan is stored on disk by the structure of the program (`STATETX_CACHE`), so that the second run of a script
+    reads it.
 
     Args:
-        fun: a training step, which takes gradients itself, by `statetx.grad`, ``jax.grad``, ``jax.vjp`` or a library that
-            calls them; or a loss, or another function to differentiate. Without `argnums` a function counts as a step if it
-            differentiates a scalar, or takes derivatives of arrays and returns arrays; with them as a loss. It may be jitted, and
-            read and write states. Arguments other than arrays are static, as in `remat`.
+        fun: a training step, which takes gradients itself, by `statetx.grad`, ``jax.grad``, ``jax.vjp`` or a library
+            that calls them; or a loss, or another function to differentiate. Without `argnums` a function counts as a
+            step if it differentiates a scalar, or takes derivatives of arrays and returns arrays; with them as a loss.
+            It may be jitted, and read and write states. Arguments other than arrays are static, as in `remat`.
         *args, **kwargs: example arguments; ``jax.ShapeDtypeStruct`` can replace an array.
-        budget: a number of bytes, ``"2GiB"``, ``"device"`` for the memory of the device (``STATETX_DEVICE_MEMORY`` replaces
-            what it reports), or, as a float up to 1, a fraction of the memory without a plan. On several devices it is that
-            of one.
-        of: what counts. ``"step"``: arguments, outputs and temporaries of the compiled program; an output in the memory of a
-            donated argument counts once, so plan the jitted step if it donates. For a loss the program is its gradient,
-            whose outputs are the gradients. ``"temporaries"``: what the program takes beyond arguments and outputs.
-        objective: the cost to minimize: ``"flops"``, operations; or ``"time"``: the candidates of the fewest operations and the stock policies within
-            the budget are run, and the fastest is taken. For a target, where nothing runs, XLA's estimates are compared: it has them for the H100 and
-            the H200.
+        budget: a number of bytes, ``"2GiB"``, ``"device"`` for the memory of the device (``STATETX_DEVICE_MEMORY``
+            replaces what it reports), or, as a float up to 1, a fraction of the memory without a plan. On several
+            devices it is that of one.
+        of: what counts. ``"step"``: arguments, outputs and temporaries of the compiled program; an output in the memory
+            of a donated argument counts once, so plan the jitted step if it donates. For a loss the program is its
+            gradient, whose outputs are the gradients. ``"temporaries"``: what the program takes beyond arguments and
+            outputs.
+        objective: the cost to minimize: ``"flops"``, operations; or ``"time"``: the candidates of the fewest operations
+            and the stock policies within the budget are run, and the fastest is taken. For a target, where nothing
+            runs, XLA's estimates are compared: it has them for the H100 and the H200.
         offload: whether values may be stored in host memory, where the backend has it.
-        stored_as: formats in which values may be stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact, and taken only
-            for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"float8_e5m2"``
-            round what the backward pass reads, and so the gradients. ``()``: none.
+        stored_as: formats in which values may be stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact,
+            and taken only for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``,
+            ``"float8_e4m3fn"`` and ``"float8_e5m2"`` round what the backward pass reads, and so the gradients. ``()``:
+            none.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
-        time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may take twice
-            as long; if there is none then, or it adds more than a quarter of the operations, the cheapest programs that are predicted to keep the budget
-            are compiled, two at most. None for no limit.
+        time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may
+            take twice as long; if there is none then, or it adds more than a quarter of the operations, the cheapest
+            programs that are predicted to keep the budget are compiled, two at most. None for no limit.
         progress: whether to show progress (with rich).
 
     Returns:
         `Plan`. Use it as ``plan.apply(fun)`` or ``remat(fun, policy=plan)``.
 
     Raises:
-        PlanError: no candidate keeps the budget; ``smallest_bytes`` is the least that was reached, of what counts. If the budget is below what arguments
-            and outputs take, nothing is searched, and ``smallest_bytes`` is what these take.
+        PlanError: no candidate keeps the budget; ``smallest_bytes`` is the least that was reached, of what counts. If
+            the budget is below what arguments and outputs take, nothing is searched, and ``smallest_bytes`` is what
+            these take.
 
     Source:
         Jain et al., Checkmate: Breaking the memory wall with optimal tensor rematerialization (MLSys 2020), for
@@ -138,8 +144,8 @@ def _for_target(method: F) -> F:
 class Planner:
     """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
 
-    The time limit is for each plan; by default there is none. The target is the one in force when the planner is made. ``treatments=`` leaves some of
-    those in `statetx.planner.TREATMENTS` out, to see what they are worth.
+    The time limit is for each plan; by default there is none. The target is the one in force when the planner is made.
+    ``treatments=`` leaves some of those in `statetx.planner.TREATMENTS` out, to see what they are worth.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -210,7 +216,7 @@ class Planner:
     def _start(self, compile_baseline: bool = False) -> Whole:
         # Analyzed and compiled only when something is asked that the store does not have.
         if self._started is None:
-            report = lambda text: self._report(text)  # noqa: E731
+            report = lambda text: self._report(text)
             self._started = whole_of(self._captured, self._options, report, compile_baseline=compile_baseline)
         return self._started
 
@@ -250,7 +256,7 @@ class Planner:
         """The best plan for a budget."""
         budget_ = Budget.read(budget, self._of)
         key = self.key(budget_)
-        is_valid = lambda fields: self._is_for_program(fields, budget_)  # noqa: E731
+        is_valid = lambda fields: self._is_for_program(fields, budget_)
         fields = _store.remembered(key, PLAN, lambda: self._found(budget_), is_valid)
         return _warn_if_expensive(self._as_plan(fields))
 
@@ -314,7 +320,7 @@ class Planner:
             self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
         return Budget(bytes_of(self._whole, budget), budget.of)
 
-    # -- records -------------------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------------------------
 
     def _fields(self, whole: Whole, choice: Choice, budget: Budget) -> dict[str, Any]:
         budget = Budget(bytes_of(self._whole, budget), budget.of)
@@ -380,8 +386,10 @@ def _warn_if_expensive(plan: Plan) -> Plan:
     """Warn of a plan that the time limit left expensive; return the plan."""
     if not plan.complete and plan.extra_flops > _EXPENSIVE:
         warnings.warn(
-            f"plan({plan.name}): the time limit ended the search. The best plan until then takes {1 + plan.extra_flops:.1f} times the operations of the program "
-            f"without a plan; one that takes fewer within the budget of {format_bytes(plan.budget_bytes)} may exist.\nFix: give the search more time, time_limit=300, or None for no "
+            f"plan({plan.name}): the time limit ended the search. The best plan until then takes "
+            f"{1 + plan.extra_flops:.1f} times the operations of the program "
+            f"without a plan; one that takes fewer within the budget of {format_bytes(plan.budget_bytes)} may "
+            f"exist.\nFix: give the search more time, time_limit=300, or None for no "
             f"limit; for policy='fit:...' as policy=statetx.planner.Fit(..., time_limit=300).",
             PolicyWarning,
             stacklevel=_states.user_stacklevel(),
@@ -408,7 +416,8 @@ def _fit(whole: Whole, budget: Budget, name: str) -> Choice:
 
     def left() -> int:
         num_left = bytes_left(whole, budget)
-        # Arguments and outputs are exact once something is compiled. Where these are the whole budget, a program without temporaries keeps it.
+        # Arguments and outputs are exact once something is compiled. Where these are the whole budget, a program
+        # without temporaries keeps it.
         if any(whole.choices()) and (num_left < 0 or (num_left == 0 and whole.best(0) is None)):
             raise impossible(name, budget, bytes_of(whole, budget), whole.fixed(), whole.captured.constant_bytes)
         return max(num_left, 1)

@@ -107,8 +107,8 @@ class ProvenanceFinder:
         num_enclosing = 0  # regions of the loops and branches around the atom
         seen = set()  # the carry of a loop may lead back to itself
 
-        # From the value to its definition: each turn goes one equation back, or one level in or out. `level` is the jaxpr that
-        # `atom` belongs to.
+        # From the value to its definition: each turn goes one equation back, or one level in or out. `level` is the
+        # jaxpr that `atom` belongs to.
         while not isinstance(atom, Literal) and atom not in seen:
             seen.add(atom)
             self._add_names(level, atom, provenance, stacked)
@@ -144,7 +144,8 @@ class ProvenanceFinder:
             elif name == "cond":
                 level, atom = self._branch_value(level, i, eqn, n)
             elif _jax.encoded_as(eqn):
-                # From here on the value that the codes stand for. An input of a region is encoded in it, but not computed.
+                # From here on the value that the codes stand for. An input of a region is encoded in it, but not
+                # computed.
                 provenance.stored_as, provenance.encoder = _jax.encoded_as(eqn), (*level.address, i)
                 atom = eqn.invars[0]
                 provenance.aval = atom.aval
@@ -222,7 +223,9 @@ UNKNOWN_REGION = -2  # a region that a custom rule makes when its equation is di
 
 
 def readers(jaxpr: Jaxpr) -> list[set[int]]:
-    """For each input of a backward pass: the regions whose recomputation reads it, and `NOT_REMATERIALIZED` for other readers."""
+    """For each input of a backward pass: the regions whose recomputation reads it, and `NOT_REMATERIALIZED` for other
+    readers.
+    """
     uses: dict[Any, set[int]] = {}
 
     def add(atom: Any, regions: set[int]) -> None:
@@ -235,7 +238,8 @@ def readers(jaxpr: Jaxpr) -> list[set[int]]:
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
 
-        # Regions count as one reader, forwarding equations as the readers of their outputs, bodies as the readers in them.
+        # Regions count as one reader, forwarding equations as the readers of their outputs, bodies as the readers in
+        # them.
         inner = [_jax.open_jaxpr(x)[0] for x in _loop_bodies(eqn)]
         if name in REMAT:
             region = (regions_of(eqn) or [UNKNOWN_REGION])[-1]

@@ -24,7 +24,8 @@ RESIDUAL, TYPE, OPERATION, DETAIL, PLACE = "bold reverse yellow", "cyan", "bold 
 
 # Parameters that are printed. The dimension numbers of products are printed as letters, other parameters are omitted.
 _PRINTED_PARAMS = frozenset(
-    "axes axis dimension dimensions permutation new_dtype shape start_indices limit_indices strides dim index y length reverse k "
+    "axes axis dimension dimensions permutation new_dtype shape start_indices limit_indices strides dim index y "
+    "length reverse k "
     "lengths padding window_dimensions direction num_keys".split()
 )
 _MAX_PARAM = 24  # columns of a printed parameter
@@ -33,8 +34,8 @@ _MAX_PARAM = 24  # columns of a printed parameter
 class Printer:
     """Formats the equations of both passes, with the same names for the same values.
 
-    Equations that only forward a value have no line of their own. The bodies of regions and branches use the outer names of
-    their inputs.
+    Equations that only forward a value have no line of their own. The bodies of regions and branches use the outer
+    names of their inputs.
     """
 
     def __init__(self, passes: Passes):
@@ -201,7 +202,8 @@ class Printer:
             start, num_carry = _jax.scan_counts(eqn)
             end = start + num_carry
 
-            # Constants are the same in every step, so the body uses their outer names. Carries and elements have their own.
+            # Constants are the same in every step, so the body uses their outer names. Carries and elements have their
+            # own.
             self._aliases.update(zip(body.invars[:start], eqn.invars[:start], strict=True))
             for inner, outer in zip(body.invars[start:end], eqn.invars[start:end], strict=True):
                 yield self._loop_input(depth, "carry", inner, "from", outer)
@@ -274,8 +276,8 @@ def _shorten(text: str) -> str:
 def _contraction(eqn: Any) -> str:
     """The dimension numbers of a product in the notation of ``jnp.einsum``: ``ab,bc->ac``."""
     (contracted_l, contracted_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
-    # Each dimension of the left operand has a letter; a joined dimension of the right one has that of its partner. The result has
-    # batch dimensions first, then the others of both operands, as XLA orders them.
+    # Each dimension of the left operand has a letter; a joined dimension of the right one has that of its partner. The
+    # result has batch dimensions first, then the others of both operands, as XLA orders them.
     letters = iter(_ALPHABET)
     lhs = [next(letters) for _ in eqn.invars[0].aval.shape]
     joined = dict(zip((*contracted_r, *batch_r), (*contracted_l, *batch_l), strict=True))

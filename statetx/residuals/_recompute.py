@@ -52,7 +52,9 @@ def _slice(definitions: dict[Any, Any], targets: Iterable[Any], available: Colle
 
 
 def _partial(eqn: Any, outs: Collection[Any], available: Collection[Any]) -> tuple[int, list[Any]]:
-    """Operations for some outputs of an equation, and the operands that they need. Of a scan, count only the equations needed."""
+    """Operations for some outputs of an equation, and the operands that they need. Of a scan, count only the equations
+    needed.
+    """
     if eqn.primitive.name != "scan":
         return flops(eqn), eqn.invars
 

@@ -56,9 +56,10 @@ class Passes:
 
     Attributes:
         name: the function's name.
-        forward: the jaxpr of the forward pass. Its outputs are the `num_out` outputs of the function, then the residuals.
-        backward: the jaxpr of the backward pass. Its inputs are the residuals and the cotangents of the outputs; its outputs
-            are the cotangents of the inputs `chosen`.
+        forward: the jaxpr of the forward pass. Its outputs are the `num_out` outputs of the function, then the
+            residuals.
+        backward: the jaxpr of the backward pass. Its inputs are the residuals and the cotangents of the outputs; its
+            outputs are the cotangents of the inputs `chosen`.
         sources: the origin of each input of `forward`.
         regions: names of the rematerialized functions; `regions_of` gives those that an equation belongs to.
     """
@@ -128,7 +129,8 @@ def differentiate(
     leaves_with_path, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
     are_targets = [all_inputs or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in leaves_with_path]
 
-    # A Python number is traced only if it is differentiated, as `grad` would; others may decide branches of the function.
+    # A Python number is traced only if it is differentiated, as `grad` would; others may decide branches of the
+    # function.
     mask = tuple(
         is_array_or_type(x) or (w and isinstance(x, (float, complex)))
         for (_, x), w in zip(leaves_with_path, are_targets, strict=True)
@@ -171,7 +173,8 @@ def differentiate(
             if is_training_step(recorder.outputs, outputs):
                 return recorder.passes(f"gradient in {short_name(name)}")
 
-        # Inputs of the staged function: closed-over values, arrays of arguments, leaves of states in the order of first reads.
+        # Inputs of the staged function: closed-over values, arrays of arguments, leaves of states in the order of first
+        # reads.
         inputs = [(InputOrigin("constant"), False)] * staged.num_operands
         inputs += [
             (InputOrigin("argument", argument_name(keys)), is_target)
@@ -250,7 +253,7 @@ class _GradientRecorder(Observer):
         self.outputs.append(outputs)
         body, inputs, num = run, [*operands, *args], len(operands)
         if not isinstance(body, Body):  # what replaces the function, such as a plan
-            call = lambda *xs: run(xs[: len(operands)], *xs[len(operands) :])  # noqa: E731
+            call = lambda *xs: run(xs[: len(operands)], *xs[len(operands) :])
             avals = [_jax.abstract(x) for x in inputs]
             body = Body.close(*_jax.stage(call, avals, traced_for="statetx.residuals", name="planned"))
             inputs, num = [*body.operands, *inputs], body.num_operands + num
@@ -265,7 +268,9 @@ class _GradientRecorder(Observer):
         return entry[1] if entry is not None else InputOrigin("constant" if is_closed_over else "argument")
 
     def passes(self, name: str) -> list[Passes]:
-        """Of the functions that differ; beside scalars not those of arrays, which an integrator in the loss differentiates."""
+        """Of the functions that differ; beside scalars not those of arrays, which an integrator in the loss
+        differentiates.
+        """
         found = list(self._found.values())
         of_scalars = [
             (jaxpr, floats, *rest)
@@ -287,7 +292,9 @@ _TAG = "statetx-remat-"
 
 
 def _tag(x: Any, regions: list[str]) -> Any:
-    """Give each rematerialized region its own name scope, which all equations derived from it by differentiation inherit."""
+    """Give each rematerialized region its own name scope, which all equations derived from it by differentiation
+    inherit.
+    """
     jaxpr, _ = _jax.open_jaxpr(x)
     eqns = []
     for eqn in jaxpr.eqns:

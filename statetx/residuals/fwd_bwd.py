@@ -105,14 +105,14 @@ def print_fwd_bwd(
 ) -> FwdBwd:
     """Print the forward and the backward pass of a function side by side, and mark the residuals.
 
-    Each line is an operation with the types of its outputs and its line of the source. Inputs have the names of arguments
-    and states. A residual is marked by a star and has the same label on both sides: its name from ``checkpoint_name``, if it
-    has one. ``recompute f`` on the right is the part of a rematerialized function that the backward pass runs again. No array
-    is computed, and no state changes.
+    Each line is an operation with the types of its outputs and its line of the source. Inputs have the names of
+    arguments and states. A residual is marked by a star and has the same label on both sides: its name from
+    ``checkpoint_name``, if it has one. ``recompute f`` on the right is the part of a rematerialized function that the
+    backward pass runs again. No array is computed, and no state changes.
 
     Args:
-        fun: the function, which may read and write states. Of a training step, which takes gradients itself, the passes of the largest function that it
-            differentiates are printed.
+        fun: the function, which may read and write states. Of a training step, which takes gradients itself, the passes
+            of the largest function that it differentiates are printed.
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         argnums, wrt, has_aux: as in `saved_residuals`.
 

@@ -1,7 +1,7 @@
 """Reports on loops with stored carries: what is kept, how often the steps run, and what other policies would give.
 
-A gradient has an equation for each loop that it differentiates, with a note of the loop and of its differentiated inputs. So the loops are found in the
-program that is traced, and counted as they run there.
+A gradient has an equation for each loop that it differentiates, with a note of the loop and of its differentiated
+inputs. So the loops are found in the program that is traced, and counted as they run there.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ class LoopRow:
     Attributes:
         loop: its name.
         policy: its repr; ``'-'`` without one.
-        is_own: whether it describes the loop itself; the other rows say what other policies, or other numbers of steps, would give.
+        is_own: whether it describes the loop itself; the other rows say what other policies, or other numbers of steps,
+            would give.
         length: the number of steps.
         slots: how many carries there is room for, in nested loops the sum of their lengths; 0 if the loop stays plain.
         carry_bytes, residual_bytes: of a carry, and of what a step keeps for its derivative.
         is_mixed: whether slots hold what steps keep, too.
-        runs: how often a gradient runs each step, in the mean. Of steps whose residuals are kept this includes what the policy makes run again.
+        runs: how often a gradient runs each step, in the mean. Of steps whose residuals are kept this includes what the
+            policy makes run again.
         carry_runs: the same if slots held carries only.
-        is_fixed: whether the loop always takes `length` steps. A `while_loop` takes as many as its condition says, and has a row for each of several
-            numbers.
+        is_fixed: whether the loop always takes `length` steps. A `while_loop` takes as many as its condition says, and
+            has a row for each of several numbers.
     """
 
     loop: str
@@ -97,7 +99,7 @@ class LoopReport(Tabular):
             Column("runs a step", "right"),
             Column("with carries only", "right", rank=1),
         ]
-        of = lambda r: (r.loop, r.length)  # noqa: E731
+        of = lambda r: (r.loop, r.length)
         least = {of(r): min(x.runs for x in self.rows if of(x) == of(r)) for r in self.rows}
         rows = [
             [
@@ -128,26 +130,29 @@ def loop_report(
 ) -> LoopReport:
     """Report on the loops in a gradient that store carries: bytes, and how often the gradient runs each step.
 
-    For each loop with ``checkpoint=`` slots, a size or ``"auto"``: bytes of a carry, and of what a step keeps for its derivative; the number
-    of slots; runs of each step. Where slots hold what steps keep, fewer bytes of it mean fewer runs: further rows say what other
-    policies would give. Nothing runs, and no state changes; a loop with a size is compiled, as its gradient would be.
+    For each loop with ``checkpoint=`` slots, a size or ``"auto"``: bytes of a carry, and of what a step keeps for its
+    derivative; the number of slots; runs of each step. Where slots hold what steps keep, fewer bytes of it mean fewer
+    runs: further rows say what other policies would give. Nothing runs, and no state changes; a loop with a size is
+    compiled, as its gradient would be.
 
-    Listed are `scan`, `fori_loop` and `while_loop` with such a strategy if they are differentiated, also within `Truncated` and in the steps of one
-    another, in the order of the backward pass; loops that stay plain come first. A loop that runs several times is listed once. Not listed are loops with
-    `Levels` or `Lengths` of your own; those that ``"auto"`` and sizes choose on GPUs have a row. The counts are those of a first derivative in reverse mode; a program
-    that differentiates it again runs steps more often.
+    Listed are `scan`, `fori_loop` and `while_loop` with such a strategy if they are differentiated, also within
+    `Truncated` and in the steps of one another, in the order of the backward pass; loops that stay plain come first. A
+    loop that runs several times is listed once. Not listed are loops with `Levels` or `Lengths` of your own; those that
+    ``"auto"`` and sizes choose on GPUs have a row. The counts are those of a first derivative in reverse mode; a
+    program that differentiates it again runs steps more often.
 
-    The number of steps of a `while_loop` is known only when it runs. So it has rows for some numbers of steps, up to ``max_steps=``. Its slots hold
-    carries only, whatever a policy keeps, so that no other policies are listed.
+    The number of steps of a `while_loop` is known only when it runs. So it has rows for some numbers of steps, up to
+    ``max_steps=``. Its slots hold carries only, whatever a policy keeps, so that no other policies are listed.
 
     Args:
-        fun: a training step, which takes gradients itself, by `statetx.grad`, ``jax.grad``, ``jax.vjp`` or a library that calls them; or a loss, or
-            another function to differentiate. A function that reverses such loops itself counts as a step without `argnums`, and as a loss with
-            them. It may be jitted, and read and write states.
+        fun: a training step, which takes gradients itself, by `statetx.grad`, ``jax.grad``, ``jax.vjp`` or a library
+            that calls them; or a loss, or another function to differentiate. A function that reverses such loops itself
+            counts as a step without `argnums`, and as a loss with them. It may be jitted, and read and write states.
         *args, **kwargs: its arguments.
         policies: a policy for steps, or a sequence of them, to compare with a loop's own; ``()`` for no comparison.
-        argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated, arrays that `fun` closes over never.
-            What is differentiated determines what steps keep, and so the runs. Of a step it is known.
+        argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated,
+            arrays that `fun` closes over never. What is differentiated determines what steps keep, and so the runs. Of
+            a step it is known.
 
     Returns:
         `LoopReport`. Under ``vmap`` bytes are those of all examples.
@@ -205,14 +210,15 @@ def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[in
 
     @_frames.undone
     def gradient(*inputs: Any) -> list[Any]:
-        run = lambda *inputs: _jax.evaluate(closed.jaxpr, closed.consts, inputs)[:num_out]  # noqa: E731
+        run = lambda *inputs: _jax.evaluate(closed.jaxpr, closed.consts, inputs)[:num_out]
         outs, pull = jax.vjp(function_of(run, inputs, diff_indices), *(inputs[i] for i in diff_indices))
         return list(pull([jnp.ones_like(x) for x in outs]))
 
     try:
         return _notes_in(_jax.stage(gradient, avals, traced_for="statetx.loop_report", name=name_of(fun))[0])
     except Exception:
-        # A loss may take gradients, too, as an integrator does that linearizes a neuron. A step without such loops need not have a derivative.
+        # A loss may take gradients, too, as an integrator does that linearizes a neuron. A step without such loops need
+        # not have a derivative.
         if nums is None and marks_in(closed.jaxpr):
             return []
         raise
@@ -267,7 +273,7 @@ def _rows_of_while(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
 
 def _facts(note: Differentiated, step: LoopStep, backward: BackwardStep | None = None) -> dict[str, Any]:
     backward = backward or BackwardStep(step, *step.sorted_indices(note.diff_indices))
-    of_all = lambda avals: sum(map(device_bytes, avals)) * note.around.num_examples  # noqa: E731
+    of_all = lambda avals: sum(map(device_bytes, avals)) * note.around.num_examples
     return {
         "loop": step.name,
         "policy": "-" if step.policy is None else repr(step.policy),

@@ -48,22 +48,23 @@ def measure(
 ) -> Cost:
     """Compile a training step, or a loss with its gradient, and count its memory and operations.
 
-    No array is computed and no state changes. Memory is the memory that XLA reserves for the compiled program; operations
-    are counted in its equations, including recomputation, without unused equations.
+    No array is computed and no state changes. Memory is the memory that XLA reserves for the compiled program;
+    operations are counted in its equations, including recomputation, without unused equations.
 
     Args:
-        fun: a function that may read and write states. With ``gradient=False`` the arguments that a jitted one donates count once, as in
-            the budgets of `plan`.
+        fun: a function that may read and write states. With ``gradient=False`` the arguments that a jitted one donates
+            count once, as in the budgets of `plan`.
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         gradient: whether the program also computes the derivative of all float outputs with respect to every float
-            argument and every float state. By default it does, unless the function is a training step, which takes gradients itself (as in `plan`).
+            argument and every float state. By default it does, unless the function is a training step, which takes
+            gradients itself (as in `plan`).
         compiler_options: as in ``jax.jit``.
 
     Returns:
         `Cost`, with ``temp_bytes``, ``argument_bytes``, ``output_bytes`` and ``peak_bytes`` in bytes, ``flops`` with
         each loop body counted as often as it runs (once for a while loop of unknown length), and ``compiled_flops``,
-        XLA's own figure, which counts the body of every loop once; on a GPU or TPU, or for one as target, also ``seconds``, XLA's
-        estimate of the time. Arguments are the function's arrays and the states
+        XLA's own figure, which counts the body of every loop once; on a GPU or TPU, or for one as target, also
+        ``seconds``, XLA's estimate of the time. Arguments are the function's arrays and the states
         that it reads; outputs are its own, the states that it writes or creates, and the gradients.
 
     Source:
@@ -89,7 +90,9 @@ def is_step(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def staged_with_marks(name: str, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """The jaxpr of a call, in which the functions that it differentiates are marked. Its first results, of this number, are the float outputs."""
+    """The jaxpr of a call, in which the functions that it differentiates are marked. Its first results, of this number,
+    are the float outputs.
+    """
     num_out = 0
 
     @functools.wraps(fun)
@@ -163,7 +166,8 @@ def _without_gradient(pure: Functionalize, inputs: tuple) -> ArrayProgram:
 
 
 def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any], fixed: Sequence[bool] = ()) -> ArrayProgram:
-    """A program that returns the float outputs; other outputs with the values of states, as in `without_gradient`; the gradients.
+    """A program that returns the float outputs; other outputs with the values of states, as in `without_gradient`; the
+    gradients.
 
     Args:
         fixed: which arrays among the arguments are not differentiated.
@@ -203,8 +207,8 @@ def _keys(inputs: tuple) -> list[tuple[Any, ...]]:
 def _written(values: dict[str, Any], new_values: dict[str, Any], created: Sequence[Effect]) -> list[Any]:
     """The new values of the states that a call writes, and those of the states that it creates.
 
-    A state that is only read keeps its value, the same object. As an output it would count twice: XLA copies an argument
-    that is returned. An array written back unchanged is taken for one that is only read.
+    A state that is only read keeps its value, the same object. As an output it would count twice: XLA copies an
+    argument that is returned. An array written back unchanged is taken for one that is only read.
     """
     written = [value for path, value in new_values.items() if value is not values[path]]
     return [*written, *(effect.value for effect in created)]

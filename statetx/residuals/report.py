@@ -1,4 +1,6 @@
-"""`memory_report`: memory and operations of the compiled program under several policies, and why a policy saves no memory."""
+"""`memory_report`: memory and operations of the compiled program under several policies, and why a policy saves no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ BASELINE = "no remat"
 AS_WRITTEN = "as written"
 _SAME = 0.05  # a smaller relative reduction of memory counts as none
 
-# XLA merged the recomputation if the compiled program adds less than this part of the operations that the equations add, both
-# relative to the baseline. Not 1, since the counts differ: XLA's is taken after its simplifications, and has the body of a
-# loop once.
+# XLA merged the recomputation if the compiled program adds less than this part of the operations that the equations
+# add, both relative to the baseline. Not 1, since the counts differ: XLA's is taken after its simplifications, and has
+# the body of a loop once.
 _RECOMPUTED = 0.8
 
 
@@ -47,7 +49,8 @@ class Measured(Cost):
     """A function and its derivative, compiled under one policy; a `Cost`, and
 
     Attributes:
-        policy: its name; "no remat" for the baseline without rematerialization, "as written" for each function's own policy.
+        policy: its name; "no remat" for the baseline without rematerialization, "as written" for each function's own
+            policy.
         residuals: the residuals before compilation.
         seconds: median time of a run; as in `Cost` if it was not run.
         was_run: whether the time was measured.
@@ -75,8 +78,8 @@ class Diagnosis:
 
     Attributes:
         policy: the policy's name.
-        category: "nothing is rematerialized", "nothing to drop", "inputs dominate", "policy keeps it", "merged back", "barrier ignored", "peak elsewhere",
-            "no residual" or "unmatched".
+        category: "nothing is rematerialized", "nothing to drop", "inputs dominate", "policy keeps it", "merged back",
+            "barrier ignored", "peak elsewhere", "no residual" or "unmatched".
         text: the finding, and the advice.
     """
 
@@ -113,9 +116,10 @@ class MemoryReport(Tabular):
         name: the function's name.
         rows: one for each policy; the first is the baseline without rematerialization.
         diagnoses: empty if every policy saves memory as expected.
-        num_devices: the number of devices that the programs run on. Residuals and FLOPs count all devices together; memory of
-            the compiled programs (temporary, arguments, outputs, peak) is per device.
-        is_step: whether the function is a training step, which takes gradients itself; else the rows are of the function with its derivative.
+        num_devices: the number of devices that the programs run on. Residuals and FLOPs count all devices together;
+            memory of the compiled programs (temporary, arguments, outputs, peak) is per device.
+        is_step: whether the function is a training step, which takes gradients itself; else the rows are of the
+            function with its derivative.
         notes: what the function checkpoints, each a heading and a text.
     """
 
@@ -235,22 +239,24 @@ def memory_report(
     compiler_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
-    """Compile a training step, or a loss with its derivative, with and without rematerialization, and compare the programs' memory.
+    """Compile a training step, or a loss with its derivative, with and without rematerialization, and compare the
+    programs' memory.
 
-    The derivative of a loss is taken with respect to every float argument and every float state. A training step, which takes gradients itself, is
-    compiled unchanged. No state changes.
+    The derivative of a loss is taken with respect to every float argument and every float state. A training step, which
+    takes gradients itself, is compiled unchanged. No state changes.
 
     Args:
-        fun: a function that may read and write states. The baseline is the function without its rematerialization: no `remat`, no
-            ``jax.checkpoint``, loops without their ``checkpoint=``. If it has none, the report says so, names the blocks worth it, and shows
-            the rematerialization of a loss as a whole.
+        fun: a function that may read and write states. The baseline is the function without its rematerialization: no
+            `remat`, no ``jax.checkpoint``, loops without their ``checkpoint=``. If it has none, the report says so,
+            names the blocks worth it, and shows the rematerialization of a loss as a whole.
         *args, **kwargs: its arguments.
-        policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the other; by default the functions
-            have their own. In a sequence None is a policy, too.
+        policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the
+            other; by default the functions have their own. In a sequence None is a policy, too.
         repeats: the number of runs of each program, interleaved, to measure its time; none if 0.
-        gradient: whether the derivative of `fun` is compiled. By default it is, unless `fun` is a training step (as in `plan`).
-        compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on a
-            CPU what unrolled rematerialization saves on other devices.
+        gradient: whether the derivative of `fun` is compiled. By default it is, unless `fun` is a training step (as in
+            `plan`).
+        compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on
+            a CPU what unrolled rematerialization saves on other devices.
 
     Returns:
         `MemoryReport`; for a policy that does not reduce temporary memory, it has a diagnosis.
@@ -364,7 +370,9 @@ def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) 
 
 
 def _not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
-    """For a program without any remat: the blocks (modules with states), or else the function, whose values take most of the memory."""
+    """For a program without any remat: the blocks (modules with states), or else the function, whose values take most
+    of the memory.
+    """
     # Blocks of a list are counted together: `layers.0.attn` and `layers.1.attn` are two of `layers.*.attn`.
     kept: dict[str, int] = {}
     modules: dict[str, set[str]] = {}
@@ -389,7 +397,10 @@ def _not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
         if linen := _linen_module(computed):
             how = f"Make its repeated blocks with {flax_remat(linen)}"
     where = f" Most is kept by {listed}." if listed else ""
-    as_whole = f" Below the first row, {name} is rematerialized as a whole, and its recomputation needs all of its memory at once."
+    as_whole = (
+        f" Below the first row, {name} is rematerialized as a whole, and its recomputation needs all of its memory "
+        f"at once."
+    )
     return Diagnosis(
         BASELINE,
         "nothing is rematerialized",
@@ -421,8 +432,8 @@ def _diagnose(
         yield _nothing_dropped(row, baseline)
         return
 
-    # If XLA merged the recomputation with the first computation, the compiled program does not have its operations. XLA counts the body of
-    # a loop once, however often it runs.
+    # If XLA merged the recomputation with the first computation, the compiled program does not have its operations. XLA
+    # counts the body of a loop once, however often it runs.
     flops_ratio = row.flops / max(baseline.flops, 1)
     lacks_flops = row.compiled_flops < baseline.compiled_flops * (1 + _RECOMPUTED * (flops_ratio - 1))
     text = lowered.as_text() if lacks_flops else ""
@@ -432,8 +443,10 @@ def _diagnose(
             yield Diagnosis(
                 row.policy,
                 "merged back",
-                f"The equations recompute ({flops_ratio:.2f} times the operations), but the compiled program does not do all of it: "
-                f"common subexpressions were merged, since prevent_cse is False (or fence None) for {', '.join(unfenced)}. Leave it at 'auto'.",
+                f"The equations recompute ({flops_ratio:.2f} times the operations), but the compiled program does "
+                f"not do all of it: "
+                f"common subexpressions were merged, since prevent_cse is False (or fence None) for "
+                f"{', '.join(unfenced)}. Leave it at 'auto'.",
             )
             return
         if "optimization_barrier" in text and (barrier := _barrier(row, bool(regions), lowered, baseline_lowered)):
@@ -442,8 +455,10 @@ def _diagnose(
     yield Diagnosis(
         row.policy,
         "peak elsewhere",
-        f"The program keeps {format_bytes(dropped)} less and recomputes it, but its peak is as high: while a whole function is "
-        f"recomputed at once, or outside of the rematerialized functions. Rematerialize smaller parts, and the part that "
+        f"The program keeps {format_bytes(dropped)} less and recomputes it, but its peak is as high: while a whole "
+        f"function is "
+        f"recomputed at once, or outside of the rematerialized functions. Rematerialize smaller parts, and the part "
+        f"that "
         f"needs most.",
     )
 
@@ -456,7 +471,8 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
             row.policy,
             "policy keeps it",
             f"The policy itself keeps {format_bytes(by_policy)}; without rematerialization "
-            f"{format_bytes(baseline.residuals.intermediate_bytes)} of intermediate values are kept. Have it keep less.",
+            f"{format_bytes(baseline.residuals.intermediate_bytes)} of intermediate values are kept. Have it keep "
+            f"less.",
         )
 
     intermediate = baseline.residuals.intermediate_bytes
@@ -467,7 +483,8 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
             row.policy,
             "inputs dominate",
             f"{format_bytes(inputs)} of {format_bytes(row.residual_bytes)} are inputs of rematerialized functions, the "
-            f"largest {value} ({largest.type}, {format_bytes(largest.nbytes)}): as much as the functions would keep. Rematerialize "
+            f"largest {value} ({largest.type}, {format_bytes(largest.nbytes)}): as much as the functions would keep. "
+            f"Rematerialize "
             f"larger functions, so that fewer values are inputs.",
         )
 
@@ -475,22 +492,27 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
         row.policy,
         "nothing to drop",
         f"Without rematerialization {format_bytes(intermediate)} of intermediate values are kept, with it "
-        f"{format_bytes(row.residuals.intermediate_bytes)}: the rematerialized functions compute nothing that the backward pass "
-        f"needs beyond what it holds anyway. Rematerialize another part; saved_residuals(fun, ...) shows what is kept where.",
+        f"{format_bytes(row.residuals.intermediate_bytes)}: the rematerialized functions compute nothing that the "
+        f"backward pass "
+        f"needs beyond what it holds anyway. Rematerialize another part; saved_residuals(fun, ...) shows what is "
+        f"kept where.",
     )
 
 
 def _barrier(row: Measured, is_ours: bool, lowered: Any, baseline_lowered: Any) -> str | None:
     """The text about a barrier that the compiler removes, as on CPUs; None if the memory would not fall with it."""
-    # Elsewhere barriers last (measured on GPUs), and operations are missing for another reason: XLA counts none in the calls of cuBLAS and cuDNN.
+    # Elsewhere barriers last (measured on GPUs), and operations are missing for another reason: XLA counts none in the
+    # calls of cuBLAS and cuDNN.
     if current.platform() != "cpu":
         return None
     fix = (
         "Leave fence= at 'auto'" if is_ours else "Use statetx.remat in place of jax.checkpoint, whose fence holds there"
     )
     text = (
-        f"The equations recompute and keep {format_bytes(row.residual_bytes)}, but the compiled program does not recompute all of it: on the "
-        f"{current.platform()} backend the compiler removes the barrier that delays the recomputation, so that unrolled "
+        f"The equations recompute and keep {format_bytes(row.residual_bytes)}, but the compiled program does not "
+        f"recompute all of it: on the "
+        f"{current.platform()} backend the compiler removes the barrier that delays the recomputation, so that "
+        f"unrolled "
         f"code is merged with the first computation. {fix}, or put the repeated part into a loop (scan)"
     )
     # The removal can be switched off, which shows the memory that other devices would take.
@@ -498,7 +520,10 @@ def _barrier(row: Measured, is_ours: bool, lowered: Any, baseline_lowered: Any) 
     temp, baseline = (x.compile(option).memory_analysis().temp_size_in_bytes for x in (lowered, baseline_lowered))
     if temp >= baseline * (1 - _SAME):
         return None
-    return f"{text}; with compiler_options={option} it is {format_bytes(temp)} against {format_bytes(baseline)} of temporary memory."
+    return (
+        f"{text}; with compiler_options={option} it is {format_bytes(temp)} against {format_bytes(baseline)} of "
+        f"temporary memory."
+    )
 
 
 def _unmatched(row: Measured, regions: Sequence[VisitedRegion]) -> Iterator[Diagnosis]:
@@ -506,7 +531,8 @@ def _unmatched(row: Measured, regions: Sequence[VisitedRegion]) -> Iterator[Diag
         for message in region.unmatched:
             yield Diagnosis(row.policy, "unmatched", f"In {short_name(region.name)} {message}")
 
-    # A name that exists and is in the policy, but on no residual, is not a typing error: the backward pass does not read the value.
+    # A name that exists and is in the policy, but on no residual, is not a typing error: the backward pass does not
+    # read the value.
     named_in_policy = {name for region in regions for name in names_of(region.policy)}
     defined = {name for region in regions for name in region.names}
     saved = {name for r in row.residuals for name in r.names}
@@ -514,5 +540,6 @@ def _unmatched(row: Measured, regions: Sequence[VisitedRegion]) -> Iterator[Diag
         yield Diagnosis(
             row.policy,
             "no residual",
-            f"The value {name!r} is computed, but the backward pass does not need it, so naming it in the policy keeps nothing.",
+            f"The value {name!r} is computed, but the backward pass does not need it, so naming it in the policy "
+            f"keeps nothing.",
         )

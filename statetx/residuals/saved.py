@@ -38,9 +38,10 @@ def saved_residuals(
     model. No array is computed and no state changes; the function's Python runs once.
 
     Without `argnums` and `wrt` it is differentiated with respect to every float in its arguments and every float array
-    of the states that it reads, including data, which a training step does not differentiate. With either, as in `grad`: ``wrt=statetx.Param`` lists the residuals of
-    ``grad(fun, wrt=statetx.Param)``, and ``argnums=0`` those of ``grad(fun)``. Of a training step, which takes gradients itself (as in `plan`), the
-    residuals of these are listed; each function that it differentiates once.
+    of the states that it reads, including data, which a training step does not differentiate. With either, as in
+    `grad`: ``wrt=statetx.Param`` lists the residuals of ``grad(fun, wrt=statetx.Param)``, and ``argnums=0`` those of
+    ``grad(fun)``. Of a training step, which takes gradients itself (as in `plan`), the residuals of these are listed;
+    each function that it differentiates once.
 
     Args:
         fun: the function, or a training step.
@@ -50,12 +51,12 @@ def saved_residuals(
         has_aux: whether `fun` returns a pair whose second item is not differentiated.
 
     Returns:
-        `Residuals`, with one `Residual` for each array. Identical arrays are counted once. A value that a loop of length T
-        stacks counts as T values of its shape in one step.
+        `Residuals`, with one `Residual` for each array. Identical arrays are counted once. A value that a loop of
+        length T stacks counts as T values of its shape in one step.
 
     Memory:
-        The bytes count the arrays held by the closure that ``jax.vjp`` returns, including arguments and parameters. Inside
-        a compiled program XLA may hold fewer: it fuses, and recomputes cheap values.
+        The bytes count the arrays held by the closure that ``jax.vjp`` returns, including arguments and parameters.
+        Inside a compiled program XLA may hold fewer: it fuses, and recomputes cheap values.
 
     Raises:
         StateFilterError: `wrt` selects no state.
@@ -168,7 +169,8 @@ def _row(
 
 def _reasons(passes: Passes, provenance: Provenance, reading_regions: set[int]) -> tuple[str, ...]:
     """The reasons for saving a value, from its readers in the backward pass."""
-    # A region that computes the value and reads it again is one whose policy saves it; a region that only reads it has it as input.
+    # A region that computes the value and reads it again is one whose policy saves it; a region that only reads it has
+    # it as input.
     reasons = ["not rematerialized"] if NOT_REMATERIALIZED in reading_regions else []
     for region in sorted(reading_regions - {NOT_REMATERIALIZED}):
         name = "a rematerialized function" if region == UNKNOWN_REGION else passes.regions[region]

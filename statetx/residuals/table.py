@@ -26,14 +26,15 @@ class Residual:
         names: its names from ``checkpoint_name``.
         primitive: the operation that computes it.
         source: ``file:line`` of the user's code that computes it, `function` the function of this line.
-        module: the modules of the states that it was last computed from, separated by commas: the states that the operation
-            reads, or else those of its latest operand (as in ``policies.path``). For a state, the state's module.
+        module: the modules of the states that it was last computed from, separated by commas: the states that the
+            operation reads, or else those of its latest operand (as in ``policies.path``). For a state, the state's
+            module.
         flops: floating-point operations to compute it from the inputs and the other residuals.
-        why: the reasons for saving it: "policy of f", "input of f" (of a rematerialized function f), "not rematerialized"
-            (an operation outside such functions reads it), "not read" (the pullback holds it unused).
+        why: the reasons for saving it: "policy of f", "input of f" (of a rematerialized function f), "not
+            rematerialized" (an operation outside such functions reads it), "not read" (the pullback holds it unused).
         memory: the memory that it is offloaded to; "" if it stays where it was computed.
-        stored_as: the format that it is stored in, in fewer bits (`Policy.stored_as`); "" if unchanged. Then `nbytes` are the bytes of
-            what is stored, and the value is no argument or state but a copy of it.
+        stored_as: the format that it is stored in, in fewer bits (`Policy.stored_as`); "" if unchanged. Then `nbytes`
+            are the bytes of what is stored, and the value is no argument or state but a copy of it.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +64,9 @@ class Residual:
 
     @property
     def type(self) -> str:
-        """Dtype and shape in short: ``f32[3,4]``; with the format in place of the dtype if it is stored so: ``bits[3,4]``."""
+        """Dtype and shape in short: ``f32[3,4]``; with the format in place of the dtype if it is stored so:
+        ``bits[3,4]``.
+        """
         text = type_str(self)
         return f"{self.stored_as}{text[text.index('[') :]}" if self.stored_as else text
 
@@ -110,7 +113,9 @@ class Residuals(Tabular, Sequence[Residual]):
         return self.by("origin").get("intermediate", 0)
 
     def by(self, field: str) -> dict[str, int]:
-        """Bytes by the values of a field or property of `Residual`: ``by("module")``, ``by("reason")``; largest first."""
+        """Bytes by the values of a field or property of `Residual`: ``by("module")``, ``by("reason")``;
+        largest first.
+        """
         totals: dict[str, int] = {}
         for row in self.rows:
             key = getattr(row, field)
@@ -165,7 +170,10 @@ def title(residuals: Residuals) -> str:
     # A policy can change intermediate values only, so they are told apart from inputs and constants.
     other_bytes = residuals.total_bytes - residuals.intermediate_bytes
     start = f"{residuals.name} keeps {counted(len(residuals), 'value')}, {format_bytes(residuals.total_bytes)}"
-    return f"{start}: {format_bytes(residuals.intermediate_bytes)} intermediate, {format_bytes(other_bytes)} inputs and constants"
+    return (
+        f"{start}: {format_bytes(residuals.intermediate_bytes)} intermediate, {format_bytes(other_bytes)} inputs and "
+        f"constants"
+    )
 
 
 def see_profile(fun: str = "fun") -> tuple[str, str]:

@@ -1,4 +1,6 @@
-"""Arrays of small dtypes that tensorstore, by which orbax writes arrays, does not have: their entries are saved as bytes."""
+"""Arrays of small dtypes that tensorstore, by which orbax writes arrays, does not have: their entries are saved as
+bytes.
+"""
 
 from __future__ import annotations
 

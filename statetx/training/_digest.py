@@ -12,7 +12,9 @@ import numpy as np
 
 
 def digest(x: Any) -> int:
-    """A checksum of the values, independent of the sharding: it is computed before saving and after restoring elsewhere."""
+    """A checksum of the values, independent of the sharding: it is computed before saving and after restoring
+    elsewhere.
+    """
     if not isinstance(x, jax.Array):
         return zlib.crc32(np.asarray(x).tobytes())
     return int(mixed_sum(on_device(x)))
@@ -27,7 +29,8 @@ def on_device(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def mixed_sum(x: jax.Array) -> jax.Array:
-    """The sum, modulo 2**32, of the words of `x`, each offset by its position and mixed by MurmurHash3's finalizer (Appleby, 2008).
+    """The sum, modulo 2**32, of the words of `x`, each offset by its position and mixed by MurmurHash3's finalizer
+    (Appleby, 2008).
 
     Such a sum does not depend on the order, and so not on how `x` is sharded.
     """
@@ -38,12 +41,12 @@ def mixed_sum(x: jax.Array) -> jax.Array:
     if x.dtype == bool or jnp.dtype(x.dtype).name.startswith(("int4", "uint4", "int2", "uint2", "float4")):
         x = x.astype(jnp.float32)  # injective: float32 has every value of these types
 
-    # As integers of at most 32 bits: the values' bits rather than the values, so that NaNs and signed zeros count, too. A wider
-    # dtype gives one more axis, of two words.
+    # As integers of at most 32 bits: the values' bits rather than the values, so that NaNs and signed zeros count, too.
+    # A wider dtype gives one more axis, of two words.
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")).astype(jnp.uint32)
 
-    # Add a multiple of each word's position in row-major order, so that a permutation of values changes the sum. The factor
-    # is odd, so different positions modulo 2**32 have different offsets.
+    # Add a multiple of each word's position in row-major order, so that a permutation of values changes the sum. The
+    # factor is odd, so different positions modulo 2**32 have different offsets.
     for axis in range(words.ndim):
         stride = jnp.uint32(0x9E3779B9 * math.prod(words.shape[axis + 1 :]) % 2**32)
         words += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)

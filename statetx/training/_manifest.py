@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint: a record of each state, compared with the program's states before any of them is restored."""
+"""The manifest of a checkpoint: a record of each state, compared with the program's states before any of them is
+restored.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
         return {"type": _type(x), "value": [x.real, x.imag] if isinstance(x, complex) else x}
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_array(x):
         raise StateValueError(
-            f"Checkpointer: the state {path!r} holds {type(x).__name__}, which is not an array, number, string or None.\n"
+            f"Checkpointer: the state {path!r} holds {type(x).__name__}, which is not an array, number, string or "
+            f"None.\n"
             f"Fix: leave it out: Checkpointer(directory, statetx.states(model, filter))."
         )
     is_encoded = not _bytes.is_writable(x.dtype)
@@ -124,8 +127,9 @@ def _is_plain(x: Any) -> bool:
 
 
 def _type(x: Any) -> str:
-    """Shape and dtype of a leaf as a JAX array, in the format of the manifest: ``float32[2,3]``. A number counts as an array: a
-    trained model may have arrays where a new one has numbers."""
+    """Shape and dtype of a leaf as a JAX array, in the format of the manifest: ``float32[2,3]``. A number counts as an
+    array: a trained model may have arrays where a new one has numbers.
+    """
     if _is_plain(x) and isinstance(x, (bool, int, float, complex)):
         return f"{jnp.result_type(type(x)).name}[]"
     if is_array(x):
@@ -215,7 +219,8 @@ def reading(location: str) -> Iterator[None]:
 
 def _mismatch(location: str, difference: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint of {location} is of other states: {difference}.\nFix: build the model, and the dict of states for "
+        f"The checkpoint of {location} is of other states: {difference}.\n"
+        f"Fix: build the model, and the dict of states for "
         f"the Checkpointer, as they were when the checkpoint was saved."
     )
 
@@ -263,21 +268,25 @@ def refuse_local(live: Mapping[str, LiveState]) -> None:
                 f"Fix: put it on a mesh of all processes (jax.make_array_from_process_local_data), or leave it out."
             )
 
-    # Numbers and NumPy arrays may be saved if they are equal everywhere. Compare their number before their digests, since
-    # `process_allgather` needs equal shapes.
+    # Numbers and NumPy arrays may be saved if they are equal everywhere. Compare their number before their digests,
+    # since `process_allgather` needs equal shapes.
     paths = [path for path, x in leaves.items() if not isinstance(x, jax.Array)]
     digests = [zlib.crc32(repr(x).encode()) if _is_plain(x) else digest(x) for x in map(leaves.__getitem__, paths)]
     counts = multihost_utils.process_allgather(np.uint32(len(paths)))
     if len(set(counts.tolist())) > 1:
         raise CheckpointError(
-            f"Checkpointer: the processes save different states; this one has {len(paths)} values that are not jax.Arrays, "
-            f"and the others {sorted(set(counts.tolist()) - {len(paths)})}.\nFix: build the same model in every process."
+            f"Checkpointer: the processes save different states; this one has {len(paths)} values that are not "
+            f"jax.Arrays, "
+            f"and the others {sorted(set(counts.tolist()) - {len(paths)})}.\n"
+            f"Fix: build the same model in every process."
         )
     gathered = multihost_utils.process_allgather(np.array(digests, np.uint32))
     for path, column in zip(paths, np.transpose(gathered), strict=True):
         if len(set(column.tolist())) > 1:
             raise CheckpointError(
-                f"Checkpointer: {path!r} differs between the processes, and would be restored everywhere as process 0 has it.\n"
-                f"Fix: keep it in an array on a mesh of all processes (jax.make_array_from_process_local_data), or leave it "
+                f"Checkpointer: {path!r} differs between the processes, and would be restored everywhere as process "
+                f"0 has it.\n"
+                f"Fix: keep it in an array on a mesh of all processes (jax.make_array_from_process_local_data), or "
+                f"leave it "
                 f"out and save it yourself."
             )

@@ -1,4 +1,6 @@
-"""The steps of a directory: what a `Checkpointer` has written there. Whatever else is there is not ours: it is no step, and stays."""
+"""The steps of a directory: what a `Checkpointer` has written there. Whatever else is there is not ours: it is no step,
+and stays.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Latest:
 
 
 def irregular(path: str) -> str | None:
-    """A file of a step that is neither a file nor a folder, such as a pipe, for which a reader waits; None if there is none."""
+    """A file of a step that is neither a file nor a folder, such as a pipe, for which a reader waits; None if there is
+    none.
+    """
     for folder, _, files in os.walk(path):
         for name in files:
             file = os.path.join(folder, name)

@@ -1,8 +1,8 @@
 """`Checkpointer`: save states to disk and restore them, by path.
 
-A step is an orbax directory with two items: ``states``, the arrays by path, and ``manifest``, a record of each state: its
-structure, the types of its leaves, the values of leaves that are not arrays, and a digest of each array, since orbax's own
-format does not notice a changed bit.
+A step is an orbax directory with two items: ``states``, the arrays by path, and ``manifest``, a record of each state:
+its structure, the types of its leaves, the values of leaves that are not arrays, and a digest of each array, since
+orbax's own format does not notice a changed bit.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from ._manifest import (
 class Checkpointer:
     """Save states to a directory during training, and resume from the last complete step.
 
-    A thin layer over ``orbax.checkpoint.CheckpointManager``: all processes that hold a part of an array write it, in the
-    background, and a step appears in the directory atomically. Everything to be restored must be a state: weights, the
-    optimizer's state, random keys, the position in the data.
+    A thin layer over ``orbax.checkpoint.CheckpointManager``: all processes that hold a part of an array write it, in
+    the background, and a step appears in the directory atomically. Everything to be restored must be a state: weights,
+    the optimizer's state, random keys, the position in the data.
 
     Needs orbax: ``pip install 'statetx[saving]'``. Use it in a ``with`` block, or `close` it.
 
     Args:
         directory: where steps are saved; created if it does not exist. One program at a time may write there: its first
             `save` removes the files of unfinished saves.
-        obj: a model, a function, or a container of these, whose states are saved: the states that `statetx.states` finds,
-            and states that its methods read from modules and closures. Their paths are the names in the checkpoint. To
-            select some, give a dict of states: ``statetx.states(model, filter)``.
+        obj: a model, a function, or a container of these, whose states are saved: the states that `statetx.states`
+            finds, and states that its methods read from modules and closures. Their paths are the names in the
+            checkpoint. To select some, give a dict of states: ``statetx.states(model, filter)``.
         max_to_keep: number of last steps to keep; None for all.
         save_every: `save` writes the steps that this number divides, and skips others.
 
     State:
-        `save` reads all states. `restore` writes all of them, or none if it raises. Restored arrays take the shardings of
-        the arrays that they replace, whatever devices they were saved from.
+        `save` reads all states. `restore` writes all of them, or none if it raises. Restored arrays take the shardings
+        of the arrays that they replace, whatever devices they were saved from.
 
     Memory:
         A step has a copy on the host until it is written. `save` returns once the copy is made, so the next training
@@ -89,8 +89,8 @@ class Checkpointer:
                 raise ValueError(f"Checkpointer: {name} must be a whole number of at least 1, got {number!r}.")
         orbax = require("orbax.checkpoint", "Checkpointer", "saving")
 
-        # Steps are saved at the interval, and when a preemption is announced. A partial, since the first `save` makes a second
-        # manager with one more option.
+        # Steps are saved at the interval, and when a preemption is announced. A partial, since the first `save` makes a
+        # second manager with one more option.
         self._obj = obj
         self._directory = _as_directory(directory)
         self._args = orbax.args
@@ -132,8 +132,8 @@ class Checkpointer:
             Whether this step is being saved. It is on disk once `wait` has returned.
 
         Raises:
-            CheckpointError: the directory has this step or a later one, or something else of this name, or cannot be written; an earlier
-                step could not be written; `obj` has no state, or a value in place of a
+            CheckpointError: the directory has this step or a later one, or something else of this name, or cannot be
+                written; an earlier step could not be written; `obj` has no state, or a value in place of a
                 state, or a state without a path that another process finds again; or a value differs between processes.
             StateValueError: a state holds something other than arrays, numbers, strings and None.
         """
@@ -163,7 +163,9 @@ class Checkpointer:
             return self._manager.save(step, args=self._args.Composite(**items), force=True)
 
     def _check_place(self, step: int) -> None:
-        """Raise unless the step can be written. What orbax finds out later leaves threads behind that wait for minutes, also when the process ends."""
+        """Raise unless the step can be written. What orbax finds out later leaves threads behind that wait for minutes,
+        also when the process ends.
+        """
         path = os.path.join(self._directory, str(step))
         if os.path.lexists(path):  # orbax would remove it
             raise CheckpointError(
@@ -182,8 +184,8 @@ class Checkpointer:
     def _clean(self) -> None:
         """Before the first save, remove the files of unfinished ones."""
         if not self._has_saved:
-            # Cleaning waits for the first save: a reader must not remove the files that another program is writing. And a
-            # manager cleans in the background, and waits for that in `save` only.
+            # Cleaning waits for the first save: a reader must not remove the files that another program is writing. And
+            # a manager cleans in the background, and waits for that in `save` only.
             self._manager.close()
             self._manager = type(self._manager)(
                 self._manager.directory, options=self._options(cleanup_tmp_directories=True)
@@ -210,8 +212,8 @@ class Checkpointer:
             The step; or None, with the states unchanged, if `step` is None and nothing was saved yet.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, the step does not exist, or the checkpoint is of other states: the
-                message names the first path that is missing, or has another structure, shape or dtype.
+            CheckpointError: the checkpoint is damaged, the step does not exist, or the checkpoint is of other states:
+                the message names the first path that is missing, or has another structure, shape or dtype.
         """
         self._refuse_inside("restore")
 
@@ -227,7 +229,8 @@ class Checkpointer:
         irregular = _steps.irregular(os.path.join(self._directory, str(step)))
         if irregular is not None:
             raise CheckpointError(
-                f"{irregular!r} in {location} is not a file, and would not be read to its end.\nFix: restore another step."
+                f"{irregular!r} in {location} is not a file, and would not be read to its end.\n"
+                f"Fix: restore another step."
             )
 
         # First the manifest: it tells which arrays to request, and whether the checkpoint is of these states at all.
@@ -333,7 +336,8 @@ def _states_of(obj: Any) -> dict[str, Any]:
     for path, leaf in _leaves_of(obj, ""):
         if leaves.setdefault(path, leaf) is not leaf:
             raise CheckpointError(
-                f"Checkpointer: two of the states given have the path {path!r}, by which they are saved.\nFix: rename a key of the dict."
+                f"Checkpointer: two of the states given have the path {path!r}, by which they are saved.\n"
+                f"Fix: rename a key of the dict."
             )
     states: dict[str, Any] = {}
     if all(_states.kind_of(leaf) is not None for leaf in leaves.values()):
@@ -351,7 +355,8 @@ def _states_of(obj: Any) -> dict[str, Any]:
         _refuse_unstable(states, walk)
     if not states:
         raise CheckpointError(
-            f"Checkpointer: there is no state in {brief(obj)}, so nothing would be saved.\nFix: give the model, or a dict of states."
+            f"Checkpointer: there is no state in {brief(obj)}, so nothing would be saved.\n"
+            f"Fix: give the model, or a dict of states."
         )
     return states
 
@@ -378,14 +383,16 @@ def _refuse_unstable(states: Mapping[str, Any], walk: Walk) -> None:
         if HIDDEN in path.split("."):
             holder = path.partition(f".{HIDDEN}")[0]
             raise CheckpointError(
-                f"Checkpointer: a state is held by {holder!r}, an iterator, a cache or another object whose contents have no "
+                f"Checkpointer: a state is held by {holder!r}, an iterator, a cache or another object whose contents "
+                f"have no "
                 f"names, so no path finds it in another process.\n"
                 f"Fix: hold it in a list, a dict or an attribute as well, or give a dict of states."
             )
         for holder in walk.unstable:
             if path.startswith(f"{holder}." if holder else ""):
                 raise CheckpointError(
-                    f"Checkpointer: the state {path!r} is in the set {holder!r}, which has no order, and other items of the "
+                    f"Checkpointer: the state {path!r} is in the set {holder!r}, which has no order, and other items "
+                    f"of the "
                     f"set have the same name or type, so no path tells them apart in another process.\n"
                     f"Fix: use a list or a dict, or give the states distinct names (name=)."
                 )

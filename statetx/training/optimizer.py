@@ -19,7 +19,8 @@ from ..kinds.native import State
 
 # Methods that optimizers of other libraries have, and what to use for them.
 _ELSEWHERE = {
-    "step": "gradients are values here. Use optimizer.update(grads), with grads = statetx.grad(loss, wrt=optimizer.states)(x)",
+    "step": "gradients are values here. Use optimizer.update(grads), with grads = statetx.grad(loss, "
+    "wrt=optimizer.states)(x)",
     "apply_gradients": "use optimizer.update(grads)",
     "zero_grad": "gradients are values here, and none are left from an earlier step. Leave it out",
     "param_groups": "the states are optimizer.states; for several learning rates use optax.partition",
@@ -91,7 +92,8 @@ class Optimizer(Generic[S]):
             **extra: further arguments of the transformation, such as ``value=loss``.
 
         State:
-            Reads and writes every state and the optimizer's own: all of them, or none if it fails. A state keeps its dtype.
+            Reads and writes every state and the optimizer's own: all of them, or none if it fails. A state keeps its
+            dtype.
 
         Raises:
             GradientError: `grads` has another structure, or an array of another shape.
@@ -108,8 +110,8 @@ class Optimizer(Generic[S]):
         _check(grads, values)
         updates, optimizer_state = self.tx.update(grads, self.state.value, values, **extra)
 
-        # Without optax, which is not imported: `tx` is any object with `init` and `update`. The sum may have a wider dtype than the
-        # state, which keeps its own.
+        # Without optax, which is not imported: `tx` is any object with `init` and `update`. The sum may have a wider
+        # dtype than the state, which keeps its own.
         updated = jax.tree.map(lambda x, u: jnp.asarray(x + u, jnp.result_type(x)), values, updates)
         for state, value in zip(self._states, self._treedef.flatten_up_to(updated), strict=True):
             _kind_of(state).write(state, value)
@@ -140,7 +142,8 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
     """The states of a pytree and its structure, after checking each state."""
     if is_filter(states):
         raise StateFilterError(
-            f"Optimizer needs the states themselves, got the filter {brief(states)}. Write statetx.states(model, {brief(states)})."
+            f"Optimizer needs the states themselves, got the filter {brief(states)}. Write statetx.states(model, "
+            f"{brief(states)})."
         )
     leaves, treedef = flatten(states, is_leaf=_states.is_opaque)
     if not leaves:
@@ -151,7 +154,8 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
         kind = _states.kind_of(state)
         if kind is None:
             raise StateFilterError(
-                f"Optimizer: states= holds {type_str(state) if is_array(state) else f'a {type(state).__name__}'}, which is not a state. Pass a dict of states, such as "
+                f"Optimizer: states= holds {type_str(state) if is_array(state) else f'a {type(state).__name__}'}, "
+                f"which is not a state. Pass a dict of states, such as "
                 f"statetx.states(model, statetx.Param)."
             )
         if id(state) in seen:
@@ -160,11 +164,13 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
             )
         seen.add(id(state))
 
-        # `get` rather than `read`: to check a value is not to read the state, which a surrounding transform would count.
+        # `get` rather than `read`: to check a value is not to read the state, which a surrounding transform would
+        # count.
         for x in jax.tree.leaves(kind.get(state)):
             if not (is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
                 raise StateValueError(
-                    f"Optimizer cannot update {_states.describe(state, kind)}: gradients need floating-point or complex "
+                    f"Optimizer cannot update {_states.describe(state, kind)}: gradients need floating-point or "
+                    f"complex "
                     f"arrays. Leave it out of states=."
                 )
     return leaves, treedef
@@ -214,7 +220,8 @@ def _check(grads: PyTree, values: PyTree) -> None:
     for path, x in value_leaves.items():
         if jnp.shape(grad_leaves[path]) != jnp.shape(x):
             raise GradientError(
-                f"The gradient for {path or 'the state'!r} is {type_str(grad_leaves[path])}, the state's value {type_str(x)}. They must agree in "
+                f"The gradient for {path or 'the state'!r} is {type_str(grad_leaves[path])}, the state's value "
+                f"{type_str(x)}. They must agree in "
                 f"shape.\nFix: differentiate with wrt=optimizer.states, and reduce over examples before the update."
             )
 

@@ -30,8 +30,8 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
 
     Args:
         fun: the function.
-        *args, **kwargs: its arguments. A ``jax.ShapeDtypeStruct``, or any object with a ``shape`` and a ``dtype`` that is
-            not a state, may replace an array.
+        *args, **kwargs: its arguments. A ``jax.ShapeDtypeStruct``, or any object with a ``shape`` and a ``dtype`` that
+            is not a state, may replace an array.
 
     Returns:
         The output with a ``jax.ShapeDtypeStruct`` for each array; other objects are returned unchanged.
@@ -140,8 +140,8 @@ def make_jaxpr(
 def staged_jaxpr(name: str, fun: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The jaxpr of a call as from `make_jaxpr`, for a function of this name that only inspects it.
 
-    Numbers stay numbers: a field of an equinox model may be a shape. The call may create states. The values of those that outlive it
-    are the last outputs.
+    Numbers stay numbers: a field of an equinox model may be a shape. The call may create states. The values of those
+    that outlive it are the last outputs.
     """
     arrays, args_part = partition((tuple(args), kwargs), is_array_or_type)
     with created_undone(fun, args_part.static):

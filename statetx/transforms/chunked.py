@@ -1,7 +1,7 @@
 """`chunked`: compute a loss in chunks along an axis, so that one chunk of its largest values exists at a time.
 
-The chunks are the parts of a `microbatch` whose batch lies along any axis. A scalar loss is differentiated chunk by chunk as it is computed
-(`statetx._loops.accumulated`), so that no chunk runs twice.
+The chunks are the parts of a `microbatch` whose batch lies along any axis. A scalar loss is differentiated chunk by
+chunk as it is computed (`statetx._loops.accumulated`), so that no chunk runs twice.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ def chunked(
 ) -> Callable[..., Any]:
     """Compute a loss in chunks along an axis of its arguments, forward and backward, one chunk at a time.
 
-    For a cross entropy over a large vocabulary, whose logits are the largest array of a language model: the product with the embedding
-    belongs into `loss`, and the axis is that of the tokens. A scalar loss is differentiated chunk by chunk as it is computed, and the gradients
-    are added up in one buffer: no logits are stored, and none are computed twice.
+    For a cross entropy over a large vocabulary, whose logits are the largest array of a language model: the product
+    with the embedding belongs into `loss`, and the axis is that of the tokens. A scalar loss is differentiated chunk by
+    chunk as it is computed, and the gradients are added up in one buffer: no logits are stored, and none are computed
+    twice.
 
     Args:
-        loss: a function whose outputs are arrays. It is called with chunks of its positional arguments. What it reads in another way
-            (states, keyword arguments, its closure) is whole for every chunk, such as the embedding.
-        axis: the axis of the chunks in every array among the positional arguments; or for each positional argument its axis, or None for one
-            that is passed whole.
-        size: elements of a chunk along the axis, at most. ``ceil(length / size)`` chunks, whose sizes differ by at most one.
-        reduce: how the outputs of the chunks are combined: ``"mean"`` (each chunk counts with its size), ``"sum"``, or for
-            parts of the output as in `microbatch`. The default, a mean, is for losses that are one number, and for tuples and dicts.
-        weight: called as `loss`, returns the weight of a chunk in a mean, in place of its size. A loss that is a mean over the true entries of
-            a mask needs ``weight=lambda hidden, labels, mask: mask.sum()``.
+        loss: a function whose outputs are arrays. It is called with chunks of its positional arguments. What it reads
+            in another way (states, keyword arguments, its closure) is whole for every chunk, such as the embedding.
+        axis: the axis of the chunks in every array among the positional arguments; or for each positional argument its
+            axis, or None for one that is passed whole.
+        size: elements of a chunk along the axis, at most. ``ceil(length / size)`` chunks, whose sizes differ by at most
+            one.
+        reduce: how the outputs of the chunks are combined: ``"mean"`` (each chunk counts with its size), ``"sum"``, or
+            for parts of the output as in `microbatch`. The default, a mean, is for losses that are one number, and for
+            tuples and dicts.
+        weight: called as `loss`, returns the weight of a chunk in a mean, in place of its size. A loss that is a mean
+            over the true entries of a mask needs ``weight=lambda hidden, labels, mask: mask.sum()``.
         states: from filters to rules for the states that they select, as in `microbatch`.
         interleave: whether a chunk has every n-th element, as in `microbatch`; for an axis that is sharded.
         accumulate: the dtype in which half-precision sums, means and gradients are added up, as in `microbatch`.
@@ -59,8 +62,9 @@ def chunked(
         Written states are carried from chunk to chunk, as in `scan`; a random state gives each chunk draws of its own.
 
     Memory:
-        For a scalar loss of T tokens with V logits each: ``size * V`` logits and their cotangents in place of ``T * V``, and one gradient of
-        each differentiated argument and state. Other outputs, and higher derivatives, have each chunk rematerialized: it is computed twice.
+        For a scalar loss of T tokens with V logits each: ``size * V`` logits and their cotangents in place of
+        ``T * V``, and one gradient of each differentiated argument and state. Other outputs, and higher derivatives,
+        have each chunk rematerialized: it is computed twice.
 
     Raises:
         StateValueError: the loss returns an array with dimensions, and `reduce` is not given.
@@ -68,7 +72,8 @@ def chunked(
         ValueError: an array lacks the axis, or lengths along it differ.
 
     Source:
-        Hsu et al. 2024, "Liger Kernel", section 3.2 (fused linear cross entropy); here for any loss, by JAX's own derivatives.
+        Hsu et al. 2024, "Liger Kernel", section 3.2 (fused linear cross entropy); here for any loss, by JAX's own
+        derivatives.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx
@@ -104,7 +109,8 @@ class Chunked(Partwise, made_by=chunked):
         if len(axes) != len(args):
             raise StaticArgumentError(
                 f"{call}: axis={axes!r} has {len(axes)} entries, and there are {len(args)} positional arguments.\n"
-                f"Fix: give each positional argument an axis, or None; arguments that every chunk needs whole may be passed by keyword."
+                f"Fix: give each positional argument an axis, or None; arguments that every chunk needs whole may be "
+                f"passed by keyword."
             )
         return batch_along(
             call,
@@ -112,7 +118,8 @@ class Chunked(Partwise, made_by=chunked):
             {i: axis for i, axis in enumerate(axes) if axis is not None},
             args,
             kwargs,
-            lacking="give None for it in axis=, or pass it by keyword, so that every chunk gets the whole argument; the size of a chunk is size=",
+            lacking="give None for it in axis=, or pass it by keyword, so that every chunk gets the whole argument; "
+            "the size of a chunk is size=",
             differing="give the axis of each argument, as in axis=(0, None) for loss(hidden, embedding)",
             missing="pass it by position",
         )
@@ -122,13 +129,14 @@ class Chunked(Partwise, made_by=chunked):
 
 
 def _check_axis(axis: Any) -> int | tuple[int | None, ...]:
-    is_axis = lambda a: isinstance(a, int) and not isinstance(a, bool)  # noqa: E731
+    is_axis = lambda a: isinstance(a, int) and not isinstance(a, bool)
     if is_axis(axis):
         return axis
     if isinstance(axis, (tuple, list)) and all(a is None or is_axis(a) for a in axis):
         return tuple(axis)
     raise StaticArgumentError(
-        f"chunked: axis={brief(axis)} is neither an axis nor one for each positional argument.\nFix: axis=0, or axis=(0, None)."
+        f"chunked: axis={brief(axis)} is neither an axis nor one for each positional argument.\n"
+        f"Fix: axis=0, or axis=(0, None)."
     )
 
 

@@ -42,7 +42,8 @@ def cond(
 
     As ``jax.lax.cond``. The Python of each branch runs once. The states that either branch writes are threaded through
     both: the other branch forwards its value. A state that holds a Python number, or another value of a weak type, is
-    promoted if one branch writes it and the other does not: ``State(0)`` is a float afterwards if one branch adds a float.
+    promoted if one branch writes it and the other does not: ``State(0)`` is a float afterwards if one branch adds a
+    float.
 
     Args:
         pred: a scalar bool (or number), concrete or traced.
@@ -133,7 +134,7 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
     avals = [_jax.abstract(x) for x in arrays]
 
     def stage(f: Callable) -> Staged:
-        call = lambda *xs: (f(*part.combine(xs)),)  # noqa: E731
+        call = lambda *xs: (f(*part.combine(xs)),)
         return Staged(name, f, call, avals, traced_for=f"statetx.{name}", arguments=lambda xs: (part.combine(xs), {}))
 
     staged = [stage(f) for f in branches]
@@ -143,12 +144,12 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
 class _Branches:
     """Staged branches with the same inputs and outputs.
 
-    Inputs, in order: the operands of every branch, the states that any branch touches, the arguments. Outputs, in order:
-    the branch's output, then the states that any branch writes.
+    Inputs, in order: the operands of every branch, the states that any branch touches, the arguments. Outputs, in
+    order: the branch's output, then the states that any branch writes.
 
-    The branches must return the same shapes and dtypes; ``jax.lax.cond`` resolves weak types. The final values of a state
-    must agree, too. A branch that does not write a state returns its initial value. A weak type, as of a Python number,
-    is promoted to the other branch's dtype, as in a loop.
+    The branches must return the same shapes and dtypes; ``jax.lax.cond`` resolves weak types. The final values of a
+    state must agree, too. A branch that does not write a state returns its initial value. A weak type, as of a Python
+    number, is promoted to the other branch's dtype, as in a loop.
     """
 
     def __init__(self, name: str, staged: list[Staged]):
@@ -176,8 +177,10 @@ class _Branches:
                 if differs(a, b):
                     where = f" at {path}" if path else ""
                     raise CarryTypeError(
-                        f"{self._name}: all branches must return the same types{where},\n  {place_of(first.fun)} returns "
-                        f"{type_str(a)}\n  {place_of(branch.fun)} returns {type_str(b)}\nFix: convert the value in one of them."
+                        f"{self._name}: all branches must return the same types{where},\n"
+                        f"  {place_of(first.fun)} returns "
+                        f"{type_str(a)}\n  {place_of(branch.fun)} returns {type_str(b)}\n"
+                        f"Fix: convert the value in one of them."
                     )
 
     def _arrange(self, index: int) -> Body:
@@ -290,7 +293,9 @@ def _promoted_dtype(finals: Sequence[_FinalValue], leaf: int) -> Any:
 
 
 def _type_mismatch(name: str, pair: Sequence[_FinalValue], n: int | None = None) -> CarryTypeError:
-    """The error for two branches, at least one of which writes, that differ in leaf `n` or, if None, in the structure."""
+    """The error for two branches, at least one of which writes, that differ in leaf `n` or, if None, in the
+    structure.
+    """
     a, b = sorted(pair, key=lambda final: final.effect is not None)
     leaf = "" if n is None else leaf_names(a.partition)[n]
     types = (
@@ -304,7 +309,9 @@ def _type_mismatch(name: str, pair: Sequence[_FinalValue], n: int | None = None)
         return drift_error(name, b.effect, paths, leaf, types, "branch")
     state, kind = b.effect.state, b.effect.kind
     return CarryTypeError(
-        f"{name}: the branches leave {type(state).__name__} {paths(state)!r}{leaf}, made at {kind.site_of(state)}, with "
-        f"different types: {name_of(a.staged.fun)} writes {types[0]} at {a.effect.site}, {name_of(b.staged.fun)} writes "
+        f"{name}: the branches leave {type(state).__name__} {paths(state)!r}{leaf}, made at {kind.site_of(state)}, "
+        f"with "
+        f"different types: {name_of(a.staged.fun)} writes {types[0]} at {a.effect.site}, {name_of(b.staged.fun)} "
+        f"writes "
         f"{types[1]} at {b.effect.site}.\nFix: convert the value in one of them."
     )

@@ -126,7 +126,8 @@ def trace_states(fun: Callable[P, Any]) -> Callable[P, StateTrace]:
 
     Returns:
         A function of the same arguments (a ``jax.ShapeDtypeStruct`` may replace an array) that returns a `StateTrace`.
-        It traces `fun` abstractly: no array is computed and no state changes. States that the call creates are dropped, also from attributes.
+        It traces `fun` abstractly: no array is computed and no state changes. States that the call creates are dropped,
+        also from attributes.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -160,7 +161,8 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
     """Run `fun` abstractly.
 
     Returns:
-        Its closed frame; the Refs that it touches, with a flag if written; the paths; a jaxpr with the arrays of its output.
+        Its closed frame; the Refs that it touches, with a flag if written; the paths; a jaxpr with the arrays of its
+        output.
     """
     arrays, args_part = partition((args, kwargs), is_array_or_type)
     frame = frame_for("trace_states", fun)
@@ -242,9 +244,9 @@ def functionalize(fun: Callable[P, R]) -> Functionalize[P, R]:
         ``pure``, with
 
         - ``pure.values(*args)``: the current values of the states that the call touches, by path. They hold arrays and
-          numbers only, so that any JAX transform takes them; any other leaf (a mode string, a flag) is None in the value,
-          and is read from the state when `pure` is called. A state without arrays and numbers is left out, unless it is a
-          flag that the call writes.
+          numbers only, so that any JAX transform takes them; any other leaf (a mode string, a flag) is None in the
+          value, and is read from the state when `pure` is called. A state without arrays and numbers is left out,
+          unless it is a flag that the call writes.
         - ``pure(values, *args)``: returns ``(out, new_values)``; `new_values` has the same paths. No state is touched.
         - ``pure.states(*args)``: the same states, by path.
         - ``pure.store(values, *args)``: writes such values to the states.
@@ -302,8 +304,8 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
 
         Args:
             values: a dict from `values`, or the new values from a call.
-            args: the function's arguments, which tell the models that the paths begin at. Without them the states are those of the
-                last call.
+            args: the function's arguments, which tell the models that the paths begin at. Without them the states are
+                those of the last call.
 
         Raises:
             StateAccessError: a path that the function does not have.
@@ -315,7 +317,8 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
         out, new_values, created = self.call_with_created(values, args, kwargs)
         for effect in created:
             raise CreatedStateError(
-                f"{type(effect.state).__name__} made at {effect.site} was created inside functionalize({name_of(self.__wrapped__)}) "
+                f"{type(effect.state).__name__} made at {effect.site} was created inside "
+                f"functionalize({name_of(self.__wrapped__)}) "
                 f"and outlived the call, which returns values and no states.\nFix: create the state before the call."
             )
         return out, new_values
@@ -323,7 +326,9 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
     def call_with_created(
         self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]
     ) -> tuple[R, dict[str, Any], list[Effect]]:
-        """The call, with the effects on the states that it creates and that outlive it. None of them has a value afterwards."""
+        """The call, with the effects on the states that it creates and that outlive it. None of them has a value
+        afterwards.
+        """
         fun = self.__wrapped__
         states = self._resolve(values, args, kwargs)
         value_by_id = {id(state): values[path] for path, state in states.items()}
@@ -362,7 +367,8 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
     def _resolve(self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values, Mapping):
             raise TypeError(
-                f"The first argument of a functionalized {name_of(self.__wrapped__)} must be the dict from .values(*args), "
+                f"The first argument of a functionalized {name_of(self.__wrapped__)} must be the dict from "
+                f".values(*args), "
                 f"got {type(values).__name__}."
             )
         # A path such as "model.w" means the state of this call's model, not that of an earlier call's.
@@ -372,7 +378,8 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
         unknown = [path for path in values if path not in self._states_by_path]
         if unknown:
             raise StateAccessError(
-                f"No state of {name_of(self.__wrapped__)} has the path {unknown[0]!r}.{suggestion(unknown[0], self._states_by_path)} Known paths: "
+                f"No state of {name_of(self.__wrapped__)} has the path "
+                f"{unknown[0]!r}.{suggestion(unknown[0], self._states_by_path)} Known paths: "
                 f"{', '.join(self._states_by_path) or 'none'}."
             )
         return {path: self._states_by_path[path] for path in values}
@@ -399,10 +406,11 @@ def _holds_numbers(state: Any) -> bool:
     return bool(partition(_read(state), is_array_or_number)[0])
 
 
-# -- values that any JAX transform takes -------------------------------------------------------------------------------
+# -- values that any JAX transform takes -----------------------------------------------------------------------------
 #
-# A value passes as its arrays and numbers, with None for each other (static) leaf. Before a call the None is replaced by the
-# state's present leaf. After the call an unchanged leaf becomes None again; a changed one raises, unless it is a bool.
+# A value passes as its arrays and numbers, with None for each other (static) leaf. Before a call the None is replaced
+# by the state's present leaf. After the call an unchanged leaf becomes None again; a changed one raises, unless it is a
+# bool.
 
 
 def _split(value: PyTree) -> tuple[list[Any], Partition]:
@@ -456,7 +464,8 @@ def _new_value(effect: Effect, path: str | None) -> PyTree:
         is_same = same_places and freeze(leaf) == freeze(old_part.static[i])
         if not (is_same or isinstance(leaf, bool)):
             raise StateValueError(
-                f"The call writes {brief(leaf)} to {_states.describe(effect.state, effect.kind, path)}, at {effect.site}. "
+                f"The call writes {brief(leaf)} to {_states.describe(effect.state, effect.kind, path)}, at "
+                f"{effect.site}. "
                 f"New values are arrays and numbers, which any JAX transform takes.\n"
                 f"Fix: write it outside of the functionalized function, or keep a number in its place."
             )

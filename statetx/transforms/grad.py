@@ -57,7 +57,8 @@ First = Literal[0] | None
 
 
 class Gradient(Protocol[P, G_co]):
-    """The type of ``grad(fun)`` and of ``value_and_grad(fun)``: gradients are as the first argument, those of numbers arrays.
+    """The type of ``grad(fun)`` and of ``value_and_grad(fun)``: gradients are as the first argument, those of numbers
+    arrays.
 
     Only Any, the type of an argument without annotation, is a Never.
     """
@@ -136,15 +137,16 @@ def grad(
 ) -> Callable[..., Any]:
     """Differentiate a function that may read and write states.
 
-    As ``jax.grad``, and also with respect to states. Each written state is written once, with its value from the forward
-    pass. Gradients with respect to a state are taken at its value when the call begins.
+    As ``jax.grad``, and also with respect to states. Each written state is written once, with its value from the
+    forward pass. Gradients with respect to a state are taken at its value when the call begins.
 
     Args:
         fun: returns a scalar, or with `has_aux` a scalar and auxiliary data.
         argnums: positions of the arguments to differentiate. By default 0 without `wrt`, and none with `wrt`.
-        wrt: the states to differentiate: a state, a list or dict of states (``statetx.states(model, Param)``), or a filter.
-            A filter selects among the states that the function and its arguments hold and the others that the call reads;
-            the gradients are a dict by path. For a dict of brainstate (``net.states()``) they are a plain dict.
+        wrt: the states to differentiate: a state, a list or dict of states (``statetx.states(model, Param)``), or a
+            filter. A filter selects among the states that the function and its arguments hold and the others that the
+            call reads; the gradients are a dict by path. For a dict of brainstate (``net.states()``) they are a plain
+            dict.
         has_aux: whether `fun` returns a pair whose second item is passed through.
         holomorphic: as in ``jax.grad``.
         allow_int: as in ``jax.grad``.
@@ -276,8 +278,8 @@ class Derivative(Wrapper):
         """Run the function once in JAX's transform.
 
         Returns:
-            The transform's result, whose derivatives are pairs of the states' and the arguments'; auxiliary data; a function that
-            combines such a pair in the form of the options; and the structure of the output.
+            The transform's result, whose derivatives are pairs of the states' and the arguments'; auxiliary data; a
+            function that combines such a pair in the form of the options; and the structure of the output.
         """
         fun, name = self.__wrapped__, self.maker.__name__
         allow_int = self._jax_options.get("allow_int", False)
@@ -469,7 +471,8 @@ class Pullback:
         ct_leaves, treedef = jax.tree.flatten(cotangent)
         if treedef != structure.out.treedef:
             raise TypeError(
-                f"The pullback of {structure.name} needs a cotangent in the structure of its output, {structure.out.treedef}, got "
+                f"The pullback of {structure.name} needs a cotangent in the structure of its output, "
+                f"{structure.out.treedef}, got "
                 f"{treedef}."
             )
         # JAX takes no Python numbers as cotangents, and none for the leaves of the output that are not arrays.

@@ -94,8 +94,8 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple[Any,
         has_aux: whether `fun` returns a pair whose second item is passed through.
 
     Returns:
-        ``(out, pushforward)``, or with `has_aux` ``(out, pushforward, aux)``. ``pushforward(*tangents)`` runs none of the
-        user's Python and writes no state. It is a pytree: a jitted function may return it.
+        ``(out, pushforward)``, or with `has_aux` ``(out, pushforward, aux)``. ``pushforward(*tangents)`` runs none of
+        the user's Python and writes no state. It is a pytree: a jitted function may return it.
 
     State:
         As in `jvp`.
@@ -155,7 +155,9 @@ def _arrays(trees: Sequence[Any]) -> tuple:
 
 
 class _FlatRun:
-    """A `FramedRun` whose output is a list of arrays, as `jax.jvp` and `jax.linearize` need it; `out` has the structure."""
+    """A `FramedRun` whose output is a list of arrays, as `jax.jvp` and `jax.linearize` need it; `out` has the
+    structure.
+    """
 
     out: Partition
 
@@ -205,8 +207,8 @@ def jacfwd(
 
     Returns:
         A function of the same arguments that returns the Jacobian in the structure of the output. Each leaf of it has
-        the structure of `argnums`, of `wrt`, or the pair ``(wrt's, argnums')``, and each of their leaves the shape of the
-        output followed by the shape of the input. With `has_aux` it returns ``(jacobian, aux)``.
+        the structure of `argnums`, of `wrt`, or the pair ``(wrt's, argnums')``, and each of their leaves the shape of
+        the output followed by the shape of the input. With `has_aux` it returns ``(jacobian, aux)``.
 
     Source:
         ``jax.jacfwd``.

@@ -43,8 +43,8 @@ def map(
     Args:
         f: called with one element.
         xs: a pytree of arrays with a leading axis of equal length. States are mapped by `scan` with ``states=``.
-        batch_size: number of elements to process at a time by `vmap`, as in ``jax.lax.map``; states then follow the rules
-            of `vmap`.
+        batch_size: number of elements to process at a time by `vmap`, as in ``jax.lax.map``; states then follow the
+            rules of `vmap`.
         checkpoint: how to store less for the gradient of the loop, as in `scan`.
         progress: whether to show a progress bar, as in `scan`.
 
@@ -69,7 +69,8 @@ def map(
 
     if not callable(f):
         raise TypeError(
-            f"map needs a callable, got {type_str(f) if is_array(f) else type(f).__name__}.\nFix: the function comes first: map(f, xs)."
+            f"map needs a callable, got {type_str(f) if is_array(f) else type(f).__name__}.\n"
+            f"Fix: the function comes first: map(f, xs)."
         )
     check_flags("map", progress=progress)
     refuse_states(Rules("map", None, f, ()), xs, "scan(lambda carry, x: (carry, f(x)), None, xs, ")

@@ -1,7 +1,8 @@
 """`microbatch`: run a function on the parts of a batch, one after the other, and reduce what it returns.
 
-The function is staged once for each size of a part. Its outputs are accumulated as the loop goes, so that a gradient function needs the memory of
-one part and of one gradient. A loss, too, has a gradient of that kind: see `statetx._loops.accumulated`.
+The function is staged once for each size of a part. Its outputs are accumulated as the loop goes, so that a gradient
+function needs the memory of one part and of one gradient. A loss, too, has a gradient of that kind: see
+`statetx._loops.accumulated`.
 """
 
 from __future__ import annotations
@@ -58,35 +59,44 @@ def microbatch(
 ) -> Callable[..., Any]:
     """Split a batch into parts, run a function on one part after the other, and take the mean of its outputs.
 
-    Also called gradient accumulation. For functions that return gradients, and for losses: the gradients of a loss in parts (``jax.grad``, `grad`) are
-    accumulated, too, and no part is computed again. The memory is that of one part, and of one set of gradients.
+    Also called gradient accumulation. For functions that return gradients, and for losses: the gradients of a loss in
+    parts (``jax.grad``, `grad`) are accumulated, too, and no part is computed again. The memory is that of one part,
+    and of one set of gradients.
 
     Args:
-        fun: a function whose outputs are arrays: ``statetx.value_and_grad(loss)``, ``jax.grad(loss)``, a loss, an evaluation.
-        num: the number of parts. Sizes differ by one where it does not divide the batch; each part counts with its size in a mean.
-            ``"fit"``, the default with `budget`: the fewest parts whose compiled program keeps the budget. What was compiled to choose it
-            is stored on disk (`STATETX_CACHE`): the second run of a script only stages these programs.
-        budget: bytes, such as ``"2GiB"``, or ``"device"``: for arguments, outputs and temporaries of the function as compiled alone, with
-            its gradient if it is a loss.
-        argnums: positions of the arguments that hold the batch along the first axis of their arrays. By default all, except the ones
-            that a `grad` or `value_and_grad` differentiates. A random key among them (``jax.random.key``) is split: each part gets its own.
-            Values other than arrays pass untouched.
+        fun: a function whose outputs are arrays: ``statetx.value_and_grad(loss)``, ``jax.grad(loss)``, a loss, an
+            evaluation.
+        num: the number of parts. Sizes differ by one where it does not divide the batch; each part counts with its size
+            in a mean. ``"fit"``, the default with `budget`: the fewest parts whose compiled program keeps the budget.
+            What was compiled to choose it is stored on disk (`STATETX_CACHE`): the second run of a script only stages
+            these programs.
+        budget: bytes, such as ``"2GiB"``, or ``"device"``: for arguments, outputs and temporaries of the function as
+            compiled alone, with its gradient if it is a loss.
+        argnums: positions of the arguments that hold the batch along the first axis of their arrays. By default all,
+            except the ones that a `grad` or `value_and_grad` differentiates. A random key among them
+            (``jax.random.key``) is split: each part gets its own. Values other than arrays pass untouched.
         argnames: the same by name.
         states: from filters to rules for the states that they select. Filters are tried in order.
 
-            - `Carry`, the default for states that `fun` writes: as a loop would leave it. Each part reads what the previous part wrote.
-            - `Mean`, `First`, `Last`: each part reads the value from before the call; the mean of what the parts wrote, or what one part wrote, remains.
-            - `Split`, for random states: each part has a key of its own, and the state advances once. `Broadcast`: all parts share the draws.
-            - an axis: the state has a value for each example along it; a part reads and writes the values of its own examples.
-        reduce: how outputs are combined, as a tree prefix of the output: ``"mean"``, ``"sum"``, ``"first"``, ``"last"``, ``"concat"``
-            (along the first axis, for a value for each example) or ``"stack"`` (one value for each part).
-            ``"sum"`` for a loss that is a sum over the batch.
-        weight: called with the arguments of a part, returns its weight in a mean, in place of its size; it may read states. A mean over the true entries of a
-            mask needs ``weight=lambda x, mask: mask.sum()``. A part of weight 0 is left out; the mean is 0 if all are.
-        interleave: whether a part has every ``num``-th example in place of consecutive ones. A batch that is sharded along its first axis
-            stays on its devices then. By default only if the batch is known to be sharded so.
-        accumulate: the dtype in which sums and means, and gradients of a loss in parts, are added up where their own has fewer bits: bfloat16,
-            float16 and float8. They are rounded to their own once, after the last part. None adds them up in their own.
+            - `Carry`, the default for states that `fun` writes: as a loop would leave it. Each part reads what the
+              previous part wrote.
+            - `Mean`, `First`, `Last`: each part reads the value from before the call; the mean of what the parts wrote,
+              or what one part wrote, remains.
+            - `Split`, for random states: each part has a key of its own, and the state advances once. `Broadcast`: all
+              parts share the draws.
+            - an axis: the state has a value for each example along it; a part reads and writes the values of its own
+              examples.
+        reduce: how outputs are combined, as a tree prefix of the output: ``"mean"``, ``"sum"``, ``"first"``,
+            ``"last"``, ``"concat"`` (along the first axis, for a value for each example) or ``"stack"`` (one value for
+            each part). ``"sum"`` for a loss that is a sum over the batch.
+        weight: called with the arguments of a part, returns its weight in a mean, in place of its size; it may read
+            states. A mean over the true entries of a mask needs ``weight=lambda x, mask: mask.sum()``. A part of weight
+            0 is left out; the mean is 0 if all are.
+        interleave: whether a part has every ``num``-th example in place of consecutive ones. A batch that is sharded
+            along its first axis stays on its devices then. By default only if the batch is known to be sharded so.
+        accumulate: the dtype in which sums and means, and gradients of a loss in parts, are added up where their own
+            has fewer bits: bfloat16, float16 and float8. They are rounded to their own once, after the last part. None
+            adds them up in their own.
         target: the device that `budget` is for, if not this machine's: see `statetx.Target`.
 
     Returns:
@@ -96,15 +106,17 @@ def microbatch(
         Reads and writes the same states as `fun`; each is stored once, after the last part.
 
     Memory:
-        The temporaries of one part and the reduced outputs, once, in the dtype of `accumulate`. A loss under reverse-mode differentiation: the temporaries of one part of its
-        gradient. Other functions, and higher derivatives of a loss, have each part rematerialized: the parts are run twice.
+        The temporaries of one part and the reduced outputs, once, in the dtype of `accumulate`. A loss under
+        reverse-mode differentiation: the temporaries of one part of its gradient. Other functions, and higher
+        derivatives of a loss, have each part rematerialized: the parts are run twice.
 
     Raises:
         StaticArgumentError: `num` is not a number of parts, or an argument that the function does not have.
         ValueError: the arguments differ in the number of examples, or there are fewer examples than parts.
         StateAccessError: the function wrote a `Broadcast` state.
-        FunctionError: the function is a training step: an `Optimizer` updates states in it, or it writes another value to a `Param` (or another library's
-            parameter) that it has differentiated. Each part would be a step of its own.
+        FunctionError: the function is a training step: an `Optimizer` updates states in it, or it writes another value
+            to a `Param` (or another library's parameter) that it has differentiated. Each part would be a step of its
+            own.
         CarryTypeError: a part would change the type of a state.
 
     Source:
@@ -146,7 +158,8 @@ class Partwise(Wrapper):
         fun, num = self.parts_of(batch, args, kwargs)
         if batch.size < num:
             raise ValueError(
-                f"{call}: {batch.size} examples cannot be split into {num} parts.\nFix: give at most {batch.size} parts."
+                f"{call}: {batch.size} examples cannot be split into {num} parts.\n"
+                f"Fix: give at most {batch.size} parts."
             )
         return _PartwiseCall(self.maker.__name__, fun, batch, num, self._options).run(args, kwargs)
 
@@ -284,7 +297,8 @@ class _PartwiseCall:
         if [aval.shape for aval in staged.out_avals] != [()]:
             raise StateValueError(
                 f"{self._name}: weight= must return a number for each part, and returned "
-                f"{', '.join(map(type_str, staged.out_avals))}.\nFix: reduce it, as in weight=lambda x, mask: mask.sum()."
+                f"{', '.join(map(type_str, staged.out_avals))}.\n"
+                f"Fix: reduce it, as in weight=lambda x, mask: mask.sum()."
             )
         reads = list(staged.inputs.values())
         state_vars = [v for read in reads for v in staged.state_vars(read)]
@@ -304,8 +318,8 @@ class _PartwiseCall:
             return part_type(rules, state, aval, batch.size, parts.size)
 
         def stage(_: list, enter: Callable) -> Staged:
-            # Not "scan": forward and backward pass of a part are in one body, where XLA merges a recomputation with the first computation
-            # unless it is prevented.
+            # Not "scan": forward and backward pass of a part are in one body, where XLA merges a recomputation with the
+            # first computation unless it is prevented.
             return Staged(
                 self._transform,
                 fun,
@@ -317,7 +331,7 @@ class _PartwiseCall:
                 enter=enter,
             )
 
-        keeps_type = lambda effect: rules(effect.state) is not Split and not isinstance(rules(effect.state), int)  # noqa: E731
+        keeps_type = lambda effect: rules(effect.state) is not Split and not isinstance(rules(effect.state), int)
         return settle(stage, [], partition(())[1], is_carried=keeps_type)[0]
 
     def _refuse_step(self, staged: Staged) -> None:
@@ -328,26 +342,34 @@ class _PartwiseCall:
             if effect.stepped:
                 raise FunctionError(
                     f"{self._name} would run a training step on each part: {name_of(self._fun)} differentiates "
-                    f"{_states.describe(effect.state, effect.kind)}, and writes it at {effect.site}. So each part would update it, by its own gradient.\n"
-                    f"Fix: take the gradient in parts, and update once after it: {gradient}(x). A step for each part is a statetx.scan over parts."
+                    f"{_states.describe(effect.state, effect.kind)}, and writes it at {effect.site}. So each part "
+                    f"would update it, by its own gradient.\n"
+                    f"Fix: take the gradient in parts, and update once after it: {gradient}(x). A step for each part "
+                    f"is a statetx.scan over parts."
                 )
 
     def _reductions(self, staged: Staged, larger: Sequence[Any] | None) -> list[str]:
-        """For each leaf of the output, how it is reduced; `larger` are the outputs of parts with one more example, if there are such."""
+        """For each leaf of the output, how it is reduced; `larger` are the outputs of parts with one more example, if
+        there are such.
+        """
         out = staged.outs[1]
         reduce = "mean" if self._reduce is None else self._reduce
         if self._reduce is None and out.treedef == ARRAY.treedef and staged.out_avals[0].shape:
             raise StateValueError(
-                f"{self._name} is for a loss, and {name_of(self._fun)} returns {type_str(staged.out_avals[0])} for a part, not a number.\n"
-                f'Fix: reduce it, with .mean(); or say how the parts are combined: reduce="concat" for a value for each example, "mean" or "sum".'
+                f"{self._name} is for a loss, and {name_of(self._fun)} returns {type_str(staged.out_avals[0])} for a "
+                f"part, not a number.\n"
+                f'Fix: reduce it, with .mean(); or say how the parts are combined: reduce="concat" for a value for '
+                f'each example, "mean" or "sum".'
             )
         skeleton = out.combine(range(out.num_dynamic))
         try:
             tree = jax.tree.map(lambda how, subtree: jax.tree.map(lambda _: how, subtree), reduce, skeleton)
         except ValueError as e:
             raise StateValueError(
-                f"{self._name}: reduce={brief(self._reduce)} is not a tree prefix of the output, {jax.tree.structure(skeleton)}.\n"
-                f'Fix: give a word for each part of the output, as in reduce=(("mean", "concat"), "mean") for ((loss, outputs), gradients).'
+                f"{self._name}: reduce={brief(self._reduce)} is not a tree prefix of the output, "
+                f"{jax.tree.structure(skeleton)}.\n"
+                f'Fix: give a word for each part of the output, as in reduce=(("mean", "concat"), "mean") for '
+                f"((loss, outputs), gradients)."
             ) from e
         reductions = jax.tree.leaves(tree)
         for how, aval in zip(reductions, staged.out_avals, strict=True):
@@ -360,8 +382,10 @@ class _PartwiseCall:
             if how != "concat" and aval.shape != other.shape:
                 raise StateValueError(
                     f"{self._name}: {self._num} parts of {self._batch.size} examples are not equal, and an output is "
-                    f"{type_str(other)} for the larger ones and {type_str(aval)} for the others; reduce={how!r} needs equal shapes.\n"
-                    f'Fix: reduce="concat" for outputs with a value for each example, or a number of parts that divides the batch.'
+                    f"{type_str(other)} for the larger ones and {type_str(aval)} for the others; reduce={how!r} "
+                    f"needs equal shapes.\n"
+                    f'Fix: reduce="concat" for outputs with a value for each example, or a number of parts that '
+                    f"divides the batch."
                 )
         return reductions
 
@@ -402,8 +426,8 @@ def without_new_states(out: PyTree) -> PyTree:
 
 
 def _with_new_states(out: PyTree) -> PyTree:
-    is_replaced = lambda x: isinstance(x, _Arrays)  # noqa: E731
-    restore = lambda x: jax.tree.unflatten(x.treedef, x.leaves) if is_replaced(x) else x  # noqa: E731
+    is_replaced = lambda x: isinstance(x, _Arrays)
+    restore = lambda x: jax.tree.unflatten(x.treedef, x.leaves) if is_replaced(x) else x
     return jax.tree.map(restore, out, is_leaf=is_replaced)
 
 
@@ -424,7 +448,8 @@ def _check_num(num: Any, budget: Any) -> int | str:
         value = 0
     if not 0 < value < 2**63 or isinstance(num, bool):
         raise StaticArgumentError(
-            f'microbatch: num={brief(num)} is not a number of parts: give a whole number of at least 1, or "fit" with a budget.'
+            f'microbatch: num={brief(num)} is not a number of parts: give a whole number of at least 1, or "fit" '
+            f"with a budget."
         )
     return value
 

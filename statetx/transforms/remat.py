@@ -47,7 +47,8 @@ T = TypeVar("T")
 
 _TORCH = "an option of torch.utils.checkpoint; leave it out: "
 _HINTS = {
-    "concrete": "JAX has removed it, too; name the arguments that must stay concrete in static_argnums= or static_argnames=, "
+    "concrete": "JAX has removed it, too; name the arguments that must stay concrete in static_argnums= or "
+    "static_argnames=, "
     "and use jax.ensure_compile_time_eval() on them in the body",
     "use_reentrant": f"{_TORCH}there is one implementation",
     "preserve_rng_state": f"{_TORCH}a recomputation always sees the same random draws",
@@ -76,8 +77,8 @@ def remat(
 
     Also called gradient or activation checkpointing. The function may read and write states. Outputs, final values of
     states, gradients of every order and random draws are the same as without; each state is written once and each key
-    advances once, however often the body is recomputed. Use it on the blocks of a deep model, or on chunks of a long loop.
-    Around a whole loss it saves no memory, since all of the loss is then recomputed at once.
+    advances once, however often the body is recomputed. Use it on the blocks of a deep model, or on chunks of a long
+    loop. Around a whole loss it saves no memory, since all of the loss is then recomputed at once.
 
     Works as ``@remat``, ``@remat(policy=...)`` and ``remat(f)``, on functions, methods in a class body, bound
     methods, callable objects, partials, lambdas and classes, above or below ``@staticmethod``, ``@classmethod``,
@@ -87,19 +88,20 @@ def remat(
     Args:
         fun: the function to rematerialize. For a class, returns a subclass whose `methods` are rematerialized.
         policy: the values to save besides the inputs: None (no others), one of `statetx.policies`, a member of
-            ``jax.checkpoint_policies``, the name of either, or any callable policy as in JAX. A callable must be hashable and
-            always give the same answer: as in ``jax.checkpoint``, its answer may be cached. Or a plan for the whole
-            function: a `statetx.Plan`, or ``"fit:2GiB"`` to make a plan for a budget.
-        inputs_stored_as: the format in which to store the arguments between forward and backward pass: ``"bits"``, if all are
-            0 or 1 (spikes, masks), ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``; see `Policy.stored_as`. Or a tuple prefix of
-            the (non-static) arguments with a format or None for each. None stores them unchanged.
+            ``jax.checkpoint_policies``, the name of either, or any callable policy as in JAX. A callable must be
+            hashable and always give the same answer: as in ``jax.checkpoint``, its answer may be cached. Or a plan for
+            the whole function: a `statetx.Plan`, or ``"fit:2GiB"`` to make a plan for a budget.
+        inputs_stored_as: the format in which to store the arguments between forward and backward pass: ``"bits"``, if
+            all are 0 or 1 (spikes, masks), ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``; see
+            `Policy.stored_as`. Or a tuple prefix of the (non-static) arguments with a format or None for each. None
+            stores them unchanged.
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
             a tuple prefix of the (non-static) arguments as in ``jax.checkpoint``. ``"auto"`` is False directly inside
             the body of a loop, where merging cannot happen, and True elsewhere.
-        fence: the way to prevent this merging. ``"barrier"``: as JAX does; XLA before jaxlib 0.11.1 removes the barrier on
-            CPUs before it eliminates common subexpressions. ``"cond"``: compute the backward pass of the function in a
-            branch that depends on its cotangents; effective on every backend. ``"auto"``: the barrier if it is effective,
-            else the branch. None: do not prevent it.
+        fence: the way to prevent this merging. ``"barrier"``: as JAX does; XLA before jaxlib 0.11.1 removes the barrier
+            on CPUs before it eliminates common subexpressions. ``"cond"``: compute the backward pass of the function in
+            a branch that depends on its cotangents; effective on every backend. ``"auto"``: the barrier if it is
+            effective, else the branch. None: do not prevent it.
         static_argnums: positions of arguments to pass unchanged, counted as you call the function (``self`` is 0
             in a class body); negative ones count from the end. Python values other than arrays always pass
             unchanged, so a training flag needs no declaration; declare an *array* static to keep it concrete.
@@ -120,20 +122,22 @@ def remat(
 
     Memory:
         Between forward and backward pass, the inputs of the region that are not saved otherwise: its array arguments,
-        the state values that it reads and the arrays that it closes over; plus the values that `policy` saves. Arguments stored as
-        bits take a bit for each entry, once the values themselves are needed by nothing else.
+        the state values that it reads and the arrays that it closes over; plus the values that `policy` saves.
+        Arguments stored as bits take a bit for each entry, once the values themselves are needed by nothing else.
 
     Raises:
         StaticArgumentError: a position or name that the function does not have.
-        PolicyError: not a policy, or it names a value that does not occur in the function, or it is a plan beside `inputs_stored_as`.
+        PolicyError: not a policy, or it names a value that does not occur in the function, or it is a plan beside
+            `inputs_stored_as`.
         StateAccessError: a state that `states` excludes was touched.
         EffectError: the function calls ``jax.experimental.io_callback``.
-        TraceLeakError: the function writes a variable of a module of flax.linen, which is no state; ``nn.remat`` carries variables.
+        TraceLeakError: the function writes a variable of a module of flax.linen, which is no state; ``nn.remat``
+            carries variables.
 
     Callbacks:
         ``jax.debug.print`` and ``jax.debug.callback`` fire again in the recomputation, unless `policy` saves the values
-        that they show. To fire once, write the value to a state, which happens once, and call them outside the function:
-        ``seen.value = x.mean()`` in it, ``jax.debug.print("{}", seen.value)`` after it.
+        that they show. To fire once, write the value to a state, which happens once, and call them outside the
+        function: ``seen.value = x.mean()`` in it, ``jax.debug.print("{}", seen.value)`` after it.
 
     Source:
         Griewank and Walther, Evaluating Derivatives (2008), chapter 12; ``jax.checkpoint``.
@@ -246,7 +250,8 @@ class Remat(Wrapper, made_by=remat):
         is_plan = isinstance(self._policy, Rewriter) and self._policy.is_used_once
         for name, place in _jax.forbidden_effects(body.jaxpr):
             raise EffectError(
-                f"{'plan' if is_plan else 'remat'}({name_of(self.__wrapped__)}) calls {name} at {place}, a host callback with effects, which would "
+                f"{'plan' if is_plan else 'remat'}({name_of(self.__wrapped__)}) calls {name} at {place}, a host "
+                f"callback with effects, which would "
                 f"run again when the function is recomputed.\nFix: call it outside the rematerialized function, or use "
                 f"jax.pure_callback if it only computes, or jax.debug.callback if it may run twice."
             )
@@ -361,7 +366,9 @@ class Remat(Wrapper, made_by=remat):
 
 
 def _inner_policies(policy: PolicyValue | Rewriter) -> contextlib.AbstractContextManager:
-    """A policy that rewrites the whole function sees its inner regions with the policy `nothing`, whatever their own."""
+    """A policy that rewrites the whole function sees its inner regions with the policy `nothing`, whatever
+    their own.
+    """
     if isinstance(policy, Rewriter):
         return override.replacing(nothing, policy.inner)
     return contextlib.nullcontext()
@@ -397,7 +404,9 @@ class _OperandOrigins:
 
 
 class _OwnValues:
-    """Gives each state a value of its own, as it has in the program that a plan was made for: JAX would make one operand of an array in two states."""
+    """Gives each state a value of its own, as it has in the program that a plan was made for: JAX would make one
+    operand of an array in two states.
+    """
 
     def __init__(self) -> None:
         self._trace = _jax.current_trace()

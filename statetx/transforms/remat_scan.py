@@ -46,13 +46,14 @@ def remat_scan(
             - a class: call the result with the arguments of the class to make the layers;
             - a factory (a callable without required arguments): it is called once for each layer;
             - a function of the carry, which reads and writes already stacked states.
-        lengths: the lengths of nested loops (a tuple, outermost first), whose product is the number of layers; or the way
-            to store carries: a strategy of `policies`, or ``"auto"``, which stores enough
+        lengths: the lengths of nested loops (a tuple, outermost first), whose product is the number of layers; or the
+            way to store carries: a strategy of `policies`, or ``"auto"``, which stores enough
             that no layer runs more than three times.
         num: number of layers; needed if neither a `Stack` nor `lengths` gives it.
         policy: the values that a layer saves as residuals; nothing by default. ``policies.everything`` leaves layers
             without rematerialization.
-        broadcast, carry: filters for states that all layers share: unchanged by the layers, or passed from layer to layer.
+        broadcast, carry: filters for states that all layers share: unchanged by the layers, or passed from layer to
+            layer.
         axes: the axis along which the states of a function's layers are stacked, for all states or by filter.
         split_rngs: a filter for the shared random states that give each layer a key of its own; True for all, False to
             draw the same in every layer. By default layers draw one after the other, as in a Python loop.
@@ -64,12 +65,12 @@ def remat_scan(
         ``has_ys`` ``(carry, ys)``. For a class, a function that makes this callable.
 
     State:
-        Layers read and write their slices of the stacked states; `broadcast`, `carry` and `split_rngs` give the rules for
-        shared states.
+        Layers read and write their slices of the stacked states; `broadcast`, `carry` and `split_rngs` give the rules
+        for shared states.
 
     Memory:
-        For n layers: with lengths, ``sum(lengths)`` carries; with ``"auto"``, about ``sqrt(2 n)`` carries. In addition, the
-        residuals of one layer, and the gradients.
+        For n layers: with lengths, ``sum(lengths)`` carries; with ``"auto"``, about ``sqrt(2 n)`` carries. In addition,
+        the residuals of one layer, and the gradients.
 
     Raises:
         PolicyError: `lengths` cannot be met.
@@ -108,7 +109,8 @@ def remat_scan(
         return RematScan(target, len(target), strategy, policy, options, has_ys)
     if isinstance(target, (list, tuple)):
         raise TypeError(
-            "remat_scan needs a Stack, a class, a factory or a function, got a sequence.\nFix: statetx.remat_scan(statetx.stack(layers))."
+            "remat_scan needs a Stack, a class, a factory or a function, got a sequence.\n"
+            "Fix: statetx.remat_scan(statetx.stack(layers))."
         )
     if count is None:
         raise ValueError("remat_scan: give the number of layers by num= or lengths=.")
@@ -183,7 +185,9 @@ def _rules(layers: Any, **options: Any) -> dict[Filter, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Checked:
-    """A filter of which `remat_scan` has checked the path globs, so that `scan` need not. A copy of the loop copies it, and the states in it."""
+    """A filter of which `remat_scan` has checked the path globs, so that `scan` need not. A copy of the loop copies it,
+    and the states in it.
+    """
 
     filter: Filter
     is_random: bool = False

@@ -2,7 +2,8 @@
 
 The body is staged once. The states that it reads become inputs of the loop. By default a written state is carried and a
 state that is only read is the same in every step. ``states=`` gives other rules: `Carry` and `Broadcast` declare this
-explicitly, an axis gives each step its slice of the state and stacks the writes, `Split` gives each step a key of its own.
+explicitly, an axis gives each step its slice of the state and stacks the writes, `Split` gives each step a key of its
+own.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def scan(
     Args:
         f: the body, ``(carry, x) -> (carry, y)``.
         init: the first carry; a pytree of arrays and Python numbers.
-        xs: a pytree of arrays with a leading axis of equal length, or None. A ``jax.Ref`` among them is sliced, too: a step
-            gets a Ref of its slice, and after the loop the Ref holds the slices that the steps wrote. Other states among them
-            need a rule in `states`.
+        xs: a pytree of arrays with a leading axis of equal length, or None. A ``jax.Ref`` among them is sliced, too: a
+            step gets a Ref of its slice, and after the loop the Ref holds the slices that the steps wrote. Other states
+            among them need a rule in `states`.
         length: number of steps; needed if `xs` has no arrays and no state that the body or `xs` holds has an axis.
         reverse: whether to run from the last element to the first.
         unroll: number of steps in one iteration of the compiled loop, as in ``jax.lax.scan``.
@@ -70,18 +71,18 @@ def scan(
             in order. States that none selects are carried if written and broadcast if only read.
         checkpoint: how to store less for the gradient of the loop: one of ``policies.Slots``, ``Budget``, ``Levels`` or
             ``Lengths``; or for short a number of slots or a tuple of lengths; ``"auto"``
-            measures and chooses. Results and gradients do not change. ``Truncated(k)`` stops gradients every k steps. Requires
-            ``unroll=1``.
-        progress: whether to show a progress bar (of rich) for the loop, and for its reversal if there is a schedule. Works
-            in compiled programs; the loop reports about a hundred times.
+            measures and chooses. Results and gradients do not change. ``Truncated(k)`` stops gradients every k steps.
+            Requires ``unroll=1``.
+        progress: whether to show a progress bar (of rich) for the loop, and for its reversal if there is a schedule.
+            Works in compiled programs; the loop reports about a hundred times.
 
     Returns:
         ``(carry, ys)``: the last carry, and the outputs stacked along a new leading axis.
 
     State:
         Reads and writes the same states as the body. A carried state keeps shape, dtype and structure. A leaf of a weak
-        type, such as a Python number, is promoted as in the carry of ``jax.lax.scan``: ``State(0)`` is a float after the
-        loop if the body adds a float, even if there are no steps.
+        type, such as a Python number, is promoted as in the carry of ``jax.lax.scan``: ``State(0)`` is a float after
+        the loop if the body adds a float, even if there are no steps.
 
     Memory:
         Under reverse-mode differentiation each step saves the residuals of its backward step: `length` times the
@@ -128,7 +129,7 @@ def scan(
     rules = Rules("scan", states, f, (Carry, Broadcast, Split))
     if xs_part.static:
         refuse_states(rules, xs, "scan(..., ")
-    names = lambda: [f"xs{path}" for path in leaf_names(xs_part)]  # noqa: E731
+    names = lambda: [f"xs{path}" for path in leaf_names(xs_part)]
     length = _resolve_length(xs_leaves, names, length, rules, xs_part.static)
     if _jax.is_jit_disabled():
         if length:
@@ -149,14 +150,15 @@ def scan(
             items = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
             got = type_str(out) if is_array(out) else f"{type(out).__name__}{items}"
             raise TypeError(
-                f"scan: the body {name_of(f)} must return a pair (carry, y), got {got}.\nFix: return carry, y; without outputs, "
+                f"scan: the body {name_of(f)} must return a pair (carry, y), got {got}.\n"
+                f"Fix: return carry, y; without outputs, "
                 f"return carry, None."
             )
         return out[0], out[1], [ref_kinds[n].get(x[n]) for n in refs]
 
     def stage(carry: list, enter: Callable) -> Staged:
         avals = [*map(_jax.abstract, carry), *x_avals]
-        slice = lambda state, aval: rules.slice_type(state, aval, length)  # noqa: E731
+        slice = lambda state, aval: rules.slice_type(state, aval, length)
         return Staged("scan", f, call, avals, traced_for="scan", arguments=arguments, slice=slice, enter=enter)
 
     def is_carried(effect: Effect) -> bool:
@@ -183,7 +185,8 @@ def _effects_on(refs: Collection[Any], body: Staged) -> list[Effect]:
     for ref in refs:
         if id(ref) in body.inputs or sum(r is ref for r in refs) > 1:
             raise StateAccessError(
-                f"scan: {_states.describe(ref, _states.kind_of_state(ref))} is given as xs and reached by the body in another way, too. A step "
+                f"scan: {_states.describe(ref, _states.kind_of_state(ref))} is given as xs and reached by the body "
+                f"in another way, too. A step "
                 f"would not know which of the two it writes.\nFix: use only the slice that the body receives."
             )
     return [Effect(ref, _states.kind_of_state(ref), None, _states.kind_of_state(ref).site_of(ref)) for ref in refs]
@@ -194,7 +197,8 @@ def _check_known(argument: str, value: Any) -> None:
     if isinstance(value, _jax.Tracer):
         raise jax.errors.ConcretizationTypeError(
             value,
-            f"scan: {argument}= must be known while the loop is traced.\nFix: give a Python integer; in a jitted function, "
+            f"scan: {argument}= must be known while the loop is traced.\n"
+            f"Fix: give a Python integer; in a jitted function, "
             f"declare its argument in static_argnames.",
         )
 
@@ -231,7 +235,8 @@ def _resolve_length(
         found = rules.size_of_mapped(*others)
     if found is None:
         raise ValueError(
-            "scan: give length=, or xs with at least one array.\nFix: xs comes third, after the first carry: statetx.scan(body, init, xs). A body "
+            "scan: give length=, or xs with at least one array.\n"
+            "Fix: xs comes third, after the first carry: statetx.scan(body, init, xs). A body "
             "without a carry is for statetx.map(f, xs)."
         )
     return found
@@ -240,9 +245,10 @@ def _resolve_length(
 class _ScanLoop:
     """A staged body, with its states sorted by their rules.
 
-    Inputs of the loop body, in order: operands, broadcast and repeated states, carry, carried and repeated states, x, split
-    and mapped states. Outputs, in order: carry, carried and repeated states, y, slices of the Refs in xs, mapped states that
-    are written. A repeated state is an input twice: the body reads the constant, and the carry takes its last write.
+    Inputs of the loop body, in order: operands, broadcast and repeated states, carry, carried and repeated states, x,
+    split and mapped states. Outputs, in order: carry, carried and repeated states, y, slices of the Refs in xs, mapped
+    states that are written. A repeated state is an input twice: the body reads the constant, and the carry takes its
+    last write.
 
     Args:
         refs: effects on the Refs in xs; their slices follow y among the outputs.
@@ -261,7 +267,7 @@ class _ScanLoop:
 
     def _arrange(self) -> Body:
         staged = self._staged
-        states = lambda inputs: [v for i in inputs for v in staged.state_vars(i)]  # noqa: E731
+        states = lambda inputs: [v for i in inputs for v in staged.state_vars(i)]
         sliced = [*self._split, *(i for i, _ in self._mapped)]
         carry_vars, x_vars = staged.arg_vars[: self._num_carry], staged.arg_vars[self._num_carry :]
         invars = [
@@ -286,7 +292,7 @@ class _ScanLoop:
 
         `options`: see `make_loop`.
         """
-        values = lambda inputs: [x for i in inputs for x in i.values]  # noqa: E731
+        values = lambda inputs: [x for i in inputs for x in i.values]
         # Of a split state's new keys, the first is its next value and the others go to the steps.
         keys = [jax.random.split(x, self._length + 1) for x in values(self._split)]
         mapped = [*(k[1:] for k in keys), *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values)]

@@ -55,15 +55,16 @@ def shard_map(
         out_specs: the same for the output.
         axis_names: as in ``jax.shard_map``.
         check_vma: as in ``jax.shard_map``.
-        states: from filters to the ``PartitionSpec`` of the states that they select, among those that the call can reach.
-            Each device sees its shard and writes its shard. All other states are replicated: every device sees the
-            whole value, and a write must be the same on all devices (the result of a ``psum``, for example).
+        states: from filters to the ``PartitionSpec`` of the states that they select, among those that the call can
+            reach. Each device sees its shard and writes its shard. All other states are replicated: every device sees
+            the whole value, and a write must be the same on all devices (the result of a ``psum``, for example).
 
     Returns:
         A function of the unsharded arguments; its output has the global shapes that `out_specs` give.
 
     State:
-        Reads the states that `f` reads, and also every state that `f` and its arguments hold. Writes the states that `f` writes.
+        Reads the states that `f` reads, and also every state that `f` and its arguments hold. Writes the states that
+        `f` writes.
 
     Raises:
         StateAccessError: a write to a replicated state may differ between the devices.
@@ -99,7 +100,8 @@ class ShardMap(Wrapper, made_by=shard_map):
         self._rules = []
         if states is not None and not isinstance(states, Mapping):
             raise StateValueError(
-                f"shard_map: states= maps filters to PartitionSpecs, as in states={{statetx.Param: PartitionSpec('d')}}; "
+                f"shard_map: states= maps filters to PartitionSpecs, as in states={{statetx.Param: "
+                f"PartitionSpec('d')}}; "
                 f"got {brief(states)}."
             )
         self.filters = list(states or ())
@@ -113,7 +115,8 @@ class ShardMap(Wrapper, made_by=shard_map):
         call_name = f"shard_map({name_of(fun)})"
         if kwargs:
             raise TypeError(
-                f"{call_name}: got {', '.join(kwargs)} by keyword, for which in_specs has no place.\nFix: pass it by position."
+                f"{call_name}: got {', '.join(kwargs)} by keyword, for which in_specs has no place.\n"
+                f"Fix: pass it by position."
             )
         specs = _broadcast_specs(call_name, "in_specs", self._in_specs, args)
         leaves, args_part = partition(args, is_array)
@@ -126,7 +129,7 @@ class ShardMap(Wrapper, made_by=shard_map):
             places.check(lambda name=name: f"argument {name}", "in_specs", spec, x)
         for state, spec, values in zip(devices.states, devices.state_specs, devices.state_values, strict=True):
             for x in values:
-                describe = lambda state=state: _states.describe(state, path=devices.paths(state))  # noqa: E731
+                describe = lambda state=state: _states.describe(state, path=devices.paths(state))
                 places.check(describe, "states", spec, x)
         out_specs = _specs_in(self._out_specs)
         for spec in out_specs:
@@ -180,8 +183,9 @@ class _Devices:
         self.states: list[Any] = []
         self.state_values: list[list] = []
         self.state_specs: list[PartitionSpec] = []
-        # Replicated states are inputs, too, not closed over. JAX cannot close over an array that is sharded on explicit axes,
-        # has no derivative for a closed-over array on other axes that is read in a loop, and copies any to each device again.
+        # Replicated states are inputs, too, not closed over. JAX cannot close over an array that is sharded on explicit
+        # axes, has no derivative for a closed-over array on other axes that is read in a loop, and copies any to each
+        # device again.
         for filter in owner.filters:
             call = f"shard_map({name_of(owner.__wrapped__)}): states={{{brief(filter)}: ...}}"
             check_paths(call, filter, self.paths.items, "The function and its arguments reach")
@@ -223,9 +227,11 @@ class _Devices:
             if self._owner.spec_of(path, state) is not None:
                 raise StateFilterError(
                     f"shard_map: states= selects {_states.describe(state, kind, path)}, which "
-                    f"{name_of(self._owner.__wrapped__)} reads. Every device would get the whole value: no walk over the "
+                    f"{name_of(self._owner.__wrapped__)} reads. Every device would get the whole value: no walk over "
+                    f"the "
                     f"function and its arguments finds it.\n"
-                    f"Fix: hold the state in an attribute of an object that the function closes over, or in an argument."
+                    f"Fix: hold the state in an attribute of an object that the function closes over, or in an "
+                    f"argument."
                 )
             return value
 
@@ -246,7 +252,8 @@ class _Devices:
             f"{_states.describe(e.state, e.kind, self.paths(e.state))} at {e.site}" for e in self.replicated_writes
         )
         return (
-            f"shard_map({name_of(self._owner.__wrapped__)}) wrote replicated states, and JAX cannot tell that all devices "
+            f"shard_map({name_of(self._owner.__wrapped__)}) wrote replicated states, and JAX cannot tell that all "
+            f"devices "
             f"write the same value: {written}.\nFix: declare the axes over which the state is sharded, "
             f"shard_map(..., states={{path: PartitionSpec(...)}}), or reduce the value over the devices (jax.lax.psum)."
         )
@@ -285,9 +292,11 @@ class _SpecChecks:
             axes = [axis for axis in _jax.varying_axes(aval) if axis not in _axes_of(spec)]
             if axes:
                 raise ValueError(
-                    f"{self._name}: {name} ({type_str(aval)}) has the spec {spec} in out_specs, so that it must be the same along the mesh "
+                    f"{self._name}: {name} ({type_str(aval)}) has the spec {spec} in out_specs, so that it must be "
+                    f"the same along the mesh "
                     f"axes {', '.join(map(repr, axes))}, over which it may vary.\n"
-                    f"Fix: give these axes in out_specs, reduce it over them (jax.lax.psum), or promise that it does not vary, "
+                    f"Fix: give these axes in out_specs, reduce it over them (jax.lax.psum), or promise that it does "
+                    f"not vary, "
                     f"by check_vma=False."
                 ) from None
 
@@ -301,7 +310,8 @@ class _SpecChecks:
             num = math.prod(self._sizes[axis] for axis in _axes_of((axes,)))
             if size % num:
                 raise ValueError(
-                    f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: {size} elements cannot be divided among "
+                    f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: {size} elements cannot "
+                    f"be divided among "
                     f"{num} devices.\nFix: pad the array, or give a spec without the axis {axes!r}."
                 )
 
@@ -323,14 +333,16 @@ class _SpecChecks:
         unknown = [axis for axis in _axes_of(spec) if axis not in self._axes]
         if unknown and self._sizes:
             raise ValueError(
-                f"{self._name}: {option} has {spec} for {name()}, and {unknown[0]!r} is not an axis of the mesh over which the "
+                f"{self._name}: {option} has {spec} for {name()}, and {unknown[0]!r} is not an axis of the mesh over "
+                f"which the "
                 f"function is mapped: {', '.join(map(repr, sorted(self._axes, key=str)))}."
             )
 
     def _check_rank(self, name: Callable[[], str], option: str, spec: Any, x: Any) -> None:
         if len(spec) > jnp.ndim(x):
             raise ValueError(
-                f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: more entries than the array has dimensions.\n"
+                f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: more entries than the array "
+                f"has dimensions.\n"
                 f"Fix: give a spec with fewer entries, or a jax.P() for a scalar, which is the same on all devices."
             )
 
@@ -361,7 +373,8 @@ def _broadcast_specs(name: str, option: str, specs: Any, tree: PyTree) -> list[P
     except ValueError:
         flatten(tree)  # raises for a dict that JAX cannot flatten
         raise ValueError(
-            f"{name}: {option}={specs!r} is not a tree prefix of the {'arguments' if option == 'in_specs' else 'output'}, whose "
+            f"{name}: {option}={specs!r} is not a tree prefix of the "
+            f"{'arguments' if option == 'in_specs' else 'output'}, whose "
             f"structure is {jax.tree.structure(tree)}.{different_count(specs, tree, 'a spec')}"
         ) from None
     return leaf_specs

@@ -41,8 +41,9 @@ def stack(
 
     Args:
         layers: a class or function without arguments that makes one layer (called `num` times, so that each layer
-            draws its own initial values), or a sequence of existing layers. One object several times, as in ``[layer] * 3``, is one layer
-            that is applied several times, as in a Python loop: the layers share all its states.
+            draws its own initial values), or a sequence of existing layers. One object several times, as in
+            ``[layer] * 3``, is one layer that is applied several times, as in a Python loop: the layers share all its
+            states.
         num: number of layers to make.
         axis: position of the new axis in the states' arrays.
         shared: a filter for states that all layers share: the first layer's states are used.
@@ -81,7 +82,8 @@ def stack(
     if callable(layers) and not isinstance(layers, (list, tuple)):
         if not is_integer(num) or whole_number(num, 1) is None:
             raise ValueError(
-                f"stack: num, the number of layers to make, must be an integer of at least 1 and below 2**31; got num={brief(num)}.\n"
+                f"stack: num, the number of layers to make, must be an integer of at least 1 and below 2**31; got "
+                f"num={brief(num)}.\n"
                 f"Fix: stack({name_of(layers)}, 12) makes twelve layers; give layers that exist as a list."
             )
         _check_maker(layers)
@@ -96,7 +98,8 @@ def stack(
             ) from None
         if not layer_list:
             raise ValueError(
-                "stack: the sequence has no layers.\nFix: give at least one layer, or a function that makes one, with num."
+                "stack: the sequence has no layers.\n"
+                "Fix: give at least one layer, or a function that makes one, with num."
             )
         if num not in (None, len(layer_list)):
             raise ValueError(f"stack: num={num} disagrees with the {len(layer_list)} layers given.")
@@ -118,7 +121,8 @@ def _check_maker(make: Callable) -> None:
         got = f"a {name}, which is a layer itself" if is_layer else name
         raise TypeError(
             f"stack: layers must be a function without arguments that makes one layer; got {got}: {e}.\n"
-            f"Fix: stack(lambda: {name}(...), 12) makes twelve layers, each with its own initial values; give layers that exist as a list."
+            f"Fix: stack(lambda: {name}(...), 12) makes twelve layers, each with its own initial values; give layers "
+            f"that exist as a list."
         ) from None
 
 
@@ -129,8 +133,8 @@ class Stack(Generic[T]):
     Attributes:
         axis: the axis of the states' arrays along which the layers are stacked.
 
-    ``len(layers)`` is the number of layers, ``layers[i]`` a copy of one layer with its own states, ``layers[a:b]`` a stack
-    of copies; iteration yields copies in order. `unstack` returns a list of copies of all layers.
+    ``len(layers)`` is the number of layers, ``layers[i]`` a copy of one layer with its own states, ``layers[a:b]`` a
+    stack of copies; iteration yields copies in order. `unstack` returns a list of copies of all layers.
     """
 
     def __init__(self, layer: T, num: int, axis: int, stacked: Sequence[Any]):
@@ -163,7 +167,7 @@ class Stack(Generic[T]):
     def __call__(self, carry: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
         """Apply the layers one after the other: ``carry = layer(carry, *args, **kwargs)``."""
         fun: Any = self.__wrapped__
-        body = lambda carry, _: (fun(carry, *args, **kwargs), None)  # noqa: E731
+        body = lambda carry, _: (fun(carry, *args, **kwargs), None)
         return scan(body, carry, None, self._num, states={self.is_stacked: self.axis})[0]
 
     def is_stacked(self, path: str, state: Any) -> bool:
@@ -175,7 +179,8 @@ class Stack(Generic[T]):
         return f"Stack({self._num} x {type(self.__wrapped__).__name__}, {where})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy or an unpickled layer has states with other ids, or the same ones: a module of brainstate shares them with its copy.
+        # A copy or an unpickled layer has states with other ids, or the same ones: a module of brainstate shares them
+        # with its copy.
         paths = [path for path, state in states(self.__wrapped__).items() if id(state) in self._stacked]
         return _restored, (self.__wrapped__, self._num, self.axis, paths)
 
@@ -195,9 +200,12 @@ class Stack(Generic[T]):
         shared_path = next((p for p, s in Paths(layer).items().items() if id(s) in self._stacked), None)
         if shared_path is not None:
             raise StateValueError(
-                f"stack: cannot copy a layer: its copy would still refer to the stacked state {shared_path!r}, which is held weakly, in code, "
-                f"or by an object that copies itself, as a module of brainstate does without copying states of statetx.\n"
-                f"Fix: hold the state in an attribute of the layer only, and in modules of brainstate use states of brainstate."
+                f"stack: cannot copy a layer: its copy would still refer to the stacked state {shared_path!r}, which "
+                f"is held weakly, in code, "
+                f"or by an object that copies itself, as a module of brainstate does without copying states of "
+                f"statetx.\n"
+                f"Fix: hold the state in an attribute of the layer only, and in modules of brainstate use states of "
+                f"brainstate."
             )
 
         copies = states(layer)
@@ -219,7 +227,9 @@ def _slice_str(i: slice) -> str:
 
 @_jax.api_boundary
 def unstack(layers: Stack[T]) -> list[T]:
-    """Return the layers of a stack as copies with their own states; later writes to a copy or to the stack are separate."""
+    """Return the layers of a stack as copies with their own states; later writes to a copy or to the stack are
+    separate.
+    """
     return list(layers)
 
 
@@ -265,7 +275,9 @@ def _stack_states(layer: Any, partners: list[dict[int, Any]], axis: int, shared:
 
 
 def _annotate(stacked: Sequence[Any], values: Sequence[PyTree], axis: int, change: str) -> None:
-    """Update the axis metadata of states for the layer axis of `values`: `change` is ``"insert_axis"`` or ``"delete_axis"``."""
+    """Update the axis metadata of states for the layer axis of `values`: `change` is ``"insert_axis"`` or
+    ``"delete_axis"``.
+    """
     for state, value in zip(stacked, values, strict=True):
         kind = _states.kind_of_state(state)
         leaves = jax.tree.leaves(value)
@@ -295,10 +307,11 @@ def _type(x: Any) -> tuple:
     return jnp.shape(x), jnp.result_type(x)
 
 
-# -- are the layers alike ----------------------------------------------------------------------------------------------
+# -- are the layers alike --------------------------------------------------------------------------------------------
 #
-# The first layer's Python runs for all layers. So everything except states must be equal in two layers, and their states must
-# correspond one to one. Opaque objects are compared by `==`. This errs towards refusing layers that are alike.
+# The first layer's Python runs for all layers. So everything except states must be equal in two layers, and their
+# states must correspond one to one. Opaque objects are compared by `==`. This errs towards refusing layers that are
+# alike.
 
 _LABELS = frozenset({"name", "_name"})  # may differ: they identify a layer
 _INERT = (type(threading.Lock()), type(threading.RLock()))  # hold no data that a layer could compute with
@@ -412,7 +425,8 @@ def _differs(path: str, which: str, a: str, b: str) -> StateValueError:
     if a == b:
         b = f"another {b}, which is not equal to it,"
     return StateValueError(
-        f"stack: the layers differ in {f'{path!r}, which is not a state' if path else 'their type'}: {a} in layer 0 and {b} in {which}. Every step "
+        f"stack: the layers differ in {f'{path!r}, which is not a state' if path else 'their type'}: {a} in layer 0 "
+        f"and {b} in {which}. Every step "
         f"of the loop runs the same body, so only states can differ.\n"
         f"Fix: make it a statetx.State, to be stacked, or give it as an argument."
     )

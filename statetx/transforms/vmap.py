@@ -54,9 +54,9 @@ def vmap(
         axis_name: a name for collectives.
         axis_size: number of examples; needed if no argument is mapped and no state that `fun` holds has an axis.
         spmd_axis_name: as in ``jax.vmap``.
-        states: from filters to rules for the states that they select. A rule is an axis (each example has its own slice,
-            and its writes are stacked back along that axis), `Broadcast` (all examples share the value) or `Split` (each
-            example has a key of its own). By default random states are split and all others broadcast.
+        states: from filters to rules for the states that they select. A rule is an axis (each example has its own
+            slice, and its writes are stacked back along that axis), `Broadcast` (all examples share the value) or
+            `Split` (each example has a key of its own). By default random states are split and all others broadcast.
 
     Returns:
         A function of the batched arguments; each array of its output has the batch axis given by `out_axes`.
@@ -68,8 +68,8 @@ def vmap(
 
     Raises:
         StateAccessError: a write to a state that is not mapped differs between the examples.
-        StateValueError: the length of a mapped state's axis differs from the number of examples; or `in_axes` gives an axis to
-            an argument that holds states without a rule, and no array.
+        StateValueError: the length of a mapped state's axis differs from the number of examples; or `in_axes` gives an
+            axis to an argument that holds states without a rule, and no array.
 
     Source:
         ``jax.vmap``.
@@ -154,7 +154,8 @@ class Vmap(Wrapper, made_by=vmap):
             axes,
             lambda: leaf_names(self.__wrapped__, args, kwargs, mask),
             lacking="give None for it in in_axes, so that every example gets the whole argument",
-            differing="give arrays of equal length along these axes, or None in in_axes for arguments that all examples share",
+            differing="give arrays of equal length along these axes, or None in in_axes for arguments that all "
+            "examples share",
             given=None if size is None else ("axis_size", size),
         )
         if length is not None:
@@ -163,7 +164,8 @@ class Vmap(Wrapper, made_by=vmap):
         size = rules.size_of_mapped()
         if size is None:
             raise ValueError(
-                f"{call}: no argument has an axis to map over, so the number of examples is not known. Python numbers have none.\n"
+                f"{call}: no argument has an axis to map over, so the number of examples is not known. Python "
+                f"numbers have none.\n"
                 f"Fix: give an array, an axis in states=, or axis_size=."
             )
         return size
@@ -201,7 +203,9 @@ class _Examples:
             return part.combine([_jax.batch_tracer(self.trace, jnp.asarray(x), rule) for x in arrays])
 
     def add_effects(self, effects: Sequence[Effect], groups: OutputGroups) -> None:
-        """Group the leaves of written values by axis: 0 for those with one slice for each example, None for those that all share."""
+        """Group the leaves of written values by axis: 0 for those with one slice for each example, None for those that
+        all share.
+        """
         rules = [self._rules(effect.state) for effect in effects]
         self._rules.check_paths()
         for effect, rule in zip(effects, rules, strict=True):
@@ -222,7 +226,8 @@ class _Examples:
             if not -jnp.ndim(x) - 1 <= axis <= jnp.ndim(x):
                 path = self._rules.path(effect.state)
                 raise StateValueError(
-                    f"vmap({name_of(self._owner.__wrapped__)}): states={{{path!r}: {axis}}}: a value of {type_str(x)} for each example, written at {effect.site}, "
+                    f"vmap({name_of(self._owner.__wrapped__)}): states={{{path!r}: {axis}}}: a value of "
+                    f"{type_str(x)} for each example, written at {effect.site}, "
                     f"cannot be stacked along axis {axis}.\nFix: give an axis from 0 to {jnp.ndim(x)}."
                 )
 
@@ -232,8 +237,10 @@ class _Examples:
         path = self._rules.path(effect.state)
         raise StateAccessError(
             f"vmap({name_of(self._owner.__wrapped__)}) wrote a value that differs between the examples to "
-            f"{_states.describe(effect.state, effect.kind, path, effect.value)}, at {effect.site}. One state cannot hold them all.\n"
-            f"Fix: declare the axis along which it has one slice for each example, vmap(..., states={{{path!r}: 0}}), or "
+            f"{_states.describe(effect.state, effect.kind, path, effect.value)}, at {effect.site}. One state cannot "
+            f"hold them all.\n"
+            f"Fix: declare the axis along which it has one slice for each example, vmap(..., states={{{path!r}: "
+            f"0}}), or "
             f"reduce the value over the examples first (jax.lax.pmean over an axis_name)."
         )
 
@@ -274,7 +281,8 @@ def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
     except ValueError as e:
         flatten(tree)  # raises for a dict that JAX cannot flatten
         raise ValueError(
-            f"vmap: {name}={axes!r} is not a tree prefix of the {'arguments' if name == 'in_axes' else 'output'}, whose "
+            f"vmap: {name}={axes!r} is not a tree prefix of the {'arguments' if name == 'in_axes' else 'output'}, "
+            f"whose "
             f"structure is {jax.tree.structure(tree)}.{different_count(axes, tree, 'an axis')}"
         ) from e
     return leaf_axes
@@ -285,7 +293,9 @@ def _can_map(leaf: Any) -> bool:
 
 
 def _refuse_axes_of_others(rules: Rules, fun: Callable, in_axes: Any, args: tuple) -> None:
-    """Raise if `in_axes` gives an axis to an argument, or a part of one, without an array: to a number, or to states that have no rule."""
+    """Raise if `in_axes` gives an axis to an argument, or a part of one, without an array: to a number, or to states
+    that have no rule.
+    """
     parts: list[tuple[tuple, int, list]] = []
 
     def add(keys: tuple, axis: int | None, part: PyTree) -> None:
@@ -299,8 +309,10 @@ def _refuse_axes_of_others(rules: Rules, fun: Callable, in_axes: Any, args: tupl
         number = next((x for x in leaves if _is_dynamic(x)), None)
         if number is not None:
             raise ValueError(
-                f"vmap({name_of(fun)}): argument {name} is the {type(number).__name__} {brief(number)}, which has no axis {axis}.\n"
-                f"Fix: give None for it in in_axes, so that every example gets it, or give an array with a value for each example."
+                f"vmap({name_of(fun)}): argument {name} is the {type(number).__name__} {brief(number)}, which has no "
+                f"axis {axis}.\n"
+                f"Fix: give None for it in in_axes, so that every example gets it, or give an array with a value for "
+                f"each example."
             )
         shared = f"or give None for {name} in in_axes, if all examples share them"
         rules.refuse_unruled(f"argument {name}, with the axis {axis} in in_axes,", leaves, axis, "vmap(..., ", shared)

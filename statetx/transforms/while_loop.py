@@ -42,8 +42,8 @@ def while_loop(
 ) -> T:
     """Run ``val = body_fun(val)`` while ``cond_fun(val)``; both may read states and the body may write them.
 
-    As ``jax.lax.while_loop``: differentiable in reverse mode only with `checkpoint`. The Python of each function runs once;
-    the body's runs twice if a Python number in `init_val` or in a state is promoted (see `scan`).
+    As ``jax.lax.while_loop``: differentiable in reverse mode only with `checkpoint`. The Python of each function runs
+    once; the body's runs twice if a Python number in `init_val` or in a state is promoted (see `scan`).
 
     Args:
         cond_fun: returns a scalar bool. It sees the states' values after the last step.
@@ -102,8 +102,8 @@ def while_loop(
             return eager.while_loop(cond_fun, body_fun, first, max_steps, strategy and strategy.truncation)
 
     def stage(fun: Callable, traced_for: str, carry: list, enter: Callable) -> Staged:
-        arguments = lambda xs: ((part.combine(xs),), {})  # noqa: E731
-        call = lambda *xs: (fun(*arguments(xs)[0]),)  # noqa: E731
+        arguments = lambda xs: ((part.combine(xs),), {})
+        call = lambda *xs: (fun(*arguments(xs)[0]),)
         avals = list(map(_jax.abstract, carry))
         return Staged("while_loop", fun, call, avals, traced_for=traced_for, arguments=arguments, enter=enter)
 
@@ -234,7 +234,7 @@ def fori_loop(
         final_carry = loop.run_fori([start, *carry], length, **options)
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
-        is_below_limit = lambda i, *xs: (i < limit,)  # noqa: E731
+        is_below_limit = lambda i, *xs: (i < limit,)
         test = Staged("fori_loop", body_fun, is_below_limit, body.avals, traced_for="while_cond", arguments=arguments)
         loop = _WhileLoop(body, test)
         final_carry = loop.run_while([start, *carry])
@@ -329,9 +329,9 @@ class _WhileLoop:
     def _vary(self, carry: list) -> list:
         """Make all values device-varying in a shard_map if the condition is; returns the carry.
 
-        The devices may then do different numbers of steps, and each reverses its own. A sum of cotangents over the devices
-        must therefore be outside the reversed loop. So the constants are made varying before the loop, and JAX sums their
-        cotangents after it.
+        The devices may then do different numbers of steps, and each reverses its own. A sum of cotangents over the
+        devices must therefore be outside the reversed loop. So the constants are made varying before the loop, and JAX
+        sums their cotangents after it.
         """
         axes = sorted(_jax.varying_axes(self.bodies[0].jaxpr.outvars[0].aval))
         if not axes:

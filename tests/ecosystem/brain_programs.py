@@ -1,8 +1,8 @@
 """Small programs of the brainstate family, written once over a table of transforms.
 
 Each uses the layers, optimizers and trainers of braintools, brainpy.state, braincell and braintrace the way their
-documentation does; only the transforms come from a table. `THEIRS` holds the transforms of ``brainstate.transform``, `OURS` the ones
-of statetx. The tests compare the numbers, ``benchmarks/ecosystem.py`` memory and time.
+documentation does; only the transforms come from a table. `THEIRS` holds the transforms of ``brainstate.transform``,
+`OURS` the ones of statetx. The tests compare the numbers, ``benchmarks/ecosystem.py`` memory and time.
 """
 
 from __future__ import annotations
@@ -553,7 +553,7 @@ def trained_online(t: Transforms, size: Size) -> Program:
     @t.jit
     def train(xs, labels):
         model = braintrace.compile(task.net, braintrace.D_RTRL, xs[0], batch_size=size.batch, vmap=True)
-        step = lambda x, y: cross_entropy(model(x), y)  # noqa: E731
+        step = lambda x, y: cross_entropy(model(x), y)
         grads, losses = model.etrace_grad(xs, labels, step_fn=step, reduction="mean", return_value=True)
         task.optimizer.update(grads)
         return losses

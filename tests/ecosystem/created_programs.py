@@ -1,4 +1,6 @@
-"""Programs of the brainstate family whose step creates states or a learner, as the examples of braintrace do in each batch."""
+"""Programs of the brainstate family whose step creates states or a learner, as the examples of braintrace do in each
+batch.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,7 @@ def _compiled(algorithm: str, is_kept: bool = False, **options: Any) -> Callable
             if is_kept:
                 kept.learner = model
             model.etrace_evolve(xs[:4])
-            step = lambda x, y: cross_entropy(model(x), y)  # noqa: E731
+            step = lambda x, y: cross_entropy(model(x), y)
             grads, losses = model.etrace_grad(xs[4:], task.labels[4:], step_fn=step, return_value=True)
             task.optimizer.update(grads)
             return losses
@@ -217,7 +219,8 @@ def _mapped(algorithm: str, is_multi_step: bool = False, **options: Any) -> Call
             model = nn.Vmap(learner, vmap_states="new")
 
             def accumulate(grads, x):
-                # brainstate's: the learner's derivative rule looks at the shapes of states, which are those of one example there.
+                # brainstate's: the learner's derivative rule looks at the shapes of states, which are those of one
+                # example there.
                 loss, new = THEIRS.value_and_grad(lambda: cross_entropy(model(x[0]), x[1]), task.weights)()
                 return jax.tree.map(jnp.add, grads, new), loss
 

@@ -1,16 +1,17 @@
 """Run the test modules of another library with statetx's transforms in place of its own, and judge every outcome.
 
 The module's source is executed unchanged. Its import statements hand out views of the modules named in a table of swaps
-(`{"jax.lax.scan": statetx.scan}`): a view has the replaced names and passes every other one on, so the library itself, and
-every module but the tested one, keep their own transforms.
+(`{"jax.lax.scan": statetx.scan}`): a view has the replaced names and passes every other one on, so the library itself,
+and every module but the tested one, keep their own transforms.
 
-A table for each suite (``jax_remat.toml``) names the tests that do not pass, and why. A test that neither passes nor is listed
-is a complaint, and so is a listed one that passes.
+A table for each suite (``jax_remat.toml``) names the tests that do not pass, and why. A test that neither passes nor is
+listed is a complaint, and so is a listed one that passes.
 
 Usage:
     export STATETX_OUTSIDE=<folder with checkouts: jax/, flax/>
-    python tests/outside/runner.py jax_remat [--plain] [--only TEXT] [--every-case]   # outcomes in out/outside/jax_remat.json
-    python tests/outside/runner.py --markdown docs/comparison.md   # counts of all suites; runs those without outcomes
+    python tests/outside/runner.py jax_remat [--plain] [--only TEXT] [--every-case]   # outcomes in
+    out/outside/jax_remat.json python tests/outside/runner.py --markdown docs/comparison.md   # counts of all suites;
+    runs those without outcomes
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def whole_tracebacks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_other_words() -> Iterator[None]:
-    """In this context, a test that expects an error with JAX's words takes the same type, raised by statetx, in any words."""
+    """In this context, a test that expects an error with JAX's words takes the same type, raised by statetx, in any
+    words.
+    """
     cases = {unittest.TestCase: "assertRaisesRegex", absltest.TestCase: "assertRaisesWithLiteralMatch"}
     before = {case: getattr(case, name) for case, name in cases.items()}
     unittest.TestCase.assertRaisesRegex = expect  # type: ignore[assignment]
@@ -140,7 +143,9 @@ def name_of(nodeid: str) -> str:
 
 
 def sample(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
-    """Of a test with more than twice as many generated cases, so many, evenly spaced; their names differ from the first digit on."""
+    """Of a test with more than twice as many generated cases, so many, evenly spaced; their names differ from the first
+    digit on.
+    """
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         families.setdefault(re.split(r"\d|\[", item.nodeid.rpartition("::")[2])[0] + str(item.path), []).append(item)
@@ -265,7 +270,7 @@ def read_table(path: Path) -> list[Entry]:
 
 def missing_sentences(entries: Sequence[Entry], root: Path) -> list[str]:
     """Quoted sentences that their page does not contain."""
-    words = lambda text: " ".join(text.split())  # noqa: E731
+    words = lambda text: " ".join(text.split())
     return [
         f"{entry.page} does not say: {entry.why}"
         for entry in entries
@@ -303,7 +308,8 @@ def write_counts(page: Path) -> None:
         assert not complaints, "\n".join([f"{name} has complaints:", *complaints])
         counts["inapplicable"] += counts["untouched"] + counts["skipped"] + counts["plain"]
         rows.append(
-            f"| {suite.title} | {sum(counts[key] for key in columns)} | {' | '.join(str(counts[key]) for key in columns)} |"
+            f"| {suite.title} | {sum(counts[key] for key in columns)} | "
+            f"{' | '.join(str(counts[key]) for key in columns)} |"
         )
     head, _, _ = page.read_text().partition(SECTION)
     page.write_text(head.rstrip("\n") + "\n\n" + SECTION + LEGEND + "\n".join(rows) + "\n")
@@ -338,9 +344,9 @@ def main() -> None:
         return write_counts(options.markdown)
 
     suite, entries = SUITES[options.suite], read_table(HERE / f"{options.suite}.toml")
-    wanted = lambda name: (options.only or "") in name  # noqa: E731
+    wanted = lambda name: (options.only or "") in name
     if options.named:
-        wanted = lambda name: any(entry.matches(name) for entry in entries)  # noqa: E731
+        wanted = lambda name: any(entry.matches(name) for entry in entries)
     if options.every_case:
         suite = dataclasses.replace(suite, cases=None)
     outcomes = run(suite, {} if options.plain else suite.swaps(), wanted)

@@ -34,7 +34,8 @@ class Suite:
         return [file for path in self.paths if root for file in sorted(root.glob(path))]
 
 
-# Of brainstate.transform, the files whose tests call exchanged transforms; the others test its jaxpr tools and internals.
+# Of brainstate.transform, the files whose tests call exchanged transforms; the others test its jaxpr tools and
+# internals.
 BRAINSTATE = tuple(
     f"transform/_{name}_test.py"
     for name in "checkify conditions error_if eval_shape grad_checkpoint grad_grad grad_hessian grad_jacobian jit "

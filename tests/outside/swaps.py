@@ -27,7 +27,9 @@ def jax() -> dict[str, Callable]:
 
 
 def nnx() -> dict[str, Callable]:
-    """Transforms that take modules as arguments; those that map or scan over their Variables are spelled otherwise here."""
+    """Transforms that take modules as arguments; those that map or scan over their Variables are spelled otherwise
+    here.
+    """
     names = "jit remat cond switch while_loop fori_loop eval_shape make_jaxpr".split()
     swaps = {name: without(("graph", "graph_updates"), getattr(statetx, name)) for name in names}
     swaps |= {"grad": nnx_grad, "value_and_grad": functools.partial(nnx_grad, transform=statetx.value_and_grad)}
@@ -45,7 +47,9 @@ def without(options: tuple[str, ...], fun: Callable) -> Callable:
 
 
 def nnx_grad(f: Callable | None = None, *, argnums: Any = 0, transform: Callable = statetx.grad, **options: Any) -> Any:
-    """With `graph_updates`, gradients of the Params of arguments that are modules, in Variables as `nnx.Optimizer` wants them."""
+    """With `graph_updates`, gradients of the Params of arguments that are modules, in Variables as `nnx.Optimizer`
+    wants them.
+    """
     from flax import nnx
 
     if f is None:

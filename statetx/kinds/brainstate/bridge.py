@@ -93,7 +93,8 @@ class Bridge:
         for state, kind in [(ref(), kind) for ref, kind in self._created]:
             if state is None:
                 continue
-            # brainstate manages the new states that it catches: its maps batch their values, its traces remove the tracers.
+            # brainstate manages the new states that it catches: its maps batch their values, its traces remove the
+            # tracers.
             if not _is_catching_new_states() and any(
                 isinstance(x, _jax.Tracer) for x in jax.tree.leaves(kind.get(state))
             ):
@@ -145,6 +146,9 @@ def install() -> None:
             if bridge is not None:  # else the stack was entered before this module was imported
                 bridge.close()
 
-    reason = "While a transform of brainstate traces, `statetx.State`s report to it, so that it carries them like its own states."
+    reason = (
+        "While a transform of brainstate traces, `statetx.State`s report to it, so that it carries them like its own "
+        "states."
+    )
     _jax.patches.replace("brainstate.StateTraceStack.__enter__", brainstate.StateTraceStack, enter, reason)
     _jax.patches.replace("brainstate.StateTraceStack.__exit__", brainstate.StateTraceStack, leave, reason)

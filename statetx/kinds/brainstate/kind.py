@@ -88,8 +88,8 @@ class _Brainstate(_frames.WatchedKind):
             # The trace in which the state was made has ended.
             trace_state = (operator.setitem, vars(state), "_trace_state", StateJaxTracer())
             return [trace_state, store]
-        # Hooks ran when the body was traced, and are part of its values: report to the watchers only. They have been told of an assignment by
-        # the body itself, but not of a change in place.
+        # Hooks ran when the body was traced, and are part of its values: report to the watchers only. They have been
+        # told of an assignment by the body itself, but not of a change in place.
         _private.record_state_value_write(state)
         self._check(state, effect)
         check_free(state)
@@ -135,7 +135,8 @@ class _Brainstate(_frames.WatchedKind):
         return (owners.pop, id(state), None) if frame is None else (operator.setitem, owners, id(state), frame)
 
     def unjitted(self, fun: Any) -> Callable | None:
-        # `functools.wraps` copies these attributes to a wrapper of a jitted function, whose own `__wrapped__` is the latter.
+        # `functools.wraps` copies these attributes to a wrapper of a jitted function, whose own `__wrapped__` is the
+        # latter.
         user = getattr(fun, "origin_fun", None)
         return user if user is not None and user is getattr(fun, "__wrapped__", None) else None
 
@@ -178,8 +179,8 @@ class _Brainstate(_frames.WatchedKind):
         return not context.state_stack
 
     def mode(self) -> Hashable:
-        # Every call of a compiled function needs the mode. The last key is valid while all values are the same objects, of
-        # immutable types.
+        # Every call of a compiled function needs the mode. The last key is valid while all values are the same objects,
+        # of immutable types.
         is_plain = not any(_environment.contexts.values())
         settings = _environment.settings.copy() if is_plain else brainstate.environ.all()
         last, key = self._last_mode

@@ -34,7 +34,8 @@ class TraceObserver(brainstate.StateTraceStack):
         self.unwritten: list[brainstate.State] = []
 
     def unreport(self) -> list[Store]:
-        """Stores that make reads of the writes that brainstate has noted: in the stacks around this one, and in the states.
+        """Stores that make reads of the writes that brainstate has noted: in the stacks around this one, and in the
+        states.
 
         Nothing is written until the transform publishes it, and then it is noted again: see decision 3.
         """
@@ -63,7 +64,8 @@ class TraceObserver(brainstate.StateTraceStack):
             return
         if not state._been_writen:
             self.unwritten.append(state)
-        # For an outer frame it is a read until the inner transform, statetx's or brainstate's, publishes it: see decision 3.
+        # For an outer frame it is a read until the inner transform, statetx's or brainstate's, publishes it: see
+        # decision 3.
         innermost = context.state_stack[-1] is self
         access = self.frame.accesses.get(id(state))
         if access is None or (innermost and not access.acquired):

@@ -1,6 +1,7 @@
 """Functions that brainstate has traced are traced again where plans and reports rewrite what they differentiate.
 
-`jax.jit` does so for a user context. ``brainstate.transform.jit`` keeps the programs that it has traced itself, by the types of the arguments.
+`jax.jit` does so for a user context. ``brainstate.transform.jit`` keeps the programs that it has traced itself, by the
+types of the arguments.
 """
 
 from __future__ import annotations
@@ -31,5 +32,6 @@ def install() -> None:
         "brainstate.transform.StatefulFunction.get_arg_cache_key",
         cls,
         get_arg_cache_key,
-        "A function that brainstate has traced is traced again while a plan, a budget or a report of statetx rewrites what it differentiates.",
+        "A function that brainstate has traced is traced again while a plan, a budget or a report of statetx "
+        "rewrites what it differentiates.",
     )

@@ -1,7 +1,7 @@
 """States of brainstate that a call in another thread owns: they are neither read nor written.
 
-brainstate's stacks are local to a thread, so a read in another thread reaches none of this thread's frames. The check is therefore part of
-every read and write.
+brainstate's stacks are local to a thread, so a read in another thread reaches none of this thread's frames. The check
+is therefore part of every read and write.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..native import NATIVE, Invalidated
 from .observe import TraceObserver, context
 from .view import View
 
-# The innermost open frame that has touched a state, by the state's id. The frame's accesses keep the state alive, and so
-# the id valid.
+# The innermost open frame that has touched a state, by the state's id. The frame's accesses keep the state alive, and
+# so the id valid.
 owners: dict[int, _frames.Frame] = {}
 
 
@@ -47,8 +47,8 @@ def install() -> None:
         read_its_value(self, state)
 
     def read(self: Any) -> Any:
-        # As in brainstate, with the check added. Python does not switch threads between the reads of `_value` and `owners`, so
-        # a value of a frame is never taken for the value of a state without an owner.
+        # As in brainstate, with the check added. Python does not switch threads between the reads of `_value` and
+        # `owners`, so a value of a frame is never taken for the value of a state without an owner.
         self.check_if_deleted()
         self._check_invalidated()
         value = self._value
@@ -67,12 +67,16 @@ def install() -> None:
         if isinstance(innermost, TraceObserver) and innermost.frame.is_undo:
             state, kind = (self.native, NATIVE) if isinstance(self, View) else (self, innermost.kind)
             access = innermost.frame.accesses.get(id(state))
-            # A transform ends its staging by giving back what the call has read. Any other value is a write, which brainstate reports as a read.
+            # A transform ends its staging by giving back what the call has read. Any other value is a write, which
+            # brainstate reports as a read.
             if access is None or value is not access.value_in_body:
                 innermost.frame.touch(state, kind, writing=True)
         restore_value(self, value)
 
-    reason = "A state that a call in another thread owns is not read or written: `ForeignStateError` instead of a lost update."
+    reason = (
+        "A state that a call in another thread owns is not read or written: `ForeignStateError` instead of a lost "
+        "update."
+    )
     _jax.patches.replace("brainstate.StateTraceStack.read_its_value", brainstate.StateTraceStack, reported, reason)
     for name, function in (("_read_value", read), ("_write_value", write), ("restore_value", restore)):
         _jax.patches.replace(f"brainstate.State.{name}", cls, function, reason)

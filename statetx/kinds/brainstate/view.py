@@ -1,8 +1,8 @@
 """Views: `statetx.State`s as brainstate's transforms see them (decision 5).
 
 Relied upon beyond the documented interface, and tested in `tests/test_brainstate.py`: the attributes ``_value``,
-``_level`` of a state, its methods ``_read_value`` and ``_invalidate_trace_value``; the functions that make a predicate from
-the states declared to a `vmap`.
+``_level`` of a state, its methods ``_read_value`` and ``_invalidate_trace_value``; the functions that make a predicate
+from the states declared to a `vmap`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class _RandomView(View, brainstate.random.RandomState):
     """The view of an `RngState`: a brainstate `vmap` gives each example its own key."""
 
     def check_if_deleted(self) -> None:
-        pass  # brainstate would make a typed key of a NumPy value, its placeholder for a seed; here it is the user's own key
+        # brainstate would make a typed key of a NumPy value, its placeholder for a seed; here it is the user's own key
+        pass
 
 
 _TEMPLATE = brainstate.State(None)
@@ -125,5 +126,6 @@ for _module, _name in ((_declared, "make_identity_predicate"), (_selected, "coer
         f"{_module.__name__}.{_name}",
         _module,
         _with_views(getattr(_module, _name)),
-        "The arguments that declare states to a map of brainstate may be `statetx.State`s, too; any other argument is forwarded.",
+        "The arguments that declare states to a map of brainstate may be `statetx.State`s, too; any other argument "
+        "is forwarded.",
     )

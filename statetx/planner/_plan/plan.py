@@ -38,7 +38,8 @@ R = TypeVar("R")
 class Plan(Result, Tabular, Rewriter):
     """The values of a program to save, offload or recompute. Made by `plan`; a policy for `remat`.
 
-    Prints as a table: as text, in colors with ``rich.print``, as HTML in a notebook. Applies to any function with the same equations; for others the error names the first difference.
+    Prints as a table: as text, in colors with ``rich.print``, as HTML in a notebook. Applies to any function with the
+    same equations; for others the error names the first difference.
 
     Attributes:
         name: the function's name.
@@ -49,23 +50,26 @@ class Plan(Result, Tabular, Rewriter):
         temp_bytes: temporary memory of the compiled program with its gradient.
         predicted_bytes: temporary memory by the model, corrected by all other compiled programs.
         initial_prediction_bytes: temporary memory by the model, corrected by the programs compiled before this one.
-        unplanned_bytes: temporary memory of the baseline (no rematerialization), to within a few hundred bytes if it was
-            compiled, or extrapolated from compiled versions with fewer layers (`unplanned_is_compiled`); else by the model, which
-            may be far off. For a budget in bytes it is compiled only if it may fit.
+        unplanned_bytes: temporary memory of the baseline (no rematerialization), to within a few hundred bytes if it
+            was compiled, or extrapolated from compiled versions with fewer layers (`unplanned_is_compiled`); else by
+            the model, which may be far off. For a budget in bytes it is compiled only if it may fit.
         flops, unplanned_flops: operations of the planned program and of the baseline.
-        seconds: the median time of a run, or XLA's estimate for a target, if plans were compared by it (``objective="time"``); else None.
+        seconds: the median time of a run, or XLA's estimate for a target, if plans were compared by it
+            (``objective="time"``); else None.
         objective: as in `plan`.
         rows: a `PlanRow` for every value of the program; saved values first, the largest first.
         groups: a line for each set of regions of equal structure, such as layers: which of them keep what.
         loops: a line for each loop that the plan changes.
         stock: the name of the stock policy that equals this plan, "no remat" for the baseline, else "".
-        complete: whether the search ended before its time limit. The integer program of each region has a limit of its own, a few
-            seconds, which this does not show; where it is met, the plan may cost more than it must.
+        complete: whether the search ended before its time limit. The integer program of each region has a limit of its
+            own, a few seconds, which this does not show; where it is met, the plan may cost more than it must.
         num_equations: number of equations of the planned program; a loop counts as one.
         is_step: whether the program is a training step, whose gradients are planned.
-        num_devices: the number of devices that the compiler may share a value between: `rows` and `groups` have the bytes of all of them.
+        num_devices: the number of devices that the compiler may share a value between: `rows` and `groups` have the
+            bytes of all of them.
         is_sequential: whether the gradients of the step are computed one after the other.
-        inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if there are none.
+        inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if
+            there are none.
     """
 
     @functools.cached_property
@@ -88,15 +92,17 @@ class Plan(Result, Tabular, Rewriter):
         """Raise an error: a plan is not a function."""
         raise FunctionError(
             f"{self!r} was called. A plan says what to keep, and is not a function itself.\n"
-            f"Fix: planned = plan.apply({self.name}), and call planned{'' if self.is_step else ', or take its gradient'}."
+            f"Fix: planned = plan.apply({self.name}), and call "
+            f"planned{'' if self.is_step else ', or take its gradient'}."
         )
 
     def apply(self, fun: Callable[P, R]) -> Callable[P, R]:
-        """Apply the plan to a function. Differentiate the result of a planned loss; call the result of a planned training step.
+        """Apply the plan to a function. Differentiate the result of a planned loss; call the result of a planned
+        training step.
 
         Args:
-            fun: a function with the equations that the plan was made for, jitted or not. They are compared whenever it is traced. A jitted
-                step keeps its methods `lower`, `trace` and `eval_shape`.
+            fun: a function with the equations that the plan was made for, jitted or not. They are compared whenever it
+                is traced. A jitted step keeps its methods `lower`, `trace` and `eval_shape`.
 
         Raises:
             PlanError: on a call, if the equations differ; it names the first difference.
@@ -146,7 +152,8 @@ class Plan(Result, Tabular, Rewriter):
         if n < min(total, len(lines)):
             raise PlanError(
                 f"The plan for {self.name} does not fit {name}: equation {n} of {total} is\n  {lines[n]}\n"
-                f"and was, when the plan was made,\n  {expected[n]}\nFix: make a plan for this program{_of_numbers(lines[n], expected[n])}."
+                f"and was, when the plan was made,\n  {expected[n]}\n"
+                f"Fix: make a plan for this program{_of_numbers(lines[n], expected[n])}."
             )
         raise PlanError(
             f"The plan for {self.name} does not fit {name}: it has {len(lines)} equations, and had {total} "
@@ -217,8 +224,13 @@ def _num_common(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _of_numbers(line: str, expected: str) -> str:
-    """What to do where two lines read other inputs only: numbers and equal arrays are inputs of a jitted function each, and of no other."""
+    """What to do where two lines read other inputs only: numbers and equal arrays are inputs of a jitted function each,
+    and of no other.
+    """
     anonymous = [re.sub(r"\bv[0-9]+", "v", text) for text in (line, expected)]
     is_likely = line != expected and anonymous[0] == anonymous[1]
-    fix = "; with Python numbers, NumPy scalars or one array twice among its arguments or states plan and call statetx.jit(fun)"
+    fix = (
+        "; with Python numbers, NumPy scalars or one array twice among its arguments or states plan and call "
+        "statetx.jit(fun)"
+    )
     return fix if is_likely else ""

@@ -27,7 +27,9 @@ from .._treatments.treatment import Decision
 
 
 def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: Options) -> dict[str, Any]:
-    """The fields of a plan, as JSON values: what it takes and costs, and how to rewrite each gradient of the program."""
+    """The fields of a plan, as JSON values: what it takes and costs, and how to rewrite each gradient of the
+    program.
+    """
     fixed = whole.fixed()
     fields = {
         "version": VERSION,
@@ -105,7 +107,7 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
     }
 
 
-# -- stored decisions, checked -------------------------------------------------------------------------------------------
+# -- stored decisions, checked
 
 Programs = Sequence[tuple[Jaxpr, Sequence[str]]]
 """Flat programs, each with its fingerprint."""
@@ -134,7 +136,8 @@ def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part],
     """Cut a flat program as a stored plan says: the program as it was cut, the parts, their decisions.
 
     Raises:
-        PlanError: a decision is for another program than the equations are: a value that is not there, or is not 0 or 1 and would be stored as bits.
+        PlanError: a decision is for another program than the equations are: a value that is not there, or is not 0 or 1
+            and would be stored as bits.
     """
     # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
     flat = Flat(program)
@@ -210,7 +213,7 @@ def _expect(is_right: bool, at: str, what: str) -> None:
         raise PlanError(f"The plan is damaged: {at} names {what}.\nFix: make a plan for this program.")
 
 
-# -- the fields ----------------------------------------------------------------------------------------------------------
+# -- the fields
 
 VERSION = 24
 

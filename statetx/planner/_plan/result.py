@@ -21,8 +21,8 @@ class PlanRow:
         owner: the line that computes it, and the function of that line.
         times: number of such values in the program: one for each equal part and each step of a loop.
         bytes: size of one of them.
-        decision: "keep", "recompute", "offload", "keep as bits" (or another format), or "unchanged" in parts that are not
-            rematerialized.
+        decision: "keep", "recompute", "offload", "keep as bits" (or another format), or "unchanged" in parts that are
+            not rematerialized.
         price: cost of computing one of them from its operands, in operations or seconds.
     """
 
@@ -56,7 +56,8 @@ class Result(Attributes):
             PLAN(fields, "")
         except ValueError as e:
             raise PlanError(
-                f"Plan: its fields are not those of a plan: {e}.\nFix: make it by statetx.plan(fun, *args, budget=...), or read "
+                f"Plan: its fields are not those of a plan: {e}.\n"
+                f"Fix: make it by statetx.plan(fun, *args, budget=...), or read "
                 f"it by Plan.load(path)."
             ) from e
         self._describe = describe  # the fields of the programs with their rows, which only printing needs
@@ -114,11 +115,14 @@ class Result(Attributes):
         return [(int(b), float(x)) for b, x in self._fields["curve"]]
 
     def measured(self) -> list[tuple[str, int, float]]:
-        """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as in `curve`."""
+        """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as
+        in `curve`.
+        """
         return [(str(n), int(b), float(x)) for n, b, x in self._fields["measured"]]
 
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:
-        """What the stock policies would take: name, temporary bytes, added operations as in `curve`, and whether both are predicted.
+        """What the stock policies would take: name, temporary bytes, added operations as in `curve`, and whether both
+        are predicted.
 
         They are measured where the search compiled the policy, and else by the model.
         """

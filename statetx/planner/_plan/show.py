@@ -148,7 +148,7 @@ def plot(plan: Result, path: str | os.PathLike | None) -> Any:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     mib = 2.0**20
-    at = lambda temp_bytes: _counted(plan, temp_bytes) / mib  # noqa: E731
+    at = lambda temp_bytes: _counted(plan, temp_bytes) / mib
 
     curve = plan.curve()
     axes.plot([at(b) for b, _ in curve], [100 * x for _, x in curve], color="#0072b2", label="model", zorder=1)
@@ -179,7 +179,9 @@ def plot(plan: Result, path: str | os.PathLike | None) -> Any:
 
 
 def described(program: Jaxpr, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and groups of regions."""
+    """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and
+    groups of regions.
+    """
     _, parts, decisions = parts_of(program, fields)
     return fields | {
         "rows": [dataclasses.asdict(row) for row in _rows(parts, decisions)],
@@ -274,7 +276,7 @@ def _saved_text(part: Part, decision: Decision) -> str:
     saved = [site for address, site in sites.items() if address in ways]
     if not saved:
         return "keep nothing"
-    size = lambda site: device_bytes(site.value.type)  # noqa: E731
+    size = lambda site: device_bytes(site.value.type)
 
     def held_bytes(site: Site) -> int:
         way = ways[site.address]

@@ -1,4 +1,6 @@
-"""The derivative of a region, staged: its forward pass, which computes residuals, and its backward pass, which reads them."""
+"""The derivative of a region, staged: its forward pass, which computes residuals, and its backward pass, which reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ class ForwardPass:
 
     def needed(self, available: Container[Any] = ()) -> list[int]:
         """The numbers of the equations that the residuals depend on, in order, where some variables are available."""
-        # Backwards from the residuals, not beyond available variables and inputs: a variable without a producer is an input.
+        # Backwards from the residuals, not beyond available variables and inputs: a variable without a producer is an
+        # input.
         stack, needed = list(self.computed_residuals), set()
         while stack:
             v = stack.pop()
@@ -131,7 +134,7 @@ def without_identities(
 def _without(jaxpr: Jaxpr, is_identity: Callable[[Any], bool]) -> tuple[Jaxpr, Callable[[Any], Any]]:
     """A jaxpr without some equations, and what is read instead of an atom."""
     operands: dict[Any, Any] = {}
-    read = lambda atom: atom if isinstance(atom, Literal) else operands.get(atom, atom)  # noqa: E731
+    read = lambda atom: atom if isinstance(atom, Literal) else operands.get(atom, atom)
     eqns = []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=[read(a) for a in eqn.invars])

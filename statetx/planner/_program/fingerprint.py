@@ -20,7 +20,9 @@ from .flat import closed_over_by_rules, flatten
 
 
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
-    """A line for each equation of a flat program. Programs with equal equations have equal lines; what they return does not count."""
+    """A line for each equation of a flat program. Programs with equal equations have equal lines; what they return does
+    not count.
+    """
     return _lines(jaxpr)[0]
 
 
@@ -59,8 +61,8 @@ def _lines(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[list[str], str]:
     return lines, f"return {' '.join(map(operand, jaxpr.outvars))}"
 
 
-# Parameters that may differ between traces of the same program: functions made by each trace, names and debugging information. A
-# difference in them alone, such as another rule for forward mode, is not noticed.
+# Parameters that may differ between traces of the same program: functions made by each trace, names and debugging
+# information. A difference in them alone, such as another rule for forward mode, is not noticed.
 _UNSTABLE = frozenset(
     {"policy", "name", "debug_info", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "ctx_mesh"}
 )
@@ -100,7 +102,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def rules_of(jaxpr: Jaxpr) -> list[str]:
-    """The fingerprints of the derivatives of equations with rules or policies of the user, which the fingerprint leaves out."""
+    """The fingerprints of the derivatives of equations with rules or policies of the user, which the fingerprint leaves
+    out.
+    """
     lines: list[str] = []
     for eqn in jaxpr.eqns:
         if any(callable(x) and not isinstance(x, type) and not _jax.is_jaxpr(x) for x in eqn.params.values()):

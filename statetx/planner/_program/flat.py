@@ -27,8 +27,10 @@ class Part:
         jaxpr: the equations as a function; for a loop, one step.
         invars, outvars: the program's variables that the part reads, and those that it defines for later parts.
         eqn: the scan of a loop, else None.
-        original_jaxpr: for a function that the user rematerialized, its jaxpr as written, with inner calls; else `jaxpr`.
-        bit_carries: for a loop, the leaves of its carry that each step returns as 0 or 1, and whether the first one is proved to be 0 or 1, too.
+        original_jaxpr: for a function that the user rematerialized, its jaxpr as written, with inner calls; else
+            `jaxpr`.
+        bit_carries: for a loop, the leaves of its carry that each step returns as 0 or 1, and whether the first one is
+            proved to be 0 or 1, too.
         key: equal for parts of equal structure.
     """
 
@@ -49,7 +51,8 @@ class Part:
         self.outvars = list(outvars)
         self.eqn = eqn
 
-        # The body of a loop alone does not determine its options: they depend on the length and on which inputs are carried, or 0 or 1.
+        # The body of a loop alone does not determine its options: they depend on the length and on which inputs are
+        # carried, or 0 or 1.
         self.bit_carries = bit_carries
         loop_key = None
         if eqn is not None:
@@ -69,8 +72,9 @@ class Part:
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
     """Inline the jits of a program, so that each variable is defined once.
 
-    A loop with ``checkpoint="auto"`` or a size that stays plain becomes a scan, and can be planned. Conversions of a weak type are left out: a
-    state that is weakly typed before its first update is not after it, and the program has the same plan.
+    A loop with ``checkpoint="auto"`` or a size that stays plain becomes a scan, and can be planned. Conversions of a
+    weak type are left out: a state that is weakly typed before its first update is not after it, and the program has
+    the same plan.
     """
     return _without_jits(_simplified(jaxpr))
 
@@ -80,7 +84,9 @@ def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _simplified(x: Any) -> Any:
-    """At any depth, replace statetx's loop primitive by a call of the plain scan, where the loop stays plain, and drop conversions of weak types."""
+    """At any depth, replace statetx's loop primitive by a call of the plain scan, where the loop stays plain, and drop
+    conversions of weak types.
+    """
     eqns, outvars = _jax.open_jaxpr(x)[0].eqns, _jax.open_jaxpr(x)[0].outvars
     unconverted: dict[Any, Any] = {}
     new = []
@@ -110,7 +116,8 @@ def _converts_weak_type(eqn: Any) -> bool:
 
 
 class Flat:
-    """A flat program with its rematerialized functions inlined, and where these were. Its parts are intervals of its equations.
+    """A flat program with its rematerialized functions inlined, and where these were. Its parts are intervals of its
+    equations.
 
     Args:
         jaxpr: a program from `flatten`.
@@ -209,7 +216,9 @@ class Flat:
         )
 
     def split(self, cuts: Iterable[int] | None = None) -> list[Part]:
-        """The parts between cuts, the indices of the equations that begin one; by default the blocks, the loops and the rest."""
+        """The parts between cuts, the indices of the equations that begin one; by default the blocks, the loops and the
+        rest.
+        """
         boundaries = sorted({0, len(self), *(self.ends if cuts is None else cuts)})
         return [self.part(a, b) for a, b in itertools.pairwise(boundaries)]
 
@@ -255,7 +264,8 @@ def closed_over_by_rules(jaxpr: Jaxpr) -> list[int]:
 
 def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[Any]:
     """The variables with a nonzero tangent in differentiation with respect to these inputs."""
-    # By JAX's own rules: one output of a loop may have a tangent and another none, so that what reads only the other needs no derivative.
+    # By JAX's own rules: one output of a loop may have a tangent and another none, so that what reads only the other
+    # needs no derivative.
     variables = [v for eqn in jaxpr.eqns for v in eqn.outvars if is_float(v.aval) and not _jax.is_dropped(v)]
     every = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=variables, eqns=jaxpr.eqns)
     given = [i in diff_indices for i in range(len(jaxpr.invars))]

@@ -1,9 +1,9 @@
 """Functions that consist of a `jax.shard_map`: what runs on a device is planned in their place.
 
-Where the gradient is taken around a shard_map, the differentiated function has one equation, and its regions are in the body of that. A loss
-that is a shard_map is planned as the step that takes its gradient (`_capture._on_devices`).
-JAX differentiates the body on its own: what the backward pass of a device reads is what the regions of the body save. So the body is a
-program like any other, with the shapes of a device, and a rewritten one goes back into the shard_map.
+Where the gradient is taken around a shard_map, the differentiated function has one equation, and its regions are in the
+body of that. A loss that is a shard_map is planned as the step that takes its gradient (`_capture._on_devices`).
+JAX differentiates the body on its own: what the backward pass of a device reads is what the regions of the body save.
+So the body is a program like any other, with the shapes of a device, and a rewritten one goes back into the shard_map.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Rewrite = Callable[[Any, Body, str, int], Callable]
 
 
 def of_device(rewrite: Rewrite) -> Rewrite:
-    """Let a method `Rewriter.rewrite` rewrite what runs on a device, in place of a function that consists of a shard_map."""
+    """Let a method `Rewriter.rewrite` rewrite what runs on a device, in place of a function that consists of a
+    shard_map.
+    """
 
     @functools.wraps(rewrite)
     def rewrite_of_device(self: Any, body: Body, name: str, num_out: int) -> Callable:

@@ -1,7 +1,8 @@
-"""The values of a region that a plan may save: results of its equations, and what the rule of a ``custom_vjp`` computes.
+"""The values of a region that a plan may save: results of its equations, and what the rule of a ``custom_vjp``
+computes.
 
-What such a rule keeps for the derivative (the sums of a flash attention, say) is not a result of the function: without these values a
-plan could only run the whole function again.
+What such a rule keeps for the derivative (the sums of a flash attention, say) is not a result of the function: without
+these values a plan could only run the whole function again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from ..._remat.mark import RULE, Label
 from ..._remat.survey import Site, Survey, SurveyedRule
 
 Address = tuple[int, ...]
-"""A value of a region: (equation, output); in the rule of a ``custom_vjp`` (equation, `RULE`, equation of the rule, output)."""
+"""A value of a region: (equation, output); in the rule of a ``custom_vjp`` (equation, `RULE`, equation of the rule,
+output).
+"""
 
 ADDRESS = either(row(whole(), whole()), row(whole(), one_of(RULE), whole(), whole()))
 """Check an `Address` in a record."""

@@ -102,7 +102,7 @@ class InFormat(Way):
 @functools.lru_cache(1024)
 def _conversion(shape: tuple[int, ...], dtype: Any, format: StoredType) -> Jaxpr:
     aval = jax.ShapeDtypeStruct(shape, dtype)
-    run = lambda x: [format.decode(format.encode(x), aval)]  # noqa: E731
+    run = lambda x: [format.decode(format.encode(x), aval)]
     return inline(jax.make_jaxpr(run)(aval).jaxpr, calls=JIT, deep=False)
 
 
@@ -120,7 +120,7 @@ def way_of(name: str) -> Way:
     return {KEEP.name: KEEP, ON_HOST.name: ON_HOST}.get(name) or InFormat(name)
 
 
-# -- stored types ------------------------------------------------------------------------------------------------------
+# -- stored types ----------------------------------------------------------------------------------------------------
 
 Formats = tuple[StoredType, ...]
 """The stored types that a plan may use."""

@@ -6,10 +6,11 @@ They are a union, from which the dynamic program of `_lattice` takes a path from
 - stretches between cuts that few bytes cross, and two or four neighboring ones merged,
 - the periods of a repeating program, such as its layers, and up to four of them merged.
 
-Where the periods begin is not unique. Of ``gelu(x @ w)`` the result of the product and that of the activation have equal bytes. A region that begins with
-a product runs it again, for the derivative of the activation behind it; one that begins with the activation need not run the product before. Conversely,
-a value that several regions read, such as a residual stream, should be the output of a region. So there are several *cuttings* of a program, each with
-periods of its own.
+Where the periods begin is not unique. Of ``gelu(x @ w)`` the result of the product and that of the activation have
+equal bytes. A region that begins with a product runs it again, for the derivative of the activation behind it; one that
+begins with the activation need not run the product before. Conversely, a value that several regions read, such as a
+residual stream, should be the output of a region. So there are several *cuttings* of a program, each with periods of
+its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from .._treatments.treatment import Interval
 
 MAX_PERIODS = 4  # that are merged to one region
 _MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time
-_MAX_OF_THREE = 160  # of three periods: between two and four, and as expensive to analyze as four (2 s for 255 equations of a transformer)
+# of three periods: between two and four, and as expensive to analyze as four (2 s for 255 equations of a transformer)
+_MAX_OF_THREE = 160
 _FEW = 4  # periods: fewer than these are given up for repetitions within
 _MOSTLY = 2 / 3  # of a period
 _LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
@@ -71,7 +73,8 @@ class Candidates(NamedTuple):
     """The intervals that may become regions.
 
     Attributes:
-        stock: a partition, as cuts, where the stock policies act on the parts of the second item, and other parts stay unchanged.
+        stock: a partition, as cuts, where the stock policies act on the parts of the second item, and other parts stay
+            unchanged.
         cuttings: by the user's functions, by structure where few bytes cross, and by structure behind products.
     """
 
@@ -86,8 +89,9 @@ class Candidates(NamedTuple):
 
 def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
     """For each equation, the bytes of values computed before it and read by it or later."""
-    # A value crosses into the equations after its own, up to and including its last reader: add its bytes at the first of them,
-    # subtract them after the last, and take running sums. Outputs are read at index `len(eqns)`, hence two more entries.
+    # A value crosses into the equations after its own, up to and including its last reader: add its bytes at the first
+    # of them, subtract them after the last, and take running sums. Outputs are read at index `len(eqns)`, hence two
+    # more entries.
     reads = last_reads(jaxpr)
     deltas = [0] * (len(jaxpr.eqns) + 2)
     for i, eqn in enumerate(jaxpr.eqns):
@@ -188,8 +192,8 @@ def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable
     for run in runs:
         lists.append(itertools.pairwise(run.boundaries))
 
-        # The rest of the program before and after the periods, such as the loss, merged with one of them: a value between the two,
-        # such as the last activation, can then be computed again.
+        # The rest of the program before and after the periods, such as the loss, merged with one of them: a value
+        # between the two, such as the last activation, can then be computed again.
         before = max((b for b in bounds if b < run.start), default=run.start)
         after = min((b for b in bounds if b > run.boundaries[-1]), default=run.boundaries[-1])
         lists.append(_small([(before, run.boundaries[1]), (run.boundaries[-2], after)]))
@@ -225,7 +229,9 @@ def _is_allowed(program: Flat, start: int, end: int) -> bool:
 
 
 def _stock(program: Flat, runs: Sequence[Run], cuts: Sequence[int]) -> tuple[list[int], list[Interval]]:
-    """Where the stock policies act: on the user's functions; without such, on the periods of structure; without these, on the finest parts."""
+    """Where the stock policies act: on the user's functions; without such, on the periods of structure; without these,
+    on the finest parts.
+    """
     loops = [(i, i + 1) for i in program.loops]
     if program.blocks or any(_has_remat_inside(program, i) for i in program.loops):
         return sorted({0, *program.ends} - {len(program)}), [*program.blocks, *loops]
@@ -283,8 +289,9 @@ def runs_of(
     Args:
         live: the bytes that cross into each equation.
         marked: where the user's functions end.
-        behind_products: whether periods begin, of places that equally few bytes cross, behind the most expensive equation, if nonlinear ones are between
-            it and the usual place: only their derivatives read what crosses there.
+        behind_products: whether periods begin, of places that equally few bytes cross, behind the most expensive
+            equation, if nonlinear ones are between it and the usual place: only their derivatives read what crosses
+            there.
     """
     eqns = program.jaxpr.eqns
     # By kind alone, not by shape: levels of a convolutional net repeat with other sizes.
@@ -297,7 +304,7 @@ def runs_of(
     inner: set[int] = set()
     for run in runs:
         inside = tokens[run.start : run.start + run.period]
-        shifted = lambda start, *rest, by=run.start: in_phase(by + start, *rest)  # noqa: E731
+        shifted = lambda start, *rest, by=run.start: in_phase(by + start, *rest)
         for found in _repetitions(inside, heavy[run.start :], run.period // 2, shifted):
             inner |= {b + k * run.period for b in found.boundaries for k in range(run.count)}
     return sorted(runs), inner
@@ -350,7 +357,7 @@ def _in_phase(
 ) -> Run:
     """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross."""
     num, eqns = len(live), program.jaxpr.eqns
-    cost = lambda i: flops(eqns[i]) if i < num else 0  # noqa: E731
+    cost = lambda i: flops(eqns[i]) if i < num else 0
 
     def rank(offset: int, is_behind: bool) -> tuple:
         boundaries = list(range(start + offset, start + length + 1, period))
@@ -358,7 +365,8 @@ def _in_phase(
         crossing = sum(live[b] for b in boundaries[1:] if b < num) / count  # on average, except for the first
         is_marked = all(b in marked or b in (0, num) for b in boundaries)
 
-        # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their operands.
+        # In a plateau of equal bytes, before the most expensive equation: cheap ones stay with the producers of their
+        # operands.
         order = (-cost(boundaries[1] - 1), -count) if is_behind else (-count, -cost(boundaries[1]))
         return not is_marked, crossing, *order, offset
 

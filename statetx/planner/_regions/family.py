@@ -24,7 +24,8 @@ def cost_of(choice: Choice) -> float:
 class Family:
     """The regions of a program, or variants of them, with at least one path from its first equation to its last.
 
-    The compiled program differs from the model in another way for variants, so a search corrects the model for each family.
+    The compiled program differs from the model in another way for variants, so a search corrects the model for each
+    family.
 
     Args:
         num: equations of the program.
@@ -100,8 +101,9 @@ class Family:
     def choose(self, limit: float) -> Choice | None:
         """The cheapest partition and options within a limit, None if none fit: a dynamic program over the cut points.
 
-        The states of a node are the Pareto front of (bytes, cost) over the paths to it. A front of more than `_MAX_STATES` is
-        sampled, as is that of many periods; the choice may then cost more than the optimum, but keeps the limit.
+        The states of a node are the Pareto front of (bytes, cost) over the paths to it. A front of more than
+        `_MAX_STATES` is sampled, as is that of many periods; the choice may then cost more than the optimum, but keeps
+        the limit.
         """
         tables = self._incoming()
         if limit not in self._limits:
@@ -117,8 +119,8 @@ class Family:
             for number, (start, table) in enumerate(row):
                 if start not in states:
                     continue
-                # Every pair of a row of the table and a state that fits. Later regions only add bytes, which are checked there:
-                # a pair that does not fit here never will.
+                # Every pair of a row of the table and a state that fits. Later regions only add bytes, which are
+                # checked there: a pair that does not fit here never will.
                 state_bytes, state_costs = states[start]
                 option, parent = np.nonzero(state_bytes <= limit - table.peaks[:, None])
                 new_bytes, new_costs = (
@@ -219,7 +221,7 @@ class Periods:
 Arc = tuple[int, Region | tuple[Periods, int]]
 
 
-# -- fronts of paths -----------------------------------------------------------------------------------------------------
+# -- fronts of paths
 
 _MAX_ROWS = 256  # of a composed table: two of these have 65,536 pairs
 _NUM_PATH_BINS = 40  # by bytes, and by peak, of a table that is sampled

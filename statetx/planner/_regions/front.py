@@ -1,4 +1,6 @@
-"""The options of a part of a program: a Pareto front, shared by all parts of equal structure, and corrected by measurements."""
+"""The options of a part of a program: a Pareto front, shared by all parts of equal structure, and corrected by
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from .._treatments.treatment import Decision, Option, Settings, Treatment, paret
 _FREE = Option(0, 0, 0.0, Decision())
 _UNCHANGED = Decision().held
 
-# Of the mean error of measured options, for those that are not measured: those that save more err less, and what looks too large is never tried.
+# Of the mean error of measured options, for those that are not measured: those that save more err less, and what looks
+# too large is never tried.
 _OPTIMISM = 0.8
 
 FindOptions = Callable[[], list[Option]]
@@ -105,7 +108,9 @@ class Front:
         return [self.graph.program(decisions[d]) for d in new if d in decisions]
 
     def measure(self, option: Option) -> bool:
-        """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was measured."""
+        """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was
+        measured.
+        """
         new = self._new(option)
         if self.graph is None or not new:
             return False
@@ -124,7 +129,8 @@ class Front:
     def _correct(self) -> None:
         """Scale the modeled bytes of what is not measured by most of the mean error of what is.
 
-        The model knows neither fusions nor the order of equations, and errs alike for all options of a part but the unchanged one.
+        The model knows neither fusions nor the order of equations, and errs alike for all options of a part but the
+        unchanged one.
         """
         every = {o.decision.held: o.backward_bytes for o in (*self.steps, *self._stock)}
         known = [saving for saving in every if saving in self._measured and saving != _UNCHANGED]
@@ -148,7 +154,8 @@ class Front:
 
     def _measure(self, graph: Graph, saving: tuple[Any, ...]) -> None:
         self._measured.add(saving)
-        # A policy may save the same values as an option of the front: both are replaced, and the program is compiled once.
+        # A policy may save the same values as an option of the front: both are replaced, and the program is compiled
+        # once.
         for options in (self.steps, self._stock):
             for i, o in enumerate(options):
                 if o.decision.held == saving:
@@ -203,7 +210,8 @@ def front_of(
         return Front(free, free * len(policies))
 
     if part.eqn is not None:
-        # A step's carry comes from the step before, so it may have tangents, and has cotangents, from the second step on.
+        # A step's carry comes from the step before, so it may have tangents, and has cotangents, from the second step
+        # on.
         num_constants, num_carry = _jax.scan_counts(part.eqn)
         is_computed = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
         find = _frames.undone(_jax.steps_with_tangents)

@@ -1,13 +1,14 @@
 """The regions that a program may be cut into, and the cheapest path through them within a limit of bytes.
 
-Nodes are cut points, arcs are regions with their options. A path from the first equation to the last is a partition with an option
-for each part. During the backward pass of a region are live: what regions before it output and saved, what it saved, and its own
-working set. So an arc has three numbers: the bytes that it adds for later regions, its peak above the bytes of earlier ones, and
-its cost. They add up along a path,
+Nodes are cut points, arcs are regions with their options. A path from the first equation to the last is a partition
+with an option for each part. During the backward pass of a region are live: what regions before it output and saved,
+what it saved, and its own working set. So an arc has three numbers: the bytes that it adds for later regions, its peak
+above the bytes of earlier ones, and its cost. They add up along a path,
 
     bytes = b1 + b2,   peak = max(p1, b1 + p2),   cost = c1 + c2,
 
-whatever the limit is. So the front of a period of the program (a layer) is computed once, and those of several periods from it.
+whatever the limit is. So the front of a period of the program (a layer) is computed once, and those of several periods
+from it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Lattice:
         regions = [region_of(*interval) for interval in itertools.pairwise([*cuts, len(self.program)])]
         return Layout(self.program, [region for region in regions if region is not None])
 
-    # -- the arcs ------------------------------------------------------------------------------------------------------
+    # -- the arcs ----------------------------------------------------------------------------------------------------
 
     def _add_family(self, kind: type[Treatment], variant: PathVariant) -> None:
         """Add the paths through variants of the regions, if some of them are cheaper."""
@@ -140,7 +141,8 @@ class Lattice:
                     arcs.setdefault(last, []).append((first, (periods, (last - first) // group.periods.period)))
             stretches = [(group.periods.start, group.periods.boundaries[-1]) for group in composed]
             for (start, end), region in regions.items():
-                # The arcs of composed periods stand for all regions within. A region of all periods is an arc beside them.
+                # The arcs of composed periods stand for all regions within. A region of all periods is an arc beside
+                # them.
                 is_inside = any(a < end and start < b and not (start <= a and b <= end) for a, b in stretches)
                 if (not is_inside or (start, end) in uneven) and (start, end) not in seen:
                     seen.add((start, end))
@@ -158,7 +160,9 @@ class Lattice:
     def _groups(
         self, cutting: Cutting, region_of: _RegionOf
     ) -> tuple[list[_Group], dict[Interval, Region], set[Interval]]:
-        """The equal periods of a cutting; its regions with those of several of these merged; and of these the ones whose first or last period is unlike the others."""
+        """The equal periods of a cutting; its regions with those of several of these merged; and of these the ones
+        whose first or last period is unlike the others.
+        """
         regions: dict[Interval, Region] = {}
 
         def add(start: int, end: int) -> Region | None:
@@ -179,7 +183,9 @@ class Lattice:
         return groups, regions, uneven
 
     def _uneven(self, run: Run, equal: Sequence[Run]) -> list[Interval]:
-        """The intervals of several periods that begin with a first one unlike the others, or end with such a last one."""
+        """The intervals of several periods that begin with a first one unlike the others, or end with such a
+        last one.
+        """
         if not equal:
             return []
         first, last = equal[0].start > run.start, equal[-1].boundaries[-1] < run.boundaries[-1]
@@ -210,8 +216,8 @@ class Lattice:
     def _merged(self, group: Run, regions: Mapping[Interval, Region], region_of: _RegionOf) -> _Group:
         """Add regions of several periods.
 
-        Equal periods do not make equal regions of several: periods may share a weight that a region of two reads once. So the periods
-        are composed only if those of each number agree.
+        Equal periods do not make equal regions of several: periods may share a weight that a region of two reads once.
+        So the periods are composed only if those of each number agree.
         """
         start, end = group.start, group.start + group.period
         inside = [(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]
@@ -253,7 +259,9 @@ def _numbers(region: Region) -> tuple[int, int, int]:
 
 
 def _is_cheaper(family: Family, other: Family) -> bool:
-    """Whether the model finds clearly cheaper paths in one family than in another, at some limit near the least memory of both."""
+    """Whether the model finds clearly cheaper paths in one family than in another, at some limit near the least memory
+    of both.
+    """
     least = max(family.least_peak(), other.least_peak())
     for factor in _COMPARED:
         choice, reference = family.choose(factor * least), other.choose(factor * least)
@@ -309,8 +317,9 @@ class _Lifetimes:
         crosses = self._last_reads >= end
         outs = crosses & (start <= self._defined) & (self._defined < end) & ~self._is_unheld
 
-        # A value from before that equations after the region read counts once, as an output of the region that computes it. Where
-        # it was read before, it is itself live and so is its cotangent; else its cotangent alone, if it has one.
+        # A value from before that equations after the region read counts once, as an output of the region that computes
+        # it. Where it was read before, it is itself live and so is its cotangent; else its cotangent alone, if it has
+        # one.
         passes, was_read = crosses & (self._defined < start), self._first_reads < end
         copies = np.where(self._is_unheld, self._has_cotangent, was_read.astype(int) + self._has_cotangent - 1)
         return int(self._bytes[outs].sum()), int((copies * self._bytes)[passes].sum())

@@ -21,8 +21,8 @@ class Region(NamedTuple):
 
     Attributes:
         out_bytes: its outputs that later equations read.
-        cotangent_bytes: live during its backward pass besides those of its outputs: the cotangents of values that it or equations
-            before it read, and equations after it too.
+        cotangent_bytes: live during its backward pass besides those of its outputs: the cotangents of values that it or
+            equations before it read, and equations after it too.
     """
 
     start: int
@@ -47,8 +47,9 @@ class Layout:
     Attributes:
         cuts: the first equation of each part.
         parts, fronts: the parts, and the options of each.
-        base: for each part, the bytes live during its backward pass under any choice: the values that parts before it computed
-            for parts after them, and `Region.cotangent_bytes`. A value that only later parts read is live as its cotangent.
+        base: for each part, the bytes live during its backward pass under any choice: the values that parts before it
+            computed for parts after them, and `Region.cotangent_bytes`. A value that only later parts read is live as
+            its cotangent.
     """
 
     def __init__(self, program: Flat, regions: Sequence[Region]):

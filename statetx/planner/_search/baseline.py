@@ -1,4 +1,6 @@
-"""The baseline of a plan, the program without rematerialization: its cost, compiled or extrapolated from shorter versions."""
+"""The baseline of a plan, the program without rematerialization: its cost, compiled or extrapolated from shorter
+versions.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ from .._regions.cuts import Run, crossing_bytes, runs_of
 from .._treatments.rewrite import UNPLANNED, rewrite
 
 ProgramOf = Callable[[Jaxpr, dict[str, Any]], Program]
-"""``(jaxpr, compiler_options) -> Program`` makes the program to compile for a rewritten one: with its gradient, or the step that takes it."""
+"""``(jaxpr, compiler_options) -> Program`` makes the program to compile for a rewritten one: with its gradient, or the
+step that takes it.
+"""
 
 
 class Baseline:
     """The program without rematerialization.
 
-    Its operations are known without compilation. It is compiled on demand, with fast options at first; a long program of equal
-    periods has its cost extrapolated from shorter versions, as long as it is not compiled.
+    Its operations are known without compilation. It is compiled on demand, with fast options at first; a long program
+    of equal periods has its cost extrapolated from shorter versions, as long as it is not compiled.
 
     Args:
         report: called with a description of each step.
@@ -65,7 +69,9 @@ class Baseline:
 
     @functools.cached_property
     def flops_without_remat(self) -> int:
-        """Operations with all rematerialized functions inlined. `flops` includes recomputation within branches and nested loops, which plans leave."""
+        """Operations with all rematerialized functions inlined. `flops` includes recomputation within branches and
+        nested loops, which plans leave.
+        """
         jaxpr = self.jaxpr_without_remat
         return self.flops if jaxpr is self._jaxpr else self._program_of(jaxpr, fast_compile_options()).flops
 
@@ -98,8 +104,8 @@ class Baseline:
             self._start()
 
     def _start(self) -> None:
-        # In a thread, while Python analyzes the regions: XLA releases the GIL. For a large program this compilation takes longest,
-        # since the whole is one region.
+        # In a thread, while Python analyzes the regions: XLA releases the GIL. For a large program this compilation
+        # takes longest, since the whole is one region.
         if self._compiling is None:
             program = self._program  # traced here: the thread only compiles
             pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -134,7 +140,7 @@ def _without_remat(program: Flat) -> Jaxpr:
     return rewrite(program.jaxpr, parts, [UNPLANNED] * len(parts))
 
 
-# -- long programs -------------------------------------------------------------------------------------------------------
+# -- long programs
 
 _LEAST_EQUATIONS = 1000  # of a long program: others take a few seconds to compile
 _COUNTS = (3, 4, 5)  # periods of the short versions
@@ -172,7 +178,7 @@ class Shorter:
         if change < 0 or abs(third["temp_bytes"] - second["temp_bytes"] - change) > _TOLERANCE * change:
             return None
         steps = (self._count - _COUNTS[2]) / (_COUNTS[1] - _COUNTS[0])
-        at = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))  # noqa: E731
+        at = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))
         return Cost(**{name: at(name) for name in third if third[name] is not None})
 
 
@@ -182,7 +188,9 @@ def is_long(program: Flat) -> bool:
 
 
 def repetition(program: Flat) -> Run | None:
-    """The largest number of equal periods, each of which reads the one before it as the others do; None if there are few."""
+    """The largest number of equal periods, each of which reads the one before it as the others do; None if there are
+    few.
+    """
     found = [_equal_periods(program, run) for run in runs_of(program, crossing_bytes(program.jaxpr), program.ends)[0]]
     return max((r for r in found if r.count >= _LEAST_PERIODS), key=lambda r: r.period * r.count, default=None)
 
@@ -224,7 +232,7 @@ def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
     for start in run.boundaries[count:-1]:
         for kept, dropped in zip(jaxpr.eqns[last:][: run.period], jaxpr.eqns[start:], strict=False):
             replaced.update(zip(dropped.outvars, kept.outvars, strict=True))
-    read = lambda atom: atom if isinstance(atom, Literal) else replaced.get(atom, atom)  # noqa: E731
+    read = lambda atom: atom if isinstance(atom, Literal) else replaced.get(atom, atom)
     after = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns[end:]]
     eqns = [*jaxpr.eqns[: last + run.period], *after]
     shortened = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)
@@ -233,7 +241,8 @@ def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
 
 
 def _differentiated(jaxpr: Jaxpr, inputs: Sequence[int]) -> Jaxpr:
-    """The same program, where the gradient with respect to these inputs, which it does not read, is the inputs themselves.
+    """The same program, where the gradient with respect to these inputs, which it does not read, is the inputs
+    themselves.
 
     A gradient of zeros would take memory in a training step: the more, the shorter the version.
     """

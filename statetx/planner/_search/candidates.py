@@ -1,4 +1,6 @@
-"""Candidates of a search: compiled choices of options, the memory that they predict for others, and the program compiled for each."""
+"""Candidates of a search: compiled choices of options, the memory that they predict for others, and the program
+compiled for each.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +171,8 @@ class Candidates:
 
 
 def _key(layout: Layout, options: Sequence[Option]) -> tuple[Any, ...]:
-    # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no difference.
+    # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no
+    # difference.
     decisions = [o.decision for o in options]
     return tuple([(r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != UNPLANNED])
 
@@ -178,7 +181,8 @@ def predicted_bytes(peak: float, candidates: Sequence[Candidate]) -> float:
     """Predict the temporary bytes of a choice with this peak, by interpolation between compiled candidates."""
     points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != BASELINE})
     if not points:
-        # Only the baseline: a bad guide, since XLA fuses more without remat. Take the geometric mean of it and the model.
+        # Only the baseline: a bad guide, since XLA fuses more without remat. Take the geometric mean of it and the
+        # model.
         points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in candidates})
     if not points:
         return peak
@@ -209,13 +213,17 @@ def with_gradient(
     compiler_options: dict[str, Any] | None,
     constants: Mapping[int, Any] = MappingProxyType({}),
 ) -> Program:
-    """A program with the gradient of its first `num_out` outputs with respect to these inputs. `constants` are as in `Recorded`."""
+    """A program with the gradient of its first `num_out` outputs with respect to these inputs. `constants` are as in
+    `Recorded`.
+    """
     gradient = gradient_of(jaxpr, diff_indices, num_out)
     return context.program(gradient, [v.aval for v in jaxpr.invars], compiler_options, constants=constants)
 
 
 def gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Callable[..., tuple[list, list, list]]:
-    """A function of the inputs of a jaxpr that computes its outputs, and the gradient of the first `num_out` of them."""
+    """A function of the inputs of a jaxpr that computes its outputs, and the gradient of the first `num_out`
+    of them.
+    """
 
     def run(*inputs: Any) -> tuple[list[Any], list[Any]]:
         all_outs = _jax.evaluate(jaxpr, (), inputs)
@@ -227,12 +235,13 @@ def gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Call
     return with_pullback(run, diff_indices)
 
 
-# -- the stock policies --------------------------------------------------------------------------------------------------
+# -- the stock policies
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 
-# A stock policy is not compiled if the best candidate costs at most this part of the model's cost for it. The cost may be predicted too high, so
-# the margin is wide (0.9 at first, widened so that each policy that might be cheaper is tried).
+# A stock policy is not compiled if the best candidate costs at most this part of the model's cost for it. The cost may
+# be predicted too high, so the margin is wide (0.9 at first, widened so that each policy that might be cheaper is
+# tried).
 _CLEARLY_CHEAPER = 0.95
 
 
@@ -268,7 +277,9 @@ def compile_within(
     is_late: Callable[[], bool],
     below: Callable[[], float] = lambda: float("inf"),
 ) -> list[Candidate]:
-    """Compile the policies that are predicted to take at most so many temporary bytes, and to cost less than some cost; return them with those that were compiled before."""
+    """Compile the policies that are predicted to take at most so many temporary bytes, and to cost less than some cost;
+    return them with those that were compiled before.
+    """
     found = []
     for policy in policies:
         layout, options = policy.choice
@@ -281,7 +292,9 @@ def compile_within(
 
 
 def outcome(policy: StockPolicy, candidates: Candidates) -> tuple[str, int, float, bool]:
-    """Of a stock policy: name, temporary bytes, added cost, and whether these are predicted, since it was not compiled."""
+    """Of a stock policy: name, temporary bytes, added cost, and whether these are predicted, since it was not
+    compiled.
+    """
     layout, options = policy.choice
     candidate = candidates.find(layout, options)
     if candidate is not None:

@@ -31,7 +31,9 @@ from .candidates import gradient_of
 from .inner import VARIANTS, InnerGradients
 
 _NEGLIGIBLE = 0.01
-"""A gradient is left unchanged if its values take less than this part of the largest one's: a rule of a library, a few scalars."""
+"""A gradient is left unchanged if its values take less than this part of the largest one's: a rule of a library, a few
+scalars.
+"""
 
 _EMBEDDED = 2**20  # bytes of a constant, at most
 
@@ -45,8 +47,8 @@ class Recorded:
         diff_indices: the inputs under differentiation.
         traced_floats: the float inputs that are traced, not constants.
         context: the transforms and shardings that it runs under.
-        constants: by number, the small arrays among the inputs that the function closes over. The compiled function has their values, and
-            XLA computes what follows from them alone.
+        constants: by number, the small arrays among the inputs that the function closes over. The compiled function has
+            their values, and XLA computes what follows from them alone.
     """
 
     jaxpr: Jaxpr
@@ -81,7 +83,8 @@ class Recorded:
 class _Recorder(Rewriter):
     """A policy that records the functions it is used on, and leaves them unchanged.
 
-    What it recorded is taken once (`take`): JAX's caches keep the recorder itself, which was part of the settings of a trace.
+    What it recorded is taken once (`take`): JAX's caches keep the recorder itself, which was part of the settings of a
+    trace.
     """
 
     is_used_once = True
@@ -122,7 +125,8 @@ class _Recorder(Rewriter):
 
 
 class _GradientRecorder(_Recorder):
-    """The same for functions that are differentiated, each of which becomes one equation: to differentiate them takes the most time.
+    """The same for functions that are differentiated, each of which becomes one equation: to differentiate them takes
+    the most time.
 
     Of one that consists of a shard_map, what runs on a device is recorded.
     """
@@ -192,7 +196,8 @@ class Step:
 
     def compiled_with(self, programs: dict[tuple[str, ...], Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         """The step with these programs in place of the functions that it differentiates, which have these keys."""
-        # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step is traced.
+        # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step
+        # is traced.
         with self._outside():
             return self._compiled(self._replaced(programs) if programs else self.program, compiler_options)
 
@@ -211,7 +216,7 @@ class Step:
 
     def _compiled(self, recorded: Recorded, compiler_options: dict[str, Any] | None) -> Program:
         avals = [v.aval for v in recorded.jaxpr.invars]
-        run = lambda *inputs: _jax.evaluate(recorded.jaxpr, (), inputs)  # noqa: E731
+        run = lambda *inputs: _jax.evaluate(recorded.jaxpr, (), inputs)
         return recorded.context.program(run, avals, compiler_options, self.donated, recorded.constants)
 
 
@@ -264,7 +269,8 @@ class Captured:
         }
         used -= {jaxpr.invars[i] for i in program.constants}
 
-        # On automatic axes only the shardings of inputs are known: outputs of the type of an input count as sharded like it.
+        # On automatic axes only the shardings of inputs are known: outputs of the type of an input count as sharded
+        # like it.
         shardings = [*context.shardings, *[None] * (len(jaxpr.invars) - len(context.shardings))]
         sizes = [_bytes_on_device(v.aval, s) for v, s in zip(jaxpr.invars, shardings, strict=False)]
         like = {_type(v.aval): size for v, size in zip(jaxpr.invars, sizes, strict=False)}
@@ -295,7 +301,8 @@ def _type(aval: Any) -> tuple[Any, ...]:
 
 
 def variants(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> list[Captured]:
-    """The program to plan, as by `capture`. If gradients are taken inside of what is differentiated, one for each variant of these.
+    """The program to plan, as by `capture`. If gradients are taken inside of what is differentiated, one for each
+    variant of these.
 
     Their results are equal. The first is without rematerialization of inner gradients.
     """
@@ -349,7 +356,8 @@ def capture(
     diff_indices = [i for i in function.traced_floats if i < num_operands or in_argnums[i - num_operands]]
     if not diff_indices or not any(is_float(v.aval) for v in function.jaxpr.outvars[: function.num_out]):
         raise PlanError(
-            f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to differentiate; and it "
+            f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to "
+            f"differentiate; and it "
             f"takes no gradient itself."
         )
     is_outermost = not function.context.maps and function.context.manual is None
@@ -364,7 +372,9 @@ def _is_step(function: Recorded, gradients: Sequence[Recorded]) -> bool:
 
 
 def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:
-    """A loss that consists of a shard_map: the step that computes its gradient, in which what runs on a device is differentiated."""
+    """A loss that consists of a shard_map: the step that computes its gradient, in which what runs on a device is
+    differentiated.
+    """
     jaxpr = loss.jaxpr
     types = loss.context.types([v.aval for v in jaxpr.invars])
     gradient, types = close_over(gradient_of(jaxpr, diff_indices, loss.num_out), types, loss.constants)
@@ -388,14 +398,18 @@ def _value_bytes(recorded: Recorded) -> int:
 
 
 def _is_embedded(x: Any) -> bool:
-    """Whether a value is a small array of one device, which a compiled program has inside. Larger ones count as arguments: they take memory."""
+    """Whether a value is a small array of one device, which a compiled program has inside. Larger ones count as
+    arguments: they take memory.
+    """
     return is_array(x) and not isinstance(x, _jax.Tracer) and num_bytes(x) <= _EMBEDDED and sharding_of(x) is None
 
 
 def _record(
     fun: Callable, args: tuple, kwargs: dict[str, Any], rewriter: Rewriter | None, inner: Rewriter | None = None
 ) -> Recorded:
-    """Stage a call, with the functions that it differentiates rewritten. Arguments other than arrays are closed over."""
+    """Stage a call, with the functions that it differentiates rewritten. Arguments other than arrays are
+    closed over.
+    """
     outer = _Recorder(inner)
 
     @functools.wraps(fun)

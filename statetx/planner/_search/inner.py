@@ -1,8 +1,10 @@
-"""Gradients inside a loss, as a meta-learner or a gradient penalty takes them: whether their functions are rematerialized.
+"""Gradients inside a loss, as a meta-learner or a gradient penalty takes them: whether their functions are
+rematerialized.
 
-The equations of such a gradient are part of the loss that is planned, its backward pass among them. What that backward pass computes again is
-decided when the gradient is taken, not by a plan for the equations. So the loss is planned in several variants: its inner gradients
-without rematerialization, and with each of some policies on the blocks of their functions.
+The equations of such a gradient are part of the loss that is planned, its backward pass among them. What that backward
+pass computes again is decided when the gradient is taken, not by a plan for the equations. So the loss is planned in
+several variants: its inner gradients without rematerialization, and with each of some policies on the blocks of their
+functions.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ VARIANTS = (PLAIN, "nothing", "dots")
 
 @dataclasses.dataclass(frozen=True)
 class InnerGradients(Rewriter):
-    """Rematerializes the blocks of functions that are differentiated, those of the user, else those of structure, and the steps of their loops.
+    """Rematerializes the blocks of functions that are differentiated, those of the user, else those of structure, and
+    the steps of their loops.
 
     Attributes:
         variant: `PLAIN` to rematerialize nothing, else the name of a policy.

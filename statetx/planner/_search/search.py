@@ -56,7 +56,8 @@ class Effort(NamedTuple):
         tries: compilations without an improvement.
         negligible: forward passes: a gain that is not worth a compilation.
         limits: to try, by the one that the prediction puts at the budget; each takes a dynamic program.
-        unplanned: the multiple of a budget up to which the baseline, as the model predicts it, may be worth its compilation; the model may be far off.
+        unplanned: the multiple of a budget up to which the baseline, as the model predicts it, may be worth its
+            compilation; the model may be far off.
         stock: the same for a stock policy.
     """
 
@@ -83,8 +84,8 @@ class Search:
         report: called with a description of each step.
         program_of: see `ProgramOf`; by default the program with its gradient.
         context: the transforms and shardings that the program runs under.
-        compile_baseline: whether the baseline is compiled in any case, beside the analysis; otherwise only where it may be the
-            answer, or is asked for.
+        compile_baseline: whether the baseline is compiled in any case, beside the analysis; otherwise only where it may
+            be the answer, or is asked for.
         formats: in which values may be held between the passes.
         has_others: whether the step takes other gradients.
         treatments: that make proposals.
@@ -125,7 +126,8 @@ class Search:
         if compile_baseline:
             self.baseline.start()
         report("analyzing the program")
-        # The fence keeps loops from allocating what their backward passes write before it is their turn; it takes a copy of a cotangent.
+        # The fence keeps loops from allocating what their backward passes write before it is their turn; it takes a
+        # copy of a cotangent.
         settings = Settings(formats, is_alone=len(program.loops) < 2 and not has_others)
         policies = [as_policy(p) for p in STOCK]
         analysis = Analysis(policies, offload, self._is_late_for_regions, context, settings, treatments)
@@ -135,7 +137,7 @@ class Search:
         self._on_blocks = self._stock[STOCK.index("nothing")]
         layout, _ = self.lattice.stock_layout
         unplanned = layout, [front.baseline for front in layout.fronts]
-        report_candidate = lambda text: report(text + self._best_so_far())  # noqa: E731
+        report_candidate = lambda text: report(text + self._best_so_far())
         self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
         self._forward_cost = sum(map(flops, program.jaxpr.eqns))
         self._is_long = is_long(program)
@@ -164,14 +166,16 @@ class Search:
     def fit(self, budget_of: Callable[[], int]) -> Candidate | None:
         """Return the cheapest candidate within a budget, compiling a few; None if none of them keeps it.
 
-        The budget is asked again once something is compiled: until then arguments and outputs are estimated, and what they leave.
+        The budget is asked again once something is compiled: until then arguments and outputs are estimated, and what
+        they leave.
 
-        It is a heuristic: more memory by the model may be less in the compiled program, and the number of tries is limited; some more
-        follow each improvement. So a cheaper choice within the budget may be missed, and even the only one; a returned one keeps it,
-        since its program was compiled.
+        It is a heuristic: more memory by the model may be less in the compiled program, and the number of tries is
+        limited; some more follow each improvement. So a cheaper choice within the budget may be missed, and even the
+        only one; a returned one keeps it, since its program was compiled.
         """
         budget = self._budget = budget_of()
-        # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is not compiled.
+        # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is
+        # not compiled.
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= _NEARLY * budget:
                 self.candidates.confirm_baseline()
@@ -227,7 +231,9 @@ class Search:
                 return layout, options, name
 
     def _proposals(self, budget: int, best: Candidate | None) -> list[tuple[float, tuple[Layout, list[Option], str]]]:
-        """Choices that are not compiled, each with the gain that is expected of it: what it spares, times the probability that it keeps the budget."""
+        """Choices that are not compiled, each with the gain that is expected of it: what it spares, times the
+        probability that it keeps the budget.
+        """
         found = []
         choices: list[tuple[Layout, list[Option], str]] = []
         for family in self.lattice.families:
@@ -282,9 +288,11 @@ class Search:
         return self.candidates.smallest().temp_bytes <= _HOPELESS * budget
 
     def _measure_last(self, budget: int) -> None:
-        """Compile the cheapest choices that are predicted to keep the budget, which takes no time to find, until one of them does.
+        """Compile the cheapest choices that are predicted to keep the budget, which takes no time to find, until one of
+        them does.
 
-        Unless a candidate keeps it that adds few operations. After these the blocks' own rematerialization, which takes the least of many programs.
+        Unless a candidate keeps it that adds few operations. After these the blocks' own rematerialization, which takes
+        the least of many programs.
         """
         if not self.candidates and not self._is_long:
             self.candidates.compile_baseline()  # the prediction needs one
@@ -292,7 +300,8 @@ class Search:
         if best is not None and best.added_cost <= _EXPENSIVE * self.total_cost():
             return
         family = self.lattice.families[0]
-        # The first choice of a long program may take long to compile; that of the blocks' own rematerialization does not.
+        # The first choice of a long program may take long to compile; that of the blocks' own rematerialization does
+        # not.
         for _ in range(_LAST_TRIES if self.candidates else 0):
             choice = family.choose(self._limit_for(budget, self._guides(family)))
             if choice is None or (best is not None and cost_of(choice) >= best.predicted_cost):
@@ -392,7 +401,7 @@ class Search:
         return next((family for family in variants if family.treatment in kinds), first)
 
 
-# -- measured options ---------------------------------------------------------------------------------------------------
+# -- measured options
 
 
 def _lowest_peak_choice(family: Family, is_late: Callable[[], bool]) -> Choice | None:
@@ -408,7 +417,9 @@ def _lowest_peak_choice(family: Family, is_late: Callable[[], bool]) -> Choice |
 
 
 def _measure_parts(layout: Layout, options: Sequence[Option], is_late: Callable[[], bool]) -> bool:
-    """Measure the options of a choice, each on its own, but those far from the peak. Returns whether anything was new."""
+    """Measure the options of a choice, each on its own, but those far from the peak. Returns whether anything
+    was new.
+    """
     peak, in_use = layout.peak(options), layout.in_use(options)
     pairs = [
         (front, option)

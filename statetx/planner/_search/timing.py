@@ -1,4 +1,6 @@
-"""Compare compiled candidates by time, and choose the fastest: ``objective="time"``. They run; for a target XLA's estimates count."""
+"""Compare compiled candidates by time, and choose the fastest: ``objective="time"``. They run; for a target XLA's
+estimates count.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,25 @@ def refuse_unknown_times() -> None:
     target = current.absent()
     if target is not None and not estimate_options():
         raise TargetError(
-            f"plan(objective='time') runs programs, and nothing runs on the target {target.name}; XLA's estimates, which could be compared "
+            f"plan(objective='time') runs programs, and nothing runs on the target {target.name}; XLA's estimates, "
+            f"which could be compared "
             f"instead, are complete for the H100 and the H200 only.\nFix: use objective='flops', or plan on the device."
         )
 
 
 class Timer:
-    """Times of choices, measured on zeros; for a target as XLA estimates them. A time that XLA does not know counts as infinite."""
+    """Times of choices, measured on zeros; for a target as XLA estimates them. A time that XLA does not know counts as
+    infinite.
+    """
 
     def __init__(self) -> None:
         # By identity: a choice is equal to no other, and is held here.
         self._times: dict[tuple[int, ...], tuple[Choice, float]] = {}
 
     def fastest(self, whole: Whole, choice: Choice, temp_bytes: int) -> Choice:
-        """The fastest of the cheapest choices and the stock policies within these temporary bytes; `choice` is one of them."""
+        """The fastest of the cheapest choices and the stock policies within these temporary bytes; `choice` is one of
+        them.
+        """
         for part in _SMALLER:
             if not whole.is_late():
                 whole.fit(lambda limit=int(part * temp_bytes): limit)
@@ -94,7 +101,9 @@ def _id(choice: Choice) -> tuple[int, ...]:
 
 
 def _seconds(program: Any) -> float:
-    """The time of a run; infinite where the device has too little memory beside the caller's own arrays, which the zeros come on top of."""
+    """The time of a run; infinite where the device has too little memory beside the caller's own arrays, which the
+    zeros come on top of.
+    """
     try:
         inputs = jax.block_until_ready(_zeros(program))  # each time: the program may take the memory of donated ones
         start = time.perf_counter()

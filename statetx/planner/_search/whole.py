@@ -1,10 +1,10 @@
 """The program that a budget is for, and the plans for its gradients: one, or all of a training step.
 
-One gradient is searched for within the step that takes it, so that every candidate is compiled as it will run. Several gradients
-(two networks that train each other, two losses) have a search each, on their own. They share one limit: each search gives its cheapest
-candidate within it, all of them are compiled together in the step, and the limit is corrected until the step keeps the budget. For gradients
-that are taken one after the other this is the optimum, since their memory is not in use at the same time. Those of one function, for several
-parts of a batch, have one search.
+One gradient is searched for within the step that takes it, so that every candidate is compiled as it will run. Several
+gradients (two networks that train each other, two losses) have a search each, on their own. They share one limit: each
+search gives its cheapest candidate within it, all of them are compiled together in the step, and the limit is corrected
+until the step keeps the budget. For gradients that are taken one after the other this is the optimum, since their
+memory is not in use at the same time. Those of one function, for several parts of a batch, have one search.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Choice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the stock policy, or "no remat", if all gradients have the same as the user would write it; else "plan"."""
+        """Of the stock policy, or "no remat", if all gradients have the same as the user would write it; else
+        "plan".
+        """
         names = {c.name for c in self.candidates}
         return names.pop() if len(names) == 1 and self.waits is Waits.FOR_NOTHING else "plan"
 
@@ -91,8 +93,8 @@ def start_search(
     time_left: TimeLeft,
     has_others: bool = False,
 ) -> Search:
-    # Operations have no exchange rate with transfers: offloading is free, and limited by memory alone. Without host memory nothing is
-    # offloaded; the values are saved or recomputed.
+    # Operations have no exchange rate with transfers: offloading is free, and limited by memory alone. Without host
+    # memory nothing is offloaded; the values are saved or recomputed.
     return Search(
         recorded.jaxpr,
         recorded.diff_indices,
@@ -139,7 +141,7 @@ class Whole:
         if self.captured.step is not None:
             key, step = gradient.key, self.captured.step
             self._program_of = lambda jaxpr, options: step.compiled_with({key: jaxpr}, options)
-        program_of = lambda jaxpr, options: self._program([jaxpr], options)  # noqa: E731
+        program_of = lambda jaxpr, options: self._program([jaxpr], options)
         return [start_search(gradient, options, report, program_of, compile_baseline, time_left=self.time_left)]
 
     def _contexts(self) -> Any:
@@ -149,7 +151,9 @@ class Whole:
     # -- choices --
 
     def fit(self, temp_bytes: Callable[[], int]) -> Choice | None:
-        """The cheapest choice with at most these temporary bytes, which are asked again once something is compiled; None if none is found."""
+        """The cheapest choice with at most these temporary bytes, which are asked again once something is compiled;
+        None if none is found.
+        """
         with self._contexts():
             return self._choice_of(self.searches[0].fit(temp_bytes))
 
@@ -316,7 +320,8 @@ class Several(Whole):
     # -- choices --
 
     def fit(self, temp_bytes: Callable[[], int]) -> Choice | None:
-        # Bisection over the limit that all searches share: the choice of `low` keeps the budget, that of `high` does not.
+        # Bisection over the limit that all searches share: the choice of `low` keeps the budget, that of `high` does
+        # not.
         low, high, limit = 0.0, float("inf"), float(temp_bytes())
         tried: set[int] = set()
         for _ in range(_MAX_ROUNDS):
@@ -353,14 +358,15 @@ class Several(Whole):
         )
 
     def _compile_together(self, candidates: Sequence[Candidate]) -> Choice:
-        # Without an order XLA begins what a later gradient computes of the data beside an earlier gradient. The baseline and stock
-        # policies are as the user would write them.
+        # Without an order XLA begins what a later gradient computes of the data beside an earlier gradient. The
+        # baseline and stock policies are as the user would write them.
         is_planned = any(c.name == "plan" for c in candidates)
         return self._ordered(candidates) if is_planned else self._compile(candidates, Waits.FOR_NOTHING)
 
     def _ordered(self, candidates: Sequence[Candidate]) -> Choice:
         """Compile candidates with the order that took less memory for the first ones."""
-        # A gradient that reads results of the one before waits for these anyway, and to read the gradient itself may keep it in memory.
+        # A gradient that reads results of the one before waits for these anyway, and to read the gradient itself may
+        # keep it in memory.
         orders = [Waits.FOR_INPUTS, Waits.FOR_GRADIENTS] if self._order is None else [self._order]
         choice = min((self._compile(candidates, waits) for waits in orders), key=lambda c: c.temp_bytes)
         self._order = choice.waits

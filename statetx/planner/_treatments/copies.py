@@ -1,8 +1,9 @@
-"""Values that a region computes again from what earlier regions keep, in place of keeping them: the inputs of the region.
+"""Values that a region computes again from what earlier regions keep, in place of keeping them: the inputs of the
+region.
 
-A residual stream ``x + norm(conv(...))`` is cheap to compute from the products before it, and these are kept anyway where the backward pass
-reads them. A region that copies reads the kept values instead of the stream: it has copies of the cheap equations between them. Its input
-then only carries the cotangent.
+A residual stream ``x + norm(conv(...))`` is cheap to compute from the products before it, and these are kept anyway
+where the backward pass reads them. A region that copies reads the kept values instead of the stream: it has copies of
+the cheap equations between them. Its input then only carries the cotangent.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class _CopyingPaths:
         return None if front is None else (front, sum(device_bytes(v.aval) for v in inputs))
 
     def _copying(self, front: Any, kept: frozenset[Address], derived: frozenset[Address]) -> Any:
-        """The options of a region that computes inputs again, saves in any case what others compute theirs from, and none of the derived."""
+        """The options of a region that computes inputs again, saves in any case what others compute theirs from, and
+        none of the derived.
+        """
         graph = front.graph
         if graph is None or not kept <= graph.sites.keys():
             return None
@@ -122,9 +125,9 @@ class _CopyingPaths:
 class Derived:
     """The values of a flat program that can be copied.
 
-    A value is *derived* if cheap equations compute it from program inputs and from *sources*. A source is a value that the backward pass
-    reads anyway: the result of an expensive equation that something reads nonlinearly, the result of a reduction, or a sum whose terms are
-    not read otherwise.
+    A value is *derived* if cheap equations compute it from program inputs and from *sources*. A source is a value that
+    the backward pass reads anyway: the result of an expensive equation that something reads nonlinearly, the result of
+    a reduction, or a sum whose terms are not read otherwise.
 
     Attributes:
         derived: the values that are computed again rather than kept.
@@ -177,7 +180,9 @@ class Derived:
         return [v for v in dict.fromkeys(_variables(eqn)) if v in self._equation and v not in self._small]
 
     def _needed_values(self) -> set[Any]:
-        """What the backward pass reads: values that are read nonlinearly, also beyond linear equations that read nothing else."""
+        """What the backward pass reads: values that are read nonlinearly, also beyond linear equations that read
+        nothing else.
+        """
         needed: set[Any] = set()
         for eqn in reversed(self._jaxpr.eqns):
             if not is_linear(eqn):
@@ -187,7 +192,9 @@ class Derived:
         return needed
 
     def addresses(self, start: int, end: int) -> tuple[frozenset[Address], frozenset[Address]]:
-        """Of an interval of equations: the sources that values derived for later equations read, and its derived outputs."""
+        """Of an interval of equations: the sources that values derived for later equations read, and its derived
+        outputs.
+        """
         kept, derived = set(), set()
         for i in range(start, end):
             for n, v in enumerate(self._jaxpr.eqns[i].outvars):
@@ -239,7 +246,9 @@ def _is_reduced(eqn: Any, v: Any) -> bool:
 
 @jax.custom_jvp
 def instead(x: Any, copy: Any) -> Any:
-    """The copy of a value, with the value's tangent. Second derivatives take that of the copy, which is computed from what is differentiated."""
+    """The copy of a value, with the value's tangent. Second derivatives take that of the copy, which is computed from
+    what is differentiated.
+    """
     return copy
 
 

@@ -1,9 +1,9 @@
 """The choices of a region: bytes saved, bytes in use during its backward pass, cost of recomputation.
 
-The model. A region is staged with its derivative. The backward pass reads values of the forward graph. Each is either saved
-or recomputed, and recomputation needs the operands: inputs of the region, saved values, or recomputed ones. `Graph.front` finds
-the Pareto front of bytes and cost, by integer programs (`_integer`). The bytes in use during the backward pass come from a walk
-over its equations, which takes elementwise operations to be fused into their readers.
+The model. A region is staged with its derivative. The backward pass reads values of the forward graph. Each is either
+saved or recomputed, and recomputation needs the operands: inputs of the region, saved values, or recomputed ones.
+`Graph.front` finds the Pareto front of bytes and cost, by integer programs (`_integer`). The bytes in use during the
+backward pass come from a walk over its equations, which takes elementwise operations to be fused into their readers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of th
 # Values of a region; the front of a larger one is sampled. Chosen by hand, without a measurement on record.
 _MAX_ENUMERATED = 12
 
-# Of the bytes of a region's largest value. Smaller ones, such as tests of indices, would only make more choices that differ in nothing.
+# Of the bytes of a region's largest value. Smaller ones, such as tests of indices, would only make more choices that
+# differ in nothing.
 WORTH_STORING = 1 / 64
 
 
@@ -48,7 +49,8 @@ class Graph:
         has_cotangent: for each output, whether it gets a cotangent.
         context: the transforms and shardings that the region runs under.
         formats: in which saved values may be stored.
-        is_step: whether the region is a step of a loop. A loop stacks what its steps save, also if it stacks their outputs.
+        is_step: whether the region is a step of a loop. A loop stacks what its steps save, also if it stacks their
+            outputs.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class Graph:
         self._out_indices = out_indices
         self._is_computed = [is_computed[i] for i in diff_indices]
 
-        # Differentiated with every value marked, for choices of what to save. Without the marks it is the derivative of the baseline.
+        # Differentiated with every value marked, for choices of what to save. Without the marks it is the derivative of
+        # the baseline.
         self.sites, self._results_of_rules = values_of(jaxpr)
         names = {address: ".".join(map(str, address)) for address in self.sites}
         marked = mark.mark(jaxpr, labels_of(names), region=_PLANNED)
@@ -97,7 +100,8 @@ class Graph:
                 self._smaller[address] = way
         self._programs: dict[tuple[Any, ...], Program] = {}  # that `measure` is to read
 
-        # The differentiated equations have more cost than the region's own: they also compute the coefficients of the derivative.
+        # The differentiated equations have more cost than the region's own: they also compute the coefficients of the
+        # derivative.
         self.costs = {i: flops(self._forward.jaxpr.eqns[i]) for i in needed}
         self.residual_cost = sum(self.costs.values())
 
@@ -108,8 +112,8 @@ class Graph:
 
         Points are missing after a `deadline`, in the front of a region with many values, which is sampled, and where
         `_MAX_OPTIONS` or the limits of the solver end the enumeration. All of this errs towards more cost and
-        memory: a plan may recompute more than it must, and a budget near the least memory may be refused. Bytes and cost of each
-        option are always those of its own set of values.
+        memory: a plan may recompute more than it must, and a budget near the least memory may be refused. Bytes and
+        cost of each option are always those of its own set of values.
 
         Args:
             offload: whether values may be stored in host memory.
@@ -189,7 +193,9 @@ class Graph:
         return self.option(dict.fromkeys(decide.decide(policy, list(sites.values())), KEEP))
 
     def num_bytes(self, address: Address, way: Way = KEEP) -> int:
-        """Bytes of a saved value between the passes. An output is in memory for other regions, unless it is in fewer bits."""
+        """Bytes of a saved value between the passes. An output is in memory for other regions, unless it is in fewer
+        bits.
+        """
         is_held = way is KEEP and address in self._output_addresses
         return 0 if is_held else way.num_bytes(self.sites[address].value.type)
 
@@ -212,15 +218,15 @@ class Graph:
     def _peak_bytes(self, backward: BackwardPass, recomputed: Sequence[Any]) -> int:
         """The most bytes live at a time during recomputation and the backward pass after it.
 
-        Errs in both directions, by up to half (decision 9): XLA's fusions and its order of the equations are unknown here. So it
-        orders the options, and `measure` replaces it for the chosen ones.
+        Errs in both directions, by up to half (decision 9): XLA's fusions and its order of the equations are unknown
+        here. So it orders the options, and `measure` replaces it for the chosen ones.
         """
         eqns = [*recomputed, *backward.jaxpr.eqns]
         forward_variable = dict(zip(backward.residuals, backward.forward_residuals, strict=True))
-        resolve = lambda v: forward_variable.get(v, v)  # noqa: E731
+        resolve = lambda v: forward_variable.get(v, v)
 
-        # The cotangent of an input that the program does not compute, such as a parameter, is an output of the whole program.
-        # Outputs have their own memory, so it is not temporary.
+        # The cotangent of an input that the program does not compute, such as a parameter, is an output of the whole
+        # program. Outputs have their own memory, so it is not temporary.
         uncounted = {v for v, c in zip(backward.outs, self._is_computed, strict=True) if not c and isinstance(v, Var)}
         outputs = {v for v in backward.outs if isinstance(v, Var)} - uncounted
 
@@ -236,8 +242,8 @@ class Graph:
                         in_memory.add(resolve(v))
         last_use |= dict.fromkeys(outputs, len(eqns))
 
-        # A fused value is computed where it is read: its operands live until then. Readers come first in this order, so the
-        # last use of a fused value is final before it is passed on to its operands.
+        # A fused value is computed where it is read: its operands live until then. Readers come first in this order, so
+        # the last use of a fused value is final before it is passed on to its operands.
         for eqn in reversed(eqns):
             if row_of(eqn).fuses:
                 for v in eqn.outvars:
@@ -261,8 +267,8 @@ class Graph:
                 live += device_bytes(v.aval)
                 freed_after[last_use[v]] = freed_after.get(last_use[v], 0) + device_bytes(v.aval)
 
-            # Operands are freed after the outputs are allocated: an equation holds both. XLA may reuse a buffer in place, so
-            # this errs high.
+            # Operands are freed after the outputs are allocated: an equation holds both. XLA may reuse a buffer in
+            # place, so this errs high.
             peak = max(peak, live)
             live -= freed_after.get(i, 0)
         return peak
@@ -272,8 +278,8 @@ class Graph:
         decision = option.decision
         program = self.program(decision)
         del self._programs[decision.held]
-        # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are temporary. The
-        # context maps the program over all examples of a `vmap`, and the model counts one of them.
+        # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are
+        # temporary. The context maps the program over all examples of a `vmap`, and the model counts one of them.
         backward = self._baseline_backward if decision.saved is None else self._backward
         temp_bytes = program.cost.temp_bytes // self._context.num_examples
         out_cotangents = [v for v, c in zip(backward.outs, self._is_computed, strict=True) if c and isinstance(v, Var)]
@@ -296,8 +302,9 @@ class Graph:
             recomputed = [self._forward.jaxpr.eqns[i] for i in self._recomputed(addresses)]
             saved = [v for v, address in self._address_of.items() if address in addresses]
 
-        # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved values and
-        # inputs of the region are counted by `Layout.peak`. Those in fewer bits are arguments as they are stored.
+        # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved
+        # values and inputs of the region are counted by `Layout.peak`. Those in fewer bits are arguments as they are
+        # stored.
         computed = {v for e in recomputed for v in e.outvars}
         inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)

@@ -1,6 +1,7 @@
 """A loop in groups of steps, each with its own saved values and levels: several loops in place of one.
 
-The loops read the whole xs by the number of the step. Slices of the xs would be copies, as large as the carries of all steps.
+The loops read the whole xs by the number of the step. Slices of the xs would be copies, as large as the carries of all
+steps.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Groups(OfSteps):
     """The groups of a loop, from the first step on.
 
     Attributes:
-        differentiated: which of the xs have cotangents, by position. A loop that reads the whole of such xs would add to all their cotangents in each step.
+        differentiated: which of the xs have cotangents, by position. A loop that reads the whole of such xs would add
+            to all their cotangents in each step.
     """
 
     groups: tuple[Group, ...]
@@ -147,10 +149,11 @@ def _loop(step: LoopStep, group: Group, num_added: int) -> Callable:
 
 
 def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[LoopStep, int]:
-    """The step as a function of the whole xs and of its number: ``(*constants, *whole, *carry, number, *slices) -> (*carry, *y)``.
+    """The step as a function of the whole xs and of its number:
+    ``(*constants, *whole, *carry, number, *slices) -> (*carry, *y)``.
 
-    The slices are those of the differentiated xs. They only carry the cotangents: their values are not read. Returns the step and the
-    number of equations at its beginning that read the xs.
+    The slices are those of the differentiated xs. They only carry the cotangents: their values are not read. Returns
+    the step and the number of equations at its beginning that read the xs.
     """
     jaxpr, num = step.body.jaxpr, step.num_constants + step.num_carry
     types = [*map(_jax.abstract, xs), _jax.abstract(jnp.int32(0)), *(step.x_avals[i] for i in differentiated)]
@@ -242,7 +245,8 @@ def in_groups(
     splits = range(max(1, length // _NUM_SPLITS), length, max(1, length // _NUM_SPLITS))
     options = []
     for one, other in pairs:
-        # The first group is the one with the larger working set: in its backward pass the bytes of the other are free again.
+        # The first group is the one with the larger working set: in its backward pass the bytes of the other are free
+        # again.
         first, second = sorted((one, other), key=lambda o: -o.backward_bytes)
         before, after = _turn_of(first), _turn_of(second)
         for number in dict.fromkeys(n // before * before for n in splits):

@@ -1,4 +1,6 @@
-"""StoredInputs of a region in fewer bits: no region has them in memory, but each holds what it reads itself, if that is smaller."""
+"""StoredInputs of a region in fewer bits: no region has them in memory, but each holds what it reads itself, if that is
+smaller.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ class _StoringPaths:
 def holding(
     graph: Graph, option: Option, inputs: Mapping[int, InFormat], outputs: Mapping[Address, InFormat]
 ) -> Option:
-    """An option where no other region has these inputs and outputs: it holds them itself, in fewer bits if it is rematerialized."""
+    """An option where no other region has these inputs and outputs: it holds them itself, in fewer bits if it is
+    rematerialized.
+    """
     decision, types = option.decision, {i: graph.jaxpr.invars[i].aval for i in inputs}
     if decision.saved is None:
         held = sum(device_bytes(types[i]) for i in inputs if i in graph.residual_inputs)

@@ -16,8 +16,8 @@ from .._program.derivative import ForwardPass
 from .._program.values import Address
 from .._program.ways import Way
 
-# Limits of HiGHS for one integer program; `IntegerProgram.solve` says which way they err. In nodes of its search tree rather than
-# seconds: a loaded machine would get another plan. Most programs take one node.
+# Limits of HiGHS for one integer program; `IntegerProgram.solve` says which way they err. In nodes of its search tree
+# rather than seconds: a loaded machine would get another plan. Most programs take one node.
 _MAX_NODES = 500
 _GAP = 1e-4  # relative to the optimum; also the default of HiGHS
 
@@ -39,8 +39,9 @@ class Storage(NamedTuple):
 class IntegerProgram:
     """Which values to save, and which equations to run again, at the least cost.
 
-    Variables are binary: run[i] for each needed equation, hold[a, w] for each address and way to hold its value. A value v is available if
-    its equation runs or it is held: available(v) = run[producer(v)] + sum of hold[a, w]. Minimize the cost of what runs, and of holding, such that
+    Variables are binary: run[i] for each needed equation, hold[a, w] for each address and way to hold its value. A
+    value v is available if its equation runs or it is held: available(v) = run[producer(v)] + sum of hold[a, w].
+    Minimize the cost of what runs, and of holding, such that
 
         available(v) >= 1                    for each residual v,
         available(u) - run[i] >= 0           for each operand u of equation i that an equation computes,
@@ -89,17 +90,17 @@ class IntegerProgram:
         for r, entries in enumerate(rows):
             for c, x in entries:
                 matrix[r, c] += x
-        # In units of the common divisor the row keeps its exact meaning: HiGHS lets a binary variable be off by 1e-6, so that with large
-        # numbers it took a byte too much for allowed, and printed that it tries again.
+        # In units of the common divisor the row keeps its exact meaning: HiGHS lets a binary variable be off by 1e-6,
+        # so that with large numbers it took a byte too much for allowed, and printed that it tries again.
         self._unit = math.gcd(*(storage.num_bytes for storage in pairs.values())) or 1
         for pair, storage in pairs.items():
             matrix[len(rows), column[pair]] = storage.num_bytes // self._unit
         self._matrix, self._lower = matrix.tocsr(), np.array([*lower, -np.inf])
 
-        # The objective is scaled to the most expensive equation, so that small terms in proportion to it can break ties: of equal
-        # costs, save fewer bytes, then fewer values; and where a fetch is free, save on the device rather than the host. They add
-        # up to at most 1e-6, plus 2e-9 for each value. `_GAP` may be coarser: a solution that saves too much for its
-        # cost is then dominated by a later one of the front.
+        # The objective is scaled to the most expensive equation, so that small terms in proportion to it can break
+        # ties: of equal costs, save fewer bytes, then fewer values; and where a fetch is free, save on the device
+        # rather than the host. They add up to at most 1e-6, plus 2e-9 for each value. `_GAP` may be coarser: a solution
+        # that saves too much for its cost is then dominated by a later one of the front.
         run_costs = np.array(list(costs.values()))
         scale = max(run_costs.max(initial=0.0), 1e-30)
         objective = np.zeros(len(column))

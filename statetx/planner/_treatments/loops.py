@@ -1,4 +1,6 @@
-"""Loops: how their carries are stored, at every step, in loops of loops or in slots; and the options of a loop from those of its step."""
+"""Loops: how their carries are stored, at every step, in loops of loops or in slots; and the options of a loop from
+those of its step.
+"""
 
 from __future__ import annotations
 
@@ -124,10 +126,10 @@ class CheckpointedLoop(Treatment):
         return f", {len(self.carries)} of the {num_carry} arrays in its carry as {names} ({sizes})"
 
 
-# -- the options of a loop ---------------------------------------------------------------------------------------------
+# -- the options of a loop -------------------------------------------------------------------------------------------
 
-# Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the next carry,
-# which a step computes from it. Cotangents of the carry are among the step's backward bytes.
+# Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the
+# next carry, which a step computes from it. Cotangents of the carry are among the step's backward bytes.
 _CARRIES_BESIDE_SLOTS = 2
 
 
@@ -158,8 +160,8 @@ class LoopOptions:
     Args:
         part: the loop.
         graph: one step with its derivative.
-        is_alone: whether nothing that is differentiated beside it has a loop. The fence keeps loops from allocating what their backward passes write before it is
-            their turn; it takes a copy of a cotangent.
+        is_alone: whether nothing that is differentiated beside it has a loop. The fence keeps loops from allocating
+            what their backward passes write before it is their turn; it takes a copy of a cotangent.
         formats: in which leaves of the carry may be stored. Only exact ones are.
     """
 
@@ -200,7 +202,9 @@ class LoopOptions:
     # -- all steps alike --
 
     def _bytes_per_step(self, step: Option, carry: _Carry) -> int:
-        """What a step stores where each stores its own: values that it saves, and of its carry what its backward pass reads."""
+        """What a step stores where each stores its own: values that it saves, and of its carry what its backward pass
+        reads.
+        """
         read = self._graph.inputs_read(step.decision)
         return step.saved_bytes + sum(n for i, n in enumerate(carry.leaf_bytes) if self._num_constants + i in read)
 
@@ -216,8 +220,8 @@ class LoopOptions:
         )
 
     def _nested(self, step: Option, carry: _Carry) -> list[Option]:
-        """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and store as much as in one
-        loop.
+        """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and
+        store as much as in one loop.
 
         The turns of a division with a remainder read a slice of the xs, which is a copy.
         """
@@ -236,7 +240,9 @@ class LoopOptions:
         return options
 
     def _keeping(self, step: Option, carry: _Carry) -> list[Option]:
-        """The same, but what steps save is stored for all of them, so that only carries are computed again; a turn reads its part as a copy."""
+        """The same, but what steps save is stored for all of them, so that only carries are computed again; a turn
+        reads its part as a copy.
+        """
         addresses = step.decision.addresses
         if not addresses or step.decision.saved != saved_as(addresses):
             return []
@@ -260,12 +266,14 @@ class LoopOptions:
         return step.backward_bytes + 2 * carry.decoded_bytes
 
     def _with_slots(self, step: Option, carry: _Carry) -> list[Option]:
-        """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves its residuals."""
+        """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves
+        its residuals.
+        """
         ahead_cost, length = self._ahead_cost(), self._length
         options, slots = [], 1
         while slots < length:
-            # Of all runs as many as there are steps count as the forward pass, which the baseline has too. As many others compute what a
-            # step keeps, and the rest the carry alone.
+            # Of all runs as many as there are steps count as the forward pass, which the baseline has too. As many
+            # others compute what a step keeps, and the rest the carry alone.
             bytes_of_step = {"carry_bytes": carry.num_bytes, "residual_bytes": step.saved_bytes}
             num_reruns = Slots(slots).runs(length, **bytes_of_step) - length
             cost = length * max(self._graph.residual_cost, ahead_cost) + (num_reruns - length) * ahead_cost
@@ -284,7 +292,9 @@ class LoopOptions:
 
     @functools.cached_property
     def _slice_bytes(self) -> int:
-        """What the reversal of a turn copies for a step: elements of xs and of cotangents of ys, and cotangents of xs."""
+        """What the reversal of a turn copies for a step: elements of xs and of cotangents of ys, and
+        cotangents of xs.
+        """
         ys = [v for v in self._step.outvars[self._num_carry :] if is_float(v.aval)]
         copied = [*self._xs, *ys, *(self._xs[i] for i in self._differentiated)]
         return sum(device_bytes(v.aval) for v in copied)

@@ -76,7 +76,9 @@ def _typed(x: Any, *, is_weak: bool) -> Any:
 
 
 def as_planned(planned: Body) -> Callable:
-    """``(operands, *args) -> outputs`` of a rewritten function, which waits for the gradient before if `rewrite` was told so."""
+    """``(operands, *args) -> outputs`` of a rewritten function, which waits for the gradient before if `rewrite` was
+    told so.
+    """
     held = [e.invars[0] for e in planned.jaxpr.eqns if e.primitive is _jax.hold_primitive and e.params["is_sequential"]]
     last_inputs = [i for i, v in enumerate(planned.jaxpr.invars) if v in held]
 
@@ -132,7 +134,7 @@ def loop_of(
     return loop
 
 
-# -- regions ----------------------------------------------------------------------------------------------------------
+# -- regions ---------------------------------------------------------------------------------------------------------
 
 
 def region(part: Part, decision: Decision) -> Callable | None:
@@ -140,8 +142,8 @@ def region(part: Part, decision: Decision) -> Callable | None:
     if decision.saved is None:
         return None
     rewriting = decision.rewriting(is_ordered=True)
-    # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling, and
-    # with it the memory, depends on them.
+    # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling,
+    # and with it the memory, depends on them.
     jaxpr = part.jaxpr if decision.saved else part.original_jaxpr
     jaxpr, policy = decide.keep(jaxpr, rewriting.labels or {}, rewriting.inputs)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)

@@ -1,7 +1,8 @@
-"""What a plan does with a part of a program: the values that it saves, and treatments beside; as options with bytes and cost.
+"""What a plan does with a part of a program: the values that it saves, and treatments beside; as options with bytes and
+cost.
 
-A treatment is a class in a file of this folder, listed in `TREATMENTS` (`__init__`). It has all that a plan needs to know of it: its proposals, how it
-changes the program, its text, its record and the check of that.
+A treatment is a class in a file of this folder, listed in `TREATMENTS` (`__init__`). It has all that a plan needs to
+know of it: its proposals, how it changes the program, its text, its record and the check of that.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class PathVariant(Protocol):
     """Variants of all regions.
 
     Attributes:
-        unheld: the values of the program that are not in memory between regions: each region makes or holds what it reads.
+        unheld: the values of the program that are not in memory between regions: each region makes or holds what it
+            reads.
         saves_memory: whether the variants may also be worth it for the memory that they spare.
     """
 
@@ -103,7 +105,9 @@ class PathVariant(Protocol):
     saves_memory: bool
 
     def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int] | None:
-        """The options of a region as a `Front`, and bytes beside its cotangents in its backward pass; None if it has no variant."""
+        """The options of a region as a `Front`, and bytes beside its cotangents in its backward pass; None if it has no
+        variant.
+        """
         ...
 
 
@@ -124,7 +128,8 @@ class Treatment:
     def expanding(cls, part: Part, graph: Any, settings: Settings) -> Callable[[Sequence[Option]], list[Option]] | None:
         """A function from the options of a part, the unchanged one first, to more of them or others; None for none.
 
-        The last of its results stands for the last of what it gets. `graph` is the `Graph` of the part, or of a step of a loop.
+        The last of its results stands for the last of what it gets. `graph` is the `Graph` of the part, or of a step of
+        a loop.
         """
         return None
 

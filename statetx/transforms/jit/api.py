@@ -4,9 +4,9 @@ The first call stages the function: the user's Python runs once, and each state 
 that nothing has to be declared or searched for. A later call gathers the values of these states, calls one
 `jax.jit`-ed function, and stores its outputs.
 
-A `StagedProgram` is the result of one staging. The function that JAX compiles for it evaluates the staged equations. JAX calls
-this function again if it has no executable for the types or settings of a call. If these differ from the staged ones, the
-function raises `Restage`: the user's Python may do something else for them and must run again.
+A `StagedProgram` is the result of one staging. The function that JAX compiles for it evaluates the staged equations.
+JAX calls this function again if it has no executable for the types or settings of a call. If these differ from the
+staged ones, the function raises `Restage`: the user's Python may do something else for them and must run again.
 """
 
 from __future__ import annotations
@@ -82,54 +82,56 @@ def jit(
 ) -> Callable[..., Any]:
     """Compile a function that may read and write states.
 
-    The states that the function reads are inputs of the compiled program and the states that it writes are outputs; they
-    are found in the first call. As with ``jax.jit``, the user's Python runs once for each combination of argument types
-    and static arguments, and values that it reads from other Python objects are constants of the program. It runs again
-    when the type of a state changes, or a mode that a kind of state declares (brainstate's ``environ``).
+    The states that the function reads are inputs of the compiled program and the states that it writes are outputs;
+    they are found in the first call. As with ``jax.jit``, the user's Python runs once for each combination of argument
+    types and static arguments, and values that it reads from other Python objects are constants of the program. It runs
+    again when the type of a state changes, or a mode that a kind of state declares (brainstate's ``environ``).
     Two calls of ``jit(fun)`` with the same function and equal options share their compiled programs, until
     ``jax.clear_caches()`` or ``clear_cache()`` removes them.
 
     Args:
         fun: the function. Arguments may be arrays, Python numbers and pytrees of them, as in ``jax.jit``. Any other
-            object (a model, a string, None) is static without a declaration, and compared by equality; by identity if it
-            holds states. Containers are compared by their contents, also those that cannot be hashed. Another object that cannot be
-            hashed, such as a dataclass, must be the same with the same attributes. A program is dropped when its model is garbage
-            collected.
+            object (a model, a string, None) is static without a declaration, and compared by equality; by identity if
+            it holds states. Containers are compared by their contents, also those that cannot be hashed. Another object
+            that cannot be hashed, such as a dataclass, must be the same with the same attributes. A program is dropped
+            when its model is garbage collected.
         static_argnums: positions of static arguments, counted as you call the function, negative ones from the end.
             Unhashable values are allowed.
         static_argnames: the same by name.
-        donate_argnums: positions of arguments whose memory the program may use for its results. Of states that an argument holds,
-            those that the function writes donate their old memory, as by `donate_states`.
+        donate_argnums: positions of arguments whose memory the program may use for its results. Of states that an
+            argument holds, those that the function writes donate their old memory, as by `donate_states`.
         donate_argnames: the same by name.
         donate_states: a filter, or True for all: the written states that it selects donate their old memory to the
-            program. If JAX fails after it has taken this memory (a callback that raises, an interrupt in the first call),
-            the old values are lost: reading such a state raises `StateAccessError`, and the exception names the states.
-            Save a checkpoint before the call, or do not donate.
+            program. If JAX fails after it has taken this memory (a callback that raises, an interrupt in the first
+            call), the old values are lost: reading such a state raises `StateAccessError`, and the exception names the
+            states. Save a checkpoint before the call, or do not donate.
         keep_unused: as in ``jax.jit``.
         inline: as in ``jax.jit``.
         compiler_options: as in ``jax.jit``.
 
     Returns:
-        A callable with the signature of `fun`, and with the methods ``trace``, ``lower`` and ``eval_shape`` of ``jax.jit``.
-        If `fun` is a callable object, attributes are read from it and written to it; compiled programs do not see a change.
+        A callable with the signature of `fun`, and with the methods ``trace``, ``lower`` and ``eval_shape`` of
+        ``jax.jit``. If `fun` is a callable object, attributes are read from it and written to it; compiled programs do
+        not see a change.
 
     Sharding:
         There are no ``in_shardings`` and ``out_shardings``: the computation follows the arguments and states, which you
-        place by ``jax.device_put``. A written state keeps its sharding if this divides its new shape. If other arrays are
-        on a mesh, a state that is read and not committed to its single device becomes replicated. A state that is only
-        written gets its sharding from the compiler. The sharding of intermediate values and outputs is the choice of the
-        compiler or of ``jax.lax.with_sharding_constraint``; on a mesh with explicit axes, under ``jax.set_mesh``, it is
-        part of their types. Donation works with every sharding.
+        place by ``jax.device_put``. A written state keeps its sharding if this divides its new shape. If other arrays
+        are on a mesh, a state that is read and not committed to its single device becomes replicated. A state that is
+        only written gets its sharding from the compiler. The sharding of intermediate values and outputs is the choice
+        of the compiler or of ``jax.lax.with_sharding_constraint``; on a mesh with explicit axes, under
+        ``jax.set_mesh``, it is part of their types. Donation works with every sharding.
 
     State:
         A written state keeps its sharding and its weak type, so that the second call finds the program of the first.
-        If a call creates states that live on, the next call stages the function once more, which the logger ``statetx`` says once.
-        Later calls run the second program: they write the states that the second call has created, and put them back into the
-        objects that held them. A state that is created only if there is none yet keeps its value. A function that returns states
-        that it creates is staged in every call, with a `StagingWarning`. After an exception or an interrupt every state holds its old value, unless it was
-        donated. Threads may share the function and the states that it reads: while one thread stages it, the others wait.
-        If another thread writes a state after a call has read it and before the call writes it, the call raises
-        `ForeignStateError` and writes nothing; guard such calls by a lock.
+        If a call creates states that live on, the next call stages the function once more, which the logger ``statetx``
+        says once. Later calls run the second program: they write the states that the second call has created, and put
+        them back into the objects that held them. A state that is created only if there is none yet keeps its value. A
+        function that returns states that it creates is staged in every call, with a `StagingWarning`. After an
+        exception or an interrupt every state holds its old value, unless it was donated. Threads may share the function
+        and the states that it reads: while one thread stages it, the others wait. If another thread writes a state
+        after a call has read it and before the call writes it, the call raises `ForeignStateError` and writes nothing;
+        guard such calls by a lock.
 
     Memory:
         A written state takes twice its size during the call, old and new value, unless it is donated.
@@ -236,13 +238,16 @@ class Jit(Wrapper[P, R], made_by=jit):
         return program
 
     def _say_second(self, created: CreatedStates, earlier: Sequence[CreatedStates]) -> None:
-        """Say once that the function is staged a second time, and once if it is staged in every call, because of the states it creates."""
+        """Say once that the function is staged a second time, and once if it is staged in every call, because of the
+        states it creates.
+        """
         created.num_stagings += max(c.num_stagings for c in earlier)
         name = f"jit({name_of(self.__wrapped__)})"
         if not (created.is_returned or self.cache.has_logged):
             self.cache.has_logged = True
             _log.warning(
-                "%s is traced, and may be compiled, a second time: its first call created %s. Later calls run this program, and write the "
+                "%s is traced, and may be compiled, a second time: its first call created %s. Later calls run this "
+                "program, and write the "
                 "states that this call creates. To trace it once, create the states before the call.",
                 name,
                 earlier[0].summary,
@@ -251,7 +256,8 @@ class Jit(Wrapper[P, R], made_by=jit):
             self.cache.has_warned = True
             advice = (
                 f"{name} is staged again in every call: it returns {created.summary}, a new one each time.\n"
-                f"Fix: create the state before the call and write it there, or assign it to an attribute of an object that exists "
+                f"Fix: create the state before the call and write it there, or assign it to an attribute of an "
+                f"object that exists "
                 f"before the call."
             )
             warnings.warn(advice, StagingWarning, stacklevel=_states.user_stacklevel())
@@ -282,14 +288,16 @@ class Jit(Wrapper[P, R], made_by=jit):
         """Stage and lower the function for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
 
         Returns:
-            As ``jax.stages.Lowered``. ``.compile()`` returns an object with memory and cost analyses; calling it reads and
-            writes states as the jitted function does, and never compiles.
+            As ``jax.stages.Lowered``. ``.compile()`` returns an object with memory and cost analyses; calling it reads
+            and writes states as the jitted function does, and never compiles.
         """
         program, call = self._program_for(args, kwargs)
         return Lowered(program.compiled.lower(*program.operands_of(call)), program, self, call)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
-        """Return the output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state changes."""
+        """Return the output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state
+        changes.
+        """
         return self._program_for(args, kwargs)[0].out_info()
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StagedProgram, Call]:
@@ -311,8 +319,9 @@ class Jit(Wrapper[P, R], made_by=jit):
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, merge = self.static.split(args, kwargs)
-        # Flattening a module reads its states, which open frames would record, and does not end if the module is cyclic. So
-        # modules are leaves inside a frame, and if an argument is one. For modules in other containers see `ArgumentLayout.is_split`.
+        # Flattening a module reads its states, which open frames would record, and does not end if the module is
+        # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
+        # `ArgumentLayout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
         is_leaf = _states.is_opaque if is_whole else None
         leaves, treedef = flatten((dyn_args, dyn_kwargs), is_leaf)
@@ -357,7 +366,8 @@ class _Cache:
         layouts: `ArgumentLayout` by structure and types of the arguments.
         programs: for each key of calls, its programs, most recently used first.
         fast_path: the program and its modes, if it is the only one and JAX can take the arguments unchanged; else None.
-        has_logged, has_warned: whether it was said that the function is staged a second time, and that it is in every call.
+        has_logged, has_warned: whether it was said that the function is staged a second time, and that it is in every
+            call.
         lock: held while the programs of a key are reordered.
         staging: held by a thread that stages, so that other threads wait for its program.
     """

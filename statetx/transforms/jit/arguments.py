@@ -1,4 +1,6 @@
-"""`Call`: the arguments of one call of a jitted function, split by a `ArgumentLayout` into kept, donated and static leaves."""
+"""`Call`: the arguments of one call of a jitted function, split by a `ArgumentLayout` into kept, donated and static
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ..._positions import replaced
 from ..._tree import as_array, is_argument, partition
 
 Donated = tuple[Sequence[bool], Set[str]] | None
-"""For each positional argument that is not static, whether it is donated; and the names of donated keyword arguments."""
+"""For each positional argument that is not static, whether it is donated; and the names of donated keyword
+arguments.
+"""
 
 
 class ArgumentLayout:
@@ -135,5 +139,6 @@ def name_operands(error: ValueError, names: Sequence[str], operands: tuple) -> N
         jax_name = parameters[keys[0].idx] + jax.tree_util.keystr(keys[1:])
         text = text.replace(f"argument {jax_name} of ", f"{name} of ")
     error.args = (
-        f"{text}\nFix: place each state and argument on the devices of the mesh, by jax.device_put(x, jax.NamedSharding(mesh, spec)).",
+        f"{text}\nFix: place each state and argument on the devices of the mesh, by jax.device_put(x, "
+        f"jax.NamedSharding(mesh, spec)).",
     )

@@ -1,16 +1,20 @@
 """States that a jitted function creates in its calls.
 
-A function may create a state and store it in an object, as `brainstate.nn.init_all_states` in a training step does. When Python runs
-the function again, it creates a new state, which replaces the first. A compiled program creates none. One rule decides (decision 16):
+A function may create a state and store it in an object, as `brainstate.nn.init_all_states` in a training step does.
+When Python runs the function again, it creates a new state, which replaces the first. A compiled program creates none.
+One rule decides (decision 16):
 
-    If a staging has created states that live on, the next call stages once more, and the program of that staging is kept.
+    If a staging has created states that live on, the next call stages once more, and the program of that staging is
+    kept.
 
-The second staging finds the states of the first call where the third would find those of the second. So the kept program reads and
-writes *places*, attributes and items of objects: a state that the staging replaced at a place is read from its successor there
-(`PlacesOfObjects.successors`), and a call puts the created states back where others have replaced them (`CreatedStates.stores`).
+The second staging finds the states of the first call where the third would find those of the second. So the kept
+program reads and writes *places*, attributes and items of objects: a state that the staging replaced at a place is read
+from its successor there (`PlacesOfObjects.successors`), and a call puts the created states back where others have
+replaced them (`CreatedStates.stores`).
 
-The objects are those that the function and its arguments hold before the staging. A created state that none of them holds afterwards
-receives its value in every call, too. A state that only the result holds belongs to the caller: such a function is staged in every call.
+The objects are those that the function and its arguments hold before the staging. A created state that none of them
+holds afterwards receives its value in every call, too. A state that only the result holds belongs to the caller: such a
+function is staged in every call.
 """
 
 from __future__ import annotations
@@ -304,7 +308,9 @@ class CreatedStates:
         self.is_run = True
 
     def report(self) -> None:
-        """Tell the staging around a call of the program where its states are: the outer program puts them there, too."""
+        """Tell the staging around a call of the program where its states are: the outer program puts them
+        there, too.
+        """
         if _stagings.open:
             _stagings.open[-1]._add(self._places.values())
 

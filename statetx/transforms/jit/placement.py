@@ -44,9 +44,9 @@ class StateShardings:
     """The shardings of the states that a program writes, if any array of the call is on a mesh.
 
     A written state keeps its sharding in every call. A state that is read and not committed to its one device becomes
-    replicated: otherwise its type would change in the first call, and the second call would compile again. A state that is
-    only written and not committed gets the sharding that the compiler chooses in the first call, and keeps it. A leaf whose
-    new shape is not divided by the old sharding gets the compiler's choice in every call.
+    replicated: otherwise its type would change in the first call, and the second call would compile again. A state that
+    is only written and not committed gets the sharding that the compiler chooses in the first call, and keeps it. A
+    leaf whose new shape is not divided by the old sharding gets the compiler's choice in every call.
 
     Args:
         arrays: the arguments.
@@ -55,7 +55,8 @@ class StateShardings:
         has_inner_mesh: whether equations of the program name a mesh, so that it runs there wherever its operands are.
 
     Attributes:
-        out_shardings: the shardings of the written leaves, None for the compiler's choice; or None if no array is on a mesh.
+        out_shardings: the shardings of the written leaves, None for the compiler's choice; or None if no array is on a
+            mesh.
         is_open: whether some shardings are not known before the first call has returned.
         is_partial: whether arrays on a mesh are computed by an enclosing trace, so that their shardings are unknown.
         has_inner_mesh: whether only the program's equations name a mesh, and no operand is on one.
@@ -217,7 +218,9 @@ def _replicate_uncommitted(read: Input, mesh: Any) -> list[Sharding | None]:
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
-    """Put an array on devices. `jax.device_put` takes the words of random keys to devices of other processes, but no keys."""
+    """Put an array on devices. `jax.device_put` takes the words of random keys to devices of other processes, but no
+    keys.
+    """
     if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.device_put(x, sharding)
     words = jax.device_put(jax.random.key_data(x), sharding)

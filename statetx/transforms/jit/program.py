@@ -1,7 +1,7 @@
 """`StagedProgram`: the result of staging a jitted function, which runs every call with the same types.
 
-A program gathers the values of its states, calls one `jax.jit`-ed function, and stores the returned values. The arguments come
-as a `Call`.
+A program gathers the values of its states, calls one `jax.jit`-ed function, and stores the returned values. The
+arguments come as a `Call`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _KindGroup:
 class StagedProgram:
     """The result of staging a function for one call.
 
-    The compiled function takes the values of kept states, the values of donated states, a call's `operand` and its donated
-    leaves. It returns the output (or its array leaves, if it has others) and the leaves of the written states.
+    The compiled function takes the values of kept states, the values of donated states, a call's `operand` and its
+    donated leaves. It returns the output (or its array leaves, if it has others) and the leaves of the written states.
 
     Args:
         tried: programs with the same key that do not accept this call. If the equations of one are equal, its compiled
@@ -144,7 +144,8 @@ class StagedProgram:
         out_part = self.outcome.out
         self._is_on_mesh: bool | None = None  # set when JAX first traces `inner`
 
-        # JAX calls `inner` again for other types or settings, for which the staged equations may be wrong: raise `Restage`.
+        # JAX calls `inner` again for other types or settings, for which the staged equations may be wrong: raise
+        # `Restage`.
         def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[PyTree, list]:
             values = [*kept, *donated]
             if jax.tree.structure(operand) != operand_tree:
@@ -308,8 +309,10 @@ class StagedProgram:
             commit([i.kind.store(i.state, Invalidated(reason)) for i in invalid_inputs])
             names = ", ".join(_states.describe(i.state, i.kind, value=0) for i in invalid_inputs[:3])
             error.add_note(
-                f"{self.name} had consumed the arrays of {len(invalid_inputs)} donated states, which have no value now: "
-                f"{names}{', ...' * (len(invalid_inputs) > 3)}.\nFix: write them again or restore a checkpoint; without "
+                f"{self.name} had consumed the arrays of {len(invalid_inputs)} donated states, which have no value "
+                f"now: "
+                f"{names}{', ...' * (len(invalid_inputs) > 3)}.\n"
+                f"Fix: write them again or restore a checkpoint; without "
                 f"donate_states= a call that fails leaves the old values."
             )
 
@@ -404,7 +407,9 @@ class StagedProgram:
         return self.settings == _jax.trace_context() and _same_types([*call.kept, *call.donated], self.avals)
 
     def is_stale(self) -> bool:
-        """Whether a derivative rule in it has read states that hold other values now. JAX runs a rule of the program once."""
+        """Whether a derivative rule in it has read states that hold other values now. JAX runs a rule of the program
+        once.
+        """
         return bool(self._rules) and not (_frames.is_idle() or are_current(self._rules))
 
     def accepts(self, call: Call) -> bool:

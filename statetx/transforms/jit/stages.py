@@ -1,7 +1,7 @@
 """Ahead-of-time stages of a jitted function: traced, lowered, compiled.
 
-Each wraps JAX's own stage of the program and forwards its attributes (cost and memory analyses, texts). Only the methods that
-take the function's arguments differ, since the program also takes the values of states.
+Each wraps JAX's own stage of the program and forwards its attributes (cost and memory analyses, texts). Only the
+methods that take the function's arguments differ, since the program also takes the values of states.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Lowered(_Stage):
 class Compiled(_Stage):
     """A program compiled ahead of time; as ``jax.stages.Compiled``.
 
-    A call with arguments of the compiled types reads and writes states as the jitted function does, and never compiles. If the function
-    creates states, the first two calls run its Python, as those of the jitted function.
+    A call with arguments of the compiled types reads and writes states as the jitted function does, and never compiles.
+    If the function creates states, the first two calls run its Python, as those of the jitted function.
     """
 
     def __init__(self, jax_stage: Any, program: StagedProgram, jit: Any, call: Call):
@@ -107,7 +107,8 @@ class Compiled(_Stage):
             except Restage:
                 pass
         elif call.key == self._call.key and not self._runner.created.is_kept() and self._runner.is_for(call):
-            # The function creates states: Python runs in its first two calls (decision 16), and must find the compiled equations.
+            # The function creates states: Python runs in its first two calls (decision 16), and must find the compiled
+            # equations.
             with created_undone(self._jit.__wrapped__, args, kwargs):
                 program = self._jit.stage(call, self._program)
                 if program.can_share_compiled(self._program):
@@ -116,7 +117,9 @@ class Compiled(_Stage):
                     program.settle()
                     return out
         raise TypeError(
-            f"{self._program.name} was compiled for arguments {tree_type_str((self._call.args, self._call.kwargs))} and the "
-            f"states of that time, and is called with {tree_type_str((args, kwargs))}: types, static arguments, or types of "
+            f"{self._program.name} was compiled for arguments {tree_type_str((self._call.args, self._call.kwargs))} "
+            f"and the "
+            f"states of that time, and is called with {tree_type_str((args, kwargs))}: types, static arguments, or "
+            f"types of "
             f"states differ.\nFix: lower and compile it for these, or call the jitted function."
         )

@@ -1,7 +1,7 @@
 """Cache keys of static arguments, which keep no model alive.
 
-Programs are looked up by the static arguments of a call. A model among them must remain collectable, and its programs, with
-the states in them, must be dropped with it. So a key refers weakly to each object that it compares by identity.
+Programs are looked up by the static arguments of a call. A model among them must remain collectable, and its programs,
+with the states in them, must be dropped with it. So a key refers weakly to each object that it compares by identity.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from ..._tree import container_key, freeze, is_hashable
 def static_key(x: Any) -> Hashable:
     """`freeze` of a static argument, with weak references to objects that are compared by identity.
 
-    An object is compared by identity if its class does not define equality, if it cannot be hashed, or if it holds states:
-    two equal models are two keys. Whether an object with its own equality holds states is checked when the key is stored. An object
-    that cannot be hashed and holds no states is a record that may change: its attributes must be the same, too.
+    An object is compared by identity if its class does not define equality, if it cannot be hashed, or if it holds
+    states: two equal models are two keys. Whether an object with its own equality holds states is checked when the key
+    is stored. An object that cannot be hashed and holds no states is a record that may change: its attributes must be
+    the same, too.
     """
     return freeze(x, _stand_for)
 
@@ -51,14 +52,17 @@ def _stand_for(x: Any, records: tuple[int, ...] = ()) -> Hashable:
 
 
 def _attributes(x: Any, records: tuple[int, ...]) -> Hashable:
-    """A key for the attributes of an object; None if it is compared by identity alone, or is an attribute of its own attributes."""
+    """A key for the attributes of an object; None if it is compared by identity alone, or is an attribute of its own
+    attributes.
+    """
     if not has_parts(x) or id(x) in records:
         return None
     return freeze(list(attributes(x)), functools.partial(_stand_for, records=(*records, id(x))))
 
 
 class HeldKey:
-    """The part of a key for an object. Holds it strongly until the key is stored, and longer only to compare by equality.
+    """The part of a key for an object. Holds it strongly until the key is stored, and longer only to compare by
+    equality.
 
     Attributes:
         attributes: a key for the object's attributes, which must be the same; None if they need not.
@@ -125,9 +129,11 @@ def _parts(key: Any) -> Iterator[Any]:
 
 
 class Programs(dict[Hashable, list]):
-    """Programs by the keys of calls. Bounded: the oldest are dropped first. The programs of a collected object are dropped, too.
+    """Programs by the keys of calls. Bounded: the oldest are dropped first. The programs of a collected object are
+    dropped, too.
 
-    A state that refers to its model keeps the model alive until its programs are dropped, since a program holds its states.
+    A state that refers to its model keeps the model alive until its programs are dropped, since a program holds its
+    states.
     """
 
     def __init__(self, size: int):
