@@ -220,7 +220,8 @@ def rematerialized(fun: Callable, policy: Any, *args: Any, prevent_cse: bool = F
         outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
         return outs
 
-    # Staged here and bound as equations: under ``jax_remat3`` the `jax.checkpoint` of jax 0.10 ignores `prevent_cse` (decision 1).
+    # Staged here and bound as equations: under ``jax_remat3`` the `jax.checkpoint` of jax 0.10 ignores `prevent_cse`
+    # (decision 1).
     jaxpr, consts = _jax.stage(flat, [_jax.abstract(x) for x in leaves], traced_for="scan", name="chunk")
     body = Body.close(jaxpr, consts)
     outs = _jax.rematerialize(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=prevent_cse)
