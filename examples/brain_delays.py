@@ -31,7 +31,12 @@ def make_options():
     parser = make_parser(__doc__, "brain_delays")
     add = parser.add_argument
     add("--regions", type=between(int, 1), default=84, help="brain regions")
-    add("--samples", type=between(int, 22), default=60, help="of the BOLD signal, one a second; the first 20 are left out")
+    add(
+        "--samples",
+        type=between(int, 22),
+        default=60,
+        help="of the BOLD signal, one a second; the first 20 are left out",
+    )
     add("--period", type=between(int), default=1000, help="steps between samples")
     add("--budget", type=between(float), default=32.0, help="temporary memory of the way with a budget, in MB")
     add("--rounds", type=between(int), default=5, help="gradients of each way, in turns")
@@ -135,7 +140,9 @@ class Fit:
 
 def make_data(options):
     """Return weights, delays in steps, and the target FC, all [regions, regions], and the noise [steps, regions]."""
-    noise = jax.random.normal(jax.random.key(options.seed), (options.samples * options.period, 1, options.regions))[:, 0]
+    noise = jax.random.normal(jax.random.key(options.seed), (options.samples * options.period, 1, options.regions))[
+        :, 0
+    ]
     if options.connectome == "tvboptim":
         from tvboptim import data
 
@@ -252,7 +259,9 @@ def draw(signal, results, data):
     """Draw the BOLD signal, the simulated and the measured FC, and memory against time."""
     figure = Figure(figsize=(14, 4.2), layout="constrained")
     bold, simulated, measured, against = figure.subplots(1, 4, width_ratios=(1.2, 0.9, 0.9, 1.6))
-    bold.plot(np.arange(1, len(signal) + 1), signal[:, :12] - signal[SKIPPED:, :12].mean(0), lw=0.9, color=BLUE, alpha=0.6)
+    bold.plot(
+        np.arange(1, len(signal) + 1), signal[:, :12] - signal[SKIPPED:, :12].mean(0), lw=0.9, color=BLUE, alpha=0.6
+    )
     shown = signal[SKIPPED:] - signal[SKIPPED:].mean(0)
     limits = 1.2 * shown.min(), 1.2 * shown.max()
     tidy(bold, xlabel="second", title="BOLD signal, 12 regions", xlim=(SKIPPED, len(signal)), ylim=limits)
