@@ -16,7 +16,7 @@ ways neurons keep the membrane potential between steps and nothing within (``che
 ``--target h100`` compiles for a GPU that is not there, too.
 """
 
-from _common import BLUE, GREEN, GREY, MIB, between, make_parser, parse, run, show_bytes, show_difference, tidy
+from _common import BLUE, GREEN, GREY, between, make_parser, parse, run, show_bytes, show_difference, tidy
 
 WAYS = {"plain": GREY, "bits": BLUE, "convolutions": GREEN}
 # SpikingJelly's table, one RTX 4090: peak memory in MB, milliseconds of a step, seconds of the search.
