@@ -337,3 +337,18 @@ def test_nested_loop_hits_the_cache():
     with compilations() as compiled:
         loss(other)
     assert statetx.cache_info().structures.misses == misses and not compiled
+
+
+def test_inputs_that_are_not_differentiated_need_no_budget():
+    """Their cotangents are not computed, so they do not count."""
+    table, rows = jnp.sin(jnp.arange(2.0**16)).reshape(-1, 16), jnp.arange(256)
+
+    def loss(w, table):
+        def step(h, row):
+            return jnp.tanh(w * h + table[row]), None
+
+        return jnp.sum(statetx.scan(step, jnp.zeros(16), rows, checkpoint=policies.Budget("20KiB"))[0])
+
+    jax.grad(loss)(0.5, table)
+    with pytest.raises(statetx.PolicyError, match="with one slot"):
+        jax.grad(loss, argnums=(0, 1))(0.5, table)

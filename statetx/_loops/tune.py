@@ -31,6 +31,7 @@ from .derivative import DifferentiableLoop, Differentiated, floats_of, jvp_of, w
 from .step import LoopStep
 from .strategy import Levels, Slots, Strategy
 
+Diff = tuple[int, ...] | None  # the differentiated inputs of a loop; None for all floats
 SHORT = 64  # steps, below which a schedule gains nothing
 _SLACK = 2**10  # bytes by which a program around the loop may differ from the loop's own
 _SMALL = 2**22  # bytes that are not worth a second run of anything
@@ -123,15 +124,15 @@ class Sized(DifferentiableLoop):
         super().__init__(step)
         self._strategy = strategy
         self._loops: dict[Slots | Levels | None, Callable] = {None: step.plain()}
-        self._chosen: dict[TraceContext, Slots | Levels | None] = {}
-        self._bytes: dict[tuple[Slots | Levels | None, TraceContext], int] = {}
+        self._chosen: dict[tuple[TraceContext, Diff], Slots | Levels | None] = {}
+        self._bytes: dict[tuple[Slots | Levels | None, TraceContext, Diff], int] = {}
 
     def with_step(self, step: LoopStep) -> Sized:
         return Sized(step, self._strategy)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         leaves, treedef = jax.tree.flatten(primals)
-        chosen = self._choice(TraceContext.of(leaves))
+        chosen = self._choice(TraceContext.of(leaves), tuple(tangents))
         loop, primals = self._loop(chosen), treedef.unflatten(self._watched(leaves, chosen, tuple(tangents)))
         return loop.derivative(primals, tangents) if isinstance(loop, LoopOfSlots) else jvp_of(loop, primals, tangents)
 
@@ -139,7 +140,8 @@ class Sized(DifferentiableLoop):
         return self._choice(TraceContext(manual=_jax.enclosing_shard_map())) is None
 
     def plain_args(self, args: list, diff_indices: tuple[int, ...]) -> list | None:
-        return self._watched(args, None, diff_indices) if self._choice(TraceContext.of(args)) is None else None
+        is_plain = self._choice(TraceContext.of(args), diff_indices) is None
+        return self._watched(args, None, diff_indices) if is_plain else None
 
     def _watched(self, args: list, chosen: Slots | Levels | None, diff_indices: tuple[int, ...]) -> list:
         """The arguments of the loop, with a note if it is a loop of JAX's, which checks a budget."""
@@ -148,11 +150,13 @@ class Sized(DifferentiableLoop):
             return with_notice(args, _BudgetWatch.here(loop, diff_indices, sized=self, chosen=chosen))
         return args if isinstance(chosen, Slots) else with_notice(args, Differentiated.here(loop, diff_indices))
 
-    def _choice(self, around: TraceContext) -> Slots | Levels | None:
+    def _choice(self, around: TraceContext, diff_indices: Diff = None) -> Slots | Levels | None:
         """How the loop is reversed; None if it stays plain."""
-        if around not in self._chosen:
-            self._chosen[around] = self._fit(around) if isinstance(self._strategy, Budget) else self._choose(around)
-        return self._chosen[around]
+        is_budget = isinstance(self._strategy, Budget)
+        key = around, diff_indices if is_budget else None
+        if key not in self._chosen:
+            self._chosen[key] = self._fit(*key) if is_budget else self._choose(around)
+        return self._chosen[key]
 
     def _loop(self, chosen: Slots | Levels | None) -> Callable:
         if chosen not in self._loops:
@@ -188,7 +192,7 @@ class Sized(DifferentiableLoop):
 
     # -- a number of bytes --
 
-    def _fit(self, around: TraceContext) -> Slots | Levels | None:
+    def _fit(self, around: TraceContext, diff_indices: Diff) -> Slots | Levels | None:
         """The fewest runs of steps within the budget, as compiled, on GPUs without slots if that fits; None if the
         plain loop fits.
         """
@@ -202,9 +206,9 @@ class Sized(DifferentiableLoop):
             )
         fastest = [None, *([Levels(2), Levels(3)] if _waits_for_loops() else [])]
         for chosen in fastest:
-            if self._temporary(chosen, around) <= budget:
+            if self._temporary(chosen, around, diff_indices) <= budget:
                 return chosen
-        least = self._temporary(Slots(1), around)
+        least = self._temporary(Slots(1), around, diff_indices)
         if least > budget:
             raise PolicyError(
                 f"{step.name}: the gradient of this loop{_over(around)} needs {format_bytes(least + _SLACK)} with "
@@ -220,7 +224,7 @@ class Sized(DifferentiableLoop):
         allowed = budget
         for _ in range(6):
             slots = Slots(min(1 + (allowed - least) // carry, step.length))
-            over = self._temporary(slots, around) - budget
+            over = self._temporary(slots, around, diff_indices) - budget
             if over <= 0:
                 return slots
             # A sixteenth more than the excess, or the next choice may be the same one.
@@ -234,21 +238,22 @@ class Sized(DifferentiableLoop):
         assert isinstance(self._strategy, Budget)
         return self._strategy.bytes - _SLACK
 
-    def _temporary(self, chosen: Slots | Levels | None, around: TraceContext) -> int:
-        if (chosen, around) not in self._bytes:
-            self._bytes[chosen, around] = temporary_bytes(self.step, self._loop(chosen), around)
-        return self._bytes[chosen, around]
+    def _temporary(self, chosen: Slots | Levels | None, around: TraceContext, diff_indices: Diff) -> int:
+        key = chosen, around, diff_indices
+        if key not in self._bytes:
+            self._bytes[key] = temporary_bytes(self.step, self._loop(chosen), around, diff_indices)
+        return self._bytes[key]
 
-    def check(self, chosen: Slots | Levels | None, around: TraceContext) -> None:
+    def check(self, chosen: Slots | Levels | None, around: TraceContext, diff_indices: Diff) -> None:
         """Raise unless the budget is kept by a loop that has been mapped since its strategy was decided."""
         # Decided for as many or more: what was compiled then says enough.
         if any(
-            key[0] == chosen and _covers(key[1].maps, around.maps)
+            key[0] == chosen and key[2] == diff_indices and _covers(key[1].maps, around.maps)
             for key, size in self._bytes.items()
             if size <= self._budget
         ):
             return
-        needed = self._temporary(chosen, around)
+        needed = self._temporary(chosen, around, diff_indices)
         if needed > self._budget:
             raise PolicyError(
                 f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this "
@@ -271,7 +276,7 @@ class _BudgetWatch(Differentiated):
 
     def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> Differentiated:
         watch = super().__call__(axis, is_mapped)
-        self.sized.check(self.chosen, watch.around)
+        self.sized.check(self.chosen, watch.around, watch.diff_indices)
         return watch
 
 
@@ -300,15 +305,11 @@ def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
 # -- sizes -------------------------------------------------------------------------------------------------------
 
 
-def temporary_bytes(step: LoopStep, loop: Callable, around: TraceContext = TraceContext()) -> int:  # noqa: B008
-    """What XLA reserves on a device for the gradient of a loop with respect to all its inputs, beyond these and its
-    outputs.
-    """
+def temporary_bytes(step: LoopStep, loop: Callable, around: TraceContext, diff_indices: Diff) -> int:
+    """What XLA reserves on a device for the gradient of a loop, beyond its inputs and outputs."""
     of_steps = lambda aval: _jax.stacked_type(aval, step.length)
-    # With respect to all float inputs, whichever will be differentiated: one answer for every derivative, which errs
-    # upward.
     avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
-    floats = [i for i, a in enumerate(avals) if is_float(a)]
+    floats = [i for i, a in enumerate(avals) if is_float(a)] if diff_indices is None else diff_indices
     ct_avals = [a for a in (*step.avals, *map(of_steps, step.y_avals)) if is_float(a)]
     num_before_xs = step.num_constants + step.num_carry
 
