@@ -404,6 +404,10 @@ def spiking_online() -> str:
     )
 
 
+def published(name: str) -> str:
+    return wide(*getattr(module("published"), f"{name}_table")(load("published")[name]))
+
+
 # -- charts --------------------------------------------------------------------------------------------------------
 
 GREY, ORANGE, TEAL = "#9ca3af", "#e08a3c", "#0e7386"
@@ -491,6 +495,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "spiking: table": lambda: spiking("table"),
     "spiking: short": lambda: module("spiking").short(load("spiking_deep")),
     "spiking: online": spiking_online,
+    "published: environment": lambda: module("published").conditions(load("published")),
+    "published: delays": lambda: published("delays"),
+    "published: vgg": lambda: published("vgg"),
     **{
         name: functools.partial(log, name, lambda m, results: [(m.COLUMNS, m.rows(results))])
         for name in ("ecosystem", "gpu")

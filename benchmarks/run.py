@@ -30,6 +30,7 @@ ALL = (
     "whole_plans",
     "ecosystem",
     "online_rules",
+    "published",
 )
 PICTURES = {"bench_scale": "scale.svg", "planner": "planner.svg", "whole_plans": "whole_plans.svg"}
 

@@ -184,7 +184,7 @@ def test_help_imports_nothing_large():
     path = str(ROOT / "examples")  # where Python finds _common when it runs a script by name
     run = subprocess.run(command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("--quick") >= len(scripts) == 9
+    assert run.stdout.count("--quick") >= len(scripts) == 11
 
 
 def test_ctrl_c_ends_in_one_line_and_writes_the_results_so_far(tmp_path):
@@ -215,6 +215,8 @@ OTHERS = [
     "nnx_model",
     "refs",
     "hypergradient",
+    "brain_delays",
+    "spiking_vgg",
 ]
 
 
@@ -245,6 +247,7 @@ def example(tmp_path, monkeypatch, capsys):
     yield run
     jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_enable_x64", False)  # of brain_delays
     sys.modules.pop("_common", None)
 
 
@@ -290,6 +293,32 @@ def test_spiking_deep(example):
     assert f"{mixed['runs']:.2f}" in out
     assert 0 < min(results["spike_rate"]) and max(results["spike_rate"]) < 1
     assert f"{results['accuracy']:.1%}" in out
+
+
+@pytest.mark.slow
+def test_brain_delays(example):
+    out, results = example("brain_delays", "--quick")
+    ways = results["ways"]
+    plain = ways["plain"]
+    assert plain["gradient"] != 0
+    for way in ("Levels(1)", "coupling", "budget"):
+        assert ways[way]["gradient"] == pytest.approx(plain["gradient"], rel=1e-9)
+        assert ways[way]["temporary_bytes"] < plain["temporary_bytes"] / 4
+    assert ways["Levels(1)"]["temporary_bytes"] < ways["coupling"]["temporary_bytes"]
+    assert ways["budget"]["temporary_bytes"] <= 1e6 * results["options"]["budget"]
+    assert f"{plain['gradient']:.6e}"[:9] in out
+
+
+@pytest.mark.slow
+def test_spiking_vgg(example):
+    pytest.importorskip("braintools")
+    out, results = example("spiking_vgg", "--quick")
+    plain, bits, convolutions = results["ways"].values()
+    for found in (bits, convolutions):
+        assert found["gradient_difference"] < 1e-5
+        assert found["temporary_bytes"] < plain["temporary_bytes"] / 2
+    assert convolutions["operations"] < 1.1 * plain["operations"] < 1.2 * plain["operations"] < bits["operations"]
+    assert "exhaustive" in out
 
 
 @pytest.mark.slow
