@@ -32,7 +32,9 @@ def run_example(name: str, words: list[str]) -> dict[str, Any]:
     """Run an example in a process of its own; return its results."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, EXAMPLES / f"{name}.py", "--out", folder, *words], check=True)
-        return json.loads((Path(folder) / "results.json").read_text())
+        results = json.loads((Path(folder) / "results.json").read_text())
+    del results["options"]["out"]
+    return results
 
 
 def delays_table(results: dict[str, Any]) -> Table:
@@ -85,7 +87,11 @@ def conditions(data: dict[str, Any]) -> str:
     steps = delays["options"]["samples"] * delays["options"]["period"]
     ours = [found for way, found in delays["ways"].items() if not way.startswith("tvboptim")]
     with_tvboptim = delays["options"]["connectome"] == "tvboptim"
-    same = f"Loss {ours[1]['loss']:.13f} and gradient {ours[1]['gradient']:.6e} are those of the page. " if with_tvboptim else ""
+    same = (
+        f"Loss {ours[1]['loss']:.13f} and gradient {ours[1]['gradient']:.6e} are those of the page. "
+        if with_tvboptim
+        else ""
+    )
     return (
         f"Measured by `python benchmarks/published.py --target h100` with tvboptim 0.4.0: {header(data['environment'])}. {steps:,} steps, "
         f"{delays['options']['regions']} regions, delays to 56.1 ms, Heun, 1 ms, float64. {same}Gradients of the ways differ by at most "

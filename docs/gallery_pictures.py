@@ -1,6 +1,6 @@
-"""Draw the pictures of the gallery: ``python docs/gallery_pictures.py [NAME ...]`` runs examples at the sizes of ``--quick``.
+"""Draw the pictures of the gallery: ``python docs/gallery_pictures.py [NAME ...]`` runs examples, a minute or two each.
 
-With ``--from FOLDER`` nothing runs: the pictures are those in FOLDER/NAME/results.png, of full runs for example. Pictures get a palette and a
+With ``--from FOLDER`` nothing runs: the pictures are those in FOLDER/NAME/results.png, such as ``out``. Pictures get a palette and a
 width of 1,200 pixels, so that each is smaller than 60 kB.
 """
 
@@ -17,11 +17,11 @@ GALLERY = ROOT / "docs" / "images" / "gallery"
 NAMES = [path.stem for path in sorted((ROOT / "examples").glob("[!_]*.py")) if path.stem != "train_multihost"]
 
 
-def shrink(source, target, width=1200, colors=48):
+def shrink(source, target, width=1200, colors=64):
     """Write a smaller picture with a palette."""
     picture = Image.open(source).convert("RGB")
     picture = picture.resize((width, round(width * picture.height / picture.width)), Image.Resampling.LANCZOS)
-    picture.quantize(colors, dither=Image.Dither.NONE).save(target, optimize=True)
+    picture.quantize(colors, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(target, optimize=True)
     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1000:.0f} kB")
 
 
@@ -36,7 +36,7 @@ def main():
             continue
         with tempfile.TemporaryDirectory() as folder:
             script = ROOT / "examples" / f"{name}.py"
-            subprocess.run([sys.executable, script, "--quick", "--out", folder], check=True)
+            subprocess.run([sys.executable, script, "--out", folder], check=True)
             shrink(pathlib.Path(folder) / "results.png", GALLERY / f"{name}.png")
 
 

@@ -16,9 +16,10 @@ ways neurons keep the membrane potential between steps and nothing within (``che
 ``--target h100`` compiles for a GPU that is not there, too.
 """
 
-from _common import BLUE, GREEN, GREY, between, make_parser, parse, run, show_bytes, show_difference, tidy
+from _common import GREEN, GREY, between, make_parser, parse, run, show_bytes, show_difference, tidy
 
-WAYS = {"plain": GREY, "bits": BLUE, "convolutions": GREEN}
+WAYS = "plain", "bits", "convolutions"
+RED = "#b03a48"
 # SpikingJelly's table, one RTX 4090: peak memory in MB, milliseconds of a step, seconds of the search.
 PUBLISHED = {
     "without": (1022.23, 27.57, 0.0),
@@ -206,28 +207,21 @@ def make_table(results, options):
 
 def draw(results, options):
     """Draw memory against time, relative to the plain network, beside the published figures."""
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
-    for way, found in results["published"].items():
-        point = found["time"], found["ratio"]
-        axes.scatter(*point, color="#b03a48", marker="x", s=50)
-        name = "plain" if way == "without" else f"SpikingJelly, {way}"
-        axes.annotate(
-            "" if way == "without" else name, point, (7, 0), textcoords="offset points", color="#b03a48", va="center"
-        )
-    for way, found in results["ways"].items():
-        points = {way: found["temporary_ratio"]} | (
-            {f"{way}, {options.target}": found["target_ratio"]} if options.target else {}
-        )
-        for label, ratio in points.items():
-            axes.scatter(found["time"], ratio, color=WAYS[way], s=55)
-            if label != f"plain, {options.target}":
-                axes.annotate(
-                    label, (found["time"], ratio), (7, 0), textcoords="offset points", color=WAYS[way], va="center"
-                )
+    published = {f"SpikingJelly, {way}": (r["time"], r["ratio"]) for way, r in results["published"].items()}
+    own = {f"statetx, {way}": (r["time"], r["temporary_ratio"]) for way, r in results["ways"].items()}
+    for points, color, marker in (published, RED, "x"), (own, GREEN, "o"):
+        for label, point in points.items():
+            axes.scatter(*point, color=color, marker=marker, s=55)
+            is_plain = label in ("SpikingJelly, without", "statetx, plain")
+            text = "" if label == "SpikingJelly, without" else "plain" if is_plain else label
+            axes.annotate(
+                text, point, (8, 0), textcoords="offset points", color=GREY if is_plain else color, va="center"
+            )
     tidy(axes, xlabel="time of the plain network", ylabel="memory of the plain network", ylim=(0, 1.08))
     low, high = axes.get_xlim()
-    axes.set(xlim=(min(low, 0.85), max(high + 0.2, 1.6)), title="Spiking VGG on event frames")
+    axes.set(xlim=(min(low, 0.85), max(high, 1.6)), title="Training step of a spiking VGG")
     return figure
 
 
