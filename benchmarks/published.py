@@ -110,8 +110,8 @@ def figures_of(delays: dict[str, Any], vgg: dict[str, Any]) -> dict[str, float]:
     """What the limits are about."""
     found, kept = delays["ways"], vgg["ways"]["convolutions"]
     figures = {
-        "delays: MB of Levels(1)": found["Levels(1)"]["temporary_bytes"] / MB,
-        "delays: time of Levels(1), of plain": found["Levels(1)"]["time"],
+        "delays: MB with the coupling stored": found["coupling"]["temporary_bytes"] / MB,
+        "delays: time with the coupling stored, of plain": found["coupling"]["time"],
         "delays: MB of a budget of 32 MB": found["budget"]["temporary_bytes"] / MB,
         "vgg: memory, of plain": kept["temporary_ratio"],
         "vgg: time, of plain": kept["time"],
