@@ -86,7 +86,7 @@ def vgg_table(results: dict[str, Any]) -> Table:
 def conditions(data: dict[str, Any]) -> str:
     """What was measured, how far the gradients differ, and what is the same as on tvboptim's page."""
     delays, vgg = data["delays"], data["vgg"]
-    steps = delays["options"]["samples"] * delays["options"]["period"]
+    steps = delays["options"]["scans"] * delays["options"]["period"]
     ours = [found for way, found in delays["ways"].items() if not way.startswith("tvboptim")]
     with_tvboptim = delays["options"]["connectome"] == "tvboptim"
     same = (

@@ -21,7 +21,6 @@ from _common import BLUE, GREEN, GREY, ORANGE, between, make_parser, parse, run,
 
 MB = 10**6  # as in the published table
 WAYS = {"plain": GREY, "Levels(1)": BLUE, "coupling": ORANGE, "budget": GREEN}
-PURPLE = "#7a4fa3"
 # Gradient of G by tvboptim, of its documentation: bytes by which the process grew, and seconds.
 PUBLISHED = {"plain": (763.1e6, 2.4834), "blocks of 512": (223.0e6, 3.1904)}
 
@@ -32,7 +31,7 @@ def make_options():
     add = parser.add_argument
     add("--regions", type=between(int, 1), default=84, help="brain regions")
     add(
-        "--samples",
+        "--scans",
         type=between(int, 22),
         default=60,
         help="of the BOLD signal, one a second; the first 20 are left out",
@@ -46,7 +45,7 @@ def make_options():
 
 if __name__ == "__main__":  # before the large imports, so that --help and mistakes are answered at once
     parser = make_options()
-    options = parse(parser, seconds=20, regions=8, samples=24, period=100, budget=0.5, rounds=2)
+    options = parse(parser, seconds=20, regions=8, scans=24, period=100, budget=0.5, rounds=2)
 
 import time
 
@@ -140,9 +139,7 @@ class Fit:
 
 def make_data(options):
     """Return weights, delays in steps, and the target FC, all [regions, regions], and the noise [steps, regions]."""
-    noise = jax.random.normal(jax.random.key(options.seed), (options.samples * options.period, 1, options.regions))[
-        :, 0
-    ]
+    noise = jax.random.normal(jax.random.key(options.seed), (options.scans * options.period, 1, options.regions))[:, 0]
     if options.connectome == "tvboptim":
         from tvboptim import data
 
@@ -242,7 +239,7 @@ def example(options, progress, results):
 
 def make_table(results, options):
     """Return the table of all ways, and of the published figures."""
-    steps = options.samples * options.period
+    steps = options.scans * options.period
     columns = ("memory", "time of plain", "loss", "gradient of G", "difference")
     title = f"Gradient through {steps:,} steps of {options.regions} regions, float64"
     table = Table("", *(Column(name, justify="right") for name in columns), title=title)
@@ -268,13 +265,15 @@ def draw(signal, results, data):
     for axes, fc, name in (simulated, connectivity(jnp.asarray(signal)), "simulated"), (measured, data["fc"], "target"):
         axes.imshow(np.asarray(fc), cmap="RdBu_r", vmin=-1, vmax=1)
         axes.set(title=f"FC, {name}", xticks=[], yticks=[])
-    points = {way: (r["time"], r["temporary_bytes"] / MB, WAYS.get(way, PURPLE)) for way, r in results["ways"].items()}
-    points |= {f"tvboptim's page: {w}": (r["time"], r["bytes"] / MB, "black") for w, r in results["published"].items()}
-    for label, (x, y, color) in points.items():
-        against.scatter(x, y, color=color, s=50, marker="x" if color == "black" else "o")
-        against.annotate(label, (x, y), xytext=(7, 0), textcoords="offset points", color=color, va="center")
+    points = {way: (results["ways"][way], "temporary_bytes", color, "o") for way, color in WAYS.items()}
+    points |= {f"tvboptim's page: {way}": (r, "bytes", "black", "x") for way, r in results["published"].items()}
+    for label, (found, key, color, marker) in points.items():
+        point = found["time"], found[key] / MB
+        against.scatter(*point, color=color, s=50, marker=marker)
+        down = -12 if label == "budget" else 0  # beside Levels(1)
+        against.annotate(label, point, (8, down), textcoords="offset points", color=color, va="center")
     tidy(against, xlabel="time of the plain loop", title="memory of a gradient, MB", yscale="log")
-    against.set_xlim(0.9 * min(p[0] for p in points.values()), 1.5 * max(p[0] for p in points.values()))
+    against.set_xlim(0.85, max(1.75, 1.2 * max(found["time"] for found, *_ in points.values())))
     return figure
 
 
