@@ -7,8 +7,8 @@ Compared
 
 Measured
     XLA's temporary memory (``memory_analysis().temp_size_in_bytes``), and CPU time of the process: ways take turns, and ratios to the plain way
-    of the same round are taken. tvboptim's page has the growth of the process instead of temporary memory: of its solver both
-    are within 3% of each other. ``--target h100`` adds the VGG's memory on a GPU that is not there.
+    of the same round are taken. tvboptim's page has the growth of the
+    process instead. ``--target h100`` adds the VGG's memory on a GPU that is not there.
 """
 
 from __future__ import annotations

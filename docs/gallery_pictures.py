@@ -17,7 +17,7 @@ GALLERY = ROOT / "docs" / "images" / "gallery"
 NAMES = [path.stem for path in sorted((ROOT / "examples").glob("[!_]*.py")) if path.stem != "train_multihost"]
 
 
-def shrink(source, target, width=1200, colors=64):
+def shrink(source, target, width=1200, colors=40):
     """Write a smaller picture with a palette."""
     picture = Image.open(source).convert("RGB")
     picture = picture.resize((width, round(width * picture.height / picture.width)), Image.Resampling.LANCZOS)
