@@ -82,7 +82,7 @@ def wide(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with a sticky head; verdicts in it have a color."""
     return (
         f'<div class="wide" markdown>\n\n{markdown_table(columns, [[marked(c) for c in row] for row in rows])}\n\n'
-        f'</div>'
+        f"</div>"
     )
 
 
