@@ -215,8 +215,6 @@ OTHERS = [
     "nnx_model",
     "refs",
     "hypergradient",
-    "brain_delays",
-    "spiking_vgg",
 ]
 
 
@@ -391,6 +389,15 @@ def test_help_and_bad_options_of_the_others(name, example):
         status, captured = example(name, *bad.split())
         assert status == 2
         assert_one_line(captured.err, named=bad.split()[0])
+
+
+@pytest.mark.parametrize("name", ["brain_delays", "spiking_vgg"])
+def test_help_and_bad_options_of_published_tables(name, example):
+    status, captured = example(name, "--help")
+    assert status == 0 and "--rounds" in captured.out
+    status, captured = example(name, "--rounds", "0")
+    assert status == 2
+    assert_one_line(captured.err, named="--rounds")
 
 
 @pytest.mark.parametrize(
