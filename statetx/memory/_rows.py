@@ -23,7 +23,7 @@ def in_rows(jaxpr: Jaxpr, num: int) -> Callable[..., list[Any]] | None:
     An equation that cannot is computed as a whole, before the loop.
     """
     shapes = [getattr(v.aval, "shape", ()) for v in jaxpr.outvars]
-    sizes = {shape[:1] for shape in shapes}
+    sizes: set[tuple[int, ...]] = {shape[:1] for shape in shapes}
     size = next(iter(sizes))[0] if len(sizes) == 1 and sizes != {()} else 0
     if not size or size % num or any(isinstance(v, Literal) for v in jaxpr.outvars):
         return None

@@ -209,7 +209,7 @@ def _check(grads: PyTree, values: PyTree) -> None:
             and jax.tree.structure(grads[1]) == jax.tree.structure(values)
         ):
             fix = "value_and_grad returns a pair (value, gradients): update with the second"
-        elif unknown == [""] and not jnp.shape(grads):
+        elif unknown == [""] and not jnp.shape(grads):  # type: ignore[arg-type]
             fix += "; is it the loss? value_and_grad returns a pair (value, gradients)"
         raise GradientError(
             f"The gradients do not match the optimizer's states: {difference}."
