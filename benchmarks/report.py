@@ -135,14 +135,10 @@ def log_whole_plans() -> str:
 
 
 def log_target_plans_ablation() -> str:
-    data, target_plans, with_all = (
-        load("target_plans_ablation"),
-        module("target_plans"),
-        load("target_plans")["results"],
-    )
+    data, target_plans, plans = load("target_plans_ablation"), module("target_plans"), load("target_plans")["results"]
     made_by = f"Measured by `python benchmarks/target_plans.py --without ...`: {header(data['environment'])}."
-    table = wide(target_plans.ABLATION_COLUMNS, target_plans.ablation_rows(data["results"], with_all))
-    return "\n\n".join([made_by, table, verdicts(target_plans.treatments(with_all))])
+    table = wide(target_plans.ABLATION_COLUMNS, target_plans.ablation_rows(data["results"]))
+    return "\n\n".join([made_by, table, verdicts(target_plans.treatments(plans))])
 
 
 def log_target_plans() -> str:

@@ -280,14 +280,16 @@ ABLATION_COLUMNS = (
 )
 
 
-def ablation_rows(results: dict[str, dict[str, Any]], with_all: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """The rows of plans without a treatment beside those of the same plans with all of them."""
+def ablation_rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The rows of plans without a treatment beside those of the same plans with all of them, which have the device as title."""
     lines = []
     for of_rows, by_program in results.items():
         device, _, treatment = of_rows.partition(" without ")
+        if not treatment:
+            continue
         for name, found in by_program.items():
             for title, row in found["plans"].items():
-                full, is_made = with_all[device][name]["plans"][title], "bytes" in row
+                full, is_made = results[device][name]["plans"][title], "bytes" in row
                 kept = "yes" if is_made and is_kept(row) else "NO"
                 extra = percent(row["extra"]) if is_made else "no plan"
                 cells = [treatment, f"{name}: {title}", percent(full["extra"]), extra, kept]
