@@ -404,6 +404,27 @@ def published(name: str) -> str:
     return wide(*getattr(module("published"), f"{name}_table")(load("published")[name]))
 
 
+def advice() -> str:
+    """How many changes by hand are advised, the steps that do not fit before and after their lists, and regressions."""
+    advised, cases, found = load("advised"), load("advice"), load("regressions")
+    changes = [c for program in advised for c in program["changes"].values() if c["saved"] >= 0.2]
+    seconds = [program["seconds"] for program in advised]
+    gib = lambda key, case: f"{case[key] / 2**30:.1f}"  # noqa: E731
+    rows = [f"{c['name']} {gib('needed_bytes', c)} to {gib('followed_bytes', c)}" for c in cases]
+    same = [c for c in (*found["versions"], *found["drawn"]) if c["before"] == c["after"]]
+    return (
+        f"Of {len(advised)} programs with a place for a change by hand (a rematerialized call or body of a loop, a "
+        f"strategy, donation, parts), `explain_oom` names {sum(c['ok'] for c in changes)} of {len(changes)} changes that "
+        f"save a fifth of the peak, with the bytes of the program changed by hand "
+        f"({100 * max(c['off'] or 0 for c in changes):.1f}% off at most), in {min(seconds)} to {max(seconds)} seconds "
+        f"beside the profile. {sum(c['fits'] for c in cases)} of {len(cases)} steps that do not fit on an A100 of 40 GB "
+        f"fit after its list (GiB, of {gib('limit_bytes', cases[0])}): {', '.join(rows)}. "
+        f"{sum(p['found'] for p in found['planted'])} of {len(found['planted'])} planted regressions are named by owner "
+        f"and line; {sum(c['programs'] for c in same)} comparisons of unchanged programs, each of three versions of JAX "
+        f"with its own records, raise {sum(c['alarms'] for c in same)} alarms."
+    )
+
+
 # -- charts --------------------------------------------------------------------------------------------------------
 
 GREY, ORANGE, TEAL = "#9ca3af", "#e08a3c", "#0e7386"
@@ -491,6 +512,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "spiking: table": lambda: spiking("table"),
     "spiking: short": lambda: module("spiking").short(load("spiking_deep")),
     "spiking: online": spiking_online,
+    "advice": advice,
     "published: environment": lambda: module("published").conditions(load("published")),
     "published: delays": lambda: published("delays"),
     "published: vgg": lambda: published("vgg"),
