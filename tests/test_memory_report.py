@@ -1,10 +1,13 @@
 """`memory_report`: its figures against XLA's, and each diagnosis against a program that provokes it."""
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import json
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -520,3 +523,18 @@ def test_policies_of_one_name_have_rows_of_their_own():
     report = statetx.memory_report(f, jnp.ones((8, 8)), policies=[lambda *_, **__: True, lambda *_, **__: False])
     assert len(report.rows) == 3 and len({row.policy for row in report.rows}) == 3
     assert report.rows[1].residual_bytes > report.rows[2].residual_bytes
+
+
+@pytest.mark.parametrize(
+    ("fun", "expected"),
+    [(statetx.memory_report, ["compiling no remat", "compiling as written"]), (statetx.memory_profile, ["compiling"])],
+)
+def test_progress_tells_what_is_compiled(fun, expected, monkeypatch):
+    told = []
+    module = sys.modules[inspect.unwrap(fun).__module__]
+    monkeypatch.setattr(module, "spinner", lambda what, is_shown: contextlib.nullcontext(told.append))
+    loss = lambda w: (statetx.remat(jnp.sin)(w @ w)).sum()
+    fun(loss, jnp.eye(4), progress=True)
+    assert told == expected
+    with pytest.raises(TypeError, match="progress= must be True or False"):
+        fun(loss, jnp.eye(4), progress="yes")

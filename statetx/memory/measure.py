@@ -23,10 +23,11 @@ from .._equations.compiled import (
 )
 from .._errors import FunctionError
 from .._jax import CompiledProgram
-from .._lift.options import notes_shapes
+from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._objects.attributes import created_undone
 from .._objects.paths import argument_names
+from .._spinner import spinner
 from .._targets import current
 from .._targets.target import Target
 from .._text import brief
@@ -52,10 +53,14 @@ def memory_profile(compiled: Any, /) -> MemoryProfile: ...
 def memory_profile(fun: Any, /, *args: Any, gradient: bool | None, **kwargs: Any) -> MemoryProfile: ...
 @overload
 def memory_profile(fun: Any, /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryProfile: ...
+@overload
+def memory_profile(fun: Any, /, *args: Any, progress: bool, **kwargs: Any) -> MemoryProfile: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target
-def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwargs: Any) -> MemoryProfile:
+def memory_profile(
+    fun: Any, /, *args: Any, gradient: bool | None = None, progress: bool = False, **kwargs: Any
+) -> MemoryProfile:
     """Compile a function, and show what fills its memory at each step of the compiled program.
 
     Nothing is computed and no state changes. XLA's own buffer assignment gives each buffer's size and place, its
@@ -73,6 +78,7 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwar
             argument and every float state. By default it does, unless the function is a training step, which takes
             gradients itself (as in `plan`). A function without float outputs, and a program that is staged already, are
             profiled unchanged.
+        progress: whether to show progress (with rich).
 
     Returns:
         `MemoryProfile`: print it, or write ``.to_html(path)``.
@@ -92,7 +98,10 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool | None = None, **kwar
         >>> sum(group.num_bytes for group in profile.at_peak) + profile.unused_bytes == profile.peak_bytes
         True
     """
-    return profiled(fun, args, kwargs, gradient, memory_analysis_options())
+    check_flags("memory_profile", progress=progress)
+    with spinner("memory_profile", is_shown=progress) as tell:
+        tell("compiling")
+        return profiled(fun, args, kwargs, gradient, memory_analysis_options())
 
 
 def profiled(

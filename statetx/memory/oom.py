@@ -15,10 +15,10 @@ from .._equations.compiled import full_device_options, is_out_of_memory
 from .._errors import StatetxError
 from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
+from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import format_bytes, format_seconds, parse_bytes, short_path
-from ..planner._spinner import spinner
 from ..planner.planner import plan
 from ..transforms.functionalize import functionalize
 from ._estimate import estimate

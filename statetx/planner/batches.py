@@ -25,6 +25,7 @@ from .._lift.rules import Rules
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._loops.parts import part_type
 from .._objects.attributes import created_undone
+from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import brief, counted, format_bytes
@@ -38,7 +39,6 @@ from . import _store
 from ._budget import TEMPORARIES, impossible_batch, read_amount, unit_question
 from ._plan.plan import Plan
 from ._plan.record import PART, VERSION
-from ._spinner import spinner
 from .planner import DEFAULT_TIME_LIMIT, Planner
 
 _LIMIT = 2**24  # examples, where the user gives no limit: most programs that take so many do not depend on their number

@@ -17,6 +17,7 @@ from .._errors import PlanError, PolicyWarning
 from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.gradients import unobserved
+from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, suggestion
 from . import _store
@@ -30,7 +31,6 @@ from ._program.ways import read_formats
 from ._search.capture import Captured, Recorded, variants
 from ._search.timing import Timer, refuse_unknown_times
 from ._search.whole import Choice, Options, Whole, fixed_above, whole_of
-from ._spinner import spinner
 from ._treatments import TREATMENTS
 from ._treatments.treatment import Treatment
 

@@ -17,11 +17,12 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import Cost, Program
-from .._lift.options import notes_shapes
+from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._remat.atoms import names_of
 from .._remat.override import VisitedRegion, override
 from .._remat.parse import as_policy, as_sequence
+from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._targets.target import Target
@@ -226,6 +227,8 @@ def memory_report(
 ) -> MemoryReport: ...
 @overload
 def memory_report(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryReport: ...
+@overload
+def memory_report(fun: Callable[..., Any], /, *args: Any, progress: bool, **kwargs: Any) -> MemoryReport: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target
@@ -237,6 +240,7 @@ def memory_report(
     repeats: int = 0,
     gradient: bool | None = None,
     compiler_options: dict[str, Any] | None = None,
+    progress: bool = False,
     **kwargs: Any,
 ) -> MemoryReport:
     """Compile a training step, or a loss with its derivative, with and without rematerialization, and compare the
@@ -257,6 +261,7 @@ def memory_report(
             `plan`).
         compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on
             a CPU what unrolled rematerialization saves on other devices.
+        progress: whether to show progress (with rich).
 
     Returns:
         `MemoryReport`; for a policy that does not reduce temporary memory, it has a diagnosis.
@@ -280,6 +285,7 @@ def memory_report(
         [3200, 6400]
     """
     refuse_value("memory_report", fun)
+    check_flags("memory_report", progress=progress)
     # A run without compilation shows whether anything is rematerialized; if not, the whole function is.
     replacements = [] if policies is None else map(as_policy, as_sequence(policies, "memory_report"))
     policies_by_name: dict[str, Any] = {}
@@ -313,6 +319,10 @@ def memory_report(
             inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options, estimates=True)
         regions[label] = [] if is_baseline else visited
 
+    with spinner(f"memory_report of {name}", is_shown=progress) as tell:
+        for label, program in programs.items():
+            tell(f"compiling {label}")
+            _ = program.compiled
     seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
     rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]
 

@@ -1,4 +1,4 @@
-"""The progress of a search on the terminal."""
+"""The progress of a search or a compilation on the terminal."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .._extras import require
+from ._extras import require
 
 
 def spinner(what: str, *, is_shown: bool) -> AbstractContextManager[Callable[[str], None]]:
-    """A context whose value reports a step of a search; silently if it is not shown. It may be entered several
+    """A context whose value reports a step; silently if it is not shown. It may be entered several
     times.
     """
     return _Spinner(what) if is_shown else contextlib.nullcontext(lambda text: None)
