@@ -1108,3 +1108,16 @@ def test_training_step_takes_its_gradient_in_parts():
     gradient = statetx.microbatch(statetx.grad(lambda x: (w.value * x).mean(), wrt=optimizer.states), 2)
     statetx.jit(lambda x: optimizer.update(gradient(x)))(jnp.arange(4.0))
     np.testing.assert_allclose(w.value, 1 - 0.1 * 1.5, rtol=1e-6)
+
+
+def test_values_of_examples_are_not_averaged_over_parts():
+    x = jnp.arange(8.0)
+    with pytest.raises(statetx.StateValueError, match="(?s)a value for each of the 4 examples of a part.*concat"):
+        statetx.microbatch(jnp.square, 2)(x)
+    np.testing.assert_array_equal(statetx.microbatch(jnp.square, 2, reduce="concat")(x), x**2)
+
+
+def test_gradients_with_as_many_rows_as_a_part_has_examples_are_averaged():
+    w, x = jnp.eye(4), jnp.arange(32.0).reshape(8, 4)
+    gradient = jax.grad(lambda w, x: ((x @ w) ** 2).mean())
+    np.testing.assert_allclose(statetx.microbatch(gradient, 2, argnums=1)(w, x), gradient(w, x), rtol=1e-6)

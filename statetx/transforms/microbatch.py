@@ -7,6 +7,7 @@ function needs the memory of one part and of one gradient. A loss, too, has a gr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from .._targets.target import Target
 from .._text import brief, suggestion, type_str
 from .._tree import ARRAY, is_argument, is_array_or_number, partition
 from .._typing import Filter, Indices, Names, PyTree
+from .abstract import eval_shape
 from .functionalize import trace_states
 from .grad import ValueAndGrad
 from .jit.static_keys import Programs, static_key
@@ -387,7 +389,27 @@ class _PartwiseCall:
                     f'Fix: reduce="concat" for outputs with a value for each example, or a number of parts that '
                     f"divides the batch."
                 )
+        if larger is None:
+            self._refuse_examples(reductions, staged)
         return reductions
+
+    def _refuse_examples(self, reductions: Sequence[str], staged: Staged) -> None:
+        """Refuse a mean over parts of values for each example, which equal parts do not show."""
+        size = self._batch.size // self._num
+        shapes = [aval.shape for how, aval in zip(reductions, staged.out_avals, strict=True) if how == "mean"]
+        if self._num == 1 or not shapes or any(shape[:1] != (size,) for shape in shapes):
+            return
+        # The axis may be one of a gradient: parts of another size tell.
+        args, kwargs = self._batch.arguments(self._batch.types(size + 1))
+        lengths: list[Any] = []
+        with contextlib.suppress(Exception):  # the function may take this size only
+            lengths = [x.shape[:1] for x in jax.tree.leaves(eval_shape(self._fun, *args, **kwargs))]
+        if lengths and all(length == (size + 1,) for length in lengths):
+            raise StateValueError(
+                f"{self._name}: each output has a value for each of the {size} examples of a part, such as "
+                f"{type_str(staged.out_avals[0])}, and the parts are combined by reduce={self._reduce!r}.\n"
+                f'Fix: reduce="concat" keeps a value for each example; or take the mean in the function.'
+            )
 
 
 @jax.tree_util.register_pytree_node_class
