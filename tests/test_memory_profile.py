@@ -142,7 +142,7 @@ def test_operations_that_run_beside_others_hold_their_operands_until_they_are_do
         for number, root in ((entry, "root"), (wrapped, "result"))
     }
     defined = {"x": (), "a": (), "result": (), "between": (), "copy": (0,), "used": (), "root": ()}
-    values = {ids[n]: _jax.buffers.Value(ids[n], (ids[n], index), 4) for n, index in defined.items()}
+    values = {ids[n]: _jax.buffers.BufferValue(ids[n], (ids[n], index), 4) for n, index in defined.items()}
     program = _jax.CompiledProgram("", entry, computations, {i.id: i for i in made}, values, [])
     schedule = _lifetimes.FlatSchedule(program)
     starts, ends = _lifetimes._spans(program, schedule, _lifetimes.Flow(program, schedule))
@@ -865,7 +865,9 @@ def _program_of(instructions, computations, defined, entry=1):
         number: _jax.buffers.Computation(number, "", ids[root], [i for i in made if i.computation == number])
         for number, root in computations.items()
     }
-    values = {n: _jax.buffers.Value(n, (ids[name], index), size) for n, (name, index, size, _) in enumerate(defined)}
+    values = {
+        n: _jax.buffers.BufferValue(n, (ids[name], index), size) for n, (name, index, size, _) in enumerate(defined)
+    }
     by_place = {}
     for n, (_, _, size, place) in enumerate(defined):
         by_place.setdefault(place, []).append((n, 0, size))

@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import memory_programs
 import pytest
 
 import statetx
@@ -14,10 +13,8 @@ from statetx._equations.compiled import full_device_options
 from statetx.memory import oom
 from statetx.memory._advice import candidates, in_parts
 from statetx.memory._edits import AsArguments, Checkpoint, Rematerialize, SaveLess
-from statetx.memory._rows import in_rows
 from statetx.memory._tried import Trials
 from statetx.memory.oom import explain_oom
-from statetx.planner._program.flat import flatten
 
 F32 = jnp.float32
 X = jax.ShapeDtypeStruct((1024, 64), F32)
@@ -417,31 +414,6 @@ def test_parts_of_a_batch_take_what_they_take_by_hand(step, by_hand, gradient):
     cost = cost_of(step, BATCH, candidate.edit, gradient=gradient)
     check_as_by_hand(cost, by_hand, BATCH, gradient)
     assert cost.peak_bytes < 0.7 * statetx.measure(step, *BATCH, gradient=gradient).peak_bytes
-
-
-def test_a_function_in_parts_of_its_rows_takes_what_it_takes_by_hand():
-    case = memory_programs.huge_temporary()
-    (edit,) = edits_of(case.before, case.args, "microbatch", gradient=False)
-    cost = cost_of(case.before, case.args, edit)
-    check_as_by_hand(cost, case.after, case.args)
-    assert cost.peak_bytes < 0.3 * statetx.measure(case.before, *case.args, gradient=False).peak_bytes
-
-
-def rows_of_sorts(w, x):
-    """Of equations that can run on a part, and of some that cannot."""
-    h = jnp.einsum("nd,dk->kn", x, w).T.reshape(x.shape[0], 4, -1) + jnp.arange(w.shape[1] // 4.0)[None, None]
-    h = jnp.concatenate([jnp.sort(h, 1), jnp.cumsum(h, 1)[:, :2]], 1).max(1)
-    far = jnp.where(x[:, None, 0] > x[None, :, 0], jnp.sin(x @ x.T), 0.0).min(1)
-    return jnp.cumsum(h, 0) * far[:, None], jnp.tanh(x.sum(-1)) + far[::-1]
-
-
-def test_parts_of_rows_give_the_same_results():
-    w, x = jax.random.normal(jax.random.key(0), (16, 32)), jax.random.normal(jax.random.key(1), (24, 16))
-    jaxpr = flatten(jax.make_jaxpr(rows_of_sorts)(w, x).jaxpr)
-    found = in_rows(jaxpr, 4)(w, x)
-    for a, b in zip(found, rows_of_sorts(w, x), strict=True):
-        assert a.shape == b.shape and jnp.allclose(a, b, atol=1e-5)
-    assert in_rows(jaxpr, 5) is None  # 24 rows
 
 
 def test_parts_and_rematerialization_go_together():

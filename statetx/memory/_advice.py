@@ -15,7 +15,7 @@ from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
 from ._calls import Calls
 from ._candidate import ChangeCandidate, Gap, is_backward, saving
-from ._edits import AsArguments, Donate, InParts, InRows, Rematerialize, SaveLess, StoreBits
+from ._edits import AsArguments, Donate, InParts, Rematerialize, SaveLess, StoreBits
 from ._loop_advice import bodies, checkpoints
 from ._names import parent
 from ._scopes import line_of
@@ -230,6 +230,9 @@ def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
             if backward:
                 last = max([b.start, *forward])
                 gaps.append(Gap(last + 1, min(backward) - 1, b.num_bytes - _packed_bytes(b)))
+            if backward and forward and any(profile.steps[r].is_recomputed for r in backward):
+                # A region that stores bits runs as a whole, so that nothing of it is reserved before.
+                gaps.append(Gap(b.start, min(forward) - 1, b.num_bytes))
         readers = (profile.steps[r] for b in found for r in b.readers)
         file = next((f.file for step in readers for f in step.frames if f.function == function), "")
         yield from _storing_bits(function, file, found, saving(profile, gaps), freed, calls.num)
@@ -407,7 +410,7 @@ def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
             f"batch_size={-(-size // _NUM_PARTS)})."
         )
         change = Change("microbatch", where, text, saving(profile, gaps), condition)
-        yield ChangeCandidate(change, frozenset(same), InRows(where, _NUM_PARTS))
+        yield ChangeCandidate(change, frozenset(same))
 
 
 def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:

@@ -24,7 +24,6 @@ from ..planner._treatments.loops import CheckpointedLoop
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals._trace import user_line
 from ._names import calls_of
-from ._rows import in_rows
 from .buffer import Loop
 
 _SAVES_NOTHING = Decision(frozenset())
@@ -111,21 +110,6 @@ class Donate(Edit):
     """Donated inputs of the step, by their names."""
 
     inputs: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class InRows(Edit):
-    """Each call of a function, in a program without gradients, as a loop over parts of its rows:
-    ``statetx.map(..., batch_size=)``.
-    """
-
-    function: str
-    num: int
-
-    def apply(self, program: Flat) -> list[tuple[Interval, Callable[..., list[Any]]]]:
-        """The calls, with what runs in their places."""
-        found = [(i, in_rows(program.part(*i).jaxpr, self.num)) for i in _calls(program.jaxpr, self.function)]
-        return [(i, run) for i, run in found if run is not None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,14 +24,13 @@ from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
 from ..planner._program.flat import Flat, Part, flatten
-from ..planner._program.flat import run as run_parts
 from ..planner._treatments.inputs import StoredInputs
 from ..planner._treatments.rewrite import UNPLANNED, as_planned, rewrite
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of
-from ._edits import AsArguments, Donate, Edit, InParts, InRows
+from ._edits import AsArguments, Donate, Edit, InParts
 from ._scopes import numbered_calls, takes_as_arguments
 from .measure import input_names
 
@@ -152,16 +151,13 @@ class Trials:
         given = {name for e in edits if isinstance(e, Donate) for name in e.inputs}
         donated = {*arrays.donated(arrays.arrays), *(i for i, name in enumerate(names) if name in given)}
         run, args = arrays.run, arrays.arrays
-        if any(isinstance(e, (AsArguments, InRows)) for e in edits):
+        if AsArguments() in edits:
             with rewritten_by(rewriter):
                 jaxpr, found = captured(run, args)
-            jaxpr = rewriter.in_rows(jaxpr)
-            if AsArguments() in edits:
-                if not found:
-                    raise NotTried("the step closes over no array")
-                donated, args = {i + len(found) for i in donated}, [*map(_jax.abstract, found), *args]
-                found = []
-            run = lambda *xs: _jax.evaluate(jaxpr, (), [*found, *xs])
+            if not found:
+                raise NotTried("the step closes over no array")
+            donated, args = {i + len(found) for i in donated}, [*map(_jax.abstract, found), *args]
+            run = functools.partial(_jax.evaluate, jaxpr, ())
         with rewritten_by(rewriter):
             program = Program(run, args, self._options, sorted(donated), estimates=True)
         if not rewriter.is_complete:
@@ -242,21 +238,6 @@ class _Edited(Rewriter):
     def is_complete(self) -> bool:
         """Whether each edit has found something to change."""
         return self._found.issuperset(self._edits)
-
-    def in_rows(self, jaxpr: Jaxpr) -> Jaxpr:
-        """A program without gradients, with some calls in parts of their rows."""
-        for edit in self._edits:
-            if isinstance(edit, InRows) and (calls := edit.apply(program := Flat(flatten(jaxpr)))):
-                self._found.add(edit)
-                replaced = dict(calls)
-                bounds = sorted({0, len(program), *itertools.chain.from_iterable(replaced)})
-                spans = list(itertools.pairwise(bounds))
-                parts = [program.part(*span) for span in spans]
-                whole = functools.partial(run_parts, program.jaxpr, parts, [replaced.get(span) for span in spans])
-                jaxpr = jax.make_jaxpr(lambda *xs, whole=whole: whole(xs))(
-                    *(v.aval for v in program.jaxpr.invars)
-                ).jaxpr
-        return jaxpr
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         edited = self._edited(body)
