@@ -12,7 +12,7 @@ TIERS = """
 _typing
 _errors
 _text _atomic _positions _extras _environment _hooks
-_files _records _tables
+_files _records _tables _spinner
 _targets
 _jax
 _states

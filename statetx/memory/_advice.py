@@ -15,7 +15,7 @@ from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
 from ._calls import Calls
 from ._candidate import ChangeCandidate, Gap, is_backward, saving
-from ._edits import AsArguments, Donate, InParts, Rematerialize, SaveLess, StoreBits
+from ._edits import AsArguments, Donate, InParts, Predicted, Rematerialize, SaveLess, StoreBits
 from ._loop_advice import bodies, checkpoints
 from ._names import parent
 from ._scopes import line_of
@@ -410,7 +410,7 @@ def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
             f"batch_size={-(-size // _NUM_PARTS)})."
         )
         change = Change("microbatch", where, text, saving(profile, gaps), condition)
-        yield ChangeCandidate(change, frozenset(same))
+        yield ChangeCandidate(change, frozenset(same), Predicted("only you know whether its rows are independent"))
 
 
 def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:

@@ -113,6 +113,13 @@ class Donate(Edit):
 
 
 @dataclasses.dataclass(frozen=True)
+class Predicted(Edit):
+    """A change that is not tried."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class AsArguments(Edit):
     """Arrays that the step closes over, as arguments."""
 

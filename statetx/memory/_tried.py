@@ -30,7 +30,7 @@ from ..planner._treatments.treatment import Decision, Interval
 from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of
-from ._edits import AsArguments, Donate, Edit, InParts
+from ._edits import AsArguments, Donate, Edit, InParts, Predicted
 from ._scopes import numbered_calls, takes_as_arguments
 from .measure import input_names
 
@@ -143,6 +143,8 @@ class Trials:
             return self._changed(edits)
 
     def _changed(self, edits: Sequence[Edit]) -> Program:
+        if untried := next((e for e in edits if isinstance(e, Predicted)), None):
+            raise NotTried(untried.why)
         arrays = self._program_of(self._step, self._args, self._kwargs)
         names, states = input_names(self._step, self._args, arrays)
         rewriter: _Edited = _Edited(edits, keeps_order=not states)
@@ -157,7 +159,7 @@ class Trials:
             if not found:
                 raise NotTried("the step closes over no array")
             donated, args = {i + len(found) for i in donated}, [*map(_jax.abstract, found), *args]
-            run = functools.partial(_jax.evaluate, jaxpr, ())
+            run = lambda *xs: _jax.evaluate(jaxpr, (), xs)
         with rewritten_by(rewriter):
             program = Program(run, args, self._options, sorted(donated), estimates=True)
         if not rewriter.is_complete:

@@ -338,7 +338,12 @@ def _planned(
 ) -> Alternative:
     """What a plan within the limit takes."""
     assert report.available_bytes is not None
-    budget = max(0, report.available_bytes - report.profile.constant_bytes)
+    budget = report.available_bytes - report.profile.constant_bytes
+    if budget <= 0:
+        constants = format_bytes(report.profile.constant_bytes)
+        return Alternative(
+            f"statetx.plan finds none: constants take {constants} of {format_bytes(report.available_bytes)}"
+        )
     try:
         made = plan(step, *args, budget=budget, time_limit=seconds, **kwargs)
     except StatetxError as e:
