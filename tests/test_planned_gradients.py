@@ -256,7 +256,7 @@ def test_two_networks_share_the_budget_of_the_step():
 
 @pytest.mark.slow
 def test_budget_below_what_two_networks_take():
-    with pytest.raises(statetx.PlanError, match=r"Arguments take .* and outputs"):
+    with pytest.raises(statetx.PlanError, match=r"arguments take .* and outputs"):
         statetx.plan(adversarial, GENERATOR, CRITIC, X, X + 1, budget="100KiB")
 
 
