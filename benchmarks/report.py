@@ -416,7 +416,7 @@ def advice() -> str:
         f"Of {len(advised)} programs with a place for a change by hand (a rematerialized call or body of a loop, a "
         f"strategy, donation, parts), `explain_oom` names {sum(c['ok'] for c in changes)} of {len(changes)} changes that "
         f"save a fifth of the peak, with the bytes of the program changed by hand "
-        f"({100 * max(c['off'] or 0 for c in changes):.1f}% off at most), in {min(seconds)} to {max(seconds)} seconds "
+        f"({100 * max(c['off'] or 0 for c in changes):.1f}% off at most), in at most {max(seconds)} seconds "
         f"beside the profile. {sum(c['fits'] for c in cases)} of {len(cases)} steps that do not fit on an A100 of 40 GB "
         f"fit after its list (GiB, of {gib('limit_bytes', cases[0])}): {', '.join(rows)}. "
         f"{sum(p['found'] for p in found['planted'])} of {len(found['planted'])} planted regressions are named by owner "
