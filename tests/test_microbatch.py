@@ -1114,6 +1114,8 @@ def test_values_of_examples_are_not_averaged_over_parts():
     x = jnp.arange(8.0)
     with pytest.raises(statetx.StateValueError, match="(?s)a value for each of the 4 examples of a part.*concat"):
         statetx.microbatch(jnp.square, 2)(x)
+    with pytest.raises(statetx.StateValueError, match="a value for each of the 4 examples"):
+        statetx.microbatch(lambda x: (x**2, x.sum()), 2, reduce=("mean", "first"))(x)
     np.testing.assert_array_equal(statetx.microbatch(jnp.square, 2, reduce="concat")(x), x**2)
 
 

@@ -403,11 +403,13 @@ class _PartwiseCall:
         args, kwargs = self._batch.arguments(self._batch.types(size + 1))
         lengths: list[Any] = []
         with contextlib.suppress(Exception):  # the function may take this size only
-            lengths = [x.shape[:1] for x in jax.tree.leaves(eval_shape(self._fun, *args, **kwargs))]
+            outs = zip(reductions, jax.tree.leaves(eval_shape(self._fun, *args, **kwargs)), strict=True)
+            lengths = [x.shape[:1] for how, x in outs if how == "mean"]
         if lengths and all(length == (size + 1,) for length in lengths):
             raise StateValueError(
-                f"{self._name}: each output has a value for each of the {size} examples of a part, such as "
-                f"{type_str(staged.out_avals[0])}, and the parts are combined by reduce={self._reduce!r}.\n"
+                f"{self._name}: outputs have a value for each of the {size} examples of a part, such as "
+                f"{type_str(staged.out_avals[reductions.index('mean')])}, and are combined by "
+                f"reduce={self._reduce!r}.\n"
                 f'Fix: reduce="concat" keeps a value for each example; or take the mean in the function.'
             )
 

@@ -33,7 +33,7 @@ class Baseline:
     """The program without rematerialization.
 
     Its operations are known without compilation. It is compiled on demand, with fast options at first; a long program
-    of equal periods has its cost extrapolated from shorter versions, as long as it is not compiled.
+    of equal periods has its cost extrapolated from shorter versions until it is compiled.
 
     Args:
         report: called with a description of each step.
