@@ -159,6 +159,21 @@ def memory_of(step, *args):
     return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+def compare_times(functions, args, ways, rounds, tell):
+    """Run functions in turns; write the processor seconds of each way, and the median of their ratios to "plain"."""
+    from jax import block_until_ready  # not before the options are read
+
+    for _ in range(rounds):
+        for way, function in functions.items():
+            start = time.process_time()
+            block_until_ready(function(*args))
+            ways[way]["cpu_seconds"].append(time.process_time() - start)
+            tell(f"{way}: {ways[way]['cpu_seconds'][-1]:.2f} s")
+    for found in ways.values():
+        pairs = zip(found["cpu_seconds"], ways["plain"]["cpu_seconds"], strict=True)
+        found["time"] = statistics.median(a / b for a, b in pairs)
+
+
 def train(steps, batches, progress, results):
     """Call each step with each batch: ``step(*batch)``, which returns a loss.
 

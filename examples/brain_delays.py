@@ -17,7 +17,7 @@ all activity. It is differentiated in four ways:
 - budget: what fits in 32 MB (``checkpoint=Budget(...)``).
 """
 
-from _common import BLUE, GREEN, GREY, ORANGE, between, make_parser, parse, run, show_difference, tidy
+from _common import BLUE, GREEN, GREY, ORANGE, between, compare_times, make_parser, parse, run, show_difference, tidy
 
 MB = 10**6  # as in the published table
 WAYS = {"plain": GREY, "Levels(1)": BLUE, "coupling": ORANGE, "budget": GREEN}
@@ -218,16 +218,10 @@ def example(options, progress, results):
         loss, gradient = map(float, compiled[way](noise))
         ways[way] |= {"loss": loss, "gradient": gradient}
         progress.update(task, advance=1, status=f"{way}: {memory / MB:,.1f} MB")
-    for _ in range(options.rounds):
-        for way, function in compiled.items():
-            start = time.process_time()
-            jax.block_until_ready(function(noise))
-            ways[way]["cpu_seconds"].append(time.process_time() - start)
-            progress.update(task, advance=1, status=f"{way}: {ways[way]['cpu_seconds'][-1]:.2f} s")
+    tell = lambda text: progress.update(task, advance=1, status=text)
+    compare_times(compiled, [noise], ways, options.rounds, tell)
     plain = ways["plain"]
     for found in ways.values():
-        pairs = zip(found["cpu_seconds"], plain["cpu_seconds"], strict=True)
-        found["time"] = float(np.median([a / b for a, b in pairs]))
         found["gradient_difference"] = abs(found["gradient"] / plain["gradient"] - 1)
     results["published"] = {
         way: {"bytes": memory, "time": seconds / PUBLISHED["plain"][1]} for way, (memory, seconds) in PUBLISHED.items()

@@ -16,7 +16,7 @@ ways neurons keep the membrane potential between steps and nothing within (``che
 ``--target h100`` compiles for a GPU that is not there, too.
 """
 
-from _common import GREEN, GREY, between, make_parser, parse, run, show_bytes, show_difference, tidy
+from _common import GREEN, GREY, between, compare_times, make_parser, parse, run, show_bytes, show_difference, tidy
 
 WAYS = "plain", "bits", "convolutions"
 RED = "#b03a48"
@@ -165,16 +165,10 @@ def example(options, progress, results):
         difference = largest_difference(grads["plain"], grads[way])
         found |= {"loss": float(loss), "gradient_difference": difference, "cpu_seconds": []}
         progress.update(task, advance=1, status=f"{way}: {show_bytes(found['temporary_bytes'])}")
-    for _ in range(options.rounds):
-        for way, step in steps.items():
-            start = time.process_time()
-            jax.block_until_ready(step(*batch))
-            ways[way]["cpu_seconds"].append(time.process_time() - start)
-            progress.update(task, advance=1, status=f"{way}: {ways[way]['cpu_seconds'][-1]:.2f} s")
+    tell = lambda text: progress.update(task, advance=1, status=text)
+    compare_times(steps, batch, ways, options.rounds, tell)
     plain = ways["plain"]
     for found in ways.values():
-        pairs = zip(found["cpu_seconds"], plain["cpu_seconds"], strict=True)
-        found["time"] = float(np.median([a / b for a, b in pairs]))
         for name in ("temporary_bytes", "target_bytes"):
             if name in found:
                 found[name.replace("bytes", "ratio")] = found[name] / plain[name]
