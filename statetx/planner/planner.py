@@ -61,9 +61,10 @@ def plan(
 
     The function is traced once; no state changes and nothing is computed. Its equations are cut into regions where few
     bytes cross (or where `remat` marks them). Integer programs find the options of each region, and dynamic programming
-    their best combination, including the bytes in use during each region's backward pass. Candidates are compiled until
-    one keeps the budget and the next better one would not, a handful at most. A scan is planned with its body: the
-    saved values of each step, together with the levels or slots of the loop. The stock policies are candidates too.
+    their best combination, including the bytes in use during each region's backward pass. Of the choices
+    that the model finds, the one of the most expected gain is compiled, its memory corrects the model, and so on until
+    none is worth a compilation. A scan is planned with its body: the saved values of each step, together with the
+    levels or slots of the loop. The stock policies are candidates too.
     Random values are not drawn again, and each state is written once, as in `remat`.
 
     The plan is stored on disk by the structure of the program (`STATETX_CACHE`), so that the second run of a script
@@ -106,7 +107,7 @@ def plan(
 
     Source:
         Jain et al., Checkmate: Breaking the memory wall with optimal tensor rematerialization (MLSys 2020), for
-        the integer program; the memory model of `_analysis` for the rest.
+        the integer program; a model of memory for the rest.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx

@@ -132,7 +132,6 @@ class Plan(Result, Tabular, Rewriter):
         fields = self._find(lines, name)
         if fields is None:
             return body
-        # Parts with equal decisions share an option; the cache of `_layout.rewrite` gives them one function.
         waits = {"last_input": fields["last_input"], "is_sequential": fields["is_sequential"]}
         planned = Body(rewrite(*parts_of(program, fields), **waits), [])
         return as_planned(planned)

@@ -1,6 +1,6 @@
 """The record of a plan, as stored in JSON: how to rewrite each gradient of its program, what it takes and costs.
 
-Its fields, with their types and ranges, are listed in `_fields`.
+Its fields, with their types and ranges, are listed at the end.
 """
 
 from __future__ import annotations

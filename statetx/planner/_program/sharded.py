@@ -1,7 +1,7 @@
 """Functions that consist of a `jax.shard_map`: what runs on a device is planned in their place.
 
 Where the gradient is taken around a shard_map, the differentiated function has one equation, and its regions are in the
-body of that. A loss that is a shard_map is planned as the step that takes its gradient (`_capture._on_devices`).
+body of that. A loss that is a shard_map is planned as the step that takes its gradient (`_search.capture`).
 JAX differentiates the body on its own: what the backward pass of a device reads is what the regions of the body save.
 So the body is a program like any other, with the shapes of a device, and a rewritten one goes back into the shard_map.
 """

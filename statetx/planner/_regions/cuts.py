@@ -1,6 +1,6 @@
 """Where a program may be cut: the intervals of its equations that may become regions.
 
-They are a union, from which the dynamic program of `_lattice` takes a path from the first equation to the last:
+They are a union, from which the dynamic program of `lattice` takes a path from the first equation to the last:
 
 - the functions that the user rematerialized,
 - stretches between cuts that few bytes cross, and two or four neighboring ones merged,
@@ -199,7 +199,7 @@ def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable
         lists.append(_small([(before, run.boundaries[1]), (run.boundaries[-2], after)]))
     lists.append(cuts.blocks)
 
-    # Periods of a run are merged in `_lattice`; of other blocks, neighbors.
+    # Periods of a run are merged in `lattice`; of other blocks, neighbors.
     outside = [b for b in cuts.blocks if not any(r.start < b[1] and b[0] < r.boundaries[-1] for r in runs)]
     pairs = zip(outside[::2], outside[1::2], strict=False)
     lists.append(_small((a, d) for (a, b), (c, d) in pairs if b == c))

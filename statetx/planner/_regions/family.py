@@ -248,7 +248,7 @@ class Paths:
 
     @classmethod
     def of_options(cls, options: Sequence[Option], out_bytes: int, cotangent_bytes: int) -> Paths:
-        """One region, as in `_layout.Region`."""
+        """One region, as in `Region`."""
         saved = np.array([o.saved_bytes for o in options], float)
         peaks = saved + cotangent_bytes + np.array([o.backward_bytes for o in options], float)
         return cls(saved + out_bytes, peaks, np.array([o.cost for o in options], float), lambda i: [(0, options[i])])

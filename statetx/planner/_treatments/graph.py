@@ -2,7 +2,7 @@
 
 The model. A region is staged with its derivative. The backward pass reads values of the forward graph. Each is either
 saved or recomputed, and recomputation needs the operands: inputs of the region, saved values, or recomputed ones.
-`Graph.front` finds the Pareto front of bytes and cost, by integer programs (`_integer`). The bytes in use during the
+`Graph.front` finds the Pareto front of bytes and cost, by integer programs (`integer`). The bytes in use during the
 backward pass come from a walk over its equations, which takes elementwise operations to be fused into their readers.
 """
 
