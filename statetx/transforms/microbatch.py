@@ -120,6 +120,7 @@ def microbatch(
             to a `Param` (or another library's parameter) that it has differentiated. Each part would be a step of its
             own.
         CarryTypeError: a part would change the type of a state.
+        StateValueError: the outputs that are averaged have a value for each example of a part.
 
     Source:
         ``optax.microbatching``; ``jax.lax.scan``.
