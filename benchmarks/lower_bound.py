@@ -53,7 +53,7 @@ from statetx._positions import function_of
 from statetx._remat.bits import are_bits, is_bits, of_steps
 from statetx._tree import freeze, is_float
 from statetx.planner._program.flat import flatten
-from statetx.planner._program.ways import read_formats, smallest
+from statetx.planner._program.values import read_formats, smallest
 from statetx.planner._search.capture import capture
 
 MAX_NODES = 100  # of HiGHS's search tree for one program; after these its dual bound counts, which is lower

@@ -48,7 +48,7 @@ from whole_plans import error_of, mib, percent
 import statetx
 from statetx._targets import current, plugins
 from statetx.planner import Planner
-from statetx.planner._program.ways import InFormat
+from statetx.planner._program.values import InFormat
 from statetx.planner._search.inner import PLAIN
 from statetx.planner._treatments import TREATMENTS, from_json
 from statetx.planner._treatments.copies import Copies

@@ -62,7 +62,7 @@ def decided(saved=None, *, loop=None, fenced=False, carries=(), stored=(), input
     """A decision of a plan: addresses that are saved; those of `stored`, inputs and leaves of carries with names of
     stored types.
     """
-    from statetx.planner._program.ways import KEEP, InFormat
+    from statetx.planner._program.values import KEEP, InFormat
     from statetx.planner._treatments.copies import Copies
     from statetx.planner._treatments.inputs import StoredInputs
     from statetx.planner._treatments.loops import CheckpointedLoop

@@ -11,8 +11,8 @@ import pytest
 
 import statetx
 from statetx.planner import Fit, Planner
-from statetx.planner import _clock as _clock
-from statetx.planner._clock import TimeLeft
+from statetx.planner import _budget as _clock
+from statetx.planner._budget import TimeLeft
 from statetx.planner._regions import front as _front
 from statetx.planner._regions import lattice as _lattice
 from statetx.planner._search import candidates as _candidate

@@ -17,8 +17,7 @@ from statetx._equations.structure import Body
 from statetx._remat.mark import RULE
 from statetx.planner import Plan, Planner
 from statetx.planner._program import flat as _parts
-from statetx.planner._program.values import labels_of, values_of
-from statetx.planner._program.ways import InFormat
+from statetx.planner._program.values import InFormat, labels_of, values_of
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.inputs import holding
 from statetx.planner._treatments.rewrite import rewrite

@@ -22,7 +22,7 @@ from statetx._loops.strategy import Lengths, Slots
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
-from statetx.planner._program.ways import KEEP, InFormat
+from statetx.planner._program.values import KEEP, InFormat
 from statetx.planner._regions.front import Analysis, front_of
 from statetx.planner._treatments import from_json, to_json
 from statetx.planner._treatments.graph import Graph

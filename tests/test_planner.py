@@ -38,7 +38,7 @@ from statetx.planner._budget import read_amount
 from statetx.planner._program import flat as _parts
 from statetx.planner._program.derivative import derivative_of
 from statetx.planner._program.fingerprint import fingerprint
-from statetx.planner._program.ways import KEEP, ON_HOST
+from statetx.planner._program.values import KEEP, ON_HOST
 from statetx.planner._regions import cuts as _cuts
 from statetx.planner._regions import family as _choice
 from statetx.planner._regions import family as _paths

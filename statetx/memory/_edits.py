@@ -18,7 +18,7 @@ from .._loops.strategy import Lengths, Strategy
 from .._remat.bits import reader
 from .._remat.stored import BITS
 from ..planner._program.flat import Flat, Part
-from ..planner._program.ways import InFormat
+from ..planner._program.values import InFormat
 from ..planner._treatments.inputs import StoredInputs
 from ..planner._treatments.loops import CheckpointedLoop
 from ..planner._treatments.treatment import Decision, Interval

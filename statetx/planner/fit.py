@@ -19,8 +19,7 @@ from .._remat.gradients import rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float
-from ._budget import Budget, read_amount
-from ._clock import read_time_limit
+from ._budget import Budget, read_amount, read_time_limit
 from ._plan.plan import Plan
 from ._program.flat import closed_over_by_rules, flatten
 from ._program.sharded import of_device

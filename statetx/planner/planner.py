@@ -21,13 +21,12 @@ from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, suggestion
 from . import _store
-from ._budget import STEP, TEMPORARIES, Budget, impossible, no_plan
-from ._clock import read_time_limit
+from ._budget import STEP, TEMPORARIES, Budget, impossible, no_plan, read_time_limit
 from ._plan.plan import Plan
 from ._plan.record import OBJECTIVES, PLAN, are_decisions_for, bytes_of, fields_of, shown_fields, unplanned_fields
 from ._plan.show import described
 from ._program.fingerprint import full_fingerprint
-from ._program.ways import read_formats
+from ._program.values import read_formats
 from ._search.capture import Captured, Recorded, variants
 from ._search.timing import Timer, refuse_unknown_times
 from ._search.whole import Choice, Options, Whole, fixed_above, whole_of

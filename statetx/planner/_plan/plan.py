@@ -25,8 +25,7 @@ from .._program.flat import flatten
 from .._program.sharded import of_device
 from .._treatments.rewrite import as_planned, rewrite
 from . import show
-from .record import PLAN, VERSION, parts_of
-from .result import Result
+from .record import PLAN, VERSION, Result, parts_of
 
 _MAX_BYTES = 2**28  # of a file
 

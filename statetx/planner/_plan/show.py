@@ -20,12 +20,10 @@ from ...residuals.report import BASELINE
 from ...residuals.table import see_profile
 from .._budget import STEP
 from .._program.flat import Part
-from .._program.values import values_of
-from .._program.ways import InFormat, Way
+from .._program.values import InFormat, Way, values_of
 from .._treatments.loops import steps_of
 from .._treatments.treatment import Decision
-from .record import parts_of
-from .result import PlanRow, Result
+from .record import PlanRow, Result, parts_of
 
 _MAX_ROWS = 16  # of the printed table
 _MAX_GROUPS = 6

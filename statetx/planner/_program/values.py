@@ -1,21 +1,33 @@
-"""The values of a region that a plan may save: results of its equations, and what the rule of a ``custom_vjp``
-computes.
+"""The values of a region that a plan may save, and the ways to hold a value between the forward and the backward pass:
+in memory, on the host, or in fewer bits.
 
-What such a rule keeps for the derivative (the sums of a flash attention, say) is not a result of the function: without
-these values a plan could only run the whole function again.
+Values are results of equations, and what the rule of a ``custom_vjp`` computes. What such a rule keeps for the
+derivative (the sums of a flash attention, say) is not a result of the function: without these values a plan could only
+run the whole function again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
 
 from ... import _jax
+from ..._equations.flops import flops
+from ..._equations.inline import inline
+from ..._equations.primitives import JIT
+from ..._errors import PolicyError
 from ..._jax import Jaxpr
+from ..._lift.context import device_bytes
 from ..._records import either, one_of, row, whole
+from ..._remat import mark
 from ..._remat.mark import RULE, Label
+from ..._remat.stored import NAMES, StoredType, as_stored_type
 from ..._remat.survey import Site, Survey, SurveyedRule
+from ..._tree import num_bytes
 
 Address = tuple[int, ...]
 """A value of a region: (equation, output); in the rule of a ``custom_vjp`` (equation, `RULE`, equation of the rule,
@@ -93,3 +105,138 @@ def labels_of(labels: Mapping[Address, Label]) -> dict[Address, Label]:
 def renumbered(address: Address, equation: int) -> Address:
     """The address of a value whose equation has another number."""
     return (equation, *address[1:])
+
+
+# -- ways to hold them -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to hold a value: in memory, and the base of the others.
+
+    Attributes:
+        name: in a stored plan, and in what is printed.
+        is_read_early: whether all such values are in memory when the backward pass begins; else one at a time counts.
+    """
+
+    name: str
+    is_read_early = False
+
+    def num_bytes(self, aval: Any) -> int:
+        """Bytes on one device between the passes."""
+        return device_bytes(aval)
+
+    def read_bytes(self, aval: Any) -> int:
+        """Bytes that the backward pass needs beyond these to read the value."""
+        return 0
+
+    def cost(self, aval: Any) -> int:
+        """Operations to hold the value so, and to read it."""
+        return 0
+
+    def label(self, *, is_ordered: bool = False) -> mark.Label:
+        """The mark in the program. `is_ordered`: what follows the forward pass waits for the conversion."""
+        return mark.SAVE
+
+    def stored_type(self, aval: Any) -> Any:
+        """The type of the array that holds a value."""
+        return aval
+
+    def decode(self, stored: Any, aval: Any) -> Any:
+        """The value from this array."""
+        return stored
+
+
+class _OnHost(Way):
+    is_read_early = True  # XLA may fetch all of them early, which errs high
+
+    def num_bytes(self, aval: Any) -> int:
+        return 0
+
+    def read_bytes(self, aval: Any) -> int:
+        return device_bytes(aval)
+
+    def label(self, *, is_ordered: bool = False) -> mark.Label:
+        return mark.offload("device", _jax.HOST_MEMORY)
+
+
+class InFormat(Way):
+    """In fewer bits, in the stored type of this name."""
+
+    @property
+    def format(self) -> StoredType:
+        return StoredType(self.name)
+
+    def num_bytes(self, aval: Any) -> int:
+        return -(-device_bytes(aval) * self.format.nbytes(aval) // max(num_bytes(aval), 1))
+
+    def read_bytes(self, aval: Any) -> int:
+        return device_bytes(aval)
+
+    def cost(self, aval: Any) -> int:
+        return sum(map(flops, _conversion(aval.shape, aval.dtype, self.format).eqns))
+
+    def label(self, *, is_ordered: bool = False) -> mark.Label:
+        return mark.StoredLabel(self.format, mark.SAVE, is_ordered)
+
+    def stored_type(self, aval: Any) -> Any:
+        return self.format.stored_type(aval)
+
+    def decode(self, stored: Any, aval: Any) -> Any:
+        return self.format.decode(stored, aval)
+
+
+@functools.lru_cache(1024)
+def _conversion(shape: tuple[int, ...], dtype: Any, format: StoredType) -> Jaxpr:
+    aval = jax.ShapeDtypeStruct(shape, dtype)
+    run = lambda x: [format.decode(format.encode(x), aval)]
+    return inline(jax.make_jaxpr(run)(aval).jaxpr, calls=JIT, deep=False)
+
+
+KEEP, ON_HOST = Way("keep"), _OnHost("offload")
+
+WAY = one_of(KEEP.name, ON_HOST.name, *NAMES)
+"""Check the name of a way in a record."""
+
+FORMAT = one_of(*NAMES)
+"""Check the name of a stored type in a record."""
+
+
+def way_of(name: str) -> Way:
+    """The way with a name."""
+    return {KEEP.name: KEEP, ON_HOST.name: ON_HOST}.get(name) or InFormat(name)
+
+
+# -- stored types ----------------------------------------------------------------------------------------------------
+
+Formats = tuple[StoredType, ...]
+"""The stored types that a plan may use."""
+
+
+def read_formats(stored_as: str | Sequence[str]) -> Formats:
+    """Convert an argument of users."""
+    names = (stored_as,) if isinstance(stored_as, (str, StoredType)) else stored_as
+    if not isinstance(names, Sequence):
+        raise PolicyError(f"stored_as must be the name of a format or a sequence of names, got {stored_as!r}.")
+    return tuple(dict.fromkeys(as_stored_type(name, "stored_as: each format") for name in names))
+
+
+def smallest(aval: Any, formats: Formats, *, is_bits: bool) -> InFormat | None:
+    """The stored type in which a value takes the fewest bytes; None if none is smaller than the value.
+
+    Args:
+        is_bits: whether the value is proved to be 0 or 1. Others are not stored as bits.
+    """
+    fit = [f for f in formats if (is_bits or not f.is_exact) and hasattr(aval, "dtype") and f.shrinks(aval)]
+    format = min(fit, key=lambda f: f.nbytes(aval), default=None)
+    return None if format is None else InFormat(format.name)
+
+
+def smallest_of_variables(jaxpr: Jaxpr, formats: Formats) -> dict[Any, InFormat]:
+    """The variables of a program that can be stored in fewer bits, each with the type of the fewest bytes."""
+    found: dict[Any, InFormat] = {}
+    for site in Survey(jaxpr).results if formats else ():
+        way = smallest(site.value.type, formats, is_bits=site.value.is_bits) if len(site.address) == 2 else None
+        if way is not None:
+            found[jaxpr.eqns[site.address[0]].outvars[site.address[1]]] = way
+    return found

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from .._program.pareto import front
-from .._treatments.treatment import Option, Treatment
+from .._treatments.treatment import Option, Treatment, front
 from .layout import Layout, Region
 
 _MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows

@@ -15,9 +15,9 @@ from ..._lift.context import TraceContext
 from ..._remat.parse import as_policy
 from ..._text import format_bytes
 from ...residuals.report import BASELINE
-from .._clock import TimeLeft
+from .._budget import TimeLeft
 from .._program.flat import Flat, flatten
-from .._program.ways import Formats
+from .._program.values import Formats
 from .._regions.family import Choice, Family, cost_of
 from .._regions.front import Analysis, measure
 from .._regions.lattice import Lattice

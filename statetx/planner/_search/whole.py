@@ -21,12 +21,11 @@ from ..._lift.context import TraceContext
 from ..._remat.stored import BITS
 from ..._targets import current
 from ...residuals.report import BASELINE
-from .._clock import TimeLeft
-from .._program.pareto import undominated
-from .._program.ways import Formats
+from .._budget import TimeLeft
+from .._program.values import Formats
 from .._regions.layout import Waits
 from .._treatments import TREATMENTS
-from .._treatments.treatment import Treatment
+from .._treatments.treatment import Treatment, undominated
 from .baseline import ProgramOf
 from .candidates import Candidate, predicted_bytes, with_gradient
 from .capture import Captured, Fixed, Recorded

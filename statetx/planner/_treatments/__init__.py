@@ -7,7 +7,7 @@ from typing import Any
 
 from ..._records import either, many, one_of, optional, record, row, whole
 from ..._remat.mark import RULE
-from .._program.ways import WAY, way_of
+from .._program.values import WAY, way_of
 from .copies import Copies
 from .groups import InGroups
 from .inputs import StoredInputs

@@ -22,8 +22,7 @@ from ..._lift.context import device_bytes
 from ..._records import one_of
 from ..._tree import is_float
 from .._program.flat import Part, is_linear, last_reads
-from .._program.values import Address
-from .._program.ways import KEEP
+from .._program.values import KEEP, Address
 from .treatment import Decision, PathSettings, Treatment
 
 _CHEAP = 32  # operations for each entry that an equation reads or writes; a product has twice its inner dimension

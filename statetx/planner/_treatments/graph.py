@@ -23,8 +23,7 @@ from ..._lift.context import TraceContext, device_bytes
 from ..._remat import decide, mark
 from ..._tree import is_float
 from .._program.derivative import BackwardPass, derivative_of, without_identities
-from .._program.values import Address, labels_of, values_of
-from .._program.ways import KEEP, ON_HOST, Formats, InFormat, Way, smallest
+from .._program.values import KEEP, ON_HOST, Address, Formats, InFormat, Way, labels_of, smallest, values_of
 from .integer import IntegerProgram, Storage
 from .treatment import Decision, Option, pareto_front
 

@@ -25,8 +25,8 @@ from ..._records import headed, many, one_of, optional, row, whole
 from ..._remat import mark
 from ..._remat.atoms import Marks
 from .._program.flat import Part
-from .._program.pareto import undominated
 from .._program.values import ADDRESS, Address, labels_of, renumbered
+from .._treatments.treatment import undominated
 from .copies import instead_of_constant
 from .graph import Graph
 from .loops import Carries, CheckpointedLoop, OfSteps

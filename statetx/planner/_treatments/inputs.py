@@ -13,8 +13,7 @@ from ..._lift.context import device_bytes
 from ..._records import many, row, whole
 from ..._text import format_bytes
 from .._program.flat import Part
-from .._program.values import Address
-from .._program.ways import FORMAT, InFormat, smallest_of_variables
+from .._program.values import FORMAT, Address, InFormat, smallest_of_variables
 from .graph import Graph
 from .treatment import Facts, Option, PathSettings, Rewriting, Treatment
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from ..._jax import Var
 from .._program.derivative import ForwardPass
-from .._program.values import Address
-from .._program.ways import Way
+from .._program.values import Address, Way
 
 # Limits of HiGHS for one integer program; `IntegerProgram.solve` says which way they err. In nodes of its search tree
 # rather than seconds: a loaded machine would get another plan. Most programs take one node.

@@ -23,8 +23,7 @@ from ..._text import format_bytes, short_path
 from ..._tree import is_float
 from ...residuals._trace import user_line
 from .._program.flat import Part
-from .._program.values import Address
-from .._program.ways import FORMAT, Formats, InFormat, smallest
+from .._program.values import FORMAT, Address, Formats, InFormat, smallest
 from .graph import WORTH_STORING, Graph
 from .treatment import Decision, Facts, Option, Rewriting, Saved, Settings, Treatment, saved_as
 

@@ -11,15 +11,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
+import numpy as np
+
 from ..._jax import Jaxpr
 from ..._loops.strategy import Strategy
 from ..._records import Check
 from ..._remat import mark
 from ..._remat.stored import StoredType
 from .._program.flat import Flat, Part
-from .._program.pareto import undominated
-from .._program.values import Address, labels_of, renumbered
-from .._program.ways import KEEP, Formats, InFormat, Way
+from .._program.values import KEEP, Address, Formats, InFormat, Way, labels_of, renumbered
 
 Interval = tuple[int, int]
 """Equations of a program or of a region: the first, and the one after the last."""
@@ -28,6 +28,7 @@ Saved = frozenset[tuple[Address, Way]]
 """Values of a region, each with the way in which it is held."""
 
 T = TypeVar("T", bound="Treatment")
+Item = TypeVar("Item")
 
 
 def saved_as(addresses: Set[Address] | Sequence[Address], way: Way = KEEP) -> Saved:
@@ -272,3 +273,36 @@ class Option(NamedTuple):
 def pareto_front(options: Sequence[Option]) -> list[Option]:
     """The options that no other dominates in cost, saved bytes and backward bytes, the cheapest first."""
     return undominated(options, lambda o: o.cost, lambda o: o.saved_bytes, lambda o: o.backward_bytes)
+
+
+# -- Pareto fronts: what no other undercuts, or equals, in all criteria -----------------------------------------------
+
+_BLOCK = 64  # rows
+
+
+def undominated(items: Sequence[Item], *criteria: Callable[[Item], float]) -> list[Item]:
+    """The items on the front, by ascending first criterion; of equal ones the first."""
+    return [items[i] for i in front(*(np.array([value(item) for item in items], float) for value in criteria))]
+
+
+def front(first: np.ndarray, second: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """The rows on the front of these criteria, by ascending first criterion; of equal ones the first row."""
+    # In this order a row is dominated if an earlier one is at most as large in each criterion but the first.
+    order = np.lexsort((*others[::-1], second, first))
+    if not others:
+        ordered = second[order]
+        return order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])[: len(order)]]
+
+    # In blocks: those of a block that stay drop most of the rows behind it.
+    criteria = np.stack([second, *others])
+    kept, rows = [order[:0]], order
+    while len(rows):
+        block, rows = rows[:_BLOCK], rows[_BLOCK:]
+        block = block[~np.triu(_dominates(criteria, block, block), 1).any(0)]
+        kept.append(block)
+        rows = rows[~_dominates(criteria, block, rows).any(0)]
+    return np.concatenate(kept)
+
+
+def _dominates(criteria: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    return np.logical_and.reduce(criteria[:, rows, None] <= criteria[:, None, others])
