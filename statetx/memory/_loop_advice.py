@@ -91,7 +91,9 @@ def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level
     start, end = min(b.start for b in stacks), max(b.end for b in stacks)
     gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
     gaps += [Gap(start, end, -num_carries * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
-    how = f", which is in {loop.library}, with a loop of your own in its place" if loop.library else ""
+    how = ""
+    if loop.library:
+        how = f", which is in {loop.library}, by a plan (statetx.plan), or with a loop of your own in its place"
     text = (
         f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.{strategy!r}) keeps "
         f"{num_carries} carries."
