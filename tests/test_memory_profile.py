@@ -602,7 +602,8 @@ def test_advice_on_a_loop_in_a_library_is_a_plan_or_a_loop_of_ones_own():
     model = nnx.RNN(nnx.OptimizedLSTMCell(16, 16, rngs=nnx.Rngs(0)))
     profile = statetx.memory_profile(lambda x: (model(x) ** 2).mean(), *memory_programs.arrays((8, 30, 16)))
     texts = {c.action: c.text for c in profile.changes if "scan of 30 steps" in c.target}
-    assert "which is in flax, by a plan (statetx.plan), or with a loop of your own in its place: statetx.scan(" in texts["slots"]
+    how = "by a plan (statetx.plan), or with a loop of your own in its place: statetx.scan("
+    assert f"which is in flax, {how}" in texts["slots"]
     assert texts["remat"].startswith("Rematerialize with statetx.remat what the scan of 30 steps at ")
 
     case = memory_programs.stacked_carries()
