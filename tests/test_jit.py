@@ -697,5 +697,5 @@ def test_unbounded_options_are_evicted():
         statetx.jit(fun, donate_states=lambda path, state, n=n: False)(1.0)
     statetx.jit(fun)(1.0), statetx.jit(fun)(1.0)
     assert len(traces) == 21
-    caches = statetx.transforms.jit.api._caches[fun]
+    caches = statetx.transforms.jit.cache._caches[fun]
     assert len(caches) <= 8

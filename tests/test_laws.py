@@ -1305,7 +1305,7 @@ BREAKAGES = {
     "operands' types do not count": ("_equations.structure.Structure", _Alike, _stale(_flip_named("Operation"))),
     "derivative rules do not count": ("_jax.derivative_rule", lambda x: (), _stale(_flip_named("Rule"))),
     "static arguments go by equality": (
-        "transforms.jit.api.static_key",
+        "transforms.jit.arguments.static_key",
         lambda x: x,
         lambda mp: test_jit_distinguishes_static_arguments(0.0, -0.0),
     ),

@@ -36,7 +36,8 @@ from .._typing import Filter, Indices, Names, PyTree
 from .abstract import eval_shape
 from .functionalize import trace_states
 from .grad import ValueAndGrad
-from .jit.static_keys import Programs, static_key
+from .jit.cache import Programs
+from .jit.static_keys import static_key
 
 RULES = (Carry, Broadcast, Split, Mean, First, Last)
 

@@ -11,40 +11,27 @@ staged ones, the function raises `Restage`: the user's Python may do something e
 
 from __future__ import annotations
 
-import logging
-import types
-import warnings
-import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
-import jax
-import numpy as np
-
-from ... import _frames, _jax, _states
-from ..._atomic import locked, new_lock
-from ..._errors import StagingWarning
+from ... import _frames, _jax
+from ..._atomic import locked
 from ..._lift.options import transform
 from ..._lift.run import run_eagerly
-from ..._lift.signature import StaticArguments
 from ..._lift.wrapper import Wrapper, name_of
 from ..._objects.attributes import created_undone
 from ..._objects.paths import as_predicate
 from ..._text import brief
-from ..._tree import as_array, flatten, is_argument
 from ..._typing import Filter, Indices, Names, PyTree
-from .arguments import ArgumentLayout, Call
-from .created import CreatedStates
+from .arguments import Call, CallReader
+from .cache import cache_of
 from .program import Restage, StagedProgram
 from .stages import Lowered, Traced
-from .static_keys import Programs, static_key
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
-
-_log = logging.getLogger("statetx")
 
 
 class JitTransform(Protocol[Q]):
@@ -167,13 +154,12 @@ class Jit(Wrapper[P, R], made_by=jit):
             raise TypeError(
                 f"jit: compiler_options= must be a dict of options of XLA, got {brief(options['compiler_options'])}."
             )
-        self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
-        self._donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
-        self.static.refuse_overlap(self._donated)
+        reader = CallReader(fun, options)
+        self.read = reader.read
         self.donate_states = options["donate_states"]
-        self.donates = as_predicate([options["donate_states"], *self._donated.filters_of_states()])
+        self.donates = as_predicate([self.donate_states, *reader.donated.filters_of_states()])
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
-        self.cache = _cache_of(fun, options)
+        self.cache = cache_of(fun, options)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         # One program, arguments unchanged, no open frame: JAX's own dispatch checks the types.
@@ -186,94 +172,53 @@ class Jit(Wrapper[P, R], made_by=jit):
             except TypeError:
                 pass  # JAX rejects an argument or a state: the slow path below finds out which
         if _jax.is_jit_disabled():
-            return run_eagerly(f"jit({name_of(self.__wrapped__)})", self.__wrapped__, args, kwargs)
+            return run_eagerly(self._name(), self.__wrapped__, args, kwargs)
+        return self._run(self.read(args, kwargs))
 
-        call = self.read(args, kwargs)
-        programs = self.cache.programs.get(call.key)
-        if programs:
-            program = programs[0]
-            # A single program need not be chosen: it raises `Restage` if the types differ.
-            if len(programs) == 1 and not program.guards:
+    def _run(self, call: Call) -> Any:
+        programs = self.cache.programs.get(call.key, ())
+        # A single program need not be chosen: it raises `Restage` if the types differ.
+        if len(programs) == 1 and not programs[0].guards:
+            try:
+                return programs[0].run(call)
+            except Restage:
+                pass
+            except TypeError:  # a state may hold something other than an array now, or no value: `accepts` checks it
+                if programs[0].accepts(call):
+                    raise
+
+        for program in programs:
+            if program.accepts(call):
+                if program is not programs[0]:
+                    self.cache.put_first(call, program)
                 try:
                     return program.run(call)
-                except Restage:
-                    pass
-                except (
-                    TypeError
-                ):  # a state may hold something other than an array now, or no value: `accepts` checks it
-                    if program.accepts(call):
-                        raise
+                except Restage:  # the arguments have another structure than the staged ones
+                    continue
 
-            for program in programs:
-                if program.accepts(call):
-                    if program is not programs[0]:
-                        locked(self.cache.lock, self._put_first, call, program)
-                    try:
-                        return program.run(call)
-                    except Restage:  # the arguments have another structure than the staged ones
-                        continue
-
-        return self._first_run(call, programs)
-
-    def _first_run(self, call: Call, tried: list[StagedProgram] | None) -> Any:
         if not _frames.is_idle():
             # No lock here: another thread may be waiting for an enclosing call of this thread (deadlock).
-            return self._stage(call, tried or []).first_run(call)
-        program = locked(self.cache.staging, self._stage_unless_done, call, tried)
-        if program is None:  # another thread has staged a program meanwhile
-            return self(*call.args, **call.kwargs)
-        return program.first_run(call)
+            return self._stage(call, programs).first_run(call)
+        program = locked(self.cache.staging, self._stage_unless_done, call, programs)
+        # None: another thread has staged a program meanwhile.
+        return self._run(call) if program is None else program.first_run(call)
 
-    def _stage_unless_done(self, call: Call, tried: list[StagedProgram] | None) -> StagedProgram | None:
-        return self._stage(call, tried or []) if self.cache.programs.get(call.key) is tried else None
+    def _stage_unless_done(self, call: Call, tried: Sequence[StagedProgram]) -> StagedProgram | None:
+        return self._stage(call, tried) if self.cache.programs.get(call.key, ()) is tried else None
 
     def _stage(self, call: Call, tried: Sequence[StagedProgram], *, is_run: bool = True) -> StagedProgram:
         program = StagedProgram(self, call, tried)
         created = program.created
         # A call that is only inspected, or within another trace, such as that of a report, says nothing of later ones.
         if is_run and created.is_second and _frames.is_idle():
-            self._say_second(created, [p.created for p in tried if p.created.is_awaiting() and p.is_for(call)])
+            earlier = [p.created for p in tried if p.created.is_awaiting() and p.is_for(call)]
+            self.cache.say_second(self._name(), created, earlier)
         if program.is_reusable and (is_run or not created.states):
-            locked(self.cache.lock, self._keep, call, program)
+            self.cache.keep(call, program)
         return program
 
-    def _say_second(self, created: CreatedStates, earlier: Sequence[CreatedStates]) -> None:
-        """Say once that the function is staged a second time, and once if it is staged in every call, because of the
-        states it creates.
-        """
-        created.num_stagings += max(c.num_stagings for c in earlier)
-        name = f"jit({name_of(self.__wrapped__)})"
-        if not (created.is_returned or self.cache.has_logged):
-            self.cache.has_logged = True
-            _log.warning(
-                "%s is traced, and may be compiled, a second time: its first call created %s. Later calls run this "
-                "program, and write the "
-                "states that this call creates. To trace it once, create the states before the call.",
-                name,
-                earlier[0].summary,
-            )
-        elif created.is_returned and created.num_stagings > 2 and not self.cache.has_warned:
-            self.cache.has_warned = True
-            advice = (
-                f"{name} is staged again in every call: it returns {created.summary}, a new one each time.\n"
-                f"Fix: create the state before the call and write it there, or assign it to an attribute of an "
-                f"object that exists "
-                f"before the call."
-            )
-            warnings.warn(advice, StagingWarning, stacklevel=_states.user_stacklevel())
-
-    def _keep(self, call: Call, program: StagedProgram) -> None:
-        is_first = not self.cache.programs
-        self._put_first(call, program)
-        self.cache.fast_path = (program, call.modes) if is_first and call.is_direct and program.is_direct else None
-
-    def _put_first(self, call: Call, program: StagedProgram) -> None:
-        other_programs = [
-            p
-            for p in self.cache.programs.get(call.key, ())
-            if p is not program and (p.created.can_run() or not p.is_for(call)) and not p.is_stale()
-        ]
-        self.cache.programs.keep(call.key, [program, *other_programs[: _MAX_PROGRAMS - 1]])
+    def _name(self) -> str:
+        return f"jit({name_of(self.__wrapped__)})"
 
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Stage the function for arguments like these (arrays or ``jax.ShapeDtypeStruct``); no state changes.
@@ -316,93 +261,3 @@ class Jit(Wrapper[P, R], made_by=jit):
     def clear_cache(self) -> None:
         """Drop every program of the function, as ``jax.clear_caches`` does for all functions."""
         self.cache.cache_clear()
-
-    def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
-        dyn_args, dyn_kwargs, merge = self.static.split(args, kwargs)
-        # Flattening a module reads its states, which open frames would record, and does not end if the module is
-        # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
-        # `ArgumentLayout.is_split`.
-        is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
-        is_leaf = _states.is_opaque if is_whole else None
-        leaves, treedef = flatten((dyn_args, dyn_kwargs), is_leaf)
-        donated = self._donation(args) if self._donated else None
-        types: tuple[Any, ...] = tuple(map(type, leaves))
-        if np.ndarray in types:  # an array of text is static
-            types += tuple([is_argument(x) for x in leaves if type(x) is np.ndarray])
-        key = (treedef, types, donated and donated[0])
-        layouts = self.cache.layouts
-        layout = layouts.get(key)
-        if layout is None:
-            if len(layouts) >= _MAX_KEYS:
-                layouts.clear()
-            layout = layouts[key] = ArgumentLayout(donated, dyn_args, dyn_kwargs)
-
-        if layout.is_split:
-            leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_states.is_opaque)
-        if layout.converts:
-            leaves = [as_array(x) for x in leaves]
-
-        static: Hashable = ()
-        if layout.static or self.static:
-            positional = args if self.static else ()
-            mask = self.static.mask(len(positional))
-            static = (
-                tuple([static_key(leaves[i]) for i in layout.static]),
-                tuple([static_key(a) for a, s in zip(positional, mask, strict=True) if s]),
-                tuple([(k, static_key(v)) for k, v in sorted(kwargs.items()) if k in self.static.names]),
-            )
-        return Call(args, kwargs, leaves, layout, merge, static)
-
-    def _donation(self, args: tuple) -> tuple[tuple[bool, ...], set[str]]:
-        num = len(args)
-        pairs = zip(self._donated.mask(num), self.static.mask(num), strict=True)
-        return tuple([donated for donated, static in pairs if not static]), self._donated.names
-
-
-class _Cache:
-    """The programs of a function, shared by every `jit` of it with the same options.
-
-    Attributes:
-        layouts: `ArgumentLayout` by structure and types of the arguments.
-        programs: for each key of calls, its programs, most recently used first.
-        fast_path: the program and its modes, if it is the only one and JAX can take the arguments unchanged; else None.
-        has_logged, has_warned: whether it was said that the function is staged a second time, and that it is in every
-            call.
-        lock: held while the programs of a key are reordered.
-        staging: held by a thread that stages, so that other threads wait for its program.
-    """
-
-    def __init__(self) -> None:
-        self.layouts: dict[Hashable, ArgumentLayout] = {}
-        self.programs = Programs(_MAX_KEYS)
-        self.fast_path: tuple[StagedProgram, Hashable] | None = None
-        self.has_logged = self.has_warned = False
-        self.lock = new_lock()
-        self.staging = new_lock()
-        _jax.register_cache(self, "statetx.jit")
-
-    def cache_clear(self) -> None:
-        self.fast_path = None
-        self.programs.clear()
-        self.layouts.clear()
-
-
-_caches: weakref.WeakKeyDictionary[types.FunctionType, dict[Hashable, _Cache]] = weakref.WeakKeyDictionary()
-
-
-def _cache_of(fun: Callable, options: dict[str, Any]) -> _Cache:
-    """The cache of a function with these options, which every `jit` of it shares."""
-    if not isinstance(fun, types.FunctionType):  # a bound method, for example, is a new object at each attribute access
-        return _Cache()
-    caches = _caches.setdefault(fun, {})
-    key = static_key(options)
-    if key not in caches:
-        while len(caches) >= _MAX_OPTIONS:
-            caches.pop(next(iter(caches)), None)
-        caches[key] = _Cache()
-    return caches[key]
-
-
-_MAX_OPTIONS = 8  # combinations of options for one function; the oldest is dropped
-_MAX_KEYS = 256  # combinations of static arguments; the oldest is dropped
-_MAX_PROGRAMS = 64  # combinations of types for one structure of arguments; the least recently used is dropped

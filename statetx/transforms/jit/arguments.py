@@ -1,144 +1,187 @@
-"""`Call`: the arguments of one call of a jitted function, split by a `ArgumentLayout` into kept, donated and static
-leaves.
+"""`CallReader`: turns the arguments of a call of a jitted function into one value, a `Call`.
+
+A `Call` has the arrays, split into kept and donated ones, and the key by which programs are looked up: the structure
+and types of the arguments, the static ones, and the modes of the libraries of states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Set
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from ... import _states
-from ..._objects.paths import Paths, argument_names
+from ... import _frames, _states
+from ..._lift.signature import StaticArguments
+from ..._objects.paths import argument_names
 from ..._positions import replaced
-from ..._tree import as_array, is_argument, partition
+from ..._tree import as_array, flatten, is_argument, partition
+from ..._typing import PyTree
+from .static_keys import static_key
 
-Donated = tuple[Sequence[bool], Set[str]] | None
-"""For each positional argument that is not static, whether it is donated; and the names of donated keyword
-arguments.
-"""
+_MAX_LAYOUTS = 256  # combinations of structures and types of arguments; all are dropped at once
 
 
-class ArgumentLayout:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layout:
     """Indices of the dynamic, donated and static leaves of a call's arguments; cached by their structure and types.
 
     Attributes:
+        key: the structure, and which leaves are dynamic.
         is_split: whether JAX's flattening splits an object that holds states, which must not be split.
         converts: whether some leaf must be converted to an array.
         static, donated, kept: indices of the leaves.
         is_plain: whether JAX can take all leaves unchanged and none is donated.
     """
 
-    def __init__(self, donated: Donated, args: tuple, kwargs: dict[str, Any]):
-        arrays, args_part = partition((args, kwargs), is_argument)
-        self.treedef, mask = args_part.treedef, args_part.mask  # not the static objects: they differ from call to call
-        self.key = (self.treedef, mask)
-        self.converts = any(as_array(x) is not x for x in arrays)
-        opaque_objects = [x for x in args_part.static if _states.is_opaque(x)]
-        self.is_split = not jax.tree_util.all_leaves(opaque_objects)
-        self.static = [i for i, dynamic in enumerate(mask) if not dynamic]
-        flags = _donation_flags(donated, args, kwargs) if donated is not None else [False] * len(mask)
-        self.donated = [i for i, dynamic in enumerate(mask) if dynamic and flags[i]]
-        self.kept = [i for i, dynamic in enumerate(mask) if dynamic and not flags[i]]
-        self.is_plain = not (self.static or self.donated or self.is_split or self.converts)
+    treedef: Any
+    key: Hashable
+    is_split: bool
+    converts: bool
+    static: list[int]
+    donated: list[int]
+    kept: list[int]
+    is_plain: bool
 
 
-def _donation_flags(donated: tuple[Sequence[bool], Set[str]], args: tuple, kwargs: dict[str, Any]) -> list[bool]:
-    mask, names = donated
-    flags: list[bool] = []
-    for arg, flag in zip(args, mask, strict=True):
-        flags += [flag] * len(jax.tree.leaves(arg, is_leaf=_states.is_opaque))
-    for key in sorted(kwargs):  # JAX flattens dicts in this order
-        flags += [key in names] * len(jax.tree.leaves(kwargs[key], is_leaf=_states.is_opaque))
-    return flags
-
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Call:
     """The arguments of one call, split into leaves.
 
     Attributes:
+        args, kwargs: as the user gave them.
+        key: the call's key in the cache.
         kept, donated: the dynamic leaves.
         is_direct: whether JAX can take the arguments unchanged.
-        key: the call's key in the cache: layout, static arguments and modes.
         operand: the operand for JAX: the pair ``(args, kwargs)`` if `is_direct`, else the kept leaves.
+        modes: settings of the libraries of states.
     """
 
-    __slots__ = (
-        "args",
-        "donated",
-        "is_direct",
-        "kept",
-        "key",
-        "kwargs",
-        "layout",
-        "leaves",
-        "merge",
-        "modes",
-        "operand",
-    )
+    args: tuple
+    kwargs: dict[str, Any]
+    key: Hashable
+    kept: list[Any]
+    donated: list[Any]
+    is_direct: bool
+    operand: PyTree
+    modes: Hashable
+    _leaves: list[Any]
+    _layout: _Layout
+    _reader: CallReader
 
-    def __init__(
-        self, args: tuple, kwargs: dict, leaves: list, layout: ArgumentLayout, merge: Callable, static: Hashable
-    ):
-        self.args = args
-        self.kwargs = kwargs
-        self.leaves = leaves
-        self.layout = layout
-        self.merge = merge
-        self.modes = _states.modes()
-        self.key = (layout.key, static, self.modes)
-        self.is_direct = layout.is_plain and not static
-        self.kept = leaves if layout.is_plain else [leaves[i] for i in layout.kept]
-        self.donated = [leaves[i] for i in layout.donated]
-        self.operand = (args, kwargs) if self.is_direct else self.kept
+    @property
+    def arrays(self) -> list[Any]:
+        """The dynamic leaves: kept ones, then donated ones."""
+        return [*self.kept, *self.donated]
 
-    def with_arrays(self, kept: Sequence[Any], donated: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """The user's arguments with the dynamic leaves replaced by these."""
-        leaves = replaced(self.leaves, (*self.layout.kept, *self.layout.donated), (*kept, *donated))
-        dyn_args, dyn_kwargs = jax.tree.unflatten(self.layout.treedef, leaves)
-        return self.merge(dyn_args, dyn_kwargs)
+    def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """The user's arguments with other `arrays`."""
+        leaves = replaced(self._leaves, (*self._layout.kept, *self._layout.donated), arrays)
+        merge = self._reader.static.split(self.args, self.kwargs)[2]
+        return merge(*jax.tree.unflatten(self._layout.treedef, leaves))
+
+    def names(self) -> list[str]:
+        """The names of `arrays` in Python, for profilers and messages."""
+        static = self._reader.static
+        dynamic = [n for n, is_static in enumerate(static.mask(len(self.args))) if not is_static]
+        name = argument_names(self._reader.fun, self.args, dynamic)
+        split = static.split(self.args, self.kwargs)[:2]
+        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=_states.is_opaque)[0]
+        names = [name(keys) for keys, _ in leaves]
+        return [names[n] for n in (*self._layout.kept, *self._layout.donated)]
 
 
-def copy_aliased_donations(kept: list, donated: list, call: Call) -> tuple[list, list]:
-    """Copy arrays to be donated that are also another operand of the call: JAX must not donate an aliased array."""
-    seen = {id(x) for x in jax.tree.leaves((kept, call.kept, call.donated))}
+class CallReader:
+    """Reads the calls of a function.
 
-    def copy_if_aliased(x: Any) -> Any:
-        if id(x) in seen and isinstance(x, jax.Array):
-            return x.copy()
-        seen.add(id(x))
-        return x
+    Args:
+        fun: the function.
+        options: of `jit`.
 
-    return kept, jax.tree.map(copy_if_aliased, donated)
+    Raises:
+        StaticArgumentError: an option names an argument that the function does not have, or one that is both static and
+            donated.
+    """
 
+    def __init__(self, fun: Callable, options: dict[str, Any]):
+        self.fun = fun
+        self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
+        self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
+        self.static.refuse_overlap(self.donated)
+        self._layouts: dict[Hashable, _Layout] = {}
 
-def input_names(owner: Any, call: Call, inputs: Sequence[Any], operands: tuple, paths: Paths) -> list[str]:
-    """The names of a program's inputs, for profilers and messages: paths of the states, and argument names."""
-    kept, donated, _, _ = operands
-    states: list[str] = []
-    for i, value in zip(inputs, [*kept, *donated], strict=True):
-        leaves = jax.tree_util.tree_flatten_with_path(value)[0]
-        states += [paths(i.state) + jax.tree_util.keystr(keys) for keys, _ in leaves]
-    dynamic = [n for n, is_static in enumerate(owner.static.mask(len(call.args))) if not is_static]
-    split = owner.static.split(call.args, call.kwargs)[:2]
-    name = argument_names(owner.__wrapped__, call.args, dynamic)
-    leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=_states.is_opaque)[0]
-    arguments = [name(keys) for keys, _ in leaves]
-    return [*states, *(arguments[n] for n in (*call.layout.kept, *call.layout.donated))]
+    def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+        dyn_args, dyn_kwargs, _ = self.static.split(args, kwargs)
+        # Flattening a module reads its states, which open frames would record, and does not end if the module is
+        # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
+        # `_Layout.is_split`.
+        is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
+        leaves, treedef = flatten((dyn_args, dyn_kwargs), _states.is_opaque if is_whole else None)
+        types: tuple[Any, ...] = tuple(map(type, leaves))
+        if np.ndarray in types:  # an array of text is static
+            types += tuple([is_argument(x) for x in leaves if type(x) is np.ndarray])
+        # Positions that count from the end depend on the number of arguments.
+        key = (treedef, types, len(args) if self.donated else None)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = self._layout(args, dyn_args, dyn_kwargs)
 
+        if layout.is_split:
+            leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_states.is_opaque)
+        if layout.converts:
+            leaves = [as_array(x) for x in leaves]
 
-def name_operands(error: ValueError, names: Sequence[str], operands: tuple) -> None:
-    """Let JAX's error about the devices of an operand name the state or the argument of the user."""
-    text = str(error)
-    if not text.startswith("Received incompatible devices"):
-        return
-    parameters = ("kept", "donated", "operand", "donated_args")  # of the function that JAX compiles
-    leaves = jax.tree_util.tree_flatten_with_path(operands)[0]
-    for (keys, _), name in zip(leaves, names, strict=True):
-        jax_name = parameters[keys[0].idx] + jax.tree_util.keystr(keys[1:])
-        text = text.replace(f"argument {jax_name} of ", f"{name} of ")
-    error.args = (
-        f"{text}\nFix: place each state and argument on the devices of the mesh, by jax.device_put(x, "
-        f"jax.NamedSharding(mesh, spec)).",
-    )
+        static: Hashable = ()
+        if layout.static or self.static:
+            flagged = zip(args, self.static.mask(len(args)), strict=True) if self.static else ()
+            static = (
+                tuple([static_key(leaves[i]) for i in layout.static]),
+                tuple([static_key(a) for a, is_static in flagged if is_static]),
+                tuple([(k, static_key(v)) for k, v in sorted(kwargs.items()) if k in self.static.names]),
+            )
+        modes = _states.modes()
+        is_direct = layout.is_plain and not static
+        kept = leaves if layout.is_plain else [leaves[i] for i in layout.kept]
+        return Call(
+            args,
+            kwargs,
+            key=(layout.key, static, modes),
+            kept=kept,
+            donated=[leaves[i] for i in layout.donated],
+            is_direct=is_direct,
+            operand=(args, kwargs) if is_direct else kept,
+            modes=modes,
+            _leaves=leaves,
+            _layout=layout,
+            _reader=self,
+        )
+
+    def _layout(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> _Layout:
+        arrays, part = partition((dyn_args, dyn_kwargs), is_argument)
+        flags = self._donation_flags(args, dyn_args, dyn_kwargs) if self.donated else [False] * len(part.mask)
+        dynamic = [i for i, is_dynamic in enumerate(part.mask) if is_dynamic]
+        converts = any(as_array(x) is not x for x in arrays)
+        is_split = not jax.tree_util.all_leaves([x for x in part.static if _states.is_opaque(x)])
+        return _Layout(
+            part.treedef,
+            (part.treedef, part.mask),  # not the static objects: they differ from call to call
+            is_split,
+            converts,
+            static=[i for i, is_dynamic in enumerate(part.mask) if not is_dynamic],
+            donated=[i for i in dynamic if flags[i]],
+            kept=[i for i in dynamic if not flags[i]],
+            is_plain=not (part.static or any(flags) or is_split or converts),
+        )
+
+    def _donation_flags(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> list[bool]:
+        """For each leaf of the arguments that are not static, whether it is donated."""
+        num_args = len(args)
+        masks = zip(self.donated.mask(num_args), self.static.mask(num_args), strict=True)
+        values = [*zip(dyn_args, [donated for donated, static in masks if not static], strict=True)]
+        # JAX flattens dicts in the order of their keys.
+        values += [(dyn_kwargs[key], key in self.donated.names) for key in sorted(dyn_kwargs)]
+        return [flag for x, flag in values for _ in jax.tree.leaves(x, is_leaf=_states.is_opaque)]

@@ -7,6 +7,7 @@ arguments come as a `Call`.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,24 +32,13 @@ from ..._text import brief
 from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
-from .arguments import Call, copy_aliased_donations, input_names, name_operands
+from .arguments import Call
 from .created import CreatedStates
-from .placement import StateShardings, has_tracer, is_on_mesh, names_mesh
+from .placement import StateShardings, has_tracer, is_on_mesh, name_operands, names_mesh
 
 
 class Restage(Exception):
     """A call has other types or settings than the program was staged for."""
-
-
-class _KindGroup:
-    """Inputs of one kind of state, whose values are read by one call."""
-
-    __slots__ = ("inputs", "kind", "states")
-
-    def __init__(self, kind: Any, inputs: list[Input]):
-        self.kind = kind
-        self.inputs = inputs
-        self.states = [i.state for i in inputs]
 
 
 class StagedProgram:
@@ -73,18 +63,14 @@ class StagedProgram:
         fun = owner.__wrapped__
         self.name = f"jit({name_of(fun)})"
         lifting = Lifting(is_array_or_number)
-        arrays = [*call.kept, *call.donated]
-        num_kept = len(call.kept)
+        arrays = call.arrays
         is_second = any(p.created.is_awaiting() and p.is_for(call) for p in tried)
         self.created = CreatedStates(fun, call.args, call.kwargs, is_second=is_second)
-
-        def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-            return call.with_arrays(leaves[:num_kept], leaves[num_kept:])
 
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for("jit", fun, on_read=lifting.on_read, frees_cycles=True, is_kept=True)
             note_shardings(tracers, arrays)
-            args, kwargs = arguments(tracers)
+            args, kwargs = call.with_arrays(tracers)
             out = frame.run(self.created.run, frame, fun, args, kwargs)
             for effect in frame.effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
@@ -93,9 +79,8 @@ class StagedProgram:
         self.avals = [_jax.abstract(x) for x in arrays]
         self.settings = _jax.trace_context()
         self._staging = owner.cache.staging
-        staged, outcome, refs = stage(
-            body, self.avals, traced_for="jit", names=InputNames(fun, arguments), lifting=lifting
-        )
+        names = InputNames(fun, call.with_arrays)
+        staged, outcome, refs = stage(body, self.avals, traced_for="jit", names=names, lifting=lifting)
         self.outcome: Outcome = outcome.add(refs)
         staged, self._rules = watched(self.name, staged, self.outcome.effects)
 
@@ -108,21 +93,21 @@ class StagedProgram:
             (donated if is_donated else kept).append(i)
         touched = [x.state for x in (*lifting.inputs.values(), *outcome.effects)]
         option = f"{self.name}: donate_states={brief(owner.donate_states)}"
-        check_paths(
-            option,
-            owner.donate_states,
-            lambda: dict.fromkeys([*paths.items(), *map(paths, touched)]),
-            "The function reaches",
-        )
-        self.kept, self.donated = _group(kept), _group(donated)
-        self.guards = [i for g in self.kept for i in g.inputs if i.partition.static]
+        reached = lambda: dict.fromkeys([*paths.items(), *map(paths, touched)])
+        check_paths(option, owner.donate_states, reached, "The function reaches")
+        self.kept, self.donated = (sorted(x, key=lambda i: _states.kinds().index(i.kind)) for x in (kept, donated))
+        self.guards = [i for i in self.kept if i.partition.static]
 
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
         self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand), tried)
         operands = self.operands_of(call)
-        self._names = names = input_names(owner, call, self._inputs(), operands, paths)
-        self.state_names = frozenset(names[: len(names) - len(self.avals)])
-        _jax.name_inputs(self.compiled, operands, names)
+        states = [
+            paths(i.state) + jax.tree_util.keystr(keys)
+            for i, value in zip(self._inputs(), [*operands[0], *operands[1]], strict=True)
+            for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]
+        ]
+        self.state_names, self._names = frozenset(states), [*states, *call.names()]
+        _jax.name_inputs(self.compiled, operands, self._names)
         self._init_writers()
 
         self._created_effects = [e for e in outcome.effects if e.created]
@@ -177,7 +162,7 @@ class StagedProgram:
             treedefs,
             out_part.treedef,
             bool(out_part.static),
-            sum(len(g.states) for g in self.kept),
+            len(self.kept),
             self.settings,
         )
         self._is_unshareable = bool(self.guards or output_shardings is not None)
@@ -197,7 +182,10 @@ class StagedProgram:
         return [*map(id, body.operands)] == [*map(id, other_body.operands)] and body.key == other_body.key
 
     def _init_writers(self) -> None:
-        """Group the written states by kind. `_writers` is None if a value is not a single array."""
+        """Group the states that are read, and those that are written, by kind. `_writers` is None if a value is not a
+        single array.
+        """
+        self._kept_states, self._donated_states = _states_by_kind(self.kept), _states_by_kind(self.donated)
         self._writers: list[tuple[Any, list, list[int]]] | None = None
         if all(p.num_dynamic == 1 and jax.tree_util.treedef_is_leaf(p.treedef) for p in self.outcome.values):
             groups: dict[int, tuple[Any, list, list[int]]] = {}
@@ -206,8 +194,6 @@ class StagedProgram:
                 states.append(e.state)
                 indices.append(n)
             self._writers = list(groups.values())
-        # The common case: all written states are of one kind, in the order of the values.
-        self._writer = self._writers[0] if self._writers is not None and len(self._writers) == 1 else None
 
         # Written states that are also inputs, with the index of the input.
         input_indices = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind.is_watched}
@@ -217,7 +203,7 @@ class StagedProgram:
 
     def _inputs(self) -> list[Input]:
         """The inputs in the order of the compiled function's operands."""
-        return [i for g in (*self.kept, *self.donated) for i in g.inputs]
+        return [*self.kept, *self.donated]
 
     # -- running --
 
@@ -226,19 +212,36 @@ class StagedProgram:
         if not _frames.is_idle():
             return self._run_watched(call)
         attribute_stores = self._attribute_stores()
-        kept_values = self._retry_when_released(_values_of, self.kept)
-        donated = self._retry_when_released(_values_of, self.donated)
-        if self._shardings:
-            self._check_shardings([*kept_values, *donated], call)
+        kept = self._retry_when_released(_values_of, self._kept_states)
+        donated = self._retry_when_released(_values_of, self._donated_states)
+        if not self._accepts_shardings([*kept, *donated], call):
+            raise Restage
+        values = [] if donated else kept
+        store = lambda writes: self._store(writes, values, attribute_stores)
+        return self._execute(self._operands(kept, donated, call), store)
 
-        kept = self._open_guards(kept_values)
+    def _operands(self, kept: list, donated: list, call: Call) -> tuple[list, list, PyTree, list]:
+        """The compiled function's operands, from the values of the states."""
+        if self.guards:
+            kept = [
+                partition(value, is_array_or_number)[0] if i.partition.static else value
+                for i, value in zip(self.kept, kept, strict=True)
+            ]
         if donated:
-            kept, donated = copy_aliased_donations(kept, donated, call)
-            operands = (kept, donated, call.operand, call.donated)
-            out = self._run_donating(operands, lambda writes: self._store(writes, [], attribute_stores))
+            donated = _copy_aliased(donated, (kept, call.kept, call.donated))
+        return kept, donated, call.operand, call.donated
+
+    def _execute(self, operands: tuple, publish: Callable[[list], None]) -> Any:
+        def store(writes: list) -> None:
+            if self._shardings.is_open:
+                self._shardings.learn(writes)
+            publish(writes)
+
+        if operands[1]:
+            out = self._run_donating(operands, store)
         else:
-            out, writes = self._call(kept, donated, call.operand, call.donated)
-            self._store(writes, kept_values, attribute_stores)
+            out, writes = self._call(*operands)
+            store(writes)
         return self.outcome.out.combine(out) if self.outcome.out.static else out
 
     def _call(self, *operands: Any) -> Any:
@@ -263,20 +266,21 @@ class StagedProgram:
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """`run` without open frames and with arrays only; JAX's dispatch checks the types."""
-        groups = self.kept
         try:
-            kept = groups[0].kind.get_all(groups[0].states) if len(groups) == 1 else _values_of(groups)
+            kept = _values_of(self._kept_states)
         except ForeignStateError:
-            kept = self._retry_when_released(_values_of, groups)
+            kept = self._retry_when_released(_values_of, self._kept_states)
         if self._shardings and not self._shardings.accept(kept):
             raise Restage
         out, writes = self._call(kept, [], (args, kwargs), [])
         if writes:
             # Values are compared only if the process has several threads (decision 18).
-            if self._writer is None or threading.active_count() > 1:
+            writers = self._writers
+            if writers is None or len(writers) > 1 or threading.active_count() > 1:
                 self._store(writes, kept)
             else:
-                self._writer[0].set_all(self._writer[1], writes)
+                kind, states, _ = writers[0]
+                kind.set_all(states, writes)
         return out
 
     def _run_donating(self, operands: tuple, store: Callable[[list], None]) -> Any:
@@ -300,9 +304,8 @@ class StagedProgram:
 
     def _invalidate_donated(self, donated: list, error: BaseException) -> None:
         """Invalidate the states whose arrays a failed call has consumed, and name them in the exception."""
-        inputs = [i for g in self.donated for i in g.inputs]
         invalid_inputs = [
-            i for i, x in zip(inputs, donated, strict=True) if i.kind.get(i.state) is x and _is_deleted(x)
+            i for i, x in zip(self.donated, donated, strict=True) if i.kind.get(i.state) is x and _is_deleted(x)
         ]
         if invalid_inputs:
             reason = f"its array was donated to {self.name}, which failed"
@@ -310,16 +313,13 @@ class StagedProgram:
             names = ", ".join(_states.describe(i.state, i.kind, value=0) for i in invalid_inputs[:3])
             error.add_note(
                 f"{self.name} had consumed the arrays of {len(invalid_inputs)} donated states, which have no value "
-                f"now: "
-                f"{names}{', ...' * (len(invalid_inputs) > 3)}.\n"
-                f"Fix: write them again or restore a checkpoint; without "
-                f"donate_states= a call that fails leaves the old values."
+                f"now: {names}{', ...' * (len(invalid_inputs) > 3)}.\n"
+                f"Fix: write them again or restore a checkpoint; without donate_states= a call that fails leaves the "
+                f"old values."
             )
 
     def _store(self, writes: list, values: list, attribute_stores: Sequence[Store] = ()) -> None:
         """Store the values that a call returned; `values` are its inputs' values, to detect writes by other threads."""
-        if self._shardings.is_open:
-            self._shardings.learn(writes)
         if self._writers is None:
             self._publish(writes, values, attribute_stores, live=False)
         else:
@@ -328,9 +328,6 @@ class StagedProgram:
             )
 
     def _publish(self, writes: list, values: list, attribute_stores: Sequence[Store] = (), *, live: bool) -> None:
-        if self._shardings.is_open:
-            self._shardings.learn(writes)
-
         def publish(values: list) -> None:
             if values:
                 for effect, index in self._updated:
@@ -368,15 +365,12 @@ class StagedProgram:
         for effect in self._created_effects:
             effect.created = live  # in later calls the state exists already
         operands = self.operands_of(call)
-        if self._shardings and not live:
-            self._check_shardings([*operands[0], *operands[1]], call)
-        if operands[1]:
-            out = self._run_donating(operands, lambda writes: self._publish(writes, [], attribute_stores, live=live))
-        else:
-            out, writes = self._call(*operands)
-            self._publish(writes, [] if self.guards else operands[0], attribute_stores, live=live)
+        if not (live or self._accepts_shardings([*operands[0], *operands[1]], call)):
+            raise Restage
+        values = [] if self.guards or operands[1] else operands[0]
+        out = self._execute(operands, lambda writes: self._publish(writes, values, attribute_stores, live=live))
         self.created.report()
-        return self.outcome.out.combine(out) if self.outcome.out.static else out
+        return out
 
     def first_run(self, call: Call) -> Any:
         """Run for the staged call, whose frames have already seen the body touch its states."""
@@ -387,24 +381,20 @@ class StagedProgram:
     def settle(self) -> None:
         """Let later calls read the states that have replaced others in the staged call."""
         if self.created.states:
-            for group in (*self.kept, *self.donated):
-                for i in group.inputs:
-                    i.state = self.created.successor(i.state)
-                group.states = [i.state for i in group.inputs]
+            for i in self._inputs():
+                i.state = self.created.successor(i.state)
             self._init_writers()
         self.created.settle(self._inputs())
 
     def operands_of(self, call: Call) -> tuple[list, list, PyTree, list]:
         """The compiled function's operands. States are read as by a user, so that open frames see it."""
-        kept = self._open_guards([self._retry_when_released(i.kind.read, i.state) for g in self.kept for i in g.inputs])
-        donated = [self._retry_when_released(i.kind.read, i.state) for g in self.donated for i in g.inputs]
-        if donated:
-            kept, donated = copy_aliased_donations(kept, donated, call)
-        return kept, donated, call.operand, call.donated
+        kept = [self._retry_when_released(i.kind.read, i.state) for i in self.kept]
+        donated = [self._retry_when_released(i.kind.read, i.state) for i in self.donated]
+        return self._operands(kept, donated, call)
 
     def is_for(self, call: Call) -> bool:
         """Whether argument types and settings are the staged ones."""
-        return self.settings == _jax.trace_context() and _same_types([*call.kept, *call.donated], self.avals)
+        return self.settings == _jax.trace_context() and _same_types(call.arrays, self.avals)
 
     def is_stale(self) -> bool:
         """Whether a derivative rule in it has read states that hold other values now. JAX runs a rule of the program
@@ -419,9 +409,9 @@ class StagedProgram:
         if self.created and self.created.stores() is None:
             return False
         values = [self._retry_when_released(i.kind.read, i.state) for i in self._inputs()]
-        if self._shardings and not self._accepts_shardings(values, call):
+        if not self._accepts_shardings(values, call):
             return False
-        if self._is_mesh_changed([*call.kept, *call.donated, *jax.tree.leaves(values)]):
+        if self._is_mesh_changed([*call.arrays, *jax.tree.leaves(values)]):
             return False
         for i, value in zip(self._inputs(), values, strict=True):
             leaves, part = partition(value, is_array_or_number)
@@ -430,14 +420,6 @@ class StagedProgram:
             if freeze(part.static) != freeze(i.partition.static):
                 return False
         return True
-
-    def _open_guards(self, kept: list) -> list:
-        if not self.guards:
-            return kept
-        inputs = [i for g in self.kept for i in g.inputs]
-        return [
-            partition(v, is_array_or_number)[0] if i.partition.static else v for i, v in zip(inputs, kept, strict=True)
-        ]
 
     # -- shardings --
 
@@ -449,24 +431,26 @@ class StagedProgram:
 
     def _accepts_shardings(self, values: Sequence[Any], call: Call) -> bool:
         """Whether the written states have the shardings that the program returns; `values` are the inputs' values."""
-        if self._shardings.is_partial and not has_tracer([*call.kept, *call.donated, *values]):
+        if not self._shardings:
+            return True
+        if self._shardings.is_partial and not has_tracer([*call.arrays, *values]):
             return False
         return self._shardings.accept(values)
 
-    def _check_shardings(self, values: Sequence[Any], call: Call) -> None:
-        if not self._accepts_shardings(values, call):
-            raise Restage
+
+_KindStates = list[tuple[Any, list]]
+"""States, grouped by their kind."""
 
 
-def _values_of(groups: list[_KindGroup]) -> list:
+def _values_of(groups: _KindStates) -> list:
     if len(groups) == 1:
-        return groups[0].kind.get_all(groups[0].states)
-    return [v for group in groups for v in group.kind.get_all(group.states)]
+        return groups[0][0].get_all(groups[0][1])
+    return [v for kind, states in groups for v in kind.get_all(states)]
 
 
-def _group(inputs: list[Input]) -> list[_KindGroup]:
-    kinds = {id(i.kind): i.kind for i in inputs}
-    return [_KindGroup(kind, [i for i in inputs if i.kind is kind]) for kind in kinds.values()]
+def _states_by_kind(inputs: list[Input]) -> _KindStates:
+    groups = itertools.groupby(inputs, key=lambda i: i.kind)
+    return [(kind, [i.state for i in group]) for kind, group in groups]
 
 
 def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:
@@ -497,3 +481,16 @@ def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
 
 def _is_deleted(value: PyTree) -> bool:
     return any(isinstance(x, _jax.ArrayImpl) and x.is_deleted() for x in jax.tree.leaves(value))
+
+
+def _copy_aliased(donated: list, others: PyTree) -> list:
+    """The arrays to be donated; copies of those that are also another operand: JAX must not donate an aliased array."""
+    seen = {id(x) for x in jax.tree.leaves(others)}
+
+    def copy_if_aliased(x: Any) -> Any:
+        if id(x) in seen and isinstance(x, jax.Array):
+            return x.copy()
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(copy_if_aliased, donated)

@@ -117,72 +117,12 @@ class HeldKey:
 _ALONE = HeldKey(object(), by_identity=True)._count()
 
 
-def _parts(key: Any) -> Iterator[Any]:
+def parts(key: Any) -> Iterator[Any]:
     """The parts of a key that refer to objects: each a `HeldKey` or a weak reference."""
     if isinstance(key, (tuple, frozenset)):
         for part in key:
-            yield from _parts(part)
+            yield from parts(part)
     elif isinstance(key, (HeldKey, weakref.ref)):
         yield key
         if isinstance(key, HeldKey):
-            yield from _parts(key.attributes)
-
-
-class Programs(dict[Hashable, list]):
-    """Programs by the keys of calls. Bounded: the oldest are dropped first. The programs of a collected object are
-    dropped, too.
-
-    A state that refers to its model keeps the model alive until its programs are dropped, since a program holds its
-    states.
-    """
-
-    def __init__(self, size: int):
-        super().__init__()
-        self._size = size
-        self._watches: dict[Hashable, list[weakref.ref]] = {}
-
-    def keep(self, key: Hashable, programs: list) -> None:
-        """Store the programs of a key; not thread-safe."""
-        if key not in self:
-            self._drop_abandoned()
-            while len(self) >= self._size:
-                self._forget(self._oldest())
-            self._watch(key)
-        self[key] = programs
-
-    def clear(self) -> None:
-        super().clear()
-        self._watches.clear()
-
-    def _watch(self, key: Hashable) -> None:
-        weak_self = weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            programs = weak_self()
-            if programs is not None:
-                programs._forget(key)
-
-        watches = []
-        for part in _parts(key):
-            if isinstance(part, HeldKey):
-                part.settle()
-            obj = part() if isinstance(part, weakref.ref) else part.obj if part.is_weak else None
-            if obj is not None:
-                watches.append(weakref.ref(obj, forget))
-        if watches:
-            self._watches[key] = watches
-
-    def _forget(self, key: Hashable) -> None:
-        self.pop(key, None)
-        self._watches.pop(key, None)
-
-    def _drop_abandoned(self) -> None:
-        for key in list(self):
-            if any(isinstance(part, HeldKey) and part.is_alone for part in _parts(key)):
-                self._forget(key)
-
-    def _oldest(self) -> Hashable:
-        while True:
-            # RuntimeError: an object was collected between `iter` and `next`, which removed its key.
-            with contextlib.suppress(RuntimeError):
-                return next(iter(self), None)
+            yield from parts(key.attributes)
