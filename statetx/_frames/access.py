@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,36 +16,29 @@ UNKNOWN: Any = type("Unknown", (), {"__slots__": (), "__repr__": lambda self: "U
 """A placeholder for a value that was not looked up."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Access:
-    """The record of one frame about one state that existed before it."""
+    """The record of one frame about one state that existed before it.
 
-    __slots__ = (
-        "acquired",
-        "copy",
-        "kind",
-        "previous_owner",
-        "read",
-        "read_site",
-        "site",
-        "state",
-        "stepped",
-        "value_before",
-        "value_in_body",
-        "written",
-    )
+    Attributes:
+        previous_owner: the frame that owned the state before this one.
+        stepped: whether an `Optimizer`, or an inner call that differentiated the state, has updated it.
+        site: of the first write. `kinds.debug` sets `read_site`.
+        copy: the copy of a container that the body was given.
+    """
 
-    def __init__(self, state: Any, kind: Kind, owner: Any, *, read: bool):
-        self.state = state
-        self.kind = kind
-        self.previous_owner = owner  # the frame that owned the state before this one
-        self.acquired = False
-        self.value_before: Any = UNKNOWN
-        self.value_in_body: Any = UNKNOWN
-        self.read = read
-        self.written = False
-        self.stepped = False  # whether an `Optimizer`, or an inner call that differentiated it, has updated it
-        self.site = ""  # of the first write; `kinds.debug` sets `read_site`
-        self.copy: Copy | None = None  # the copy of a container that the body was given
+    state: Any
+    kind: Kind
+    previous_owner: Any
+    read: bool
+    acquired: bool = False
+    value_before: Any = UNKNOWN
+    value_in_body: Any = UNKNOWN
+    written: bool = False
+    stepped: bool = False
+    site: str = ""
+    read_site: str = ""
+    copy: Copy | None = None
 
     def undo(self) -> list[Store]:
         """Stores that give the state its old value and owner."""
@@ -84,6 +78,7 @@ class Copy:
         return any(leaves[i].tobytes() != x.tobytes() for i, x in self.arrays)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Effect:
     """A value that a call leaves in a state; `created` if the state was made in that call.
 
@@ -93,18 +88,13 @@ class Effect:
             one.
     """
 
-    __slots__ = ("created", "kind", "site", "state", "stepped", "value", "value_before")
-
-    def __init__(
-        self, state: Any, kind: Kind, value: Any, site: str, *, value_before: Any = UNKNOWN, created: bool = False
-    ):
-        self.state = state
-        self.kind = kind
-        self.value = value
-        self.site = site
-        self.value_before = value_before
-        self.created = created
-        self.stepped = False
+    state: Any
+    kind: Kind
+    value: Any
+    site: str
+    value_before: Any = UNKNOWN
+    created: bool = False
+    stepped: bool = False
 
 
 _LEAF_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes, type(None))

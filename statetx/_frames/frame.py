@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import operator
@@ -37,10 +38,11 @@ _REPLACED = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class Frame:
     """Watches one call, made by `run`.
 
-    Args:
+    Attributes:
         name: the call in messages: ``"remat(loss)"``.
         on_read: called with the value of a state whose first touch is a read; returns its value in the body. Called
             once for a state.
@@ -52,42 +54,30 @@ class Frame:
             cycle.
         outer_trace: the trace around the transform, if the transform's own trace does not name it.
         is_kept: whether the equations that the call records serve other calls, too.
-
-    Attributes:
         differentiates_states: whether the call is given values of states that are differentiated.
         differentiated: by the id of their token (`Kind.token`), the trainable states that the call has differentiated
             so far: the token, which keeps no state alive, and the values; of those that an inner call has
             differentiated no values, which are of a trace that has ended.
     """
 
-    def __init__(
-        self,
-        name: str,
-        on_read: Callable[[Any, Kind, Any], Any] | None = None,
-        allow: Callable[[Any, Kind], None] | None = None,
-        *,
-        is_undo: bool = False,
-        frees_cycles: bool = False,
-        outer_trace: Any = None,
-        is_kept: bool = False,
-    ):
-        self.name = name
-        self.on_read = on_read
-        self.allow = allow
-        self.is_undo = is_undo
-        self.frees_cycles = frees_cycles
-        self.outer_trace = outer_trace
-        self.is_kept = is_kept
-        self.differentiates_states = False
-        self.accesses: dict[int, Access] = {}
-        self.effects: list[Effect] = []
-        self.is_open = False
-        self.differentiated: dict[int, tuple[Any, list[Any]]] = {}
-        self._created: list[tuple[Callable[[], Any], Kind]] = []
-        self._kinds: list[Kind] = []
-        self._unchecked_writes: list[Access] = []
-        self._added: list[Effect] = []
-        self._copies: dict[int, tuple[Any, Copy]] = {}  # by id of the container, which the entry keeps alive
+    name: str
+    on_read: Callable[[Any, Kind, Any], Any] | None = None
+    allow: Callable[[Any, Kind], None] | None = None
+    _: dataclasses.KW_ONLY
+    is_undo: bool = False
+    frees_cycles: bool = False
+    outer_trace: Any = None
+    is_kept: bool = False
+    differentiates_states: bool = False
+    is_open: bool = False
+    accesses: dict[int, Access] = dataclasses.field(default_factory=dict)
+    effects: list[Effect] = dataclasses.field(default_factory=list)
+    differentiated: dict[int, tuple[Any, list[Any]]] = dataclasses.field(default_factory=dict)
+    _created: list[tuple[Callable[[], Any], Kind]] = dataclasses.field(default_factory=list)
+    _kinds: list[Kind] = dataclasses.field(default_factory=list)
+    _unchecked_writes: list[Access] = dataclasses.field(default_factory=list)
+    _added: list[Effect] = dataclasses.field(default_factory=list)
+    _copies: dict[int, tuple[Any, Copy]] = dataclasses.field(default_factory=dict)  # by id of the container, kept alive
 
     def run(self, fun: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Call a function and watch it. Once it has returned, `effects` has its writes."""

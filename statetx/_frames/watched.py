@@ -4,10 +4,6 @@ frames.
 
 from __future__ import annotations
 
-import collections
-import itertools
-import operator
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +11,6 @@ from .._atomic import Store, commit, locked
 from .._states.protocol import Kind
 from .access import Effect
 from .current import current_frame
-from .frame import Frame
 from .leaks import check_write
 from .threads import foreign_state_error, open_frames, ownership, report_touch
 
@@ -24,20 +19,8 @@ class WatchedKind(Kind):
     """Base of the kinds whose states frames watch; see `_states.Kind` for the methods that a kind adds.
 
     A kind must define `name`, `base`, `folder`, `get`, `store`, `read`, `write`, `invalidate`, `is_invalidated`,
-    `owner`, `set_owner` and `site_of`. It overrides others where its library has rules of its own, or a faster way.
+    `owner`, `set_owner` and `site_of`.
     """
-
-    is_watched = True
-    bookkeeping = frozenset()
-
-    def owns(self, obj: Any) -> bool:
-        return isinstance(obj, self.base)
-
-    def is_opaque(self, obj: Any) -> bool:
-        return self.owns(obj)
-
-    def token(self, state: Any) -> object:
-        return weakref.ref(state)
 
     # -- several states at once --
 
@@ -67,10 +50,6 @@ class WatchedKind(Kind):
             self.check_free(states)
         commit([self.store_all(states, values)])
 
-    def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
-        stores = [self.store(state, value) for state, value in zip(states, values, strict=True)]
-        return collections.deque, itertools.starmap(operator.call, stores), 0
-
     # -- writes after a call --
 
     def announce(self, effect: Effect, live: bool) -> list[Store]:
@@ -83,25 +62,3 @@ class WatchedKind(Kind):
             check_write(state, self, effect.value, frame.trace, effect.site)
             frame.note_write(access, effect.site)
         return [self.store(state, effect.value)]
-
-    # -- what most libraries lack --
-
-    def is_random(self, state: Any) -> bool:
-        del state
-        return False
-
-    def is_trainable(self, state: Any) -> bool:
-        del state
-        return False
-
-    def name_of(self, state: Any) -> str | None:
-        del state
-        return None
-
-    def open(self, frame: Frame) -> list[Store]:
-        del frame
-        return []
-
-    def close(self, frame: Frame) -> list[Store]:
-        del frame
-        return []

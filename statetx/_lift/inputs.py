@@ -5,6 +5,7 @@ read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -153,6 +154,7 @@ class InputNames(Sequence[str]):
         self._named = []
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Input:
     """A state whose value is an input of a staged function.
 
@@ -163,38 +165,37 @@ class Input:
         variables: the positions of these inputs among all inputs added while staging.
     """
 
-    __slots__ = ("avals", "kind", "partition", "state", "values", "variables")
-
-    def __init__(self, state: Any, kind: Kind, partition: Partition, values: list[Any], avals: list[Any], start: int):
-        self.state = state
-        self.kind = kind
-        self.partition = partition
-        self.values = values
-        self.avals = avals
-        self.variables = range(start, start + len(values))
+    state: Any
+    kind: Kind
+    partition: Partition
+    values: list[Any]
+    avals: list[Any]
+    variables: range
 
 
+@dataclasses.dataclass(eq=False)
 class Lifting:
     """While a function is staged, turn the value of each state that it reads into inputs of the trace.
 
-    Args:
+    Attributes:
         is_dynamic: whether a leaf of a value becomes an input; other leaves are unchanged.
         slice: maps a state and the type of a leaf to the type in the body, for mapped states.
         enter: maps a state and its value to the value on entry, for promoted states.
+        inputs: by id of the state, in the order of the first reads.
     """
 
-    def __init__(
-        self,
-        is_dynamic: Callable[[Any], bool],
-        slice: Callable[[Any, Any], Any] | None = None,
-        enter: Callable[[Any, Any], Any] | None = None,
-    ):
-        self.is_dynamic = is_dynamic
-        self.slice = slice
-        self.enter = enter
-        self.inputs: dict[int, Input] = {}  # by id of the state, in the order of the first reads
-        self.num_variables = 0
-        self.trace: Any = None
+    is_dynamic: Callable[[Any], bool]
+    slice: Callable[[Any, Any], Any] | None = None
+    enter: Callable[[Any, Any], Any] | None = None
+    inputs: dict[int, Input] = dataclasses.field(default_factory=dict)
+    num_variables: int = 0
+    trace: Any = None
+
+    def add(self, state: Any, kind: Kind, part: Partition, values: list[Any], avals: list[Any]) -> None:
+        """Make the leaves of a state's value the next inputs."""
+        variables = range(self.num_variables, self.num_variables + len(values))
+        self.inputs[id(state)] = Input(state, kind, part, values, avals, variables)
+        self.num_variables += len(values)
 
     def on_read(self, state: Any, kind: Kind, value: Any) -> Any:
         if self.enter is not None:
@@ -204,8 +205,7 @@ class Lifting:
         avals = [_jax.abstract(x) for x in dynamic]
         if self.slice is not None:
             avals = [self.slice(state, aval) for aval in avals]
-        self.inputs[id(state)] = Input(state, kind, part, dynamic, avals, self.num_variables)
-        self.num_variables += len(avals)
+        self.add(state, kind, part, dynamic, avals)
         inputs = [_jax.new_input(self.trace, aval) for aval in avals]
         if self.slice is None:
             note_shardings(inputs, dynamic)

@@ -6,6 +6,7 @@ One of the two ways to carry states through a transform; derivatives, `vmap` and
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -30,33 +31,25 @@ from .wrapper import name_of
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(eq=False)
 class FramedRun:
     """A stateful function in the form that JAX's derivatives need; one call.
 
     Call it inside JAX's transform, which carries its outputs, and then `finish` after the transform has returned.
 
-    Args:
+    Attributes:
         name: the transform, for messages.
         fun: the user's function.
         has_aux: whether `fun` returns a pair, of which JAX differentiates the first.
         targets: the states that JAX differentiates, too.
     """
 
-    _outcome: Outcome
-
-    def __init__(
-        self,
-        name: str,
-        fun: Callable,
-        *,
-        has_aux: bool,
-        targets: Targets | None = None,
-    ):
-        self._name = name
-        self._fun = fun
-        self._has_aux = has_aux
-        self._targets = targets
-        self._held: Held = []
+    name: str
+    fun: Callable
+    has_aux: bool
+    targets: Targets | None = None
+    _held: Held = dataclasses.field(default_factory=list)
+    _outcome: Outcome = dataclasses.field(init=False)
 
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], state_values: Any = (), diff_args: Sequence[Any] = ()
@@ -68,24 +61,24 @@ class FramedRun:
             state_values: the values of `targets`, from JAX.
             diff_args: the arguments that JAX has flattened, in which written states would be lost.
         """
-        targets = self._targets
-        frame = frame_for(self._name, self._fun, on_read=targets and targets.on_read(state_values))
+        targets = self.targets
+        frame = frame_for(self.name, self.fun, on_read=targets and targets.on_read(state_values))
         frame.differentiates_states = targets is not None
 
         def watched_call() -> Any:
-            result = call(self._fun, args, kwargs, targets is not None and targets.has_refs)
+            result = call(self.fun, args, kwargs, targets is not None and targets.has_refs)
             self._held = list(held_by_derivatives(frame))
             return result
 
         out = frame.run(watched_call)
-        refuse_lost_writes(self._name, self._fun, frame.effects, diff_args)
-        out, aux = split_aux(out, self._fun) if self._has_aux else (out, None)
+        refuse_lost_writes(self.name, self.fun, frame.effects, diff_args)
+        out, aux = split_aux(out, self.fun) if self.has_aux else (out, None)
         leaves, self._outcome = pack(aux, frame.effects)
         return out, leaves
 
     def named(self, pure: Callable[..., T]) -> Callable[..., T]:
         """Tell the planner whose derivative JAX takes of `pure`, the function of arrays around the call."""
-        pure.user_function = self._fun  # type: ignore[attr-defined]
+        pure.user_function = self.fun  # type: ignore[attr-defined]
         return pure
 
     def finish(self, leaves: Sequence[Any], residuals: PyTree = ()) -> PyTree:
@@ -101,7 +94,7 @@ class FramedRun:
         self._refuse_kept(_jax.escaped_values(error))
 
     def _refuse_kept(self, residuals: Sequence[Any]) -> None:
-        refuse_kept(f"{self._name}({name_of(self._fun)})", self._held, residuals)
+        refuse_kept(f"{self.name}({name_of(self.fun)})", self._held, residuals)
 
 
 def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs: bool = False) -> PyTree:

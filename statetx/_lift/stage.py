@@ -16,7 +16,7 @@ from .._equations.structure import Body
 from .._frames import Effect
 from .._states import Kind
 from .._tree import partition
-from .inputs import Input, InputNames, Lifting
+from .inputs import InputNames, Lifting
 from .wrapper import name_of
 
 _CONVERSIONS = (
@@ -109,10 +109,7 @@ def _with_explicit_refs(
         refs = [i for i, r in enumerate(is_ref) if r]
         for i in refs:
             dynamic, part = partition(values[i])
-            aval = _jax.abstract(values[i])
-            kind = _states.kind_of_state(consts[i])
-            lifting.inputs[id(consts[i])] = Input(consts[i], kind, part, dynamic, [aval], lifting.num_variables)
-            lifting.num_variables += 1
+            lifting.add(consts[i], _states.kind_of_state(consts[i]), part, dynamic, [_jax.abstract(values[i])])
         others = [i for i in range(len(variables)) if i not in set(refs)]
         variables = [variables[i] for i in (*others, *refs)]
         values = [v for v, r in zip(values, is_ref, strict=True) if not r]

@@ -11,12 +11,7 @@ from .messages import library_folders as library_folders
 from .messages import no_history as no_history
 from .messages import refuse_states as refuse_states
 from .messages import user_stacklevel as user_stacklevel
-from .protocol import Annotated as Annotated
-from .protocol import ArrayKind as ArrayKind
-from .protocol import Jitting as Jitting
 from .protocol import Kind as Kind
-from .protocol import Modal as Modal
-from .protocol import Subclassed as Subclassed
 from .registry import _kinds_lock as _kinds_lock
 from .registry import class_options as class_options
 from .registry import holds_other_arrays as holds_other_arrays

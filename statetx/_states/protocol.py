@@ -1,11 +1,13 @@
-"""The protocols of a kind of state: `Kind`, and the optional `Modal`, `ArrayKind`, `Annotated`, `Subclassed` and
-`Jitting`.
-"""
+"""The protocol of a kind of state, `Kind`."""
 
 from __future__ import annotations
 
+import collections
+import itertools
+import operator
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from .._atomic import Store
 
@@ -13,7 +15,8 @@ from .._atomic import Store
 class Kind(Protocol):
     """The states of one library. `get` and `store` access the value without a report to any watcher.
 
-    A frame is a `_frames.Frame`, and an effect a `_frames.Effect`; both are above this module.
+    A method with a body is for most libraries; a kind overrides it where its library has rules of its own, or a faster
+    way. A frame is a `_frames.Frame`, and an effect a `_frames.Effect`; both are above this module.
     """
 
     name: str
@@ -23,17 +26,23 @@ class Kind(Protocol):
     base: type
     """The class of all its states."""
 
-    bookkeeping: frozenset[str]
+    bookkeeping: frozenset[str] = frozenset()
     """Names of a state's attributes that belong to the library, not to the user."""
 
-    is_watched: bool
+    is_watched: bool = True
     """Whether frames see every read and write. The states of other kinds are found as constants of staged equations."""
 
-    def owns(self, obj: Any) -> bool: ...
+    is_array: bool = False
+    """Whether the states are arrays to JAX: `vmap` maps them as arguments, `scan` slices them as ``xs``, their shape is
+    fixed.
+    """
+
+    def owns(self, obj: Any) -> bool:
+        return isinstance(obj, self.base)
 
     def is_opaque(self, obj: Any) -> bool:
         """Whether JAX must treat the object as a leaf: a state of this kind, or a container of such states."""
-        ...
+        return self.owns(obj)
 
     def get(self, state: Any) -> Any: ...
 
@@ -49,7 +58,9 @@ class Kind(Protocol):
 
     def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         """One store that gives each state its value."""
-        ...
+        stores = [self.store(state, value) for state, value in zip(states, values, strict=True)]
+        # A `deque` of length 0 consumes the map in C: one call in which Python handles no signal (decision 18).
+        return collections.deque, itertools.starmap(operator.call, stores), 0
 
     def check_free(self, states: Sequence[Any]) -> None:
         """Raise if a call in another thread owns one of these states. Called where this thread has no open frame."""
@@ -92,87 +103,60 @@ class Kind(Protocol):
 
     def token(self, state: Any) -> object:
         """An object of this state alone, which does not keep it alive. Each call returns the same object."""
-        ...
+        return weakref.ref(state)
 
     def is_random(self, state: Any) -> bool:
         """Whether the state holds a random key that advances with every draw."""
-        ...
+        return False
 
     def is_trainable(self, state: Any) -> bool:
         """Whether the library's class for weights says so: `Param`."""
-        ...
+        return False
 
-    def name_of(self, state: Any) -> str | None: ...
+    def name_of(self, state: Any) -> str | None:
+        return None
 
     def site_of(self, state: Any) -> str: ...
 
-    def open(self, frame: Any) -> list[Store]: ...
+    def open(self, frame: Any) -> list[Store]:
+        return []
 
     def close(self, frame: Any) -> list[Store]:
         """Stores that undo those of `open`, and end whatever was opened after it and left open."""
-        ...
+        return []
 
-
-@runtime_checkable
-class Modal(Protocol):
-    """A kind whose library has its own watchers, and settings that a compiled program depends on."""
+    # -- of libraries that have these --
 
     def is_idle(self) -> bool:
         """Whether no watcher of the library is active in this thread."""
-        ...
+        return True
 
     def mode(self) -> Hashable:
-        """The settings, as part of the key of a compiled program."""
-        ...
-
-
-@runtime_checkable
-class ArrayKind(Protocol):
-    """A kind whose states are arrays to JAX: `vmap` maps them as arguments, `scan` slices them as ``xs``, their shape
-    is fixed.
-    """
+        """The settings of the library that a compiled program depends on, as part of its key."""
+        return ()
 
     def new(self, value: Any) -> Any:
-        """A new state that holds an array."""
-        ...
-
-
-@runtime_checkable
-class Annotated(Protocol):
-    """A kind whose states have metadata for each dimension of the value, such as mesh axes."""
+        """A new state that holds an array, if `is_array`."""
+        raise NotImplementedError
 
     def insert_axis(self, state: Any, axis: int) -> None:
-        """Add metadata for a new, unsharded dimension of the value."""
-        ...
+        """Add metadata for a new, unsharded dimension of the value, such as its mesh axes."""
 
     def delete_axis(self, state: Any, axis: int) -> None:
         """Remove the metadata of a removed dimension."""
-        ...
-
-
-@runtime_checkable
-class Subclassed(Protocol):
-    """A kind whose library has class statements with options."""
 
     def class_options(self, cls: type) -> dict[str, Any]:
         """The keyword arguments that the class statement of a subclass needs to inherit the options."""
-        ...
-
-
-@runtime_checkable
-class Jitting(Protocol):
-    """A kind whose library has its own ``jit``."""
+        return {}
 
     def unjitted(self, fun: Any) -> Callable | None:
-        """The user's function that the library has jitted; None if it has not jitted `fun`."""
-        ...
+        """The user's function that the library's ``jit`` has made `fun` of; None if it has not."""
+        return None
 
     def jax_traced(self, traced: Any) -> Any | None:
-        """JAX's traced function, of the one that the library's ``jit`` returns; None if `traced` is of another
-        library.
-        """
-        ...
+        """JAX's traced function, of one that the library's ``jit`` has traced; None if it has not."""
+        return None
 
     def holds_other_arrays(self, obj: Any) -> bool:
         """Whether the library's ``jit`` makes inputs of arrays in an argument that are no states."""
-        ...
+        return False

@@ -10,10 +10,12 @@ import numpy as np
 
 from .. import _hooks, _jax
 from .._atomic import locked, new_lock
-from .protocol import ArrayKind, Jitting, Kind, Modal, Subclassed
+from .protocol import Kind
 
 _kinds: list[Kind] = []
-modal: list[Modal] = []
+modal: list[Kind] = []
+"""The kinds of libraries with settings: see `Kind.mode`."""
+
 _array_bases: tuple[type, ...] = ()
 _unwatched_bases: tuple[type, ...] = ()
 # Libraries whose states are watched as soon as the program has imported them, so that `import statetx` imports neither.
@@ -24,9 +26,9 @@ _kinds_lock = new_lock()
 def register_kind(kind: Kind) -> None:
     global _array_bases, _unwatched_bases
     _kinds.append(kind)
-    if isinstance(kind, Modal):
+    if type(kind).mode is not Kind.mode:
         modal.append(kind)
-    if isinstance(kind, ArrayKind):
+    if kind.is_array:
         _array_bases = (*_array_bases, kind.base)
     if not kind.is_watched:
         _unwatched_bases = (*_unwatched_bases, kind.base)
@@ -71,7 +73,7 @@ def kind_of_state(state: Any) -> Kind:
 
 
 def is_array_state(obj: Any) -> bool:
-    """Whether an object is a state that is an array to JAX: see `ArrayKind`."""
+    """Whether an object is a state that is an array to JAX: see `Kind.is_array`."""
     return isinstance(obj, _array_bases)
 
 
@@ -92,17 +94,16 @@ _PLAIN = frozenset([dict, list, tuple, type(None), bool, int, float, str, np.nda
 
 
 def class_options(cls: type) -> dict[str, Any]:
-    """The keyword arguments that the class statement of a subclass needs: see `Subclassed`."""
+    """The keyword arguments that the class statement of a subclass needs: see `Kind.class_options`."""
     options: dict[str, Any] = {}
     for kind in kinds():
-        if isinstance(kind, Subclassed):
-            options |= kind.class_options(cls)
+        options |= kind.class_options(cls)
     return options
 
 
 def unjitted(fun: Any) -> Callable | None:
     """The user's function that the ``jit`` of a library of states has made `fun` of; None if none has."""
-    found = (kind.unjitted(fun) for kind in kinds() if isinstance(kind, Jitting))
+    found = (kind.unjitted(fun) for kind in kinds())
     return next((user for user in found if user is not None), None)
 
 
@@ -110,13 +111,13 @@ def jax_traced(traced: Any) -> Any:
     """JAX's traced function, of one that the ``jit`` of a library of states has traced; others are returned
     unchanged.
     """
-    found = (kind.jax_traced(traced) for kind in kinds() if isinstance(kind, Jitting))
+    found = (kind.jax_traced(traced) for kind in kinds())
     return next((inner for inner in found if inner is not None), traced)
 
 
 def holds_other_arrays(args: tuple) -> bool:
     """Whether arguments hold arrays that a library's ``jit`` makes inputs of, and that are no states."""
-    return any(kind.holds_other_arrays(x) for kind in kinds() if isinstance(kind, Jitting) for x in args)
+    return any(kind.holds_other_arrays(x) for kind in kinds() for x in args)
 
 
 def modes() -> Hashable:

@@ -8,10 +8,6 @@ value is an input and, if it is written, an output; the transform reads the Ref 
 
 from __future__ import annotations
 
-import collections
-import itertools
-import operator
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,19 +18,14 @@ from .. import _frames, _jax, _states
 from .._atomic import Store, commit
 
 
-class _RefKind:
+class _RefKind(_states.Kind):
     """See `_states.Kind`."""
 
     name = "jax.Ref"
     base = jax.Ref
     is_watched = False
-    bookkeeping: frozenset[str] = frozenset()
+    is_array = True
     folder = _jax.JAX_FOLDER
-
-    def owns(self, obj: Any) -> bool:
-        return isinstance(obj, jax.Ref)
-
-    is_opaque = owns
 
     def new(self, value: Any) -> Any:
         return jax.new_ref(value)
@@ -59,11 +50,6 @@ class _RefKind:
     def check_free(self, states: Sequence[Any]) -> None:
         pass
 
-    def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
-        stores = [self.store(ref, value) for ref, value in zip(states, values, strict=True)]
-        # As in `native`: consumed in C.
-        return collections.deque, itertools.starmap(operator.call, stores), 0
-
     def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
         del live  # JAX sees every write and checks it
         return [self.store(effect.state, effect.value)]
@@ -80,25 +66,11 @@ class _RefKind:
     def set_owner(self, state: Any, frame: Any) -> Store:
         raise AssertionError("frames hold no Refs")
 
-    def token(self, state: Any) -> object:
-        return weakref.ref(state)
-
     def is_random(self, state: Any) -> bool:
         return jnp.issubdtype(state.dtype, jax.dtypes.prng_key)
 
-    def is_trainable(self, state: Any) -> bool:
-        return False
-
-    def name_of(self, state: Any) -> str | None:
-        return None
-
     def site_of(self, state: Any) -> str:
         return "a place that JAX does not record"
-
-    def open(self, frame: _frames.Frame) -> list[Store]:
-        return []
-
-    close = open
 
 
 KIND = _RefKind()

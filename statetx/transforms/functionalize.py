@@ -222,7 +222,7 @@ def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
         read, effect = access is not None and access.read, written.get(id(state))
         is_written = access is not None and effect is not None  # a created state is not an input, so not a written one
         row = StateRow(path, state, kind_name, type_, num_bytes(value), read, is_written, created=access is None)
-        sites = {"written_at": effect.site if effect else "", "read_at": getattr(access, "read_site", "")}
+        sites = {"written_at": effect.site if effect else "", "read_at": access.read_site if access else ""}
         rows.append(dataclasses.replace(row, **sites))
 
     for access in frame.accesses.values():

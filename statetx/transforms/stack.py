@@ -281,8 +281,7 @@ def _annotate(stacked: Sequence[Any], values: Sequence[PyTree], axis: int, chang
     for state, value in zip(stacked, values, strict=True):
         kind = _states.kind_of_state(state)
         leaves = jax.tree.leaves(value)
-        if isinstance(kind, _states.Annotated):
-            getattr(kind, change)(state, axis if axis >= 0 or not leaves else axis + jnp.ndim(leaves[0]))
+        getattr(kind, change)(state, axis if axis >= 0 or not leaves else axis + jnp.ndim(leaves[0]))
 
 
 def _stack_values(values: list[PyTree], path: str, axis: int) -> PyTree:

@@ -140,12 +140,6 @@ class _Brainstate(_frames.WatchedKind):
         user = getattr(fun, "origin_fun", None)
         return user if user is not None and user is getattr(fun, "__wrapped__", None) else None
 
-    def jax_traced(self, traced: Any) -> Any | None:
-        return None  # it is JAX's own
-
-    def holds_other_arrays(self, obj: Any) -> bool:
-        return False
-
     def is_random(self, state: brainstate.State) -> bool:
         return isinstance(state, brainstate.random.RandomState)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..._tree import is_array_or_number, partition
 from ..._typing import PyTree
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Written:
     """A written state whose value has the same structure before and after a call.
 
@@ -30,14 +32,11 @@ class _Written:
         is_fixed: for each leaf, whether its sharding is known and divides its new shape.
     """
 
-    __slots__ = ("effect", "input_index", "is_fixed", "shardings", "start")
-
-    def __init__(self, effect: Effect, input_index: int | None, start: int, shardings: list[Sharding | None]):
-        self.effect = effect
-        self.input_index = input_index
-        self.start = start
-        self.shardings = shardings
-        self.is_fixed = [True] * len(shardings)
+    effect: Effect
+    input_index: int | None
+    start: int
+    shardings: list[Sharding | None]
+    is_fixed: list[bool]
 
 
 class StateShardings:
@@ -108,13 +107,13 @@ class StateShardings:
                 shardings = [_sharding_on(mesh, x) for x in leaves]
             else:
                 shardings = _replicate_uncommitted(inputs[input_index], mesh)
-            written = _Written(effect, input_index, start, shardings)
             # The sharding of a tracer is not known, and one that does not divide the new shape cannot be kept.
-            for n, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-                is_known = not isinstance(x, _jax.Tracer)
-                written.is_fixed[n] = is_known and (sharding is None or divides(sharding, avals[start + n].shape))
-            self._written.append(written)
-            self.out_shardings += [s if fixed else None for s, fixed in zip(shardings, written.is_fixed, strict=True)]
+            is_fixed = [
+                not isinstance(x, _jax.Tracer) and (sharding is None or divides(sharding, aval.shape))
+                for x, sharding, aval in zip(leaves, shardings, avals[start:], strict=False)
+            ]
+            self._written.append(_Written(effect, input_index, start, shardings, is_fixed))
+            self.out_shardings += [s if fixed else None for s, fixed in zip(shardings, is_fixed, strict=True)]
         self.is_open = any(s is None for w in self._written for s in w.shardings)
 
     def _leave_all_open(
@@ -125,7 +124,7 @@ class StateShardings:
         for effect, part, leaves in zip(outcome.effects, outcome.values, old_leaves_of, strict=True):
             if leaves is not None:
                 input_index = input_indices.get(id(effect.state))
-                self._written.append(_Written(effect, input_index, start, [None] * len(leaves)))
+                self._written.append(_Written(effect, input_index, start, [None] * len(leaves), [True] * len(leaves)))
             start += part.num_dynamic
         self.is_open = bool(self._written)
 
