@@ -60,7 +60,7 @@ def _check_not_written(access: Access) -> None:
         raise changed_state_error(access.state, access.kind)
 
 
-def publish(effects: Sequence[Effect], *, live: bool, also: Sequence[Store] = ()) -> None:
+def publish(effects: Sequence[Effect], *, live: bool = True, also: Sequence[Store] = ()) -> None:
     """Store all writes of a call or none, and drop the values from the effects.
 
     `live`: see `Kind.announce`. `also`: stores for the same `commit`.

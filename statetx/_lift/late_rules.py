@@ -18,12 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _jax, _states
+from .. import _frames, _jax, _states
 from .._equations.structure import Body
 from .._errors import StateAccessError
 from .._frames import Effect, Frame, current_frame
 from .._states import Kind
-from .outcome import publish
 from .stage import with_read_refs
 
 
@@ -94,7 +93,7 @@ class RuleWatch:
         on_read = functools.partial(self._on_read, trace=_jax.current_trace(), is_backward=is_backward)
         frame = _RuleFrame(self, on_read=on_read)
         out = frame.run(rule, *args)
-        publish(frame.effects)
+        _frames.publish(frame.effects)
         if not is_backward:  # of other rules JAX may have kept what they gave earlier
             self.check_kept()
         return out

@@ -17,7 +17,7 @@ from .. import _states
 from .._errors import StatetxError
 from .._objects.paths import argument_names
 from .._text import brief, counted, suggestion, type_str
-from .._tree import is_array, is_integer
+from .._tree import flatten, is_array, is_integer, whole_number
 from .wrapper import name_of, short_name
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -124,6 +124,15 @@ def check_flags(transform: str, error: type[Exception] = TypeError, /, **flags: 
         raise error(f"{transform}: {name}= must be True or False, got {got}.{fix}")
 
 
+def check_whole(call: str, name: str, value: Any, least: int = 0) -> int:
+    """The value of an option that is a number of things; raise `ValueError` if it is none."""
+    count = whole_number(value, least)
+    if count is None:
+        what = f"a whole number of at least {least} and below 2**31"
+        raise ValueError(f"{call}: {name} must be {what}, got {brief(value)}.")
+    return count
+
+
 def _too_many(transform: str, args: tuple, num: int, call: str, fix: str | None) -> str:
     if fix is not None:
         return f"{transform} takes {counted(num, 'positional argument')}, got {len(args)}.{call}\nFix: {fix}"
@@ -177,13 +186,34 @@ def _unknown(transform: str, unknown: list[str], options: list[str], hints: Mapp
     return f"{transform} got unexpected options: {', '.join(unknown)}.{hint} It has {', '.join(options)}."
 
 
-def different_count(prefix: Any, tree: Any, entry: str) -> str:
-    """The fix for a tuple of entries, one for each item of a tuple or list, of which there are more or fewer; empty if
-    that is not the mistake.
+def broadcast_prefix(
+    call: str, option: str, prefix: Any, tree: Any, *, what: str, entry: str, is_leaf: Any
+) -> list[Any]:
+    """The entry of a tree prefix for each leaf of a tree; objects that hold states are leaves.
+
+    Args:
+        call, option: for messages.
+        what: the tree, for messages.
+        entry: an entry of the prefix, for messages.
+        is_leaf: of the prefix.
+
+    Raises:
+        ValueError: it is not a tree prefix.
     """
-    if not (isinstance(prefix, tuple) and isinstance(tree, (tuple, list)) and len(prefix) != len(tree)):
-        return ""
-    return f"\nFix: give {entry} for each of them, {len(tree)} in all, not {len(prefix)}."
+    entries: list[Any] = []
+    fill = lambda x, part: entries.extend([x] * len(jax.tree.leaves(part, is_leaf=_states.is_opaque)))
+    try:
+        jax.tree.map(fill, prefix, tree, is_leaf=is_leaf)
+    except ValueError as e:
+        flatten(tree)  # raises for a dict that JAX cannot flatten
+        fix = ""
+        if isinstance(prefix, tuple) and isinstance(tree, (tuple, list)) and len(prefix) != len(tree):
+            fix = f"\nFix: give {entry} for each of them, {len(tree)} in all, not {len(prefix)}."
+        raise ValueError(
+            f"{call}: {option}={prefix!r} is not a tree prefix of the {what}, whose structure is "
+            f"{jax.tree.structure(tree)}.{fix}"
+        ) from e
+    return entries
 
 
 def notes_shapes(inspection: F) -> F:

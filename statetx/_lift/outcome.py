@@ -2,8 +2,7 @@
 publish them.
 
 `pack` splits inside the transform; after it `Outcome.finish` combines the output and stores the written values. In
-`OutputGroups` the arrays leave in groups: along axes (`vmap`), by shardings (`shard_map`). `publish` is the only caller
-of `_frames.publish`.
+`OutputGroups` the arrays leave in groups: along axes (`vmap`), by shardings (`shard_map`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import jax
 import numpy as np
 
 from .. import _frames, _jax
-from .._atomic import Store
 from .._frames import Effect
 from .._objects.opaque import refuse_hidden, refuse_unfinished
 from .._tree import Partition, is_array, partition
@@ -50,32 +48,25 @@ class Outcome:
         self.values = [*self.values, *(partition(0, lambda x: True)[1] for _ in effects)]
         return self
 
-    def publish(self, leaves: Sequence[Any], *, live: bool = True, also: Sequence[Store] = ()) -> None:
-        """Store the effects' values in their states, for `leaves` of the effects only; `live`, `also`: see
-        `publish`.
+    def publish(self, leaves: Sequence[Any], **options: Any) -> None:
+        """Store the effects' values in their states, for `leaves` of the effects only; options as of
+        `_frames.publish`.
         """
-        publish_leaves(self.effects, self.values, leaves, live=live, also=also)
-
-
-def publish(effects: Sequence[Effect], *, live: bool = True, also: Sequence[Store] = ()) -> None:
-    """Store the values of effects in their states, all or none; `live`, `also` as in `_frames.publish`."""
-    _frames.publish(effects, live=live, also=also)
+        publish_leaves(self.effects, self.values, leaves, **options)
 
 
 def publish_leaves(
-    effects: Sequence[Effect],
-    partitions: Sequence[Partition],
-    leaves: Sequence[Any],
-    *,
-    live: bool = True,
-    also: Sequence[Store] = (),
+    effects: Sequence[Effect], partitions: Sequence[Partition], leaves: Sequence[Any], **options: Any
 ) -> None:
-    """Combine the value of each effect and store it; `leaves` are the leaves of all values, in order."""
+    """Combine the value of each effect and publish it; `leaves` are the leaves of all values, in order.
+
+    `options`: see `_frames.publish`.
+    """
     position = 0
     for effect, part in zip(effects, partitions, strict=True):
         effect.value = part.combine(leaves[position : position + part.num_dynamic])
         position += part.num_dynamic
-    publish(effects, live=live, also=also)
+    _frames.publish(effects, **options)
 
 
 def is_traced(x: Any) -> bool:
@@ -163,5 +154,5 @@ class OutputGroups:
         out = self._out.combine([next(leaves) for _ in range(self._out.num_dynamic)])
         for effect, value_of, num in self._effects:
             effect.value = value_of([next(leaves) for _ in range(num)])
-        publish([effect for effect, _, _ in self._effects])
+        _frames.publish([effect for effect, _, _ in self._effects])
         return out

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._errors import StateValueError
 from .._objects.paths import Paths, as_predicate, check_paths
-from .._objects.walk import Walk
+from .._objects.walk import held_states
 from .._text import brief
 from .._typing import Filter
 
@@ -171,7 +171,7 @@ class Rules:
         Raises:
             StateValueError: `obj` holds states, and none has a rule.
         """
-        held = _states_in(obj)
+        held = held_states(obj)
         if not held or any(self(state) is not None for state in held):
             return
         state = held[0]
@@ -187,7 +187,7 @@ class Rules:
         """The length of the mapped axis of the first mapped state that the function or `others` hold; None if none
         does.
         """
-        for state in [*self.path.held.values(), *_states_in(others)] if self._rules else ():
+        for state in [*self.path.held.values(), *held_states(others)] if self._rules else ():
             axis, kind = self(state), _states.kind_of(state)
             if isinstance(axis, int) and kind is not None:
                 shapes = [jnp.shape(x) for x in jax.tree.leaves(kind.get(state))]
@@ -207,11 +207,6 @@ class Rules:
                 f"must have the length of the {self.name}, {length}."
             )
         return _jax.drop_axis(aval, axis)
-
-
-def _states_in(obj: Any) -> list[Any]:
-    """The states that an argument holds itself, not counting its class's."""
-    return [state for _, state in Walk(follows_classes=False).held(obj, is_called=False)]
 
 
 def _filter_for(states: Sequence[Any], paths: Mapping[int, str]) -> str:

@@ -20,10 +20,11 @@ from .._frames import Frame
 from .._objects.opaque import refuse_unfinished
 from .._objects.paths import Paths, reaches_unwatched
 from .._states import Kind
+from .._tree import Partition, is_array_or_number
 from .._typing import PyTree
 from .inputs import InputNames
 from .late_rules import Held, guarded, held_by_derivatives, named_rules, refuse_kept
-from .outcome import Outcome, pack, publish
+from .outcome import Outcome, pack, partition_output
 from .stage import stage
 from .targets import Targets, refuse_lost_writes, split_aux
 from .wrapper import name_of
@@ -42,6 +43,7 @@ class FramedRun:
         fun: the user's function.
         has_aux: whether `fun` returns a pair, of which JAX differentiates the first.
         targets: the states that JAX differentiates, too.
+        out: the structure of the output: see `flat`.
     """
 
     name: str
@@ -50,6 +52,7 @@ class FramedRun:
     targets: Targets | None = None
     _held: Held = dataclasses.field(default_factory=list)
     _outcome: Outcome = dataclasses.field(init=False)
+    out: Partition = dataclasses.field(init=False)
 
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], state_values: Any = (), diff_args: Sequence[Any] = ()
@@ -75,6 +78,12 @@ class FramedRun:
         out, aux = split_aux(out, self.fun) if self.has_aux else (out, None)
         leaves, self._outcome = pack(aux, frame.effects)
         return out, leaves
+
+    def flat(self, args: Sequence[Any], state_values: Any = ()) -> tuple[list, list]:
+        """As a call of this object, with the arrays of the output, whose structure is `out` from then on."""
+        out, leaves = self(args, {}, state_values)
+        out_leaves, self.out = partition_output(out, is_array_or_number)
+        return [jnp.asarray(x) for x in out_leaves], leaves
 
     def named(self, pure: Callable[..., T]) -> Callable[..., T]:
         """Tell the planner whose derivative JAX takes of `pure`, the function of arrays around the call."""
@@ -130,7 +139,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
     for effect in reversed(refs):  # their values are the last outputs
         effect.value = outs.pop()
         if _jax.is_of_current_trace(effect.state):
-            publish([effect])  # a mapped argument: a Ref of this trace, which JAX lets us write
+            _frames.publish([effect])  # a mapped argument: a Ref of this trace, which JAX lets us write
         else:
             frame.add_effect(effect)
     return outcome.finish(outs)
@@ -148,7 +157,7 @@ def run_eagerly(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: d
     refs = RefValues(fun, args, kwargs)
     try:
         out = frame.run(fun, *args, **kwargs)
-        publish(frame.effects, also=[(refs.values.clear,)])
+        _frames.publish(frame.effects, also=[(refs.values.clear,)])
         return out
     except BaseException:
         refs.restore()

@@ -27,7 +27,7 @@ def make_subclass(cls: type, methods: dict[str, Any], maker: Callable[..., type]
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced = super(subclass, self).__reduce_ex__(protocol)
-        if isinstance(reduced, str) or _is_importable(subclass):
+        if isinstance(reduced, str) or find_global(subclass) is subclass:
             return reduced
         parts = [_CLASS if x is type(self) else x for x in (reduced[0], *reduced[1])]
         return (_rebuild, (maker, args, parts), *reduced[2:])
@@ -47,11 +47,12 @@ def make_subclass(cls: type, methods: dict[str, Any], maker: Callable[..., type]
     return subclass
 
 
-def _is_importable(cls: type) -> bool:
-    value: Any = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
+def find_global(obj: Any) -> Any:
+    """The object that a class's, or function's, module holds under its qualified name."""
+    value: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
+    for name in getattr(obj, "__qualname__", "<none>").split("."):
         value = getattr(value, name, None)
-    return value is cls
+    return value
 
 
 def _rebuild(maker: Callable[..., type], args: tuple, parts: list[Any]) -> Any:

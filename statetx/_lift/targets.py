@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._objects.paths import Paths, argument_names, as_predicate, check_paths, is_filter
-from .._objects.walk import Walk
+from .._objects.walk import Walk, held_states
 from .._text import brief, counted, suggestion, type_str
 from .._tree import flatten, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -102,17 +102,17 @@ def refuse_arguments(transform: str, fun: Callable, args: tuple, argnums: Sequen
         raise error from None
     for n, name, leaf in _leaves_of(fun, args, argnums):
         place = f"{transform}({name_of(fun)}): argument {n} ({name})"
+        by_states = lambda n=n: f"wrt={filter_for(held_states(args[n]))}"
         if not is_array_or_number(leaf) and not isinstance(leaf, bool):
             raise TypeError(
                 f"{place} is a {type(leaf).__name__}: {brief(leaf)}. Only arrays have gradients.\n"
-                f"Fix: choose the differentiated arguments by argnums=, or states by wrt={_filter_for_held(args[n])}."
+                f"Fix: choose the differentiated arguments by argnums=, or states by {by_states()}."
             ) from None
         if not allow_int and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             got = type_str(leaf) if is_array(leaf) else f"{type(leaf).__name__}: {leaf}"
             raise TypeError(
                 f"{place} is {got}. Gradients need floating-point or complex values.\n"
-                f"Fix: convert it to float, or choose other arguments by argnums= or states by "
-                f"wrt={_filter_for_held(args[n])}."
+                f"Fix: convert it to float, or choose other arguments by argnums= or states by {by_states()}."
             ) from None
 
 
@@ -157,10 +157,6 @@ def _leaves_of(fun: Callable, args: tuple, argnums: Sequence[int]) -> Iterator[t
     for keys, leaf in jax.tree_util.tree_flatten_with_path((args, {}))[0]:
         if keys[1].idx in argnums:
             yield keys[1].idx, name(keys), leaf
-
-
-def _filter_for_held(obj: Any) -> str:
-    return filter_for([state for _, state in Walk(follows_classes=False).held(obj, is_called=False)])
 
 
 def filter_for(states: Sequence[Any]) -> str:
@@ -329,7 +325,7 @@ def _kind_of(state: Any) -> Any:
     kind = _states.kind_of(state)
     if kind is not None:
         return kind
-    held = [] if is_array(state) else [s for _, s in Walk(follows_classes=False).held(state, is_called=False)]
+    held = [] if is_array(state) else held_states(state)
     if held:
         raise StateFilterError(
             f"wrt= has a {type(state).__name__} with {counted(len(held), 'state')}, which is neither a state nor a "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
@@ -16,7 +15,7 @@ from .. import _jax
 from .._errors import FunctionError, printable
 from .._objects.opaque import refuse_function
 from .._text import brief, type_str
-from .subclass import is_object
+from .subclass import find_global, is_object
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -95,7 +94,7 @@ class Wrapper(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        if _find_global(self) is self:
+        if find_global(self) is self:
             return self.__qualname__
         return _rebuild, (type(self), self.__wrapped__, self._options)
 
@@ -107,13 +106,6 @@ class Wrapper(Generic[P, R]):
 
 def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
     return as_decorator(cls, fun, options)
-
-
-def _find_global(wrapper: Wrapper) -> Any:
-    value: Any = sys.modules.get(getattr(wrapper, "__module__", None) or "")
-    for name in getattr(wrapper, "__qualname__", "<none>").split("."):
-        value = getattr(value, name, None)
-    return value
 
 
 def _is_call_of_object(fun: Any) -> bool:

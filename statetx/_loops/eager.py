@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError
-from .._frames import Effect, refuse_created
-from .._lift.outcome import publish
+from .._frames import Effect, publish, refuse_created
 from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import frame_for, run_eagerly
 from .._lift.wrapper import name_of

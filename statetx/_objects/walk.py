@@ -192,6 +192,11 @@ class Walk:
         return path if self._used[path] == 1 else f"{path}#{self._used[path]}"
 
 
+def held_states(obj: Any) -> list[Any]:
+    """The states that an object holds itself, not counting its class's, nor those that its code reads."""
+    return [state for _, state in Walk(follows_classes=False).held(obj, is_called=False)]
+
+
 def _under(path: str, contents: Children) -> Children:
     for key, child in contents:
         yield (f"{path}.{key}" if path and key else path or key), child

@@ -80,12 +80,15 @@ class State(NotAnArray, Generic[T]):
                 f"A state cannot hold a state: got {_states.describe(value)} as the value of a new "
                 f"{type(self).__name__}. Pass its value ({type(value).__name__}.value) instead."
             )
+        self._begin(value, _construction_site(), name, metadata)
+
+    def _begin(self, value: T, site: tuple[str, int], name: str | None, metadata: dict[str, Any]) -> None:
         frame = _frames.current_frame()
         self._value = value
         self._view = None
         self._owner = frame
         self._home = _jax.trace_ref(_jax.current_trace())
-        self._site = _construction_site()
+        self._site = site
         self.name = name
         self.metadata = metadata
         if frame is not None:
@@ -160,18 +163,9 @@ class State(NotAnArray, Generic[T]):
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        frame = _frames.current_frame()
-        self._value = saved["value"]
-        self._view = None
-        self._owner = frame
-        self._home = _jax.trace_ref(_jax.current_trace())
-        self._site = saved["site"]
-        self.name = saved["name"]
-        self.metadata = saved["metadata"]
         for key, value in saved["attributes"].items():
             object.__setattr__(self, key, value)
-        if frame is not None:
-            frame.mark_created(self, NATIVE)
+        self._begin(saved["value"], saved["site"], saved["name"], saved["metadata"])
 
 
 @public

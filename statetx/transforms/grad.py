@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import (
     TYPE_CHECKING,
@@ -25,7 +26,6 @@ import numpy as np
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
 from .._lift.options import check_flags, notes_shapes, transform
-from .._lift.outcome import partition_output
 from .._lift.run import FramedRun
 from .._lift.targets import (
     Targets,
@@ -423,74 +423,46 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         error = state_argument_error("vjp", fun, primals)
         if error is not None:
             raise error
-    out_part: Any = None
-    run = FramedRun("vjp", fun, has_aux=has_aux, targets=targets)
-
-    @run.named
-    def pure(state_values: list, *diff: Any) -> tuple[list, list]:
-        nonlocal out_part
-        out, leaves = run(primals_part.combine(diff), {}, state_values)
-        out_leaves, out_part = partition_output(out, is_array_or_number)
-        return [jnp.asarray(x) for x in out_leaves], leaves
-
+    run = FramedRun("vjp", fun, has_aux, targets)
+    pure = run.named(lambda state_values, *diff: run.flat(primals_part.combine(diff), state_values))
     out_leaves, vjp_fun, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
     aux = run.finish(leaves, vjp_fun)
 
-    structure = _PullbackStructure(name_of(fun), out_part, [x.dtype for x in out_leaves], primals_part, targets)
-    pullback = Pullback(vjp_fun, structure)
-    out = out_part.combine(out_leaves)
+    # As in JAX, a Python bool, which is not differentiated, has a cotangent of type float0.
+    static = [np.zeros((), jax.dtypes.float0) if isinstance(x, bool) else x for x in primals_part.static]
+    primals_part = Partition(primals_part.treedef, primals_part.mask, tuple(static))
+    pull = _Pull(name_of(fun), run.out, [x.dtype for x in out_leaves], primals_part, targets)
+    pullback = jax.tree_util.Partial(pull, vjp_fun)
+    out = run.out.combine(out_leaves)
     return (out, pullback, aux) if has_aux else (out, pullback)
 
 
-class _PullbackStructure:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pull:
     """The static part of a pullback: the structures of the output, the primals and the differentiated states."""
 
-    def __init__(self, name: str, out: Partition, dtypes: list[Any], primals: Partition, targets: Targets | None):
-        self.name = name
-        self.out = out
-        self.dtypes = dtypes
-        # As in JAX, a Python bool, which is not differentiated, has a cotangent of type float0.
-        static = [np.zeros((), jax.dtypes.float0) if isinstance(x, bool) else x for x in primals.static]
-        self.primals = Partition(primals.treedef, primals.mask, tuple(static))
-        self.targets = targets
+    name: str
+    out: Partition
+    dtypes: list[Any]
+    primals: Partition
+    targets: Targets | None
 
-
-@jax.tree_util.register_pytree_node_class
-class Pullback:
-    """The linear map from a cotangent of a function's output to cotangents of its inputs; made by `vjp`.
-
-    A pytree, like the pullback of ``jax.vjp``: a compiled function may return it or take it as an argument.
-    """
-
-    def __init__(self, vjp_fun: Callable, structure: _PullbackStructure):
-        self._vjp_fun = vjp_fun
-        self._structure = structure
-
-    def __call__(self, cotangent: Any) -> Any:
-        structure = self._structure
+    def __call__(self, vjp_fun: Callable, cotangent: Any) -> Any:
         ct_leaves, treedef = jax.tree.flatten(cotangent)
-        if treedef != structure.out.treedef:
+        if treedef != self.out.treedef:
             raise TypeError(
-                f"The pullback of {structure.name} needs a cotangent in the structure of its output, "
-                f"{structure.out.treedef}, got "
-                f"{treedef}."
+                f"The pullback of {self.name} needs a cotangent in the structure of its output, {self.out.treedef}, "
+                f"got {treedef}."
             )
         # JAX takes no Python numbers as cotangents, and none for the leaves of the output that are not arrays.
-        dynamic = [c for c, d in zip(ct_leaves, structure.out.mask, strict=True) if d]
+        dynamic = [c for c, d in zip(ct_leaves, self.out.mask, strict=True) if d]
         converted = [
             jnp.asarray(c, dtype) if isinstance(c, (int, float, complex)) else c
-            for c, dtype in zip(dynamic, structure.dtypes, strict=True)
+            for c, dtype in zip(dynamic, self.dtypes, strict=True)
         ]
-        state_cts, *array_cts = self._vjp_fun(converted)
-        primal_cts = structure.primals.combine(array_cts)
-        return primal_cts if structure.targets is None else (structure.targets.combine(state_cts), primal_cts)
+        state_cts, *array_cts = vjp_fun(converted)
+        primal_cts = self.primals.combine(array_cts)
+        return primal_cts if self.targets is None else (self.targets.combine(state_cts), primal_cts)
 
     def __repr__(self) -> str:
-        return f"<pullback of {self._structure.name}>"
-
-    def tree_flatten(self) -> tuple[tuple[Callable], _PullbackStructure]:
-        return (self._vjp_fun,), self._structure
-
-    @classmethod
-    def tree_unflatten(cls, structure: _PullbackStructure, children: tuple[Callable]) -> Pullback:
-        return cls(*children, structure)
+        return f"<pullback of {self.name}>"

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._errors import FunctionError
 from .._lift.options import check_flags, transform
-from .._lift.outcome import partition_output
 from .._lift.run import FramedRun
 from .._lift.wrapper import name_of
 from .._text import type_str
-from .._tree import Partition, flatten, is_array_or_number, is_number
+from .._tree import flatten, is_array_or_number, is_number
 from .._typing import Argnums, Filter, PyTree
 from .grad import Derivative
 
@@ -71,8 +70,8 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
                 f"{type(value).__name__}."
             )
     check_flags("jvp", has_aux=has_aux)
-    run = _FlatRun("jvp", fun, has_aux)
-    out, tangent, leaves = jax.jvp(run, _arrays(primals), _arrays(tangents), has_aux=True)
+    run = FramedRun("jvp", fun, has_aux)
+    out, tangent, leaves = jax.jvp(lambda *xs: run.flat(xs), _arrays(primals), _arrays(tangents), has_aux=True)
     aux = run.finish(leaves)
     out, tangent = run.out.combine(out), run.out.combine(tangent)
     return (out, tangent, aux) if has_aux else (out, tangent)
@@ -114,61 +113,23 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple[Any,
         (9.0, 6.0, 3.0)
     """
     check_flags("linearize", has_aux=has_aux)
-    run = _FlatRun("linearize", fun, has_aux)
-    out, jvp_fun, leaves = jax.linearize(run, *_arrays(primals), has_aux=True)
+    run = FramedRun("linearize", fun, has_aux)
+    out, jvp_fun, leaves = jax.linearize(lambda *xs: run.flat(xs), *_arrays(primals), has_aux=True)
     aux = run.finish(leaves, jvp_fun)
-    pushforward = Pushforward(jvp_fun, run.out, name_of(fun))
-    out = run.out.combine(out)
+    out_part = run.out
+
+    def push(jvp_fun: Callable, *tangents: Any) -> Any:
+        return out_part.combine(jvp_fun(*tangents))
+
+    pushforward = jax.tree_util.Partial(push, jvp_fun)
+    out = out_part.combine(out)
     return (out, pushforward, aux) if has_aux else (out, pushforward)
-
-
-@jax.tree_util.register_pytree_node_class
-class Pushforward:
-    """The derivative of a function at a point, as a linear map; made by `linearize`.
-
-    A pytree, like the one of ``jax.linearize``: a compiled function may return it or take it as an argument.
-    """
-
-    def __init__(self, jvp_fun: Callable, out: Partition, name: str):
-        self._jvp_fun = jvp_fun
-        self._out = out
-        self._name = name
-
-    def __call__(self, *tangents: Any) -> Any:
-        return self._out.combine(self._jvp_fun(*tangents))
-
-    def __repr__(self) -> str:
-        return f"<derivative of {self._name}>"
-
-    def tree_flatten(self) -> tuple[tuple[Callable], tuple[Partition, str]]:
-        return (self._jvp_fun,), (self._out, self._name)
-
-    @classmethod
-    def tree_unflatten(cls, form: tuple[Partition, str], children: tuple[Callable]) -> Pushforward:
-        return cls(*children, *form)
 
 
 def _arrays(trees: Sequence[Any]) -> tuple:
     """Convert Python numbers to arrays: JAX's tracers would pass the numbers to primitives that take arrays only."""
     leaves, treedef = flatten(tuple(trees))
     return jax.tree.unflatten(treedef, [jnp.asarray(x) if is_number(x) else x for x in leaves])
-
-
-class _FlatRun:
-    """A `FramedRun` whose output is a list of arrays, as `jax.jvp` and `jax.linearize` need it; `out` has the
-    structure.
-    """
-
-    out: Partition
-
-    def __init__(self, name: str, fun: Callable, has_aux: bool):
-        self._run = FramedRun(name, fun, has_aux=has_aux)
-        self.finish = self._run.finish
-
-    def __call__(self, *primals: Any) -> tuple[list, list]:
-        out, leaves = self._run(primals, {})
-        out_leaves, self.out = partition_output(out, is_array_or_number)
-        return [jnp.asarray(x) for x in out_leaves], leaves
 
 
 class JacobianTransform(Protocol[Q]):

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._lift.options import check_flags, with_checked_options
+from .._lift.options import check_flags, check_whole, with_checked_options
 from .._lift.rules import Rules
 from .._loops.strategy import Strategy
-from .._text import brief, type_str
-from .._tree import is_array, whole_number
+from .._text import type_str
+from .._tree import is_array
 from .scan import refuse_states, scan
 from .vmap import vmap
 
@@ -84,10 +84,7 @@ def map(
 
     if batch_size is None:
         return loop(f, xs)
-    if whole_number(batch_size, 1) is None:
-        raise ValueError(
-            f"map: batch_size must be a whole number of at least 1 and below 2**31, got {brief(batch_size)}."
-        )
+    check_whole("map", "batch_size", batch_size, 1)
     # As in `jax.lax.map`: the elements that fill no batch are one smaller batch at the end.
     lengths = {len(x) for x in jax.tree.leaves(xs)}
     if len(lengths) != 1:  # the scan says what is wrong

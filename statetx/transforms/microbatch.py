@@ -27,7 +27,7 @@ from .._lift.staged import Staged
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import Wrapper, name_of
 from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
-from .._objects.walk import Walk
+from .._objects.walk import held_states
 from .._targets import current
 from .._targets.target import Target
 from .._text import brief, suggestion, type_str
@@ -367,7 +367,7 @@ class _PartwiseCall:
             )
         skeleton = out.combine(range(out.num_dynamic))
         try:
-            tree = jax.tree.map(lambda how, subtree: jax.tree.map(lambda _: how, subtree), reduce, skeleton)
+            reductions = jax.tree.leaves(jax.tree.broadcast(reduce, skeleton))
         except ValueError as e:
             raise StateValueError(
                 f"{self._name}: reduce={brief(self._reduce)} is not a tree prefix of the output, "
@@ -375,7 +375,6 @@ class _PartwiseCall:
                 f'Fix: give a word for each part of the output, as in reduce=(("mean", "concat"), "mean") for '
                 f"((loss, outputs), gradients)."
             ) from e
-        reductions = jax.tree.leaves(tree)
         for how, aval in zip(reductions, staged.out_avals, strict=True):
             if how == "concat" and not aval.shape:
                 raise StateValueError(
@@ -443,7 +442,7 @@ def without_new_states(out: PyTree) -> PyTree:
     def replaced(x: Any) -> Any:
         if not _states.is_opaque(x):
             return x
-        states = [state for _, state in Walk(follows_classes=False).held(x, is_called=False)]
+        states = held_states(x)
         leaves, treedef = jax.tree.flatten(x)
         is_new = bool(states) and all(id(state) in created for state in states)
         return _Arrays(leaves, treedef) if is_new and all(map(is_array_or_number, leaves)) else x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import operator
@@ -18,7 +17,7 @@ from .._equations.structure import Body, table
 from .._errors import EffectError, StateAccessError
 from .._lift.inputs import InputNames
 from .._lift.late_rules import guarded
-from .._lift.options import keeps_type, transform
+from .._lift.options import broadcast_prefix, keeps_type, transform
 from .._lift.outcome import pack
 from .._lift.run import frame_for, run_eagerly
 from .._lift.signature import StaticArguments
@@ -332,21 +331,16 @@ class Remat(Wrapper, made_by=remat):
 
     def _for_arguments(self, option: str, prefix: Any, args: tuple, kwargs: dict, mask: Sequence[bool]) -> tuple:
         """The entries of a tuple prefix of the arguments, one for each array."""
-        call_tree = (args, kwargs) if kwargs else args
-        try:
-            entries = jax.tree.map(
-                lambda entry, subtree: jax.tree.map(lambda _: _Entry(entry), subtree, is_leaf=_states.is_opaque),
-                prefix,
-                call_tree,
-                is_leaf=lambda entry: entry is None,
-            )
-        except ValueError as e:
-            raise ValueError(
-                f"remat({name_of(self.__wrapped__)}): {option}={prefix!r} is not a tree prefix of the "
-                f"{len(args)} arguments that are not static (a method's self counts)."
-            ) from e
-        leaves = jax.tree.leaves(entries)
-        return tuple(leaf.value for leaf, dynamic in zip(leaves, mask, strict=True) if dynamic)
+        entries = broadcast_prefix(
+            f"remat({name_of(self.__wrapped__)})",
+            option,
+            prefix,
+            (args, kwargs) if kwargs else args,
+            what=f"{len(args)} arguments that are not static (a method's self counts)",
+            entry="an entry",
+            is_leaf=lambda x: x is None,
+        )
+        return tuple(x for x, is_dynamic in zip(entries, mask, strict=True) if is_dynamic)
 
     def _guard(self, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, Any], None] | None:
         if self._allowed is None:
@@ -372,13 +366,6 @@ def _inner_policies(policy: PolicyValue | Rewriter) -> contextlib.AbstractContex
     if isinstance(policy, Rewriter):
         return override.replacing(nothing, policy.inner)
     return contextlib.nullcontext()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """An entry of a tuple prefix: a leaf, even if it is None."""
-
-    value: Any
 
 
 class _OperandOrigins:

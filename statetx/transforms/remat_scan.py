@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from .. import _states
-from .._lift.options import check_flags
+from .._lift.options import check_flags, check_whole
 from .._lift.rules import Broadcast, Carry, Split
 from .._lift.wrapper import name_of
 from .._loops.build import as_strategy
 from .._loops.strategy import Lengths, Strategy
 from .._objects.paths import Not, Paths, as_predicate, check_paths
 from .._text import brief
-from .._tree import is_integer, whole_number
+from .._tree import is_integer
 from .._typing import Filter, Policy, PyTree
 from .scan import scan
 from .stack import Stack, stack
@@ -95,8 +95,8 @@ def remat_scan(
         (100, 4, 4)
     """
     check_flags("remat_scan", has_ys=has_ys)
-    if num is not None and whole_number(num, 1) is None:
-        raise ValueError(f"remat_scan: num must be a whole number of at least 1 and below 2**31, got {brief(num)}.")
+    if num is not None:
+        check_whole("remat_scan", "num", num, 1)
     options = {"broadcast": broadcast, "carry": carry, "axes": axes, "split_rngs": split_rngs}
     strategy = _read_lengths(lengths, policy)
     count = len(target) if isinstance(target, Stack) and num is None else num

@@ -20,7 +20,7 @@ from .._errors import StateAccessError
 from .._frames import Effect
 from .._lift.carry import flatten_carry, leaf_names, settle
 from .._lift.lengths import common_length
-from .._lift.options import check_flags
+from .._lift.options import check_flags, check_whole
 from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, Rules, Split
 from .._lift.staged import Staged, sort_states
@@ -29,8 +29,8 @@ from .._loops import eager
 from .._loops.build import make_loop, resolve_strategy
 from .._loops.strategy import Strategy
 from .._objects.opaque import refuse_unfinished
-from .._text import brief, type_str
-from .._tree import as_array, is_array, is_array_or_number, partition, whole_number
+from .._text import type_str
+from .._tree import as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 C = TypeVar("C")
@@ -205,10 +205,7 @@ def _check_known(argument: str, value: Any) -> None:
 
 def _as_number(argument: str, value: Any) -> int:
     """A number of steps, as JAX reads it: a float may be whole."""
-    count = whole_number(int(value) if isinstance(value, float) and value.is_integer() else value)
-    if count is None:
-        raise ValueError(f"scan: {argument}= must be a whole number of at least 0 and below 2**31, got {brief(value)}.")
-    return count
+    return check_whole("scan", f"{argument}=", int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _resolve_length(

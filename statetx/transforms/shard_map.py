@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
-from .._lift.options import check_flags, different_count, keeps_type, transform
+from .._lift.options import broadcast_prefix, check_flags, keeps_type, transform
 from .._lift.outcome import OutputGroups
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, name_of, place_of
 from .._objects.paths import Paths, as_predicate, check_paths, leaf_names
 from .._text import brief, type_str
-from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition
+from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 _REPLICATED = PartitionSpec()
@@ -361,20 +361,6 @@ def _specs_in(specs: Any) -> list[PartitionSpec]:
 
 
 def _broadcast_specs(name: str, option: str, specs: Any, tree: PyTree) -> list[PartitionSpec]:
-    leaf_specs: list[PartitionSpec] = []
-
-    def fill(spec: Any, subtree: PyTree) -> None:
-        leaf_specs.extend(
-            [_REPLICATED if spec is None else spec] * len(jax.tree.leaves(subtree, is_leaf=_states.is_opaque))
-        )
-
-    try:
-        jax.tree.map(fill, specs, tree, is_leaf=_is_spec)
-    except ValueError:
-        flatten(tree)  # raises for a dict that JAX cannot flatten
-        raise ValueError(
-            f"{name}: {option}={specs!r} is not a tree prefix of the "
-            f"{'arguments' if option == 'in_specs' else 'output'}, whose "
-            f"structure is {jax.tree.structure(tree)}.{different_count(specs, tree, 'a spec')}"
-        ) from None
-    return leaf_specs
+    what = "arguments" if option == "in_specs" else "output"
+    entries = broadcast_prefix(name, option, specs, tree, what=what, entry="a spec", is_leaf=_is_spec)
+    return [_REPLICATED if spec is None else spec for spec in entries]

@@ -19,14 +19,14 @@ from .. import _jax, _states
 from .._errors import StateAccessError, StateValueError
 from .._frames import Effect
 from .._lift.lengths import common_length
-from .._lift.options import different_count, keeps_type, transform
+from .._lift.options import broadcast_prefix, check_whole, keeps_type, transform
 from .._lift.outcome import OutputGroups
 from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, name_of
 from .._objects.paths import argument_names, leaf_names
 from .._text import brief, type_str
-from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition, whole_number
+from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 
@@ -97,10 +97,8 @@ class Vmap(Wrapper, made_by=vmap):
         self._in_axes, self._out_axes, states = (self._options[name] for name in ("in_axes", "out_axes", "states"))
         self._states = states
         size = self._options["axis_size"]
-        if size is not None and whole_number(size) is None and not jax.export.is_symbolic_dim(size):
-            raise ValueError(
-                f"vmap: axis_size must be a whole number of at least 0 and below 2**31, got {brief(size)}."
-            )
+        if size is not None and not jax.export.is_symbolic_dim(size):
+            check_whole("vmap", "axis_size", size)
         Rules("vmap", states, fun, (Broadcast, Split))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -265,27 +263,17 @@ def _axes_in(axes: Any) -> list[int]:
     return sorted({a for a in jax.tree.leaves(axes) if isinstance(a, int)})
 
 
-def _broadcast_axes(name: str, axes: Any, tree: PyTree) -> list[int | None]:
+def _broadcast_axes(option: str, axes: Any, tree: PyTree) -> list[int | None]:
     """The axis of each leaf of `tree`, from a tree prefix of axes; None for leaves that cannot be mapped."""
-    leaf_axes: list[int | None] = []
-
-    def fill(axis: Any, subtree: PyTree) -> None:
-        for leaf in jax.tree.leaves(subtree, is_leaf=_states.is_opaque):
-            if axis is not None and not isinstance(axis, int):
-                raise TypeError(f"vmap: {name} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
-            can_map = _can_map(leaf) or (name == "out_axes" and _is_dynamic(leaf))
-            leaf_axes.append(axis if can_map else None)
-
-    try:
-        jax.tree.map(fill, axes, tree, is_leaf=lambda x: x is None)
-    except ValueError as e:
-        flatten(tree)  # raises for a dict that JAX cannot flatten
-        raise ValueError(
-            f"vmap: {name}={axes!r} is not a tree prefix of the {'arguments' if name == 'in_axes' else 'output'}, "
-            f"whose "
-            f"structure is {jax.tree.structure(tree)}.{different_count(axes, tree, 'an axis')}"
-        ) from e
-    return leaf_axes
+    what = "arguments" if option == "in_axes" else "output"
+    is_none = lambda x: x is None
+    entries = broadcast_prefix("vmap", option, axes, tree, what=what, entry="an axis", is_leaf=is_none)
+    for axis in entries:
+        if axis is not None and not isinstance(axis, int):
+            raise TypeError(f"vmap: {option} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
+    can_map = _can_map if option == "in_axes" else lambda x: _can_map(x) or _is_dynamic(x)
+    leaves = jax.tree.leaves(tree, is_leaf=_states.is_opaque)
+    return [axis if can_map(x) else None for axis, x in zip(entries, leaves, strict=True)]
 
 
 def _can_map(leaf: Any) -> bool:

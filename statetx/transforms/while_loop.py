@@ -15,7 +15,7 @@ from .._equations.structure import Body, table
 from .._errors import PolicyError, StateAccessError
 from .._lift import key_reuse
 from .._lift.carry import flatten_carry, settle
-from .._lift.options import check_flags
+from .._lift.options import check_flags, check_whole
 from .._lift.outcome import publish_leaves
 from .._lift.staged import Staged, union
 from .._lift.wrapper import name_of
@@ -25,8 +25,8 @@ from .._loops.step import LoopStep
 from .._loops.strategy import Strategy
 from .._objects.paths import Paths
 from .._remat import declared
-from .._text import brief, type_str
-from .._tree import is_array_or_number, whole_number
+from .._text import type_str
+from .._tree import is_array_or_number
 
 T = TypeVar("T")
 
@@ -90,8 +90,8 @@ def while_loop(
     strategy = (
         checkpoint if checkpoint is None else as_strategy("while_loop", checkpoint).for_unknown_length("while_loop")
     )
-    if max_steps is not None and whole_number(max_steps) is None:
-        raise ValueError(f"while_loop: max_steps must be a whole number below 2**31, got {brief(max_steps)}.")
+    if max_steps is not None:
+        check_whole("while_loop", "max_steps", max_steps)
     _check_callable("while_loop", cond_fun, "condition")
     _check_callable("while_loop", body_fun, "body")
     carry, part = flatten_carry("while_loop", init_val)

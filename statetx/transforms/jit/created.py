@@ -30,7 +30,7 @@ from typing import Any
 from ... import _frames, _states
 from ..._atomic import Store
 from ..._objects.contents import is_base, is_wrapper, module_of, package_of
-from ..._objects.walk import Walk
+from ..._objects.walk import Walk, held_states
 from ..._states import Kind
 
 _NONE = object()
@@ -129,7 +129,7 @@ def _readers(obj: Any) -> Iterator[tuple[Any, functools.partial[Contents]]]:
 
 
 def _states_in(obj: Any) -> dict[int, Any]:
-    return {id(state): state for _, state in Walk(follows_classes=False).held([obj], is_called=False)}
+    return {id(state): state for state in held_states([obj])}
 
 
 class PlacesOfObjects:

@@ -91,19 +91,19 @@ class StateShardings:
         is_traced = has_tracer(operands if mesh is None else old_leaves)
         self.is_partial = is_traced and is_on_mesh(map(_jax.abstract, operands))
         self.has_inner_mesh = mesh is None and has_inner_mesh and not is_traced
-        if mesh is None:
-            if self.has_inner_mesh:
-                self._leave_all_open(outcome, old_leaves_of, input_indices)
+        if mesh is None and not self.has_inner_mesh:
             return
 
-        self.out_shardings = []
+        out_shardings: list[Sharding | None] = []
         for effect, part, leaves in zip(outcome.effects, outcome.values, old_leaves_of, strict=True):
-            start = len(self.out_shardings)
+            start = len(out_shardings)
             if leaves is None:
-                self.out_shardings += [None] * part.num_dynamic
+                out_shardings += [None] * part.num_dynamic
                 continue
             input_index = input_indices.get(id(effect.state))
-            if input_index is None:
+            if mesh is None:  # the first call tells
+                shardings: list[Sharding | None] = [None] * len(leaves)
+            elif input_index is None:
                 shardings = [_sharding_on(mesh, x) for x in leaves]
             else:
                 shardings = _replicate_uncommitted(inputs[input_index], mesh)
@@ -113,20 +113,9 @@ class StateShardings:
                 for x, sharding, aval in zip(leaves, shardings, avals[start:], strict=False)
             ]
             self._written.append(_Written(effect, input_index, start, shardings, is_fixed))
-            self.out_shardings += [s if fixed else None for s, fixed in zip(shardings, is_fixed, strict=True)]
+            out_shardings += [s if fixed else None for s, fixed in zip(shardings, is_fixed, strict=True)]
         self.is_open = any(s is None for w in self._written for s in w.shardings)
-
-    def _leave_all_open(
-        self, outcome: Outcome, old_leaves_of: Sequence[list | None], input_indices: dict[int, int]
-    ) -> None:
-        """Take the shardings of all written states from the first call."""
-        start = 0
-        for effect, part, leaves in zip(outcome.effects, outcome.values, old_leaves_of, strict=True):
-            if leaves is not None:
-                input_index = input_indices.get(id(effect.state))
-                self._written.append(_Written(effect, input_index, start, [None] * len(leaves), [True] * len(leaves)))
-            start += part.num_dynamic
-        self.is_open = bool(self._written)
+        self.out_shardings = None if mesh is None else out_shardings
 
     def __bool__(self) -> bool:
         return self.is_partial or bool(self._written)
