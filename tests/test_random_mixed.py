@@ -104,7 +104,7 @@ BREAKAGES = {
     "a key does not advance": ("kinds.native.RngState.next", lambda self: jax.random.split(self.value)[1], "draw("),
     "what a container holds is not compared": ("_frames.Copy.was_changed", lambda self: False, "['a'] = "),
     "an inspection takes a state's value for an attribute of the model": (
-        "_objects.attributes._attributes",
+        "_objects.walk._attributes",
         lambda obj: getattr(obj, "__dict__", None),
         "look_at('saved_residuals', f1017, ",
     ),

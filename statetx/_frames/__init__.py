@@ -22,11 +22,6 @@ from .access import Access as Access
 from .access import Copy as Copy
 from .access import Effect as Effect
 from .access import is_leaf as is_leaf
-from .current import _local as _local
-from .current import current_frame as _current_frame
-from .current import idle_modes as idle_modes
-from .current import is_idle as is_idle
-from .current import set_current_frame as set_current_frame
 from .frame import Frame as Frame
 from .frame import enclosing_frame as enclosing_frame
 from .frame import end_differentiated as end_differentiated
@@ -35,14 +30,19 @@ from .frame import note_step as note_step
 from .frame import undone as undone
 from .leaks import check_write as check_write
 from .leaks import refuse_created as refuse_created
+from .threads import _local as _local
 from .threads import acquire as acquire
 from .threads import changed_state_error as changed_state_error
 from .threads import check_unchanged as check_unchanged
+from .threads import current_frame as _current_frame
 from .threads import foreign_state_error as foreign_state_error
+from .threads import idle_modes as idle_modes
+from .threads import is_idle as is_idle
 from .threads import open_frames as open_frames
 from .threads import ownership as ownership
 from .threads import publish as publish
 from .threads import report_touch as report_touch
+from .threads import set_current_frame as set_current_frame
 from .watched import WatchedKind as WatchedKind
 
 current_frame: _Callable[[], Frame | None] = _current_frame

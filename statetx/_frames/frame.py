@@ -23,9 +23,8 @@ from .._states.messages import call_site, describe, library_folders
 from .._states.protocol import Kind
 from .._states.registry import kinds
 from .access import UNKNOWN, Access, Copy, Effect, _is_writable, is_leaf
-from .current import _local, set_current_frame
 from .leaks import _refuse_hidden, check_write
-from .threads import acquire, open_frames, ownership
+from .threads import _local, acquire, open_frames, ownership, set_current_frame
 
 T = TypeVar("T")
 
@@ -312,9 +311,8 @@ class Frame:
                     a, b = (describe(x.state, x.kind, value=own.value_before) for x in (own, other))
                     raise StateValueError(
                         f"{self.name} changed in place a {type(own.value_before).__name__} that two states hold: {a} "
-                        f"and {b}. "
-                        f"{frame.name} gives each state a container of its own.\n"
-                        f"Fix: assign a new container to .value, or keep it in one state."
+                        f"and {b}. {frame.name} gives each state a container of its own.\n"
+                        "Fix: assign a new container to .value, or keep it in one state."
                     )
             frame = frame.parent
 
@@ -331,9 +329,8 @@ if hasattr(os, "register_at_fork"):
 
 _IN_RULE = (
     "Raised in a derivative rule that statetx called to inspect the function, whose own call had ended: {site}\n"
-    "Fix: let the rule read arguments only, no states or attributes that the call sets. There is no plan and no "
-    "report of a backward pass "
-    "for rules that do, such as those of braintrace's online algorithms."
+    "Fix: let the rule read arguments only, no states or attributes that the call sets. There is no plan and no report "
+    "of a backward pass for rules that do, such as those of braintrace's online algorithms."
 )
 
 

@@ -1,9 +1,11 @@
-"""The owner of each state while frames are open, and the publication of a call's writes."""
+"""The innermost open frame of each thread, the owner of each state, and the publication of a call's writes."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from .. import _jax
@@ -11,8 +13,48 @@ from .._atomic import Store, commit, locked, new_lock
 from .._errors import ForeignStateError
 from .._states.messages import describe
 from .._states.protocol import Kind
+from .._states.registry import load_pending, modal, pending
 from .access import UNKNOWN, Access, Effect
-from .current import _local
+
+
+class _Local(threading.local):
+    frame: Any = None  # the `Frame`, or None
+
+
+_local = _Local()
+
+
+def current_frame() -> Any:
+    """The frame; None if none is open. `_frames` exports it with its type."""
+    return _local.frame
+
+
+set_current_frame = functools.partial(setattr, _local, "frame")  # written in C, as a `Store` must be
+
+
+def is_idle() -> bool:
+    """Whether this thread has no open frame, no active transform of a state library, and traces nothing."""
+    return idle_modes() is not None
+
+
+def idle_modes() -> Hashable | None:
+    """`modes` if the thread is idle, else None: the one check of the fast path of a compiled function."""
+    if _local.frame is not None or _jax._context.trace is not _jax.eager_trace:
+        return None
+
+    # Load the kind of a library that the program has imported since the last call.
+    for library in pending:
+        if library in sys.modules:
+            load_pending()
+            break
+
+    modes = []
+    for kind in modal:
+        if not kind.is_idle():
+            return None
+        modes.append(kind.mode())
+    return tuple(modes)
+
 
 # A state has one value. While a frame is open, each state that it has touched holds a value of the frame: perhaps a
 # tracer. So the innermost frame that has touched a state owns it, and a touch by another thread raises; a program that
@@ -103,10 +145,9 @@ def check_unchanged(effect: Effect) -> None:
 def changed_state_error(state: Any, kind: Kind) -> ForeignStateError:
     """The error for a state that was written during a call that writes it, too."""
     return ForeignStateError(
-        f"{describe(state, kind)} was written by another thread, or by a callback, during a call that reads and "
-        f"writes it, "
-        f"too. The call changed no state, since that write would be lost.\n"
-        f"Fix: guard the calls that share the state by a lock."
+        f"{describe(state, kind)} was written by another thread, or by a callback, during a call that reads and writes "
+        "it, too. The call changed no state, since that write would be lost.\n"
+        "Fix: guard the calls that share the state by a lock."
     )
 
 

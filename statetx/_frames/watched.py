@@ -10,9 +10,8 @@ from typing import Any
 from .._atomic import Store, commit, locked
 from .._states.protocol import Kind
 from .access import Effect
-from .current import current_frame
 from .leaks import check_write
-from .threads import foreign_state_error, open_frames, ownership, report_touch
+from .threads import current_frame, foreign_state_error, open_frames, ownership, report_touch
 
 
 class WatchedKind(Kind):

@@ -151,11 +151,9 @@ def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned:
     for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)):
         if differs(a, b):
             raise CarryTypeError(
-                f"{body.name}: the body {name_of(body.fun)} changes the type of carry{leaf_names(first)[n]}: it "
-                f"enters a step as "
-                f"{type_str(a)} and leaves it as {type_str(b)}.\n"
-                f"Fix: convert it in the body{_resharding(a, b)}, or start "
-                f"with the type that the body returns."
+                f"{body.name}: the body {name_of(body.fun)} changes the type of carry{leaf_names(first)[n]}: it enters "
+                f"a step as {type_str(a)} and leaves it as {type_str(b)}.\n"
+                f"Fix: convert it in the body{_resharding(a, b)}, or start with the type that the body returns."
             )
 
 

@@ -124,8 +124,7 @@ class InputNames(Sequence[str]):
                 static += ", and compute on it under jax.ensure_compile_time_eval()"
             error.add_note(
                 f"{transform}({name_of(self.fun)}) traces its array arguments.\n"
-                f"Fix: {fix}; or, to look at {name} in Python, "
-                f"declare it static: {static}."
+                f"Fix: {fix}; or, to look at {name} in Python, declare it static: {static}."
             )
         else:
             error.add_note(f"Fix: {fix}.")

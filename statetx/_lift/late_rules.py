@@ -161,11 +161,10 @@ class RuleWatch:
             _, site = self._written[id(token)]
             raise StateAccessError(
                 f"{self.name}: the derivative rule of {self.place} read {_states.describe(state, kind)}, which "
-                f"{self.name} writes at {site}. "
-                f"JAX runs the rule when it differentiates the whole {self.name.partition('(')[0]}, where the state "
-                f"has its value from before.\n"
-                f"Fix: pass the value as an argument to the function that has the rule; its rule gets that, and may "
-                f"keep it as a residual."
+                f"{self.name} writes at {site}. JAX runs the rule when it differentiates the whole "
+                f"{self.name.partition('(')[0]}, where the state has its value from before.\n"
+                "Fix: pass the value as an argument to the function that has the rule; its rule gets that, and may "
+                "keep it as a residual."
             )
 
 

@@ -133,10 +133,9 @@ class Rules:
             if _states.is_unwatched(state) and isinstance(self(state), int):
                 raise StateValueError(
                     f"{self.name} cannot map {_states.describe(state, path=path)}, which the function closes over: "
-                    f"every reader sees the unsliced array.\n"
-                    f"Fix: pass it to the mapped function as an argument, with an axis in in_axes, or keep the value "
-                    f"in a "
-                    f"statetx.State."
+                    "every reader sees the unsliced array.\n"
+                    "Fix: pass it to the mapped function as an argument, with an axis in in_axes, or keep the value in "
+                    "a statetx.State."
                 )
 
     def __call__(self, state: Any) -> Any:
@@ -178,8 +177,7 @@ class Rules:
         paths = {id(state): path for path, state in self.path.held.items()}
         raise StateValueError(
             f"{self.name}: {argument} holds states, which are not sliced like arrays. Each call would get the whole "
-            f"value of "
-            f"{_states.describe(state, path=paths.get(id(state)))}.\n"
+            f"value of {_states.describe(state, path=paths.get(id(state)))}.\n"
             f"Fix: map the states by {call}states={{{_filter_for(held, paths)}: {axis}}}); {otherwise}."
         )
 

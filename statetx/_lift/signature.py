@@ -99,8 +99,7 @@ class StaticArguments:
         if not (-num <= i < num or (variadic and i >= 0)):
             raise StaticArgumentError(
                 f"{self._argnums}={i} is out of range: {self._describe()}. Positions count the parameters of the "
-                f"function "
-                f"as you call it, from 0 to {num - 1} or from -{num} to -1."
+                f"function as you call it, from 0 to {num - 1} or from -{num} to -1."
             )
         i %= max(num, 1) if i < 0 else max(num, i + 1)
         self.positions.add(i)

@@ -85,12 +85,11 @@ def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], ta
             for path, state in Walk().held(obj, type(obj).__name__):
                 if id(state) in written:
                     raise StateAccessError(
-                        f"{transform}({name_of(fun)}) flattens an argument that holds states: the function gets a "
-                        f"copy of "
-                        f"{type(state).__name__} {path!r}, and its write at {written[id(state)].site} would be lost.\n"
+                        f"{transform}({name_of(fun)}) flattens an argument that holds states: the function gets a copy "
+                        f"of {type(state).__name__} {path!r}, and its write at {written[id(state)].site} would be "
+                        "lost.\n"
                         f"Fix: close over the {type(obj).__name__}, or pass it as an argument that is not "
-                        f"differentiated, and "
-                        f"choose its states by wrt=: {transform}(f, wrt=nnx.Param)."
+                        f"differentiated, and choose its states by wrt=: {transform}(f, wrt=nnx.Param)."
                     )
 
 
@@ -144,9 +143,8 @@ def state_argument_error(
             )
             return StateValueError(
                 f"{transform}({name_of(fun)}): argument {n} ({name}) is {what}, and not an array.\n"
-                f"Fix: choose states by "
-                f"wrt=, in statetx.{transform}(f, wrt={filter_for(held)})({name}, ...); the gradients are a dict by "
-                f"path."
+                f"Fix: choose states by wrt=, in statetx.{transform}(f, wrt={filter_for(held)})({name}, ...); the "
+                "gradients are a dict by path."
             )
     return None
 

@@ -165,8 +165,7 @@ def as_predicate(filter: Filter) -> Callable[[str, Any], bool]:
         return lambda path, state: bool(filter(path, state))
     raise StateFilterError(
         f"Not a filter: {brief(filter)}. Use a state type, a path glob such as 'encoder.*', a function (path, state) "
-        f"-> "
-        f"bool, True, False, a list of these, or statetx.Not of one."
+        "-> bool, True, False, a list of these, or statetx.Not of one."
     )
 
 

@@ -30,13 +30,11 @@ def refuse_linen_variables(name: str, fun: Callable, args: tuple, kwargs: dict[s
                 cls = type(module).__name__
                 raise TraceLeakError(
                     f"remat({name}) writes {jax.tree_util.keystr(path, simple=True, separator='.')!r}, a variable of "
-                    f"the flax.linen "
-                    f"module {cls}.\n"
-                    f"linen holds variables until its apply or init returns, and remat carries states only: a value "
-                    f"computed inside would stay there.\n"
-                    f"Fix: keep the variables in a statetx.State and call apply in the rematerialized function, as "
-                    f"the page 'From flax.linen' "
-                    f"shows; or make the module with {flax_remat(cls)}."
+                    f"the flax.linen module {cls}.\n"
+                    "linen holds variables until its apply or init returns, and remat carries states only: a value "
+                    "computed inside would stay there.\n"
+                    "Fix: keep the variables in a statetx.State and call apply in the rematerialized function, as the "
+                    f"page 'From flax.linen' shows; or make the module with {flax_remat(cls)}."
                 )
 
 
@@ -60,9 +58,8 @@ def flax_remat(module: str) -> str:
     """What to advise instead of `remat` for a class of flax.linen modules."""
     # It is `jax.checkpoint`, whose barrier XLA:CPU removes.
     return (
-        f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU it saves memory in "
-        f"loops only, as in nn.scan: "
-        f"XLA merges other recomputation with the first computation)"
+        f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU it saves memory in loops "
+        "only, as in nn.scan: XLA merges other recomputation with the first computation)"
     )
 
 

@@ -25,8 +25,8 @@ from .._errors import FunctionError
 from .._jax import CompiledProgram
 from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
-from .._objects.attributes import created_undone
 from .._objects.paths import argument_names
+from .._objects.walk import created_undone
 from .._spinner import spinner
 from .._targets import current
 from .._targets.target import Target

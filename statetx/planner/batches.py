@@ -24,7 +24,7 @@ from .._lift.options import check_flags, notes_shapes
 from .._lift.rules import Rules
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._loops.parts import part_type
-from .._objects.attributes import created_undone
+from .._objects.walk import created_undone
 from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current

@@ -28,8 +28,8 @@ from .._lift.run import frame_for
 from .._lift.stage import stage
 from .._lift.targets import Targets, resolve_argnums, split_aux
 from .._lift.wrapper import name_of, short_name
-from .._objects.attributes import created_undone
 from .._objects.paths import Paths, argument_names
+from .._objects.walk import created_undone
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Observer, is_training_step
 from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, is_array_or_type, is_float

@@ -14,7 +14,7 @@ from .._equations.differentiate import with_pullback
 from .._frames import Effect
 from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value
-from .._objects.attributes import created_undone
+from .._objects.walk import created_undone
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import MARKER, is_step_by_marks, marks_in
 from .._targets import current

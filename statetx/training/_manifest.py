@@ -21,8 +21,7 @@ from .._errors import CheckpointError, StateValueError
 from .._text import brief, short_dtype, type_str
 from .._tree import is_array
 from .._typing import PyTree
-from . import _bytes
-from ._digest import digest
+from ._arrays import decode, digest, encode, is_writable
 
 _VALUES = (bool, int, float, complex, str, type(None))
 
@@ -50,7 +49,7 @@ class LiveState:
     def arrays(self) -> dict[str, Any]:
         """The leaves that orbax saves: arrays, except empty ones, which it refuses."""
         arrays = {keys: x for keys, x in self.leaves.items() if is_array(x) and x.size}
-        return {keys: x if _bytes.is_writable(x.dtype) else _bytes.encode(x) for keys, x in arrays.items()}
+        return {keys: x if is_writable(x.dtype) else encode(x) for keys, x in arrays.items()}
 
     def describe(self, path: str) -> dict[str, Any]:
         """The state's entry in a manifest."""
@@ -66,8 +65,7 @@ class LiveState:
     def decoded(self, records: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays that were saved, from those that orbax has read."""
         return {
-            keys: _bytes.decode(x, self.leaves[keys].dtype) if records[keys].get("bytes") else x
-            for keys, x in arrays.items()
+            keys: decode(x, self.leaves[keys].dtype) if records[keys].get("bytes") else x for keys, x in arrays.items()
         }
 
     def restored(self, records: dict[str, Any], arrays: dict[str, Any]) -> PyTree:
@@ -102,7 +100,7 @@ def _describe_leaf(path: str, x: Any) -> dict[str, Any]:
             f"None.\n"
             f"Fix: leave it out: Checkpointer(directory, statetx.states(model, filter))."
         )
-    is_encoded = not _bytes.is_writable(x.dtype)
+    is_encoded = not is_writable(x.dtype)
     if is_encoded and x.dtype.itemsize > 1:
         raise StateValueError(
             f"Checkpointer: the state {path!r} holds {x.dtype.name}{list(x.shape)}, and no JAX array has this dtype.\n"
@@ -220,8 +218,7 @@ def reading(location: str) -> Iterator[None]:
 def _mismatch(location: str, difference: str) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint of {location} is of other states: {difference}.\n"
-        f"Fix: build the model, and the dict of states for "
-        f"the Checkpointer, as they were when the checkpoint was saved."
+        "Fix: build the model, and the dict of states for the Checkpointer, as they were when the checkpoint was saved."
     )
 
 
@@ -276,17 +273,15 @@ def refuse_local(live: Mapping[str, LiveState]) -> None:
     if len(set(counts.tolist())) > 1:
         raise CheckpointError(
             f"Checkpointer: the processes save different states; this one has {len(paths)} values that are not "
-            f"jax.Arrays, "
-            f"and the others {sorted(set(counts.tolist()) - {len(paths)})}.\n"
-            f"Fix: build the same model in every process."
+            f"jax.Arrays, and the others {sorted(set(counts.tolist()) - {len(paths)})}.\n"
+            "Fix: build the same model in every process."
         )
     gathered = multihost_utils.process_allgather(np.array(digests, np.uint32))
     for path, column in zip(paths, np.transpose(gathered), strict=True):
         if len(set(column.tolist())) > 1:
             raise CheckpointError(
-                f"Checkpointer: {path!r} differs between the processes, and would be restored everywhere as process "
-                f"0 has it.\n"
-                f"Fix: keep it in an array on a mesh of all processes (jax.make_array_from_process_local_data), or "
-                f"leave it "
-                f"out and save it yourself."
+                f"Checkpointer: {path!r} differs between the processes, and would be restored everywhere as process 0 "
+                "has it.\n"
+                "Fix: keep it in an array on a mesh of all processes (jax.make_array_from_process_local_data), or "
+                "leave it out and save it yourself."
             )

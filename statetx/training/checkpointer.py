@@ -384,15 +384,13 @@ def _refuse_unstable(states: Mapping[str, Any], walk: Walk) -> None:
             holder = path.partition(f".{HIDDEN}")[0]
             raise CheckpointError(
                 f"Checkpointer: a state is held by {holder!r}, an iterator, a cache or another object whose contents "
-                f"have no "
-                f"names, so no path finds it in another process.\n"
-                f"Fix: hold it in a list, a dict or an attribute as well, or give a dict of states."
+                "have no names, so no path finds it in another process.\n"
+                "Fix: hold it in a list, a dict or an attribute as well, or give a dict of states."
             )
         for holder in walk.unstable:
             if path.startswith(f"{holder}." if holder else ""):
                 raise CheckpointError(
                     f"Checkpointer: the state {path!r} is in the set {holder!r}, which has no order, and other items "
-                    f"of the "
-                    f"set have the same name or type, so no path tells them apart in another process.\n"
-                    f"Fix: use a list or a dict, or give the states distinct names (name=)."
+                    "of the set have the same name or type, so no path tells them apart in another process.\n"
+                    "Fix: use a list or a dict, or give the states distinct names (name=)."
                 )

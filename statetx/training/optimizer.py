@@ -155,8 +155,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
         if kind is None:
             raise StateFilterError(
                 f"Optimizer: states= holds {type_str(state) if is_array(state) else f'a {type(state).__name__}'}, "
-                f"which is not a state. Pass a dict of states, such as "
-                f"statetx.states(model, statetx.Param)."
+                "which is not a state. Pass a dict of states, such as statetx.states(model, statetx.Param)."
             )
         if id(state) in seen:
             raise StateFilterError(
@@ -170,8 +169,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
             if not (is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
                 raise StateValueError(
                     f"Optimizer cannot update {_states.describe(state, kind)}: gradients need floating-point or "
-                    f"complex "
-                    f"arrays. Leave it out of states=."
+                    "complex arrays. Leave it out of states=."
                 )
     return leaves, treedef
 

@@ -18,7 +18,7 @@ from .._lift.signature import StaticArguments
 from .._lift.stage import stage
 from .._lift.staged import Staged
 from .._lift.wrapper import name_of, refuse_value
-from .._objects.attributes import created_undone
+from .._objects.walk import created_undone
 from .._tree import as_array, is_argument, is_array_or_number, is_array_or_type, partition
 from .._typing import Indices, PyTree
 

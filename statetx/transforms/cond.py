@@ -310,8 +310,7 @@ def _type_mismatch(name: str, pair: Sequence[_FinalValue], n: int | None = None)
     state, kind = b.effect.state, b.effect.kind
     return CarryTypeError(
         f"{name}: the branches leave {type(state).__name__} {paths(state)!r}{leaf}, made at {kind.site_of(state)}, "
-        f"with "
-        f"different types: {name_of(a.staged.fun)} writes {types[0]} at {a.effect.site}, {name_of(b.staged.fun)} "
-        f"writes "
-        f"{types[1]} at {b.effect.site}.\nFix: convert the value in one of them."
+        f"with different types: {name_of(a.staged.fun)} writes {types[0]} at {a.effect.site}, {name_of(b.staged.fun)} "
+        f"writes {types[1]} at {b.effect.site}.\n"
+        "Fix: convert the value in one of them."
     )

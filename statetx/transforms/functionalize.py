@@ -17,9 +17,9 @@ from .._lift.outcome import pack, partition_output
 from .._lift.run import RefValues, call, frame_for, run_eagerly
 from .._lift.stage import stage
 from .._lift.wrapper import Wrapper, name_of
-from .._objects.attributes import created_undone
 from .._objects.contents import has_parts
 from .._objects.paths import Paths, short_site
+from .._objects.walk import created_undone
 from .._tables import Cell, Column, Table, Tabular
 from .._text import brief, counted, format_bytes, short_tree_type_str, suggestion, tree_type_str
 from .._tree import (
@@ -368,8 +368,7 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"The first argument of a functionalized {name_of(self.__wrapped__)} must be the dict from "
-                f".values(*args), "
-                f"got {type(values).__name__}."
+                f".values(*args), got {type(values).__name__}."
             )
         # A path such as "model.w" means the state of this call's model, not that of an earlier call's.
         leaves = jax.tree.leaves((args, kwargs), is_leaf=_states.is_opaque)
@@ -465,9 +464,8 @@ def _new_value(effect: Effect, path: str | None) -> PyTree:
         if not (is_same or isinstance(leaf, bool)):
             raise StateValueError(
                 f"The call writes {brief(leaf)} to {_states.describe(effect.state, effect.kind, path)}, at "
-                f"{effect.site}. "
-                f"New values are arrays and numbers, which any JAX transform takes.\n"
-                f"Fix: write it outside of the functionalized function, or keep a number in its place."
+                f"{effect.site}. New values are arrays and numbers, which any JAX transform takes.\n"
+                "Fix: write it outside of the functionalized function, or keep a number in its place."
             )
         static.append(None if is_same else leaf)
     return _with_static(part, static).combine(arrays)

@@ -18,8 +18,8 @@ from .. import _jax, _states
 from .._equations.structure import Body
 from .._errors import StateAccessError
 from .._frames import Effect
+from .._lift.batch import common_length
 from .._lift.carry import flatten_carry, leaf_names, settle
-from .._lift.lengths import common_length
 from .._lift.options import check_flags, check_whole
 from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, Rules, Split
@@ -151,8 +151,7 @@ def scan(
             got = type_str(out) if is_array(out) else f"{type(out).__name__}{items}"
             raise TypeError(
                 f"scan: the body {name_of(f)} must return a pair (carry, y), got {got}.\n"
-                f"Fix: return carry, y; without outputs, "
-                f"return carry, None."
+                "Fix: return carry, y; without outputs, return carry, None."
             )
         return out[0], out[1], [ref_kinds[n].get(x[n]) for n in refs]
 
@@ -198,8 +197,7 @@ def _check_known(argument: str, value: Any) -> None:
         raise jax.errors.ConcretizationTypeError(
             value,
             f"scan: {argument}= must be known while the loop is traced.\n"
-            f"Fix: give a Python integer; in a jitted function, "
-            f"declare its argument in static_argnames.",
+            "Fix: give a Python integer; in a jitted function, declare its argument in static_argnames.",
         )
 
 

@@ -101,8 +101,7 @@ class ShardMap(Wrapper, made_by=shard_map):
         if states is not None and not isinstance(states, Mapping):
             raise StateValueError(
                 f"shard_map: states= maps filters to PartitionSpecs, as in states={{statetx.Param: "
-                f"PartitionSpec('d')}}; "
-                f"got {brief(states)}."
+                f"PartitionSpec('d')}}; got {brief(states)}."
             )
         self.filters = list(states or ())
         for filter, spec in (states or {}).items():
@@ -228,10 +227,8 @@ class _Devices:
                 raise StateFilterError(
                     f"shard_map: states= selects {_states.describe(state, kind, path)}, which "
                     f"{name_of(self._owner.__wrapped__)} reads. Every device would get the whole value: no walk over "
-                    f"the "
-                    f"function and its arguments finds it.\n"
-                    f"Fix: hold the state in an attribute of an object that the function closes over, or in an "
-                    f"argument."
+                    "the function and its arguments finds it.\n"
+                    "Fix: hold the state in an attribute of an object that the function closes over, or in an argument."
                 )
             return value
 
@@ -292,12 +289,10 @@ class _SpecChecks:
             axes = [axis for axis in _jax.varying_axes(aval) if axis not in _axes_of(spec)]
             if axes:
                 raise ValueError(
-                    f"{self._name}: {name} ({type_str(aval)}) has the spec {spec} in out_specs, so that it must be "
-                    f"the same along the mesh "
-                    f"axes {', '.join(map(repr, axes))}, over which it may vary.\n"
-                    f"Fix: give these axes in out_specs, reduce it over them (jax.lax.psum), or promise that it does "
-                    f"not vary, "
-                    f"by check_vma=False."
+                    f"{self._name}: {name} ({type_str(aval)}) has the spec {spec} in out_specs, so that it must be the "
+                    f"same along the mesh axes {', '.join(map(repr, axes))}, over which it may vary.\n"
+                    "Fix: give these axes in out_specs, reduce it over them (jax.lax.psum), or promise that it does "
+                    "not vary, by check_vma=False."
                 ) from None
 
     def check(self, name: Callable[[], str], option: str, spec: Any, x: Any) -> None:
@@ -334,8 +329,7 @@ class _SpecChecks:
         if unknown and self._sizes:
             raise ValueError(
                 f"{self._name}: {option} has {spec} for {name()}, and {unknown[0]!r} is not an axis of the mesh over "
-                f"which the "
-                f"function is mapped: {', '.join(map(repr, sorted(self._axes, key=str)))}."
+                f"which the function is mapped: {', '.join(map(repr, sorted(self._axes, key=str)))}."
             )
 
     def _check_rank(self, name: Callable[[], str], option: str, spec: Any, x: Any) -> None:

@@ -201,11 +201,10 @@ class Stack(Generic[T]):
         if shared_path is not None:
             raise StateValueError(
                 f"stack: cannot copy a layer: its copy would still refer to the stacked state {shared_path!r}, which "
-                f"is held weakly, in code, "
-                f"or by an object that copies itself, as a module of brainstate does without copying states of "
-                f"statetx.\n"
-                f"Fix: hold the state in an attribute of the layer only, and in modules of brainstate use states of "
-                f"brainstate."
+                "is held weakly, in code, or by an object that copies itself, as a module of brainstate does without "
+                "copying states of statetx.\n"
+                "Fix: hold the state in an attribute of the layer only, and in modules of brainstate use states of "
+                "brainstate."
             )
 
         copies = states(layer)
@@ -425,7 +424,6 @@ def _differs(path: str, which: str, a: str, b: str) -> StateValueError:
         b = f"another {b}, which is not equal to it,"
     return StateValueError(
         f"stack: the layers differ in {f'{path!r}, which is not a state' if path else 'their type'}: {a} in layer 0 "
-        f"and {b} in {which}. Every step "
-        f"of the loop runs the same body, so only states can differ.\n"
-        f"Fix: make it a statetx.State, to be stacked, or give it as an argument."
+        f"and {b} in {which}. Every step of the loop runs the same body, so only states can differ.\n"
+        "Fix: make it a statetx.State, to be stacked, or give it as an argument."
     )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._errors import StateAccessError, StateValueError
 from .._frames import Effect
-from .._lift.lengths import common_length
+from .._lift.batch import common_length
 from .._lift.options import broadcast_prefix, check_whole, keeps_type, transform
 from .._lift.outcome import OutputGroups
 from .._lift.rules import Broadcast, Rules, Split
@@ -236,10 +236,9 @@ class _Examples:
         raise StateAccessError(
             f"vmap({name_of(self._owner.__wrapped__)}) wrote a value that differs between the examples to "
             f"{_states.describe(effect.state, effect.kind, path, effect.value)}, at {effect.site}. One state cannot "
-            f"hold them all.\n"
-            f"Fix: declare the axis along which it has one slice for each example, vmap(..., states={{{path!r}: "
-            f"0}}), or "
-            f"reduce the value over the examples first (jax.lax.pmean over an axis_name)."
+            "hold them all.\n"
+            f"Fix: declare the axis along which it has one slice for each example, vmap(..., states={{{path!r}: 0}}), "
+            "or reduce the value over the examples first (jax.lax.pmean over an axis_name)."
         )
 
 

@@ -8,14 +8,13 @@ the state was created, outermost first. Each frame enters its own stack, an obse
 Relied upon beyond the documented interface, and tested in `tests/test_brainstate.py`: the attributes ``_value``,
 ``_level``, ``_been_writen`` of a state; its methods ``_read_value`` and ``_write_value``, through which `value` goes;
 the thread's ``TRACE_CONTEXT`` (``state_stack``, ``new_state_catcher``); the key of a ``StatefulFunction``, a named
-tuple with `static_args` (`retrace`).
+tuple with `static_args` (`bridge`).
 """
 
 from __future__ import annotations
 
-from . import bridge, retrace, threads
+from . import bridge, threads
 from .kind import KIND as KIND
 
 bridge.install()
 threads.install()
-retrace.install()

@@ -152,3 +152,32 @@ def install() -> None:
     )
     _jax.patches.replace("brainstate.StateTraceStack.__enter__", brainstate.StateTraceStack, enter, reason)
     _jax.patches.replace("brainstate.StateTraceStack.__exit__", brainstate.StateTraceStack, leave, reason)
+    _install_retracing()
+
+
+def _install_retracing() -> None:
+    """Trace a function that brainstate has traced again where plans and reports rewrite what they differentiate.
+
+    `jax.jit` has a user context for that. ``brainstate.transform.jit`` keeps the programs that it has traced itself, by
+    the types of the arguments: `_jax.cache_key_context` becomes a part of its keys.
+    """
+    cls: Any = brainstate.transform.StatefulFunction
+    key_of_arguments = cls.get_arg_cache_key
+
+    def get_arg_cache_key(self: Any, *args: Any, compile_if_miss: bool = False, **kwargs: Any) -> Any:
+        setting = _jax.cache_key_context.value
+        if setting is None:
+            return key_of_arguments(self, *args, compile_if_miss=compile_if_miss, **kwargs)
+        if compile_if_miss:
+            # It asks for the key, and traces the function unless that has been done for this key.
+            self.make_jaxpr(*args, **kwargs)
+        key = key_of_arguments(self, *args, **kwargs)
+        return key._replace(static_args=(key.static_args, setting))
+
+    _jax.patches.replace(
+        "brainstate.transform.StatefulFunction.get_arg_cache_key",
+        cls,
+        get_arg_cache_key,
+        "A function that brainstate has traced is traced again while a plan, a budget or a report of statetx "
+        "rewrites what it differentiates.",
+    )

@@ -20,8 +20,8 @@ from ..._atomic import locked
 from ..._lift.options import transform
 from ..._lift.run import run_eagerly
 from ..._lift.wrapper import Wrapper, name_of
-from ..._objects.attributes import created_undone
 from ..._objects.paths import as_predicate
+from ..._objects.walk import created_undone
 from ..._text import brief
 from ..._typing import Filter, Indices, Names, PyTree
 from .arguments import Call, CallReader

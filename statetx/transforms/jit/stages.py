@@ -14,7 +14,7 @@ import jax
 from ... import _jax
 from ..._errors import StateAccessError
 from ..._frames import is_idle
-from ..._objects.attributes import created_undone
+from ..._objects.walk import created_undone
 from ..._text import tree_type_str
 from ..._typing import PyTree
 from .arguments import Call
@@ -118,8 +118,7 @@ class Compiled(_Stage):
                     return out
         raise TypeError(
             f"{self._program.name} was compiled for arguments {tree_type_str((self._call.args, self._call.kwargs))} "
-            f"and the "
-            f"states of that time, and is called with {tree_type_str((args, kwargs))}: types, static arguments, or "
-            f"types of "
-            f"states differ.\nFix: lower and compile it for these, or call the jitted function."
+            f"and the states of that time, and is called with {tree_type_str((args, kwargs))}: types, static "
+            "arguments, or types of states differ.\n"
+            "Fix: lower and compile it for these, or call the jitted function."
         )
