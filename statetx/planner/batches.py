@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -36,15 +35,10 @@ from ..transforms.abstract import eval_shape
 from ..transforms.functionalize import Functionalize
 from ..transforms.microbatch import RULES, without_new_states
 from . import _store
-from ._budget import TEMPORARIES, impossible_batch, read_amount, unit_question
-from ._plan.plan import Plan
-from ._plan.record import PART, VERSION
-from .planner import DEFAULT_TIME_LIMIT, Planner
+from ._budget import impossible_batch, read_amount, unit_question
 
 _LIMIT = 2**24  # examples, where the user gives no limit: most programs that take so many do not depend on their number
-_MAX_EXTRA_FLOPS = 0.02  # that a plan may add to save parts
-_SECONDS = 20.0  # for a plan that saves parts; one without which nothing fits has the planner's own limit
-_MAX_SLOW = 2  # guesses that leave more than half of the sizes in question, before the middle is taken
+_MAX_SLOW = 3  # guesses that leave more than half of the sizes in question, before the middle is taken
 _MAX_GROWTH = 64  # of a guess, times the largest size that was compiled: a line through two close points may be far off
 
 
@@ -62,12 +56,10 @@ class BatchFit(Tabular):
         budget_bytes: the budget.
         total_bytes: what the compiled program takes: arguments, outputs and temporaries; of a step donated arguments
             count once.
-        tried: the number of examples, or of parts, and bytes of each program that was compiled without a plan, the
-            smallest number first.
+        tried: the number of examples, or of parts, and bytes of each program that was compiled, the smallest number
+            first.
         next_bytes: what the next larger batch takes; None if `limit` was reached, and for parts.
-        num: the number of parts.
-        fun: the function of a part: the user's, or with `plan` applied; None for a batch.
-        plan: the `Plan` for a part; None if a part fits without.
+        num: the number of parts; None for `max_batch`.
     """
 
     name: str
@@ -76,9 +68,7 @@ class BatchFit(Tabular):
     total_bytes: int
     tried: tuple[tuple[int, int], ...]
     next_bytes: int | None = None
-    num: int = 1
-    fun: Callable[..., Any] | None = None
-    plan: Plan | None = None
+    num: int | None = None
 
     def __index__(self) -> int:
         return self.size
@@ -91,12 +81,12 @@ class BatchFit(Tabular):
         for parts.
         """
         (low, low_bytes), (high, high_bytes) = self.tried[0], self.tried[-1]
-        return round((high_bytes - low_bytes) / (high - low)) if high > low and self.fun is None else 0
+        return round((high_bytes - low_bytes) / (high - low)) if high > low and self.num is None else 0
 
     def _table(self) -> Table:
         total, budget = format_bytes(self.total_bytes), format_bytes(self.budget_bytes)
         found = f"{self.size} examples fit, with {total} of {budget}."
-        if self.fun is not None:
+        if self.num is not None:
             found = f"{counted(self.num, 'part')} of {counted(self.size, 'example')}, {total} of {budget}."
         most = max(1, *(n for _, n in self.tried))
         rows = [
@@ -107,10 +97,7 @@ class BatchFit(Tabular):
         if (each := self.bytes_per_example) > 0:
             fixed = max(self.total_bytes - each * self.size, 0)
             notes.append(("Each example:", f"about {format_bytes(each)}, and {format_bytes(fixed)} besides."))
-        if self.plan is not None:
-            added = f"{100 * self.plan.extra_flops:.1f}% added operations"
-            notes.append(("Plan:", f"a part saves less, for {added}; see .plan."))
-        first = Column("examples" if self.fun is None else "parts", "right")
+        first = Column("examples" if self.num is None else "parts", "right")
         return Table(f"{self.name}: {found}", [first, Column("bytes", "right"), Column("fits")], rows, notes)
 
 
@@ -210,18 +197,16 @@ def max_batch(
     found = BatchFit(name, best * multiple, amount, by_index[best], tried, by_index.get(best + 1))
     if best < last or limit is not None:
         return found
-    if found.bytes_per_example > 0 or len(tried) == 1:
-        raise PlanError(
-            f"max_batch({name}): {found.size} examples fit, with {format_bytes(found.total_bytes)} of "
-            f"{format_bytes(amount)}; no larger batch is tried "
-            f"without limit=.\n"
-            f"Fix: give limit=, the largest size to consider, such as the number of examples that there are."
-        )
+    grows = found.bytes_per_example > 0 or len(tried) == 1
+    cause = (
+        "Fix: give limit=, the largest size to consider, such as the number of examples that there are."
+        if grows
+        else f"Cause: the memory of the step does not grow with the batch; argnums={brief(argnums)} are not the "
+        f"arguments that the step computes with.\nFix: name the ones that hold the batch, or give limit=."
+    )
     raise PlanError(
-        f"max_batch({name}): the memory of the step does not grow with the batch: {format_bytes(found.total_bytes)} "
-        f"with {found.size} examples.\nCause: "
-        f"argnums={brief(argnums)} are not the arguments that the step computes with.\n"
-        f"Fix: name the ones that hold the batch, or give limit=."
+        f"max_batch({name}): {found.size} examples fit, with {format_bytes(found.total_bytes)} of "
+        f"{format_bytes(amount)}; no larger batch is tried without limit=.\n{cause}"
     )
 
 
@@ -283,10 +268,8 @@ def batch_types(batch: Batch, size: int) -> list[Any]:
 def parts(
     micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool
 ) -> BatchFit:
-    """Choose the fewest parts whose compiled program keeps the budget.
-
-    Of these programs, one with fewer parts and a plan is taken if the plan adds few operations; or if not even single
-    examples fit.
+    """Choose the fewest parts whose compiled program keeps the budget: of a loss its gradient with respect to float
+    states and all arguments but the batch.
 
     Args:
         micro: the `Microbatch`.
@@ -296,34 +279,33 @@ def parts(
     Raises:
         PlanError: nothing keeps the budget.
     """
-    amount = _bytes("microbatch", budget, "2GiB")
-    search = _Parts(micro, batch, args, kwargs, is_differentiated, amount)
-    nums = _candidates(batch.size)
-    best, by_index = largest(
-        lambda i: search.peak_bytes(nums[i - 1]),
-        amount,
-        len(nums),
-        len(nums),
-        size=lambda i: float(-(-batch.size // nums[i - 1])),
-        bytes_at_zero=num_bytes([args, kwargs]),
-    )
-    tried = tuple(sorted((nums[i - 1], n) for i, n in by_index.items()))
-    num, fun = nums[best - 1] if best else None, micro.__wrapped__
+    amount, fun, nums = _bytes("microbatch", budget, "2GiB"), micro.__wrapped__, _candidates(batch.size)
+    part_args, part_kwargs = batch.arguments(batch.types(1))
+    outs = jax.tree.leaves(eval_shape(fun, *part_args, **part_kwargs))
+    is_loss = is_differentiated or (len(outs) == 1 and not outs[0].shape and is_float(outs[0]))
+    measured = functools.partial(with_gradient, fixed=batch.mask()) if is_loss else without_gradient
+
+    def bytes_of(index: int) -> int:
+        in_parts = micro.with_num(nums[index - 1])
+        program = measured(lambda *args, **kwargs: without_new_states(in_parts(*args, **kwargs)), args, kwargs)
+        with _jax.eval_context():
+            program = program.for_types([_type(x) for x in program.arrays], memory_analysis_options())
+        return _peak_bytes("microbatch", fun, program, amount, "number of parts")
+
+    size_of = lambda index: float(-(-batch.size // nums[index - 1]))
+    fixed = num_bytes([args, kwargs])
+    best, by_index = largest(bytes_of, amount, len(nums), len(nums), size=size_of, bytes_at_zero=fixed)
     name = short_name(name_of(fun))
-    planned = search.planned(num)
-    if planned is not None:
-        num, fun, plan, total = planned
-    elif num is not None:
-        plan, total = None, dict(tried)[num]
-    else:
-        least = min(n for _, n in tried)
+    if best == 0:
         raise PlanError(
             f"microbatch({name}): the budget of {format_bytes(amount)} cannot be kept: parts of one example need "
-            f"{format_bytes(least)}.{unit_question(amount)}\n"
-            f"Fix: allow that much, or rematerialize the blocks of the model.",
-            smallest_bytes=least,
+            f"{format_bytes(by_index[1])}.{unit_question(amount)}\n"
+            f"Fix: allow that much, rematerialize the blocks of the model, or plan a part, "
+            f"statetx.plan({name}, *args, budget=...), and give microbatch plan.apply({name}).",
+            smallest_bytes=by_index[1],
         )
-    return BatchFit(name, -(-batch.size // num), amount, total, tried, num=num, fun=fun, plan=plan)
+    tried = tuple(sorted((nums[i - 1], n) for i, n in by_index.items()))
+    return BatchFit(name, int(size_of(best)), amount, by_index[best], tried, num=nums[best - 1])
 
 
 def _candidates(size: int) -> list[int]:
@@ -333,77 +315,6 @@ def _candidates(size: int) -> list[int]:
         return divisors
     part_sizes = sorted({-(-size // num) for num in range(1, size + 1)})
     return [-(-size // part_size) for part_size in part_sizes]
-
-
-class _Parts:
-    """Compiles a function in parts; its gradient with respect to float states and all but the batch if it is a loss."""
-
-    def __init__(
-        self, micro: Any, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool, budget: int
-    ):
-        self._micro, self._batch, self._budget = micro, batch, budget
-        self._args, self._kwargs = args, kwargs
-        self.peak_bytes = functools.cache(self._peak_bytes)
-        part_args, part_kwargs = batch.arguments(batch.types(1))
-        out = jax.tree.leaves(eval_shape(micro.__wrapped__, *part_args, **part_kwargs))
-        self._is_loss = is_differentiated or (len(out) == 1 and not out[0].shape and is_float(out[0]))
-
-    def _peak_bytes(self, num: int, fun: Callable | None = None) -> int:
-        micro = self._micro.with_num(num, fun)
-        call = lambda *args, **kwargs: without_new_states(micro(*args, **kwargs))
-        measured = functools.partial(with_gradient, fixed=self._batch.mask()) if self._is_loss else without_gradient
-        program = measured(call, self._args, self._kwargs)
-        with _jax.eval_context():
-            program = program.for_types([_type(x) for x in program.arrays], memory_analysis_options())
-        return _peak_bytes("microbatch", self._micro.__wrapped__, program, self._budget, "number of parts")
-
-    def planned(self, num: int | None) -> tuple[int, Callable, Plan, int] | None:
-        """Fewer parts than `num` (None: no number fits) with a plan: the number, the planned function, the plan, and
-        the bytes.
-        """
-        # All parts must have the size that the plan is for.
-        divisors = [n for n in range(1, self._batch.size + 1) if self._batch.size % n == 0 and (num is None or n < num)]
-        if not divisors:
-            return None
-        fewer, fun = divisors[-1], self._micro.__wrapped__
-        left = self._budget - self.peak_bytes(fewer)
-        of_part = self._batch.arguments(self._batch.types(self._batch.size // fewer))
-        args, kwargs = jax.tree.map(lambda x: _type(x) if isinstance(x, _jax.Tracer) else x, of_part)
-        options = {"of": TEMPORARIES, "argnums": self._diff_argnums() if self._is_loss else None}
-        options["time_limit"] = DEFAULT_TIME_LIMIT if num is None else _SECONDS
-        plan = None
-        with contextlib.suppress(PlanError), _jax.eval_context():
-            plan = _plan_of_part(Planner(fun, *args, **options, **kwargs), left)
-        if plan is None or (num is not None and plan.extra_flops > _MAX_EXTRA_FLOPS):
-            return None
-        planned = plan.apply(fun)
-        total = self._peak_bytes(fewer, planned)
-        return (fewer, planned, plan, total) if total <= self._budget else None
-
-    def _diff_argnums(self) -> tuple[int, ...] | None:
-        """The arguments besides the batch; None, for all, if there are no others."""
-        has_floats = [any(map(is_float, jax.tree.leaves(x))) for x in self._args]
-        return tuple(i for i, x in enumerate(has_floats) if x and not self._batch.holds(i)) or None
-
-
-def _plan_of_part(planner: Planner, left: int) -> Plan | None:
-    """The plan for a part, where the loop without a plan leaves so many bytes of the budget, or exceeds it; None if
-    there is none.
-
-    The budget of the part is stored beside the plan, since it depends on what the part takes without one.
-    """
-
-    def budget() -> dict[str, Any]:
-        # What the loop takes besides one part, arguments and outputs included, no plan changes.
-        least, most = planner.ends()
-        found = None
-        if most + left >= least:
-            with contextlib.suppress(PlanError):
-                found = planner.plan(most + left).budget_bytes
-        return {"version": VERSION, "budget": found}
-
-    budget_bytes = _store.remembered(planner.key("part", left), PART, budget)["budget"]
-    return None if budget_bytes is None else planner.plan(budget_bytes)
 
 
 # -- both ------------------------------------------------------------------------------------------------------------
@@ -456,8 +367,8 @@ def largest(
     """The largest index from 1 to `limit` whose program keeps the budget.
 
     The memory of a program is close to affine in the size of its batch. So the next size to compile is where the line
-    through two measured points crosses the budget. The search ends when a size that keeps the budget and the next
-    larger one, which does not, have both been compiled.
+    through two measured points crosses the budget; the middle, where such guesses leave many sizes. The search ends
+    when a size that keeps the budget and the next larger one, which does not, have both been compiled.
 
     Args:
         measure: from an index to the bytes of its program.
@@ -468,24 +379,20 @@ def largest(
     tried: dict[int, int] = {}
     points = {0: (0.0, bytes_at_zero)}  # by index: size and bytes
     low, high, guess = 0, limit + 1, min(max(first, 1), limit)
-    stride, num_slow = 1, 0
+    num_slow = 0
     while high - low > 1:
         before = high - low
         tried[guess] = measure(guess)
         points[guess] = size(guess), tried[guess]
         low, high = (guess, high) if tried[guess] <= budget else (low, guess)
         num_slow = num_slow + 1 if 2 * (high - low) > before and high <= limit else 0
-
-        guess = _crossing(points, budget, low, high)
-        indices = range(low + 1, min(high, _MAX_GROWTH * max(tried) + 1))
-        guess = low + bisect.bisect_right(indices, guess, key=size)
-        if low < guess < high - 1:
-            stride = 1
-        else:
-            # At an end of the sizes in question: away from it in steps that double, since memory may be a staircase.
-            guess, stride, num_slow = (low + stride if guess <= low else high - stride), 2 * stride, 0
-        if num_slow >= _MAX_SLOW or not low < guess < high:
+        if num_slow >= _MAX_SLOW:
             guess, num_slow = (low + high) // 2, 0
+        else:
+            crossing = _crossing(points, budget, low, high)
+            indices = range(low + 1, min(high, _MAX_GROWTH * max(tried) + 1))
+            guess = low + bisect.bisect_right(indices, crossing, key=size)
+            guess = max(low + 1, min(guess, high - 1))
     return Search(low, tried)
 
 

@@ -190,10 +190,7 @@ class Microbatch(Partwise, made_by=microbatch):
         return self._batch.of(args, kwargs)
 
     def parts_of(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
-        if not isinstance(self._num, str):
-            return self.__wrapped__, self._num
-        choice = self.fit(*args, **kwargs)
-        return choice.fun, choice.num
+        return self.__wrapped__, self.fit(*args, **kwargs).num if isinstance(self._num, str) else self._num
 
     def fit(self, /, *args: Any, **kwargs: Any) -> Any:
         """For ``num="fit"``: what is chosen for arguments of these types. Prints as text; nothing is run."""
@@ -215,9 +212,9 @@ class Microbatch(Partwise, made_by=microbatch):
             )
         return self._fits[key][0]
 
-    def with_num(self, num: int, fun: Callable | None = None) -> Microbatch:
-        """The same transform of the same function, or of another, with a number of parts."""
-        return type(self)(fun or self.__wrapped__, **{**self._options, "num": num, "budget": None})
+    def with_num(self, num: int) -> Microbatch:
+        """The same transform with a number of parts."""
+        return type(self)(self.__wrapped__, **{**self._options, "num": num, "budget": None})
 
 
 class _PartwiseCall:

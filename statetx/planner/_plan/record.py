@@ -290,9 +290,6 @@ PLAN: Check = record(
 PEAK: Check = record({"version": one_of(VERSION), "peak_bytes": _size})
 """The bytes of a compiled program."""
 
-PART: Check = record({"version": one_of(VERSION), "budget": optional(whole(1))})
-"""The budget of a part of a batch."""
-
 
 # -- what a plan takes and costs --------------------------------------------------------------------------------------
 
