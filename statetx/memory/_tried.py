@@ -311,7 +311,7 @@ class _InStep(Part):
     """A rematerialized part of the step of a loop."""
 
     def __init__(self, part: Part, decision: Decision):
-        super().__init__("region", part.jaxpr, part.invars, part.outvars)
+        super().__init__(part.jaxpr, part.invars, part.outvars)
         self._decision = decision
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -337,7 +337,7 @@ def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part
     are_arguments = takes_as_arguments(function, len(part.invars))
     invars = sorted(part.invars, key=lambda v: (v not in number, number.get(v, 0) if are_arguments else 0))
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=part.jaxpr.outvars, eqns=part.jaxpr.eqns)
-    return Part("region", jaxpr, invars, part.outvars)
+    return Part(jaxpr, invars, part.outvars)
 
 
 class _EditedInParts(_Edited):

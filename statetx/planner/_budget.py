@@ -37,18 +37,19 @@ class Budget(NamedTuple):
             raise PlanError(f"of={of!r} must be 'step' or 'temporaries'.{suggestion(str(of), known)}")
         return cls(read_amount(amount), of)
 
-    def temp_bytes(self, fixed_bytes: int, baseline_temp_bytes: Any) -> int:
-        """The bytes that are left for temporaries.
+    def fixed_bytes(self, whole: Any) -> int:
+        """What arguments and outputs of a program (`_search.whole.Whole`) take of it."""
+        return whole.fixed().bytes if self.of == STEP else 0
 
-        Args:
-            fixed_bytes: of arguments and outputs.
-            baseline_temp_bytes: ``(fraction) -> bytes``, this fraction of the baseline's temporaries.
-        """
-        fixed = fixed_bytes if self.of == STEP else 0
+    def num_bytes(self, whole: Any) -> int:
+        """Its bytes for a program."""
         if isinstance(self.amount, int):
-            return self.amount - fixed
-        # A fraction f of the whole, fixed + temporaries, less the fixed bytes.
-        return baseline_temp_bytes(self.amount) - int((1 - self.amount) * fixed)
+            return self.amount
+        return whole.fraction_of_baseline(self.amount) + int(self.amount * self.fixed_bytes(whole))
+
+    def left(self, whole: Any) -> int:
+        """The bytes that it leaves for temporaries of a program."""
+        return self.num_bytes(whole) - self.fixed_bytes(whole)
 
 
 def read_amount(argument: Any) -> int | float:

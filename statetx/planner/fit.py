@@ -21,8 +21,7 @@ from .._text import format_bytes
 from .._tree import is_float
 from ._budget import Budget, read_amount, read_time_limit
 from ._plan.plan import Plan
-from ._program.flat import closed_over_by_rules, flatten
-from ._program.sharded import of_device
+from ._program.flat import closed_over_by_rules, flatten, of_device
 from ._search.capture import Recorded
 from ._search.whole import Options
 from .planner import DEFAULT_TIME_LIMIT, Planner

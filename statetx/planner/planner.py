@@ -23,7 +23,7 @@ from .._text import format_bytes, suggestion
 from . import _store
 from ._budget import STEP, TEMPORARIES, Budget, impossible, no_plan, read_time_limit
 from ._plan.plan import Plan
-from ._plan.record import OBJECTIVES, PLAN, are_decisions_for, bytes_of, fields_of, shown_fields, unplanned_fields
+from ._plan.record import OBJECTIVES, PLAN, are_decisions_for, fields_of
 from ._plan.show import described
 from ._program.fingerprint import full_fingerprint
 from ._program.values import read_formats
@@ -124,10 +124,10 @@ def plan(
         >>> ws = plan.apply(step)(ws, x)
     """
     check_flags("plan", offload=offload, progress=progress)
-    Budget.read(budget, of)  # a mistake shows before anything is compiled
+    amount = Budget.read(budget, of).amount  # a mistake shows before anything is traced
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
     options |= {"stored_as": stored_as}
-    return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(budget)
+    return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(amount)
 
 
 def _for_target(method: F) -> F:
@@ -197,7 +197,7 @@ class Planner:
         limit = None if options.time_limit is None else options.time_limit / len(variants)
         self._options = dataclasses.replace(options, time_limit=limit)
         self._timer = Timer() if options.objective == "time" else None
-        self._started: Whole | None = None
+        self._needs_baseline = False
 
         # The search outlives each progress bar: it reports to the current one.
         self._report: Callable[[str], None] = lambda text: None
@@ -209,16 +209,11 @@ class Planner:
         planner._set([Captured((recorded,))], name, TEMPORARIES, options)
         return planner
 
-    @property
+    @functools.cached_property
     def _whole(self) -> Whole:
-        return self._start()
-
-    def _start(self, compile_baseline: bool = False) -> Whole:
         # Analyzed and compiled only when something is asked that the store does not have.
-        if self._started is None:
-            report = lambda text: self._report(text)
-            self._started = whole_of(self._captured, self._options, report, compile_baseline=compile_baseline)
-        return self._started
+        report = lambda text: self._report(text)
+        return whole_of(self._captured, self._options, report, compile_baseline=self._needs_baseline)
 
     @functools.cached_property
     def _others(self) -> list[Whole]:
@@ -248,7 +243,7 @@ class Planner:
             with whole.time_left.running():
                 ends.append(whole.ends())
         self._renew_time()
-        fixed = self._whole.fixed().bytes if self._of == STEP else 0
+        fixed = Budget(0, self._of).fixed_bytes(self._whole)
         return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
 
     @_for_target
@@ -263,11 +258,12 @@ class Planner:
     def _found(self, budget: Budget) -> dict[str, Any]:
         """The fields of the best plan for a budget."""
         with self._show_progress(), unobserved():  # a search takes gradients itself
-            if budget.of == STEP and isinstance(budget.amount, int):
-                fixed = fixed_above(self._captured, budget.amount)
+            amount = budget.amount
+            if budget.of == STEP and isinstance(amount, int):
+                fixed = fixed_above(self._captured, amount)
                 if fixed is not None:
-                    raise impossible(self.name, budget, budget.amount, fixed, self._captured.constant_bytes)
-            self._start(compile_baseline=isinstance(budget.amount, float))
+                    raise impossible(self.name, budget, amount, fixed, self._captured.constant_bytes)
+            self._needs_baseline = isinstance(amount, float)
             try:
                 return self._fields(*self._choose(budget), budget)
             finally:
@@ -275,15 +271,15 @@ class Planner:
 
     def _renew_time(self) -> None:
         """Let the next plan have as much time."""
-        for whole in (self._started, *vars(self).get("_others", ())):
-            if whole is not None:
-                whole.time_left.renew()
+        started = vars(self)
+        for whole in (*started.get("_others", ()), *filter(None, [started.get("_whole")])):
+            whole.time_left.renew()
 
     @_for_target
     def best(self, budget: int) -> Plan | None:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
         budget_ = Budget(int(budget), self._of)
-        choices = [(whole, whole.best(bytes_left(whole, budget_))) for whole in self._wholes()]
+        choices = ((whole, whole.best(budget_.left(whole))) for whole in self._wholes())
         found = [(whole, choice) for whole, choice in choices if choice is not None]
         return self._as_plan(self._fields(*_cheapest(found), budget_)) if found else None
 
@@ -291,7 +287,9 @@ class Planner:
         """The best choice, and the program that it is for: of which variant."""
         if not self._others:
             return self._whole, self._best_of(self._whole, budget)
-        budget = self._in_bytes(budget)
+        if isinstance(budget.amount, float):  # a fraction is one of the memory without a plan
+            self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
+            budget = Budget(budget.num_bytes(self._whole), budget.of)
         choices: list[tuple[Whole, Choice]] = []
         errors: list[PlanError] = []
         wholes = sorted(self._wholes(), key=lambda whole: whole.total_cost())
@@ -312,34 +310,20 @@ class Planner:
     def _best_of(self, whole: Whole, budget: Budget) -> Choice:
         with whole.time_left.running():
             choice = _fit(whole, budget, self.name)
-            return choice if self._timer is None else self._timer.fastest(whole, choice, bytes_left(whole, budget))
-
-    def _in_bytes(self, budget: Budget) -> Budget:
-        """A fraction is one of the memory without a plan."""
-        if isinstance(budget.amount, float):
-            self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
-        return Budget(bytes_of(self._whole, budget), budget.of)
+            return choice if self._timer is None else self._timer.fastest(whole, choice, budget.left(whole))
 
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _fields(self, whole: Whole, choice: Choice, budget: Budget) -> dict[str, Any]:
-        budget = Budget(bytes_of(self._whole, budget), budget.of)
-        fields = fields_of(whole, choice, self.name, budget, self._options) | shown_fields(whole, choice)
-        if self._timer is not None:
-            fields |= self._timer.fields(choice)
-        if whole is not self._whole:
-            fields |= unplanned_fields(self._whole)
-        return fields
+        of_call = {"name": self.name, "of": budget.of, "budget_bytes": budget.num_bytes(self._whole)}
+        fields = fields_of(whole, choice, self._whole, self._options, **of_call)
+        return fields if self._timer is None else fields | self._timer.fields(choice)
 
     def _as_plan(self, fields: dict[str, Any]) -> Plan:
         gradients = self._variant_of(fields).gradients
         pairs = list(zip([g.flat for g in gradients], fields["programs"], strict=True))
-
-        def describe() -> list[dict[str, Any]]:
-            return [described(program, decisions) for program, decisions in pairs]
-
         # It may be asked for outside of the block of the target.
-        return Plan(fields | {"name": self.name}, current.bind(describe))
+        return Plan(fields | {"name": self.name}, current.bind(lambda: described(pairs)))
 
     @_for_target
     def key(self, *settings: Any) -> str:
@@ -356,13 +340,11 @@ class Planner:
     def _is_for_program(self, fields: dict[str, Any], budget: Budget) -> bool:
         """Whether stored fields are what this planner may answer: all that it can check."""
         captured, options = self._variant_of(fields), self._options
-        asked = (options.objective, budget.of, captured.is_step, captured.num_devices, captured.variant)
-        is_asked = tuple(fields[name] for name in ("objective", "of", "is_step", "num_devices", "inner")) == asked
-        is_budget = isinstance(budget.amount, float) or fields["budget_bytes"] == budget.amount
-        if not (is_asked and is_budget):
-            return False
-        programs = [(gradient.flat, gradient.lines) for gradient in captured.gradients]
-        return are_decisions_for(programs, fields, options)
+        asked = {"objective": options.objective, "of": budget.of, "is_step": captured.is_step}
+        asked |= {"num_devices": captured.num_devices, "inner": captured.variant}
+        asked |= {"budget_bytes": budget.amount} if isinstance(budget.amount, int) else {}
+        is_asked = all(fields[name] == value for name, value in asked.items())
+        return is_asked and are_decisions_for(captured.gradients, fields, options)
 
     def _variant_of(self, fields: dict[str, Any]) -> Captured:
         """The program that stored fields are for."""
@@ -402,11 +384,6 @@ def _total_cost(whole: Whole, choice: Choice) -> float:
     return whole.total_cost() + choice.added_cost
 
 
-def bytes_left(whole: Whole, budget: Budget) -> int:
-    """What a budget leaves for temporaries."""
-    return budget.temp_bytes(whole.fixed().bytes, whole.fraction_of_baseline)
-
-
 def _fit(whole: Whole, budget: Budget, name: str) -> Choice:
     """The cheapest choice within a budget.
 
@@ -415,22 +392,21 @@ def _fit(whole: Whole, budget: Budget, name: str) -> Choice:
     """
 
     def left() -> int:
-        num_left = bytes_left(whole, budget)
+        num_left = budget.left(whole)
         # Arguments and outputs are exact once something is compiled. Where these are the whole budget, a program
         # without temporaries keeps it.
         if any(whole.choices()) and (num_left < 0 or (num_left == 0 and whole.best(0) is None)):
-            raise impossible(name, budget, bytes_of(whole, budget), whole.fixed(), whole.captured.constant_bytes)
+            raise impossible(name, budget, budget.num_bytes(whole), whole.fixed(), whole.captured.constant_bytes)
         return max(num_left, 1)
 
-    with whole.time_left.running():
-        choice = whole.fit(left)
+    choice = whole.fit(left)
     smallest = 0
     if choice is None:  # a small program may keep the budget without a plan, whatever was predicted
         smallest = whole.smallest_bytes()
         choice = whole.best(left())
     if choice is not None and choice.temp_bytes <= left():
         return choice
-    fixed = whole.fixed()
-    smallest += fixed.bytes if budget.of == STEP else 0
+    smallest += budget.fixed_bytes(whole)
     is_late, may_be_loss = not whole.is_complete(), whole.captured.is_step and not whole.has_saving()
-    raise no_plan(name, budget, bytes_of(whole, budget), smallest, fixed, is_late=is_late, may_be_loss=may_be_loss)
+    found = budget.num_bytes(whole), smallest, whole.fixed()
+    raise no_plan(name, budget, *found, is_late=is_late, may_be_loss=may_be_loss)

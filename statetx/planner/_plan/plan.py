@@ -21,8 +21,7 @@ from ..._typing import public
 from ...transforms.remat import Remat
 from .._budget import STEP
 from .._program.fingerprint import digest_of, fingerprint
-from .._program.flat import flatten
-from .._program.sharded import of_device
+from .._program.flat import flatten, of_device
 from .._treatments.rewrite import as_planned, rewrite
 from . import show
 from .record import PLAN, VERSION, Result, parts_of
@@ -73,11 +72,9 @@ class Plan(Result, Tabular, Rewriter):
 
     @functools.cached_property
     def _digest(self) -> str:
-        # Rows follow from the decisions.
-        programs = [
-            {k: v for k, v in p.items() if k not in ("rows", "groups", "loops")} for p in self._fields["programs"]
-        ]
-        return hashlib.sha256(json.dumps(self._fields | {"programs": programs}, sort_keys=True).encode()).hexdigest()
+        # What is shown follows from the decisions.
+        decided = {name: value for name, value in self._fields.items() if name != "shown"}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._digest == other._digest
@@ -132,8 +129,7 @@ class Plan(Result, Tabular, Rewriter):
         if fields is None:
             return body
         waits = {"last_input": fields["last_input"], "is_sequential": fields["is_sequential"]}
-        planned = Body(rewrite(*parts_of(program, fields), **waits), [])
-        return as_planned(planned)
+        return as_planned(Body(rewrite(*parts_of(program, fields), **waits), []))
 
     def _find(self, lines: Sequence[str], name: str) -> dict[str, Any] | None:
         """The program with these equations; None if the plan leaves it unchanged."""
@@ -147,15 +143,12 @@ class Plan(Result, Tabular, Rewriter):
         # Of several programs the one that agrees for longest is the one that was meant.
         expected = max((p["equations"] for p in programs), key=lambda e: _num_common(e, lines))
         n, total = _num_common(expected, lines), len(expected)
+        what, numbers = f"it has {len(lines)} equations, and had {total} when the plan was made.", ""
         if n < min(total, len(lines)):
-            raise PlanError(
-                f"The plan for {self.name} does not fit {name}: equation {n} of {total} is\n  {lines[n]}\n"
-                f"and was, when the plan was made,\n  {expected[n]}\n"
-                f"Fix: make a plan for this program{_of_numbers(lines[n], expected[n])}."
-            )
+            what = f"equation {n} of {total} is\n  {lines[n]}\nand was, when the plan was made,\n  {expected[n]}"
+            numbers = _of_numbers(lines[n], expected[n])
         raise PlanError(
-            f"The plan for {self.name} does not fit {name}: it has {len(lines)} equations, and had {total} "
-            f"when the plan was made.\nFix: make a plan for this program."
+            f"The plan for {self.name} does not fit {name}: {what}\nFix: make a plan for this program{numbers}."
         )
 
     # -- storage ---------------------------------------------------------------------------------------------------
@@ -165,7 +158,7 @@ class Plan(Result, Tabular, Rewriter):
         _files.write(path, _records.dump(self._stored_fields(), indent=1))
 
     def _stored_fields(self) -> dict[str, Any]:
-        return self._fields | {"programs": self._programs}
+        return self._fields | {"shown": self._shown}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self._stored_fields(),)
@@ -182,16 +175,12 @@ class Plan(Result, Tabular, Rewriter):
             fields = _records.parse(_files.read(path, _MAX_BYTES))
 
             # First the version: fields of another version may be missing, or mean something else.
-            if "version" in fields and fields["version"] != VERSION:
-                raise PlanError(
-                    f"{path}: a plan of version {brief(fields['version'])}; this is version {VERSION}. Make it again."
-                )
-            fields = _records.verified(fields, PLAN)
+            version = fields.get("version", VERSION)
+            if version == VERSION:
+                return cls(_records.verified(fields, PLAN))
         except ValueError as e:
-            if isinstance(e, PlanError):
-                raise
             raise PlanError(f"{path} is not a plan: {e}.") from e
-        return cls(fields)
+        raise PlanError(f"{path}: a plan of version {brief(version)}; this is version {VERSION}. Make it again.")
 
     # -- show ------------------------------------------------------------------------------------------------------
 
@@ -226,9 +215,9 @@ def _of_numbers(line: str, expected: str) -> str:
     and of no other.
     """
     anonymous = [re.sub(r"\bv[0-9]+", "v", text) for text in (line, expected)]
-    is_likely = line != expected and anonymous[0] == anonymous[1]
-    fix = (
+    if line == expected or anonymous[0] != anonymous[1]:
+        return ""
+    return (
         "; with Python numbers, NumPy scalars or one array twice among its arguments or states plan and call "
         "statetx.jit(fun)"
     )
-    return fix if is_likely else ""

@@ -1,44 +1,44 @@
-"""The record of a plan, as stored in JSON: how to rewrite each gradient of its program, what it takes and costs.
-
-Its fields, with their types and ranges, are listed at the end.
+"""The record of a plan, as stored in JSON: how to rewrite each gradient of its program, what it takes and costs; and
+the attributes of a plan, from the fields of its record.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated, Any
 
-from ... import _jax
 from ..._errors import PlanError
 from ..._jax import Jaxpr
 from ..._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
-from .._budget import STEP, TEMPORARIES, Budget
+from .._budget import STEP, TEMPORARIES
 from .._program.fingerprint import digest_of, fingerprint
 from .._program.flat import Flat, Part
-from .._program.values import ON_HOST, Address, InFormat, Way, smallest_of_variables, values_of
+from .._program.values import KEEP, ON_HOST, InFormat, Way
 from .._regions.layout import Waits
 from .._search.candidates import Candidate
+from .._search.capture import Recorded
 from .._search.inner import VARIANTS, InnerGradients
 from .._search.search import Search
 from .._search.whole import Choice, Options, Whole
 from .._treatments import DECISION, from_json, to_json
-from .._treatments.treatment import Decision
+from .._treatments.treatment import Decision, Facts
 
 
-def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: Options) -> dict[str, Any]:
-    """The fields of a plan, as JSON values: what it takes and costs, and how to rewrite each gradient of the
-    program.
+def fields_of(whole: Whole, choice: Choice, unplanned: Whole, options: Options, **of_call: Any) -> dict[str, Any]:
+    """The fields of a plan, as JSON values: what it takes and costs, and how to rewrite each gradient of the program.
+
+    Args:
+        unplanned: the program with which the plan is compared.
+        of_call: further fields: name and budget.
     """
-    fixed = whole.fixed()
-    fields = {
+    fixed, captured, total_cost = whole.fixed(), whole.captured, whole.total_cost()
+    pairs = zip(whole.searches, choice.candidates, strict=True)
+    return of_call | {
         "version": VERSION,
-        "name": name,
         "objective": options.objective,
-        "is_step": whole.captured.is_step,
-        "of": budget.of,
-        "budget_bytes": bytes_of(whole, budget),
+        "is_step": captured.is_step,
         "argument_bytes": fixed.argument_bytes,
         "output_bytes": fixed.output_bytes,
         "alias_bytes": fixed.alias_bytes,
@@ -47,94 +47,64 @@ def fields_of(whole: Whole, choice: Choice, name: str, budget: Budget, options: 
         "stock": "" if choice.name == "plan" else choice.name,
         "complete": whole.is_complete(),
         "seconds": None,
-        "ignored": [digest_of(lines) for lines in whole.captured.ignored],
-        "inner": whole.captured.variant,
-        "num_devices": whole.captured.num_devices,
-    }
-    pairs = zip(whole.searches, choice.candidates, strict=True)
-    return fields | {"programs": [_program_fields(search, candidate, choice.waits) for search, candidate in pairs]}
-
-
-def bytes_of(whole: Whole, budget: Budget) -> int:
-    """A budget in bytes of what it counts."""
-    if isinstance(budget.amount, int):
-        return budget.amount
-    fixed = whole.fixed().bytes if budget.of == STEP else 0
-    return budget.temp_bytes(fixed, whole.fraction_of_baseline) + fixed
-
-
-def shown_fields(whole: Whole, choice: Choice) -> dict[str, Any]:
-    """The fields that only say how good a plan is. They need the whole trade-off."""
-    # `predicted_bytes` is a leave-one-out prediction: the candidate's own measurement does not correct it.
-    return {
+        "ignored": [digest_of(lines) for lines in captured.ignored],
+        "inner": captured.variant,
+        "num_devices": captured.num_devices,
+        "programs": [_program_fields(search, candidate, choice.waits) for search, candidate in pairs],
+        # A leave-one-out prediction: the candidate's own measurement does not correct it.
         "predicted_bytes": int(whole.predict(choice)),
         "initial_prediction_bytes": int(max(c.predicted_bytes for c in choice.candidates)),
-        "curve": whole.curve(),
-        "measured": [[c.name, c.temp_bytes, c.added_cost / whole.total_cost()] for c in whole.choices()],
-        "stock_policies": [[n, b, c / whole.total_cost(), p] for n, b, c, p in whole.stock_policies()],
-        **unplanned_fields(whole),
-    }
-
-
-def unplanned_fields(whole: Whole) -> dict[str, Any]:
-    """The fields of the program without a plan."""
-    return {
-        "unplanned_bytes": whole.unplanned_bytes(),
-        "unplanned_is_compiled": whole.has_baseline(),
-        "unplanned_flops": whole.unplanned_flops(),
+        "curve": [[int(num_bytes), cost] for num_bytes, cost in whole.curve()],
+        "measured": [[c.name, c.temp_bytes, c.added_cost / total_cost] for c in whole.choices()],
+        "stock_policies": [[n, b, c / total_cost, is_predicted] for n, b, c, is_predicted in whole.stock_policies()],
+        "unplanned_bytes": unplanned.unplanned_bytes(),
+        "unplanned_is_compiled": unplanned.has_baseline(),
+        "unplanned_flops": unplanned.unplanned_flops(),
     }
 
 
 def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[str, Any]:
-    """How to rewrite one gradient."""
-    layout = candidate.layout
+    """How to rewrite one gradient: where it is cut, the decision for each part, and how to tell that it is the same
+    program.
+    """
+    layout, decisions = candidate.layout, [option.decision for option in candidate.options]
     # Equal parts have equal decisions: each is stored once, and parts refer to it by number.
-    decisions: list[dict[str, Any]] = []
-    numbers = []
-    for option in candidate.options:
-        decision = to_json(option.decision)
-        if decision not in decisions:
-            decisions.append(decision)
-        numbers.append(decisions.index(decision))
-
+    numbers = {decision: number for number, decision in enumerate(dict.fromkeys(decisions))}
     return {
-        # Where the program is cut, the decision for each part, and how to tell that it is the same program.
         "cuts": list(layout.cuts),
-        "parts": numbers,
-        "decisions": decisions,
+        "parts": [numbers[decision] for decision in decisions],
+        "decisions": list(map(to_json, numbers)),
         "last_input": None if waits is Waits.FOR_NOTHING else layout.first_read(),
         "is_sequential": waits is Waits.FOR_GRADIENTS,
         "equations": fingerprint(search.jaxpr),
     }
 
 
-# -- stored decisions, checked
-
-Programs = Sequence[tuple[Jaxpr, Sequence[str]]]
-"""Flat programs, each with its fingerprint."""
+# -- stored decisions, checked ---------------------------------------------------------------------------------------
 
 
-def are_decisions_for(programs: Programs, fields: Mapping[str, Any], options: Options) -> bool:
-    """Whether stored fields are for these programs, and decide nothing that the options do not allow."""
-    records = fields["programs"]
-    if [record["equations"] for record in records] != [list(lines) for _, lines in programs]:
+def are_decisions_for(gradients: Sequence[Recorded], fields: Mapping[str, Any], options: Options) -> bool:
+    """Whether stored fields are for these gradients, and decide nothing that the options do not allow."""
+    ways: list[Way] = [KEEP, *(InFormat(format.name) for format in options.formats)]
+    ways += [ON_HOST] if options.offload else []
+    programs = fields["programs"]
+    if [program["equations"] for program in programs] != [list(gradient.lines) for gradient in gradients]:
         return False
-    formats = {format.name for format in options.formats}
     try:
-        for (program, _), record in zip(programs, records, strict=True):
-            _, _, decisions = parts_of(program, record)
-            ways: set[Way] = {way for d in decisions for t in d.treatments for way in t.ways()}
-            ways |= {way for d in decisions for _, way in d.saved or ()}
-            used = {way.name for way in ways if isinstance(way, InFormat)}
-            if not used <= formats or (ON_HOST in ways and not options.offload):
-                return False
+        for gradient, program in zip(gradients, programs, strict=True):
+            parts_of(gradient.flat, program, ways)
     except PlanError:
         return False
     return True
 
 
-def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part], list[Decision]]:
+def parts_of(
+    program: Jaxpr, fields: Mapping[str, Any], ways: Container[Way] | None = None
+) -> tuple[Jaxpr, list[Part], list[Decision]]:
     """Cut a flat program as a stored plan says: the program as it was cut, the parts, their decisions.
+
+    Args:
+        ways: in which values may be held; None for all.
 
     Raises:
         PlanError: a decision is for another program than the equations are: a value that is not there, or is not 0 or 1
@@ -143,80 +113,30 @@ def parts_of(program: Jaxpr, fields: dict[str, Any]) -> tuple[Jaxpr, list[Part],
     # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
     flat = Flat(program)
     decisions = [from_json(decision) for decision in fields["decisions"]]
-    numbers, cuts = fields["parts"], fields["cuts"]
-    _expect(all(0 <= cut <= len(flat) for cut in cuts), "cuts", "after the last equation")
-    _expect(all(n < len(decisions) for n in numbers), "parts", "a decision that is not there")
+    numbers, cuts, last = fields["parts"], fields["cuts"], fields["last_input"]
+    if max(cuts, default=0) > len(flat) or max(numbers, default=0) >= len(decisions):
+        raise _damaged("cuts or parts", "what is not there")
     parts = flat.split(cuts)
-    _expect(len(parts) == len(numbers), "parts", f"{len(numbers)} decisions for {len(parts)} parts")
-
-    # What the program around equal parts proves of their values may differ.
-    checked: set[Any] = set()
-    facts = _Facts(flat)
+    if len(parts) != len(numbers):
+        raise _damaged("parts", f"{len(numbers)} decisions for {len(parts)} parts")
+    if last is not None and last >= len(program.invars):
+        raise _damaged("last_input", "an input that is not there")
+    facts = Facts(flat.jaxpr, ways)
     for part, number in zip(parts, numbers, strict=True):
-        decision = decisions[number]
-        ways = [way for _, way in decision.saved or ()]
-        is_same = (part.key, number) in checked
-        if not is_same or decision.held_inputs or any(isinstance(way, InFormat) for way in ways):
-            facts.check(part, decision, f"decisions[{number}]")
-            checked.add((part.key, number))
-    last = fields["last_input"]
-    _expect(last is None or last < len(flat.jaxpr.invars), "last_input", "an input that is not there")
+        try:
+            facts.check(part, decisions[number])
+        except ValueError as e:
+            raise _damaged(f"decisions[{number}]", str(e)) from None
     return flat.jaxpr, parts, [decisions[i] for i in numbers]
 
 
-class _Facts:
-    """Checks decisions against the parts of a program."""
-
-    def __init__(self, program: Flat):
-        self._program = program
-        self._storable: dict[InFormat, Set[Any]] = {}
-        self._sites: dict[Any, Any] = {}
-
-    def check(self, part: Part, decision: Decision, at: str) -> None:
-        if decision.is_unchanged:
-            return
-        _expect(not _jax.forbidden_effects(part.jaxpr), at, "a part with effects, which must not run again")
-        _expect(decision.addresses <= self.addresses(part), f"{at}.saved", "a value that is not there")
-        for address, way in decision.saved or ():
-            is_right = not isinstance(way, InFormat) or self._can_store_at(part, address, way)
-            _expect(is_right, f"{at}.saved", f"a value that cannot be kept as {way.name}")
-        for treatment in decision.treatments:
-            try:
-                treatment.check(part, self)
-            except ValueError as e:
-                _expect(False, f"{at}.{treatment.name}", str(e))
-
-    def addresses(self, part: Part) -> Set[Address]:
-        return self._values(part).keys()
-
-    def can_store(self, variable: Any, way: InFormat) -> bool:
-        if way not in self._storable:
-            self._storable[way] = smallest_of_variables(self._program.jaxpr, (way.format,)).keys()
-        return variable in self._storable[way]
-
-    def _values(self, part: Part) -> Mapping[Address, Any]:
-        if part.key not in self._sites:
-            self._sites[part.key] = values_of(part.jaxpr).sites
-        return self._sites[part.key]
-
-    def _can_store_at(self, part: Part, address: Address, way: InFormat) -> bool:
-        value, format = self._values(part)[address].value, way.format
-        if not format.shrinks(value.type) or not format.is_exact or value.is_bits:
-            return format.shrinks(value.type)
-        # The program around a part may prove more of its results.
-        variable = part.jaxpr.eqns[address[0]].outvars[address[-1]] if len(address) == 2 else None
-        pairs = zip(part.outvars, part.jaxpr.outvars, strict=False)
-        return any(ours is variable and self.can_store(v, way) for v, ours in pairs)
+def _damaged(at: str, what: str) -> PlanError:
+    return PlanError(f"The plan is damaged: {at} names {what}.\nFix: make a plan for this program.")
 
 
-def _expect(is_right: bool, at: str, what: str) -> None:
-    if not is_right:
-        raise PlanError(f"The plan is damaged: {at} names {what}.\nFix: make a plan for this program.")
+# -- the fields -------------------------------------------------------------------------------------------------------
 
-
-# -- the fields
-
-VERSION = 24
+VERSION = 25
 
 OBJECTIVES = ("flops", "time")
 
@@ -233,11 +153,10 @@ _program = record(
         "last_input": optional(_index),
         "is_sequential": flag,
         "equations": many(text),
-    },
-    {"rows": many(_row), "loops": many(text), "groups": many(text)},
+    }
 )
 
-_pair = row(real(), real())
+_shown = record({"rows": many(_row), "loops": many(text), "groups": many(text)})
 
 _Size = Annotated[int, _size]
 _Predicted = Annotated[int, _predicted]
@@ -277,13 +196,11 @@ PLAN: Check = record(
         "ignored": many(text),
         "inner": optional(one_of(*VARIANTS)),
         "programs": many(_program, 1),
-        "curve": many(_pair),
+        "curve": many(row(_predicted, real())),
         "measured": many(row(text, _size, real())),
-    },
-    {
         "stock_policies": many(row(text, _predicted, real(), flag)),
-        "timed": many(row(text, _size, real(0))),
     },
+    {"timed": many(row(text, _size, real(0))), "shown": _shown},
 )
 """A plan."""
 
@@ -326,14 +243,10 @@ class Result(Attributes):
 
     Args:
         fields: of the record.
-        describe: the fields of the programs with the rows and lines that only printing needs; None if they have them.
+        show: finds the rows and lines that only printing needs; None if the fields have them.
     """
 
-    def __init__(
-        self,
-        fields: dict[str, Any],
-        describe: Callable[[], list[dict[str, Any]]] | None = None,
-    ):
+    def __init__(self, fields: dict[str, Any], show: Callable[[], dict[str, Any]] | None = None):
         try:
             PLAN(fields, "")
         except ValueError as e:
@@ -342,8 +255,7 @@ class Result(Attributes):
                 f"Fix: make it by statetx.plan(fun, *args, budget=...), or read "
                 f"it by Plan.load(path)."
             ) from e
-        self._describe = describe  # the fields of the programs with their rows, which only printing needs
-        self._fields = fields
+        self._show, self._fields = show, fields
         vars(self).update((name, fields[name]) for name in ATTRIBUTES)
         self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
         variant = fields["inner"]
@@ -351,23 +263,22 @@ class Result(Attributes):
         self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
 
     @functools.cached_property
-    def _programs(self) -> list[dict[str, Any]]:
-        """The fields of the programs, with the rows that print them."""
-        describe, self._describe = self._describe, None  # which holds the equations
-        return self._fields["programs"] if describe is None else describe()
+    def _shown(self) -> dict[str, Any]:
+        """The rows and lines that print it."""
+        show, self._show = self._show, None  # which holds the equations
+        return self._fields["shown"] if show is None else show()
 
     @functools.cached_property
     def rows(self) -> tuple[PlanRow, ...]:
-        rows = [PlanRow(**row) for program in self._programs for row in program["rows"]]
-        return tuple(sorted(rows, key=PlanRow.rank))
+        return tuple(sorted((PlanRow(**row) for row in self._shown["rows"]), key=PlanRow.rank))
 
     @property
     def groups(self) -> tuple[str, ...]:
-        return tuple(text for program in self._programs for text in program["groups"])
+        return tuple(self._shown["groups"])
 
     @property
     def loops(self) -> tuple[str, ...]:
-        return tuple(text for program in self._programs for text in program["loops"])
+        return tuple(self._shown["loops"])
 
     @property
     def fixed_bytes(self) -> int:
@@ -394,13 +305,13 @@ class Result(Attributes):
 
         Each is the best choice of the model for its bytes. Fewer bytes never cost less.
         """
-        return [(int(b), float(x)) for b, x in self._fields["curve"]]
+        return self._tuples("curve")
 
     def measured(self) -> list[tuple[str, int, float]]:
         """The compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added operations as
         in `curve`.
         """
-        return [(str(n), int(b), float(x)) for n, b, x in self._fields["measured"]]
+        return self._tuples("measured")
 
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:
         """What the stock policies would take: name, temporary bytes, added operations as in `curve`, and whether both
@@ -408,9 +319,11 @@ class Result(Attributes):
 
         They are measured where the search compiled the policy, and else by the model.
         """
-        rows = self._fields.get("stock_policies", ())
-        return [(str(n), int(b), float(x), bool(is_predicted)) for n, b, x, is_predicted in rows]
+        return self._tuples("stock_policies")
 
     def timed(self) -> list[tuple[str, int, float]]:
         """The programs whose times were compared (``objective="time"``): name, temporary bytes, and `seconds`."""
-        return [(str(n), int(b), float(s)) for n, b, s in self._fields.get("timed", ())]
+        return self._tuples("timed")
+
+    def _tuples(self, name: str) -> list[Any]:
+        return [tuple(row) for row in self._fields.get(name, ())]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,11 +42,10 @@ _COLORS = {"keep": "green", "offload": "cyan", "recompute": "yellow"}
 
 def table(plan: Result) -> Table:
     # Rows that differ in their number only, from parts of different structure, become one.
-    totals: dict[PlanRow, int] = {}
+    totals: collections.Counter[PlanRow] = collections.Counter()
     for row in plan.rows:
         if row.decision != "unchanged":
-            key = dataclasses.replace(row, times=0)
-            totals[key] = totals.get(key, 0) + row.times
+            totals[dataclasses.replace(row, times=0)] += row.times
     planned = [dataclasses.replace(row, times=times) for row, times in totals.items()]
 
     # Rows below half a percent of the baseline's memory tell nothing.
@@ -71,19 +72,17 @@ def _color(decision: str) -> str:
 
 
 def _title(plan: Result) -> str:
-    name = f"{'' if plan.is_step else 'gradient of '}{plan.name}"
-    extra = f"{100 * plan.extra_flops:+.1f}% operations"
-    is_step = plan.of == STEP
+    if plan.of == STEP:
+        taken, notes = f"{format_bytes(plan.total_bytes)} of {format_bytes(plan.budget_bytes)}", []
+    else:
+        taken = f"{format_bytes(plan.temp_bytes)} of temporary memory"
+        notes = [f"predicted {format_bytes(plan.predicted_bytes)}", f"budget {format_bytes(plan.budget_bytes)}"]
     # The model knows choices that are near the plan, and the unplanned program badly.
-    unplanned = format_bytes(_counted(plan, plan.unplanned_bytes)) if plan.unplanned_is_compiled else ""
-    if is_step:
-        without = f" (without a plan {unplanned})" if unplanned else ""
-        return f"{name}: {format_bytes(plan.total_bytes)} of {format_bytes(plan.budget_bytes)}{without}, {extra}"
-    without = f", without a plan {unplanned}" if unplanned else ""
-    return (
-        f"{name}: {format_bytes(plan.temp_bytes)} of temporary memory (predicted {format_bytes(plan.predicted_bytes)}, "
-        f"budget {format_bytes(plan.budget_bytes)}{without}), {extra}"
-    )
+    if plan.unplanned_is_compiled:
+        notes.append(f"without a plan {format_bytes(_counted(plan, plan.unplanned_bytes))}")
+    name = f"{'' if plan.is_step else 'gradient of '}{plan.name}"
+    in_brackets = f" ({', '.join(notes)})" if notes else ""
+    return f"{name}: {taken}{in_brackets}, {100 * plan.extra_flops:+.1f}% operations"
 
 
 def _notes(plan: Result) -> Iterator[str]:
@@ -106,13 +105,10 @@ def _notes(plan: Result) -> Iterator[str]:
         yield "The gradients of the step are computed one after the other."
     if plan.inner is not None:
         yield f"Gradients inside of the loss: {plan.inner}."
-    if plan.stock:
-        unchanged = "It fits unchanged."
-        if plan.extra_flops > 0:  # of what plans leave
-            unchanged = (
-                "It fits without the rematerialized functions. Those inside of branches and of inner loops stay."
-            )
-        yield f"This is the stock policy {plan.stock!r}." if plan.stock != BASELINE else unchanged
+    if plan.stock == BASELINE and plan.extra_flops > 0:  # of what plans leave
+        yield "It fits without the rematerialized functions. Those inside of branches and of inner loops stay."
+    elif plan.stock:
+        yield "It fits unchanged." if plan.stock == BASELINE else f"This is the stock policy {plan.stock!r}."
     if plan.seconds is not None:
         yield f"Time: {format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
     if not plan.complete:
@@ -121,15 +117,15 @@ def _notes(plan: Result) -> Iterator[str]:
 
 def _stock_texts(plan: Result) -> Iterator[str]:
     """The baseline, if it was compiled, and the stock policies: what they take and cost."""
-    measured: dict[str, tuple[int, float]] = {}
+    found: dict[str, tuple[int, float, str]] = {}
     for name, temp_bytes, extra in plan.measured():
         if name != "plan":  # a stock policy may have been compiled for several cuts: the smallest counts
-            measured[name] = min(measured.get(name, (temp_bytes, extra)), (temp_bytes, extra))
-    rows = [(name, temp_bytes, extra, False) for name, (temp_bytes, extra) in measured.items()]
-    # The model knows the unplanned program badly, and `everything` is nearly that.
-    rows += [row for row in plan.stock_policies() if row[0] not in measured and (row[0] != "everything" or not row[3])]
-    for name, temp_bytes, extra, is_predicted in rows:
-        mark = "~" if is_predicted else ""
+            found[name] = min(found.get(name, (temp_bytes, extra, "")), (temp_bytes, extra, ""))
+    for name, temp_bytes, extra, is_predicted in plan.stock_policies():
+        # The model knows the unplanned program badly, and `everything` is nearly that.
+        if not is_predicted or name != "everything":
+            found.setdefault(name, (temp_bytes, extra, "~" if is_predicted else ""))
+    for name, (temp_bytes, extra, mark) in found.items():
         yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%"
 
 
@@ -146,20 +142,21 @@ def plot(plan: Result, path: str | os.PathLike | None) -> Any:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     mib = 2.0**20
-    at = lambda temp_bytes: _counted(plan, temp_bytes) / mib
+    at = lambda points: ([_counted(plan, b) / mib for b, _ in points], [100 * x for _, x in points])
 
-    curve = plan.curve()
-    axes.plot([at(b) for b, _ in curve], [100 * x for _, x in curve], color="#0072b2", label="model", zorder=1)
-    plans = [(b, x) for n, b, x in plan.measured() if n == "plan"]
-    axes.scatter([at(b) for b, _ in plans], [100 * x for _, x in plans], s=22, color="#0072b2", label="plans, compiled")
-    for n, b, x in plan.measured():
-        if n != "plan":
-            axes.scatter([at(b)], [100 * x], marker="D", s=30, color="#e69f00")
-            axes.annotate(n, (at(b), 100 * x), textcoords="offset points", xytext=(6, 5), fontsize=8)
+    def annotate(text: str, point: Sequence[Any], **options: Any) -> None:
+        (x,), (y,) = at([point])
+        axes.annotate(text, (x, y), textcoords="offset points", xytext=(7, 6), **options)
 
-    this = (at(plan.temp_bytes), 100 * plan.extra_flops)
-    axes.scatter(*([x] for x in this), s=90, facecolors="none", edgecolors="#d55e00", linewidths=2)
-    axes.annotate("this plan", this, textcoords="offset points", xytext=(8, 8), color="#d55e00")
+    axes.plot(*at(plan.curve()), color="#0072b2", label="model", zorder=1)
+    plans, others = ([row for row in plan.measured() if (row[0] == "plan") is is_plan] for is_plan in (True, False))
+    axes.scatter(*at([point for _, *point in plans]), s=22, color="#0072b2", label="plans, compiled")
+    axes.scatter(*at([point for _, *point in others]), marker="D", s=30, color="#e69f00")
+    for name, *point in others:
+        annotate(name, point, fontsize=8)
+    this = plan.temp_bytes, plan.extra_flops
+    axes.scatter(*at([this]), s=90, facecolors="none", edgecolors="#d55e00", linewidths=2)
+    annotate("this plan", this, color="#d55e00")
 
     axes.axvline(plan.budget_bytes / mib, color="#999999", linestyle="--", linewidth=1, label="budget")
     axes.set_xlabel(f"{'memory' if plan.of == STEP else 'temporary memory'}, MiB")
@@ -176,76 +173,68 @@ def plot(plan: Result, path: str | os.PathLike | None) -> Any:
 # -- the rows and lines of a program --------------------------------------------------------------------------------
 
 
-def described(program: Jaxpr, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of one gradient, a flat program, with those that print it: a row for each value, and the loops and
-    groups of regions.
+def described(programs: Sequence[tuple[Jaxpr, dict[str, Any]]]) -> dict[str, Any]:
+    """What prints a plan: a row for each value, and lines for its loops and groups of regions.
+
+    Args:
+        programs: the flat gradients, each with its fields.
     """
-    _, parts, decisions = parts_of(program, fields)
-    return fields | {
-        "rows": [dataclasses.asdict(row) for row in _rows(parts, decisions)],
-        "loops": [line for p, d in zip(parts, decisions, strict=True) for t in d.treatments if (line := t.line(p))],
-        "groups": list(_groups(parts, decisions)),
-    }
+    rows: list[PlanRow] = []
+    loops: list[str] = []
+    groups: list[str] = []
+    for program, fields in programs:
+        _, parts, decisions = parts_of(program, fields)
+        pairs = list(zip(parts, decisions, strict=True))
+        # Equal parts with equal decisions have equal rows: list them once, with their number.
+        same = collections.defaultdict(list)
+        for part, decision in pairs:
+            same[part.key, decision].append(part)
+        for (_, decision), equal in same.items():
+            rows += _rows(equal[0], decision, len(equal))
+        loops += [line for part, decision in pairs for t in decision.treatments if (line := t.line(part))]
+        groups += _groups(pairs)
+    return {"rows": [dataclasses.asdict(row) for row in rows], "loops": loops, "groups": groups}
 
 
-def _rows(parts: Sequence[Part], decisions: Sequence[Decision]) -> list[PlanRow]:
-    # Equal parts with equal decisions have equal rows: list them once, with their number.
-    counts: dict[Any, list[Any]] = {}
-    for part, decision in zip(parts, decisions, strict=True):
-        key = (part.key, decision)
-        counts.setdefault(key, [part, decision, 0])[2] += 1
-    rows = []
-    for part, decision, times in counts.values():
-        length = part.eqn.params["length"] if part.eqn is not None else 1
-        for number, step in steps_of(decision, length):
-            rows += _rows_of(part, step, times * number)
-    return sorted(rows, key=PlanRow.rank)
-
-
-def _rows_of(part: Part, decision: Decision, times: int) -> Iterator[PlanRow]:
-    ways = dict(decision.saved or ())
-    for address, site in values_of(part.jaxpr).sites.items():
-        if decision.is_unchanged:
-            what = "unchanged"
-        else:
-            what = _verb(ways[address]) if address in ways else "recompute"
-
-        file, line, function = user_line(site.eqn)
-        names = ", ".join(sorted(site.value.names))
-        type_text = type_str(site.value.type, weak=False)
-        owner = f"{short_path(file)}:{line} ({function})" if file else ""
-        value = f"{names or site.eqn.primitive.name} {type_text}"
-        yield PlanRow(value, owner, times, device_bytes(site.value.type), what, float(flops(site.eqn)))
+def _rows(part: Part, decision: Decision, times: int) -> Iterator[PlanRow]:
+    length = part.eqn.params["length"] if part.eqn is not None else 1
+    for number, step in steps_of(decision, length):
+        ways = dict(step.saved or ())
+        for address, site in values_of(part.jaxpr).sites.items():
+            what = _verb(ways[address]) if address in ways else "unchanged" if step.is_unchanged else "recompute"
+            file, line, function = user_line(site.eqn)
+            owner = f"{short_path(file)}:{line} ({function})" if file else ""
+            value = f"{_name(site)} {type_str(site.value.type, weak=False)}"
+            num_bytes, price = device_bytes(site.value.type), float(flops(site.eqn))
+            yield PlanRow(value, owner, times * number, num_bytes, what, price)
 
 
 def _verb(way: Way) -> str:
     return f"keep as {way.name}" if isinstance(way, InFormat) else way.name
 
 
-def _groups(parts: Sequence[Part], decisions: Sequence[Decision]) -> Iterator[str]:
-    """Neighboring parts of equal structure, from the first to the last layer: which of them keep what."""
-    layers: list[tuple[Part, list[Decision]]] = []
-    structures: dict[Any, list[Decision]] = {}
-    for part, decision in zip(parts, decisions, strict=True):
-        if decision.is_unchanged:
-            continue
-        if part.key not in structures:
-            structures[part.key] = []
-            layers.append((part, structures[part.key]))
-        structures[part.key].append(decision)
+def _name(site: Site) -> str:
+    return ", ".join(sorted(site.value.names)) or site.eqn.primitive.name
 
-    for part, same in layers:
+
+def _groups(pairs: Sequence[tuple[Part, Decision]]) -> Iterator[str]:
+    """Neighboring parts of equal structure, from the first to the last layer: which of them keep what."""
+    layers: dict[Any, tuple[Part, list[Decision]]] = {}
+    for part, decision in pairs:
+        if not decision.is_unchanged:
+            layers.setdefault(part.key, (part, []))[1].append(decision)
+    for part, decisions in layers.values():
+        place = _place(part)
+        if len(decisions) == 1:
+            yield f"A region of {len(part.jaxpr.eqns)} equations{place}: {_kept_text(part, decisions[0])}"
+            continue
         # The same decision for a run of them is one line's worth of text.
-        runs: list[tuple[Decision, int]] = []
-        for decision in same:
-            if runs and runs[-1][0] == decision:
-                runs[-1] = (decision, runs[-1][1] + 1)
-            else:
-                runs.append((decision, 1))
-        if len(same) > 1:
-            yield f"{len(same)} equal regions{_place(part)}: {_runs_text(part, runs)}"
-        else:
-            yield f"A region of {len(part.jaxpr.eqns)} equations{_place(part)}: {_kept_text(part, same[0])}"
+        texts, first = [], 1
+        for decision, same in itertools.groupby(decisions):
+            last = first + len(list(same)) - 1
+            texts.append(f"{first if first == last else f'{first}-{last}'} {_kept_text(part, decision)}")
+            first = last + 1
+        yield f"{len(decisions)} equal regions{place}: {'; '.join(texts)}"
 
 
 def _place(part: Part) -> str:
@@ -256,41 +245,23 @@ def _place(part: Part) -> str:
     return ""
 
 
-def _runs_text(part: Part, runs: Sequence[tuple[Decision, int]]) -> str:
-    texts, number = [], 1
-    for decision, times in runs:
-        numbers = f"{number}" if times == 1 else f"{number}-{number + times - 1}"
-        texts.append(f"{numbers} {_kept_text(part, decision)}")
-        number += times
-    return "; ".join(texts)
-
-
 def _kept_text(part: Part, decision: Decision) -> str:
     return _saved_text(part, decision) + "".join(treatment.text(part) for treatment in decision.treatments)
 
 
 def _saved_text(part: Part, decision: Decision) -> str:
     ways, sites = dict(decision.saved or ()), values_of(part.jaxpr).sites
-    saved = [site for address, site in sites.items() if address in ways]
+    saved = [(site, ways[address]) for address, site in sites.items() if address in ways]
     if not saved:
         return "keep nothing"
     size = lambda site: device_bytes(site.value.type)
-
-    def held_bytes(site: Site) -> int:
-        way = ways[site.address]
-        return way.num_bytes(site.value.type) if isinstance(way, InFormat) else size(site)
-
-    kept_bytes = sum(map(held_bytes, saved))
+    kept_bytes = sum(w.num_bytes(s.value.type) if isinstance(w, InFormat) else size(s) for s, w in saved)
     # Means, and other values of a sixteenth of the largest one's size and below, tell nothing.
     least = max(map(size, sites.values())) / 16
-    saved = [site for site in saved if size(site) > least]
-    if not saved:
-        return f"keep small values ({format_bytes(kept_bytes)})"
-    names = []
-    for site in saved:
-        way = ways[site.address]
-        format = f" as {way.name}" if isinstance(way, InFormat) else ""
-        names.append(f"{', '.join(sorted(site.value.names)) or site.eqn.primitive.name}{format}")
-    counts = {n: names.count(n) for n in dict.fromkeys(names)}
-    text = ", ".join(n if c == 1 else f"{c} {n}" for n, c in counts.items())
-    return f"keep {text} ({format_bytes(kept_bytes)})"
+    names = collections.Counter(
+        f"{_name(site)}{f' as {way.name}' if isinstance(way, InFormat) else ''}"
+        for site, way in saved
+        if size(site) > least
+    )
+    text = ", ".join(name if number == 1 else f"{number} {name}" for name, number in names.items())
+    return f"keep {text or 'small values'} ({format_bytes(kept_bytes)})"

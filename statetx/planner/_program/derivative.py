@@ -37,10 +37,6 @@ class ForwardPass:
         """The variables of the region's inputs, in order."""
         return list(self.jaxpr.invars[self.num_constants :])
 
-    @property
-    def outs(self) -> list[Any]:
-        return list(self.jaxpr.outvars[: self.num_outs])
-
     @functools.cached_property
     def residuals(self) -> set[Any]:
         """The variables that the backward pass reads, inputs among them."""
@@ -86,10 +82,6 @@ class BackwardPass:
     residuals: list[Any]
     forward_residuals: list[Any]
     cotangents: list[Any]
-
-    @property
-    def outs(self) -> list[Any]:
-        return list(self.jaxpr.outvars)
 
 
 def derivative_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from jax.extend.core.primitives import closed_call_p
 
 from ... import _frames, _jax
+from ..._equations.flops import flops
 from ..._equations.inline import inline
 from ..._equations.primitives import JIT, REMAT, row_of
 from ..._equations.structure import Body
@@ -23,10 +25,9 @@ class Part:
     """Some consecutive equations of a program.
 
     Attributes:
-        category: "region", which may be rematerialized; "loop", a scan whose steps may be.
         jaxpr: the equations as a function; for a loop, one step.
         invars, outvars: the program's variables that the part reads, and those that it defines for later parts.
-        eqn: the scan of a loop, else None.
+        eqn: the scan of a loop, whose steps may be rematerialized; None for a region, which may be itself.
         original_jaxpr: for a function that the user rematerialized, its jaxpr as written, with inner calls; else
             `jaxpr`.
         bit_carries: for a loop, the leaves of its carry that each step returns as 0 or 1, and whether the first one is
@@ -36,7 +37,6 @@ class Part:
 
     def __init__(
         self,
-        category: str,
         jaxpr: Jaxpr,
         invars: Sequence[Any],
         outvars: Sequence[Any],
@@ -44,7 +44,6 @@ class Part:
         original_jaxpr: Jaxpr | None = None,
         bit_carries: Mapping[int, bool] = MappingProxyType({}),
     ):
-        self.category = category
         self.jaxpr = jaxpr
         self.original_jaxpr = jaxpr if original_jaxpr is None else original_jaxpr
         self.invars = list(invars)
@@ -57,7 +56,7 @@ class Part:
         loop_key = None
         if eqn is not None:
             loop_key = (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn), *bit_carries.items())
-        self.key = (category, loop_key, Body(jaxpr, []).key)
+        self.key = (loop_key, Body(jaxpr, []).key)
 
     def __call__(self, *args: Any) -> list[Any]:
         """Run it unchanged."""
@@ -66,7 +65,7 @@ class Part:
         return _jax.evaluate(self.jaxpr, (), args)
 
     def __repr__(self) -> str:
-        return f"Part({self.category}, {len(self.jaxpr.eqns)} equations)"
+        return f"Part({'region' if self.eqn is None else 'loop'}, {len(self.jaxpr.eqns)} equations)"
 
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
@@ -175,7 +174,7 @@ class Flat:
             variables, original = _bind_literals(_jax.open_jaxpr(eqn.params["jaxpr"])[0], operands)
             # Functions rematerialized inside of it are inlined, too: the plan decides what the whole keeps.
             jaxpr = inline(original, calls=_CALLS, deep=False)
-            self.blocks[start, end] = Part("region", jaxpr, variables, outs, original_jaxpr=original)
+            self.blocks[start, end] = Part(jaxpr, variables, outs, original_jaxpr=original)
 
     def __len__(self) -> int:
         return len(self.jaxpr.eqns)
@@ -198,7 +197,7 @@ class Flat:
         num_constants, num_carry = _jax.scan_counts(eqn)
         inputs, outs = of_steps(body, num_constants, num_carry, [self._is_bits(v) for v in eqn.invars])
         bit_carries = {n: inputs[num_constants + n] for n in range(num_carry) if outs[n]}
-        return Part("loop", body, eqn.invars, eqn.outvars, eqn, bit_carries=bit_carries)
+        return Part(body, eqn.invars, eqn.outvars, eqn, bit_carries=bit_carries)
 
     @functools.cached_property
     def _is_bits(self) -> Callable[[Any], bool]:
@@ -211,9 +210,7 @@ class Flat:
         defined = {v for e in eqns for v in e.outvars}
         invars = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in defined}
         outvars = [v for e in eqns for v in e.outvars if self._last_reads.get(v, -1) >= end]
-        return Part(
-            "region", _jax.rebuild(self.jaxpr, invars=list(invars), outvars=outvars, eqns=eqns), list(invars), outvars
-        )
+        return Part(_jax.rebuild(self.jaxpr, invars=list(invars), outvars=outvars, eqns=eqns), list(invars), outvars)
 
     def split(self, cuts: Iterable[int] | None = None) -> list[Part]:
         """The parts between cuts, the indices of the equations that begin one; by default the blocks, the loops and the
@@ -301,3 +298,78 @@ def run(
         outs = (replacement or part)(*(read(v) for v in part.invars))
         values.update(zip(part.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+# -- programs on devices ---------------------------------------------------------------------------------------------
+
+# Where a gradient is taken around a `jax.shard_map`, the differentiated function has one equation, and its regions are
+# in the body of that. (A loss that is a shard_map is planned as the step that takes its gradient, `_search.capture`.)
+# JAX differentiates the body on its own: what the backward pass of a device reads is what the regions of the body save.
+# So the body is a program like any other, with the shapes of a device, and a rewritten one goes back into the
+# shard_map.
+
+Rewrite = Callable[[Any, Body, str, int], Callable]
+
+
+def of_device(rewrite: Rewrite) -> Rewrite:
+    """Let a method `Rewriter.rewrite` rewrite what runs on a device, in place of a function that consists of a
+    shard_map.
+    """
+
+    @functools.wraps(rewrite)
+    def rewrite_of_device(self: Any, body: Body, name: str, num_out: int) -> Callable:
+        # Most programs have none, and long ones take a while to be flattened.
+        if not _contains_shard_map(body.jaxpr):
+            return rewrite(self, body, name, num_out)
+        program = Flat(flatten(body.jaxpr)).jaxpr
+        eqn = shard_map_of(program)
+        if eqn is None:
+            return rewrite(self, body, name, num_out)
+
+        # The outputs with a cotangent come first, as in every program to plan.
+        with_cotangent = cotangent_variables(program, num_out)
+        order = sorted(range(len(eqn.outvars)), key=lambda i: eqn.outvars[i] not in with_cotangent)
+        inner = eqn.params["jaxpr"]
+        inner = _jax.rebuild(inner, invars=inner.invars, outvars=[inner.outvars[i] for i in order])
+        with _jax.in_shard_maps(eqn):  # a rewriter may stage it
+            rewritten = rewrite(self, Body(inner, []), name, sum(v in with_cotangent for v in eqn.outvars))
+
+        def on_device(*shards: Any) -> list[Any]:
+            outs = dict(zip(order, rewritten([], *shards), strict=True))
+            return [outs[i] for i in range(len(order))]
+
+        def rule(e: Any, operands: list[Any]) -> Sequence[Any]:
+            return (
+                _jax.shard_mapped(eqn, on_device)(*operands) if e is eqn else _jax.bind_equation(e, e.params, operands)
+            )
+
+        return lambda operands, *args: _jax.interpret(program, [*operands, *args], rule)
+
+    return rewrite_of_device
+
+
+def is_on_devices(jaxpr: Jaxpr) -> bool:
+    """Whether a program consists of a shard_map."""
+    return _contains_shard_map(jaxpr) and shard_map_of(Flat(flatten(jaxpr)).jaxpr) is not None
+
+
+def shard_map_of(program: Jaxpr) -> Any:
+    """The shard_map with more than half of the operations of a flat program; None if it has none."""
+    operations = [_operations(eqn) for eqn in program.eqns]
+    for eqn, num in zip(program.eqns, operations, strict=True):
+        if eqn.primitive.name == "shard_map" and 2 * num > sum(operations):
+            return eqn
+    return None
+
+
+def _contains_shard_map(jaxpr: Jaxpr) -> bool:
+    return any(
+        e.primitive.name == "shard_map" or any(map(_contains_shard_map, _jax.inner_jaxprs(e))) for e in jaxpr.eqns
+    )
+
+
+def _operations(eqn: Any) -> int:
+    """Operations on all devices together."""
+    if eqn.primitive.name != "shard_map":
+        return flops(eqn)
+    return flops(eqn) * math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])

@@ -24,8 +24,7 @@ from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
 from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
 from .._program.fingerprint import fingerprint, full_fingerprint, rules_of
-from .._program.flat import flatten
-from .._program.sharded import is_on_devices, of_device
+from .._program.flat import flatten, is_on_devices, of_device
 from .._treatments.rewrite import as_planned
 from .candidates import gradient_of
 from .inner import VARIANTS, InnerGradients

@@ -291,7 +291,7 @@ def _with_copies(
     invars = list(dict.fromkeys(v for e in all_eqns for v in _variables(e) if v not in defined))
     outvars = [*(v for e in eqns for v in e.outvars if v in {*part.outvars}), *more_outs]
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=all_eqns)
-    return Part("region", jaxpr, invars, outvars), decision.after(len(first))
+    return Part(jaxpr, invars, outvars), decision.after(len(first))
 
 
 def _instead_equations(x: Any, copy: Any, target: Any, like: Any) -> list[Any]:

@@ -5,7 +5,7 @@ smaller.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..._jax import Jaxpr, Literal, Var
@@ -43,9 +43,6 @@ class StoredInputs(Treatment):
         for i, way in self.ways_of:
             if i >= len(part.invars) or not facts.can_store(part.invars[i], way):
                 raise ValueError(f"an input that cannot be kept as {way.name}")
-
-    def ways(self) -> Sequence[InFormat]:
-        return [way for _, way in self.ways_of]
 
     def held_inputs(self) -> Mapping[int, InFormat]:
         return dict(self.ways_of)

@@ -86,7 +86,7 @@ class CheckpointedLoop(Treatment):
             raise ValueError("a part that is not a loop")
         num_constants, _ = _jax.scan_counts(part.eqn)
         for n, way in self.carries:
-            is_exact = n in part.bit_carries and way.format.is_exact
+            is_exact = n in part.bit_carries and way.format.is_exact and facts.allows(way)
             if not (is_exact and way.format.shrinks(part.jaxpr.invars[num_constants + n].aval)):
                 raise ValueError(f"a carry that cannot be kept as {way.name}")
         length = part.eqn.params["length"]
@@ -95,10 +95,7 @@ class CheckpointedLoop(Treatment):
         except PolicyError:
             raise ValueError(f"a loop of other than {length} steps") from None
         if isinstance(self.strategy, OfSteps):
-            self.strategy.check_values(part, facts.addresses(part))
-
-    def ways(self) -> Sequence[InFormat]:
-        return [way for _, way in self.carries]
+            self.strategy.check_values(part, facts.sites(part).keys())
 
     def apply(self, rewriting: Rewriting) -> None:
         rewriting.strategy, rewriting.is_fenced = self.strategy, self.is_fenced
@@ -192,7 +189,7 @@ class LoopOptions:
                 if step.decision.saved is None:
                     options += self._with_slots(step, carry)
                 else:
-                    options += [*self._nested(step, carry), *self._keeping(step, carry), self._one_level(step, carry)]
+                    options += [*self._nested(step, carry), self._one_level(step, carry)]
         return [*unchanged, *options]
 
     def _with(self, strategy: Strategy, carry: _Carry, saved: Saved | None = None) -> Decision:
@@ -220,49 +217,29 @@ class LoopOptions:
 
     def _nested(self, step: Option, carry: _Carry) -> list[Option]:
         """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and
-        store as much as in one loop.
+        store as much as in one loop. Or what steps save is stored for all of them, so that only carries are computed
+        again; a turn reads its part as a copy.
 
         The turns of a division with a remainder read a slice of the xs, which is a copy.
         """
-        cost = self._length * (self._ahead_cost(step.decision.addresses) + step.cost)
-        options = []
-        for outer, inner in _lengths(self._length):
-            option = Option(
-                outer * carry.num_bytes,
-                inner * (self._bytes_per_step(step, carry) + self._slice_bytes)
-                + self._in_turn(step, carry)
+        addresses, of_step = step.decision.addresses, self._bytes_per_step(step, carry)
+        kinds = [("turn", self._ahead_cost(addresses), 0)]
+        if addresses and step.decision.saved == saved_as(addresses):
+            kinds.append(("loop", self._carry_cost(addresses), step.saved_bytes))
+        return [
+            Option(
+                outer * carry.num_bytes + self._length * kept_bytes,
+                inner * (of_step + kept_bytes + self._slice_bytes)
+                # while a step of a turn is reversed, with what is decoded for the turn and for the step
+                + step.backward_bytes
+                + 2 * carry.decoded_bytes
                 + self._sliced_bytes(outer * inner),
-                cost + (outer + self._length) * carry.cost,
-                self._with(Lengths(outer, inner), carry, step.decision.saved),
+                self._length * (ahead_cost + step.cost) + (outer + self._length) * carry.cost,
+                self._with(Lengths(outer, inner, keep=keep), carry, step.decision.saved),
             )
-            options.append(option)
-        return options
-
-    def _keeping(self, step: Option, carry: _Carry) -> list[Option]:
-        """The same, but what steps save is stored for all of them, so that only carries are computed again; a turn
-        reads its part as a copy.
-        """
-        addresses = step.decision.addresses
-        if not addresses or step.decision.saved != saved_as(addresses):
-            return []
-        cost = self._length * (self._carry_cost(addresses) + step.cost)
-        options = []
-        for outer, inner in _lengths(self._length):
-            copied_bytes = step.saved_bytes + self._slice_bytes
-            option = Option(
-                outer * carry.num_bytes + self._length * step.saved_bytes,
-                inner * (self._bytes_per_step(step, carry) + copied_bytes)
-                + self._in_turn(step, carry)
-                + self._sliced_bytes(outer * inner),
-                cost + (outer + self._length) * carry.cost,
-                self._with(Lengths(outer, inner, keep="loop"), carry, step.decision.saved),
-            )
-            options.append(option)
-        return options
-
-    def _in_turn(self, step: Option, carry: _Carry) -> int:
-        """Bytes in use while a step of a turn is reversed, with what is decoded for the turn and for the step."""
-        return step.backward_bytes + 2 * carry.decoded_bytes
+            for keep, ahead_cost, kept_bytes in kinds
+            for outer, inner in _lengths(self._length)
+        ]
 
     def _with_slots(self, step: Option, carry: _Carry) -> list[Option]:
         """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves

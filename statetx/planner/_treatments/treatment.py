@@ -8,18 +8,30 @@ know of it: its proposals, how it changes the program, its text, its record and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
+from ... import _jax
 from ..._jax import Jaxpr
 from ..._loops.strategy import Strategy
 from ..._records import Check
 from ..._remat import mark
 from ..._remat.stored import StoredType
+from ..._remat.survey import Site
 from .._program.flat import Flat, Part
-from .._program.values import KEEP, Address, Formats, InFormat, Way, labels_of, renumbered
+from .._program.values import (
+    KEEP,
+    Address,
+    Formats,
+    InFormat,
+    Way,
+    labels_of,
+    renumbered,
+    smallest_of_variables,
+    values_of,
+)
 
 Interval = tuple[int, int]
 """Equations of a program or of a region: the first, and the one after the last."""
@@ -53,18 +65,6 @@ class Rewriting:
     strategy: Strategy | None = None
     carries: Mapping[int, StoredType] = dataclasses.field(default_factory=dict)
     is_fenced: bool = False
-
-
-class Facts(Protocol):
-    """What a stored treatment is checked against, beside the part that it is for."""
-
-    def can_store(self, variable: Any, way: InFormat) -> bool:
-        """Whether a variable of the program may be held in fewer bits."""
-        ...
-
-    def addresses(self, part: Part) -> Set[Address]:
-        """The values of a part that may be saved."""
-        ...
 
 
 class Settings(NamedTuple):
@@ -150,10 +150,6 @@ class Treatment:
 
     def check(self, part: Part, facts: Facts) -> None:
         """Raise ValueError, with what is wrong, if it is for another part."""
-
-    def ways(self) -> Sequence[Way]:
-        """The ways in which it holds values."""
-        return ()
 
     # -- in the program --
 
@@ -244,6 +240,60 @@ class Decision(NamedTuple):
         if self.saved is None:
             return self
         return self._replace(saved=frozenset((renumbered(a, a[0] + number), w) for a, w in self.saved))
+
+
+class Facts:
+    """What decisions in a record are checked against.
+
+    Args:
+        program: flat, that they are for.
+        ways: in which values may be held; None for all.
+    """
+
+    def __init__(self, program: Jaxpr, ways: Container[Way] | None = None):
+        self._program, self._ways = program, ways
+        self._storable: dict[Way, Set[Any]] = {}
+        self._sites: dict[Any, Mapping[Address, Site]] = {}
+
+    def check(self, part: Part, decision: Decision) -> None:
+        """Raise ValueError, with what is wrong, if a decision is for another part."""
+        if decision.is_unchanged:
+            return
+        if _jax.forbidden_effects(part.jaxpr):
+            raise ValueError("a part with effects, which must not run again")
+        for address, way in decision.saved or ():
+            if address not in self.sites(part) or not self._can_hold(part, address, way):
+                raise ValueError(f"a value that cannot be kept as {way.name}")
+        for treatment in decision.treatments:
+            treatment.check(part, self)
+
+    def sites(self, part: Part) -> Mapping[Address, Site]:
+        """The values of a part that may be saved."""
+        if part.key not in self._sites:
+            self._sites[part.key] = values_of(part.jaxpr).sites
+        return self._sites[part.key]
+
+    def allows(self, way: Way) -> bool:
+        return self._ways is None or way in self._ways
+
+    def can_store(self, variable: Any, way: InFormat) -> bool:
+        """Whether a variable of the program may be held in fewer bits."""
+        if way not in self._storable:
+            self._storable[way] = smallest_of_variables(self._program, (way.format,)).keys()
+        return self.allows(way) and variable in self._storable[way]
+
+    def _can_hold(self, part: Part, address: Address, way: Way) -> bool:
+        if not isinstance(way, InFormat):
+            return self.allows(way)
+        value = self.sites(part)[address].value
+        if not (way.format.shrinks(value.type) and self.allows(way)):
+            return False
+        if not way.format.is_exact or value.is_bits:
+            return True
+        # The program around a part may prove more of its results.
+        variable = part.jaxpr.eqns[address[0]].outvars[address[-1]] if len(address) == 2 else None
+        pairs = zip(part.outvars, part.jaxpr.outvars, strict=False)
+        return any(ours is variable and self.can_store(v, way) for v, ours in pairs)
 
 
 class Option(NamedTuple):
