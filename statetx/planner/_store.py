@@ -12,6 +12,7 @@ import functools
 import gzip
 import hashlib
 import importlib.metadata
+import io
 import os
 import pathlib
 import re
@@ -76,9 +77,10 @@ def load(key: str, check: Check) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        content = _decompressed(_files.read(path, _MAX_ENTRY, follow_links=False))
+        with gzip.open(io.BytesIO(_files.read(path, _MAX_ENTRY, follow_links=False))) as file:
+            content = file.read(_MAX_ENTRY)  # what becomes larger is cut, and no JSON
         fields = _records.verified(_records.parse(content), check)
-    except (OSError, ValueError, zlib.error):
+    except (OSError, EOFError, ValueError, zlib.error):
         return None
     with contextlib.suppress(OSError):  # in a folder that is only read
         os.utime(path, follow_symlinks=False)  # it was used last
@@ -93,15 +95,6 @@ def save(key: str, fields: dict[str, Any]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _files.replace(path, gzip.compress(content, mtime=0))
             _remove_oldest(path.parent)
-
-
-def _decompressed(content: bytes) -> bytes:
-    """The inverse of `gzip.compress`; what becomes larger than an entry is refused on the way."""
-    decompressor = zlib.decompressobj(wbits=31)
-    found = decompressor.decompress(content, _MAX_ENTRY)
-    if not decompressor.eof or decompressor.unused_data:
-        raise ValueError("it is not a single stream of at most the size of an entry")
-    return found
 
 
 def _path(key: str) -> pathlib.Path | None:
@@ -143,7 +136,7 @@ def peak_bytes(program: Program) -> int:
     """
     lowered = program.lowered
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()  # long, if arrays are constants of the program
-    key = _digest(*_environment(), program.compiler_options, *_jax.compile_settings(lowered), text).hexdigest()
+    key = _digest(*_environment(), program.compiler_options, *_jax.compile_settings(lowered), text)
     measured = lambda: {"version": VERSION, "peak_bytes": program.cost.peak_bytes}
     return remembered(key, PEAK, measured)["peak_bytes"]
 
@@ -159,20 +152,14 @@ def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any)
             `TraceContext`.
         settings: values whose `repr` tells them apart.
     """
-    digest = _digest(*_environment(), *settings)
-    for jaxpr, lines, context in programs:
-        digest.update(f"{[str(v.aval) for v in jaxpr.invars]} {_without_addresses(context)}\n".encode())
-        digest.update("\n".join(lines).encode())
-        numbers = {v: i for i, v in enumerate([*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)])}
-        digest.update(str([numbers.get(v) if isinstance(v, _jax.Var) else str(v) for v in jaxpr.outvars]).encode())
-    return digest.hexdigest()
+    of_programs = [([str(v.aval) for v in jaxpr.invars], context, lines) for jaxpr, lines, context in programs]
+    return _digest(*_environment(), *settings, *of_programs)
 
 
-def _digest(*values: Any) -> Any:
-    digest = hashlib.sha256()
-    for value in values:
-        digest.update(f"{_without_addresses(value)}\n".encode())
-    return digest
+def _digest(*values: Any) -> str:
+    # Without addresses, which differ between processes.
+    text = "\n".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for value in values)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _environment() -> list[Any]:
@@ -193,7 +180,3 @@ def _sources() -> str:
     for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _without_addresses(x: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", x if isinstance(x, str) else repr(x))
