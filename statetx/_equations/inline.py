@@ -17,6 +17,7 @@ def inline(
     calls: Collection[str],
     deep: bool = True,
     unless: Callable[[Any], Any] = lambda eqn: False,
+    note: Callable[[Any, list[Any], list[Any], int, int], Any] = lambda *_: None,
 ) -> Jaxpr:
     """Replace calls by the equations of their jaxprs, and constants by literals.
 
@@ -28,6 +29,8 @@ def inline(
         calls: names of the primitives to inline, a subset of `primitives.INLINED`.
         deep: whether to inline also within loops, branches and other calls; otherwise these stay unchanged.
         unless: ``(equation) -> bool``, of calls that stay; asked at the level of `x` and in what is inlined into it.
+        note: called for each equation of `x` with what it reads and defines in the result, and with the interval of its
+            equations there.
     """
     jaxpr, closed_consts = _jax.open_jaxpr(x)
     eqns: list[Any] = []
@@ -40,6 +43,12 @@ def inline(
         return outvars
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any], call: Any, same_line: bool) -> list[Any]:
+        def noted(eqn: Any, operands: list[Any]) -> list[Any]:
+            start = len(eqns)
+            outs = rule(eqn, operands)
+            note(eqn, operands, outs, start, len(eqns))
+            return outs
+
         def rule(eqn: Any, operands: list[Any]) -> list[Any]:
             eqn = eqn if call is None else _jax.inlined(eqn, call, same_line=same_line)
             # Of a value that is stored in fewer bits a report has one line, with its format.
@@ -53,7 +62,7 @@ def inline(
         # From jax 0.12 on, constants of a trace may be its first inputs.
         variables = [*jaxpr.constvars, *jaxpr.invars]
         literals = [Literal(c, v.aval) for v, c in zip(variables, consts, strict=False)]
-        return _jax.interpret(jaxpr, [*literals, *operands], rule, literal=lambda atom: atom)
+        return _jax.interpret(jaxpr, [*literals, *operands], noted if call is None else rule, literal=lambda atom: atom)
 
     consts = consts or closed_consts
     invars = [_jax.Var(v.aval) for v in jaxpr.invars[len(consts) - len(jaxpr.constvars) :]]

@@ -114,7 +114,7 @@ def parts_of(
     flat = Flat(program)
     decisions = [from_json(decision) for decision in fields["decisions"]]
     numbers, cuts, last = fields["parts"], fields["cuts"], fields["last_input"]
-    if max(cuts, default=0) > len(flat) or max(numbers, default=0) >= len(decisions):
+    if max(cuts, default=0) > len(flat) or max(numbers, default=-1) >= len(decisions):
         raise _damaged("cuts or parts", "what is not there")
     parts = flat.split(cuts)
     if len(parts) != len(numbers):

@@ -131,46 +131,25 @@ class Flat:
 
     def __init__(self, jaxpr: Jaxpr, *, opens_blocks: bool = True):
         self._calls = _CALLS if opens_blocks else _CALLS - REMAT
-        self.jaxpr = whole = inline(jaxpr, calls=self._calls, deep=False)
+        found: list[tuple[Any, ...]] = []
+        note = lambda eqn, *where: found.append((eqn, *where)) if eqn.primitive.name in REMAT else None
+        self.jaxpr = whole = inline(jaxpr, calls=self._calls, deep=False, note=note)
         self._last_reads = last_reads(whole)
         self._parts: dict[tuple[int, int], Part] = {}
         self.blocks: dict[tuple[int, int], Part] = {}
         self.ends: set[int] = set()
-
-        # Follow the variables of `jaxpr` into the inlined program, where a function takes as many equations as it has.
-        atoms: dict[Any, Any] = dict(zip(jaxpr.invars, whole.invars, strict=True))
-        index = 0
-        for eqn in jaxpr.eqns:
-            operands = [a if isinstance(a, Literal) else atoms[a] for a in eqn.invars]
-            if eqn.primitive.name not in self._calls:
-                outs = whole.eqns[index].outvars
-                atoms.update(zip(eqn.outvars, outs, strict=True))
-                if eqn.primitive.name in REMAT:
-                    self._add_block(index, index + 1, eqn, operands, outs)
-                index += 1
-                continue
-            body = inline(eqn.params["jaxpr"], calls=_CALLS, deep=False)
-            end = index + len(body.eqns)
-            inner: dict[Any, Any] = dict(zip(body.invars, operands, strict=True))
-            for ours, copy in zip(body.eqns, whole.eqns[index:end], strict=True):
-                inner.update(zip(ours.outvars, copy.outvars, strict=True))
-            outs = [a if isinstance(a, Literal) else inner[a] for a in body.outvars]
-            atoms.update(zip(eqn.outvars, outs, strict=True))
-            self._add_block(index, end, eqn, operands, outs)
-            index = end
+        for block in found:
+            self._add_block(*block)
         self.loops = [i for i, e in enumerate(whole.eqns) if is_loop(e)]
         outside = [i for i in self.loops if not any(start <= i < end for start, end in self.blocks)]
         self.ends |= {j for i in outside for j in (i, i + 1)}
 
-    def _add_block(self, start: int, end: int, eqn: Any, operands: Sequence[Any], outs: Sequence[Any]) -> None:
+    def _add_block(self, eqn: Any, operands: Sequence[Any], outs: Sequence[Any], start: int, end: int) -> None:
         self.ends |= {start, end}
         defined = {v for e in self.jaxpr.eqns[start:end] for v in e.outvars}
         # A function that returns an input, or a value twice, cannot be a part: each part defines its outputs.
-        if (
-            end > start
-            and all(not isinstance(v, Literal) and v in defined for v in outs)
-            and len(set(outs)) == len(outs)
-        ):
+        are_own = all(not isinstance(v, Literal) and v in defined for v in outs) and len(set(outs)) == len(outs)
+        if end > start and are_own:
             variables, original = _bind_literals(_jax.open_jaxpr(eqn.params["jaxpr"])[0], operands)
             # Functions rematerialized inside of it are inlined, too: the plan decides what the whole keeps.
             jaxpr = inline(original, calls=_CALLS, deep=False)
@@ -181,14 +160,12 @@ class Flat:
 
     def part(self, start: int, end: int) -> Part:
         """The equations of an interval: a function that the user rematerialized, a loop, or a region."""
-        is_open = REMAT <= self._calls
-        part = self._parts.get((start, end)) or (self.blocks.get((start, end)) if is_open else None)
-        if part is None:
-            part = (
-                self._loop(start) if end == start + 1 and is_loop(self.jaxpr.eqns[start]) else self._region(start, end)
-            )
-        self._parts[start, end] = part
-        return part
+        if (start, end) not in self._parts:
+            block = self.blocks.get((start, end)) if REMAT <= self._calls else None
+            is_single_loop = end == start + 1 and is_loop(self.jaxpr.eqns[start])
+            part = block or (self._loop(start) if is_single_loop else self._region(start, end))
+            self._parts[start, end] = part
+        return self._parts[start, end]
 
     def _loop(self, index: int) -> Part:
         # Rematerialized functions are inlined too: the plan decides what a step saves.
