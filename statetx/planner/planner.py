@@ -210,25 +210,23 @@ class Planner:
         return planner
 
     @functools.cached_property
-    def _whole(self) -> Whole:
-        # Analyzed and compiled only when something is asked that the store does not have.
-        report = lambda text: self._report(text)
-        return whole_of(self._captured, self._options, report, compile_baseline=self._needs_baseline)
+    def _wholes(self) -> list[Whole]:
+        """All programs with these results; last the one without rematerialization of inner gradients.
 
-    @functools.cached_property
-    def _others(self) -> list[Whole]:
-        """The programs of the other variants of gradients inside of the loss."""
+        They are analyzed and compiled only when something is asked that the store does not have.
+        """
 
         def start(captured: Captured) -> Whole:
-            text = f", inner gradients with policy {captured.variant!r}"
-            return whole_of(captured, self._options, lambda step: self._report(step + text))
+            is_plain = captured is self._captured
+            note = "" if is_plain else f", inner gradients with policy {captured.variant!r}"
+            report = lambda text: self._report(text + note)
+            return whole_of(captured, self._options, report, compile_baseline=is_plain and self._needs_baseline)
 
-        return [start(captured) for captured in self._variants[1:]]
+        return [start(captured) for captured in (*self._variants[1:], self._captured)]
 
-    def _wholes(self) -> Iterator[Whole]:
-        """All programs with these results; last the one without rematerialization of inner gradients."""
-        yield from self._others
-        yield self._whole
+    @property
+    def _whole(self) -> Whole:
+        return self._wholes[-1]
 
     @property
     def _search(self) -> Any:
@@ -239,7 +237,7 @@ class Planner:
     def ends(self) -> tuple[int, int]:
         """The least bytes reached so far, and the baseline's, of what the budget counts."""
         ends = []
-        for whole in self._wholes():
+        for whole in self._wholes:
             with whole.time_left.running():
                 ends.append(whole.ends())
         self._renew_time()
@@ -271,28 +269,27 @@ class Planner:
 
     def _renew_time(self) -> None:
         """Let the next plan have as much time."""
-        started = vars(self)
-        for whole in (*started.get("_others", ()), *filter(None, [started.get("_whole")])):
+        for whole in vars(self).get("_wholes", ()):
             whole.time_left.renew()
 
     @_for_target
     def best(self, budget: int) -> Plan | None:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
         budget_ = Budget(int(budget), self._of)
-        choices = ((whole, whole.best(budget_.left(whole))) for whole in self._wholes())
+        choices = ((whole, whole.best(budget_.left(whole))) for whole in self._wholes)
         found = [(whole, choice) for whole, choice in choices if choice is not None]
         return self._as_plan(self._fields(*_cheapest(found), budget_)) if found else None
 
     def _choose(self, budget: Budget) -> tuple[Whole, Choice]:
         """The best choice, and the program that it is for: of which variant."""
-        if not self._others:
+        if len(self._wholes) == 1:
             return self._whole, self._best_of(self._whole, budget)
         if isinstance(budget.amount, float):  # a fraction is one of the memory without a plan
             self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
             budget = Budget(budget.num_bytes(self._whole), budget.of)
         choices: list[tuple[Whole, Choice]] = []
         errors: list[PlanError] = []
-        wholes = sorted(self._wholes(), key=lambda whole: whole.total_cost())
+        wholes = sorted(self._wholes, key=lambda whole: whole.total_cost())
         for whole, following in itertools.zip_longest(wholes, wholes[1:]):
             # A program whose own operations are as many as those of a plan found before cannot be cheaper.
             is_beaten = choices and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0

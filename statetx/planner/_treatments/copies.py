@@ -217,16 +217,6 @@ class Derived:
                 stack += [v for v in _variables(self._jaxpr.eqns[i]) if v in self.derived]
         return [self._jaxpr.eqns[i] for i in sorted(indices)]
 
-    def equations(self, values: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
-        """The equations of a copy of some derived values, in order, and the variables of the copy."""
-        eqns, copy_of = [], {}
-        for eqn in self.copied(values):
-            outvars = [Var(v.aval) for v in eqn.outvars]
-            invars = [a if isinstance(a, Literal) else copy_of.get(a, a) for a in eqn.invars]
-            copy_of.update(zip(eqn.outvars, outvars, strict=True))
-            eqns.append(eqn.replace(invars=invars, outvars=outvars))
-        return eqns, copy_of
-
 
 def _variables(eqn: Any) -> list[Any]:
     return [v for v in eqn.invars if isinstance(v, Var)]
@@ -269,7 +259,7 @@ def _instead_of_constant_jvp(primals: Sequence[Any], tangents: Sequence[Any]) ->
 
 
 def _with_copies(
-    copies: Derived,
+    found: Derived,
     part: Part,
     decision: Decision,
     eqns: Sequence[Any],
@@ -277,21 +267,27 @@ def _with_copies(
     more_outs: Sequence[Any],
 ) -> tuple[Part, Decision]:
     """A region that copies some of its inputs and has more outputs."""
-    copied, copy_of = copies.equations(values)
-    first: list[Any] = list(copied)
-    inputs = {v: Var(v.aval) for v in values}
+    first: list[Any] = []
+    copy_of: dict[Any, Any] = {}
+    for eqn in found.copied(values):
+        outvars = [Var(v.aval) for v in eqn.outvars]
+        first.append(_reading(eqn, copy_of).replace(outvars=outvars))
+        copy_of.update(zip(eqn.outvars, outvars, strict=True))
+    inputs = {v: Var(v.aval) if is_float(v.aval) else copy_of[v] for v in values}
     for v in values:
         if is_float(v.aval):
             first += _instead_equations(v, copy_of[v], inputs[v], like=eqns[0])
-        else:
-            inputs[v] = copy_of[v]
-    rest = [e.replace(invars=[a if isinstance(a, Literal) else inputs.get(a, a) for a in e.invars]) for e in eqns]
-    all_eqns = [*first, *rest]
+    all_eqns = [*first, *(_reading(eqn, inputs) for eqn in eqns)]
     defined = {v for e in all_eqns for v in e.outvars}
     invars = list(dict.fromkeys(v for e in all_eqns for v in _variables(e) if v not in defined))
     outvars = [*(v for e in eqns for v in e.outvars if v in {*part.outvars}), *more_outs]
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=all_eqns)
     return Part(jaxpr, invars, outvars), decision.after(len(first))
+
+
+def _reading(eqn: Any, replaced: dict[Any, Any]) -> Any:
+    """An equation that reads other variables."""
+    return eqn.replace(invars=[a if isinstance(a, Literal) else replaced.get(a, a) for a in eqn.invars])
 
 
 def _instead_equations(x: Any, copy: Any, target: Any, like: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..._jax import Jaxpr, Literal, Var
+from ..._jax import Literal, Var
 from ..._lift.context import device_bytes
 from ..._records import many, row, whole
 from ..._text import format_bytes
@@ -69,13 +69,10 @@ class _StoringPaths:
 
     def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int]:
         inputs = {i: self._ways[v] for i, v in enumerate(part.invars) if not isinstance(v, Literal) and v in self._ways}
-        addresses = _addresses(part.jaxpr) if part.eqn is None else {}
-        pairs = zip(part.outvars, part.jaxpr.outvars, strict=False)
-        outputs = {
-            addresses[ours]: self._ways[v]
-            for v, ours in pairs
-            if v in self._ways and isinstance(ours, Var) and ours in addresses
-        }
+        eqns = part.jaxpr.eqns if part.eqn is None else []
+        addresses = {v: (i, n) for i, eqn in enumerate(eqns) for n, v in enumerate(eqn.outvars)}
+        pairs = [(v, ours) for v, ours in zip(part.outvars, part.jaxpr.outvars, strict=False) if isinstance(ours, Var)]
+        outputs = {addresses[ours]: self._ways[v] for v, ours in pairs if v in self._ways and ours in addresses}
         key = front, tuple(inputs.items()), tuple(outputs.items())
         if key not in self._fronts:
             self._fronts[key] = self._changed(part, front, inputs, outputs)
@@ -114,7 +111,3 @@ def holding(
         option.cost + sum(way.cost(aval) for aval, way in pairs),
         decision.having(StoredInputs(held_inputs)) if held_inputs else decision,
     )
-
-
-def _addresses(jaxpr: Jaxpr) -> dict[Any, Address]:
-    return {v: (i, n) for i, eqn in enumerate(jaxpr.eqns) for n, v in enumerate(eqn.outvars)}
