@@ -5,9 +5,8 @@ them.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -17,7 +16,7 @@ from .._equations.inline import inline
 from .._equations.primitives import JIT, REMAT, row_of
 from .._lift.stage import close_derivative
 from .._positions import replaced
-from .._remat.fence import contains_loop  # it also lowers `_jax.hold`
+from .._remat.fence import contains_loop
 from .._tree import is_float, num_bytes
 from .cut import needed_equations, smallest_residuals
 from .rows import row_bytes
@@ -105,18 +104,11 @@ class BackwardStep:
     def flops(self) -> int:
         """Operations of the backward part."""
         step, carry = self._step, self._diff[1]
-        types = [*step.constant_avals, *step.x_avals, *(v.aval for v in self._stored)]
-        types += [*(step.avals[i] for i in carry), *(step.y_avals[i] for i in self._float_ys)]
-        jaxpr, _ = _jax.stage(self._flat_backward, types, traced_for="scan", name=f"{step.name}, backward")
-        return count(jaxpr)
-
-    def _flat_backward(self, *values: Any) -> list:
-        """`backward` of flat values: constants, elements, residuals, cotangents of the carry and of the ys."""
-        step = self._step
-        sizes = [step.num_constants, len(step.x_avals), len(self.residual_avals), len(self._diff[1])]
-        first, second, third, fourth = itertools.accumulate(sizes)
-        parts = values[:first], values[first:second], values[second:third], values[third:fourth], values[fourth:]
-        return jax.tree.leaves(self.backward(*map(list, parts)))
+        types = [step.constant_avals, step.x_avals, [v.aval for v in self._stored]]
+        types += [[step.avals[i] for i in carry], [step.y_avals[i] for i in self._float_ys]]
+        leaves, treedef = jax.tree.flatten(types)
+        run = lambda *values: jax.tree.leaves(self.backward(*treedef.unflatten(values)))
+        return count(_jax.stage(run, leaves, traced_for="scan", name=f"{step.name}, backward")[0])
 
     @functools.cached_property
     def rerun(self) -> float:
@@ -160,77 +152,6 @@ class BackwardStep:
         leaves = [values[v] if isinstance(v, _jax.Var) else v.val for v in self._leaves]
         return self._treedef.unflatten(leaves)((ct_carry, ct_ys))
 
-    def backward_reading(
-        self,
-        constants: list,
-        read: Callable[[int, list], Any],
-        write: Callable[[int, Any], Any],
-        residuals: list,
-        ct_carry: list,
-        ct_ys: list,
-    ) -> tuple:
-        """As `backward`, but each element is read where it is needed, and each cotangent of one written where it is
-        computed.
-
-        XLA:CPU starts whatever is ready. It would read the elements of all xs first, such as the weights of a layer,
-        and hold them beside the cotangents of as many bytes that are computed meanwhile.
-
-        Args:
-            read: ``(index, awaited) -> element`` of the xs with this index, read once the arrays `awaited` are
-                computed.
-            write: ``(index, cotangent) -> array`` with the cotangent of the differentiated xs with this index. Reading
-                waits for those that are larger than a carry.
-
-        Returns:
-            The cotangents of the differentiated constants and carries, and the arrays that `write` returned.
-        """
-        first, num_cts = len(constants), len(self._diff[0]) + len(self._diff[1])
-        last = first + len(self._step.x_avals)
-        elements = dict.fromkeys(range(first, last))
-        before, after = constants, [*residuals, *ct_carry, *ct_ys]
-        types = [*map(jax.typeof, before), *self._step.x_avals, *map(jax.typeof, after)]
-        staged = _jax.stage(self._flat_backward, types, traced_for="scan", name=f"{self._step.name}, backward")
-        # A barrier or a fence keeps the recomputation of a user's region from being started early.
-        has_barrier = lambda eqn: eqn.params.get("prevent_cse")
-        jaxpr = inline(*staged, calls=JIT | REMAT, deep=False, unless=has_barrier)
-        eqns = _by_elements(jaxpr, jaxpr.invars[first:last])
-        jaxpr = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns)
-        places = {v: n for n, v in enumerate(jaxpr.outvars[num_cts:]) if isinstance(v, _jax.Var)}
-        computed: dict[int, Any] = {}  # by identity; an array in it stays alive, so that no other gets its identity
-        written: dict[int, Any] = {}
-        # Cotangents of weights. To wait for small ones, such as those of inputs, would only make products wait for each
-        # other.
-        carry_bytes = sum(map(num_bytes, self._step.avals))
-        is_large = [num_bytes(self._step.x_avals[i]) > carry_bytes for i in self._diff[2]]
-
-        def value(x: Any, awaited: list) -> Any:
-            if not isinstance(x, _Unread):
-                return x
-            if elements[x.index] is None:
-                elements[x.index] = read(x.index - first, awaited)
-            return elements[x.index]
-
-        def rule(eqn: Any, operands: list) -> list:
-            awaited = []
-            if _has_operands(eqn):
-                awaited = [x for x in operands if id(x) in computed] + [x for n, x in written.items() if is_large[n]]
-            outs = _jax.bind_equation(eqn, eqn.params, [value(x, awaited) for x in operands])
-            computed.update((id(x), x) for x in outs)
-            written.update(
-                (n, write(n, x)) for x, v in zip(outs, eqn.outvars, strict=True) if (n := places.get(v)) is not None
-            )
-            return outs
-
-        cts = [value(x, []) for x in _jax.interpret(jaxpr, [*before, *map(_Unread, elements), *after], rule)]
-        ct_xs = [written[n] if n in written else write(n, ct) for n, ct in enumerate(cts[num_cts:])]
-        return cts[: len(self._diff[0])], cts[len(self._diff[0]) : num_cts], ct_xs
-
-
-class _Unread(NamedTuple):
-    """An element of xs that is read when an equation needs it; `index` is that of the input."""
-
-    index: int
-
 
 def starts_early(step: LoopStep) -> bool:
     """Whether XLA:CPU would allocate much of what a step reads and writes at the start of the program around it.
@@ -242,7 +163,9 @@ def starts_early(step: LoopStep) -> bool:
         return True
     jaxpr = inline(step.body.jaxpr, calls=JIT | REMAT, deep=False)
     computed = _computed_from(jaxpr, jaxpr.invars[: step.num_constants])
-    operands = {v for eqn in jaxpr.eqns if _has_operands(eqn) for v in eqn.invars if isinstance(v, _jax.Var)}
+    # XLA fuses the reading of operands with elementwise operations and sums, but not with a product.
+    readers = [eqn for eqn in jaxpr.eqns if not (row_of(eqn).fuses or row_of(eqn).reads_fused)]
+    operands = {v for eqn in readers for v in eqn.invars if isinstance(v, _jax.Var)}
     num_early = sum(num_bytes(v.aval) for v in computed & operands)
     return num_early > _MANY_CARRIES * sum(map(num_bytes, step.avals))
 
@@ -252,20 +175,6 @@ def _has_operands(eqn: Any) -> bool:
     not with a product.
     """
     return not (row_of(eqn).fuses or row_of(eqn).reads_fused)
-
-
-def _by_elements(jaxpr: Any, elements: Sequence[Any]) -> list:
-    """The equations, those first that need the fewest elements one after the other."""
-    num_reads = dict.fromkeys(jaxpr.invars, 0)
-
-    def reads(eqn: Any) -> int:
-        operands = [v for v in eqn.invars if isinstance(v, _jax.Var)]
-        num = max((num_reads[v] for v in operands), default=0)
-        num += _has_operands(eqn) and any(v in elements for v in operands)
-        num_reads.update(dict.fromkeys(eqn.outvars, num))
-        return num
-
-    return [eqn for _, eqn in sorted([(reads(eqn), eqn) for eqn in jaxpr.eqns], key=lambda pair: pair[0])]
 
 
 def _computed_from(jaxpr: Any, inputs: Sequence[Any]) -> set:

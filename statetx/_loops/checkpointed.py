@@ -19,7 +19,7 @@ from .. import _jax
 from .._lift.staged import as_types
 from .._positions import replaced
 from .._targets import current
-from .._tree import has_known_sizes, is_float
+from .._tree import has_known_sizes, is_float, num_bytes
 from .backward import BackwardStep, starts_early
 from .derivative import (
     DifferentiableLoop,
@@ -68,12 +68,21 @@ def memory_for(
     """
     by_carries = schedule(length, leaves(num))
     # Arrays of symbolic sizes (jax.export) cannot share rows.
-    if backward is not None and all(map(has_known_sizes, (*step.avals, *backward.residual_avals))):
+    has_sizes = backward is not None and all(map(has_known_sizes, (*step.avals, *backward.residual_avals)))
+    if backward is not None and has_sizes and not _reads_weights(step):
         mixed = SlotMemory(num, step.rows, backward.residual_avals, offload)
         by_both = schedule(length, mixed.leaves)
         if runs_with_rerun(by_both, backward) < WORTH_MIXING * by_carries.num_runs:
             return mixed, by_both, True
     return SlotMemory(num, step.rows, offload=offload), by_carries, False
+
+
+def _reads_weights(step: LoopStep) -> bool:
+    """Whether elements of xs are larger than a carry, as the weights of layers are.
+
+    The backward part would hold them beside their cotangents, and there fewer runs were not faster (decision 30).
+    """
+    return max(map(num_bytes, step.x_avals), default=0) > sum(map(num_bytes, step.avals))
 
 
 def runs_with_rerun(schedule: Schedule, step: BackwardStep) -> float:
@@ -336,14 +345,7 @@ class _Reversal:
         return self._two_parts.forward(self._constants, carry, self._loop.element(self._xs, i))
 
     def _reverse_step(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
-        # The element of the forward part is at hand.
-        element = self._loop.element(self._xs, i)
-
-        def backward(write: Callable, *args: Any) -> tuple:
-            *cts, ct_x = self._two_parts.backward(self._constants, element, *args)
-            return *cts, list(map(write, range(len(ct_x)), ct_x))
-
-        return self._pull(i, self._forward(i, carry)[1], total, backward)
+        return self._pull(i, self._forward(i, carry)[1], total)
 
     @property
     def _starts_early(self) -> bool:
@@ -369,29 +371,17 @@ class _Reversal:
         return carry, self._two_parts.encoded(residuals, i)
 
     def _pull_kept(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
-        index = self._loop.index(i)
+        return self._pull(i, self._two_parts.decoded(residuals, i, self._first), total)
 
-        def read(n: int, awaited: list) -> Any:
-            held = _jax.hold(index, awaited) if awaited and current.platform() == "cpu" else index
-            return jax.lax.dynamic_index_in_dim(self._xs[n], held, 0, keepdims=False)
-
-        backward = functools.partial(self._two_parts.backward_reading, self._constants, read)
-        return self._pull(i, self._two_parts.decoded(residuals, i, self._first), total, backward)
-
-    def _pull(self, i: Any, residuals: list, total: _Cotangents, backward: Callable) -> _Cotangents:
-        """Add the cotangents of a step.
-
-        Args:
-            backward: computes them from residuals and the cotangents of the next carry and of the ys, and writes those
-                of elements by its first argument, ``(index, cotangent) -> cotangents of the xs``.
-        """
-        index = self._loop.index(i)
+    def _pull(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
+        """Add the cotangents of a step, given its residuals."""
+        index, element = self._loop.index(i), self._loop.element(self._xs, i)
         ct_ys = [self._ct_y(n, index) for n in range(len(self._float_ys))]
-        write = lambda n, ct: jax.lax.dynamic_update_index_in_dim(total.xs[n], ct, index, 0)
-        ct_constants, ct_carry, ct_xs = backward(write, residuals, total.carry, ct_ys)
+        ct_constants, ct_carry, ct_x = self._two_parts.backward(self._constants, element, residuals, total.carry, ct_ys)
         self._step.tick(self._step.length - i, "backward")
         sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]
-        return _Cotangents(ct_carry, sums, ct_xs)
+        write = lambda buffer, ct: jax.lax.dynamic_update_index_in_dim(buffer, ct, index, 0)
+        return _Cotangents(ct_carry, sums, list(map(write, total.xs, ct_x)))
 
     def _ct_y(self, n: int, index: Any) -> Any:
         ct = self._ct_ys[n]

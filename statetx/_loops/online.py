@@ -107,9 +107,9 @@ def num_runs(length: int, slots: int) -> int:
         if dropped < slots:
             positions = [*positions[:dropped], *positions[dropped + 1 :], count]
         count += int(_distance(count))
-    walk = schedule.SplitWalk(splits)
-    segments = zip(positions, [*positions[1:], length], strict=False)
-    return 2 * length + sum(walk.counts(end - start, slots - i)[0] for i, (start, end) in enumerate(segments))
+    ends = zip(positions, [*positions[1:], length], strict=False)
+    segments = [(end - start, slots - i) for i, (start, end) in enumerate(ends)]
+    return 2 * length + schedule.runs_of(splits, segments)[0]
 
 
 def _dropped(splits: schedule.SplitTable, positions: Any, count: Any) -> Any:

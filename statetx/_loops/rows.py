@@ -140,18 +140,18 @@ class SlotMemory:
         self._carry_places = [(pools[key], keys[:i].count(key)) for i, key in enumerate(keys)]
         self._carry_rows = [keys.count(key) for key in pools]
 
-        own = [None if _jax.is_link(a) else pools.get(_type(a)) for a in self._residual_avals]
-        layout, fits = self._layout(own), residual_avals is not None
-        if fits and layout is not None:
-            layout = self._balanced(layout, own)
-        fits = fits and layout is not None
+        layout = None if residual_avals is None else self._layout(pools)
         self._residual_places, self._residual_rows, self._pack = layout or _ResidualLayout([], [0] * len(pools), None)
-        self.leaves = tuple([self._leaf(s) if fits else 1 for s in range(num + 1)])
+        self.leaves = tuple([self._leaf(s) if layout else 1 for s in range(num + 1)])
 
-    def _layout(self, own: Sequence[int | None]) -> _ResidualLayout | None:
-        """Residuals in rows of the pools `own`, those of None in a pack; None if they do not fit."""
+    def _layout(self, pools: dict[Any, int]) -> _ResidualLayout | None:
+        """Residuals in rows of the pools of their types, others in a pack; None if they do not fit."""
         rows, places = [0] * len(self._pool_avals), []
-        for pool in own:
+        for aval in self._residual_avals:
+            # A carry with one scalar among arrays has room for one scalar of a step. Any number fits into a row of the
+            # arrays.
+            is_packed = _jax.is_link(aval) or (aval.ndim == 0 and not is_key(aval))
+            pool = None if is_packed else pools.get(_type(aval))
             places.append(None if pool is None else (pool, rows[pool]))
             if pool is not None:
                 rows[pool] += 1
@@ -160,26 +160,6 @@ class SlotMemory:
         if pack is not None:
             rows[pack.pool] += pack.num_rows
         return None if others and pack is None else _ResidualLayout(places, rows, pack)
-
-    def _balanced(self, layout: _ResidualLayout, own: list[int | None]) -> _ResidualLayout:
-        """The layout with residuals of the pool that is full first moved to the pack, while this makes room for more
-        steps.
-
-        A carry with one scalar among arrays leaves room for one scalar of a step. Any number of them fits into a row of
-        the arrays.
-        """
-        while True:
-            shares = self._shares(layout)
-            moved = [i for i, pool in enumerate(own) if pool is not None and pool == shares.index(max(shares))]
-            own = [None if moved and i == moved[-1] else pool for i, pool in enumerate(own)]
-            candidate = self._layout(own) if moved else None
-            if candidate is None or sorted(self._shares(candidate))[::-1] >= sorted(shares)[::-1]:
-                return layout
-            layout = candidate
-
-    def _shares(self, layout: _ResidualLayout) -> list[float]:
-        """Which part of a slot a step's residuals take, by pool."""
-        return [rows / free for rows, free in zip(layout.rows, self._carry_rows, strict=True)]
 
     def _leaf(self, slots: int) -> int:
         """The last step keeps nothing: it is differentiated at once."""

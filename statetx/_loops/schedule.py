@@ -45,16 +45,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-_SEARCHED = 640  # segments (lengths times slots) up to which a schedule is searched exactly
 _MOST_ENTRIES = 2**13  # of a table
 _MOST_COLUMNS = 4096
-_NO_RUNS = 2**50  # more than any
 
 
 def beta(s: int, r: int) -> int:
@@ -118,16 +116,6 @@ class SplitTable(NamedTuple):
         return xp.where(column > 0, xp.maximum(advance, 1), 0)
 
 
-class SearchedSplits(NamedTuple):
-    """Splits of every segment of a short loop: ``[slots, length]``, int32, 0 for a leaf."""
-
-    advances: Any
-
-    def split(self, length: Any, slots: Any) -> Any:
-        """As `SplitTable.split`."""
-        return self.advances[slots, length]
-
-
 class Schedule(NamedTuple):
     """How a loop is reversed.
 
@@ -139,7 +127,7 @@ class Schedule(NamedTuple):
         num_leaves: how many leaves are reversed; the others of the steps are kept.
     """
 
-    splits: SplitTable | SearchedSplits
+    splits: SplitTable
     segments: tuple[int, ...]
     num_ahead: int
     num_leaves: int
@@ -166,49 +154,24 @@ def leaves(slots: int, numerator: int = 0, denominator: int = 1) -> tuple[int, .
 
 @functools.lru_cache(512)
 def schedule(length: int, leaves: tuple[int, ...]) -> Schedule:
-    """The schedule with the fewest runs for a loop of `length` steps; `leaves` are ``m_0, m_1, ...`` up to all
-    slots.
-    """
-    slots, candidates = len(leaves) - 1, []
-    if length == 0:
-        return Schedule(SearchedSplits(np.zeros((slots + 1, 1), np.int32)), (), 0, 0)
-    if max(leaves) == 1:
-        return _by_table(length, table(length, leaves, 1))
-    if length * slots <= _SEARCHED:
-        return _by_search(length, leaves)
-    # None of the sets of thresholds is the best for all loops. Ties go to the smaller table.
-    for thresholds in (2, 8, None):
-        columns = _MOST_ENTRIES // len(leaves) if candidates else _MOST_COLUMNS
-        if columns > 2:
-            candidates.append(_by_table(length, table(length, leaves, thresholds, columns)))
-    return min(candidates, key=lambda s: s.num_runs)
+    """The schedule for a loop of `length` steps; `leaves` are ``m_0, m_1, ...`` up to all slots."""
+    splits = table(length, leaves, 1 if max(leaves) == 1 else 8)
+    return _by_table(length, splits if splits.rows.size <= _MOST_ENTRIES else table(length, leaves, 1))
 
 
-def table(length: int, leaves: Sequence[int], per_unit: int | None = None, columns: int = _MOST_COLUMNS) -> SplitTable:
-    """The table for loops of up to `length` steps, over thresholds at distances of ``1 / per_unit``, or over all that
-    matter.
+def table(length: int, leaves: Sequence[int], per_unit: int, columns: int = _MOST_COLUMNS) -> SplitTable:
+    """The table for loops of up to `length` steps, over thresholds at distances of ``1 / per_unit`` from 1 on.
 
     With fewer `columns` the schedules of longer loops are not quite the best.
     """
-    m = np.minimum(np.asarray(leaves, np.int64), length)
+    m = np.minimum(np.asarray(leaves, np.int64), max(length, 1))
     slots, kappa = len(m) - 1, _kappas(m)
-    thresholds, rows, before = [0.0], [m], [0]
-    pending = sorted(set(kappa[1:].tolist())) if per_unit is None else [1.0]
+    rows, before = [m], [0]
 
     while slots > 1 and rows[-1][1:].sum() < length and len(rows) < columns:
-        t = pending.pop(0)
-        if per_unit is None:
-            bisected = np.searchsorted(pending, t + 1)
-            if bisected == len(pending) or pending[bisected] > t + 1:
-                pending.insert(int(bisected), t + 1)
-        else:
-            pending.append(1 + len(rows) / per_unit)
-        lower = int(np.searchsorted(thresholds, t - 1 + _EPSILON, side="right")) - 1
-
+        t, lower = 1 + (len(rows) - 1) / per_unit, max(0, len(rows) - per_unit)
         splits = t + _EPSILON >= kappa
-        row = np.minimum(_chains(splits, np.where(splits, rows[lower], m)), length)
-        thresholds.append(t)
-        rows.append(row)
+        rows.append(np.minimum(_chains(splits, np.where(splits, rows[lower], m)), length))
         before.append(lower)
 
     # For longer segments the last part is as long as the thresholds allow.
@@ -237,7 +200,7 @@ def _chains(continues: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _by_table(length: int, splits: SplitTable) -> Schedule:
-    rows, walk = splits.rows, SplitWalk(splits)
+    rows = splits.rows
     slots = len(rows) - 1
     sums = np.cumsum(rows[1:], 0, dtype=np.int64)  # row s - 1: of 1 to s slots
     column = int((sums[-1] < length).sum())
@@ -250,90 +213,38 @@ def _by_table(length: int, splits: SplitTable) -> Schedule:
         others = sums[s - 2, column - 1] if s > 1 and column else 0
         segments.append(int(min(rows[s, column], left - others)))
         left -= segments[-1]
-    counts = [walk.counts(n, slots - i) for i, n in enumerate(segments)]
-    return Schedule(splits, tuple(segments), sum(a for a, _ in counts), sum(b for _, b in counts))
+    num_ahead, num_leaves = runs_of(splits, [(n, slots - i) for i, n in enumerate(segments)])
+    return Schedule(splits, tuple(segments), num_ahead, num_leaves)
 
 
-class SplitWalk:
-    """Counts runs ahead, and leaves, without following every split.
+def runs_of(splits: SplitTable, segments: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Runs ahead, and leaves, of segments, each given by its length and its slots.
 
-    Both parts of a segment of just ``L_s(t)`` steps are of this kind, too: a table has their counts. Of any other
-    segment one part is, so that the walk follows the other.
+    Segments of just ``L_s(t)`` steps recur: both of their parts are of this kind, and one part of any other.
     """
+    known: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def __init__(self, splits: SplitTable):
-        self._splits = splits
-        rows, before = splits.rows.astype(np.int64), splits.before
-        self._ahead, self._leaves = [np.zeros(len(rows), np.int64)], [np.ones(len(rows), np.int64)]
-        for column in range(1, rows.shape[1] - 1):
-            is_split, lower = rows[:, column] > rows[:, 0], before[column]
-            ahead = _chains(is_split, np.where(is_split, rows[:, lower] + self._ahead[lower], 0))
-            num = _chains(is_split, np.where(is_split, self._leaves[lower], 1))
-            # Of segments beyond the loop's length: they are not met.
-            self._ahead.append(np.minimum(ahead, _NO_RUNS))
-            self._leaves.append(np.minimum(num, _NO_RUNS))
+    def count(segment: tuple[int, int]) -> tuple[int, int]:
+        pending = [segment]
+        while pending:
+            length, slots = pending[-1]
+            advance = int(splits.split(length, slots)) if slots else 0
+            if advance == 0:
+                known[pending.pop()] = 0, 1
+            elif slots == 1:  # the last steps are split off one by one, until a leaf is left
+                times = length - int(splits.rows[1, 0])
+                known[pending.pop()] = times * length - times * (times + 1) // 2, times + 1
+            else:
+                parts = (advance, slots), (length - advance, slots - 1)
+                if new := [part for part in parts if part not in known]:
+                    pending += new
+                else:
+                    (ahead, leaves), (rest_ahead, rest_leaves) = (known[part] for part in parts)
+                    known[pending.pop()] = advance + ahead + rest_ahead, leaves + rest_leaves
+        return known[segment]
 
-    def counts(self, length: int, slots: int) -> tuple[int, int]:
-        """Runs ahead, and leaves, of a segment."""
-        rows, before = self._splits
-        last, num_ahead, num_leaves = rows.shape[1] - 1, 0, 0
-        while True:
-            column = int((rows[slots] < length).sum())
-            if column < last and length == rows[slots, column]:
-                return num_ahead + self._num_ahead(slots, column), num_leaves + self._num_leaves(slots, column)
-            if column == 0:
-                return num_ahead, num_leaves + 1
-            if slots == 1:  # the last steps are split off, as many as no slot allows, until a leaf is left
-                whole, part = int(rows[1, 0]), int(rows[0, 0])
-                times = -((whole - length) // part)
-                return num_ahead + times * length - part * times * (times + 1) // 2, num_leaves + times + 1
-
-            advance = int(self._splits.split(length, slots))
-            num_ahead, lower = num_ahead + advance, before[column]
-            if advance == rows[slots, lower] and lower != last:
-                exact, rest = (slots, lower), (length - advance, slots - 1)
-            elif length - advance == rows[slots - 1, column - 1]:
-                exact, rest = (slots - 1, column - 1), (advance, slots)
-            else:  # a single step
-                exact, rest = (0, 0), (length - 1, slots - 1)
-            num_ahead, num_leaves = num_ahead + self._num_ahead(*exact), num_leaves + self._num_leaves(*exact)
-            length, slots = rest
-
-    def _num_ahead(self, slots: int, column: int) -> int:
-        return int(self._ahead[column][slots])
-
-    def _num_leaves(self, slots: int, column: int) -> int:
-        return int(self._leaves[column][slots])
-
-
-def _by_search(length: int, leaves: Sequence[int]) -> Schedule:
-    slots = len(leaves) - 1
-    ahead = np.full((slots + 1, length + 1), _NO_RUNS, np.int64)
-    num = np.ones((slots + 1, length + 1), np.int64)
-    advances = np.zeros((slots + 1, length + 1), np.int32)
-    ahead[0, : leaves[0] + 1] = 0
-    for s in range(1, slots + 1):
-        ahead[s, : leaves[s] + 1] = 0
-        for n in range(leaves[s] + 1, length + 1):
-            i = np.arange(1, n)
-            costs = i + ahead[s - 1, n - i] + ahead[s, i]
-            i = advances[s, n] = 1 + int(costs.argmin())
-            ahead[s, n] = costs[i - 1]
-            num[s, n] = num[s - 1, n - i] + num[s, i]
-
-    # The fewest runs ahead of the last n steps if s segments are theirs, and the length of the first of these.
-    best, firsts = np.where(np.arange(length + 1) > 0, _NO_RUNS, 0), [[0] * (length + 1)]
-    for s in range(1, slots + 1):
-        costs = [ahead[s, 1 : n + 1] + best[n - 1 :: -1] for n in range(1, length + 1)]
-        firsts.append([0, *(1 + int(c.argmin()) for c in costs)])
-        best = np.asarray([0, *(c.min() for c in costs)])
-    segments, left, num_leaves = [], length, 0
-    for s in range(slots, 0, -1):
-        if left:
-            segments.append(firsts[s][left])
-            left -= segments[-1]
-            num_leaves += int(num[s, segments[-1]])
-    return Schedule(SearchedSplits(advances), tuple(segments), int(best[length]), num_leaves)
+    counts = [count(segment) for segment in segments]
+    return sum(ahead for ahead, _ in counts), sum(leaves for _, leaves in counts)
 
 
 # -- lengths of nested loops -------------------------------------------------------------------------------------
