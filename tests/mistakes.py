@@ -415,7 +415,6 @@ def with_flag(flag):
         "shard_map: check_vma": lambda: statetx.shard_map(double, check_vma=flag, **shard_map),
         "Levels: offload": lambda: policies.Levels(2, offload=flag),
         "Lengths: offload": lambda: policies.Lengths(2, 2, offload=flag),
-        "Slots: offload": lambda: policies.Slots(2, offload=flag),
         "plan: offload": lambda: statetx.plan(loss, X, budget="1MiB", offload=flag),
         "budget: offload": lambda: statetx.budget("1MiB", offload=flag),
         "max_batch: gradient": lambda: statetx.max_batch(loss, X, budget="1MiB", gradient=flag),

@@ -114,12 +114,6 @@ def three_carries(width, batch):
 
 
 @program
-def weights_as_xs(width, batch):
-    step = lambda w, h, x: (h + w * jnp.tanh(h @ x), None)
-    return Program(step, jnp.ones((batch, width)), jnp.float32(1), (width, width))
-
-
-@program
 def branches(width, batch):
     def step(w, carry, x):
         h, n = carry

@@ -147,7 +147,6 @@ def test_weakly_typed_ref_is_not_promoted(loop):
 
 STRATEGIES = [
     policies.Slots(2),
-    policies.Slots(2, block=2),
     policies.Levels(2),
     policies.Lengths(2, 2),
     policies.Budget("1MiB"),

@@ -98,7 +98,6 @@ SYMBOLIC = {
     "none": functools.partial(scanned, None),
     "slots": functools.partial(scanned, policies.Slots(3)),
     "slots with dots": functools.partial(scanned, policies.Slots(3, policy=policies.dots)),
-    "blocks": functools.partial(scanned, policies.Slots(3, block=4)),
     "levels": functools.partial(scanned, policies.Levels(2)),
     "auto": functools.partial(scanned, "auto", num=300),
     "while": lambda w, x: statetx.while_loop(

@@ -43,10 +43,8 @@ def test_grouped_convolution_costs_its_group():
 
 LOOPS = [
     (100, Slots(5)),
-    (26, Slots(2, block=4)),
     (7, Slots(1)),
     (3, Slots(8)),
-    (4, Slots(2, block=9)),
     (2**20, Slots(20)),
 ]
 

@@ -277,16 +277,6 @@ def test_a_while_loop_in_the_steps_of_a_loop():
         assert lengths == [(30, 4), (10, 3), (100, 3), (1000, 3), (10_000, 3)]
 
 
-def test_a_truncated_while_loop_has_the_row_of_a_segment():
-    runs = Runs()
-    loss = functools.partial(counting_loss, runs, checkpoint=statetx.Truncated(12, checkpoint=Slots(3)))
-    row = statetx.loop_report(loss, W, H, 12).rows[-1]
-    assert (row.length, row.slots) == (12, 3)
-    # The whole loop runs once before.
-    assert round(12 * row.runs) + 12 == runs.of(jax.grad(loss), W, H, 12)
-    assert round(12 * row.runs) + 24 == runs.of(jax.grad(loss), W, H, 24)
-
-
 def test_policies_that_the_report_tries_give_no_warnings():
     w = statetx.Param(jnp.ones(4))
     step = lambda c, x: (jnp.tanh(c * w.value + x), None)  # without a product: "dots" saves nothing

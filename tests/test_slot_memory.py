@@ -13,7 +13,6 @@ from statetx.policies import Slots
 slow = pytest.mark.slow
 # More than 1 KiB above carries only until 2026-11-25, each for a reason of its own.
 ONCE_LARGER = {
-    ("weights_as_xs", None),
     ("scan_of_layers", "dots"),
     ("scan_of_checkpointed_layers", None),
     ("scan_of_one_layer", "dots"),
@@ -68,9 +67,7 @@ def test_slots_with_residuals_take_as_much_as_with_carries_only(name, policy, ca
     assert mixed <= before + 1024 + GAPS.get((name, policy), 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"), [("scan_of_layers", "dots"), ("three_carries", None), ("weights_as_xs", None)]
-)
+@pytest.mark.parametrize(("name", "policy"), [("scan_of_layers", "dots"), ("three_carries", None)])
 def test_gradients_are_those_of_the_plain_loop(name, policy):
     """The last step of a leaf is reversed in a loop of its own, or an element is read after a cotangent is written."""
     (gradient, loss, args), (expected, *_) = (

@@ -543,7 +543,6 @@ def in_loop(checkpoint, f, *, loop=statetx.scan):
 
 CARRIES = {
     "scan": (policies.Slots(5, policy=BITS_OF_S), statetx.scan),
-    "block": (policies.Slots(5, block=4, policy=BITS_OF_S), statetx.scan),
     "while": (policies.Slots(4, policy=BITS_OF_S), statetx.while_loop),
     "levels": (policies.Levels(2, policy=BITS_OF_S), statetx.scan),
 }

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from statetx import Truncated, policies
-from statetx.policies import Lengths, Levels, Slots
+from statetx.policies import Levels, Slots
 
 SEGMENTS = [
     lambda k: Truncated(k),
@@ -153,7 +153,6 @@ def test_disable_jit_stops_the_same_gradients():
         count.value = jnp.sum(h)
         h, ys = statetx.scan(step, h, xs, checkpoint=Truncated(4))
         h = statetx.fori_loop(0, 5, lambda i, h: jnp.sin(h * xs[i]), h, checkpoint=Truncated(2))
-        h = statetx.while_loop(lambda h: h[0] < 2, lambda h: h + 0.3 + xs[0] ** 2, h, checkpoint=Truncated(2))
         return jnp.sum(h) + jnp.sum(ys) + count.value
 
     compiled = statetx.grad(loss, (0, 1))(H, XS)
@@ -234,88 +233,6 @@ def test_random_draws_are_those_of_the_plain_loop(split):
     near(whole, plain)
 
 
-# -- while_loop ----------------------------------------------------------------------------------------------------
-
-
-def grow(w, x, limit, checkpoint, max_steps=None):
-    def body(x):
-        return x + jnp.tanh(x * w)
-
-    return statetx.while_loop(lambda x: jnp.sum(x) < limit, body, x, checkpoint=checkpoint, max_steps=max_steps)
-
-
-def num_grown(w, x, limit, max_steps=None):
-    n = 0
-    while jnp.sum(x) < limit and n != max_steps:
-        x, n = x + jnp.tanh(x * w), n + 1
-    return n
-
-
-def grow_by_hand(w, x, k, num):
-    for n in range(num):
-        x = jax.lax.stop_gradient(x) if n > 0 and n % k == 0 else x
-        x = x + jnp.tanh(x * w)
-    return x
-
-
-START, RATE = jnp.array([0.1, 0.2, 0.3]), jnp.float32(0.7)
-
-
-@pytest.mark.parametrize("max_steps", [None, 0, 4])
-@pytest.mark.parametrize("limit", [-1.0, pytest.param(2.0, marks=pytest.mark.slow), 11.0])
-def test_while_loop_has_the_gradient_of_its_last_segment(limit, max_steps):
-    num = num_grown(RATE, START, limit, max_steps)
-    for k in (1, 3, 50):
-
-        def reference(w, x, k=k):
-            return jnp.sum(grow_by_hand(w, x, k, num) ** 2)
-
-        for checkpoint in (Truncated(k), Truncated(k, checkpoint=2)):
-
-            def ours(w, x, c=checkpoint):
-                return jnp.sum(grow(w, x, limit, c, max_steps) ** 2)
-
-            near(jax.value_and_grad(ours, (0, 1))(RATE, START), jax.value_and_grad(reference, (0, 1))(RATE, START))
-            near(*(jax.jvp(f, (RATE, START), (RATE, START)) for f in (ours, reference)))
-
-
-def test_while_loop_under_vmap_and_forward_over_reverse():
-    rates, starts = jnp.array([0.3, 0.7, 1.5]), jnp.stack([START, 2 * START, 30 * START])
-    nums = [num_grown(w, x, 8.0) for w, x in zip(rates, starts, strict=True)]
-    assert len(set(nums)) == 3 and nums[2] == 0
-
-    def ours(w, x):
-        return jnp.sum(grow(w, x, 8.0, Truncated(3)) ** 2)
-
-    each = [
-        jax.grad(lambda w, x, n=n: jnp.sum(grow_by_hand(w, x, 3, n) ** 2), (0, 1))(w, x)
-        for w, x, n in zip(rates, starts, nums, strict=True)
-    ]
-    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    near(jax.vmap(jax.grad(ours, (0, 1)))(rates, starts), expected)
-    near(jax.grad(lambda w, x: jnp.sum(jax.vmap(ours)(w, x)), (0, 1))(rates, starts), expected)
-
-    def reference(w):
-        return jnp.sum(grow_by_hand(w, START, 3, num_grown(RATE, START, 8.0)) ** 2)
-
-    def second(f):
-        return jax.jvp(jax.grad(f), (RATE,), (RATE,))
-
-    near(second(lambda w: ours(w, START)), second(reference))
-
-
-def test_while_loop_stores_one_segment_for_any_number_of_steps():
-    """Its temporaries are about k carries, whatever the bound of the loop."""
-    big = jnp.ones(10_000)
-
-    def size(k):
-        return statetx.measure(lambda x: jnp.sum(grow(RATE, x, 1e9, Truncated(k))), big).temp_bytes / big.nbytes
-
-    few, many = size(2), size(20)
-    assert 17.9 <= many - few <= 18.1
-    assert few < 8
-
-
 # -- memory and runs -----------------------------------------------------------------------------------------------
 
 
@@ -367,8 +284,6 @@ def products(fun, *args):
         (Truncated(4, policy=policies.everything), 1),
         (Truncated(4, checkpoint=Levels(1)), 3),
         (Truncated(6, checkpoint=Slots(3), policy=policies.everything), None),
-        # In blocks, slots hold carries only; otherwise the number is an upper bound.
-        (Truncated(6, checkpoint=Slots(3, block=2), policy=policies.everything), None),
     ],
 )
 def test_num_runs_is_the_compiled_number(checkpoint, runs):
@@ -438,22 +353,6 @@ def batched(w, hs, checkpoint):
     return jnp.sum(h**2) + ys @ jnp.arange(1.0, 1 + len(XS))
 
 
-def test_while_loop_in_shard_map():
-    starts = jnp.stack([START * n for n in (1, 2, 5, 40)])
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-
-    def one(w, x):
-        return jax.lax.psum(jnp.sum(grow(w, x[0], 8.0, Truncated(3)) ** 2), "d")
-
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
-    nums = [num_grown(RATE, x, 8.0) for x in starts]
-    each = [
-        jax.grad(lambda w, n=n, x=x: jnp.sum(grow_by_hand(w, x, 3, n) ** 2))(RATE)
-        for n, x in zip(nums, starts, strict=True)
-    ]
-    near(jax.jit(jax.grad(mapped))(RATE, starts), sum(each))
-
-
 def test_in_remat_jit_and_training_step():
     w, h = statetx.Param(W), statetx.State(H)
 
@@ -503,8 +402,5 @@ def test_errors_and_representation():
         Truncated(4, checkpoint=2, policy="dots")
     with pytest.raises(statetx.PolicyError, match=r"Truncated: checkpoint='64MiB'.* Budget\('64MiB'\)"):
         Truncated(4, checkpoint="64MiB")
-    for checkpoint in (Truncated(4, policy="dots"), Truncated(4, checkpoint=Lengths(2, 2))):
-        with pytest.raises(statetx.PolicyError, match="while_loop"):
-            grow(RATE, START, 2.0, checkpoint)
     with pytest.raises(statetx.PolicyError, match="unroll"):
         statetx.scan(lambda c, x: (c, x), 0.0, XS, unroll=2, checkpoint=Truncated(2))

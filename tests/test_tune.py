@@ -278,10 +278,7 @@ AXES = (None, 0, 1, 0, 1, None)
     "strategy",
     [
         policies.Slots(3),
-        *(
-            pytest.param(s, marks=pytest.mark.slow)
-            for s in (policies.Slots(3, block=4), policies.Slots(2, policy=policies.dots))
-        ),
+        pytest.param(policies.Slots(2, policy=policies.dots), marks=pytest.mark.slow),
         policies.Budget("1MiB"),
     ],
     ids=repr,

@@ -242,11 +242,6 @@ def to_host(x: Any) -> Any:
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-def to_device(x: Any) -> Any:
-    """Move `x` to the device's memory."""
-    return jax.device_put(x, jax.memory.Space.Device)
-
-
 def memory_of(aval: Any) -> str:
     """The name of the memory that holds a value; "" for the device's."""
     return HOST_MEMORY if getattr(aval, "memory_space", None) is jax.memory.Space.Host else ""

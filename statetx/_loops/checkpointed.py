@@ -1,8 +1,8 @@
 """A loop of known length that is reversed from a bounded number of slots.
 
-The forward sweep stores the carry before some blocks of steps (`schedule`), and `reversal` reverses the blocks. Blocks
-of one step may keep residuals in free slots (`rows`), if that saves runs. The loops of a reversal have no reverse mode
-of their own, so higher derivatives are those of `nested` loops.
+The forward sweep stores the carry before some steps (`schedule`), and `reversal` reverses the steps. They may keep
+residuals in free slots (`rows`), if that saves runs. The loops of a reversal have no reverse mode of their own, so
+higher derivatives are those of `nested` loops.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .derivative import (
 from .nested import nested
 from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
-from .schedule import Schedule, leaves, nested_lengths, schedule
+from .schedule import Schedule, leaves, nested_lengths, num_evaluations, schedule
 from .step import LoopStep
 
 # Of the runs with carries only. Residuals in slots cost a copy each, so that a smaller gain is none.
@@ -46,35 +46,32 @@ class ReversalPlan(NamedTuple):
 
     Attributes:
         slots: the memory.
-        schedule: of blocks.
+        schedule: of the steps.
         is_mixed: whether slots hold residuals, too.
-        step: in two parts; None if steps are reversed in blocks.
+        step: in two parts.
     """
 
     slots: SlotMemory
     schedule: Schedule
     is_mixed: bool
-    step: BackwardStep | None
+    step: BackwardStep
 
 
-def memory_for(
-    length: int, num: int, step: LoopStep, backward: BackwardStep | None, offload: bool = False
-) -> tuple[SlotMemory, Schedule, bool]:
+def memory_for(num: int, step: LoopStep, backward: BackwardStep | None) -> tuple[SlotMemory, Schedule, bool]:
     """The memory of `num` slots, the schedule of a loop with it, and whether the slots hold residuals, too.
 
     Args:
-        length: of the loop, in blocks.
         backward: the step in two parts, whose residuals the slots may hold; None if they are to hold carries only.
     """
-    by_carries = schedule(length, leaves(num))
+    by_carries = schedule(step.length, leaves(num))
     # Arrays of symbolic sizes (jax.export) cannot share rows.
     has_sizes = backward is not None and all(map(has_known_sizes, (*step.avals, *backward.residual_avals)))
     if backward is not None and has_sizes and not _reads_weights(step):
-        mixed = SlotMemory(num, step.rows, backward.residual_avals, offload)
-        by_both = schedule(length, mixed.leaves)
+        mixed = SlotMemory(num, step.rows, backward.residual_avals)
+        by_both = schedule(step.length, mixed.leaves)
         if runs_with_rerun(by_both, backward) < WORTH_MIXING * by_carries.num_runs:
             return mixed, by_both, True
-    return SlotMemory(num, step.rows, offload=offload), by_carries, False
+    return SlotMemory(num, step.rows), by_carries, False
 
 
 def _reads_weights(step: LoopStep) -> bool:
@@ -92,35 +89,18 @@ def runs_with_rerun(schedule: Schedule, step: BackwardStep) -> float:
     return schedule.num_runs + (step.rerun * num_kept if num_kept else 0)
 
 
-class StoredCarries(NamedTuple):
-    """What the forward sweep leaves for the reversal.
-
-    Attributes:
-        pools: the slots, with the carries before the blocks at the positions of the schedule.
-        carry: after the last whole block; empty if no steps are left after it.
-    """
-
-    pools: list
-    carry: list
-
-
 class LoopOfSlots(DifferentiableLoop):
     """A loop that is reversed from a bounded number of slots.
 
     Args:
         step: of the loop.
         slots: how many carries are stored at a time, the first one included.
-        block: how many steps are reversed together, from their residuals.
-        offload: whether the carries are stored in the host's memory.
     """
 
-    def __init__(self, step: LoopStep, slots: int, block: int = 1, *, offload: bool = False):
+    def __init__(self, step: LoopStep, slots: int):
         super().__init__(step)
-        self.offload = offload
-        self.block = block
-        self._num_blocks, self._rest = divmod(step.length, block)
-        # More slots than blocks would never be written.
-        self.slots = max(1, min(slots, self._num_blocks))
+        # More slots than steps would never be written.
+        self.slots = min(slots, step.length)
         self._plans: dict[Any, ReversalPlan] = {}
         self._sweep = functools.cache(self._make_sweep)
         self._reversal = functools.cache(self._make_reversal)
@@ -130,7 +110,7 @@ class LoopOfSlots(DifferentiableLoop):
         self._nested = nested(step.with_unchanged_carries(), lengths)
 
     def with_step(self, step: LoopStep) -> LoopOfSlots:
-        return LoopOfSlots(step, self.slots, self.block, offload=self.offload)
+        return LoopOfSlots(step, self.slots)
 
     # -- derivatives --
 
@@ -138,9 +118,9 @@ class LoopOfSlots(DifferentiableLoop):
         settings = _jax.trace_context()
         outs, stored = self._sweep(tuple(tangents), settings)(*primals)
 
-        def reverse(primals: tuple, stored: StoredCarries, diff_indices: tuple[int, ...], cts: list) -> list:
+        def reverse(primals: tuple, pools: list, diff_indices: tuple[int, ...], cts: list) -> list:
             has_ct = tuple(ct is not None for ct in cts)
-            return self._reversal(diff_indices, has_ct, settings)(primals, stored, [ct for ct in cts if ct is not None])
+            return self._reversal(diff_indices, has_ct, settings)(primals, pools, [ct for ct in cts if ct is not None])
 
         note = Differentiated.here(self, tangents)
         options: dict[str, Any] = {"forward": self._nested, "reverse": reverse, "note": note}
@@ -153,28 +133,16 @@ class LoopOfSlots(DifferentiableLoop):
             settings: of JAX, under which steps are traced.
         """
         if (diff_indices, settings) not in self._plans:
-            self._plans[diff_indices, settings] = self._new_plan(diff_indices)
+            step = BackwardStep(self.step, *self.step.sorted_indices(diff_indices))
+            plan = ReversalPlan(*memory_for(self.slots, self.step, step), step)
+            self._plans[diff_indices, settings] = plan
         return self._plans[diff_indices, settings]
 
-    def _new_plan(self, diff_indices: tuple[int, ...]) -> ReversalPlan:
-        if self.block > 1:
-            return ReversalPlan(*self.carries_only(), None)
-        step = BackwardStep(self.step, *self.step.sorted_indices(diff_indices))
-        # A residual in the host's memory would be copied twice for one step, a carry for several.
-        keeps = None if self.offload else step
-        return ReversalPlan(*memory_for(self._num_blocks, self.slots, self.step, keeps, self.offload), step)
-
-    def carries_only(self) -> tuple[SlotMemory, Schedule, bool]:
-        """How the loop is reversed if slots hold carries only."""
-        return memory_for(self._num_blocks, self.slots, self.step, None, self.offload)
-
-    def runs_a_step(self, schedule: Schedule, step: BackwardStep | None = None) -> float:
-        """How often a gradient runs each step by a schedule of the blocks, in the mean; `step` if slots hold its
-        residuals.
-        """
-        num_runs = schedule.num_runs if step is None else runs_with_rerun(schedule, step)
-        # A block runs once to be differentiated, and the rest of the loop, shorter than a block, twice.
-        return (num_runs * self.block + 2 * self._rest) / self.length
+    def runs_a_step(self, plan: ReversalPlan | None = None) -> float:
+        """How often a gradient runs each step, in the mean; without a plan if slots hold carries only."""
+        if plan is not None and plan.is_mixed:
+            return runs_with_rerun(plan.schedule, plan.step) / self.length
+        return num_evaluations(self.length, self.slots) / self.length
 
     def _make_sweep(self, diff_indices: tuple[int, ...], settings: Any) -> Callable:
         """``(*primals) -> (outputs, stored)``."""
@@ -199,8 +167,8 @@ class LoopOfSlots(DifferentiableLoop):
 
         # Two programs with the same values. The `while` loops of the schedule have no reverse mode, so a derivative
         # of the reversal is that of the nested loops' pullback, which JAX can reverse again.
-        def by_schedule(primals: tuple, stored: StoredCarries, cts: list) -> list:
-            return _Reversal(self, plan, primals, diff_indices).run(stored, _expanded(cts, has_ct))
+        def by_schedule(primals: tuple, pools: list, cts: list) -> list:
+            return _Reversal(self, plan, primals, diff_indices).run(pools, _expanded(cts, has_ct))
 
         def by_nesting(primals: tuple, cts: list) -> list:
             outs, pull = jax.vjp(
@@ -231,13 +199,11 @@ class LoopOfSlots(DifferentiableLoop):
     def element(self, xs: list, i: Any) -> list:
         return [jax.lax.dynamic_index_in_dim(x, self.index(i), 0, keepdims=False) for x in xs]
 
-    def _store(
-        self, plan: ReversalPlan, constants: list, carry: list, xs: list
-    ) -> tuple[tuple[list, list], StoredCarries]:
-        """Run the loop: ``(carry, ys)``, and the stored carries."""
+    def _store(self, plan: ReversalPlan, constants: list, carry: list, xs: list) -> tuple[tuple[list, list], list]:
+        """Run the loop: ``(carry, ys)``, and the pools with the stored carries."""
         step, positions = self.step, plan.schedule.positions
-        bounds = jnp.asarray([p * self.block for p in (*positions, self._num_blocks)], jnp.int32)
-        mean_length = Fraction(self._num_blocks * self.block, max(1, len(positions)))
+        bounds = jnp.asarray([*positions, step.length], jnp.int32)
+        mean_length = Fraction(step.length, len(positions))
 
         # Elements and ys by index, not by `scan`: segments differ in length, and a part of xs for each of them would
         # be a copy.
@@ -257,12 +223,7 @@ class LoopOfSlots(DifferentiableLoop):
         ys = [_buffer(step.length, aval, i) for i, aval in enumerate(step.y_avals)]
         carry = as_types(carry, step.avals)
         pools, carry, ys = jax.lax.fori_loop(0, len(positions), segment, (plan.slots.make(), carry, ys))
-
-        # The rest is shorter than a block. The carry before it needs no slot: it is reversed first, and its memory is
-        # free then.
-        before_rest = carry if self._rest else []
-        carry, ys = jax.lax.fori_loop(step.length - self._rest, step.length, one, (carry, ys))
-        return (carry, ys), StoredCarries(pools, before_rest)
+        return (carry, ys), pools
 
 
 class _Cotangents(NamedTuple):
@@ -296,7 +257,7 @@ class _Reversal:
         self._float_carry = [i for i, a in enumerate(self._step.avals) if is_float(a)]
         self._float_ys = [i for i, a in enumerate(self._step.y_avals) if is_float(a)]
 
-    def run(self, stored: StoredCarries, cts: list) -> list:
+    def run(self, pools: list, cts: list) -> list:
         """The cotangents of the inputs, from those of the loop's float outputs; None for a zero one."""
         avals = self._step.avals
         ct_carry = dict(zip(self._float_carry, cts, strict=False))
@@ -307,42 +268,28 @@ class _Reversal:
             # Negative numbers: the ys of the forward sweep, which may still be alive, have the others.
             [_buffer(self._step.length, self._step.x_avals[i], -1 - i) for i in self._diff_xs],
         )
-        total = self._reverse(stored, init)
+        total = self._reverse(pools, init)
         # A carry outside `_diff_carry` depends on no differentiated input: nothing reads its cotangent, which stays
         # as given.
         ct_carry.update(zip(self._diff_carry, total.carry, strict=True))
         return [*total.constants, *(ct_carry[i] for i in self._diff_init), *total.xs]
 
-    def _reverse(self, stored: StoredCarries, total: _Cotangents) -> _Cotangents:
-        plan, block, num_blocks = self._plan, self._loop.block, self._plan.schedule.length
-        rest = self._step.length - block * num_blocks
-        if rest:
-            total = self._reverse_steps(num_blocks * block, rest, stored.carry, total)
-        if not num_blocks:
-            return total
-        if plan.step is None:
-            at_once = lambda i, carry, total: self._reverse_steps(i * block, block, carry, total)
-        else:
-            at_once = self._reverse_in_loop if self._starts_early else self._reverse_step
+    def _reverse(self, pools: list, total: _Cotangents) -> _Cotangents:
+        plan = self._plan
+        at_once = self._reverse_in_loop if self._starts_early else self._reverse_step
         places = Places(self._advance, at_once, *((self._keep, self._pull_kept) if plan.is_mixed else ()))
         filled = Filled.by_schedule(plan.schedule, plan.slots.num)
-        return reverse_steps(num_blocks, filled, stored.pools, self._first, total, places, plan.slots, plan.schedule)[0]
+        length = self._step.length
+        return reverse_steps(length, filled, pools, self._first, total, places, plan.slots, plan.schedule)[0]
 
     def _advance(self, first: Any, end: Any, carry: list) -> list:
-        schedule, block = self._plan.schedule, self._loop.block
-        mean_length = Fraction(schedule.num_ahead * block, schedule.num_leaves)
+        schedule = self._plan.schedule
+        mean_length = Fraction(schedule.num_ahead, schedule.num_leaves)
         one = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]
-        return _jax.counted_fori_loop(first * block, end * block, one, carry, mean_length)
-
-    # -- single steps --
-
-    @property
-    def _two_parts(self) -> BackwardStep:
-        assert self._plan.step is not None
-        return self._plan.step
+        return _jax.counted_fori_loop(first, end, one, carry, mean_length)
 
     def _forward(self, i: Any, carry: list) -> tuple[list, list]:
-        return self._two_parts.forward(self._constants, carry, self._loop.element(self._xs, i))
+        return self._plan.step.forward(self._constants, carry, self._loop.element(self._xs, i))
 
     def _reverse_step(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
         return self._pull(i, self._forward(i, carry)[1], total)
@@ -368,16 +315,16 @@ class _Reversal:
 
     def _keep(self, i: Any, carry: list) -> tuple[list, list]:
         carry, residuals = self._forward(i, carry)
-        return carry, self._two_parts.encoded(residuals, i)
+        return carry, self._plan.step.encoded(residuals, i)
 
     def _pull_kept(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
-        return self._pull(i, self._two_parts.decoded(residuals, i, self._first), total)
+        return self._pull(i, self._plan.step.decoded(residuals, i, self._first), total)
 
     def _pull(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
         """Add the cotangents of a step, given its residuals."""
         index, element = self._loop.index(i), self._loop.element(self._xs, i)
         ct_ys = [self._ct_y(n, index) for n in range(len(self._float_ys))]
-        ct_constants, ct_carry, ct_x = self._two_parts.backward(self._constants, element, residuals, total.carry, ct_ys)
+        ct_constants, ct_carry, ct_x = self._plan.step.backward(self._constants, element, residuals, total.carry, ct_ys)
         self._step.tick(self._step.length - i, "backward")
         sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]
         write = lambda buffer, ct: jax.lax.dynamic_update_index_in_dim(buffer, ct, index, 0)
@@ -388,46 +335,6 @@ class _Reversal:
         if ct is None:
             return _jax.zeros(self._step.y_avals[self._float_ys[n]])
         return jax.lax.dynamic_index_in_dim(ct, index, 0, keepdims=False)
-
-    # -- blocks of steps --
-
-    def _reverse_steps(self, first: Any, num: int, carry: list, total: _Cotangents) -> _Cotangents:
-        # In reverse the last step of the block has its lowest position in xs.
-        low = self._loop.index(first + num - 1) if self._step.reverse else first
-        part = lambda x: jax.lax.dynamic_slice_in_dim(x, low, num, 0)
-        elements = [part(x) for x in self._xs]
-
-        def run(diff_constants: list, diff_carry: list, diff_elements: list) -> tuple[list, list]:
-            constants = replaced(self._constants, self._diff_constants, diff_constants)
-            last, ys = self._run(
-                num,
-                constants,
-                replaced(carry, self._diff_carry, diff_carry),
-                replaced(elements, self._diff_xs, diff_elements),
-            )
-            return [last[i] for i in self._diff_carry], [ys[i] for i in self._float_ys]
-
-        (_, ys), pull = jax.vjp(
-            run,
-            [self._constants[i] for i in self._diff_constants],
-            [carry[i] for i in self._diff_carry],
-            [elements[i] for i in self._diff_xs],
-        )
-        ct_ys = [jnp.zeros_like(y) if ct is None else part(ct) for ct, y in zip(self._ct_ys, ys, strict=True)]
-        ct_constants, ct_carry, ct_elements = pull((total.carry, ct_ys))
-
-        self._step.tick(self._step.length - first, "backward")
-        sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]
-        ct_xs = [
-            jax.lax.dynamic_update_slice_in_dim(buffer, ct, low, 0)
-            for buffer, ct in zip(total.xs, ct_elements, strict=True)
-        ]
-        return _Cotangents(ct_carry, sums, ct_xs)
-
-    def _run(self, num: int, constants: list, carry: list, elements: list) -> tuple[list, list]:
-        """Run some steps, saving their residuals."""
-        body = functools.partial(self._step.saving, constants)
-        return jax.lax.scan(body, carry, elements, num, self._step.reverse)
 
 
 def _expanded(values: list, is_given: tuple[bool, ...]) -> list:

@@ -66,15 +66,13 @@ def scan(
     return run_eagerly("scan", loop, (), {})
 
 
-def while_loop(
-    test: Callable, body: Callable, init: PyTree, max_steps: int | None, truncation: int | None = None
-) -> PyTree:
+def while_loop(test: Callable, body: Callable, init: PyTree, max_steps: int | None) -> PyTree:
     """As `statetx.while_loop`."""
 
     def loop() -> PyTree:
-        val, num, segments = init, 0, _EagerSegments(truncation)
+        val, num = init, 0
         while (max_steps is None or num < max_steps) and _holds(test, val):
-            val, num = _step("while_loop", body, (segments.before_step(val),), segments), num + 1
+            val, num = _call("while_loop", body, (val,))[0], num + 1
         return val
 
     return run_eagerly("while_loop", loop, (), {})
@@ -86,7 +84,8 @@ def fori_loop(steps: Iterable[int], body: Callable, init: PyTree, truncation: in
     def loop() -> PyTree:
         val, segments = init, _EagerSegments(truncation)
         for i in steps:
-            val = _step("fori_loop", body, (jnp.asarray(i), segments.before_step(val)), segments)
+            val, effects = _call("fori_loop", body, (jnp.asarray(i), segments.before_step(val)))
+            segments.note(effects)
         return val
 
     return run_eagerly("fori_loop", loop, (), {})
@@ -106,12 +105,6 @@ def _holds(test: Callable, val: PyTree) -> bool:
             f"{effect.site}. A random draw is a write too.\nFix: write it in the body and let the condition read it."
         )
     return bool(result)
-
-
-def _step(name: str, fun: Callable, args: tuple, segments: _EagerSegments) -> Any:
-    out, effects = _call(name, fun, args)
-    segments.note(effects)
-    return out
 
 
 def _call(name: str, fun: Callable, args: tuple) -> tuple[Any, list[Effect]]:

@@ -34,7 +34,7 @@ class Filled(NamedTuple):
     """The slots' contents by position, and the schedule of their further use.
 
     Attributes:
-        splits: `schedule.Table` or `schedule.Search`.
+        splits: a `schedule.SplitTable`.
         positions: for each slot, the step before which its carry is.
         top: the last slot in use. Positions rise up to it; those after it mean nothing.
         rows: for each slot, its row in the pools, 0 for the first; None if slot i is row i.
@@ -57,7 +57,7 @@ class Filled(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What is done at the four places where the body stands. Steps may be blocks of steps.
+    """What is done at the four places where the body stands.
 
     Attributes:
         advance: ``(first step, end step, carry) -> carry``, before the end step.

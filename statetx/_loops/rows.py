@@ -86,20 +86,6 @@ class CarryRow:
         return x if self.is_exact_first else jax.lax.select(step == 0, first, x)
 
 
-class _KeyRow(CarryRow):
-    """Keys, as their data: of an array of keys outside a trace JAX does not say that it is in the host's memory."""
-
-    @functools.cached_property
-    def stored(self) -> Any:
-        return _type_of(jax.random.key_data, self.aval)
-
-    def encode(self, x: Any, step: Any) -> Any:
-        return jax.random.key_data(x)
-
-    def decode(self, codes: Any, step: Any, first: Any) -> Any:
-        return jax.random.wrap_key_data(codes, impl=jax.random.key_impl(first))
-
-
 def _type_of(encode: Callable, aval: Any) -> Any:
     # Traced, for what the type says about devices.
     jaxpr, _ = _jax.stage(lambda x: [encode(x)], [aval], traced_for="scan", name="encode")
@@ -113,24 +99,15 @@ class SlotMemory:
         num: how many carries there is room for.
         rows: of the carry's leaves.
         residual_avals: the types of the residuals of a step; None if the slots are to hold carries only.
-        offload: whether the pools are in the host's memory. They hold no residuals then.
     Attributes:
         leaves: for 0 to `num` free slots, how many steps can be reversed from the residuals that these hold (see
             `schedule`).
     """
 
-    def __init__(
-        self,
-        num: int,
-        rows: Sequence[CarryRow],
-        residual_avals: Sequence[Any] | None = None,
-        offload: bool = False,
-    ):
-        assert not (offload and residual_avals)
+    def __init__(self, num: int, rows: Sequence[CarryRow], residual_avals: Sequence[Any] | None = None):
         self.num = num
         self._residual_avals = list(residual_avals or ())
-        self._rows = [_KeyRow(row.aval) if offload and is_key(row.aval) else row for row in rows]
-        self._offload = offload
+        self._rows = list(rows)
         carry_avals = [row.stored for row in self._rows]
 
         # Without residuals each leaf has a pool of its own.
@@ -188,8 +165,7 @@ class SlotMemory:
 
     def make(self) -> list:
         rows = zip(self._carry_rows, self._pool_avals, strict=True)
-        pools = [_for_pool(_jax.empty(self.num * rows, aval)) for rows, aval in rows]
-        return [_jax.to_host(pool) for pool in pools] if self._offload else pools
+        return [_for_pool(_jax.empty(self.num * rows, aval)) for rows, aval in rows]
 
     def _from_pool(self, rows: Any, pool: int) -> Any:
         dtype = self._pool_avals[pool].dtype
@@ -207,14 +183,9 @@ class SlotMemory:
         return pools
 
     def _row(self, pools: list, i: int, row: Any) -> Any:
-        rows = (
-            _host_row(0) if self._offload else functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
-        )
-        return self._from_pool(rows(pools[i], row), i)
+        return self._from_pool(jax.lax.dynamic_index_in_dim(pools[i], row, 0, keepdims=False), i)
 
     def _with_row(self, pool: Any, row: Any, x: Any) -> Any:
-        if self._offload:
-            return _with_host_row(0)(pool, row, _for_pool(x))
         return jax.lax.dynamic_update_index_in_dim(pool, _for_pool(x), row, 0)
 
     # -- residuals --
@@ -253,47 +224,6 @@ class SlotMemory:
             if _jax.is_link(aval):
                 residuals[n] = _jax.new_link(aval)
         return residuals
-
-
-# `jax.vmap` makes gathers and scatters of dynamic slices, with indices in the device's memory, which JAX refuses for an
-# array in the host's. The examples have one schedule: a row of all of them is a slice of the pool, along an axis
-# further back.
-
-
-@functools.cache
-def _host_row(axis: int) -> Callable:
-    """``(pool in the host's memory, row) -> row in the device's``."""
-
-    @jax.custom_batching.custom_vmap
-    def read(pool: Any, row: Any) -> Any:
-        return _jax.to_device(jax.lax.dynamic_index_in_dim(pool, row, axis, keepdims=False))
-
-    @read.def_vmap
-    def rule(size: int, is_mapped: list[bool], pool: Any, row: Any) -> tuple[Any, bool]:
-        assert is_mapped == [True, False]
-        return _host_row(axis + 1)(pool, row), True
-
-    return read
-
-
-@functools.cache
-def _with_host_row(axis: int) -> Callable:
-    """``(pool in the host's memory, row, x in the device's) -> pool``."""
-
-    @jax.custom_batching.custom_vmap
-    def write(pool: Any, row: Any, x: Any) -> Any:
-        return jax.lax.dynamic_update_index_in_dim(pool, _jax.to_host(x), row, axis)
-
-    @write.def_vmap
-    def rule(size: int, is_mapped: list[bool], pool: Any, row: Any, x: Any) -> tuple[Any, bool]:
-        assert not is_mapped[1]
-        pool, x = (
-            y if mapped else jnp.broadcast_to(y, (size, *y.shape))
-            for y, mapped in zip((pool, x), (is_mapped[0], is_mapped[2]), strict=True)
-        )
-        return _with_host_row(axis + 1)(pool, row, x), True
-
-    return write
 
 
 def _for_pool(rows: Any) -> Any:

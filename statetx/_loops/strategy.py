@@ -320,7 +320,7 @@ class Lengths(Strategy):
             )
 
 
-@recorded(row(whole(1), whole(1)))
+@recorded(row(whole(1)))
 @dataclasses.dataclass(frozen=True, repr=False)
 class Slots(Strategy):
     """Store `num` carries at a time, and run steps again from the nearest; keep what steps compute in the slots that
@@ -335,19 +335,16 @@ class Slots(Strategy):
 
     Args:
         num: how many carries there is room for, the first one included.
-        block: how many steps are reversed together, from all that they computed: fewer runs for more memory where
-            a step computes little more than its carry. Slots hold carries only.
         policy: what a step keeps of what it computes while it is differentiated; by default what it needs, less what
             cheap operations compute again from the rest. With ``stored_as("bits")`` slots also hold the leaves of the
             carry as bits that are booleans, or that each step computes as 0 or 1: proved, or selected by name.
-        offload: whether the carries are stored in the host's memory. Slots hold carries only.
 
     Memory:
-        `num` carries, as slots store them, and what `block` steps compute. Cotangents of `xs`, and `ys`, have the
+        `num` carries, as slots store them, and what a step computes. Cotangents of `xs`, and `ys`, have the
         loop's length, as always.
 
     Raises:
-        PolicyError: `num` or `block` is not a whole number of at least 1.
+        PolicyError: `num` is not a whole number of at least 1.
 
     Source:
         Griewank and Walther 2000, "Algorithm 799: revolve"; with residuals in free slots Maddison 2024, arXiv
@@ -364,28 +361,19 @@ class Slots(Strategy):
     """
 
     num: int
-    block: int = dataclasses.field(default=1, kw_only=True)
     policy: Policy = dataclasses.field(default=None, kw_only=True)
-    offload: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        set_counts(self, "num", "block")
+        set_counts(self, "num")
         set_options(self)
 
     def build(self, step: LoopStep) -> Callable:
-        _check_offload(self, step)
-        return LoopOfSlots(step, self.num, self.block, offload=self.offload)
+        return LoopOfSlots(step, self.num)
 
     def for_refs(self) -> Strategy:
-        return Levels(2, policy=self.policy, offload=self.offload)
+        return Levels(2, policy=self.policy)
 
     def for_unknown_length(self, name: str) -> Any:
-        if self.block != 1:
-            super().for_unknown_length(name)
-        if self.offload:
-            raise PolicyError(
-                f"{name}: carries cannot be offloaded. Fix: use scan or fori_loop, or leave offload= out."
-            )
         return self
 
     def build_while(self, test: Body, step: LoopStep, max_steps: int | None) -> Callable:
@@ -404,7 +392,7 @@ class Slots(Strategy):
         Args:
             length: of the loop.
             carry_bytes, residual_bytes: of a carry, and of what a step keeps. Only their ratio counts. Without
-                `residual_bytes` slots hold carries only, as they do with ``block=`` and ``offload=``.
+                `residual_bytes` slots hold carries only.
 
         Raises:
             PolicyError: `length` is not a whole number, or negative; or a number of bytes is not finite, or negative.
@@ -412,13 +400,13 @@ class Slots(Strategy):
         Example:
             >>> from statetx.policies import Slots
             >>> Slots(20).runs(1000), Slots(20).runs(1000, carry_bytes=512, residual_bytes=512)
-            (3750, 2825)
+            (3750, 2829)
         """
         length = as_count("Slots.runs: length", length, 0)
         of_carry = _exact_bytes("Slots.runs: carry_bytes", carry_bytes)
         of_residuals = None if residual_bytes is None else _exact_bytes("Slots.runs: residual_bytes", residual_bytes)
         before = self.num_runs(length)
-        if of_residuals is None or self.block > 1 or self.offload:
+        if of_residuals is None:
             return before
         ratio = of_carry / of_residuals if of_residuals else length
         num = max(1, min(self.num, length))
@@ -428,16 +416,7 @@ class Slots(Strategy):
     def num_runs(self, length: int) -> int:
         """Runs of the loop and of its reversal if slots hold carries only, which is an upper bound (see `runs`)."""
         length = as_count("Slots.num_runs: length", length, 0)
-        num_blocks, rest = divmod(length, self.block)
-        slots = max(1, min(self.num, num_blocks))
-        # A step of a block is run once more for its residuals. num_evaluations is t + n for n blocks: t blocks run
-        # ahead of their reversal, forward sweep included. Beside these t blocks every step runs once for its residuals,
-        # and the steps after the last block once more, in the forward sweep.
-        return (schedule.num_evaluations(num_blocks, slots) - num_blocks) * self.block + length + rest
+        return schedule.num_evaluations(length, max(1, min(self.num, length)))
 
     def to_json(self) -> list:
-        return ["Slots", self.num, self.block]
-
-    @classmethod
-    def _of_arguments(cls, num: int, block: int) -> Slots:  # type: ignore[override]
-        return cls(num, block=block)
+        return ["Slots", self.num]

@@ -2,32 +2,28 @@
 
 A loop of known length is a scan over segments, of which each is one rematerialized region: the forward sweep stores the
 carry at the start of each segment, and the backward pass runs the segments again, one at a time. No cotangent passes
-from a segment to the one before it, so that the gradient of a loop of unknown length, which has only a last carry, is
-that of its last segment.
+from a segment to the one before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._equations.structure import Body
 from .._errors import PolicyError
 from .._remat.atoms import everything
 from .._tree import is_float
 from .._typing import Policy, public
 from . import bind
 from .build import as_strategy
-from .derivative import jvp_of, with_derivative
 from .nested import rematerialized
-from .online import OnlineLoop
 from .step import LoopStep
-from .strategy import Lengths, Levels, Slots, Strategy, set_counts, set_options
+from .strategy import Lengths, Levels, Strategy, set_counts, set_options
 
 
 @public
@@ -45,8 +41,7 @@ class Truncated(Strategy):
     - only the first segment has a gradient with respect to the first carry.
 
     It works with every order and mode of differentiation and under every transform. Twice in reverse mode it needs
-    segments without a strategy, or with `Levels`. In `while_loop`, whose result is its last carry, the gradient is that
-    of the last segment; it can be differentiated again in forward mode only.
+    segments without a strategy, or with `Levels`.
 
     Args:
         num: the steps of a segment.
@@ -57,8 +52,7 @@ class Truncated(Strategy):
 
     Memory:
         For T steps ``ceil(T / num)`` carries, and what `num` steps compute (less with `checkpoint`). Each step runs
-        twice. In `while_loop`: `num` + 1 carries, or with ``Slots(c)`` c + 1, and what one step computes; only the last
-        segment runs again.
+        twice.
 
     Raises:
         PolicyError: `num` is not a whole number of at least 1; or `checkpoint` comes with a policy that saves some
@@ -104,21 +98,6 @@ class Truncated(Strategy):
 
     def build(self, step: LoopStep) -> Callable:
         return bind.compiled(_TruncatedLoop(step, self).run)
-
-    def for_unknown_length(self, name: str) -> Any:
-        if self.policy is not None:
-            raise PolicyError(
-                f"{name}: {self!r}: a loop of unknown length saves no values of its steps.\n"
-                f"Fix: leave policy= out, or use scan or fori_loop."
-            )
-        if self.checkpoint is not None:
-            self.checkpoint.for_unknown_length(name)
-        return self
-
-    def build_while(self, test: Body, step: LoopStep, max_steps: int | None) -> Callable:
-        """As `Slots.build_while`."""
-        slots: Any = self.checkpoint or Slots(self.num)
-        return _while_loop(test, step.with_length(0, slots.policy), self.num, slots.num, max_steps)
 
     def num_runs(self, length: int) -> int:
         num, rest = divmod(length, self.num)
@@ -207,61 +186,3 @@ def _stopped(carry: list, unless: Any = None) -> list:
         return stopped if unless is None else jax.lax.select(_jax.varying_like(unless, x), x, stopped)
 
     return [stop(x) for x in carry]
-
-
-# -- loops of unknown length --------------------------------------------------------------------------------------
-
-
-class _SegmentSweep(NamedTuple):
-    """The forward sweep after `count` steps.
-
-    `start` is the carry before the last segment that has begun, and `first` the number of steps before it.
-    """
-
-    carry: list
-    count: Any
-    start: list
-    first: Any
-
-
-class _Counted(OnlineLoop):
-    """A loop of at most `max_steps` steps; their number stands in the place of the constants of its test."""
-
-    def is_running(self, test_constants: list, carry: list, count: Any) -> Any:
-        return count < test_constants[0]
-
-
-def _while_loop(test: Body, step: LoopStep, num: int, slots: int, max_steps: int | None) -> Callable:
-    """As `online.while_loop`, with gradients through the last segment of `num` steps only."""
-    whole = OnlineLoop(test, step, 0, max_steps)
-    last_segment = _Counted(test, step, min(slots, num), num).with_rule()
-
-    def sweep(test_constants: list, constants: list, carry: list) -> _SegmentSweep:
-        def segment(before: _SegmentSweep) -> _SegmentSweep:
-            """Run up to `num` steps. Only carry and count pass through this loop: XLA copies what a loop carries."""
-            end = before.count + num
-            carry, count = jax.lax.while_loop(
-                lambda loop: whole.is_running(test_constants, *loop) & (loop[1] < end),
-                lambda loop: (step(constants, loop[0], [])[0], loop[1] + 1),
-                (before.carry, before.count),
-            )
-            return _SegmentSweep(carry, count, before.carry, before.count)
-
-        # Where devices of a shard_map may run different numbers of steps, counts vary as the condition does.
-        zero = _jax.as_varying(jnp.int32(0), sorted(_jax.varying_axes(test.jaxpr.outvars[0].aval)))
-        is_running = lambda swept: whole.is_running(test_constants, swept.carry, swept.count)
-        return jax.lax.while_loop(is_running, segment, _SegmentSweep(carry, zero, carry, zero))
-
-    def truncated(test_constants: list, constants: list, carry: list) -> list:
-        swept = sweep(*jax.lax.stop_gradient((test_constants, constants, carry)))
-        # The carry before the first segment keeps its gradient.
-        starts = zip(carry, swept.start, strict=True)
-        start = [jax.lax.select(swept.first == 0, x, s) if is_float(x) else s for x, s in starts]
-        return last_segment([swept.count - swept.first], constants, start)
-
-    def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
-        outs, out_tangents = jvp_of(truncated, args, tangents)
-        num_test = len(args[0])
-        return outs, step.without_zeros([i - num_test for i in tangents if i >= num_test], out_tangents)
-
-    return with_derivative(whole.run, derivative)

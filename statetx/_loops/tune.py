@@ -187,7 +187,7 @@ class Sized(DifferentiableLoop):
         limit = schedule.num_evaluations(step.length, most)
         nums = range(1, most + 1)
         # Runs fall with slots.
-        fits = lambda num: memory_for(step.length, num, step, backward)[1].num_runs <= limit
+        fits = lambda num: memory_for(num, step, backward)[1].num_runs <= limit
         return Slots(nums[bisect.bisect_left(nums, True, key=fits)])
 
     # -- a number of bytes --

@@ -256,8 +256,8 @@ def _row(note: Differentiated, step: LoopStep, *, is_own: bool) -> LoopRow:
         length=step.length,
         slots=loop.slots,
         is_mixed=plan.is_mixed,
-        runs=loop.runs_a_step(plan.schedule, plan.step if plan.is_mixed else None),
-        carry_runs=loop.runs_a_step(loop.carries_only()[1]),
+        runs=loop.runs_a_step(plan),
+        carry_runs=loop.runs_a_step(),
     )
 
 

@@ -99,7 +99,7 @@ def while_loop(
         # ConcretizationTypeError: under vmap the examples may end at different steps.
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
             first = part.combine([jnp.asarray(x) for x in carry])
-            return eager.while_loop(cond_fun, body_fun, first, max_steps, strategy and strategy.truncation)
+            return eager.while_loop(cond_fun, body_fun, first, max_steps)
 
     def stage(fun: Callable, traced_for: str, carry: list, enter: Callable) -> Staged:
         arguments = lambda xs: ((part.combine(xs),), {})
