@@ -109,7 +109,6 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[[bool], programs.Program]]] = {
         "plain": recurrent(None),
         "Levels(2)": recurrent(Levels(2)),
         "Slots(16)": recurrent(Slots(16)),
-        "Slots(16, block=8)": recurrent(Slots(16, block=8)),
         "Slots(128)": recurrent(Slots(128)),
         "Slots(16), device loops": recurrent(Slots(16)),
         "Slots(128), device loops": recurrent(Slots(128)),

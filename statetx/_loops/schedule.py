@@ -32,7 +32,7 @@ are found in a table of L over some thresholds, on the host and in the compiled 
 Without residuals in slots m_s = 1, kappa_s = 1, the thresholds are whole numbers r, and ``L_s(r) = C(s + r, s)``: the
 binomial schedule (Griewank and Walther 2000, Algorithm 799: revolve), which is optimal. With residuals (Maddison 2024,
 arXiv 2305.09568, stores both) the table errs upward, since the runs of a segment are not quite convex in its length: by
-less than 0.5% for up to 1,000 steps. Small schedules are searched exactly.
+0.01% in the mean, and at most 3% in short loops.
 
 In JAX the forward sweep is over before a cotangent exists: what follows the loop is one step more, the last to be
 reached and the first to be reversed. The sweep stores carries only, with c slots the states before segments of n_c,
