@@ -55,7 +55,7 @@ POISON += [
     [-1, 0],
     [0, 0],
     [0, 10**9],
-    ["Slots", 2, 1],
+    ["Slots", 2],
     ["Lengths", "turn", 10**9],
     ["Groups", [0], [1, None, 0, "turn"]],
 ]

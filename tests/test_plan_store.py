@@ -329,7 +329,7 @@ NOT_THERE = {
     "saved": lambda program, region, loop: region["saved"].append([FAR, 0, "keep"]),
     "offloaded": lambda program, region, loop: region["saved"].append([*region["saved"].pop()[:-1], "offload"]),
     "inputs": lambda program, region, loop: region.update(inputs=[[FAR, "bits"]]),
-    "loop of a region": lambda program, region, loop: region.update(loop=stored_loop("Slots", 2, 1)),
+    "loop of a region": lambda program, region, loop: region.update(loop=stored_loop("Slots", 2)),
     "length": lambda program, region, loop: loop.update(loop=stored_loop("Lengths", "turn", 7)),
     "groups": lambda program, region, loop: loop.update(loop=stored_loop("Groups", [], [3, None, 0, "turn"])),
     "values of groups": lambda program, region, loop: loop.update(
