@@ -14,7 +14,6 @@ from statetx.planner._regions.family import cost_of
 from statetx.planner._regions.front import Analysis
 from statetx.planner._regions.lattice import Lattice
 from statetx.planner._search.candidates import with_gradient
-from statetx.planner._treatments import from_json, to_json
 from statetx.planner._treatments.copies import Copies, Derived
 from statetx.planner._treatments.rewrite import rewrite
 
@@ -99,12 +98,6 @@ def test_copies_take_less_memory_and_compute_the_same():
     tangents = [jnp.ones_like(x) for x in args]
     expected, found = (jax.jvp(run, args, tangents) for run in runs)
     assert jnp.allclose(jnp.stack(expected), jnp.stack(found), rtol=1e-5)
-
-
-def test_a_decision_to_copy_is_stored():
-    for copies in (True, False):
-        decision = decided([(2, 0)], copies=copies)
-        assert from_json(to_json(decision)) == decision and (decision.get(Copies) is not None) == copies
 
 
 def test_paths_that_copy_are_cheaper_by_the_model():

@@ -19,7 +19,7 @@ from jax.interpreters import ad, mlir
 import statetx
 from statetx import _jax
 from statetx._equations import compiled
-from statetx.planner import Planner, _store
+from statetx.planner import Planner, _budget, _store
 from statetx.planner._plan.record import PLAN
 
 KEY = "0" * 64
@@ -183,38 +183,23 @@ def test_fit_is_stored(folder, compilations):
     assert str(planned()) == str(first) and not compilations
 
 
-def change_budget(options):
-    return options | {"budget": 0.81}
+CHANGED = [{"budget": 0.81}, {"of": "temporaries"}, {"offload": True}, {"argnums": (0, 1)}, {"stored_as": ()}]
 
 
-def change_of(options):
-    return options | {"of": "temporaries"}
+@pytest.mark.parametrize("changed", CHANGED, ids=str)
+def test_other_options_are_another_plan(changed):
+    def key(budget=0.8, of="step", argnums=0, **options):
+        planner = Planner(loss, WS, X, of=of, argnums=argnums, **options)
+        return planner.key(_budget.Budget.read(budget, of))
 
-
-def change_objective(options):
-    return options | {"offload": True}
-
-
-def change_argnums(options):
-    return options | {"argnums": (0, 1)}
-
-
-_SLOW_CHANGES = [pytest.param(f, marks=pytest.mark.slow) for f in (change_budget, change_objective, change_argnums)]
-
-
-@pytest.mark.parametrize("change", [change_of, *_SLOW_CHANGES])
-def test_other_options_are_another_plan(folder, change):
-    options = {"budget": 0.8, "argnums": 0}
-    statetx.plan(loss, WS, X, **options)
-    statetx.plan(loss, WS, X, **change(options))
-    assert len(entries(folder)) == 2
+    assert key() == key() != key(**changed)
 
 
 def test_other_programs_are_other_plans(folder):
     def other(ws, x):
         return loss(ws, jnp.cos(x))
 
-    key = lambda fun, *args: Planner(fun, *args).key(statetx.planner._budget.Budget.read(0.8, "step"))
+    key = lambda fun, *args: Planner(fun, *args).key(_budget.Budget.read(0.8, "step"))
     keys = [key(loss, WS, X), key(other, WS, X), key(loss, WS, X[:64]), key(loss, WS[:1], X), key(step, WS, X)]
     keys.append(key(jax.jit(step, donate_argnums=0), WS, X))
     mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
@@ -247,7 +232,7 @@ def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
         wide.defvjp(lambda x: (jnp.sin(x), x), (lambda x, ct: (scale(x) * ct,)))
         return lambda ws, x: (wide(x @ ws[0]) ** 2).mean()
 
-    budget = statetx.planner._budget.Budget.read(0.8, "step")
+    budget = _budget.Budget.read(0.8, "step")
     key = lambda scale: Planner(rule(scale), WS, X).key(budget)
     same = [key(lambda x: jnp.cos(x)) for _ in range(2)]
     assert same[0] == same[1] != key(lambda x: 2 * jnp.cos(x) - jnp.cos(x))
@@ -299,7 +284,7 @@ def damaged_plan():
     decisions = [d for program in plan._fields["programs"] for d in program["decisions"]]
     assert any("loop" in d for d in decisions) and any(d["saved"] for d in decisions)
     fields = json.loads(json.dumps(plan._fields))
-    return planner, statetx.planner._budget.Budget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
+    return planner, _budget.Budget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
 
 
 def test_damaged_entry_is_planned_again_and_replaced(folder, compilations):

@@ -169,16 +169,6 @@ def test_small_gradients_are_left_alone():
     assert_same(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
 
 
-def test_plan_of_another_step_names_the_first_difference():
-    plan = statetx.plan(by_grad, FEW, X, budget=0.8)
-
-    def other(ws, x):
-        return sgd(ws, jax.grad(lambda ws: (network(ws, jnp.cos(x)) ** 2).mean())(ws))
-
-    with pytest.raises(statetx.PlanError, match="does not fit .*: equation 0 of"):
-        plan.apply(other)(FEW, X)
-
-
 def test_written_state_in_a_gradient_of_jax_still_leaks():
     seen = statetx.State(jnp.zeros(()))
 

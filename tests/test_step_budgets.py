@@ -154,12 +154,6 @@ def test_loss_counts_its_gradient():
     assert abs(plan.output_bytes - sum(w.nbytes for w in WS)) < 256
 
 
-def test_temporaries_are_counted_alone():
-    plan = statetx.plan(step, *ARGS, budget=0.7, of="temporaries")
-    assert plan.temp_bytes <= plan.budget_bytes == int(0.7 * plan.unplanned_bytes) < plan.total_bytes
-    assert "of temporary memory" in str(plan)
-
-
 def test_estimate_of_arguments_and_outputs_is_close():
     """Only so can the first candidate be aimed at a budget in bytes without compiling the unplanned program."""
     for donate in ((), (0, 1)):

@@ -26,11 +26,10 @@ from ..._remat import mark
 from ..._remat.atoms import Marks
 from .._program.flat import Part
 from .._program.values import ADDRESS, Address, labels_of, renumbered
-from .._treatments.treatment import undominated
 from .copies import instead_of_constant
 from .graph import Graph
 from .loops import Carries, CheckpointedLoop, OfSteps
-from .treatment import Decision, Option, Settings, Treatment, saved_as
+from .treatment import Decision, Option, Settings, Treatment, saved_as, undominated
 
 _NUM_SPLITS = 32  # of a long loop: where the second group may begin
 _MAX_NESTED = 6  # treatments of the first group in two levels
