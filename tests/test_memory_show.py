@@ -7,7 +7,6 @@ import io
 import json
 import re
 import sys
-from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import rich.console
 import statetx
 from statetx._tables import Cell, Column, Table
 from statetx._text import format_bytes
-from statetx.memory import _plot, _show
+from statetx.memory import _show
 from statetx.memory.buffer import Buffer, Change, Loop, Step
 from statetx.memory.profile import MemoryProfile
 
@@ -175,8 +174,7 @@ def test_first_line_without_phases_on_devices_and_in_a_loop():
 def test_a_program_without_buffers():
     made = profile([], phases="f")
     assert str(made).splitlines()[0] == "Peak 0 B at model.py:0 (dot_general)."
-    assert "<svg" in _show.html(made) and _show.to_dict(made)["timeline"] == [0]
-    assert _plot.choose_bands([made]) == ()
+    assert "peak, step 1 of 1" in _show.html(made) and _show.to_dict(made)["timeline"] == [0]
 
 
 # -- table -----------------------------------------------------------------------------------------------------------
@@ -275,24 +273,25 @@ def test_sparkline_of_a_short_program_is_wide():
     assert mark == "▲ peak, step 1 of 10"
 
 
-def test_a_single_step_of_another_phase_is_no_phase():
+def phases_of(made):
+    """The second line of the sparkline, as letters: of each column the first letter of its phase."""
+    letters = {"─": "f", "═": "b", "┄": "u"}
+    line = _show.sparkline(made).splitlines()[1]
+    return re.sub(r"(forward|backward|update) ?", lambda m: m[1][0] * len(m[0]), line).translate(str.maketrans(letters))
+
+
+@pytest.mark.parametrize(
+    "phases, shown",
+    [
+        ("f" * 50 + "b" + "f" * 49 + "b" * 100, "f" * 30 + "b" * 30),
+        ("f" + "b" + "f" * 98 + "b" * 99 + "f", "f" * 30 + "b" * 30),
+        ("f" * 40 + "bbbff" * 2 + "b" * 3 + "u" * 7, "f" * 42 + "b" * 10 + "u" * 8),
+        ("f" * 40 + "bbbbff" * 3 + "bb", "f" * 42 + "b" * 18),
+    ],
+)
+def test_single_steps_of_another_phase_are_no_phase(phases, shown):
     """XLA moves single operations; the names of the phases stay readable."""
-    spans = _plot.phase_spans(profile([], phases="f" * 50 + "b" + "f" * 49 + "b" * 100), 200)
-    assert spans == [("forward", 0, 99), ("backward", 100, 199)]
-    ends = _plot.phase_spans(profile([], phases="f" + "b" + "f" * 98 + "b" * 99 + "f"), 200)
-    assert ends == spans
-    assert _plot.phase_spans(profile([], phases="f" * 50 + "b" * 49 + "u"), 100)[-1] == ("update", 99, 99)
-
-
-def test_a_phase_in_short_runs_is_shown():
-    """A backward pass that begins with short runs, with operations of the forward pass between them."""
-    ends = profile([], phases="f" * 40 + "bbbff" * 2 + "b" * 3 + "u" * 7)
-    assert _plot.phase_spans(ends, 60) == [("forward", 0, 39), ("backward", 40, 52), ("update", 53, 59)]
-    equal = profile([], phases="f" * 40 + "bbbfff" * 3 + "bb")
-    assert _plot.phase_spans(equal, 60) == [("forward", 0, 39), ("backward", 40, 59)]
-    # A fifth of the columns is backward, and no run is long.
-    among = profile([], phases="fffffffffbbb" * 4 + "f" * 12)
-    assert {span.phase for span in _plot.phase_spans(among, 60)} == {"forward", "backward"}
+    assert phases_of(profile([buffer(8, 0, len(phases) - 1)], phases=phases)) == shown
 
 
 @pytest.mark.parametrize("phases", ["f" * 23 + "b" + "f" * 36, "f" * 116 + "bbb" + "f" * 181, "b" * 298 + "ff"])
@@ -300,9 +299,7 @@ def test_the_peak_is_in_the_phase_of_the_first_line(phases):
     """Also if it is a single step of that phase, or shares its column with more steps of another one."""
     step = max(n for n, p in enumerate(phases) if p == min(phases, key=phases.count))
     made = profile([buffer(KIB, step, step)], phases=phases)
-    column = step * 60 // len(phases)
-    (phase,) = {p for p, first, last in _plot.phase_spans(made, 60) if first <= column <= last}
-    assert made.peak_step == step and f"in the {phase} pass" in str(made).splitlines()[0]
+    assert made.peak_step == step and phases_of(made)[step * 60 // len(phases)] == phases[step]
 
 
 def test_sparkline_names_a_phase_that_is_as_long_as_its_name():
@@ -345,25 +342,7 @@ def test_html_has_a_timeline_and_escapes_names():
     made = profile([*layers(), buffer(500 * KIB, 2, 3, owner="<lambda>", function="<lambda>")])
     text = _show.html(made)
     assert "<lambda>" not in text and "&lt;lambda&gt;" in text and "<table" in text
-    root = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text)[0])
-    titles = [path.findtext("title") for path in root.findall("path") if path.find("title") is not None]
-    assert titles == [
-        "states: 8.0 KiB at the peak",
-        "arguments: 2.0 KiB at the peak",
-        "<lambda>: working memory: 500.0 KiB at the peak",
-        "net.blocks.*: residual: 80.0 KiB at the peak",
-    ]
-    assert [t.text for t in root.findall("text")] == ["forward", "backward"]
-
-
-def test_svg_paths_have_the_area_of_the_buffers():
-    """A band of a buffer that is alive in steps 2 to 4 of 10, with half of the peak's bytes."""
-    made = profile([buffer(100, 0, 9, "state", "w"), buffer(100, 2, 4)])
-    paths = re.findall(r'<path d="(M[^"]*Z)"', _plot.svg(made))
-    assert paths == [
-        "M0 150.0V75.0H640.0V150.0H0.0Z",
-        "M0 75.0V75.0H128.0V0.0H320.0V75.0H640.0V75.0H0.0Z",
-    ]
+    assert f"<pre>{_show.sparkline(made)}</pre>" in text
 
 
 def test_to_dict_is_json_and_has_everything(compiled):
@@ -400,34 +379,7 @@ def test_compare_two_profiles():
     assert shown.title == "Peak of loss: 90.0 KiB before, 26.0 KiB after" and str(before.compare(after)) == str(shown)
 
 
-# -- pictures
-
-
-def test_bands_sum_to_the_timeline(compiled):
-    for key in (_plot.band, lambda b: b.kind, lambda b: b.name):
-        assert (sum(_plot.bytes_by(compiled, key).values()) == compiled.timeline).all()
-    few = _plot.stack(compiled, ("states", _plot.OTHERS), 30)
-    assert (few.num_bytes.sum(0) == compiled.timeline[few.steps]).all() and compiled.peak_step in few.steps
-
-
-def test_bytes_of_buffers_that_replace_each_other_partly():
-    old, new = buffer(100, 0, 5, owner="a", allocation=1), buffer(60, 5, 9, owner="b", allocation=1, offset=70)
-    other = buffer(60, 5, 9, owner="c", allocation=2, offset=70)  # at the same offset of another allocation
-    made = profile([old, new, other])
-    series = _plot.bytes_by(made, lambda b: b.owner)
-    assert series["a"].tolist() == [100] * 5 + [70] + [0] * 4 and series["b"].tolist() == [0] * 5 + [60] * 5
-    assert (sum(series.values()) == made.timeline).all()
-
-
-def test_bands_are_the_owners_with_most_bytes():
-    owners = [buffer(100 + n, 1, 8, owner=f"f{chr(97 + n)}") for n in range(9)]
-    small = buffer(1, 1, 8, owner="tiny")
-    made = profile([*layers(1, size=1), *owners, small])
-    bands = _plot.choose_bands([made])
-    assert bands[:2] == ("states", "arguments") and bands[-1] == "others" and len(bands) == 2 + 7 + 1
-    assert bands[2] == "fi: working memory" and len(set(_plot.band_colors(bands))) == len(bands)
-    assert _plot.choose_bands([profile([*owners[:2], small])])[-1] == "others"  # too small to see
-    assert "others" not in _plot.choose_bands([profile(owners[:2])])
+# -- names
 
 
 @pytest.mark.parametrize(
@@ -435,7 +387,7 @@ def test_bands_are_the_owners_with_most_bytes():
     [("net.blocks.3", "net.blocks.*"), ("a[0]['1'].2.w", "a[*]['1'].*.w"), ("layer3.w2", "layer3.w2"), ("7", "7")],
 )
 def test_families_of_owners(owner, family):
-    assert _plot.family(owner) == family
+    assert _show.family(owner) == family
 
 
 def test_names_with_brackets_are_no_markup():

@@ -258,23 +258,16 @@ def _check(fields: dict[str, Any]) -> None:
         raise ValueError(f"shape must be {dimensions} numbers of devices, got {brief(fields['shape'])}")
 
 
-_GRIDS = {
-    2: {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)},
-    3: {
-        1: (1, 1, 1),
-        4: (2, 2, 1),
-        8: (2, 2, 2),
-        16: (2, 2, 4),
-        32: (2, 4, 4),
-        64: (4, 4, 4),
-        128: (4, 4, 8),
-        256: (4, 8, 8),
-    },
-}
+_NUM_CHIPS = (1, 4, 8, 16, 32, 64, 128, 256)  # of the grids that a number of chips stands for
 
 
 def _default_grid(spec: Tpu, num: int) -> tuple[int, ...] | None:
-    return _GRIDS[spec.dimensions].get(num)
+    """The grid with the most equal sides, the shortest first; but a host of four chips is flat."""
+    if num not in _NUM_CHIPS:
+        return None
+    power, dimensions = num.bit_length() - 1, spec.dimensions
+    sides = [2 ** ((power + i) // dimensions) for i in range(dimensions)]
+    return tuple(reversed(sides) if num == 4 else sides)
 
 
 def _parse_shape(spec: Spec, amount: str, text: str) -> tuple[int, tuple[int, ...]]:
@@ -292,8 +285,8 @@ def _parse_shape(spec: Spec, amount: str, text: str) -> tuple[int, tuple[int, ..
             return 1, numbers
         grid = _default_grid(spec, numbers[0]) if len(numbers) == 1 else None
         if grid is None:
-            example = "x".join(map(str, _GRIDS[spec.dimensions][8]))
-            counts = ", ".join(map(str, _GRIDS[spec.dimensions]))
+            example = "x".join(map(str, _default_grid(spec, 8) or ()))
+            counts = ", ".join(map(str, _NUM_CHIPS))
             raise TargetError(
                 f"{brief(text)}: {spec.kind} has grids of {spec.dimensions} dimensions, such as {example}, or one of "
                 f"{counts} chips."

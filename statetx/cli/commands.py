@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _files
 from .._tables import Cell, Column, Table, page
 from .._text import format_bytes, suggestion
-from .bad_input import BadInput
-from .target import UserFunction
+from .target import BadInput, UserFunction
 
 if TYPE_CHECKING:
     from ..memory.baseline import MemoryBaseline

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from .bad_input import BadInput
+from .target import BadInput, load_target
 
 FAILED, BAD_INPUT = 1, 2
 _INTERRUPTED = 130  # the exit status of a program that SIGINT ended, by convention of the shell
@@ -186,7 +186,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _execute(options: argparse.Namespace) -> int:
     from . import commands
-    from .target import load_target
 
     if options.command in ("targets", "help"):
         _print(commands.targets() if options.command == "targets" else commands.explain(options.name))

@@ -1,20 +1,29 @@
-"""``MODULE:FUNCTION``: a function of the user's, with its arguments."""
+"""``MODULE:FUNCTION`` and ``--shapes``: a function of the user's, with its arguments."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .._text import brief, suggestion
-from .bad_input import BadInput
-from .shapes import parse_shapes
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._text import brief, short_dtype, suggestion
+
+
+class BadInput(Exception):
+    """The command line names something that does not exist or cannot be read: one line on stderr, exit status 2."""
 
 
 class UserFunction(NamedTuple):
@@ -187,3 +196,97 @@ def _from_factory(result: Any, name: str, args: tuple, kwargs: dict[str, Any], h
         raise BadInput(f"the factory {name} has to return a tuple of arguments and a dict of keywords, not {types}")
     _check_arguments(fun, f"the function of {name}", tuple(made_args), made_kwargs, "the factory made its arguments")
     return UserFunction(fun, tuple(made_args), made_kwargs)
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+_NAMES = (
+    "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64 bfloat16 float16 float32 float64 "
+    "complex64 complex128"
+)
+_KEYS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}  # as JAX prints them in types
+_MOST_ENTRIES = 10**18  # along an axis
+
+
+def parse_shapes(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Parse ``--shapes``: the arguments of a call in Python, with types for arrays.
+
+    A type is a dtype (f32, bf16, i32, u8, bool, pred, c64, f8_e4m3fn ..., or in full float32 ..., or key<fry>,
+    key<rbg>, key<urbg>) and sizes in brackets. The keys of a dict may lack their quotes.
+
+    Returns:
+        The positional and the keyword arguments, with ``jax.ShapeDtypeStruct`` for each type.
+
+    Raises:
+        BadInput: it is malformed.
+
+    Example:
+        >>> args, kwargs = parse_shapes('f32[32,128], (i32[], [bool[2]]), mask={"a": bf16[4]}')
+        >>> args[0].shape, args[1][0].dtype, kwargs["mask"]["a"].dtype
+        ((32, 128), dtype('int32'), dtype(bfloat16))
+    """
+    # What Python's grammar has not: an empty index, and the brackets around the name of a key.
+    source = re.sub(r"([\w>]\s*)\[\s*\]", r"\1[()]", text)
+    source = re.sub(r"\bkey<(\w*)>", r"key_\1", source)
+    try:
+        call = ast.parse(f"f({source})", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError("expected arguments, separated by commas")
+        kwargs = {k.arg: _argument(k.value) for k in call.keywords if k.arg is not None}
+        if len(kwargs) < len(call.keywords):
+            raise ValueError("a keyword is given twice, or is missing")
+        return tuple(map(_argument, call.args)), kwargs
+    except (SyntaxError, ValueError) as e:
+        raise BadInput(f"--shapes: {e.args[0]}, in {text[:100]}") from None
+    except (RecursionError, MemoryError):
+        raise BadInput("--shapes: the brackets are nested too deeply") from None
+
+
+def _argument(node: ast.AST) -> Any:
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=sizes):
+            sizes = ast.literal_eval(sizes)
+            shape = sizes if isinstance(sizes, tuple) else (sizes,)
+            if not all(type(n) is int and 0 <= n < _MOST_ENTRIES for n in shape):
+                raise ValueError(f"{shape} are no sizes of an array")
+            return jax.ShapeDtypeStruct(shape, _dtype(name))
+        case ast.Tuple():
+            return tuple(map(_argument, node.elts))
+        case ast.List():
+            return list(map(_argument, node.elts))
+        case ast.Dict():
+            items = {_key(key): _argument(x) for key, x in zip(node.keys, node.values, strict=True)}
+            if len(items) < len(node.keys):
+                raise ValueError("a key is given twice")
+            return items
+    raise ValueError(f"expected a type such as f32[2,3], or '(', '[', '{{', and got {ast.unparse(node)}")
+
+
+def _key(node: ast.AST | None) -> str:
+    match node:
+        case ast.Constant(value=str(key)) | ast.Name(id=key):
+            return key
+    raise ValueError("expected a key such as 'x'")
+
+
+def _dtype(name: str) -> Any:
+    if name.startswith("key_"):
+        if name[4:] not in _KEYS:
+            raise ValueError(f"'key<{name[4:]}>' is not a type of keys; there are key<fry>, key<rbg> and key<urbg>")
+        return jax.eval_shape(lambda: jax.random.key(0, impl=_KEYS[name[4:]])).dtype
+    dtypes = _dtypes()
+    if name not in dtypes:
+        hint = suggestion(name, dtypes) or " There are f32, bf16, i32, bool, key<fry>"
+        raise ValueError(f"{name!r} is not a type.{hint}")
+    if dtypes[name] != jax.dtypes.canonicalize_dtype(dtypes[name]):
+        raise ValueError(f"{name} needs 64-bit types: set JAX_ENABLE_X64=1")
+    return dtypes[name]
+
+
+@functools.cache
+def _dtypes() -> dict[str, Any]:
+    """Types by their names, short as JAX prints them and in full."""
+    small = [name for name in dir(jnp) if name.startswith(("float4_", "float8_"))]
+    names = [name for name in [*_NAMES.split(), *small] if hasattr(jnp, name)]
+    dtypes = {name: np.dtype(getattr(jnp, name)) for name in names}
+    return dtypes | {short_dtype(name): dtype for name, dtype in dtypes.items()} | {"pred": dtypes["bool"]}

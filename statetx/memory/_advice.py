@@ -7,19 +7,18 @@ leaves out that XLA may fuse and place the changed program otherwise.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from .._equations.primitives import FUSED
 from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
-from ._calls import Calls
-from ._candidate import ChangeCandidate, Gap, is_backward, saving
-from ._edits import AsArguments, Donate, InParts, Predicted, Rematerialize, SaveLess, StoreBits
+from ._edits import AsArguments, ChangeCandidate, Donate, InParts, Predicted, Rematerialize, SaveLess, StoreBits
 from ._loop_advice import bodies, checkpoints
 from ._names import parent
-from ._scopes import line_of
-from ._timeline import Timeline
+from ._scopes import Calls, line_of
+from ._timeline import Gap, Timeline, grouped, is_backward, saving
 from .buffer import Buffer, Change, Group
 
 _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
@@ -28,22 +27,27 @@ _MOST_TRIED = 4  # of such functions
 _NUM_PARTS = 8  # of a value that is computed in parts
 
 
-def all_changes(profile: Timeline) -> tuple[Change, ...]:
-    """The changes that are worth it, the largest saving first; of two with the same target the better one."""
-    return tuple(sorted((c.change for c in candidates(profile)), key=lambda c: (-c.saved_bytes, c.action, c.target)))
+class AdvisedTimeline(Timeline):
+    """A timeline and what would lower its peak: what the views show."""
 
+    @functools.cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """The changes that are worth it, the largest saving first; of two with the same target the better one."""
+        found = (c.change for c in candidates(self))
+        return tuple(sorted(found, key=lambda c: (-c.saved_bytes, c.action, c.target)))
 
-def changes_of(profile: Timeline, groups: Sequence[Group]) -> dict[int, Change]:
-    """For each group, by its index: the cheapest change that frees at least half of it."""
-    cheapest_first = candidates(profile)
-    found = {}
-    for n, group in enumerate(groups):
-        for candidate in cheapest_first:
-            freed = sum(b.num_bytes for b in group.buffers if b in candidate.buffers)
-            if 2 * freed >= group.num_bytes:
-                found[n] = candidate.change
-                break
-    return found
+    @functools.cached_property
+    def at_peak(self) -> tuple[Group, ...]:
+        """Buffers alive at the peak, grouped by kind, owner and line, the largest group first; of each the cheapest
+        change that frees at least half of it.
+        """
+        cheapest_first = candidates(self)
+
+        def change_of(group: Group) -> Change | None:
+            freed = lambda c: sum(b.num_bytes for b in group.buffers if b in c.buffers)
+            return next((c.change for c in cheapest_first if 2 * freed(c) >= group.num_bytes), None)
+
+        return tuple(g._replace(change=change_of(g)) for g in grouped(self.alive(self.peak_step)))
 
 
 def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool = False) -> list[ChangeCandidate]:

@@ -1,7 +1,8 @@
 """Changes as edits of the staged program: what a user would write, as decisions for parts of what is differentiated,
 donation, and parts of a batch.
 
-An edit is a frozen value. `Trials` compiles a program with some of them.
+An edit is a frozen value. `Trials` compiles a program with some of them. A `ChangeCandidate` has one, and what it saves
+by the timeline of a profile.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _jax
 from .._equations.primitives import REMAT
@@ -24,7 +25,7 @@ from ..planner._treatments.loops import CheckpointedLoop
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals._trace import user_line
 from ._names import calls_of
-from .buffer import Loop
+from .buffer import Buffer, Change, Loop
 
 _SAVES_NOTHING = Decision(frozenset())
 
@@ -156,3 +157,17 @@ def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
 def _is_allowed(program: Flat, interval: Interval) -> bool:
     start, end = interval
     return end - start > 1 and not _jax.forbidden_effects(program.part(start, end).jaxpr)
+
+
+class ChangeCandidate(NamedTuple):
+    """A change, and the buffers that it shortens. Candidates are listed by what they cost in time, the cheapest first.
+
+    Attributes:
+        edit: the change of the staged program, with which it is tried.
+        stronger: makes the same change with a number that saves more; None if there is none.
+    """
+
+    change: Change
+    buffers: frozenset[Buffer]
+    edit: Edit
+    stronger: Callable[[], ChangeCandidate | None] = lambda: None

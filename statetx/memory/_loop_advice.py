@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from .._loops import schedule
 from .._loops.strategy import Levels, Slots, Strategy
-from ._candidate import ChangeCandidate, Gap, is_backward, saving
-from ._edits import Checkpoint
-from ._timeline import Timeline
+from ._edits import ChangeCandidate, Checkpoint
+from ._timeline import Gap, Timeline, is_backward, saving
 from .buffer import Buffer, Change, Kind, Loop
 
 

@@ -1,24 +1,25 @@
 """A profile, or two of them, as one HTML page without external resources.
 
 The tables are HTML, so that they are there without JavaScript. The timeline and the list of buffers are drawn by the
-scripts beside this file, from the data that ``_page_data.py`` encodes.
+scripts beside this file, from columns of integers in JSON, small enough for a page that opens at once: names, owners
+and lines are indices into one table of strings, which ``page_model.js`` reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from typing import Any, NamedTuple
 
+from .._errors import printable
 from .._tables import HEX, Table, page, resource
 from .._text import format_bytes, short_path
-from ._changes import AdvisedTimeline
-from ._page_data import clipped, encode
-from ._plot import GRAYS, PALETTE, svg
+from ._advice import AdvisedTimeline
 from ._show import compare, percent, sums, table
-from .buffer import KINDS, Change, Kind
+from .buffer import KINDS, Buffer, Change, Kind, Step, replacements
 
 MAX_DATA = 7_500_000
 """Bytes of the data in a page; a page is this and about 100 KB more."""
@@ -26,13 +27,17 @@ MAX_DATA = 7_500_000
 _SCRIPTS = ("page_model.js", "page.js", "page_timeline.js", "page_list.js")
 _MAX_CHANGES = 5
 
-# The layers of the timeline by kind. Vermilion stays free for what grows.
+# Okabe and Ito, for the color-blind.
+_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#c9b800")
+
+# The layers of the timeline by kind. What the program holds from its first to its last step is gray, so that colors
+# belong to what changes. Vermilion stays free for what grows.
 _KIND_COLORS: dict[Kind, str] = {
-    "state": GRAYS["states"],
-    "argument": GRAYS["arguments"],
-    "output": GRAYS["outputs"],
-    "residual": PALETTE[0],
-    "recomputed": PALETTE[3],
+    "state": "#7f7f7f",
+    "argument": "#b0b0b0",
+    "output": "#5a5a5a",
+    "residual": _PALETTE[0],
+    "recomputed": _PALETTE[3],
     "working memory": HEX["yellow"],
     "constant": HEX["green"],
 }
@@ -55,7 +60,7 @@ def to_html(profile: AdvisedTimeline, other: AdvisedTimeline | None = None) -> s
         "profiles": [
             encode(p, MAX_DATA // len(profiles)) | {"label": label} for p, label in zip(profiles, labels, strict=True)
         ],
-        "palette": PALETTE,
+        "palette": _PALETTE,
         "kind_colors": _KIND_COLORS,
     }
     # A name that contains "</script>" would end the element: JSON may write "<" as an escape.
@@ -65,8 +70,7 @@ def to_html(profile: AdvisedTimeline, other: AdvisedTimeline | None = None) -> s
     return page(
         f"{clipped(profile.name, 60)}: peak of {sizes} bytes",
         f"""<noscript>
-<section class="card"><p>Without JavaScript the timeline is a picture, and there is no list of all buffers.</p>
-{"".join(map(svg, profiles))}</section>
+<section class="card"><p>Without JavaScript there is no timeline, and no list of all buffers.</p></section>
 </noscript>
 <section class="card" id="timelines" aria-label="Timeline"></section>
 {"".join(_cards(profiles, labels))}
@@ -188,3 +192,155 @@ def _items(changes: Iterable[Change], peak_bytes: int) -> Iterator[str]:
             f'<span>[{number}] <b class="action">{escape(change.action)}</b> '
             f"{escape(clipped(change.text, 1000))}</span></li>"
         )
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+_MAX_TEXT = 300  # characters of a name; longer ones are cut
+_PHASES = ("forward", "backward", "update")
+
+
+def clipped(text: str, width: int = _MAX_TEXT) -> str:
+    text = printable(text)
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def encode(profile: AdvisedTimeline, max_bytes: int) -> dict[str, Any]:
+    """The data of a profile, at most `max_bytes` of JSON: without the smallest buffers if need be, then without names
+    of steps.
+    """
+    taken = _taken(profile)
+    by_size = sorted(range(len(profile.buffers)), key=lambda i: -profile.buffers[i].num_bytes)
+
+    def encoded(num_listed: int, with_names: bool) -> tuple[dict[str, Any], int]:
+        made = _encode(profile, taken, sorted(by_size[:num_listed]), with_names)
+        return made, len(json.dumps(made, separators=(",", ":")))
+
+    num_listed, (made, size) = len(by_size), encoded(len(by_size), True)
+    if size > max_bytes:
+        with_names = encoded(0, True)[1] < 0.7 * max_bytes
+        base = encoded(0, with_names)[1]
+        while size > max_bytes and num_listed:
+            num_listed = int(num_listed * max(0.95 * max_bytes - base, 0) / max(size - base, 1))
+            made, size = encoded(num_listed, with_names)
+    return made
+
+
+def _encode(profile: AdvisedTimeline, taken: dict[int, int], listed: Sequence[int], with_names: bool) -> dict[str, Any]:
+    buffers = [profile.buffers[i] for i in listed]
+    steps = profile.steps if with_names else [s._replace(name="", primitive="", source="") for s in profile.steps]
+    strings = {"": 0}
+
+    def column(texts: Iterable[str]) -> list[int]:
+        return [strings.setdefault(clipped(text), len(strings)) for text in texts]
+
+    return {
+        "name": clipped(profile.name),
+        "num_steps": len(profile.steps),
+        "peak_step": profile.peak_step,
+        "peak_bytes": profile.peak_bytes,
+        "num_buffers": len(buffers),
+        "steps": {
+            "name": column(s.name for s in steps),
+            "primitive": column(s.primitive for s in steps),
+            "source": column(short_path(s.source) for s in steps),
+            "phase": [_PHASES.index(s.phase) for s in steps],
+        },
+        "loops": [span._replace(text=clipped(span.text))._asdict() for span in loop_spans(steps)],
+        "buffers": {name: column(map(text, buffers)) for name, text in _BUFFER_TEXTS.items()}
+        | {
+            # Most buffers have the name of the step that writes them, for which the empty string stands.
+            "name": column(b.name if steps[b.start].name != b.name else "" for b in buffers),
+            "bytes": [b.num_bytes for b in buffers],
+            "start": [b.start for b in buffers],
+            "end": [b.end for b in buffers],
+            "kind": [KINDS.index(b.kind) for b in buffers],
+            "phase": [_PHASES.index(b.phase) for b in buffers],
+            "taken": [taken.get(i, 0) for i in listed],
+        },
+        "small": _encode_small(profile, set(listed), taken),
+        "kinds": KINDS,
+        "strings": list(strings),
+    }
+
+
+_BUFFER_TEXTS: dict[str, Callable[[Buffer], str]] = {
+    "type": lambda b: b.type,
+    "owner": lambda b: b.owner or b.function,
+    "function": lambda b: b.function,
+    "source": lambda b: short_path(b.source),
+    "primitive": lambda b: b.primitive,
+    "region": lambda b: b.region,
+    "loop": lambda b: str(b.loop or ""),
+    "stacked": lambda b: str(b.stacked or ""),
+}
+
+
+def _taken(profile: AdvisedTimeline) -> dict[int, int]:
+    """By the index of a buffer: the bytes that others, which replace it in place, take from it in its last step."""
+    index = {id(b): i for i, b in enumerate(profile.buffers)}
+    taken: dict[int, int] = defaultdict(int)
+    for a, _, shared in replacements(x for x in profile.buffers if x.kind != "constant"):
+        taken[index[id(a)]] += shared
+    return taken
+
+
+def _encode_small(profile: AdvisedTimeline, listed: set[int], taken: dict[int, int]) -> dict[str, Any] | None:
+    """The buffers that are not listed: how many, the size of the largest, and the change of their sum at each step."""
+    merged = [(i, b) for i, b in enumerate(profile.buffers) if i not in listed]
+    if not merged:
+        return None
+    change = [0] * (len(profile.steps) + 1)
+    for i, b in merged:
+        if b.kind != "constant":
+            change[b.start] += b.num_bytes
+            change[b.end] -= taken.get(i, 0)
+            change[b.end + 1] += taken.get(i, 0) - b.num_bytes
+    return {
+        "count": len(merged),
+        "max_bytes": max(b.num_bytes for _, b in merged),
+        "change": change[:-1],
+    }
+
+
+class LoopSpan(NamedTuple):
+    """A loop in the schedule.
+
+    Attributes:
+        text: the loop.
+        first, last: its steps.
+        depth: how many other loops are around it.
+    """
+
+    text: str
+    first: int
+    last: int
+    depth: int
+
+
+def loop_spans(steps: Sequence[Step]) -> list[LoopSpan]:
+    """The loops, in the order of their first steps.
+
+    A step names its innermost loop only. A loop that comes back after steps of other loops alone is around them.
+    """
+    spans: list[list[Any]] = []  # loop, first, last
+    open_: list[list[Any]] = []  # those that may come back, the outermost first
+    for n, step in enumerate(steps):
+        if step.loop is None:
+            open_ = []
+            continue
+        level = next((i for i, span in enumerate(open_) if span[0] == step.loop), len(open_))
+        if level == len(open_):
+            open_.append([step.loop, n, n])
+            spans.append(open_[-1])
+        open_ = open_[: level + 1]
+        open_[level][2] = n
+
+    found: list[LoopSpan] = []
+    around: list[int] = []  # last steps
+    for loop, first, last in spans:
+        while around and around[-1] < last:
+            around.pop()
+        found.append(LoopSpan(str(loop), first, last, len(around)))
+        around.append(last)
+    return found

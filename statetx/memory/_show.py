@@ -1,21 +1,24 @@
-"""What a profile prints: its first line, a sparkline, the table of what is alive at the peak, HTML, and two profiles
-side by side.
+"""What a profile prints: its first line, a sparkline, the table of what is alive at the peak, and two profiles side by
+side.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .._errors import printable
 from .._tables import Cell, Column, Line, Piece, Table, folded
 from .._text import format_bytes, short_path
-from ._changes import AdvisedTimeline
-from ._plot import family, phase_spans, sample_steps, svg
-from .buffer import Buffer, Change, Group, Kind, Loop
+from ._advice import AdvisedTimeline
+from .buffer import Buffer, Change, Group, Kind, Loop, Phase
 
 _MAX_ROWS = 12  # of the table, without the rows for what is not shown
 _MAX_CHANGES = 5
@@ -43,6 +46,19 @@ class PeakRow(NamedTuple):
     arrays: str
     place: str
     change: Change | None
+
+
+_INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]]|$)")
+
+
+def family(owner: str) -> str:
+    """The path of an owner without indices: equal layers of a model are one family.
+
+    Example:
+        >>> family("net.blocks.3.attention"), family("params['layers'][0]['w']"), family("loss")
+        ('net.blocks.*.attention', "params['layers'][*]['w']", 'loss')
+    """
+    return _INDEX.sub("*", owner)
 
 
 def rows_at_peak(profile: AdvisedTimeline) -> list[PeakRow]:
@@ -242,18 +258,20 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _RULES = {"forward": "─", "backward": "═", "update": "┄"}
 
 
-def sparkline(profile: AdvisedTimeline, width: int = _SPARKLINE_WIDTH) -> str:
+def sparkline(profile: AdvisedTimeline) -> str:
     """Bytes alive over the schedule, and below it the phases and the peak."""
-    steps = sample_steps(profile, width)
-    levels = profile.timeline[steps]
+    width = min(_SPARKLINE_WIDTH, len(profile.steps))
+    edges = np.linspace(0, len(profile.steps), width + 1).astype(int)
+    columns = list(itertools.pairwise(edges))  # each shows the most bytes of its steps
+    levels = np.array([profile.timeline[a:b].max() for a, b in columns])
     highest = max(int(levels.max()), 1)
-    repeats = max(width // len(steps), 1)  # the steps of a short program are several characters wide
+    repeats = max(_SPARKLINE_WIDTH // width, 1)  # the steps of a short program are several characters wide
 
     # A level is rounded up: what holds memory at all is visible.
     blocks = "".join(_BLOCKS[-(-int(n) * (len(_BLOCKS) - 1) // highest)] * repeats for n in levels)
     phases = ""
-    for phase, first, last in phase_spans(profile, width):
-        length = repeats * (last + 1 - first)
+    for phase, run in itertools.groupby(_phases(profile, columns)):
+        length = repeats * len(list(run))
         lead = _RULES[phase] if phases[-1:].isalpha() else ""  # between two labels
         label = f"{lead}{phase} "[:length] if len(lead + phase) <= length else ""
         phases += label.ljust(length, _RULES[phase])
@@ -262,6 +280,19 @@ def sparkline(profile: AdvisedTimeline, width: int = _SPARKLINE_WIDTH) -> str:
     label = f"peak, step {profile.peak_step + 1:,} of {len(profile.steps):,}"
     mark = f"{label} ▲".rjust(column + 1) if column > len(label) else " " * column + f"▲ {label}"
     return "\n".join([blocks, phases, mark])
+
+
+def _phases(profile: AdvisedTimeline, columns: Sequence[tuple[int, int]]) -> list[Phase]:
+    """The phase of each column: that of most steps around it, of the column with the peak the phase of the peak.
+
+    XLA schedules single operations of one pass within the other.
+    """
+    around, peak = len(profile.steps) // 12, profile.peak_step
+    phases: list[Phase] = []
+    for first, end in columns:
+        near = [step.phase for step in profile.steps[max(first - around, 0) : end + around]]
+        phases.append(profile.steps[peak].phase if first <= peak < end else Counter(near).most_common(1)[0][0])
+    return phases
 
 
 # -- table -----------------------------------------------------------------------------------------------------------
@@ -354,8 +385,8 @@ def lines(profile: AdvisedTimeline, width: int, prose: int) -> Iterator[Line]:
 
 
 def html(profile: AdvisedTimeline) -> str:
-    """For a notebook: the first line, the timeline stacked by owner, and the table."""
-    return f"<p>{escape(printable(headline(profile)))}</p>{printable(svg(profile))}{table(profile)._html()}"
+    """For a notebook: the first line, the timeline, and the table."""
+    return f"<p>{escape(printable(headline(profile)))}</p><pre>{sparkline(profile)}</pre>{table(profile)._html()}"
 
 
 def to_dict(profile: AdvisedTimeline) -> dict[str, Any]:

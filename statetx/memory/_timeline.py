@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,17 +46,16 @@ class Timeline:
             change[b.start] += b.num_bytes
             change[b.end + 1] -= b.num_bytes
         alive = np.cumsum(change)[:-1]
-        for step, num_bytes in self._shared():
-            alive[step] -= num_bytes
+        for _, b, shared in self._replacements:
+            alive[b.start] -= shared
         return alive
 
     def _counted(self) -> list[Buffer]:
         return [b for b in self.buffers if b.kind != "constant"]
 
-    def _shared(self) -> Iterator[tuple[int, int]]:
-        """Steps in which a buffer replaces another in place, and the bytes that both have then."""
-        for a, b in replacements(self._counted()):
-            yield b.start, min(a.offset + a.num_bytes, b.offset + b.num_bytes) - max(a.offset, b.offset)
+    @functools.cached_property
+    def _replacements(self) -> list[tuple[Buffer, Buffer, int]]:
+        return replacements(self._counted())
 
     @functools.cached_property
     def peak_step(self) -> int:
@@ -73,13 +73,10 @@ class Timeline:
         If one replaces another in place in this step, the new one is listed: sizes sum to ``timeline[step]`` unless
         only part of the memory is reused, where the old one is listed with what is left of it.
         """
-        counted = self._counted()
-        found = {id(b): b for b in counted if b.start <= step <= b.end}
-        for a, b in replacements(counted):
+        found = {id(b): b for b in self._counted() if b.start <= step <= b.end}
+        for a, b, shared in self._replacements:
             if b.start == step and id(a) in found:
-                both = min(a.offset + a.num_bytes, b.offset + b.num_bytes) - max(a.offset, b.offset)
-                rest = found[id(a)].num_bytes - both
-                found[id(a)] = dataclasses.replace(a, num_bytes=rest)
+                found[id(a)] = dataclasses.replace(a, num_bytes=found[id(a)].num_bytes - shared)
         return sorted((b for b in found.values() if b.num_bytes > 0), key=lambda b: (-b.num_bytes, b.start, b.name))
 
 
@@ -103,3 +100,36 @@ def grouped(buffers: Iterable[Buffer]) -> list[Group]:
         for key, found in members.items()
     ]
     return sorted(groups, key=lambda g: (-g.num_bytes, KINDS.index(g.kind), g.owner, g.source))
+
+
+# -- changes of a timeline
+
+
+class Gap(NamedTuple):
+    """Bytes that the changed program does not hold from one step to another; negative if it holds more."""
+
+    start: int
+    end: int
+    num_bytes: int
+
+
+def saving(profile: Timeline, gaps: Iterable[Gap]) -> int:
+    """By how much the peak of the timeline falls with these gaps."""
+    change = np.zeros(len(profile.steps) + 1, np.int64)
+    for gap in gaps:
+        if gap.start <= gap.end:
+            change[gap.start] -= gap.num_bytes
+            change[gap.end + 1] += gap.num_bytes
+    after = profile.timeline + np.cumsum(change)[:-1]
+    return int(profile.timeline.max() - after.max())
+
+
+def is_backward(profile: Timeline, n: int, b: Buffer) -> bool:
+    """Whether a reader of a buffer is in the backward pass. What a recomputation reads is needed there only if it is a
+    residual.
+
+    XLA moves some steps of the backward pass into the forward pass: these do not count.
+    """
+    step = profile.steps[n]
+    is_later = b.kind == "residual" or not step.is_recomputed
+    return n >= profile.backward_step and step.phase == "backward" and is_later

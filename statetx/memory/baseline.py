@@ -8,15 +8,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from .. import _files, _records
 from .._records import many, mapping, one_of, record, row, text, whole
 from .._targets import current
 from .._text import format_bytes, short_path
-from ._changes import AdvisedTimeline
-from ._plot import family
-from ._show import SUBJECTS, UNWRITTEN, unused_parts, unwritten_outputs
+from ._advice import AdvisedTimeline
+from ._show import SUBJECTS, UNWRITTEN, family, unused_parts, unwritten_outputs
 from ._timeline import grouped
 from .buffer import KINDS
 
@@ -56,22 +55,7 @@ class PeakPart(NamedTuple):
         return f"{SUBJECTS[self.kind][0]} {self.owner or 'the program'}{line}{function}"
 
 
-_size = whole()
-_PROGRAM = record(
-    {
-        "device": text,
-        "num_devices": whole(1),
-        "peak_bytes": _size,
-        "argument_bytes": _size,
-        "output_bytes": _size,
-        "alias_bytes": _size,
-        "temp_bytes": _size,
-        "constant_bytes": _size,
-        "versions": mapping(text),
-        "parts": many(row(one_of(*KINDS, UNUSED), text, text, text, _size)),
-    }
-)
-_FILE = record({"version": one_of(_VERSION), "programs": mapping(_PROGRAM)})
+_Size = Annotated[int, whole()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +69,16 @@ class MemoryBaseline:
         parts: what is alive at the peak and the constants, the largest first.
     """
 
-    device: str
-    num_devices: int
-    peak_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    constant_bytes: int
-    versions: Mapping[str, str]
-    parts: tuple[PeakPart, ...]
+    device: Annotated[str, text]
+    num_devices: Annotated[int, whole(1)]
+    peak_bytes: _Size
+    argument_bytes: _Size
+    output_bytes: _Size
+    alias_bytes: _Size
+    temp_bytes: _Size
+    constant_bytes: _Size
+    versions: Annotated[Mapping[str, str], mapping(text)]
+    parts: Annotated[tuple[PeakPart, ...], many(row(one_of(*KINDS, UNUSED), text, text, text, whole()))]
 
     @property
     def num_bytes(self) -> int:
@@ -105,18 +89,12 @@ class MemoryBaseline:
     def of(cls, profile: AdvisedTimeline) -> MemoryBaseline:
         """The record of a profile, made under the target that is in force."""
         target = current.current()
-        return cls(
-            device=profile.backend if target is None else target.name,
-            num_devices=profile.num_devices,
-            peak_bytes=profile.peak_bytes,
-            argument_bytes=profile.argument_bytes,
-            output_bytes=profile.output_bytes,
-            alias_bytes=profile.alias_bytes,
-            temp_bytes=profile.temp_bytes,
-            constant_bytes=profile.constant_bytes,
-            versions=_versions(),
-            parts=_parts(profile),
-        )
+        device = profile.backend if target is None else target.name
+        told = {name: getattr(profile, name) for name in _records.metadata(cls) if hasattr(profile, name)}
+        return cls(device=device, versions=_versions(), parts=_parts(profile), **told)
+
+
+_FILE = record({"version": one_of(_VERSION), "programs": mapping(record(_records.metadata(MemoryBaseline)))})
 
 
 def _parts(profile: AdvisedTimeline) -> tuple[PeakPart, ...]:

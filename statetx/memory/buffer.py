@@ -168,15 +168,18 @@ class Group(NamedTuple):
     change: Change | None
 
 
-def replacements(buffers: Iterable[Buffer]) -> list[tuple[Buffer, Buffer]]:
-    """Pairs of buffers where the second is written over the first, in the last step of the first."""
+def replacements(buffers: Iterable[Buffer]) -> list[tuple[Buffer, Buffer, int]]:
+    """Pairs of buffers where the second is written over the first, in the last step of the first, and the bytes that
+    both have then.
+    """
     ending: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
     buffers = list(buffers)
     for b in buffers:
         ending[b.allocation, b.end].append(b)
-    return [
-        (a, b)
-        for b in buffers
-        for a in ending.get((b.allocation, b.start), ())
-        if a is not b and a.start < b.start and a.offset < b.offset + b.num_bytes and b.offset < a.offset + a.num_bytes
-    ]
+    found = []
+    for b in buffers:
+        for a in ending.get((b.allocation, b.start), ()):
+            shared = min(a.offset + a.num_bytes, b.offset + b.num_bytes) - max(a.offset, b.offset)
+            if a is not b and a.start < b.start and shared > 0:
+                found.append((a, b, shared))
+    return found

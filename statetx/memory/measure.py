@@ -7,7 +7,7 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, overload
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,7 +29,6 @@ from .._objects.paths import argument_names
 from .._objects.walk import created_undone
 from .._spinner import spinner
 from .._targets import current
-from .._targets.target import Target
 from .._text import brief
 from .._tree import is_float
 from ..residuals.measure import ArrayProgram, inspected, without_gradient
@@ -41,20 +40,7 @@ from ._fallback import without_assignment
 from ._scopes import numbered_calls
 from .profile import MemoryProfile
 
-P = ParamSpec("P")
 
-
-# Without an option the arguments are checked as those of `fun`, which must not be left out.
-@overload
-def memory_profile(fun: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> MemoryProfile: ...
-@overload
-def memory_profile(compiled: Any, /) -> MemoryProfile: ...
-@overload
-def memory_profile(fun: Any, /, *args: Any, gradient: bool | None, **kwargs: Any) -> MemoryProfile: ...
-@overload
-def memory_profile(fun: Any, /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryProfile: ...
-@overload
-def memory_profile(fun: Any, /, *args: Any, progress: bool, **kwargs: Any) -> MemoryProfile: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target

@@ -11,7 +11,7 @@ from .._errors import printable
 from .._tables import Line, Printed, Table, Tabular
 from .._typing import public
 from . import _show
-from ._changes import AdvisedTimeline
+from ._advice import AdvisedTimeline
 from ._page import to_html
 
 if TYPE_CHECKING:

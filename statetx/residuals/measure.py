@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, overload
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,23 +18,11 @@ from .._objects.walk import created_undone
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import MARKER, is_step_by_marks, marks_in
 from .._targets import current
-from .._targets.target import Target
 from .._tree import is_array_or_type, is_float, partition
 from ..transforms.abstract import staged_jaxpr
 from ..transforms.functionalize import Functionalize, values_of
 
-P = ParamSpec("P")
 
-
-# Without an option the arguments are checked as those of `fun`, which must not be left out.
-@overload
-def measure(fun: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Cost: ...
-@overload
-def measure(fun: Callable[..., Any], /, *args: Any, gradient: bool | None, **kwargs: Any) -> Cost: ...
-@overload
-def measure(fun: Callable[..., Any], /, *args: Any, compiler_options: dict[str, Any] | None, **kwargs: Any) -> Cost: ...
-@overload
-def measure(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> Cost: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target

@@ -11,7 +11,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, overload
+from typing import Any
 
 import jax
 
@@ -25,7 +25,6 @@ from .._remat.parse import as_policy, as_sequence
 from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
-from .._targets.target import Target
 from .._text import format_bytes, format_flops, format_seconds
 from .._typing import Policy
 from ..kinds.linen import flax_remat, module_with_method
@@ -207,28 +206,6 @@ def _ratio(a: float, b: float) -> str:
     return f"{a / b:.2f}" if b else ""
 
 
-P = ParamSpec("P")
-
-
-# Without an option the arguments are checked as those of `fun`, which must not be left out.
-@overload
-def memory_report(fun: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> MemoryReport: ...
-@overload
-def memory_report(
-    fun: Callable[..., Any], /, *args: Any, policies: Policy | Sequence[Policy], **kwargs: Any
-) -> MemoryReport: ...
-@overload
-def memory_report(fun: Callable[..., Any], /, *args: Any, repeats: int, **kwargs: Any) -> MemoryReport: ...
-@overload
-def memory_report(fun: Callable[..., Any], /, *args: Any, gradient: bool | None, **kwargs: Any) -> MemoryReport: ...
-@overload
-def memory_report(
-    fun: Callable[..., Any], /, *args: Any, compiler_options: dict[str, Any] | None, **kwargs: Any
-) -> MemoryReport: ...
-@overload
-def memory_report(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryReport: ...
-@overload
-def memory_report(fun: Callable[..., Any], /, *args: Any, progress: bool, **kwargs: Any) -> MemoryReport: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target

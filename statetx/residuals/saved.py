@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
+from .._equations.flops import flops
 from .._equations.inline import inline
 from .._equations.primitives import INLINED
-from .._jax import Literal
+from .._jax import Jaxpr, Literal
 from .._lift.options import notes_shapes
 from .._lift.wrapper import name_of, refuse_value, short_name
 from .._targets import current
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import NOT_REMATERIALIZED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
-from ._recompute import Recomputation
 from ._trace import InputOrigin, Passes, differentiate, user_line
 from .table import Residual, Residuals, lines
 
@@ -111,10 +111,10 @@ def _rows(passes: Passes) -> Iterator[Residual]:
     for group, provenance, group_available in zip(groups, provenances, available, strict=True):
         atom = atoms[group[0]]
         # The residual itself does not count as available, under any of its variables: this is the cost of dropping it.
-        flops = 0 if provenance.eqn is None else recompute(atom, group_available)
+        cost = 0 if provenance.eqn is None else recompute(atom, group_available)
         reading_regions = set().union(*(read[i] for i in group))
         avals = [atoms[i].aval for i in (group if provenance.stored_as else group[:1])]
-        yield _row(passes, provenance, avals, flops, reading_regions, find_provenance.nearest_states(provenance))
+        yield _row(passes, provenance, avals, cost, reading_regions, find_provenance.nearest_states(provenance))
 
 
 def _with_all_codes(
@@ -132,7 +132,7 @@ def _row(
     passes: Passes,
     provenance: Provenance,
     avals: Sequence[Any],
-    flops: int,
+    cost: int,
     reading_regions: set[int],
     nearest_states: list[str],
 ) -> Residual:
@@ -160,7 +160,7 @@ def _row(
         source=f"{file}:{line}" if file else "",
         function=function,
         module=", ".join(sorted({path.rpartition(".")[0] for path in nearest_states} - {""})),
-        flops=flops,
+        flops=cost,
         why=_reasons(passes, provenance, reading_regions),
         memory=_jax.memory_of(avals[0]) if origin == "intermediate" else "",
         stored_as=provenance.stored_as,
@@ -200,3 +200,72 @@ def print_saved_residuals(
         80 B in 2 values, 0 B of them intermediate
     """
     print(lines(saved_residuals(fun, *args, argnums=argnums, wrt=wrt, has_aux=has_aux, **kwargs)))
+
+
+# -- the cost of computing a value again -----------------------------------------------------------------------------
+
+
+class Recomputation:
+    """The cost of each value of an inlined jaxpr, given that some are available.
+
+    Args:
+        jaxpr: every variable in it, at any depth, is defined once.
+        available: variables, at any depth, whose values are available.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, available: Collection[Any]):
+        self._jaxpr = jaxpr
+        self._available = frozenset(available)
+        self._definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def __call__(self, var: Any, excluding: Collection[Any] = ()) -> int:
+        """Operations that compute `var` from the inputs and the available values, `excluding` some of these."""
+        available = self._available.difference(excluding)
+        needed, _ = _slice(self._definitions, [var], available)
+        return sum(_partial(eqn, outs, available)[0] for eqn, outs in needed)
+
+
+def _slice(definitions: dict[Any, Any], targets: Iterable[Any], available: Collection[Any]) -> tuple[list, set]:
+    """The equations that compute `targets`, each with its used outputs, and the inputs that they need."""
+    # An equation that is met again for another output is looked at again: a scan may then need more of its body.
+    needed: dict[int, tuple[Any, set]] = {}
+    inputs = set()
+    work = list(targets)
+    while work:
+        v = work.pop()
+        if isinstance(v, Literal) or v in available:
+            continue
+        eqn = definitions.get(v)
+        if eqn is None:
+            inputs.add(v)
+            continue
+        _, outs = needed.setdefault(id(eqn), (eqn, set()))
+        if v not in outs:
+            outs.add(v)
+            work += _partial(eqn, outs, available)[1]
+    return list(needed.values()), inputs
+
+
+def _partial(eqn: Any, outs: Collection[Any], available: Collection[Any]) -> tuple[int, list[Any]]:
+    """Operations for some outputs of an equation, and the operands that they need. Of a scan, count only the equations
+    needed.
+    """
+    if eqn.primitive.name != "scan":
+        return flops(eqn), eqn.invars
+
+    body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
+    num_consts, num_carry = _jax.scan_counts(eqn)
+    definitions = {v: e for e in body.eqns for v in e.outvars}
+    targets = [inner for v, inner in zip(eqn.outvars, body.outvars, strict=True) if v in outs]
+    carries = dict(zip(body.invars[num_consts : num_consts + num_carry], body.outvars[:num_carry], strict=True))
+
+    # A step needs carries that the previous step must compute: add their outputs until there are no more.
+    while True:
+        eqns, inputs = _slice(definitions, targets, available)
+        missing = [carries[v] for v in inputs if v in carries and carries[v] not in targets]
+        if not missing:
+            break
+        targets += missing
+
+    cost = eqn.params["length"] * sum(_partial(e, o, available)[0] for e, o in eqns)
+    return cost, [a for a, v in zip(eqn.invars, body.invars, strict=True) if v in inputs]
