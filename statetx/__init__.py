@@ -93,10 +93,10 @@ if _TYPE_CHECKING:
     from .planner.batches import max_batch as max_batch
     from .planner.fit import budget as budget
     from .planner.planner import plan as plan
-    from .residuals import memory_report as memory_report
     from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
     from .residuals.loop_report import loop_report as loop_report
     from .residuals.measure import measure as measure
+    from .residuals.report import memory_report as memory_report
     from .residuals.saved import print_saved_residuals as print_saved_residuals
     from .residuals.saved import saved_residuals as saved_residuals
     from .residuals.table import Residuals as Residuals
@@ -151,10 +151,10 @@ _PUBLIC = {
     ".planner._plan.plan": "Plan",
     ".planner.planner": "plan",
     ".planner.fit": "budget",
-    ".residuals": "memory_report",
     ".residuals.fwd_bwd": "print_fwd_bwd",
     ".residuals.loop_report": "loop_report",
     ".residuals.measure": "measure",
+    ".residuals.report": "memory_report",
     ".residuals.saved": "print_saved_residuals saved_residuals",
     ".residuals.table": "Residuals",
     ".transforms.abstract": "eval_shape make_jaxpr",

@@ -106,6 +106,45 @@ def test_inspection_accepts_a_created_state_and_leaves_the_attribute_as_it_was(k
     np.testing.assert_allclose(loss(X + 1), reference.loss(X + 1), rtol=1e-6)
 
 
+VIEWS = ["saved_residuals", "print_fwd_bwd", "loop_report", "measure", "memory_profile", "memory_report"]
+
+
+def num_traces(view, fun, is_jitted, **options):
+    counted = statetx.testing.count_traces(fun)
+    getattr(statetx, view)(statetx.jit(counted) if is_jitted else counted, X, **options)
+    return counted.count
+
+
+@pytest.mark.parametrize("of_step", [False, True], ids=["loss", "step"])
+@pytest.mark.parametrize("view", VIEWS[:-1])
+def test_view_traces_the_function_once(view, of_step):
+    fun = Cell("statetx").step if of_step else Cell("statetx").loss
+    assert num_traces(view, fun, is_jitted=False) == 1
+
+
+@pytest.mark.parametrize("view", ["saved_residuals", "loop_report", "measure"])
+def test_view_traces_a_jitted_step_once(view):
+    assert num_traces(view, Cell("statetx").step, is_jitted=True) == 1
+
+
+def test_profile_traces_a_jitted_step_twice_since_its_own_jit_stages_what_is_compiled():
+    assert num_traces("memory_profile", Cell("statetx").step, is_jitted=True) == 2
+    assert num_traces("memory_profile", Cell("statetx").step, is_jitted=True, gradient=False) == 1
+
+
+def test_report_traces_the_function_once_for_each_row_and_once_as_written():
+    block = statetx.remat(lambda w, x: jnp.sin(jnp.tanh(x @ w)))
+    loss = functools.partial(lambda w, x: block(w, x).sum(), jnp.eye(8))
+    assert num_traces("memory_report", loss, is_jitted=False) == 2
+    assert num_traces("memory_report", loss, is_jitted=False, policies=["nothing", "dots"]) == 4
+
+
+def test_report_traces_a_jitted_function_twice_for_each_row_since_residuals_in_a_trace_within_have_no_names():
+    block = statetx.remat(lambda w, x: jnp.sin(jnp.tanh(x @ w)))
+    loss = functools.partial(lambda w, x: block(w, x).sum(), jnp.eye(8))
+    assert num_traces("memory_report", loss, is_jitted=True) == 4
+
+
 class Lazy:
     """Creates its state at the first call, in a container of a new layer."""
 

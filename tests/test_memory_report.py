@@ -510,12 +510,10 @@ def test_repeats_leave_donated_arrays_and_states():
         w.value = w.value - 0.1 * grads
         return v + loss
 
-    report = statetx.memory_report(step, v, repeats=3)
-    assert all(row.seconds > 0 for row in report.rows)
+    report = statetx.memory_report(step, v)
+    assert report.rows[0].alias_bytes > 0
     np.testing.assert_array_equal(w.value, jnp.eye(8))
     assert not v.is_deleted() and step(v).shape == (8, 8)
-    with pytest.raises(TypeError, match="repeats= runs the function, and some arguments are jax.ShapeDtypeStruct"):
-        statetx.memory_report(jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32), repeats=2)
 
 
 def test_policies_of_one_name_have_rows_of_their_own():

@@ -18,8 +18,9 @@ from corpus import PROGRAMS, Program, X
 from helpers import compilations, in_turn
 from statetx import policies
 from statetx._text import short_path
-from statetx.residuals import Residuals
-from statetx.residuals._trace import differentiate
+from statetx.residuals.fwd_bwd import FwdBwd
+from statetx.residuals.saved import traced_to_differentiate
+from statetx.residuals.table import Residuals
 
 SOME = [corpus.Dropout, corpus.BatchNormKeyword, corpus.Nested, corpus.CustomRules, corpus.Branches]
 
@@ -552,7 +553,7 @@ def test_fwd_bwd_fits_the_width():
         y = statetx.scan(lambda c, _: (jnp.sin(c) * loss(c), None), x, None, length=2)[0]
         return jax.lax.cond(y[0, 0] > 0, jnp.sin, lambda y: jax.lax.fori_loop(0, 3, lambda i, y: y * y, y), y)
 
-    shown = statetx.residuals.FwdBwd(*differentiate(looped, (B8,), {}))
+    shown = FwdBwd(*traced_to_differentiate("print_fwd_bwd", looped, (B8,), {}).passes())
     for width in (60, 109, 120, 200):
         assert max(map(len, shown.text(width).splitlines()[1:])) <= width
     assert " | " in shown.text(110) and " | " not in shown.text(109)

@@ -312,7 +312,7 @@ def test_estimated_time_of_a_loop_counts_its_steps():
 def test_estimated_time_of_recomputation_is_longer():
     report = statetx.memory_report(lambda ws, x: wide(ws, x, statetx.remat), WIDE, ROWS, target="h100")
     plain, rematerialized = report.rows
-    assert 1.1 < rematerialized.seconds / plain.seconds < 2 and not plain.was_run
+    assert 1.1 < rematerialized.seconds / plain.seconds < 2
     assert "estimated time" in str(report)
 
 

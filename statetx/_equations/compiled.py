@@ -62,12 +62,8 @@ class Cost:
     def __str__(self) -> str:
         sizes = {"arguments": self.argument_bytes, "outputs": self.output_bytes, "temporaries": self.temp_bytes}
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
-        time = "" if self.seconds is None else f"; {self._kind_of_time} {format_seconds(self.seconds)}"
+        time = "" if self.seconds is None else f"; estimated {format_seconds(self.seconds)}"
         return f"{format_flops(self.flops)} operations; {listed}; {format_bytes(self.peak_bytes)} in all{time}"
-
-    @property
-    def _kind_of_time(self) -> str:
-        return "estimated"
 
     def _repr_html_(self) -> str:
         return self._table()._repr_html_()

@@ -18,12 +18,11 @@ from .._lift.wrapper import name_of
 from .._targets import current
 from .._text import type_str
 from .._tree import num_bytes
-from ..residuals._trace import user_line
-from ..residuals.measure import is_step, with_gradient, without_gradient
+from ..residuals._trace import TracedCall, user_line
+from ..residuals.measure import ArrayProgram
 from ._names import calls_of
 from ._scopes import numbered_calls
 from .buffer import Buffer, Kind, Loop, Phase, Step
-from .measure import input_names
 from .profile import MemoryProfile
 
 _NOTE = (
@@ -54,14 +53,14 @@ def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool
     Args:
         gradient: as in `memory_profile`.
     """
-    if gradient is None:
-        gradient = not is_step(step, args, kwargs)
     with numbered_calls():
-        program = (with_gradient if gradient else without_gradient)(step, args, kwargs)
-        closed = jax.make_jaxpr(program.run)(*program.arrays)
+        call = TracedCall("memory_profile", step, args, kwargs)
+    gradient = not call.is_step if gradient is None else gradient
+    program = ArrayProgram(call, gradient)
+    closed = jax.make_jaxpr(program.run)(*program.arrays)
     jaxpr = inline(_jax.close(_jax.without_dead_code(closed), closed.consts), calls=INLINED)
     steps = tuple(_steps(jaxpr))
-    buffers = [*_inputs(jaxpr, *input_names(step, args, program)), *_computed(jaxpr, steps)]
+    buffers = [*_inputs(jaxpr, program.names, program.states), *_computed(jaxpr, steps)]
 
     sizes = {kind: sum(b.num_bytes for b in buffers if b.kind == kind) for kind in ("state", "argument", "output")}
     profile = MemoryProfile(

@@ -19,11 +19,11 @@ from .._jax import PRIMITIVES, CompiledProgram, Instruction, StackFrame, product
 from ._lifetimes import FORWARDS, FlatSchedule
 from .buffer import Loop, Phase
 
-# Parts of a name stack that JAX adds: loops, branches, calls, regions and the functions of jax.numpy.
+# Parts of a name stack that JAX or we add: loops, branches, calls, regions, marks and the functions of jax.numpy.
 _ADDED = re.compile(
     r"jit\(.*\)|pjit|while|body|cond|closed_call|eval_jaxpr|branch_\d+_fun|checkpoint|rematted_computation|remat\d*|"
     r"custom_[jv][jv]p_call\w*|"
-    r"shard_map|scan|core_call|vmap\(\)|jvp\(\)|transpose\(\)|xla_call"
+    r"shard_map|scan|core_call|vmap\(\)|jvp\(\)|transpose\(\)|xla_call|statetx_differentiates_\w+"
 )
 _CALLED = re.compile(r"closed_call|eval_jaxpr")  # the body of a scan; its name is the second one since JAX 0.11.2
 # What XLA itself computes again, on GPUs and TPUs, in a program that would not fit

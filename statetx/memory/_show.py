@@ -230,10 +230,9 @@ def unused_parts(profile: AdvisedTimeline) -> dict[str, int]:
     """The parts of ``profile.unused_bytes``."""
     unwritten = min(sum(b.num_bytes for b in unwritten_outputs(profile)), max(profile.unused_bytes, 0))
     gaps = profile.unused_bytes - unwritten
-    # Without a buffer assignment working memory is not among the buffers, and the residuals before compilation can be
-    # more than what the program reserves.
-    label = "working memory, not told" if profile.note else "unused (gaps between buffers)"
-    label = label if gaps > 0 else "more than the program reserves"
+    # Buffers that are estimated from the equations can be more than what the program reserves.
+    label = "unused (gaps between buffers)" if gaps > 0 else "more than the program reserves"
+    label = label if profile.buffers else "not told"
     return {name: n for name, n in ((UNWRITTEN, unwritten), (label, gaps)) if n}
 
 

@@ -27,12 +27,12 @@ from ..planner._program.flat import Flat, Part, flatten
 from ..planner._treatments.inputs import StoredInputs
 from ..planner._treatments.rewrite import UNPLANNED, as_planned, rewrite
 from ..planner._treatments.treatment import Decision, Interval
-from ..residuals.measure import ArrayProgram, with_gradient, without_gradient
+from ..residuals._trace import TracedCall
+from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of
 from ._edits import AsArguments, Donate, Edit, InParts, Predicted
 from ._scopes import numbered_calls, takes_as_arguments
-from .measure import input_names
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
 
@@ -65,8 +65,8 @@ class Trials:
         time_limit: float,
         constant_bytes: int = 0,
     ):
-        self._step, self._args, self._kwargs = step, args, kwargs
-        self._program_of = with_gradient if gradient else without_gradient
+        # Each program is traced again, with the edits of what it differentiates.
+        self._arrays = ArrayProgram(TracedCall("explain_oom", step, args, kwargs), gradient, retraces=True)
         self._options, self._constant_bytes = options, constant_bytes
         self._end = time.monotonic() + time_limit
         self._longest = 0.0
@@ -135,8 +135,7 @@ class Trials:
 
     @functools.cached_property
     def _captured(self) -> list[Any]:
-        arrays = self._program_of(self._step, self._args, self._kwargs)
-        return captured(arrays.run, arrays.arrays)[1]
+        return captured(self._arrays.run, self._arrays.arrays)[1]
 
     def _program(self, edits: Sequence[Edit]) -> Program:
         with numbered_calls():
@@ -145,13 +144,12 @@ class Trials:
     def _changed(self, edits: Sequence[Edit]) -> Program:
         if untried := next((e for e in edits if isinstance(e, Predicted)), None):
             raise NotTried(untried.why)
-        arrays = self._program_of(self._step, self._args, self._kwargs)
-        names, states = input_names(self._step, self._args, arrays)
-        rewriter: _Edited = _Edited(edits, keeps_order=not states)
+        arrays = self._arrays
+        rewriter: _Edited = _Edited(edits, keeps_order=not arrays.states)
         if in_parts := next((e for e in edits if isinstance(e, InParts)), None):
-            rewriter = self._in_parts(arrays, rewriter, in_parts)
+            rewriter = self._in_parts(rewriter, in_parts)
         given = {name for e in edits if isinstance(e, Donate) for name in e.inputs}
-        donated = {*arrays.donated(arrays.arrays), *(i for i, name in enumerate(names) if name in given)}
+        donated = {*arrays.donated, *(i for i, name in enumerate(arrays.names) if name in given)}
         run, args = arrays.run, arrays.arrays
         if AsArguments() in edits:
             with rewritten_by(rewriter):
@@ -166,18 +164,17 @@ class Trials:
             raise NotTried("its place was not found in the equations")
         return program
 
-    def _in_parts(self, arrays: ArrayProgram, rewriter: _Edited, edit: InParts) -> _EditedInParts:
+    def _in_parts(self, rewriter: _Edited, edit: InParts) -> _EditedInParts:
         """A rewriter with the gradients of one part, for which the step is traced with a batch of its size."""
-        names, states = input_names(self._step, self._args, arrays)
         of_part = [
             jax.ShapeDtypeStruct((edit.size // edit.num, *x.shape[1:]), x.dtype)
-            if name not in states and argument_of(name) in edit.arguments and x.shape[:1] == (edit.size,)
+            if i.state is None and argument_of(i.origin.path) in edit.arguments and x.shape[:1] == (edit.size,)
             else jax.typeof(x) if isinstance(x, jax.Array) else x
-            for x, name in zip(arrays.arrays, names, strict=True)
+            for i, x in zip(self._arrays.inputs, self._arrays.arrays, strict=True)
         ]  # fmt: skip
         try:
             with rewritten_by(rewriter):
-                jax.make_jaxpr(lambda *xs: arrays.run(*xs))(*of_part)
+                jax.make_jaxpr(lambda *xs: self._arrays.run(*xs))(*of_part)
         except Exception as e:  # the user's function may need its own size, and says so in any way
             raise NotTried(f"with a part of the batch the step raises {_first_line(e)}") from e
         if not rewriter.gradients:
@@ -198,8 +195,7 @@ def _on_device(arrays: Sequence[Any]) -> int:
 
 def captured_bytes(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
     """Bytes on the device of the arrays that a step closes over."""
-    arrays = without_gradient(step, args, kwargs)
-    return _on_device(captured(arrays.run, arrays.arrays)[1])
+    return _on_device(TracedCall("explain_oom", step, args, kwargs).body.operands)
 
 
 class _TriedGradient(NamedTuple):

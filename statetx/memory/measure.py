@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,20 +23,19 @@ from .._equations.compiled import (
 from .._errors import FunctionError
 from .._jax import CompiledProgram
 from .._lift.options import check_flags, notes_shapes
-from .._lift.wrapper import name_of, refuse_value, short_name
+from .._lift.wrapper import refuse_value, short_name
 from .._objects.paths import argument_names
 from .._objects.walk import created_undone
 from .._spinner import spinner
 from .._targets import current
 from .._text import brief
 from .._tree import is_float
-from ..residuals.measure import ArrayProgram, inspected, without_gradient
-from ..residuals.saved import residuals_of
-from ..residuals.table import Residuals
+from ..residuals._trace import TracedCall
+from ..residuals.measure import ArrayProgram
 from ..transforms.jit.stages import Compiled, Lowered, Traced
 from ._assemble import Assembly, Inputs
-from ._fallback import without_assignment
 from ._scopes import numbered_calls
+from .buffer import Step
 from .profile import MemoryProfile
 
 
@@ -53,8 +51,8 @@ def memory_profile(
     schedule the first and last step in which the buffer is alive, and its metadata the function and the line.
 
     On GPUs XLA writes the buffer assignment of what it compiles to a temporary folder. A program that is compiled
-    already has none there, nor has one of a backend that writes none: ``note`` of the result says so then, and the
-    buffers are the arguments, the residuals and the outputs, without working memory.
+    already has none there, nor has one of a backend that writes none: the result has XLA's totals then, no buffers, and
+    a ``note`` that says so.
 
     Args:
         fun: a function that may read and write states, a jitted function, or a program that is traced, lowered or
@@ -94,13 +92,11 @@ def profiled(
     fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None, compiler_options: dict[str, Any]
 ) -> MemoryProfile:
     """`memory_profile` of a program that is compiled with these options, unless it is compiled already."""
-    with numbered_calls():
-        traced = _trace(fun, args, kwargs, gradient)
+    traced = _trace(fun, args, kwargs, gradient)
     compiled, program = _compiled(traced.stage, compiler_options)
-    if program is None:
-        was_compiled = isinstance(traced.stage, jax.stages.Compiled)
-        return without_assignment(traced.name, compiled, traced.residuals, was_compiled=was_compiled)
     memory = compiled.memory_analysis()
+    if program is None:
+        return _totals(traced, memory)
     assert memory is not None  # the program was decoded from it, or beside it
     backend = traced.stage.target.platform if isinstance(traced.stage, ForTarget) else _backend(compiled)
     return profile_of(program, memory, traced, _num_devices(compiled), backend)
@@ -124,7 +120,30 @@ def profile_of(
         num_devices=num_devices,
         backend=backend,
         backward_step=assembly.names.turn,
-        gradient=traced.residuals is not None,
+        gradient=traced.gradient,
+    )
+
+
+def _totals(traced: _TracedProgram, memory: Any) -> MemoryProfile:
+    """The profile of a program whose backend does not tell where its buffers are."""
+    was_compiled = isinstance(traced.stage, jax.stages.Compiled)
+    names = ("argument", "output", "alias", "temp")
+    sizes = {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes", 0) for name in names}
+    note = (
+        f"The backend {current.platform()!r} does not tell where {'compiled programs' if was_compiled else 'programs'} "
+        f"have their buffers, so there are totals only."
+        + (" Pass the function, or the lowered program." if was_compiled else "")
+    )
+    return MemoryProfile(
+        name=traced.name,
+        buffers=(),
+        steps=(Step("program", "", "forward", "", None),),
+        **sizes,
+        constant_bytes=0,
+        num_devices=1,
+        backend=current.platform(),
+        gradient=traced.gradient,
+        note=note,
     )
 
 
@@ -177,13 +196,13 @@ class _TracedProgram(NamedTuple):
 
     Attributes:
         stage: JAX's lowered or compiled stage.
-        residuals: computes the residuals, for a backend that tells no buffers; None if the function is not known.
+        gradient: whether it is known to be a function with its gradient.
     """
 
     name: str
     stage: Any
     inputs: Inputs
-    residuals: Callable[[], Residuals] | None
+    gradient: bool = False
 
 
 def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> _TracedProgram:
@@ -195,21 +214,19 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
             )
         return _staged(fun)
     refuse_value("memory_profile", fun)
-    program, gradient = inspected(fun, args, kwargs, gradient)
-    if gradient:
-        residuals = functools.partial(residuals_of, fun, args, kwargs, may_be_step=False)
-        results = jax.eval_shape(program.run, *program.arrays)
-        if any(map(is_float, results[0])):
-            return _of_function(fun, args, program, residuals, results)
     # A program that another library's jit has staged has no names of states: "state_vals[3]". Only there arrays that
     # are no states are inputs.
     is_named = _states.unjitted(fun) is not None and not _states.holds_other_arrays(args)
-    if hasattr(fun, "lower") and hasattr(fun, "trace") and not is_named:
-        with created_undone(fun, args, kwargs):
-            traced = _staged(fun.trace(*args, **kwargs))
-            return traced if traced.inputs.states else traced._replace(inputs=Inputs(_state_names(fun, args, kwargs)))
-    program = without_gradient(fun, args, kwargs) if gradient else program
-    return _of_function(fun, args, program, None, None)
+    is_jitted = hasattr(fun, "lower") and hasattr(fun, "trace") and not is_named
+    if gradient is not False or not is_jitted:
+        with numbered_calls():
+            call = TracedCall("memory_profile", fun, args, kwargs)
+        has_gradient = not call.is_step if gradient is None else gradient
+        if (has_gradient and any(map(is_float, call.outputs))) or not is_jitted:
+            return _of_call(call, has_gradient and any(map(is_float, call.outputs)))
+    with created_undone(fun, args, kwargs), numbered_calls():
+        traced = _staged(fun.trace(*args, **kwargs))
+        return traced if traced.inputs.states else traced._replace(inputs=Inputs(_state_names(fun, args, kwargs)))
 
 
 _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)
@@ -218,13 +235,13 @@ _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax
 def _staged(stage: Any) -> _TracedProgram:
     """Of a traced, lowered or compiled function."""
     if isinstance(stage, Traced):
-        return _TracedProgram(stage.name, lower(stage.jax_stage), Inputs(stage.state_names), None)
+        return _TracedProgram(stage.name, lower(stage.jax_stage), Inputs(stage.state_names))
     name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell
     if hasattr(stage, "lower"):
         stage = lower(stage)
     if isinstance(stage, (Lowered, Compiled)):
-        return _TracedProgram(stage.name, stage.jax_stage, Inputs(stage.state_names), None)
-    return _TracedProgram(name, stage, Inputs(), None)
+        return _TracedProgram(stage.name, stage.jax_stage, Inputs(stage.state_names))
+    return _TracedProgram(name, stage, Inputs())
 
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
@@ -236,39 +253,21 @@ def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str
     return frozenset(name((*keys, *inner)) for keys, values in found for inner, _ in values)
 
 
-def _of_function(
-    fun: Any, args: tuple, program: ArrayProgram, residuals: Callable | None, results: tuple[list, list, list] | None
-) -> _TracedProgram:
-    """Of a function of arrays that `with_gradient` or `without_gradient` made; `results` of the former."""
-    names, states = input_names(fun, args, program)
-    jitted = jax.jit(program.run, donate_argnums=program.donated(program.arrays))
-    _jax.name_inputs(jitted, program.arrays, names)
-    outputs = _output_names(results, program.arrays, names) if results else ()
+def _of_call(call: TracedCall, gradient: bool) -> _TracedProgram:
+    program = ArrayProgram(call, gradient)
+    jitted = jax.jit(program.run, donate_argnums=program.donated)
+    _jax.name_inputs(jitted, program.arrays, program.names)
     lowered = lower(jitted.trace(*program.arrays))
-    return _TracedProgram(short_name(name_of(fun)), lowered, Inputs(frozenset(states), outputs), residuals)
+    inputs = Inputs(frozenset(program.states), _output_names(call, program) if gradient else ())
+    return _TracedProgram(short_name(call.name), lowered, inputs, gradient)
 
 
-def input_names(fun: Any, args: tuple, program: ArrayProgram) -> tuple[list[str], list[str]]:
-    """Names of the program's inputs, and those of them that are paths of states."""
-    argument_name = argument_names(fun, args)
-    # Keys of the values of states begin with 0 and the state's path, those of arguments with 1 or 2 for args or kwargs.
-    names = [
-        keys[1].key + jax.tree_util.keystr(keys[2:])
-        if keys[0].idx == 0
-        else argument_name((jax.tree_util.SequenceKey(keys[0].idx - 1), *keys[1:]))
-        for keys in program.keys
-    ]
-    return names, [name for name, keys in zip(names, program.keys, strict=True) if keys[0].idx == 0]
-
-
-def _output_names(results: tuple[list, list, list], arrays: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
-    """Names of what the program of `with_gradient` returns; empty for new values of states, which their
-    modules name.
-    """
-    outputs, others, _ = results
-    first = ["output"] if len(outputs) == 1 else [f"output {n}" for n in range(len(outputs))]
-    gradients = [f"gradient of {name}" for x, name in zip(arrays, names, strict=True) if is_float(x)]
-    return (*first, *[""] * len(others), *gradients)
+def _output_names(call: TracedCall, program: ArrayProgram) -> tuple[str, ...]:
+    """Names of what a program with its gradient returns; empty for new values of states, which their modules name."""
+    num_floats = sum(map(is_float, call.outputs))
+    first = ["output"] if num_floats == 1 else [f"output {n}" for n in range(num_floats)]
+    gradients = [f"gradient of {program.names[i]}" for i in program.diff_indices]
+    return (*first, *[""] * (call.num_results - num_floats), *gradients)
 
 
 def _num_devices(compiled: Any) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -30,9 +29,8 @@ from .._targets import current
 from .._text import brief, counted, format_bytes
 from .._tree import is_float, num_bytes
 from .._typing import Filter, Indices, Names
-from ..residuals.measure import with_gradient, without_gradient
+from ..residuals.measure import array_program
 from ..transforms.abstract import eval_shape
-from ..transforms.functionalize import Functionalize
 from ..transforms.microbatch import RULES, without_new_states
 from . import _store
 from ._budget import impossible_batch, read_amount, unit_question
@@ -231,17 +229,16 @@ def _programs(
 
         return as_jitted
 
-    program = (with_gradient if gradient else without_gradient)(step, args, kwargs)
+    program = array_program("max_batch", step, args, kwargs, gradient)
     rules = Rules("max_batch", states or {}, step, RULES, args, kwargs)
-    held = Functionalize(step, takes_refs=True).states(*args, **kwargs) if states else {}
 
     def of_arrays(types: list[Any], size: int) -> Program:
         mask, of_batch, found = iter(batch.mask()), iter(types), []
-        for x, keys in zip(program.arrays, program.keys, strict=True):
-            if keys[0].idx:
+        for x, read in zip(program.arrays, program.inputs, strict=True):
+            if read.state is None:
                 x = next(of_batch) if next(mask) else x
-            elif (state := held.get(keys[1].key)) is not None:
-                aval = part_type(rules, state, _jax.abstract(x), batch.size, size)
+            elif states:
+                aval = part_type(rules, read.state, _jax.abstract(x), batch.size, size)
                 x = x if aval.shape == x.shape else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
             found.append(x)
         rules.check_paths()
@@ -283,11 +280,12 @@ def parts(
     part_args, part_kwargs = batch.arguments(batch.types(1))
     outs = jax.tree.leaves(eval_shape(fun, *part_args, **part_kwargs))
     is_loss = is_differentiated or (len(outs) == 1 and not outs[0].shape and is_float(outs[0]))
-    measured = functools.partial(with_gradient, fixed=batch.mask()) if is_loss else without_gradient
+    not_differentiated = batch.mask() if is_loss else ()
 
     def bytes_of(index: int) -> int:
         in_parts = micro.with_num(nums[index - 1])
-        program = measured(lambda *args, **kwargs: without_new_states(in_parts(*args, **kwargs)), args, kwargs)
+        call = lambda *args, **kwargs: without_new_states(in_parts(*args, **kwargs))
+        program = array_program("microbatch", call, args, kwargs, is_loss, not_differentiated)
         with _jax.eval_context():
             program = program.for_types([_type(x) for x in program.arrays], memory_analysis_options())
         return _peak_bytes("microbatch", fun, program, amount, "number of parts")

@@ -1,12 +1,13 @@
-"""The forward and the backward pass of a function as equations, and the residuals between them.
+"""A call as equations, traced once, of which the reports are views; and its forward and backward pass.
 
-``jax.vjp`` returns its pullback as a pytree whose leaves are the residuals. So the function is staged once, with every
-argument, state and constant as an input, and then ``jax.vjp`` of it is staged, with these leaves as additional outputs.
-No array is computed, and the user's Python runs once.
+The function is staged once, with every argument, state and constant as an input: `TracedCall`. Nothing else runs the
+user's Python. What is compiled evaluates these equations. ``jax.vjp`` returns its pullback as a pytree whose leaves are
+the residuals: `Passes` stages ``jax.vjp`` of the equations, with these leaves as additional outputs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -22,8 +23,9 @@ from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import Body, table
 from .._jax import Jaxpr
+from .._lift.context import note_shardings
 from .._lift.inputs import InputNames, Lifting
-from .._lift.outcome import pack
+from .._lift.outcome import partition_output
 from .._lift.run import frame_for
 from .._lift.stage import stage
 from .._lift.targets import Targets, resolve_argnums, split_aux
@@ -31,8 +33,17 @@ from .._lift.wrapper import name_of, short_name
 from .._objects.paths import Paths, argument_names
 from .._objects.walk import created_undone
 from .._remat.gradients import rewritten_by
-from .._remat.rewriter import Observer, is_training_step
-from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, is_array_or_type, is_float
+from .._remat.rewriter import MARKER, Observer, is_step_by_marks, is_training_step, marks_in
+from .._tree import (
+    Partition,
+    as_array,
+    flatten,
+    is_array,
+    is_array_or_number,
+    is_array_or_type,
+    is_float,
+    partition,
+)
 from .._typing import Filter, PyTree
 from ..transforms.jit.api import Jit
 
@@ -100,118 +111,207 @@ class Passes:
         return inline(_jax.without_remat3(jaxpr), consts, calls=INLINED - REMAT)
 
 
-def differentiate(
-    fun: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    *,
-    argnums: int | Sequence[int] | None = None,
-    wrt: PyTree | Filter = None,
-    has_aux: bool = False,
-    may_be_step: bool = True,
-) -> list[Passes]:
-    """Stage a function and its derivative with respect to the inputs that `saved_residuals` documents.
+class TracedInput(NamedTuple):
+    """An input of a traced call.
 
-    Of a training step, the different functions that it differentiates, unless `may_be_step` is False.
+    Attributes:
+        array: the array, or its type.
+        keys: of an array of an argument, its key path in ``(args, kwargs)``.
+        state: the state that it is a leaf of; None for arguments.
+        index: its number among the arguments, or among the leaves of the state.
     """
-    # Without a choice every float counts. With `wrt` alone, as in `grad`, no argument does.
-    all_inputs = argnums is None and wrt is None
-    may_be_step = may_be_step and all_inputs
-    if may_be_step:
-        fun = _unjitted(fun)  # a trace within would hide which values are states and arguments
-    nums, _ = resolve_argnums(argnums, len(args), fun)
-    targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
 
-    def is_target_state(state: Any) -> bool:
-        return all_inputs or (targets is not None and targets.is_target(state))
+    array: Any
+    origin: InputOrigin
+    keys: tuple[Any, ...] = ()
+    state: Any = None
+    index: int = 0
 
-    flatten((args, kwargs), _states.is_opaque)  # raises for a dict that JAX cannot flatten
-    leaves_with_path, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
-    are_targets = [all_inputs or (keys[0].idx == 0 and keys[1].idx in nums) for keys, _ in leaves_with_path]
 
-    # A Python number is traced only if it is differentiated, as `grad` would; others may decide branches of the
-    # function.
-    mask = tuple(
-        is_array_or_type(x) or (w and isinstance(x, (float, complex)))
-        for (_, x), w in zip(leaves_with_path, are_targets, strict=True)
-    )
-    static_part = Partition(treedef, mask, tuple(x for (_, x), m in zip(leaves_with_path, mask, strict=True) if not m))
-    arrays = [as_array(x) for (_, x), m in zip(leaves_with_path, mask, strict=True) if m]
+class TracedCall:
+    """A call of a function as equations: what it computes from the arrays of its arguments and its states.
 
-    paths, argument_name = Paths(fun, args, kwargs), argument_names(fun, args)
-    recorder = _GradientRecorder() if may_be_step else None
-    lifting = _InspectedReads(targets, paths, recorder)
-    name = name_of(fun)
-    keys_of_arrays = [keys for (keys, _), m in zip(leaves_with_path, mask, strict=True) if m]
+    No array is computed and no state changes.
 
-    def body(*tracers: Any) -> tuple[list, None]:
-        frame = frame_for("saved_residuals", fun, on_read=lifting.on_read)
-        call_args, call_kwargs = static_part.combine(tracers)
-        if recorder is None:
-            out = frame.run(fun, *call_args, **call_kwargs)
-        else:
-            recorder.note(tracers, [InputOrigin("argument", argument_name(keys)) for keys in keys_of_arrays])
-            with rewritten_by(recorder):
+    Args:
+        name: who asks, for messages.
+        argnums, wrt, has_aux: as in `saved_residuals`.
+        has_passes: whether `passes` will be asked for.
+        traces_numbers: whether a Python number is traced if it is differentiated, as `grad` would. Others may decide
+            branches of the function, or be shapes.
+        types: the inputs, with arrays of other types.
+
+    Attributes:
+        body: the inputs are its operands and `inputs`, the outputs those of the function and the values of the states
+            that it writes or creates.
+        outputs: the types of the function's outputs.
+        num_results: the number of all that the call returns.
+        inputs: the arrays of the arguments, then those of the states in the order of their first reads.
+        takes_gradients: whether it differentiates functions.
+        is_step: whether it is a training step, which takes gradients itself, and no loss.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fun: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        argnums: int | Sequence[int] | None = None,
+        wrt: PyTree | Filter = None,
+        has_aux: bool = False,
+        has_passes: bool = False,
+        traces_numbers: bool = False,
+        types: Sequence[TracedInput] | None = None,
+    ):
+        self._call, self.name = (name, fun, args, kwargs), name_of(fun)
+        # Without a choice every float counts. With `wrt` alone, as in `grad`, no argument does.
+        self._all_inputs = argnums is None and wrt is None
+        nums, _ = resolve_argnums(argnums, len(args), fun)
+        self._targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
+
+        flatten((args, kwargs), _states.is_opaque)  # raises for a dict that JAX cannot flatten
+        leaves_with_path, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
+        is_target = lambda keys: self._all_inputs or (keys[0].idx == 0 and keys[1].idx in nums)
+
+        is_dynamic = lambda keys, x: (
+            is_array_or_type(x) or (traces_numbers and is_target(keys) and isinstance(x, (float, complex)))
+        )
+        mask = tuple(is_dynamic(keys, x) for keys, x in leaves_with_path)
+        static = tuple(x for (_, x), m in zip(leaves_with_path, mask, strict=True) if not m)
+        static_part = Partition(treedef, mask, static)
+        dynamic = [(keys, x) for (keys, x), m in zip(leaves_with_path, mask, strict=True) if m]
+        arrays = [as_array(x) for _, x in dynamic]
+        self._wanted = [is_target(keys) for keys, _ in dynamic]
+
+        paths, argument_name = Paths(fun, args, kwargs), argument_names(fun, args)
+        origins = [InputOrigin("argument", argument_name(keys)) for keys, _ in dynamic]
+        # What a recorder notes, JAX does not take from its caches. `MARKER` fills them with one trace.
+        self._recorder = recorder = _GradientRecorder()
+        observer = recorder if has_passes else MARKER
+        lifting = _InspectedReads(self._targets, paths, recorder, types)
+        num_out, writes = 0, []
+
+        def body(*tracers: Any) -> tuple[list, None]:
+            nonlocal num_out
+            note_shardings(tracers, arrays)
+            frame = frame_for(name, fun, on_read=lifting.on_read)
+            call_args, call_kwargs = static_part.combine(tracers)
+            recorder.note(tracers, origins)
+            # A trace for other types is part of another one, which may have a rewriter of its own.
+            with rewritten_by(observer) if types is None else contextlib.nullcontext():
                 out = frame.run(fun, *call_args, **call_kwargs)
+            leaves, _ = partition_output(split_aux(out, fun)[0] if has_aux else out, is_array)
+            num_out = len(leaves)
+            for effect in frame.effects:
+                written = partition(effect.value, is_array)[0]
+                writes.append((effect.state, len(written)))
+                leaves += written
+                effect.value = None
+            return leaves, None
 
-        # Only the function's own outputs get cotangents, so new values of states are not among the outputs.
-        for effect in frame.effects:
-            effect.value = None
-        leaves, _ = pack(split_aux(out, fun)[0] if has_aux else out, [])
-        return leaves, None
-
-    # Structures shared with other functions would give the source lines of the first one.
-    with table.bypassed():
-        names = InputNames(fun, static_part.combine)
-        avals = [_jax.abstract(x) for x in arrays]
-        with created_undone(fun, static_part.static):
-            staged, _, refs = stage(body, avals, traced_for="statetx.residuals", names=names, lifting=lifting)
-
-        if recorder is not None:
-            recorder.origins.clear()
-            outputs = [v.aval for v in staged.jaxpr.outvars if is_float(v.aval)]
-            if is_training_step(recorder.outputs, outputs):
-                return recorder.passes(f"gradient in {short_name(name)}")
-
-        # Inputs of the staged function: closed-over values, arrays of arguments, leaves of states in the order of first
-        # reads.
-        inputs = [(InputOrigin("constant"), False)] * staged.num_operands
-        inputs += [
-            (InputOrigin("argument", argument_name(keys)), is_target)
-            for (keys, _), is_target, is_dynamic in zip(leaves_with_path, are_targets, mask, strict=True)
-            if is_dynamic
+        avals = [_jax.abstract(x) for x in (arrays if types is None else [i.array for i in types if i.state is None])]
+        # Structures shared with other functions would give the source lines of the first one.
+        of_its_own = table.bypassed() if has_passes else contextlib.nullcontext()
+        with of_its_own, created_undone(fun, static):
+            names = InputNames(fun, static_part.combine)
+            self.body, _, refs = stage(body, avals, traced_for=f"statetx.{name}", names=names, lifting=lifting)
+        recorder.origins.clear()
+        self.inputs = [
+            TracedInput(x, origin, keys, None, n)
+            for n, (x, origin, (keys, _)) in enumerate(zip(arrays, origins, dynamic, strict=True))
         ]
-        inputs += _state_inputs(lifting, paths, is_target_state)
+        self.inputs += _state_inputs(lifting, paths)
+        self.outputs = [v.aval for v in self.body.jaxpr.outvars[:num_out]]
+        self._written = self._changed(lifting, [*writes, *((effect.state, 1) for effect in refs)])
+        self.num_results = num_out + len(self._written)
+        marks = marks_in(self.body.jaxpr)
+        self.takes_gradients = bool(marks or recorder.outputs)
+        floats = list(filter(is_float, self.outputs))
+        self.is_step = is_step_by_marks(marks, floats) or is_training_step(recorder.outputs, floats)
 
-        # Only floats have derivatives. The last outputs are values of Refs.
-        in_vars, out_vars = staged.jaxpr.invars, staged.jaxpr.outvars[: len(staged.jaxpr.outvars) - len(refs)]
-        chosen = [i for i, ((_, t), v) in enumerate(zip(inputs, in_vars, strict=True)) if t and is_float(v.aval)]
-        floats = [i for i, v in enumerate(out_vars) if is_float(v.aval)]
-        return [Passes(name, staged.jaxpr, floats, chosen, [origin for origin, _ in inputs])]
+    def _changed(self, lifting: Lifting, writes: Sequence[tuple[Any, int]]) -> list[int]:
+        """The outputs that are values of states which the call changes, of writes each with its number of leaves.
+
+        A state that is only read keeps its value. As an output it would count twice: XLA copies an argument that is
+        returned. An array written back unchanged is taken for one that is only read.
+        """
+        first, changed = len(self.outputs), []
+        of_states = self.body.jaxpr.invars[len(self.body.jaxpr.invars) - lifting.num_variables :]
+        for state, num in writes:
+            read = lifting.inputs.get(id(state))
+            before = [] if read is None else [of_states[i] for i in read.variables]
+            if self.body.jaxpr.outvars[first : first + num] != before:
+                changed += range(first, first + num)
+            first += num
+        return changed
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The outputs, and the values of the states that are written or created."""
+        outs, num_out = self.body(self.body.operands, *arrays), len(self.outputs)
+        return outs[:num_out], [outs[i] for i in self._written]
+
+    def retraced(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The same with arrays of any types: the user's Python runs for them."""
+        given = {(id(i.state), i.index): x for i, x in zip(self.inputs, arrays, strict=True)}
+        inputs = [i._replace(array=x) for i, x in zip(self.inputs, arrays, strict=True)]
+        traced = TracedCall(*self._call, types=inputs)
+        return traced([given[id(i.state), i.index] for i in traced.inputs])
+
+    def passes(self, *, may_be_step: bool = True) -> list[Passes]:
+        """The forward and backward pass; of a training step those of the different functions that it differentiates,
+        unless `may_be_step` is False.
+        """
+        if may_be_step and self._all_inputs and self.is_step:
+            return self._recorder.passes(f"gradient in {short_name(self.name)}")
+        is_wanted = [*self._wanted, *(self._is_target_state(i.state) for i in self.inputs[len(self._wanted) :])]
+        # Only floats have derivatives.
+        jaxpr, first = self.body.jaxpr, self.body.num_operands
+        chosen = [first + i for i, w in enumerate(is_wanted) if w and is_float(jaxpr.invars[first + i].aval)]
+        floats = [i for i, v in enumerate(self.outputs) if is_float(v)]
+        sources = [InputOrigin("constant")] * first + [i.origin for i in self.inputs]
+        return [Passes(self.name, jaxpr, floats, chosen, sources)]
+
+    def _is_target_state(self, state: Any) -> bool:
+        return self._all_inputs or (self._targets is not None and self._targets.is_target(state))
 
 
-def _unjitted(fun: Callable) -> Callable:
-    """The user's function of a jitted one."""
+def unjitted(fun: Callable) -> Callable:
+    """The user's function of a jitted one. A trace within would hide which values are states and arguments."""
     if isinstance(fun, Jit) or _jax.is_jitted(fun):
         return fun.__wrapped__
     return _states.unjitted(fun) or fun
 
 
-def _state_inputs(
-    lifting: Lifting, paths: Paths, is_target: Callable[[Any], bool]
-) -> Iterator[tuple[InputOrigin, bool]]:
-    """The origin of each input that is a leaf of a state, and whether it is differentiated."""
-    for state_input in lifting.inputs.values():
-        state = state_input.state
-        for path in _leaf_paths(state_input.partition, paths(state)):
-            yield InputOrigin("state", path, type(state).__name__), is_target(state)
+def _state_inputs(lifting: Lifting, paths: Paths) -> Iterator[TracedInput]:
+    for read in lifting.inputs.values():
+        kind = type(read.state).__name__
+        leaf_paths = _leaf_paths(read.partition, paths(read.state))
+        for n, (x, path) in enumerate(zip(read.values, leaf_paths, strict=True)):
+            yield TracedInput(x, InputOrigin("state", path, kind), (), read.state, n)
 
 
 class _InspectedReads(Lifting):
-    """Makes every array of a state an input, and the Python numbers of the states that `wrt` selects."""
+    """Makes every array of a state an input, and the Python numbers of the states that `wrt` selects.
 
-    def __init__(self, targets: Targets | None, paths: Paths, recorder: _GradientRecorder | None):
-        super().__init__(is_array)
+    Args:
+        types: the inputs, with arrays of other types than the states have.
+    """
+
+    def __init__(
+        self,
+        targets: Targets | None,
+        paths: Paths,
+        recorder: _GradientRecorder,
+        types: Sequence[TracedInput] | None,
+    ):
+        of_state: dict[int, list[Any]] = {}
+        for i in types or ():
+            of_state.setdefault(id(i.state), []).append(_jax.abstract(i.array))
+        rest = {key: iter(avals) for key, avals in of_state.items()}
+        other_type = lambda state, aval: next(rest.get(id(state), iter(())), aval)
+        super().__init__(is_array, None if types is None else other_type)
         self._targets, self._paths, self._recorder = targets, paths, recorder
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
@@ -221,13 +321,10 @@ class _InspectedReads(Lifting):
             self._targets.note_read(state, kind)
             self.is_dynamic = is_array_or_number if self._targets.is_target(state) else is_array
         read = super().on_read(state, kind, value)
-        if self._recorder is not None:
-            leaves = jax.tree_util.tree_flatten_with_path(read, is_leaf=_states.is_opaque)[0]
-            path = self._paths(state)
-            origins = [
-                InputOrigin("state", path + jax.tree_util.keystr(keys), type(state).__name__) for keys, _ in leaves
-            ]
-            self._recorder.note([x for _, x in leaves], origins)
+        leaves = jax.tree_util.tree_flatten_with_path(read, is_leaf=_states.is_opaque)[0]
+        path, kind = self._paths(state), type(state).__name__
+        origins = [InputOrigin("state", path + jax.tree_util.keystr(keys), kind) for keys, _ in leaves]
+        self._recorder.note([x for _, x in leaves], origins)
         return read
 
 

@@ -23,7 +23,8 @@ from .._text import counted, format_bytes, short_path, type_str
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import buffers
-from ._trace import Passes, differentiate, regions_of, user_line
+from ._trace import Passes, regions_of, user_line
+from .saved import traced_to_differentiate
 
 _MIN_WIDTH = 110  # columns; below it, the passes are printed one above the other
 
@@ -156,7 +157,8 @@ def print_fwd_bwd(
         [('*x', 'f32[3]', 12), ('*w', 'f32[3]', 12)]
     """
     refuse_value("print_fwd_bwd", fun)
-    passes = differentiate(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
+    options = {"argnums": argnums, "wrt": wrt, "has_aux": has_aux}
+    passes = traced_to_differentiate("print_fwd_bwd", fun, args, kwargs, **options).passes()
     result = FwdBwd(max(passes, key=lambda p: len(p.forward.eqns)))
     if not _in_notebook():
         _print(result)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _frames, _jax
+from .. import _jax
 from .._lift.context import device_bytes
 from .._lift.options import notes_shapes
 from .._lift.targets import resolve_argnums
@@ -24,16 +24,14 @@ from .._loops.checkpointed import LoopOfSlots
 from .._loops.derivative import Differentiated
 from .._loops.step import LoopStep
 from .._loops.tune import LoopOfLevels
-from .._positions import function_of
 from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
-from .._remat.rewriter import marks_in
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import format_bytes
-from .._tree import is_array_or_type, is_float, partition
 from .._typing import Policy
-from .measure import staged_with_marks
+from ._trace import TracedCall
+from .measure import ArrayProgram
 
 _POLICIES: tuple[Any, ...] = (None, "dots", "nothing")
 _LENGTHS = (10, 100, 1000, 10_000)  # of a loop of unknown length
@@ -72,6 +70,7 @@ class LoopRow:
     is_fixed: bool = True
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class LoopReport(Tabular):
     """The loops with stored carries of a function: a table of `LoopRow`.
 
@@ -82,9 +81,8 @@ class LoopReport(Tabular):
         rows: for each loop one with its own policy, then the others.
     """
 
-    def __init__(self, name: str, rows: Sequence[LoopRow]):
-        self.name = name
-        self.rows = tuple(rows)
+    name: str
+    rows: tuple[LoopRow, ...]
 
     def _table(self) -> Table:
         num = sum(r.is_own for r in self.rows)
@@ -186,7 +184,7 @@ def loop_report(
     loops: dict[Any, Differentiated] = {}
     for note in _notes(fun, args, kwargs, nums):
         loops.setdefault((note.loop, note.diff_indices, note.around.num_examples), note)
-    return LoopReport(name_of(fun), [row for note in loops.values() for row in _rows(note, compared)])
+    return LoopReport(name_of(fun), tuple(row for note in loops.values() for row in _rows(note, compared)))
 
 
 def _as_array(x: Any) -> Any:
@@ -195,31 +193,21 @@ def _as_array(x: Any) -> Any:
 
 def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[int] | None) -> list[Differentiated]:
     """The notes in the program of a step, or in the gradient of a loss."""
-    closed, num_out = staged_with_marks("loop_report", fun, args, kwargs)
-    notes = _notes_in(closed.jaxpr)
+    call = TracedCall("loop_report", fun, args, kwargs)
+    notes = _notes_in(call.body.jaxpr)
     if nums is None and notes:
         return notes
-
-    # Inputs are the values of states, then the arrays of the arguments.
-    in_argnums = []
-    for n, arg in enumerate((*args, *kwargs.values())):
-        in_argnums += [nums is None or n in nums] * len(partition(arg, is_array_or_type)[0])
-    avals = [v.aval for v in closed.jaxpr.invars]
-    is_wanted = [*[True] * (len(avals) - len(in_argnums)), *in_argnums]
-    diff_indices = [i for i, aval in enumerate(avals) if is_wanted[i] and is_float(aval)]
-
-    @_frames.undone
-    def gradient(*inputs: Any) -> list[Any]:
-        run = lambda *inputs: _jax.evaluate(closed.jaxpr, closed.consts, inputs)[:num_out]
-        outs, pull = jax.vjp(function_of(run, inputs, diff_indices), *(inputs[i] for i in diff_indices))
-        return list(pull([jnp.ones_like(x) for x in outs]))
-
+    keys = [i.keys for i in call.inputs if i.state is None]
+    fixed = [nums is not None and not (group.idx == 0 and arg.idx in nums) for group, arg, *_ in keys]
+    program = ArrayProgram(call, True, fixed)
+    gradient = lambda *arrays: jax.tree.leaves(program.run(*arrays))
+    avals = [_jax.abstract(x) for x in program.arrays]
     try:
-        return _notes_in(_jax.stage(gradient, avals, traced_for="statetx.loop_report", name=name_of(fun))[0])
+        return _notes_in(_jax.stage(gradient, avals, traced_for="statetx.loop_report", name=call.name)[0])
     except Exception:
         # A loss may take gradients, too, as an integrator does that linearizes a neuron. A step without such loops need
         # not have a derivative.
-        if nums is None and marks_in(closed.jaxpr):
+        if nums is None and call.takes_gradients:
             return []
         raise
 

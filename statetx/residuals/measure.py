@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-
-from .. import _jax, _states
+from .. import _jax
 from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
-from .._frames import Effect
 from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value
-from .._objects.walk import created_undone
-from .._remat.gradients import rewritten_by
-from .._remat.rewriter import MARKER, is_step_by_marks, marks_in
 from .._targets import current
-from .._tree import is_array_or_type, is_float, partition
-from ..transforms.abstract import staged_jaxpr
-from ..transforms.functionalize import Functionalize, values_of
+from .._tree import is_float
+from ._trace import TracedCall
 
 
 @_jax.api_boundary
@@ -67,140 +59,76 @@ def measure(
         True
     """
     refuse_value("measure", fun)
-    program, _ = inspected(fun, args, kwargs, gradient)
+    program = array_program("measure", fun, args, kwargs, gradient)
     return program.for_types(program.arrays, compiler_options, estimates=True).cost
 
 
-def is_step(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a function is a training step, which takes gradients itself."""
-    closed, num_out = staged_with_marks("measure", fun, args, kwargs)
-    return is_step_by_marks(marks_in(closed.jaxpr), [v.aval for v in closed.jaxpr.outvars[:num_out]])
-
-
-def staged_with_marks(name: str, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """The jaxpr of a call, in which the functions that it differentiates are marked. Its first results, of this number,
-    are the float outputs.
-    """
-    num_out = 0
-
-    @functools.wraps(fun)
-    def floats(*args: Any, **kwargs: Any) -> list[Any]:
-        nonlocal num_out
-        with rewritten_by(MARKER):
-            outs = [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_float(x)]
-        num_out = len(outs)
-        return outs
-
-    return staged_jaxpr(name, floats, args, kwargs), num_out
-
-
-class ArrayProgram(NamedTuple):
-    """A stateful function and its arguments, as a function of arrays and these arrays.
+class ArrayProgram:
+    """A traced call as a function of arrays, to be compiled.
 
     States are inputs of a measured program, as in a jitted step: as constants they would not count as arguments.
 
+    Args:
+        gradient: whether it returns the float outputs, then the others with the values of states, then the gradients of
+            the float outputs with respect to the float inputs; else one list of outputs and values of states.
+        fixed: which arrays of the arguments are not differentiated.
+        retraces: whether the user's Python runs again, for a rewriter of what it differentiates.
+
     Attributes:
-        keys: of each array, its key path in ``(values of states by path, args, kwargs)``.
-        donates: whether the arguments that a jitted function donates are donated by the program.
+        inputs: the states by path, then the arguments; `arrays` and `names` are theirs, `states` the names of states.
+        donated: the numbers of the arrays whose memory the outputs may take: those that a jitted function donates. A
+            gradient reads its inputs after the call that would donate them.
     """
 
-    run: Callable
-    arrays: list[Any]
-    keys: list[tuple[Any, ...]]
-    donates: bool
+    def __init__(self, call: TracedCall, gradient: bool, fixed: Sequence[bool] = (), *, retraces: bool = False):
+        self._call, self._retraces = call, retraces
+        states = [i for i in call.inputs if i.state is not None]
+        arguments = call.inputs[: len(call.inputs) - len(states)]
+        self.inputs = [*sorted(states, key=lambda i: i.origin.path), *arguments]
+        self.arrays = [i.array for i in self.inputs]
+        self.names = [i.origin.path for i in self.inputs]
+        self.states = self.names[: len(states)]
+        is_fixed = [*[False] * (len(self.inputs) - len(fixed)), *fixed]
+        self.diff_indices = [i for i, x in enumerate(self.arrays) if is_float(x) and not is_fixed[i]]
+        self.run = with_pullback(self._split_outputs, self.diff_indices) if gradient else self._outputs
+        number = {id(i): n for n, i in enumerate(self.inputs)}
+        donated = () if gradient else donated_inputs(call.body.jaxpr)
+        first = call.body.num_operands
+        self.donated = tuple(sorted(number[id(call.inputs[i - first])] for i in donated if i >= first))
+
+    def _results(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        given = {id(i): x for i, x in zip(self.inputs, arrays, strict=True)}
+        in_order = [given[id(i)] for i in self._call.inputs]
+        types = [v.aval for v in self._call.body.jaxpr.invars[self._call.body.num_operands :]]
+        is_same = not self._retraces and [_jax.abstract(x) for x in in_order] == types
+        return self._call(in_order) if is_same else self._call.retraced(in_order)
+
+    def _outputs(self, *arrays: Any) -> list[Any]:
+        outs, written = self._results(arrays)
+        return [*outs, *written]
+
+    def _split_outputs(self, *arrays: Any) -> tuple[list[Any], list[Any]]:
+        # Float outputs get cotangents. The others are returned too, so that XLA does not remove what computes them.
+        outs, written = self._results(arrays)
+        return [x for x in outs if is_float(x)], [*(x for x in outs if not is_float(x)), *written]
 
     def for_types(
         self, types: Sequence[Any], compiler_options: dict[str, Any] | None, *, estimates: bool = False
     ) -> Program:
         """The program for arrays of these types, to be compiled; `estimates` as in `Program`."""
-        return Program(self.run, types, compiler_options, self.donated(types), estimates=estimates)
-
-    def donated(self, types: Sequence[Any]) -> tuple[int, ...]:
-        """Positions of the arrays whose memory the outputs may take. JAX caches the trace."""
-        return donated_inputs(jax.make_jaxpr(self.run)(*types).jaxpr) if self.donates else ()
+        return Program(self.run, types, compiler_options, self.donated, estimates=estimates)
 
 
-def inspected(fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> tuple[ArrayProgram, bool]:
-    """The program of a call, with its gradient unless the function is a training step, and whether it has one.
-
-    One trace finds the states, and whether the function takes gradients itself.
+def array_program(
+    name: str,
+    fun: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    gradient: bool | None = None,
+    fixed: Sequence[bool] = (),
+) -> ArrayProgram:
+    """The program of a call; by default with its gradient unless it is a training step. One trace finds the states, and
+    whether the function takes gradients itself.
     """
-    pure = Functionalize(fun, takes_refs=True)
-    with rewritten_by(MARKER):
-        states, jaxpr = pure.traced(args, kwargs)
-    if gradient is None:
-        floats = [v.aval for v in jaxpr.outvars if is_float(v.aval)]
-        gradient = not is_step_by_marks(marks_in(jaxpr), floats)
-    inputs = values_of(states), args, kwargs
-    return (_with_gradient if gradient else _without_gradient)(pure, inputs), gradient
-
-
-def without_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> ArrayProgram:
-    """A program that returns the outputs, and the values of the states that are written or created."""
-    return _without_gradient(*_functionalized(fun, args, kwargs))
-
-
-def _without_gradient(pure: Functionalize, inputs: tuple) -> ArrayProgram:
-    fun = pure.__wrapped__
-    arrays, static_part = partition(inputs, is_array_or_type)
-
-    def run(*arrays: Any) -> list[Any]:
-        values, args, kwargs = static_part.combine(arrays)
-        with created_undone(fun, static_part.static):
-            out, new_values, created = pure.call_with_created(values, args, kwargs)
-        return _arrays_in(out, _written(values, new_values, created))
-
-    return ArrayProgram(run, arrays, _keys(inputs), donates=True)
-
-
-def with_gradient(fun: Callable, args: tuple, kwargs: dict[str, Any], fixed: Sequence[bool] = ()) -> ArrayProgram:
-    """A program that returns the float outputs; other outputs with the values of states, as in `without_gradient`; the
-    gradients.
-
-    Args:
-        fixed: which arrays among the arguments are not differentiated.
-    """
-    return _with_gradient(*_functionalized(fun, args, kwargs), fixed)
-
-
-def _with_gradient(pure: Functionalize, inputs: tuple, fixed: Sequence[bool] = ()) -> ArrayProgram:
-    fun = pure.__wrapped__
-    arrays, static_part = partition(inputs, is_array_or_type)
-
-    def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
-        values, args, kwargs = static_part.combine(arrays)
-        with created_undone(fun, static_part.static):
-            out, new_values, created = pure.call_with_created(values, args, kwargs)
-        floats, others = partition(out, is_float)
-
-        # Float outputs get cotangents. The others are returned too, so that XLA does not remove what computes them.
-        return floats, _arrays_in(others.static, _written(values, new_values, created))
-
-    is_fixed = [*[False] * (len(arrays) - len(fixed)), *fixed]  # the values of states come first
-    step = with_pullback(run, [i for i, x in enumerate(arrays) if is_float(x) and not is_fixed[i]])
-    # A gradient reads its inputs after the call that would donate them.
-    return ArrayProgram(step, arrays, _keys(inputs), donates=False)
-
-
-def _functionalized(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Functionalize, tuple]:
-    pure = Functionalize(fun, takes_refs=True)
-    return pure, (pure.values(*args, **kwargs), args, kwargs)
-
-
-def _keys(inputs: tuple) -> list[tuple[Any, ...]]:
-    leaves = jax.tree_util.tree_flatten_with_path(inputs, is_leaf=_states.is_opaque)[0]
-    return [keys for keys, x in leaves if is_array_or_type(x)]
-
-
-def _written(values: dict[str, Any], new_values: dict[str, Any], created: Sequence[Effect]) -> list[Any]:
-    """The new values of the states that a call writes, and those of the states that it creates.
-
-    A state that is only read keeps its value, the same object. As an output it would count twice: XLA copies an
-    argument that is returned. An array written back unchanged is taken for one that is only read.
-    """
-    written = [value for path, value in new_values.items() if value is not values[path]]
-    return [*written, *(effect.value for effect in created)]
-
-
-def _arrays_in(*trees: Any) -> list[Any]:
-    return partition(trees, is_array_or_type)[0]
+    call = TracedCall(name, fun, args, kwargs)
+    return ArrayProgram(call, not call.is_step if gradient is None else gradient, fixed)

@@ -8,12 +8,8 @@ import collections
 import dataclasses
 import functools
 import re
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import jax
+from typing import Any, NamedTuple
 
 from .. import _jax
 from .._equations.compiled import Cost, Program
@@ -28,10 +24,10 @@ from .._targets import current
 from .._text import format_bytes, format_flops, format_seconds
 from .._typing import Policy
 from ..kinds.linen import flax_remat, module_with_method
-from ..transforms.abstract import staged_jaxpr
 from ..transforms.remat import remat
-from .measure import is_step, with_gradient, without_gradient
-from .saved import residuals_of, saved_residuals
+from ._trace import TracedCall, unjitted
+from .measure import ArrayProgram
+from .saved import residuals_of
 from .table import Residual, Residuals, in_fewer_bits, see_profile
 
 BASELINE = "no remat"
@@ -52,13 +48,10 @@ class Measured(Cost):
         policy: its name; "no remat" for the baseline without rematerialization, "as written" for each function's own
             policy.
         residuals: the residuals before compilation.
-        seconds: median time of a run; as in `Cost` if it was not run.
-        was_run: whether the time was measured.
     """
 
     policy: str
     residuals: Residuals
-    was_run: bool = False
 
     @property
     def residual_bytes(self) -> int:
@@ -66,10 +59,6 @@ class Measured(Cost):
 
     def __str__(self) -> str:
         return f"{self.policy}: {super().__str__()}; {format_bytes(self.residual_bytes)} of residuals"
-
-    @property
-    def _kind_of_time(self) -> str:
-        return "measured" if self.was_run else super()._kind_of_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +91,12 @@ _COLUMNS = (
     Column("peak", "right", rank=2),
     Column("FLOPs", "right", rank=1),
     _RATIO._replace(rank=1),
-    Column("time", "right"),
+    Column("estimated time", "right"),
     _RATIO,
 )
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport(Tabular):
     """Policies side by side: a table of `Measured`, then the diagnoses.
 
@@ -123,21 +113,12 @@ class MemoryReport(Tabular):
         notes: what the function checkpoints, each a heading and a text.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rows: Sequence[Measured],
-        diagnoses: Sequence[Diagnosis],
-        num_devices: int = 1,
-        is_step: bool = False,
-        notes: Sequence[tuple[str, str]] = (),
-    ):
-        self.name = name
-        self.num_devices = num_devices
-        self.is_step = is_step
-        self.notes = tuple(notes)
-        self.rows = tuple(rows)
-        self.diagnoses = tuple(diagnoses)
+    name: str
+    rows: tuple[Measured, ...]
+    diagnoses: tuple[Diagnosis, ...]
+    num_devices: int = 1
+    is_step: bool = False
+    notes: tuple[tuple[str, str], ...] = ()
 
     def __getitem__(self, policy: str) -> Measured:
         for row in self.rows:
@@ -157,8 +138,6 @@ class MemoryReport(Tabular):
         worse = {d.policy for d in self.diagnoses}
         shows_time = any(row.seconds is not None for row in self.rows)
         columns = list(_COLUMNS[: None if shows_time else -2])
-        if shows_time and not baseline.was_run:
-            columns[-2] = columns[-2]._replace(name="estimated time")
 
         rows = []
         for r in self.rows:
@@ -214,7 +193,6 @@ def memory_report(
     /,
     *args: Any,
     policies: Policy | Sequence[Policy] = None,
-    repeats: int = 0,
     gradient: bool | None = None,
     compiler_options: dict[str, Any] | None = None,
     progress: bool = False,
@@ -233,7 +211,6 @@ def memory_report(
         *args, **kwargs: its arguments.
         policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the
             other; by default the functions have their own. In a sequence None is a policy, too.
-        repeats: the number of runs of each program, interleaved, to measure its time; none if 0.
         gradient: whether the derivative of `fun` is compiled. By default it is, unless `fun` is a training step (as in
             `plan`).
         compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on
@@ -263,58 +240,75 @@ def memory_report(
     """
     refuse_value("memory_report", fun)
     check_flags("memory_report", progress=progress)
-    # A run without compilation shows whether anything is rematerialized; if not, the whole function is.
+    # If nothing is rematerialized, the whole function is.
     replacements = [] if policies is None else map(as_policy, as_sequence(policies, "memory_report"))
     policies_by_name: dict[str, Any] = {}
     for policy in dict.fromkeys(replacements):  # two functions may have one name
         number = sum(label.partition(" #")[0] == repr(policy) for label in policies_by_name)
         policies_by_name[f"{policy!r} #{number + 1}" if number else repr(policy)] = policy
     name = short_name(name_of(fun))
-    with override(suppress_warnings=True) as visited_regions:
-        saved_residuals(fun, *args, **kwargs)
+
+    # Everything is traced before anything is compiled or run: a policy that fails does so early.
+    trace = lambda fun: _traced_row(fun, args, kwargs, gradient, compiler_options)
     with override.nothing_checkpointed() as undone:
-        staged_jaxpr("memory_report", fun, args, kwargs)
-    is_wrapped = bool(visited_regions)
-    takes_gradients = is_step(fun, args, kwargs) if gradient is None else not gradient
+        baseline = trace(fun)
+    with override(suppress_warnings=True) as visited_regions:
+        as_written = trace(fun)
+    is_wrapped, takes_gradients = bool(visited_regions), baseline.is_step
     labels = [BASELINE, *(policies_by_name or (AS_WRITTEN if is_wrapped or undone else f"remat({name})",))]
     if takes_gradients and not is_wrapped:
         labels = [BASELINE, AS_WRITTEN] if undone else [BASELINE]
-
-    # Everything is traced before anything is compiled or run: a policy that fails does so early.
-    programs: dict[str, Program] = {}
-    inputs: dict[str, list[Any]] = {}
-    residuals: dict[str, Residuals] = {}
-    regions: dict[str, list[VisitedRegion]] = {}
+    traced = {BASELINE: baseline, AS_WRITTEN: as_written}
+    regions: dict[str, list[VisitedRegion]] = {BASELINE: [], AS_WRITTEN: visited_regions}
     for label in labels:
-        f = fun if is_wrapped or label in (BASELINE, AS_WRITTEN) else remat(fun)
-        is_baseline = label == BASELINE
-        own: Any = override(policies_by_name.get(label), suppress_warnings=True)
-        settings: Any = override.nothing_checkpointed() if is_baseline else own
-        with settings as visited:
-            residuals[label] = residuals_of(f, args, kwargs, may_be_step=not gradient)
-            step = (without_gradient if takes_gradients else with_gradient)(f, args, kwargs)
-            inputs[label], programs[label] = step.arrays, step.for_types(step.arrays, compiler_options, estimates=True)
-        regions[label] = [] if is_baseline else visited
+        if label not in traced:
+            with override(policies_by_name.get(label), suppress_warnings=True) as regions[label]:
+                traced[label] = trace(fun if is_wrapped else remat(fun))
+    traced = {label: traced[label] for label in labels}
+    programs = {label: row.program for label, row in traced.items()}
 
     with spinner(f"memory_report of {name}", is_shown=progress) as tell:
         for label, program in programs.items():
             tell(f"compiling {label}")
             _ = program.compiled
-    seconds = _time({k: p.compiled for k, p in programs.items()}, inputs, repeats)
-    rows = [_measured(label, residuals[label], programs[label].cost, seconds.get(label)) for label in labels]
+    rows = [Measured(**vars(row.program.cost), policy=k, residuals=row.residuals) for k, row in traced.items()]
 
     diagnoses: list[Diagnosis] = (
-        [] if is_wrapped or undone else [_not_wrapped(name, residuals[BASELINE], takes_gradients)]
+        [] if is_wrapped or undone else [_not_wrapped(name, baseline.residuals, takes_gradients)]
     )
     for row in rows[1:]:
         diagnoses += _diagnose(
             row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[BASELINE].lowered
         )
-    num_devices = max(
-        [len(x.sharding.device_set) for x in inputs[BASELINE] if isinstance(x, _jax.ArrayImpl)], default=1
-    )
+    num_devices = max([len(x.sharding.device_set) for x in baseline.arrays if isinstance(x, _jax.ArrayImpl)], default=1)
     notes = _notes(visited_regions, undone) if is_wrapped or undone else []
-    return MemoryReport(name, rows, list(dict.fromkeys(diagnoses)), num_devices, takes_gradients, notes)
+    found = tuple(dict.fromkeys(diagnoses))
+    return MemoryReport(name, tuple(rows), found, num_devices, takes_gradients, tuple(notes))
+
+
+class _TracedRow(NamedTuple):
+    """A function traced under one policy: its residuals, and the program to compile with its arrays."""
+
+    residuals: Residuals
+    program: Program
+    arrays: list[Any]
+    is_step: bool
+
+
+def _traced_row(
+    fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool | None, compiler_options: dict[str, Any] | None
+) -> _TracedRow:
+    call = TracedCall("memory_report", fun, args, kwargs, has_passes=True)
+    is_step = call.is_step if gradient is None else not gradient
+    program = ArrayProgram(call, not is_step)
+    if unjitted(fun) is not fun:
+        # The program donates what the jitted function donates; origins are known without it. Regions are listed once.
+        with override(override.policy, is_off=override.is_off, suppress_warnings=True):
+            call = TracedCall("memory_report", unjitted(fun), args, kwargs, has_passes=True)
+    residuals = residuals_of(call, may_be_step=not gradient)
+    return _TracedRow(
+        residuals, program.for_types(program.arrays, compiler_options, estimates=True), program.arrays, is_step
+    )
 
 
 def _notes(regions: Sequence[VisitedRegion], undone: Sequence[str]) -> list[tuple[str, str]]:
@@ -327,30 +321,6 @@ def _notes(regions: Sequence[VisitedRegion], undone: Sequence[str]) -> list[tupl
     if any("with checkpoint=" in text for text in undone):
         notes.append(("Loops:", "statetx.loop_report(fun, ...) shows what each keeps, and how often its steps run."))
     return notes
-
-
-def _measured(label: str, residuals: Residuals, cost: Cost, seconds: float | None) -> Measured:
-    values = vars(cost) if seconds is None else {**vars(cost), "seconds": seconds}
-    return Measured(**values, policy=label, residuals=residuals, was_run=seconds is not None)
-
-
-def _time(programs: dict[str, Any], inputs: dict[str, list[Any]], repeats: int) -> dict[str, float]:
-    if repeats and any(isinstance(x, jax.ShapeDtypeStruct) for arrays in inputs.values() for x in arrays):
-        raise TypeError(
-            "memory_report: repeats= runs the function, and some arguments are jax.ShapeDtypeStruct.\nFix: give arrays."
-        )
-    # Interleaved, so that a change of the machine's load affects all programs alike.
-    times: dict[str, list[float]] = {label: [] for label in programs}
-    for run in range(repeats + 1 if repeats else 0):
-        for label, program in programs.items():
-            # Copies, since the program may be given their memory.
-            copies = [x.copy() if isinstance(x, jax.Array) else x for x in inputs[label]]
-            jax.block_until_ready(copies)
-            start = time.perf_counter()
-            jax.block_until_ready(program(*copies))
-            if run:  # the first run is a warm-up
-                times[label].append(time.perf_counter() - start)
-    return {label: statistics.median(samples) for label, samples in times.items() if samples}
 
 
 # -- diagnoses ----------------------------------------------------------------------------------------------------

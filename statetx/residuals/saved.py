@@ -11,12 +11,12 @@ from .._equations.inline import inline
 from .._equations.primitives import INLINED
 from .._jax import Jaxpr, Literal
 from .._lift.options import notes_shapes
-from .._lift.wrapper import name_of, refuse_value, short_name
+from .._lift.wrapper import refuse_value, short_name
 from .._targets import current
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import NOT_REMATERIALIZED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
-from ._trace import InputOrigin, Passes, differentiate, user_line
+from ._trace import InputOrigin, Passes, TracedCall, unjitted, user_line
 from .table import Residual, Residuals, lines
 
 
@@ -81,13 +81,23 @@ def saved_residuals(
         (96, 32)
     """
     refuse_value("saved_residuals", fun)
-    return residuals_of(fun, args, kwargs, argnums=argnums, wrt=wrt, has_aux=has_aux)
+    options = {"argnums": argnums, "wrt": wrt, "has_aux": has_aux}
+    return residuals_of(traced_to_differentiate("saved_residuals", fun, args, kwargs, **options))
 
 
-def residuals_of(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], **options: Any) -> Residuals:
-    """The residuals of a call; options as of `differentiate`."""
-    found = differentiate(fun, args, kwargs, **options)
-    name = found[0].name if len(found) == 1 else f"{len(found)} gradients in {short_name(name_of(fun))}"
+def traced_to_differentiate(
+    name: str, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], **options: Any
+) -> TracedCall:
+    """A call whose inputs are differentiated; options as of `saved_residuals`."""
+    may_be_step = options.get("argnums") is None and options.get("wrt") is None
+    fun = unjitted(fun) if may_be_step else fun
+    return TracedCall(name, fun, args, kwargs, **options, has_passes=True, traces_numbers=True)
+
+
+def residuals_of(call: TracedCall, *, may_be_step: bool = True) -> Residuals:
+    """The residuals of a call; `may_be_step` as of `TracedCall.passes`."""
+    found = call.passes(may_be_step=may_be_step)
+    name = found[0].name if len(found) == 1 else f"{len(found)} gradients in {short_name(call.name)}"
     return Residuals(name, [row for passes in found for row in _rows(passes)])
 
 
