@@ -58,7 +58,7 @@ def kinds(report, policy=None):
 
 def test_report_of_a_loop():
     block = Block(0)
-    report = statetx.memory_report(block.loop, X, policies=[None, "dots", policies.names("hidden")], repeats=2)
+    report = statetx.memory_report(block.loop, X, policies=[None, "dots", policies.names("hidden")])
     assert [row.policy for row in report.rows] == ["no remat", "nothing", "dots", "names('hidden')"]
     assert not report.diagnoses
     none, nothing, dots, names = report.rows
@@ -71,7 +71,6 @@ def test_report_of_a_loop():
     # Forward 2 products and backward 4 of them; without the policy both are computed again, with it none is.
     assert 6 * matmul < none.flops < 6.5 * matmul
     assert nothing.flops - none.flops > 2 * matmul > dots.flops - none.flops
-    assert all(row.seconds > 0 for row in report.rows)
     assert int(block.count.value) == 0
     assert report["dots"] is dots
     with pytest.raises(KeyError, match="there are .*no remat"):
@@ -438,7 +437,7 @@ def test_diagnosis_unmatched():
 def test_shown_as_text_html_and_rich():
     from rich.console import Console
 
-    report = statetx.memory_report(Stack(lambda f: statetx.remat(f, fence="barrier")), X, repeats=1)
+    report = statetx.memory_report(Stack(lambda f: statetx.remat(f, fence="barrier")), X)
     lines = str(report).splitlines()
     assert (
         lines[1].split()[:3] == ["policy", "residuals", "temporary"]
@@ -456,11 +455,10 @@ def test_shown_as_text_html_and_rich():
     console = Console(record=True, width=60, file=io.StringIO())
     console.print(report)
     header, _, *rows = console.export_text().splitlines()[1:5]
-    assert header.split() == ["policy", "temporary", "vs", "none", "time", "vs", "none"], "whole columns are left out"
+    assert header.split() == ["policy", "temporary", "vs", "none", "FLOPs", "vs", "none"], "whole columns are left out"
     assert rows[0].split()[:2] == ["no", "remat"]
     again = json.loads(json.dumps(report.to_dict()))
     assert again["rows"][1]["temp_bytes"] == report["as written"].temp_bytes
-    assert np.isclose(again["rows"][0]["seconds"], report["no remat"].seconds)
 
 
 @pytest.mark.parametrize("format", ["bits", "bfloat16"])
@@ -501,7 +499,7 @@ def test_sizes_on_a_mesh_are_labeled_per_device():
     assert reports[1].to_dict()["num_devices"] == 8
 
 
-def test_repeats_leave_donated_arrays_and_states():
+def test_report_leaves_donated_arrays_and_states():
     w, v = statetx.Param(jnp.eye(8)), jnp.ones((8, 8))
 
     @functools.partial(statetx.jit, donate_states=True, donate_argnums=0)

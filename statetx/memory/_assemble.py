@@ -96,7 +96,7 @@ class Assembly:
                     o = self.names.origin(fusion)
                     yield Buffer(
                         constant.name, num_bytes, constant.type, 0, last, "constant", "forward",
-                        o.function or _BY_COMPILER, o.function, o.source, allocation=place,
+                        o.function or _of_compiler(fusion, o), o.function, o.source, allocation=place,
                         readers=(self.schedule.step[fusion.id],),
                     )  # fmt: skip
 
@@ -251,8 +251,7 @@ class Assembly:
                 return self.inputs.outputs[number]
         maker = slice_ or instruction
         origin = self.names.origin(maker)
-        of_compiler = "a copy by the compiler" if maker.opcode == "copy" else _BY_COMPILER
-        return self.module(maker.id) or origin.scopes or origin.function or of_compiler
+        return self.module(maker.id) or origin.scopes or origin.function or _of_compiler(maker, origin)
 
     def _module(self, number: int, depth: int = 0) -> str:
         """The object whose states or arrays this operation reads, or that its first operand of the same
@@ -282,8 +281,10 @@ class Assembly:
         return states or owned
 
 
-_BY_COMPILER = "an operation of the compiler"
-"""The owner of what belongs to no line of the user's program."""
+def _of_compiler(maker: Instruction, origin: Origin) -> str:
+    """The owner of what belongs to no line of the user's program."""
+    return "no line (a copy by XLA)" if maker.opcode == "copy" else f"no line ({origin.primitive or maker.opcode})"
+
 
 _LEAST_CONSTANT = 1024
 """Bytes; numbers and small tables in the code are not worth a line."""
