@@ -23,7 +23,7 @@ from .._text import brief, counted, suggestion, type_str
 from .._tree import is_array, is_array_or_number
 from .._typing import Filter, public
 from .contents import named_arguments
-from .walk import Walk, held_states
+from .walk import Walk
 
 
 @public
@@ -123,7 +123,7 @@ def _refuse_without_states(obj: Any) -> None:
 
 def holds_states(obj: Any) -> bool:
     """Whether an object holds states itself, not counting its class's."""
-    return bool(held_states(obj))
+    return next(Walk(follows_classes=False).held(obj, is_called=False), None) is not None
 
 
 def is_filter(x: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from .._extras import require
 from .._objects.contents import HIDDEN, children
 from .._objects.walk import Walk
 from .._text import brief, type_str
-from .._tree import is_array_or_number, is_integer
+from .._tree import is_array_or_number, is_integer, whole_number
 from .._typing import public
 from . import _steps
 from ._manifest import (
@@ -309,12 +308,11 @@ def _as_directory(directory: str | os.PathLike) -> str:
 
 
 def _as_step(method: str, step: Any) -> int:
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise CheckpointError(f"Checkpointer.{method}: a step is a whole number of at least 0, got {step!r}.")
+    number = whole_number(step)
+    if number is None:
+        raise CheckpointError(
+            f"Checkpointer.{method}: a step is a whole number of at least 0 and below 2**31, got {step!r}."
+        )
     return number
 
 

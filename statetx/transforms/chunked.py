@@ -6,7 +6,6 @@ chunk as it is computed (`statetx._loops.accumulated`), so that no chunk runs tw
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from .._lift.batch import Batch, batch_along
 from .._lift.options import keeps_type, transform
 from .._lift.wrapper import name_of
 from .._text import brief
+from .._tree import whole_number
 from .._typing import Filter, PyTree
 from .microbatch import Partwise
 
@@ -141,10 +141,7 @@ def _check_axis(axis: Any) -> int | tuple[int | None, ...]:
 
 
 def _check_size(size: Any) -> int:
-    try:
-        value = operator.index(size)
-    except TypeError:
-        value = 0
-    if value < 1 or isinstance(size, bool):
+    value = whole_number(size, 1)
+    if value is None:
         raise StaticArgumentError(f"chunked: size={brief(size)} must be a whole number of at least 1.")
     return value

@@ -10,7 +10,7 @@ import jax
 
 from .. import _jax, _states
 from .._errors import CreatedStateError, StateAccessError, StateValueError
-from .._frames import Access, Effect, Frame
+from .._frames import Effect, Frame
 from .._lift.inputs import InputNames, Lifting
 from .._lift.options import transform
 from .._lift.outcome import pack, partition_output
@@ -21,7 +21,7 @@ from .._objects.contents import has_parts
 from .._objects.paths import Paths, short_site
 from .._objects.walk import created_undone
 from .._tables import Cell, Column, Table, Tabular
-from .._text import brief, counted, format_bytes, short_tree_type_str, suggestion, tree_type_str
+from .._text import brief, counted, format_bytes, short_tree_type_str, suggestion
 from .._tree import (
     Partition,
     as_array,
@@ -153,7 +153,7 @@ class TraceStates(Wrapper[P, Any], made_by=trace_states):
     def __call__(self, /, *args: Any, **kwargs: Any) -> StateTrace:
         with created_undone(self.__wrapped__, args, kwargs):
             frame, refs, paths, _ = _trace(self.__wrapped__, args, kwargs)
-            rows = [*_rows(frame, paths), *_ref_rows(refs, paths)]
+            rows = _rows(frame, refs, paths)
         return StateTrace(name_of(self.__wrapped__).split(".")[-1], rows)
 
 
@@ -187,49 +187,36 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
     return frame, touched_refs, Paths(fun, args, kwargs), jaxpr
 
 
-def _ref_rows(refs: list[tuple[Any, bool]], paths: Paths) -> list[StateRow]:
-    return [
-        StateRow(
-            paths(ref),
-            ref,
-            _states.kind_of_state(ref).name,
-            tree_type_str(_read(ref)),
-            num_bytes(_read(ref)),
-            True,
-            written,
-            False,
-        )
-        for ref, written in refs
-    ]
-
-
 def _type_only(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, _jax.Tracer) else x
 
 
-def _rows(frame: Frame, paths: Paths) -> list[StateRow]:
-    written = {id(e.state): e for e in frame.effects}
+def _rows(frame: Frame, refs: list[tuple[Any, bool]], paths: Paths) -> list[StateRow]:
+    """The rows of the states that a frame has watched, and of Refs, each with a flag if written."""
+    effects = {id(e.state): e for e in frame.effects}
     rows: list[StateRow] = []
     num_used: dict[str, int] = {}
 
-    def add(state: Any, kind: Any, value: PyTree, access: Access | None) -> None:
+    def add(state: Any, kind: Any, value: PyTree, **uses: Any) -> None:
         path = paths(state)
         num_used[path] = num_used.get(path, 0) + 1
         if num_used[path] > 1:  # two states of the same name that no path tells apart
             path = f"{path}#{num_used[path]}"
-        kind_name = type(state).__name__ if kind.name == "statetx" else f"{kind.name}.{type(state).__name__}"
-        type_ = short_tree_type_str(value, 60)
-        read, effect = access is not None and access.read, written.get(id(state))
-        is_written = access is not None and effect is not None  # a created state is not an input, so not a written one
-        row = StateRow(path, state, kind_name, type_, num_bytes(value), read, is_written, created=access is None)
-        sites = {"written_at": effect.site if effect else "", "read_at": access.read_site if access else ""}
-        rows.append(dataclasses.replace(row, **sites))
+        name = type(state).__name__ if kind.name == "statetx" else f"{kind.name}.{type(state).__name__}"
+        name = kind.name if _states.is_unwatched(state) else name
+        rows.append(StateRow(path, state, name, short_tree_type_str(value, 60), num_bytes(value), **uses))
 
     for access in frame.accesses.values():
-        add(access.state, access.kind, access.kind.get(access.state), access)
+        effect = effects.get(id(access.state))
+        uses = {"read": access.read, "written": effect is not None, "created": False}
+        sites = {"written_at": effect.site if effect else "", "read_at": access.read_site}
+        add(access.state, access.kind, access.kind.get(access.state), **uses, **sites)
     for effect in frame.effects:
-        if effect.created:
-            add(effect.state, effect.kind, effect.value, None)
+        if effect.created:  # not an input, so not a written one
+            uses = {"read": False, "written": False, "created": True}
+            add(effect.state, effect.kind, effect.value, **uses, written_at=effect.site)
+    for ref, is_written in refs:
+        add(ref, _states.kind_of_state(ref), _read(ref), read=True, written=is_written, created=False)
     return rows
 
 
@@ -289,8 +276,7 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
         """The states of a call, by path, and the jaxpr of its output."""
         with created_undone(self.__wrapped__, args, kwargs):
             frame, refs, paths, jaxpr = _trace(self.__wrapped__, args, kwargs)
-        rows = [r for r in _rows(frame, paths) if not r.created]
-        rows += _ref_rows(refs, paths) if self._takes_refs else []
+        rows = [r for r in _rows(frame, refs if self._takes_refs else [], paths) if not r.created]
         states = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
         self._states_by_path |= states
         return states, jaxpr

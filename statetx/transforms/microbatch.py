@@ -8,8 +8,8 @@ function needs the memory of one part and of one gradient. A loss, too, has a gr
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +31,7 @@ from .._objects.walk import held_states
 from .._targets import current
 from .._targets.target import Target
 from .._text import brief, suggestion, type_str
-from .._tree import ARRAY, is_argument, is_array_or_number, partition
+from .._tree import ARRAY, is_argument, is_array_or_number, partition, whole_number
 from .._typing import Filter, Indices, Names, PyTree
 from .abstract import eval_shape
 from .functionalize import trace_states
@@ -217,24 +217,24 @@ class Microbatch(Partwise, made_by=microbatch):
         return type(self)(self.__wrapped__, **{**self._options, "num": num, "budget": None})
 
 
+@dataclasses.dataclass(eq=False)
 class _PartwiseCall:
     """One call of a function on the parts of a batch."""
 
-    def __init__(self, transform: str, fun: Callable, batch: Batch, num: int, options: dict[str, Any]):
-        self._transform = transform
-        self._name = f"{transform}({name_of(fun)})"
-        self._fun = fun
-        self._batch = batch
-        self._num = num
-        self._reduce = options["reduce"]
-        self._weight = options["weight"]
-        self._dtype = _check_accumulate(transform, options["accumulate"])
-        interleave = options["interleave"]
-        self._is_interleaved = batch.is_sharded() if interleave is None else bool(interleave)
-        self._states = options["states"]
+    transform: str
+    fun: Callable
+    batch: Batch
+    num: int
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.transform}({name_of(self.fun)})"
+        self.dtype = _check_accumulate(self.transform, self.options["accumulate"])
+        interleave = self.options["interleave"]
+        self.is_interleaved = self.batch.is_sharded() if interleave is None else bool(interleave)
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        rules = Rules(self._transform, self._states, self._fun, RULES, args, kwargs)
+        rules = Rules(self.transform, self.options["states"], self.fun, RULES, args, kwargs)
         groups = self._groups()
         examples = [self._examples(parts, first) for parts, first in groups]
         weights = self._weights(examples)
@@ -243,10 +243,10 @@ class _PartwiseCall:
         for (parts, _), xs, w in zip(groups, examples, weights, strict=True):
             staged = self._stage(parts, xs, rules)
             self._refuse_step(staged)
-            share = None if w is not None else parts.size / self._batch.size
-            turns = Turns(staged, rules, self._reductions(staged, out_avals), share, self._dtype)
+            share = None if w is not None else parts.size / self.batch.size
+            turns = Turns(staged, rules, self._reductions(staged, out_avals), share, self.dtype)
             out_avals = list(staged.out_avals)
-            turns.run(parts, xs, w, self._num, progress)
+            turns.run(parts, xs, w, self.num, progress)
         rules.check_paths()
         effects = progress.effects.values()
         publish_leaves([e for e, _ in effects], [part for _, part in effects], turns.state_values(progress))
@@ -254,23 +254,23 @@ class _PartwiseCall:
 
     def _groups(self) -> list[tuple[EqualParts, int]]:
         """Runs of parts of equal size, each with the number of parts before it. The larger parts come first."""
-        size, more = divmod(self._batch.size, self._num)
+        size, more = divmod(self.batch.size, self.num)
         boundary = more * (size + 1)
         groups = [
-            (EqualParts(0, more, size + 1, self._is_interleaved), 0),
-            (EqualParts(boundary, self._num - more, size, self._is_interleaved), more),
+            (EqualParts(0, more, size + 1, self.is_interleaved), 0),
+            (EqualParts(boundary, self.num - more, size, self.is_interleaved), more),
         ]
         return [(parts, first) for parts, first in groups if parts.num]
 
     def _examples(self, parts: EqualParts, first: int) -> list[Any]:
         return [
-            jax.random.split(x, self._num)[first : first + parts.num] if is_key else parts.split(jnp.asarray(x))
-            for x, is_key in zip(self._batch.leaves, self._batch.is_key, strict=True)
+            jax.random.split(x, self.num)[first : first + parts.num] if is_key else parts.split(jnp.asarray(x))
+            for x, is_key in zip(self.batch.leaves, self.batch.is_key, strict=True)
         ]
 
     def _weights(self, examples: list[list[Any]]) -> list[Any]:
         """For each group the weights of its parts, as shares of the whole; None if each part counts with its size."""
-        weight = self._weight
+        weight = self.options["weight"]
         if weight is None:
             return [None] * len(examples)
 
@@ -280,7 +280,7 @@ class _PartwiseCall:
 
     def _weights_of(self, weight: Callable, examples: list[Any]) -> Any:
         """The weights of parts of equal size."""
-        batch = self._batch
+        batch = self.batch
 
         def call(*leaves: Any) -> tuple[Any]:
             args, kwargs = batch.arguments(leaves)
@@ -288,16 +288,16 @@ class _PartwiseCall:
 
         avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in examples]
         staged = Staged(
-            self._transform, weight, call, avals, traced_for=f"statetx.{self._transform}", arguments=batch.arguments
+            self.transform, weight, call, avals, traced_for=f"statetx.{self.transform}", arguments=batch.arguments
         )
         for effect in staged.effects:
             raise StateAccessError(
-                f"{self._name}: weight= may read states, and wrote {_states.describe(effect.state)} at {effect.site}.\n"
+                f"{self.name}: weight= may read states, and wrote {_states.describe(effect.state)} at {effect.site}.\n"
                 f"Fix: write the state in the function itself."
             )
         if [aval.shape for aval in staged.out_avals] != [()]:
             raise StateValueError(
-                f"{self._name}: weight= must return a number for each part, and returned "
+                f"{self.name}: weight= must return a number for each part, and returned "
                 f"{', '.join(map(type_str, staged.out_avals))}.\n"
                 f"Fix: reduce it, as in weight=lambda x, mask: mask.sum()."
             )
@@ -308,7 +308,7 @@ class _PartwiseCall:
         return jax.lax.map(lambda xs: body((), *constants, *xs)[0], examples)
 
     def _stage(self, parts: EqualParts, examples: list[Any], rules: Rules) -> Staged:
-        fun, batch = self._fun, self._batch
+        fun, batch = self.fun, self.batch
         avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in examples]
 
         def call(*leaves: Any) -> tuple[tuple, Any]:
@@ -322,11 +322,11 @@ class _PartwiseCall:
             # Not "scan": forward and backward pass of a part are in one body, where XLA merges a recomputation with the
             # first computation unless it is prevented.
             return Staged(
-                self._transform,
+                self.transform,
                 fun,
                 call,
                 avals,
-                traced_for=f"statetx.{self._transform}",
+                traced_for=f"statetx.{self.transform}",
                 arguments=batch.arguments,
                 slice=slice,
                 enter=enter,
@@ -336,13 +336,13 @@ class _PartwiseCall:
         return settle(stage, [], partition(())[1], is_carried=keeps_type)[0]
 
     def _refuse_step(self, staged: Staged) -> None:
-        gradient = f"statetx.microbatch(statetx.value_and_grad(loss, wrt=...), {self._num})"
-        if self._transform == "chunked":
+        gradient = f"statetx.microbatch(statetx.value_and_grad(loss, wrt=...), {self.num})"
+        if self.transform == "chunked":
             gradient = "statetx.value_and_grad(statetx.chunked(loss, size=...), wrt=...)"
         for effect in staged.effects:
             if effect.stepped:
                 raise FunctionError(
-                    f"{self._name} would run a training step on each part: {name_of(self._fun)} differentiates "
+                    f"{self.name} would run a training step on each part: {name_of(self.fun)} differentiates "
                     f"{_states.describe(effect.state, effect.kind)}, and writes it at {effect.site}. So each part "
                     f"would update it, by its own gradient.\n"
                     f"Fix: take the gradient in parts, and update once after it: {gradient}(x). A step for each part "
@@ -354,10 +354,11 @@ class _PartwiseCall:
         there are such.
         """
         out = staged.outs[1]
-        reduce = "mean" if self._reduce is None else self._reduce
-        if self._reduce is None and out.treedef == ARRAY.treedef and staged.out_avals[0].shape:
+        given = self.options["reduce"]
+        reduce = "mean" if given is None else given
+        if given is None and out.treedef == ARRAY.treedef and staged.out_avals[0].shape:
             raise StateValueError(
-                f"{self._name} is for a loss, and {name_of(self._fun)} returns {type_str(staged.out_avals[0])} for a "
+                f"{self.name} is for a loss, and {name_of(self.fun)} returns {type_str(staged.out_avals[0])} for a "
                 f"part, not a number.\n"
                 f'Fix: reduce it, with .mean(); or say how the parts are combined: reduce="concat" for a value for '
                 f'each example, "mean" or "sum".'
@@ -367,7 +368,7 @@ class _PartwiseCall:
             reductions = jax.tree.leaves(jax.tree.broadcast(reduce, skeleton))
         except ValueError as e:
             raise StateValueError(
-                f"{self._name}: reduce={brief(self._reduce)} is not a tree prefix of the output, "
+                f"{self.name}: reduce={brief(given)} is not a tree prefix of the output, "
                 f"{jax.tree.structure(skeleton)}.\n"
                 f'Fix: give a word for each part of the output, as in reduce=(("mean", "concat"), "mean") for '
                 f"((loss, outputs), gradients)."
@@ -375,13 +376,13 @@ class _PartwiseCall:
         for how, aval in zip(reductions, staged.out_avals, strict=True):
             if how == "concat" and not aval.shape:
                 raise StateValueError(
-                    f'{self._name}: reduce="concat" is for outputs with a value for each example, and an output of a '
+                    f'{self.name}: reduce="concat" is for outputs with a value for each example, and an output of a '
                     f'part is {type_str(aval)}.\nFix: reduce="stack" for one value for each part, or "mean", "sum".'
                 )
         for how, aval, other in zip(reductions, staged.out_avals, larger or staged.out_avals, strict=True):
             if how != "concat" and aval.shape != other.shape:
                 raise StateValueError(
-                    f"{self._name}: {self._num} parts of {self._batch.size} examples are not equal, and an output is "
+                    f"{self.name}: {self.num} parts of {self.batch.size} examples are not equal, and an output is "
                     f"{type_str(other)} for the larger ones and {type_str(aval)} for the others; reduce={how!r} "
                     f"needs equal shapes.\n"
                     f'Fix: reduce="concat" for outputs with a value for each example, or a number of parts that '
@@ -393,21 +394,21 @@ class _PartwiseCall:
 
     def _refuse_examples(self, reductions: Sequence[str], staged: Staged) -> None:
         """Refuse a mean over parts of values for each example, which equal parts do not show."""
-        size = self._batch.size // self._num
+        size = self.batch.size // self.num
         shapes = [aval.shape for how, aval in zip(reductions, staged.out_avals, strict=True) if how == "mean"]
-        if self._num == 1 or not shapes or any(shape[:1] != (size,) for shape in shapes):
+        if self.num == 1 or not shapes or any(shape[:1] != (size,) for shape in shapes):
             return
         # The axis may be one of a gradient: parts of another size tell.
-        args, kwargs = self._batch.arguments(self._batch.types(size + 1))
+        args, kwargs = self.batch.arguments(self.batch.types(size + 1))
         lengths: list[Any] = []
         with contextlib.suppress(Exception):  # the function may take this size only
-            outs = zip(reductions, jax.tree.leaves(eval_shape(self._fun, *args, **kwargs)), strict=True)
+            outs = zip(reductions, jax.tree.leaves(eval_shape(self.fun, *args, **kwargs)), strict=True)
             lengths = [x.shape[:1] for how, x in outs if how == "mean"]
         if lengths and all(length == (size + 1,) for length in lengths):
             raise StateValueError(
-                f"{self._name}: outputs have a value for each of the {size} examples of a part, such as "
+                f"{self.name}: outputs have a value for each of the {size} examples of a part, such as "
                 f"{type_str(staged.out_avals[reductions.index('mean')])}, and are combined by "
-                f"reduce={self._reduce!r}.\n"
+                f"reduce={self.options['reduce']!r}.\n"
                 f'Fix: reduce="concat" keeps a value for each example; or take the mean in the function.'
             )
 
@@ -464,11 +465,8 @@ def _check_num(num: Any, budget: Any) -> int | str:
         raise StaticArgumentError(
             f"microbatch: num={num!r} and budget={budget!r} do not go together; give one of them."
         )
-    try:
-        value = operator.index(num)  # type: ignore[arg-type]
-    except TypeError:
-        value = 0
-    if not 0 < value < 2**63 or isinstance(num, bool):
+    value = whole_number(num, 1)
+    if value is None:
         raise StaticArgumentError(
             f'microbatch: num={brief(num)} is not a number of parts: give a whole number of at least 1, or "fit" '
             f"with a budget."
