@@ -213,35 +213,6 @@ async def coroutine(x):
     return jnp.sin(x)
 
 
-async def asynchronous_generator(x):
-    yield jnp.sin(x)
-
-
-class GeneratorObject:
-    def __call__(self, x):
-        yield jnp.sin(x)
-
-
-UNFINISHED = [generator, coroutine, asynchronous_generator, GeneratorObject(), functools.partial(generator)]
-
-
-@pytest.mark.parametrize("fun", UNFINISHED)
-@pytest.mark.parametrize("transform", DECORATORS)
-def test_decorated_generators_and_coroutines_raise(transform, fun):
-    name = getattr(fun, "__name__", "generator|GeneratorObject")
-    with pytest.raises(statetx.FunctionError, match=f"(?s)cannot transform ({name}).* body has not run.*Fix: "):
-        DECORATORS[transform](fun)
-
-
-def test_generator_methods_raise():
-    class Model:
-        def layers(self, x):
-            yield x
-
-    with pytest.raises(statetx.FunctionError, match="Model.layers"):
-        statetx.remat(Model, methods="layers")
-
-
 MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 # Each runs a function of one array under a transform, and returns the function's result where it can.

@@ -13,7 +13,6 @@ import numpy as np
 
 from .. import _jax
 from .._errors import FunctionError, printable
-from .._objects.opaque import refuse_function
 from .._text import brief, type_str
 from .subclass import find_global, is_object
 
@@ -148,7 +147,6 @@ def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
     name = cls.maker.__name__
     if not callable(fun):
         raise _refusal(name, fun)
-    refuse_function(fun, name, name_of(fun))
     wrapper = cls(fun, **options)
     if is_object(fun):
         wrapper._object = fun

@@ -7,11 +7,9 @@ yet.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -22,24 +20,16 @@ from .contents import children, has_parts
 _DEPTH = 5  # levels of attributes that are searched: a tracer hidden deeper is missed
 
 
-class _Unfinished(NamedTuple):
-    """A type of object whose body runs after the call that made it."""
-
-    name: str
-    is_made_by: Callable[[Any], bool]
-    fix: str
-
-
 _ASYNC = "move the computation into a function without async, transform that, and call it in the coroutine"
 _UNFINISHED = {
-    types.GeneratorType: _Unfinished(
+    types.GeneratorType: (
         "generator",
-        inspect.isgeneratorfunction,
         "return all values at once, as a list, or transform the function that computes one of them",
     ),
-    types.CoroutineType: _Unfinished("coroutine", inspect.iscoroutinefunction, _ASYNC),
-    types.AsyncGeneratorType: _Unfinished("asynchronous generator", inspect.isasyncgenfunction, _ASYNC),
+    types.CoroutineType: ("coroutine", _ASYNC),
+    types.AsyncGeneratorType: ("asynchronous generator", _ASYNC),
 }
+"""Types of objects whose body runs after the call that made them: the name, and the fix."""
 
 
 def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "The function returned") -> None:
@@ -75,24 +65,12 @@ def refuse_unfinished(out: Any, returned: Callable[[], str] = lambda: "The funct
     if unfinished is not None:
         if isinstance(out, types.CoroutineType):
             out.close()  # else Python warns that it was never awaited
+        name, fix = unfinished
         raise FunctionError(
-            f"{returned()} a {unfinished.name} of {out.__qualname__}, whose body has not run: it would run when the "
+            f"{returned()} a {name} of {out.__qualname__}, whose body has not run: it would run when the "
             f"trace has "
-            f"ended.\nFix: {unfinished.fix}."
+            f"ended.\nFix: {fix}."
         )
-
-
-def refuse_function(fun: Callable, transform: str, name: str) -> None:
-    """Raise, before the call, if a function is known to return a generator or a coroutine."""
-    # `inspect` looks at functions only, not at the ``__call__`` of an object.
-    called = fun if inspect.isroutine(fun) or isinstance(fun, functools.partial) else type(fun).__call__
-    for unfinished in _UNFINISHED.values():
-        if unfinished.is_made_by(called):
-            raise FunctionError(
-                f"{transform} cannot transform {name}: a call of it returns a {unfinished.name}, whose body has not "
-                f"run.\n"
-                f"Fix: {unfinished.fix}."
-            )
 
 
 def hidden_tracer(obj: Any, is_left: Callable[[Any], bool]) -> tuple[str, Any] | None:
