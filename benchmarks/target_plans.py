@@ -106,9 +106,10 @@ def used(plan: statetx.Plan) -> list[str]:
     for program in fields["programs"]:
         for decision in (from_json(program["decisions"][i]) for i in program["parts"]):
             loop = decision.get(CheckpointedLoop)
-            ways = [way for t in decision.treatments for way in t.ways()] + [way for _, way in decision.saved or ()]
+            is_stored = any(isinstance(way, InFormat) for _, way in decision.saved or ())
+            is_stored |= bool(decision.held_inputs) or (loop is not None and bool(loop.carries))
             found |= {"copies"} if decision.get(Copies) is not None else set()
-            found |= {"stored"} if any(isinstance(way, InFormat) for way in ways) else set()
+            found |= {"stored"} if is_stored else set()
             found |= {"groups"} if loop is not None and isinstance(loop.strategy, Groups) else set()
     return sorted(found)
 

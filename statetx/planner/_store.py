@@ -19,7 +19,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ import jax
 from .. import _files, _jax, _records
 from .._environment import switch
 from .._equations.compiled import Program
-from .._jax import Jaxpr
 from .._records import Check
 from .._targets import current
 from ._plan.record import PEAK, VERSION
@@ -136,7 +135,7 @@ def peak_bytes(program: Program) -> int:
     """
     lowered = program.lowered
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()  # long, if arrays are constants of the program
-    key = _digest(*_environment(), program.compiler_options, *_jax.compile_settings(lowered), text)
+    key = key_of(program.compiler_options, *_jax.compile_settings(lowered), text)
     measured = lambda: {"version": VERSION, "peak_bytes": program.cost.peak_bytes}
     return remembered(key, PEAK, measured)["peak_bytes"]
 
@@ -144,21 +143,10 @@ def peak_bytes(program: Program) -> int:
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
-def key_of(programs: Sequence[tuple[Jaxpr, Sequence[str], Any]], *settings: Any) -> str:
-    """A digest of programs and of everything else that a plan for them depends on.
-
-    Args:
-        programs: each with its `full_fingerprint`, and the lines of its rules if it is differentiated, and its
-            `TraceContext`.
-        settings: values whose `repr` tells them apart.
-    """
-    of_programs = [([str(v.aval) for v in jaxpr.invars], context, lines) for jaxpr, lines, context in programs]
-    return _digest(*_environment(), *settings, *of_programs)
-
-
-def _digest(*values: Any) -> str:
+def key_of(*settings: Any) -> str:
+    """A digest of what a result depends on: these values, by their `repr`, and the versions of all code."""
     # Without addresses, which differ between processes.
-    text = "\n".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for value in values)
+    text = "\n".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for value in (*_environment(), *settings))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

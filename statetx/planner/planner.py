@@ -325,14 +325,13 @@ class Planner:
     @_for_target
     def key(self, *settings: Any) -> str:
         """A digest of the program, the options of its plans, and other settings, in the store."""
-        captured, options = self._captured, self._options
-        programs = [g.stored for g in captured.gradients]
-        more: list[Any] = [(g.diff_indices, g.num_out, sorted(g.constants)) for g in captured.gradients]
+        captured = self._captured
+        more: list[Any] = [gradient.stored for gradient in captured.gradients]
         if captured.step is not None:
             outline = captured.step.outline
-            programs.append((outline.jaxpr, full_fingerprint(outline.jaxpr), outline.context))
+            more += [full_fingerprint(outline.jaxpr), [str(v.aval) for v in outline.jaxpr.invars], outline.context]
             more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
-        return _store.key_of(programs, *settings, options, *more)
+        return _store.key_of(*settings, self._options, *more)
 
     def _is_for_program(self, fields: dict[str, Any], budget: Budget) -> bool:
         """Whether stored fields are what this planner may answer: all that it can check."""

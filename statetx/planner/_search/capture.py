@@ -73,10 +73,12 @@ class Recorded:
         return full_fingerprint(self.flat)
 
     @functools.cached_property
-    def stored(self) -> tuple[Jaxpr, tuple[str, ...], TraceContext]:
-        """What the key of a stored plan depends on, as for `key_of`."""
+    def stored(self) -> tuple[Any, ...]:
+        """What the key of a stored plan depends on."""
         with self.context.bind_axes():
-            return self.flat, (*self.key, *rules_of(self.flat)), self.context
+            rules = rules_of(self.flat)
+        types = [str(v.aval) for v in self.flat.invars]
+        return self.key, rules, types, self.context, self.diff_indices, self.num_out, sorted(self.constants)
 
 
 class _Recorder(Rewriter):

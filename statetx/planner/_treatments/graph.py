@@ -10,6 +10,7 @@ elementwise operations to be fused into their readers.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -254,26 +255,21 @@ class Graph:
                             if isinstance(u, Var):
                                 last_use[resolve(u)] = max(last_use[resolve(u)], last_use.get(v, -1))
 
-        # The walk: allocate at an equation's outputs, free after last uses.
-        live = sum(device_bytes(v.aval) for v in backward.cotangents)
-        freed_after: dict[int, int] = {}
-        for v in backward.cotangents:
-            end = last_use.get(v, 0)
-            freed_after[end] = freed_after.get(end, 0) + device_bytes(v.aval)
-        peak = live
-        for i, eqn in enumerate(eqns):
-            fused = row_of(eqn).fuses
-            for v in eqn.outvars:
-                if v in uncounted or (fused and v not in in_memory) or v not in last_use:
-                    continue
-                live += device_bytes(v.aval)
-                freed_after[last_use[v]] = freed_after.get(last_use[v], 0) + device_bytes(v.aval)
+        # Allocated at the equation that computes it, freed after its last use: an equation holds operands and outputs.
+        # XLA may reuse a buffer in place, so this errs high.
+        changes = [0] * (len(eqns) + 2)
 
-            # Operands are freed after the outputs are allocated: an equation holds both. XLA may reuse a buffer in
-            # place, so this errs high.
-            peak = max(peak, live)
-            live -= freed_after.get(i, 0)
-        return peak
+        def hold(v: Any, start: int) -> None:
+            changes[start] += device_bytes(v.aval)
+            changes[last_use.get(v, start) + 1] -= device_bytes(v.aval)
+
+        for v in backward.cotangents:
+            hold(v, 0)
+        for i, eqn in enumerate(eqns):
+            for v in eqn.outvars:
+                if v in last_use and v not in uncounted and (v in in_memory or not row_of(eqn).fuses):
+                    hold(v, i)
+        return max(itertools.accumulate(changes))
 
     def measure(self, option: Option) -> Option:
         """Return the option with the backward bytes of the region's backward pass, compiled on its own."""
