@@ -44,9 +44,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, vstack
 
 from statetx import _jax
-from statetx._equations.flops import count, flops
 from statetx._equations.inline import inline
-from statetx._equations.primitives import CALLS, INLINED, JIT, REMAT, row_of
+from statetx._equations.primitives import CALLS, INLINED, JIT, REMAT, count, flops, row_of
 from statetx._equations.structure import Body
 from statetx._lift.context import device_bytes
 from statetx._positions import function_of

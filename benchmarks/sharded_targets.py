@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from statetx._equations.compiled import Program
-from statetx._equations.flops import count
+from statetx._equations.primitives import count
 from statetx._jax import without_dead_code
 
 GIB = 2**30

@@ -1037,7 +1037,7 @@ def test_map_accepts_checkpoint_and_progress(batch_size, capsys):
 def test_progress_counts_each_step_once(monkeypatch):
     """Also where an inner loop is as long as the whole."""
     seen = []
-    monkeypatch.setattr("statetx._loops.progress.Bars._show", lambda self, done, phase: seen.append(done))
+    monkeypatch.setattr("statetx._loops.build.Bars._show", lambda self, done, phase: seen.append(done))
 
     def loss(w):
         return statetx.scan(

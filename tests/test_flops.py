@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx._equations.flops import flops
+from statetx._equations.primitives import flops
 from statetx.policies import Slots
 
 

@@ -19,9 +19,9 @@ from statetx._remat import decide, declared
 from statetx._remat.atoms import Everything
 from statetx._remat.gradients import rewritten_by
 from statetx._remat.override import override
+from statetx._remat.policy import Action, Value, Verdict
 from statetx._remat.rewriter import Rewriter
 from statetx._remat.survey import Survey
-from statetx._remat.value import Action, Value, Verdict
 from statetx._targets import current
 from statetx._text import parse_bytes
 

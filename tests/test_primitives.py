@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from statetx._equations import primitives
-from statetx._equations.flops import count
-from statetx._equations.primitives import TABLE, Forwards
+from statetx._equations.primitives import TABLE, Forwards, count
 
 ROOT = pathlib.Path(__file__).parents[1] / "statetx"
 SOURCES = sorted(ROOT.rglob("*.py"))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import statetx
 from statetx import _jax
 from statetx._equations import compiled as _compiled
-from statetx._equations.flops import count
+from statetx._equations.primitives import count
 from statetx._text import format_bytes
 from statetx.planner import Planner, _budget
 from statetx.planner._search import search as _search

@@ -24,7 +24,7 @@ from .._targets.plugins import kernel_file
 from .._targets.target import Target
 from .._text import counted, format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
-from .flops import count
+from .primitives import count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .linear import *
 from .loops import *
 from .marks import *
 from .meshes import *
-from .order import *
+from .primitives import *
 from .refs import *
 from .remat import *
 from .rules import *
@@ -25,4 +25,3 @@ from .topology import *
 from .traces import *
 from .traces import _context as _context
 from .versions import *
-from .whole_call import *

@@ -22,9 +22,8 @@ from .._lift.staged import Staged, sort_states
 from .._lift.wrapper import name_of
 from .._text import type_str
 from .._tree import Partition, is_float
-from .accumulated import Accumulated, sum_dtype
+from .accumulated import Accumulated, sum_dtype, with_left_out
 from .build import make_loop
-from .left_out import with_left_out
 from .strategy import Levels, Strategy
 
 REDUCTIONS = ("mean", "sum", "first", "last", "concat", "stack")

@@ -16,10 +16,9 @@ from .._objects.paths import as_predicate
 from .._text import size_literal, suggestion, type_str
 from .._tree import freeze, has_known_sizes
 from .._typing import Filter
-from .policy import Policy, frozen_policy
+from .policy import RECOMPUTE, SAVE, Action, Policy, StateRef, Value, Verdict, frozen_policy
 from .rewriter import Rewriter
 from .stored import BITS
-from .value import RECOMPUTE, SAVE, Action, StateRef, Value, Verdict
 
 
 @frozen_policy

@@ -25,10 +25,9 @@ from . import declared, mark
 from .atoms import JaxPolicy, Marks, Masks, everything, names_of, nothing
 from .mark import KeepMarked, Labels
 from .override import override
-from .policy import Policy, StoredAs
+from .policy import SAVE, Action, Policy, StateRef, StoredAs, Value, Verdict
 from .stored import BITS, StoredType
 from .survey import Address, Site, Survey, SurveyedRule, names_out_of_reach
-from .value import SAVE, Action, StateRef, Value, Verdict
 
 
 def apply(

@@ -22,8 +22,7 @@ from .._lift.outcome import is_traced, pack
 from .._lift.stage import stage
 from .._lift.wrapper import name_of
 from .atoms import nothing
-from .gradient_order import GradientOrder
-from .override import override
+from .override import GradientOrder, override
 from .rewriter import Observed, Observer, Rewriter
 
 

@@ -17,7 +17,7 @@ from .. import _frames, _jax
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
 from .bits import are_bits, is_bits, of_steps
-from .value import StateRef, Value
+from .policy import StateRef, Value
 
 NONE: frozenset[Any] = frozenset()
 

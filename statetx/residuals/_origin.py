@@ -10,8 +10,8 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import EAGER, ENTERED, REMAT, Forwards, row_of
 from .._jax import Jaxpr, Literal
+from .._remat.policy import StateRef
 from .._remat.survey import Survey
-from .._remat.value import StateRef
 from ._trace import Passes, regions_of
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import _jax
-from .._equations.flops import flops
 from .._equations.inline import inline
-from .._equations.primitives import INLINED
+from .._equations.primitives import INLINED, flops
 from .._jax import Jaxpr, Literal
 from .._lift.options import notes_shapes
 from .._lift.wrapper import refuse_value, short_name

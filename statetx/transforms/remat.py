@@ -28,13 +28,12 @@ from .._objects.paths import Paths, as_predicate
 from .._remat import decide, declared
 from .._remat import fence as _fence
 from .._remat.atoms import States, nothing, without_objects
-from .._remat.options import check_fence, check_formats, check_prevent_cse, refuse_formats
 from .._remat.override import override
-from .._remat.parse import as_policy
+from .._remat.parse import as_policy, check_fence, check_formats, check_prevent_cse, refuse_formats
 from .._remat.policy import Policy as PolicyValue
+from .._remat.policy import StateRef
 from .._remat.rewriter import Rewriter
 from .._remat.stored import StoredType
-from .._remat.value import StateRef
 from .._states import Kind
 from .._text import brief, suggestion, type_str
 from .._tree import as_array, freeze, is_array, partition

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..._equations.flops import flops
+from ..._equations.primitives import flops
 from ..._extras import require
 from ..._files import write_figure
 from ..._jax import Jaxpr

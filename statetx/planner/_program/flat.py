@@ -12,9 +12,8 @@ from typing import Any
 from jax.extend.core.primitives import closed_call_p
 
 from ... import _frames, _jax
-from ..._equations.flops import flops
 from ..._equations.inline import inline
-from ..._equations.primitives import JIT, REMAT, row_of
+from ..._equations.primitives import JIT, REMAT, flops, row_of
 from ..._equations.structure import Body
 from ..._jax import Jaxpr, Literal, Var
 from ..._remat.bits import of_steps, reader

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ... import _jax
-from ..._equations.flops import flops
 from ..._equations.inline import inline
-from ..._equations.primitives import JIT
+from ..._equations.primitives import JIT, flops
 from ..._errors import PolicyError
 from ..._jax import Jaxpr
 from ..._lift.context import device_bytes

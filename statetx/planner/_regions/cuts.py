@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._equations.flops import flops
-from ..._equations.primitives import REMAT, row_of
+from ..._equations.primitives import REMAT, flops, row_of
 from ..._jax import Jaxpr
 from ..._lift.context import device_bytes
 from .._program.flat import Flat, is_linear, last_reads

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._equations.flops import flops
+from ..._equations.primitives import flops
 from ..._jax import Jaxpr
 from ..._lift.context import TraceContext
 from ..._remat.parse import as_policy

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 
 from ... import _jax
-from ..._equations.flops import flops
-from ..._equations.primitives import size
+from ..._equations.primitives import flops, size
 from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
 from ..._records import one_of

@@ -19,8 +19,7 @@ import numpy as np
 
 from ... import _jax
 from ..._equations.compiled import Program, fast_compile_options
-from ..._equations.flops import flops
-from ..._equations.primitives import row_of
+from ..._equations.primitives import flops, row_of
 from ..._jax import Jaxpr, Var
 from ..._lift.context import TraceContext, device_bytes
 from ..._remat import decide, mark

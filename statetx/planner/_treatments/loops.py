@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ... import _jax
-from ..._equations.flops import flops
+from ..._equations.primitives import flops
 from ..._errors import PolicyError
 from ..._jax import Var
 from ..._lift.context import device_bytes
