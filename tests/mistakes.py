@@ -157,7 +157,25 @@ def augmented():
     h += 1
 
 
-@mistake("forgot .value: under jit", StatetxError, "Param", "Write state.value")
+@mistake("forgot .value: the name of the variable", StateValueError, "Write count.value")
+def named_by_variable():
+    count = State(X)
+    return count * 2
+
+
+@mistake("forgot .value: the name of the attribute", StatetxError, "Write self.w.value")
+def named_by_attribute():
+    class Layer:
+        def __init__(self):
+            self.w = Param(X)
+
+        def __call__(self, x):
+            return x * self.w
+
+    return Layer()(X)
+
+
+@mistake("forgot .value: under jit", StatetxError, "Write self.w.value")
 def in_jit():
     class Layer:
         def __init__(self):

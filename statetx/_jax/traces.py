@@ -191,6 +191,11 @@ def is_jit_disabled() -> bool:
     return _config.disable_jit.value
 
 
+def checks_keys() -> bool:
+    """Whether ``jax_debug_key_reuse`` is on."""
+    return _config.debug_key_reuse.value
+
+
 def trace_context() -> Any:
     """All JAX settings that a trace depends on, as a hashable value."""
     return _config.trace_context()

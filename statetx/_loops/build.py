@@ -12,6 +12,7 @@ from .._atomic import new_lock
 from .._equations.structure import Body, table
 from .._errors import EffectError, PolicyError
 from .._extras import require
+from .._lift import key_reuse
 from .._lift.staged import Staged
 from .._lift.wrapper import name_of
 from .._remat import declared
@@ -107,12 +108,19 @@ def make_loop(
         tick = Bars(title, length).tick if title else None
         policy = strategy and strategy.policy
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "tick": tick}
-        return _build(LoopStep(body, num_constants, num_carry, **options), strategy)
+        if not is_of_words:
+            return _build(LoopStep(body, num_constants, num_carry, **options), strategy)
+        step = LoopStep(key_reuse.body_with_key_data(body), num_constants, num_carry, **options)
+        return key_reuse.loop_with_key_data(_build(step, strategy), body)
 
+    # A strategy runs steps again, with the same keys. JAX's checker of key reuse would take that for a second draw,
+    # so that the loop carries keys as words while the checker is on.
+    is_of_words = strategy is not None and key_reuse.is_needed(body)
     # True and 1 are equal and hash alike, but unroll=True is another loop: hence the type. The title is part of the
     # key since a cached loop reports to the bars that it was built with.
     use = (
         staged.name,
+        is_of_words,
         strategy,
         title,
         length,

@@ -1,15 +1,18 @@
 """Errors for a state that is used in place of its value: ``h + 1``, ``jnp.tanh(h)``, ``if h:`` instead of ``h.value``.
 
-The messages say where the state was made. Python's traceback shows the expression that uses it.
-
 Everything here but ``==`` runs only after such a mistake: special methods and attributes that `State` would otherwise
 lack. States are equal only to themselves; a comparison with a number or an array raises, in either order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import numbers
+import sys
+import sysconfig
+import types
 from typing import Any
 
 import numpy as np
@@ -67,20 +70,23 @@ def _equal(state: Any, other: Any) -> Any:
     """
     if not (isinstance(other, numbers.Number) or is_array(other)):
         return NotImplemented
+    fix = f"Write {_name_in_caller(state)}.value."
     raise StateValueError(
         f"{_states.describe(state)} was compared with a value of type {type_str(other)}; a state is equal to itself "
-        f"only. Write {_name(state)}.value."
+        f"only. {fix}"
     )
 
 
 def _refuse_item(state: Any, index: Any, value: Any) -> None:
     del value
-    fix = f"Write {_name(state)}.value = {_name(state)}.value.at[{brief(index)}].set(...)."
+    name = _name_in_caller(state)
+    fix = f"Write {name}.value = {name}.value.at[{brief(index)}].set(...)."
     raise StateValueError(f"{_states.describe(state)} was assigned an item. {fix}")
 
 
 def _refuse_truth(state: Any) -> bool:
-    fix = f"Write {_name(state)}.value, or `{_name(state)} is not None` to ask whether there is a state."
+    name = _name_in_caller(state)
+    fix = f"Write {name}.value, or `{name} is not None` to ask whether there is a state."
     raise StateValueError(f"{_states.describe(state)} was used as a truth value. {fix}")
 
 
@@ -108,9 +114,9 @@ class _ArrayAttribute:
     def __get__(self, state: Any, owner: type) -> Any:
         if state is None:
             raise AttributeError(f"type object {owner.__name__!r} has no attribute {self.name!r}")
+        name = _name_in_caller(state)
         raise AttributeError(
-            f"{_states.describe(state)} has no attribute {self.name!r}; its value has. "
-            f"Write {_name(state)}.value.{self.name}."
+            f"{_states.describe(state)} has no attribute {self.name!r}; its value has. Write {name}.value.{self.name}."
         )
 
 
@@ -132,11 +138,58 @@ def prepare(cls: type, random: type) -> None:
 
 
 def _used_as_array(state: Any) -> str:
-    fix = f"Write {_name(state)}.value."
+    name = _name_in_caller(state)
+    fix = f"Write {name}.value."
     if _states.kind_of_state(state).is_random(state):
-        fix = f"Write {_name(state)}.next() for a key, and {_name(state)}.value for the key that it holds."
+        fix = f"Write {name}.next() for a key, and {name}.value for the key that it holds."
     return f"{_states.describe(state)} was used as an array. {fix}"
 
 
-def _name(state: Any) -> str:
+# -- the name of a state in the user's code --------------------------------------------------------------------------
+
+
+def _name_in_caller(state: Any) -> str:
+    """The expression by which the nearest caller outside libraries reaches the state: ``h``, ``self.w``,
+    ``layers[0]``.
+    """
+    paths = sysconfig.get_paths()
+    folders = (*_states.library_folders(), paths["stdlib"], paths["purelib"], paths["platlib"], "<frozen")
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(folders):
+        frame = frame.f_back
+    if frame is not None:
+        for variables in (frame.f_locals, frame.f_globals):
+            expression = _expression(state, variables)
+            if expression:
+                return expression
     return _states.kind_of_state(state).name_of(state) or "state"
+
+
+def _expression(state: Any, variables: Any) -> str | None:
+    """The expression for a state in these variables. It runs no code of the user's, who is about to see
+    another error.
+    """
+    items = [(name, obj) for name, obj in list(variables.items()) if name.isidentifier()]
+    for name, obj in items:
+        if obj is state:
+            return name
+
+    # One level down, in the first few elements: attributes, and items of the built-in containers.
+    for name, obj in items:
+        if type(obj) is dict:
+            for key, x in list(itertools.islice(obj.items(), _MAX_ITEMS)):
+                if x is state:
+                    return f"{name}[{brief(key)}]"
+        elif type(obj) in (list, tuple):
+            for i, x in enumerate(obj[:_MAX_ITEMS]):
+                if x is state:
+                    return f"{name}[{i}]"
+        elif not isinstance(obj, (type, types.ModuleType)):
+            with contextlib.suppress(AttributeError):
+                for attribute, x in list(object.__getattribute__(obj, "__dict__").items()):
+                    if x is state:
+                        return f"{name}.{attribute}"
+    return None
+
+
+_MAX_ITEMS = 1000

@@ -187,8 +187,7 @@ class RngState(State[jax.Array]):
 
     A rematerialized function sees the same draws when it is recomputed, and the key advances once. To read `value`
     draws nothing: two random functions that get ``rng.value`` return the same numbers. JAX's checker
-    (``jax.config.update("jax_debug_key_reuse", True)``) reports it. A loop with ``checkpoint=`` runs steps again with
-    the same keys, which the checker reports, too: leave `checkpoint` out while it is on.
+    (``jax.config.update("jax_debug_key_reuse", True)``) reports it.
 
     Args:
         key: an integer seed, a key of ``jax.random.key``, or a legacy ``uint32[2]`` key.

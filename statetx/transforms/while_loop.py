@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._equations.structure import Body, table
 from .._errors import PolicyError, StateAccessError
+from .._lift import key_reuse
 from .._lift.carry import flatten_carry, settle
 from .._lift.options import check_flags, check_whole
 from .._lift.outcome import publish_leaves
@@ -291,6 +292,14 @@ class _WhileLoop:
 
         def build(test: Body, body: Body) -> Callable:
             num_constants = len(self.constants[-1])
+            if uses_key_data:
+                inner = build_loop(
+                    key_reuse.body_with_key_data(test), key_reuse.body_with_key_data(body), num_constants
+                )
+                return key_reuse.loop_with_key_data(inner, body)
+            return build_loop(test, body, num_constants)
+
+        def build_loop(test: Body, body: Body, num_constants: int) -> Callable:
             if strategy is None and max_steps is None:
                 return bind.while_loop(test, body, num_constants)
 
@@ -304,7 +313,9 @@ class _WhileLoop:
         values = [*carry, *self.state_values]
         if strategy is not None:
             values = self._vary(values)
-        use = ("while_loop", strategy, max_steps, declared.key(), *map(len, self.constants))
+        # JAX's checker of key reuse would count a step that is run again as a second use, see `_lift.key_reuse`.
+        uses_key_data = strategy is not None and key_reuse.is_needed(*self.bodies)
+        use = ("while_loop", uses_key_data, strategy, max_steps, declared.key(), *map(len, self.constants))
         loop = table.get(self.bodies, use, build)
         return loop(*self.constants, values)
 
