@@ -557,7 +557,7 @@ def test_fwd_bwd_fits_the_width():
     for width in (60, 109, 120, 200):
         assert max(map(len, shown.text(width).splitlines()[1:])) <= width
     assert " | " in shown.text(110) and " | " not in shown.text(109)
-    assert "carry" in str(shown) and "branch 1" in str(shown)
+    assert "scan[length=2]" in str(shown) and "branch 1" in str(shown)
     assert "…" not in shown.text(400)
 
 

@@ -37,6 +37,7 @@ _PRINTED_PARAMS = frozenset(
     "length reverse k "
     "lengths padding window_dimensions direction num_keys".split()
 )
+_WITH_BODIES = ("scan", "cond", "while", "shard_map")
 _MAX_PARAM = 24  # columns of a printed parameter
 
 
@@ -355,46 +356,18 @@ class Printer:
             yield from self._equations(body, depth)
             yield from copies
 
-        elif name == "scan":
-            body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
-            start, num_carry = _jax.scan_counts(eqn)
-            end = start + num_carry
-
-            # Constants are the same in every step, so the body uses their outer names. Carries and elements have their
-            # own.
-            self._aliases.update(zip(body.invars[:start], eqn.invars[:start], strict=True))
-            for inner, outer in zip(body.invars[start:end], eqn.invars[start:end], strict=True):
-                yield self._loop_input(depth, "carry", inner, "from", outer)
-            for inner, outer in zip(body.invars[end:], eqn.invars[end:], strict=True):
-                yield self._loop_input(depth, "each", inner, "of", outer)
-            yield from self._equations(body, depth)
-
-            carries, stacked = body.outvars[: end - start], body.outvars[end - start :]
-            for word, atoms in (("carry on", carries), ("stack", stacked)):
-                if atoms:
-                    yield [Piece("  " * depth), *self._list(word, atoms)]
-
-        elif name == "cond":
-            # The first operand is the index of the branch.
-            for i, branch in enumerate(eqn.params["branches"]):
-                body = _jax.open_jaxpr(branch)[0]
-                self._aliases.update(zip(body.invars, eqn.invars[1:], strict=True))
-                yield [Piece("  " * depth), Piece(f"branch {i}", OPERATION)]
+        elif name in _WITH_BODIES:
+            # Constants of a loop, and what branches are given, are the same inside, and have their outer names. The
+            # first operand of a branch is its index.
+            outer = eqn.invars[1:] if name == "cond" else eqn.invars
+            num_same = len(outer) if name == "cond" else _jax.scan_counts(eqn)[0] if name == "scan" else 0
+            for n, inner in enumerate(_jax.inner_jaxprs(eqn)):
+                body = _jax.open_jaxpr(inner)[0]
+                self._aliases.update(zip(body.invars[:num_same], outer[:num_same], strict=True))
+                word = f"branch {n}" if name == "cond" else "given"
+                yield [Piece("  " * depth), *self._list(word, body.invars[num_same:], types=True)]
                 yield from self._equations(body, depth + 1)
                 yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
-
-        elif name in ("while", "shard_map"):
-            for key, value in eqn.params.items():
-                if _jax.is_jaxpr(value):
-                    body = _jax.open_jaxpr(value)[0]
-                    word = key.removesuffix("jaxpr").removesuffix("_") or "body"
-                    yield [Piece("  " * depth), *self._list(word, body.invars, types=True)]
-                    yield from self._equations(body, depth + 1)
-                    yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
-
-    def _loop_input(self, depth: int, word: str, inner: Any, preposition: str, outer: Any) -> Line:
-        start = [Piece("  " * depth), Piece(f"{word} ", OPERATION)]
-        return [*start, *self._typed(inner), Piece(f" {preposition} "), self._atom(outer)]
 
     def _operation(self, eqn: Any) -> str:
         name = eqn.primitive.name
