@@ -100,9 +100,8 @@ def assert_memory(
     if difference.is_regression:
         raise AssertionError(
             f"{difference}\n"
-            f"Fix: statetx.memory_profile(...) shows all that is alive, and what would lower it. If the program "
-            f"shall take this much, run "
-            f"the test with {UPDATE}=1, which writes {os.fspath(against)}."
+            "Fix: statetx.memory_profile(...) shows all that is alive, and what would lower it. If the program shall "
+            f"take this much, run the test with {UPDATE}=1, which writes {os.fspath(against)}."
         )
 
 

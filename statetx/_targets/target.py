@@ -109,8 +109,7 @@ class Target:
                 return cls._of(f"{name}:{len(devices)}", spec, hosts, shape)
         raise TargetError(
             f"{first.device_kind} is not in the table of common devices: {', '.join(table())}.\n"
-            f"Fix: save the nearest of them, and edit the "
-            f"figures in the file."
+            "Fix: save the nearest of them, and edit the figures in the file."
         )
 
     @classmethod

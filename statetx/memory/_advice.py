@@ -450,8 +450,7 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
     condition = f"axis 0 of {', '.join(leading[size])} holds {size:,} independent examples (not steps in time)"
     text = (
         f"If {condition}, split them into {num} parts: take the gradient of statetx.microbatch(loss, {num}, "
-        f"argnums=...), whose argnums= "
-        f"are the arguments of the loss with these examples."
+        "argnums=...), whose argnums= are the arguments of the loss with these examples."
     )
     change = Change("microbatch", "batch", text, saving(profile, gaps), condition)
     edit = InParts(frozenset(leading[size]), size, num)

@@ -27,8 +27,7 @@ from .profile import MemoryProfile
 
 _NOTE = (
     "The compiler itself ran out of memory, so these sizes are estimated from the equations before compilation, for "
-    "all devices together. "
-    "They are too large: the compiler fuses operations, and reuses donated arguments."
+    "all devices together. They are too large: the compiler fuses operations, and reuses donated arguments."
 )
 
 

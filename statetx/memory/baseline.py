@@ -180,8 +180,7 @@ def find(path: str | os.PathLike[str], key: str) -> MemoryBaseline:
         known = ", ".join(sorted(programs)) or "none"
         raise ValueError(
             f"{os.fspath(path)} has no program {key!r}; it has {known}.\n"
-            f"Fix: add it, by `python -m statetx memory ... --save {os.fspath(path)}` "
-            f"or by {UPDATE}=1 in the test."
+            f"Fix: add it, by `python -m statetx memory ... --save {os.fspath(path)}` or by {UPDATE}=1 in the test."
         )
     return programs[key]
 

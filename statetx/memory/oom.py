@@ -218,13 +218,11 @@ _COLUMNS = (
 
 _CONSTANTS = (
     "arrays that the function closes over have a copy in the program. Pass those that are on the device anyway as "
-    "arguments, or "
-    "keep them in states."
+    "arguments, or keep them in states."
 )
 _OTHER_CAUSES = (
     "other processes use the device (JAX takes 75% of a GPU when it starts), other arrays are alive "
-    "(jax.live_arrays()), free memory "
-    "is in pieces, or an earlier call of another program failed."
+    "(jax.live_arrays()), free memory is in pieces, or an earlier call of another program failed."
 )
 
 
@@ -351,8 +349,7 @@ def _planned(
     needed, added = made.total_bytes + report.profile.constant_bytes, made.extra_flops
     return Alternative(
         f"statetx.plan({report.name}, ..., budget={budget}).apply({report.name}) takes {format_bytes(needed)} "
-        f"(compiled, {100 * added:+.1f}% operations) "
-        f"without a change of the code.",
+        f"(compiled, {100 * added:+.1f}% operations) without a change of the code.",
         needed,
         added,
     )

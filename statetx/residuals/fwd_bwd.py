@@ -33,9 +33,8 @@ RESIDUAL, TYPE, OPERATION, DETAIL, PLACE = "bold reverse yellow", "cyan", "bold 
 
 # Parameters that are printed. The dimension numbers of products are printed as letters, other parameters are omitted.
 _PRINTED_PARAMS = frozenset(
-    "axes axis dimension dimensions permutation new_dtype shape start_indices limit_indices strides dim index y "
-    "length reverse k "
-    "lengths padding window_dimensions direction num_keys".split()
+    "axes axis dimension dimensions permutation new_dtype shape start_indices limit_indices strides dim index y length "
+    "reverse k lengths padding window_dimensions direction num_keys".split()
 )
 _WITH_BODIES = ("scan", "cond", "while", "shard_map")
 _MAX_PARAM = 24  # columns of a printed parameter

@@ -400,9 +400,8 @@ def _diagnose(
             yield Diagnosis(
                 row.policy,
                 "merged back",
-                f"The equations recompute ({flops_ratio:.2f} times the operations), but the compiled program does "
-                f"not do all of it: "
-                f"common subexpressions were merged, since prevent_cse is False (or fence None) for "
+                f"The equations recompute ({flops_ratio:.2f} times the operations), but the compiled program does not "
+                "do all of it: common subexpressions were merged, since prevent_cse is False (or fence None) for "
                 f"{', '.join(unfenced)}. Leave it at 'auto'.",
             )
             return
@@ -413,10 +412,8 @@ def _diagnose(
         row.policy,
         "peak elsewhere",
         f"The program keeps {format_bytes(dropped)} less and recomputes it, but its peak is as high: while a whole "
-        f"function is "
-        f"recomputed at once, or outside of the rematerialized functions. Rematerialize smaller parts, and the part "
-        f"that "
-        f"needs most.",
+        "function is recomputed at once, or outside of the rematerialized functions. Rematerialize smaller parts, and "
+        "the part that needs most.",
     )
 
 
@@ -441,8 +438,7 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
             "inputs dominate",
             f"{format_bytes(inputs)} of {format_bytes(row.residual_bytes)} are inputs of rematerialized functions, the "
             f"largest {value} ({largest.type}, {format_bytes(largest.nbytes)}): as much as the functions would keep. "
-            f"Rematerialize "
-            f"larger functions, so that fewer values are inputs.",
+            "Rematerialize larger functions, so that fewer values are inputs.",
         )
 
     return Diagnosis(
@@ -450,9 +446,8 @@ def _nothing_dropped(row: Measured, baseline: Measured) -> Diagnosis:
         "nothing to drop",
         f"Without rematerialization {format_bytes(intermediate)} of intermediate values are kept, with it "
         f"{format_bytes(row.residuals.intermediate_bytes)}: the rematerialized functions compute nothing that the "
-        f"backward pass "
-        f"needs beyond what it holds anyway. Rematerialize another part; saved_residuals(fun, ...) shows what is "
-        f"kept where.",
+        "backward pass needs beyond what it holds anyway. Rematerialize another part; saved_residuals(fun, ...) shows "
+        "what is kept where.",
     )
 
 
@@ -467,10 +462,9 @@ def _barrier(row: Measured, is_ours: bool, lowered: Any, baseline_lowered: Any) 
     )
     text = (
         f"The equations recompute and keep {format_bytes(row.residual_bytes)}, but the compiled program does not "
-        f"recompute all of it: on the "
-        f"{current.platform()} backend the compiler removes the barrier that delays the recomputation, so that "
-        f"unrolled "
-        f"code is merged with the first computation. {fix}, or put the repeated part into a loop (scan)"
+        f"recompute all of it: on the {current.platform()} backend the compiler removes the barrier that delays the "
+        f"recomputation, so that unrolled code is merged with the first computation. {fix}, or put the repeated part "
+        "into a loop (scan)"
     )
     # The removal can be switched off, which shows the memory that other devices would take.
     option = {"xla_disable_hlo_passes": "cse_barrier_expander"}
