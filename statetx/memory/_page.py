@@ -21,8 +21,11 @@ from ._advice import AdvisedTimeline
 from ._show import compare, percent, sums, table
 from .buffer import KINDS, Buffer, Change, Kind, Step, replacements
 
-MAX_DATA = 7_500_000
-"""Bytes of the data in a page; a page is this and about 100 KB more."""
+MAX_LISTED = 20_000
+"""Buffers that a page lists, the largest; the others are merged. A page of so many is below 4 MB."""
+
+MAX_NAMED = 100_000
+"""Steps that have names in a page."""
 
 _SCRIPTS = ("page_model.js", "page.js", "page_timeline.js", "page_list.js")
 _MAX_CHANGES = 5
@@ -51,14 +54,13 @@ def to_html(profile: AdvisedTimeline, other: AdvisedTimeline | None = None) -> s
         other: the profile after the change, shown below the first with the same scale.
 
     Returns:
-        The page, below 8 MB. If the data do not fit, the smallest buffers are merged, and the page says below which
-        size.
+        The page. Of very many buffers the smallest are merged, and the page says below which size.
     """
     profiles = [profile] if other is None else [profile, other]
     labels = [""] if other is None else ["before", "after"]
     data = {
         "profiles": [
-            encode(p, MAX_DATA // len(profiles)) | {"label": label} for p, label in zip(profiles, labels, strict=True)
+            encode(p, MAX_LISTED // len(profiles)) | {"label": label} for p, label in zip(profiles, labels, strict=True)
         ],
         "palette": _PALETTE,
         "kind_colors": _KIND_COLORS,
@@ -205,30 +207,14 @@ def clipped(text: str, width: int = _MAX_TEXT) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def encode(profile: AdvisedTimeline, max_bytes: int) -> dict[str, Any]:
-    """The data of a profile, at most `max_bytes` of JSON: without the smallest buffers if need be, then without names
-    of steps.
-    """
+def encode(profile: AdvisedTimeline, num_listed: int) -> dict[str, Any]:
+    """The data of a profile, with at most so many buffers."""
     taken = _taken(profile)
     by_size = sorted(range(len(profile.buffers)), key=lambda i: -profile.buffers[i].num_bytes)
-
-    def encoded(num_listed: int, with_names: bool) -> tuple[dict[str, Any], int]:
-        made = _encode(profile, taken, sorted(by_size[:num_listed]), with_names)
-        return made, len(json.dumps(made, separators=(",", ":")))
-
-    num_listed, (made, size) = len(by_size), encoded(len(by_size), True)
-    if size > max_bytes:
-        with_names = encoded(0, True)[1] < 0.7 * max_bytes
-        base = encoded(0, with_names)[1]
-        while size > max_bytes and num_listed:
-            num_listed = int(num_listed * max(0.95 * max_bytes - base, 0) / max(size - base, 1))
-            made, size = encoded(num_listed, with_names)
-    return made
-
-
-def _encode(profile: AdvisedTimeline, taken: dict[int, int], listed: Sequence[int], with_names: bool) -> dict[str, Any]:
-    buffers = [profile.buffers[i] for i in listed]
-    steps = profile.steps if with_names else [s._replace(name="", primitive="", source="") for s in profile.steps]
+    listed = sorted(by_size[:num_listed])
+    buffers, steps = [profile.buffers[i] for i in listed], profile.steps
+    if len(steps) > MAX_NAMED:
+        steps = [s._replace(name="", primitive="", source="") for s in steps]
     strings = {"": 0}
 
     def column(texts: Iterable[str]) -> list[int]:
