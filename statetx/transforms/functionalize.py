@@ -152,17 +152,16 @@ class TraceStates(Wrapper[P, Any], made_by=trace_states):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> StateTrace:
         with created_undone(self.__wrapped__, args, kwargs):
-            frame, refs, paths, _ = _trace(self.__wrapped__, args, kwargs)
+            frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
             rows = _rows(frame, refs, paths)
         return StateTrace(name_of(self.__wrapped__).split(".")[-1], rows)
 
 
-def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, list[tuple[Any, bool]], Paths, Any]:
+def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, list[tuple[Any, bool]], Paths]:
     """Run `fun` abstractly.
 
     Returns:
-        Its closed frame; the Refs that it touches, with a flag if written; the paths; a jaxpr with the arrays of its
-        output.
+        Its closed frame; the Refs that it touches, with a flag if written; the paths.
     """
     arrays, args_part = partition((args, kwargs), is_array_or_type)
     frame = frame_for("trace_states", fun)
@@ -172,19 +171,15 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
         out = frame.run(fun, *call_args, **call_kwargs)
         for effect in frame.effects:
             effect.value = jax.tree.map(_type_only, effect.value)  # the rows outlive the trace
-        leaves, _ = pack(out, [])
-        return leaves, None
+        return pack(out, [])[0], None
 
     avals = [_jax.abstract(as_array(x)) for x in arrays]
     refs = Lifting(is_array)  # collects Refs only: the frame does not get it
-    body_of_call, _, effects = stage(
-        body, avals, traced_for="statetx.trace_states", names=InputNames(fun, args_part.combine), lifting=refs
-    )
+    names = InputNames(fun, args_part.combine)
+    _, _, effects = stage(body, avals, traced_for="statetx.trace_states", names=names, lifting=refs)
     written = {id(e.state) for e in effects}
     touched_refs = [(i.state, id(i.state) in written) for i in refs.inputs.values()]
-    jaxpr = body_of_call.jaxpr
-    jaxpr = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars[: len(jaxpr.outvars) - len(effects)])
-    return frame, touched_refs, Paths(fun, args, kwargs), jaxpr
+    return frame, touched_refs, Paths(fun, args, kwargs)
 
 
 def _type_only(x: Any) -> Any:
@@ -270,20 +265,16 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
 
     def states(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Trace a call with these arguments; return the states that it touches, by path."""
-        return self.traced(args, kwargs)[0]
-
-    def traced(self, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """The states of a call, by path, and the jaxpr of its output."""
         with created_undone(self.__wrapped__, args, kwargs):
-            frame, refs, paths, jaxpr = _trace(self.__wrapped__, args, kwargs)
+            frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
         rows = [r for r in _rows(frame, refs if self._takes_refs else [], paths) if not r.created]
         states = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
         self._states_by_path |= states
-        return states, jaxpr
+        return states
 
     def values(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read the current values of the states that a call with these arguments touches, by path."""
-        return values_of(self.states(*args, **kwargs))
+        return {path: _arrays_only(_read(state)) for path, state in self.states(*args, **kwargs).items()}
 
     def store(self, values: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> None:
         """Write values to their states: all of them, or none if one fails.
@@ -300,21 +291,6 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
         run_eagerly(f"functionalize({name_of(self.__wrapped__)}).store", _write_all, (states, values), {})
 
     def __call__(self, values: Mapping[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, dict[str, Any]]:
-        out, new_values, created = self.call_with_created(values, args, kwargs)
-        for effect in created:
-            raise CreatedStateError(
-                f"{type(effect.state).__name__} made at {effect.site} was created inside "
-                f"functionalize({name_of(self.__wrapped__)}) "
-                f"and outlived the call, which returns values and no states.\nFix: create the state before the call."
-            )
-        return out, new_values
-
-    def call_with_created(
-        self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[R, dict[str, Any], list[Effect]]:
-        """The call, with the effects on the states that it creates and that outlive it. None of them has a value
-        afterwards.
-        """
         fun = self.__wrapped__
         states = self._resolve(values, args, kwargs)
         value_by_id = {id(state): values[path] for path, state in states.items()}
@@ -341,14 +317,18 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
         paths = {id(state): path for path, state in states.items()}
         for effect in frame.effects:
             if effect.created:
-                continue
+                raise CreatedStateError(
+                    f"{type(effect.state).__name__} made at {effect.site} was created inside "
+                    f"functionalize({name_of(fun)}) and outlived the call, which returns values and no states.\n"
+                    f"Fix: create the state before the call."
+                )
             path = paths.get(id(effect.state))
             value = _new_value(effect, path)
             if path is not None:
                 new_values[path] = value
             elif jax.tree.leaves(value):
                 raise StateAccessError(self._missing(effect.state, effect.kind, args, kwargs))
-        return out, new_values, [e for e in frame.effects if e.created]
+        return out, new_values
 
     def _resolve(self, values: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values, Mapping):
@@ -375,11 +355,6 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
             f"The call touched {_states.describe(state, kind, path)}, which is not among the given values.\n"
             f"Fix: take the values from .values(*args) of a call that touches the same states."
         )
-
-
-def values_of(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The current values of states, by path, in the form of `Functionalize.values`."""
-    return {path: _arrays_only(_read(state)) for path, state in states.items()}
 
 
 def _read(state: Any) -> Any:
