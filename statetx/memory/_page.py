@@ -19,7 +19,7 @@ from .._tables import HEX, Table, page, resource
 from .._text import format_bytes, short_path
 from ._advice import AdvisedTimeline
 from ._show import compare, percent, sums, table
-from .buffer import KINDS, Buffer, Change, Kind, Step, replacements
+from .buffer import KINDS, Buffer, Kind, Step, replacements
 
 MAX_LISTED = 20_000
 """Buffers that a page lists, the largest; the others are merged. A page of so many is below 4 MB."""
@@ -28,7 +28,6 @@ MAX_NAMED = 100_000
 """Steps that have names in a page."""
 
 _SCRIPTS = ("page_model.js", "page.js", "page_timeline.js", "page_list.js")
-_MAX_CHANGES = 5
 
 # Okabe and Ito, for the color-blind.
 _PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#c9b800")
@@ -128,10 +127,10 @@ def _cards(profiles: Sequence[AdvisedTimeline], labels: Sequence[str]) -> Iterat
 
 def _of_one(profile: AdvisedTimeline) -> Iterator[str]:
     yield f'<div class="card">{_parts(profile)}</div>'
-    if profile.changes:
-        yield _changes(profile)
-    # The changes have their own card.
-    yield _card(dataclasses.replace(table(profile), notes=()))
+    shown = table(profile)
+    if shown.notes:
+        yield _card(Table("What to change" if profile.changes else "Notes", (), (), shown.notes))
+    yield _card(dataclasses.replace(shown, notes=()))
 
 
 def _card(shown: Table) -> str:
@@ -155,8 +154,7 @@ def _parts(profile: AdvisedTimeline) -> str:
         f'<div class="tile"><dt>{name}</dt><dd>{sign}{_size(n)}</dd><dd class="hint">{hint}</dd></div>'
         for name, sign, n, hint in tiles
     )
-    note = f'<p class="note">{escape(profile.note)}</p>' if profile.note else ""
-    return f'<h2>Parts of the peak</h2>{_kind_bar(profile)}<dl class="tiles">{items}</dl>{note}'
+    return f'<h2>Parts of the peak</h2>{_kind_bar(profile)}<dl class="tiles">{items}</dl>'
 
 
 def _kind_bar(profile: AdvisedTimeline) -> str:
@@ -174,26 +172,6 @@ def _kind_bar(profile: AdvisedTimeline) -> str:
         for kind, n, css in parts
     )
     return f'<div class="bar" aria-hidden="true">{bars}</div><ul class="keys">{keys}</ul>'
-
-
-def _changes(profile: AdvisedTimeline) -> str:
-    items = list(_items(profile.changes, profile.peak_bytes))
-    shown, rest = items[:_MAX_CHANGES], items[_MAX_CHANGES:]
-    more = f"<details><summary>{len(rest)} more</summary><ol>{''.join(rest)}</ol></details>" if rest else ""
-    return (
-        f'<section class="card changes"><h2>What to change</h2><ol>{"".join(shown)}</ol>{more}'
-        f'<p class="note">Savings are predicted from the lifetimes of the buffers, each change alone.</p></section>'
-    )
-
-
-def _items(changes: Iterable[Change], peak_bytes: int) -> Iterator[str]:
-    for number, change in enumerate(changes, 1):
-        yield (
-            f'<li><span class="saved">−{_size(change.saved_bytes)} <span '
-            f'class="dim">{escape(percent(change.saved_bytes, peak_bytes))}</span></span> '
-            f'<span>[{number}] <b class="action">{escape(change.action)}</b> '
-            f"{escape(clipped(change.text, 1000))}</span></li>"
-        )
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
