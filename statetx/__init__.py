@@ -86,9 +86,9 @@ if _TYPE_CHECKING:
     from .caches import CacheInfo as CacheInfo
     from .caches import cache_info as cache_info
     from .caches import clear_cache as clear_cache
+    from .memory.measure import MemoryProfile as MemoryProfile
     from .memory.measure import memory_profile as memory_profile
     from .memory.oom import explain_oom as explain_oom
-    from .memory.profile import MemoryProfile as MemoryProfile
     from .planner._plan.plan import Plan as Plan
     from .planner.batches import max_batch as max_batch
     from .planner.fit import budget as budget
@@ -144,9 +144,8 @@ _PUBLIC = {
     "._targets.target": "Target",
     ".training.checkpointer": "Checkpointer",
     ".caches": "CacheInfo cache_info clear_cache",
-    ".memory.measure": "memory_profile",
+    ".memory.measure": "MemoryProfile memory_profile",
     ".memory.oom": "explain_oom",
-    ".memory.profile": "MemoryProfile",
     ".planner.batches": "max_batch",
     ".planner._plan.plan": "Plan",
     ".planner.planner": "plan",

@@ -1,8 +1,10 @@
-"""Settings from environment variables."""
+"""Settings from environment variables, and packages that statetx uses only if they are installed."""
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import Any
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off", "none")
 
@@ -27,3 +29,21 @@ def flag(name: str) -> bool:
             f"Fix: set {name}=1, or unset it."
         )
     return is_on
+
+
+def require(module: str, feature: str, extra: str = "plot") -> Any:
+    """Import a module that a feature needs.
+
+    Args:
+        module: its name.
+        feature: the option or method that the user called, for the message.
+        extra: the extra of statetx that installs the package.
+
+    Raises:
+        ImportError: it cannot be imported; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        package = module.partition(".")[0]
+        raise ImportError(f"{feature} needs {package}, which is not installed: pip install 'statetx[{extra}]'") from e

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ._extras import require
+from ._environment import require
 
 
 def spinner(what: str, *, is_shown: bool) -> AbstractContextManager[Callable[[str], None]]:

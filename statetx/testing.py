@@ -23,8 +23,7 @@ from ._targets import current
 from ._text import format_bytes, parse_bytes, type_str
 from ._tree import is_array_or_type, is_float, is_integer, partition
 from .memory.baseline import TOLERANCE, UPDATE, Difference, MemoryBaseline, find, key_of, read_tolerance, save
-from .memory.measure import memory_profile
-from .memory.profile import MemoryProfile
+from .memory.measure import MemoryProfile, memory_profile
 from .residuals.saved import saved_residuals
 from .residuals.table import Residual
 from .transforms.functionalize import Functionalize

@@ -22,7 +22,7 @@ import statetx.memory
 from statetx._text import format_bytes
 from statetx.memory import _page
 from statetx.memory.buffer import KINDS, Buffer, Change, Loop, Step
-from statetx.memory.profile import MemoryProfile
+from statetx.memory.measure import MemoryProfile
 
 FOLDER = pathlib.Path(statetx.memory.__file__).parent
 KIB = 1024

@@ -18,7 +18,7 @@ from statetx._tables import Cell, Column, Table
 from statetx._text import format_bytes
 from statetx.memory import _show
 from statetx.memory.buffer import Buffer, Change, Loop, Step
-from statetx.memory.profile import MemoryProfile
+from statetx.memory.measure import MemoryProfile
 
 KIB = 1024
 SCAN = Loop("scan", 100, "model.py:20")

@@ -9,9 +9,9 @@ import jax
 
 from .. import _jax
 from .._atomic import new_lock
+from .._environment import require
 from .._equations.structure import Body, table
 from .._errors import EffectError, PolicyError
-from .._extras import require
 from .._lift import key_reuse
 from .._lift.staged import Staged
 from .._lift.wrapper import name_of

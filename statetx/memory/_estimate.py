@@ -23,7 +23,7 @@ from ..residuals.measure import ArrayProgram
 from ._names import calls_of
 from ._scopes import numbered_calls
 from .buffer import Buffer, Kind, Loop, Phase, Step
-from .profile import MemoryProfile
+from .measure import MemoryProfile
 
 _NOTE = (
     "The compiler itself ran out of memory, so these sizes are estimated from the equations before compilation, for "

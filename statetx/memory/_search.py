@@ -15,7 +15,7 @@ from ._edits import ChangeCandidate
 from ._loop_advice import with_bodies
 from ._tried import Trials
 from .buffer import Buffer, Change
-from .profile import MemoryProfile
+from .measure import MemoryProfile
 
 _WORTH = 0.005  # of the peak, that a change in a combination has to save
 _MOST_PARTS = 1024

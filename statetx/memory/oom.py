@@ -25,8 +25,7 @@ from ._estimate import estimate
 from ._search import Remedy, RemedySearch, Unused
 from ._show import PeakRow, rows_at_peak
 from ._tried import Trials, captured_bytes
-from .measure import profiled
-from .profile import MemoryProfile
+from .measure import MemoryProfile, profiled
 
 _MAX_ROWS = 6
 _LEAST_SHARE = 0.005  # of the peak; smaller groups are not listed

@@ -18,8 +18,8 @@ import jax
 
 from .. import _frames, _states
 from .._atomic import commit, locked
+from .._environment import require
 from .._errors import CheckpointError
-from .._extras import require
 from .._objects.contents import HIDDEN, children
 from .._objects.walk import Walk
 from .._text import brief, type_str

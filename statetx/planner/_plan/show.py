@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..._environment import require
 from ..._equations.primitives import flops
-from ..._extras import require
 from ..._files import write_figure
 from ..._jax import Jaxpr
 from ..._lift.context import device_bytes
