@@ -50,10 +50,11 @@ from statetx._targets import current, plugins
 from statetx.planner import Planner
 from statetx.planner._program.values import InFormat
 from statetx.planner._search.inner import PLAIN
-from statetx.planner._treatments import TREATMENTS, from_json
+from statetx.planner._treatments import TREATMENTS
 from statetx.planner._treatments.copies import Copies
 from statetx.planner._treatments.groups import Groups, InGroups
 from statetx.planner._treatments.loops import CheckpointedLoop
+from statetx.planner._treatments.treatment import Decision
 
 DEVICES = ("h100", "tpu v5e", "cpu")
 BLOCKS = "remat on the blocks"
@@ -104,7 +105,7 @@ def used(plan: statetx.Plan) -> list[str]:
     fields = plan._fields
     found = {"inner gradients"} if fields["inner"] not in (None, PLAIN) else set()
     for program in fields["programs"]:
-        for decision in (from_json(program["decisions"][i]) for i in program["parts"]):
+        for decision in (Decision.from_json(program["decisions"][i]) for i in program["parts"]):
             loop = decision.get(CheckpointedLoop)
             is_stored = any(isinstance(way, InFormat) for _, way in decision.saved or ())
             is_stored |= bool(decision.held_inputs) or (loop is not None and bool(loop.carries))

@@ -316,11 +316,11 @@ NOT_THERE = {
     "inputs": lambda program, region, loop: region.update(inputs=[[FAR, "bits"]]),
     "loop of a region": lambda program, region, loop: region.update(loop=stored_loop("Slots", 2)),
     "length": lambda program, region, loop: loop.update(loop=stored_loop("Lengths", "turn", 7)),
-    "groups": lambda program, region, loop: loop.update(loop=stored_loop("Groups", [], [3, None, 0, "turn"])),
+    "groups": lambda program, region, loop: loop.update(loop=stored_loop("Groups", [], [3, {"saved": None}])),
     "values of groups": lambda program, region, loop: loop.update(
-        loop=stored_loop("Groups", [], [8, [[FAR, 0]], 0, "turn"])
+        loop=stored_loop("Groups", [], [8, {"saved": [[FAR, 0, "keep"]], "loop": stored_loop("Lengths", "turn", 8)}])
     ),
-    "xs of groups": lambda program, region, loop: loop.update(loop=stored_loop("Groups", [FAR], [8, None, 0, "turn"])),
+    "xs of groups": lambda program, region, loop: loop.update(loop=stored_loop("Groups", [FAR], [8, {"saved": None}])),
     "carries": lambda program, region, loop: loop["loop"].update(carries=[[0, "bits"]]),
 }
 

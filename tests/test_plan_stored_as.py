@@ -24,12 +24,11 @@ from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
 from statetx.planner._program.values import KEEP, InFormat
 from statetx.planner._regions.front import Analysis, front_of
-from statetx.planner._treatments import from_json, to_json
 from statetx.planner._treatments.graph import Graph
-from statetx.planner._treatments.groups import Group, Groups
+from statetx.planner._treatments.groups import Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
 from statetx.planner._treatments.rewrite import UNPLANNED, rewrite
-from statetx.planner._treatments.treatment import Settings
+from statetx.planner._treatments.treatment import Decision, Settings
 
 KEYS = jax.random.split(jax.random.key(0), 9)
 WS = [jax.random.normal(key, (32, 32)) * 0.5 for key in KEYS[1:]]
@@ -348,7 +347,7 @@ def with_bits(option):
     return option.having(dataclasses.replace(option.get(CheckpointedLoop), carries=((1, InFormat("bits")),)))
 
 
-TWO_GROUPS = Groups((Group(24, frozenset(), 6), Group(24, frozenset())))
+TWO_GROUPS = Groups(((24, decided([], loop=Lengths(4, 6))), (24, decided([], loop=Lengths(24)))))
 LOOPS = {
     "one level": (decided([], loop=Lengths(48)), 48),
     "two levels": (decided([], loop=Lengths(8, 6)), 8 + 6),
@@ -481,7 +480,7 @@ def test_spikes_in_states_of_brainstate_are_stored_as_bits():
     ],
 )
 def test_decisions_are_read_as_they_were_written(decision):
-    assert from_json(json.loads(json.dumps(to_json(decision)))) == decision
+    assert Decision.from_json(json.loads(json.dumps(decision.to_json()))) == decision
 
 
 @pytest.mark.parametrize(

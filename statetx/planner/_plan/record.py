@@ -22,7 +22,6 @@ from .._search.capture import Recorded
 from .._search.inner import VARIANTS, InnerGradients
 from .._search.search import Search
 from .._search.whole import Choice, Options, Whole
-from .._treatments import DECISION, from_json, to_json
 from .._treatments.treatment import Decision, Facts
 
 
@@ -73,7 +72,7 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
     return {
         "cuts": list(layout.cuts),
         "parts": [numbers[decision] for decision in decisions],
-        "decisions": list(map(to_json, numbers)),
+        "decisions": [decision.to_json() for decision in numbers],
         "last_input": None if waits is Waits.FOR_NOTHING else layout.first_read(),
         "is_sequential": waits is Waits.FOR_GRADIENTS,
         "equations": fingerprint(search.jaxpr),
@@ -112,7 +111,7 @@ def parts_of(
     """
     # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
     flat = Flat(program)
-    decisions = [from_json(decision) for decision in fields["decisions"]]
+    decisions = [Decision.from_json(decision) for decision in fields["decisions"]]
     numbers, cuts, last = fields["parts"], fields["cuts"], fields["last_input"]
     if max(cuts, default=0) > len(flat) or max(numbers, default=-1) >= len(decisions):
         raise _damaged("cuts or parts", "what is not there")
@@ -149,7 +148,7 @@ _program = record(
     {
         "cuts": many(_index),
         "parts": many(_index),
-        "decisions": many(DECISION),
+        "decisions": many(Decision.check),
         "last_input": optional(_index),
         "is_sequential": flag,
         "equations": many(text),

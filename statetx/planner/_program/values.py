@@ -21,7 +21,7 @@ from ..._equations.primitives import JIT, flops
 from ..._errors import PolicyError
 from ..._jax import Jaxpr
 from ..._lift.context import device_bytes
-from ..._records import either, one_of, row, whole
+from ..._records import one_of
 from ..._remat import mark
 from ..._remat.mark import RULE, Label
 from ..._remat.stored import NAMES, StoredType, as_stored_type
@@ -32,9 +32,6 @@ Address = tuple[int, ...]
 """A value of a region: (equation, output); in the rule of a ``custom_vjp`` (equation, `RULE`, equation of the rule,
 output).
 """
-
-ADDRESS = either(row(whole(), whole()), row(whole(), one_of(RULE), whole(), whole()))
-"""Check an `Address` in a record."""
 
 
 class Values(NamedTuple):

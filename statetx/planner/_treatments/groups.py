@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,54 +21,21 @@ from ..._jax import Var
 from ..._lift.context import device_bytes
 from ..._loops.step import LoopStep
 from ..._loops.strategy import Lengths, recorded
-from ..._records import headed, many, one_of, optional, row, whole
-from ..._remat import mark
+from ..._records import headed, many, one_of, record, row, whole
 from ..._remat.atoms import Marks
 from .._program.flat import Part
-from .._program.values import ADDRESS, Address, labels_of, renumbered
 from .copies import instead_of_constant
 from .graph import Graph
 from .loops import Carries, CheckpointedLoop, OfSteps
-from .treatment import Decision, Option, Settings, Treatment, saved_as, undominated
+from .treatment import SAVED, Decision, Facts, Option, Settings, Treatment, saved_as, undominated
 
 _NUM_SPLITS = 32  # of a long loop: where the second group may begin
 _MAX_NESTED = 6  # treatments of the first group in two levels
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Consecutive steps with equal treatment.
-
-    Attributes:
-        number: of steps.
-        saved: what a step saves; None for steps that are not rematerialized.
-        inner: the steps of an inner loop, where the group is a loop of loops whose carries are stored; 0 for one loop.
-        keep: of a loop of loops, as in `Lengths`.
-    """
-
-    number: int
-    saved: frozenset[Address] | None
-    inner: int = 0
-    keep: str = "turn"
-
-    @property
-    def loop(self) -> Lengths | None:
-        if self.saved is None:
-            return None
-        return Lengths(self.number // self.inner, self.inner, keep=self.keep) if self.inner else Lengths(self.number)
-
-    @property
-    def decision(self) -> Decision:
-        saved = None if self.saved is None else saved_as(self.saved)
-        return Decision(saved, () if self.loop is None else (CheckpointedLoop(self.loop),))
-
-    def __str__(self) -> str:
-        if not self.inner:
-            return str(self.number)
-        return f"{self.number // self.inner} x {self.inner}" + (f" keep={self.keep!r}" if self.keep != "turn" else "")
-
-
-_GROUP = row(whole(1), optional(many(ADDRESS)), whole(), one_of("turn", "loop"))
+# Not all that a decision for a whole loop may be.
+_LOOP = record({"strategy": headed(one_of("Lengths"), lambda *_: None), "carries": row(), "fenced": one_of(False)})
+_GROUP = row(whole(1), record({"saved": SAVED}, {"loop": _LOOP}))
 
 
 @recorded(headed(many(whole()), _GROUP, 1))
@@ -77,34 +44,47 @@ class Groups(OfSteps):
     """The groups of a loop, from the first step on.
 
     Attributes:
+        groups: numbers of consecutive steps, each with the decision for these: with `Lengths`, unless they are not
+            rematerialized.
         differentiated: which of the xs have cotangents, by position. A loop that reads the whole of such xs would add
             to all their cotangents in each step.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[tuple[int, Decision], ...]
     differentiated: tuple[int, ...] = ()
 
     @property
     def num_steps(self) -> int:
-        return sum(group.number for group in self.groups)
+        return sum(number for number, _ in self.groups)
+
+    def steps(self) -> Iterator[tuple[int, Decision]]:
+        return iter(self.groups)
 
     def check(self, name: str, what: str, num: int) -> None:
-        are_turns = all(not g.inner or _are_turns(g.number, g.inner) for g in self.groups)
-        if self.num_steps != num or not are_turns:
+        for number, decision in self.groups:
+            if (lengths := _lengths_of(decision)) is not None:
+                lengths.check(name, what, number)
+        if self.num_steps != num:
             raise PolicyError(f"{name}: {self!r} are not groups of {num} {what}.")
+
+    def check_steps(self, part: Part, facts: Facts) -> None:
+        for _, decision in self.groups:
+            facts.check(part, Decision(decision.saved))
+        if any(i >= len(part.eqn.invars) - sum(_jax.scan_counts(part.eqn)) for i in self.differentiated):
+            raise ValueError("an element of a sequence that is not there")
 
     def build(self, step: LoopStep) -> Callable:
         def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
             part, num_added = _reading_whole(step, xs, self.differentiated)
             whole = [lax.stop_gradient(x) if i in self.differentiated else x for i, x in enumerate(xs)]
             all_ys, start = [], 0
-            for group in self.groups:
+            for number, decision in self.groups:
                 # The first steps of a reversed loop read the last elements.
-                a, b = start, start + group.number
+                a, b = start, start + number
                 first, end = (self.num_steps - b, self.num_steps - a) if step.reverse else (a, b)
                 numbers = jnp.arange(first, end, dtype=jnp.int32)
                 slices = [xs[i][first:end] for i in self.differentiated]
-                call = _loop(part, group, num_added)
+                call = _loop(part, number, decision.after(num_added))
                 carry, ys = call([*constants, *whole], carry, [numbers, *slices])
                 all_ys.append(ys)
                 start = b
@@ -114,37 +94,28 @@ class Groups(OfSteps):
 
         return loop
 
-    def steps(self) -> Iterator[tuple[int, Decision]]:
-        for group in self.groups:
-            yield group.number, group.decision
-
-    def check_values(self, part: Part, addresses: Set[Address]) -> None:
-        num_xs = len(part.eqn.invars) - sum(_jax.scan_counts(part.eqn))
-        are_values = all((group.saved or set()) <= addresses for group in self.groups)
-        if not are_values or any(i >= num_xs for i in self.differentiated):
-            raise ValueError("a value that is not there")
-
     def to_json(self) -> list:
-        encoded = [
-            [g.number, None if g.saved is None else sorted(map(list, g.saved)), g.inner, g.keep] for g in self.groups
-        ]
-        return ["Groups", list(self.differentiated), *encoded]
+        return ["Groups", list(self.differentiated), *([n, decision.to_json()] for n, decision in self.groups)]
 
     @classmethod
     def _of_arguments(cls, differentiated: Any, *groups: Any) -> Groups:  # type: ignore[override]
-        decoded = ((n, None if saved is None else frozenset(map(tuple, saved)), *rest) for n, saved, *rest in groups)
-        return cls(tuple(Group(*group) for group in decoded), tuple(differentiated))
+        return cls(tuple((n, Decision.from_json(fields)) for n, fields in groups), tuple(differentiated))
 
     def __repr__(self) -> str:
-        return f"Groups({', '.join(map(str, self.groups))})"
+        texts = []
+        for number, decision in self.groups:
+            lengths = _lengths_of(decision)
+            text = str(number) if lengths is None else " x ".join(map(str, lengths.lengths))
+            texts.append(text if lengths is None or lengths.keep == "turn" else f"{text} keep={lengths.keep!r}")
+        return f"Groups({', '.join(texts)})"
 
 
-def _loop(step: LoopStep, group: Group, num_added: int) -> Callable:
-    if group.loop is None:
-        return step.with_length(group.number, None).plain()
-    saved = {renumbered(a, a[0] + num_added): mark.SAVE for a in sorted(group.saved or ())}
-    marks = Marks(tuple(labels_of(saved).items()))
-    return group.loop.build(step.with_length(group.number, marks, step.carry_formats))
+def _loop(step: LoopStep, number: int, decision: Decision) -> Callable:
+    rewriting = decision.rewriting()
+    if rewriting.strategy is None or rewriting.labels is None:
+        return step.with_length(number, None).plain()
+    marks = Marks(tuple(rewriting.labels.items()))
+    return rewriting.strategy.build(step.with_length(number, marks, step.carry_formats))
 
 
 def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[LoopStep, int]:
@@ -257,24 +228,23 @@ def in_groups(
             )
             backward = max(second.backward_bytes, first.backward_bytes - second_bytes)
             cost = sum(o.cost * n for o, n in parts) / length
-            groups = Groups(tuple(_group(o, n) for o, n in parts), tuple(differentiated))
+            groups = Groups(tuple((n, _decision_for(n, o)) for o, n in parts), tuple(differentiated))
             saved_bytes = first_bytes + second_bytes + differentiated_bytes
             decision = Decision(None, (CheckpointedLoop(groups, carries, is_fenced=True),))  # groups are several loops
             options.append(Option(saved_bytes, backward, cost, decision))
     return options
 
 
-def _lengths_of(option: Option) -> Lengths | None:
-    """The lengths of a loop of loops; None for one loop."""
-    loop = option.decision.get(CheckpointedLoop)
-    strategy = None if loop is None else loop.strategy
-    return strategy if isinstance(strategy, Lengths) and len(strategy.lengths) > 1 else None
+def _lengths_of(decision: Decision) -> Lengths | None:
+    """The lengths of the loops that the steps are in; None if they are not rematerialized."""
+    loop = decision.get(CheckpointedLoop)
+    return None if loop is None or not isinstance(loop.strategy, Lengths) else loop.strategy
 
 
 def _turn_of(option: Option) -> int:
     """The steps of a turn of a loop of loops; 1 for one loop."""
-    lengths = _lengths_of(option)
-    return 1 if lengths is None else lengths.lengths[1]
+    lengths = _lengths_of(option.decision)
+    return 1 if lengths is None or len(lengths.lengths) == 1 else lengths.lengths[1]
 
 
 def _are_turns(number: int, turn: int) -> bool:
@@ -282,10 +252,13 @@ def _are_turns(number: int, turn: int) -> bool:
     return number > 0 and number % turn == 0 and (turn == 1 or number >= 2 * turn)
 
 
-def _group(option: Option, number: int) -> Group:
-    lengths = _lengths_of(option)
-    saved = None if option.decision.saved is None else option.decision.addresses
-    return Group(number, saved) if lengths is None else Group(number, saved, lengths.lengths[1], lengths.keep)
+def _decision_for(number: int, option: Option) -> Decision:
+    """That of an option for another number of steps."""
+    turn, lengths = _turn_of(option), _lengths_of(option.decision)
+    if lengths is None:
+        return option.decision
+    strategy = Lengths(number) if turn == 1 else Lengths(number // turn, turn, keep=lengths.keep)
+    return Decision(option.decision.saved, (CheckpointedLoop(strategy),))
 
 
 def _sampled(nested: Sequence[Option]) -> list[Option]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -38,8 +38,8 @@ class OfSteps(Strategy):
         """Numbers of consecutive steps, and the decision for these."""
         raise NotImplementedError
 
-    def check_values(self, part: Part, addresses: Set[Address]) -> None:
-        """Raise ValueError if it is for another loop than that of a part with these values."""
+    def check_steps(self, part: Part, facts: Facts) -> None:
+        """Raise ValueError if these are for another loop than that of a part."""
 
 
 def steps_of(decision: Decision, length: int = 1) -> Iterator[tuple[int, Decision]]:
@@ -95,7 +95,7 @@ class CheckpointedLoop(Treatment):
         except PolicyError:
             raise ValueError(f"a loop of other than {length} steps") from None
         if isinstance(self.strategy, OfSteps):
-            self.strategy.check_values(part, facts.sites(part).keys())
+            self.strategy.check_steps(part, facts)
 
     def apply(self, rewriting: Rewriting) -> None:
         rewriting.strategy, rewriting.is_fenced = self.strategy, self.is_fenced

@@ -16,13 +16,15 @@ import numpy as np
 from ... import _jax
 from ..._jax import Jaxpr
 from ..._loops.strategy import Strategy
-from ..._records import Check
+from ..._records import Check, either, many, one_of, optional, record, row, whole
 from ..._remat import mark
+from ..._remat.mark import RULE
 from ..._remat.stored import StoredType
 from ..._remat.survey import Site
 from .._program.flat import Flat, Part
 from .._program.values import (
     KEEP,
+    WAY,
     Address,
     Formats,
     InFormat,
@@ -31,6 +33,7 @@ from .._program.values import (
     renumbered,
     smallest_of_variables,
     values_of,
+    way_of,
 )
 
 Interval = tuple[int, int]
@@ -41,6 +44,10 @@ Saved = frozenset[tuple[Address, Way]]
 
 T = TypeVar("T", bound="Treatment")
 Item = TypeVar("Item")
+
+
+SAVED = optional(many(either(row(whole(), whole(), WAY), row(whole(), one_of(RULE), whole(), whole(), WAY))))
+"""Check saved values in a record."""
 
 
 def saved_as(addresses: Set[Address] | Sequence[Address], way: Way = KEEP) -> Saved:
@@ -112,6 +119,10 @@ class PathVariant(Protocol):
         ...
 
 
+_RECORDED: dict[str, type[Treatment]] = {}
+"""The treatments that a stored plan may have, by name."""
+
+
 class Treatment:
     """Base of the treatments, which are frozen values. What a treatment does not override, it has no part in.
 
@@ -122,6 +133,10 @@ class Treatment:
 
     name: ClassVar[str]
     CHECK: ClassVar[Check]
+
+    def __init_subclass__(cls) -> None:
+        if "CHECK" in vars(cls):  # others only propose some
+            _RECORDED[cls.name] = cls
 
     # -- proposals --
 
@@ -187,7 +202,7 @@ class Decision(NamedTuple):
 
     Attributes:
         saved: the values that it saves; None if it is not rematerialized.
-        treatments: what else is done, at most one of each class, in the order of `TREATMENTS`.
+        treatments: what else is done, at most one of each class, in the order of their names.
     """
 
     saved: Saved | None = None
@@ -234,6 +249,21 @@ class Decision(NamedTuple):
         for treatment in self.treatments:
             treatment.apply(rewriting)
         return rewriting
+
+    def to_json(self) -> dict[str, Any]:
+        saved = None if self.saved is None else sorted([*address, way.name] for address, way in self.saved)
+        return {"saved": saved, **{t.name: t.to_json() for t in self.treatments}}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Decision:
+        rows, kinds = fields["saved"], [kind for name, kind in sorted(_RECORDED.items()) if name in fields]
+        saved = None if rows is None else frozenset((tuple(address), way_of(name)) for *address, name in rows)
+        return cls(saved, tuple(kind.from_json(fields[kind.name]) for kind in kinds))
+
+    @staticmethod
+    def check(x: Any, at: str) -> None:
+        """Check a decision in a record."""
+        record({"saved": SAVED}, {name: kind.CHECK for name, kind in _RECORDED.items()})(x, at)
 
     def after(self, number: int) -> Decision:
         """The decision for a region that begins with more equations."""
