@@ -224,39 +224,6 @@ def _is_saved(saveable: Callable, primitive: Any, eqn: Any, params: dict[str, An
 _pe.partial_eval_jaxpr_custom_rules[stored_primitive] = _divide
 
 
-_check_primitive = _core.Primitive("statetx_check")
-"""The identity, which calls ``report(x)`` on the host. Unlike JAX's callbacks it has no effect, which every jaxpr
-around it would have to declare.
-"""
-
-_check_primitive.def_abstract_eval(lambda x, **_: x)
-
-
-@_check_primitive.def_impl
-def _check(x: Any, *, report: Callable) -> Any:
-    report(x)
-    return x
-
-
-def _check_staged(x: Any, *, report: Callable) -> Any:
-    jax.debug.callback(report, x)
-    return x
-
-
-_mlir.register_lowering(_check_primitive, _mlir.lower_fun(_check_staged, multiple_results=False))
-_batching.primitive_batchers[_check_primitive] = lambda args, dims, **params: (
-    _check_primitive.bind(*args, **params),
-    dims[0],
-)
-
-
-def checked(x: Any, report: Callable | None) -> Any:
-    """The value without its tangents, while tracing; where it is used, ``report(x)`` is called on the host. None
-    reports nothing.
-    """
-    return x if report is None else _check_primitive.bind(jax.lax.stop_gradient(x), report=report)
-
-
 def store(x: Any, type: Any, known: tuple[Any, Any] | None = None, **params: Any) -> Any:
     """The value itself, but with the residual that ``type.encode`` makes of it.
 
@@ -268,7 +235,7 @@ def store(x: Any, type: Any, known: tuple[Any, Any] | None = None, **params: Any
     """
     label = {key: params[key] for key in ("region", "what")}
     source = x if known is None else jax.lax.select(known[0], zeros(x.aval), x)
-    codes = mark(_encoder(type)(checked(source, type.check)), **label)
+    codes = mark(_encoder(type)(source), **label)
     decoded = _decoder(type, x.aval)(codes)
     if known is not None:
         decoded = jax.lax.select(known[0], jax.lax.stop_gradient(known[1]), decoded)

@@ -127,12 +127,10 @@ class BackwardStep:
         outs = _jax.evaluate(self._forward, (), (*self._body.operands, *constants, *carry, *x))
         return outs[: self._num_carry], outs[self._num_carry :]
 
-    def encoded(self, residuals: list, step: Any) -> list:
+    def encoded(self, residuals: list) -> list:
         """The residuals of a step of the loop as slots hold them, of the types `residual_avals`."""
         rows = self._step.rows
-        return replaced(
-            residuals, self._carries, [rows[i].encode(residuals[n], step) for n, i in self._carries.items()]
-        )
+        return replaced(residuals, self._carries, [rows[i].encode(residuals[n]) for n, i in self._carries.items()])
 
     def decoded(self, residuals: list, step: Any, first: list) -> list:
         """The inverse of `encoded`, given the carry before the loop's first step."""

@@ -15,7 +15,6 @@ from .._errors import EffectError, PolicyError
 from .._lift import key_reuse
 from .._lift.staged import Staged
 from .._lift.wrapper import name_of
-from .._remat import declared
 from .._remat.override import override
 from .._remat.policy import Policy
 from .._text import brief, suggestion
@@ -33,7 +32,6 @@ def as_strategy(name: str, checkpoint: Any) -> Strategy:
         PolicyError: it is neither.
     """
     if isinstance(checkpoint, Strategy):
-        declared.note_loop(checkpoint.step_policy)  # short forms have none
         return checkpoint
     if checkpoint == "auto":
         return Auto()
@@ -129,7 +127,6 @@ def make_loop(
         unroll,
         num_constants,
         num_carry,
-        declared.key(),
     )
     return table.get(body, use, build)
 

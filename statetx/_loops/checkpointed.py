@@ -315,7 +315,7 @@ class _Reversal:
 
     def _keep(self, i: Any, carry: list) -> tuple[list, list]:
         carry, residuals = self._forward(i, carry)
-        return carry, self._plan.step.encoded(residuals, i)
+        return carry, self._plan.step.encoded(residuals)
 
     def _pull_kept(self, i: Any, residuals: list, total: _Cotangents) -> _Cotangents:
         return self._pull(i, self._plan.step.decoded(residuals, i, self._first), total)

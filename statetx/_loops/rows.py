@@ -70,13 +70,9 @@ class CarryRow:
         """The type of what is stored."""
         return self.aval if self.format is None else _type_of(self.format.encode, self.aval)
 
-    def encode(self, x: Any, step: Any) -> Any:
-        """What is stored of the leaf before a step. The one before step 0, which need not be 0 or 1, is not checked."""
-        if self.format is None:
-            return x
-        if self.format.check is not None:
-            x = _jax.checked(jax.lax.select(step == 0, _jax.zeros(jax.typeof(x)), x), self.format.check)
-        return self.format.encode(x)
+    def encode(self, x: Any) -> Any:
+        """What is stored of the leaf."""
+        return x if self.format is None else self.format.encode(x)
 
     def decode(self, codes: Any, step: Any, first: Any) -> Any:
         """The inverse of `encode`; `first` is the leaf before step 0."""
@@ -179,7 +175,7 @@ class SlotMemory:
     def write(self, pools: list, slot: Any, carry: list) -> list:
         pools = list(pools)
         for row, (i, n), x in zip(self._rows, self._carry_places, carry, strict=True):
-            pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, row.encode(x, slot))
+            pools[i] = self._with_row(pools[i], slot * self._carry_rows[i] + n, row.encode(x))
         return pools
 
     def _row(self, pools: list, i: int, row: Any) -> Any:

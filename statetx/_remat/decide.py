@@ -21,7 +21,7 @@ from .._errors import PolicyError, PolicyWarning
 from .._jax import Jaxpr
 from .._targets import current
 from .._tree import is_float
-from . import declared, mark
+from . import mark
 from .atoms import JaxPolicy, Marks, Masks, everything, names_of, nothing
 from .mark import KeepMarked, Labels
 from .override import override
@@ -37,7 +37,6 @@ def apply(
     name: str,
     *,
     inputs_stored_as: Sequence[StoredType | None] = (),
-    input_names: Sequence[str] = (),
     is_ordered: bool = False,
 ) -> tuple[Jaxpr, Any]:
     """Return the jaxpr and the JAX policy that together save the values that `policy` selects.
@@ -47,7 +46,6 @@ def apply(
         origins: for each of the first inputs, the state that it is the value of, if any.
         name: the function's name, for messages.
         inputs_stored_as: for each of the last inputs, the format to store it in; None to store it unchanged.
-        input_names: the names of these, for messages; ``str`` of it is the function's place.
         is_ordered: whether what follows the forward pass waits until values are stored in fewer bits. Within a loop
             nothing follows.
 
@@ -61,7 +59,7 @@ def apply(
     jaxpr, jax_policy = _apply(policy, jaxpr, origins, name, is_ordered, judges=judges)
     first = len(jaxpr.invars) - len(inputs_stored_as)
     labels = {
-        first + n: mark.StoredLabel(_checked(f, (input_names, n), jaxpr.invars[first + n].aval), mark.SAVE, is_ordered)
+        first + n: mark.StoredLabel(f, mark.SAVE, is_ordered)
         for n, f in enumerate(inputs_stored_as)
         if f is not None and f.shrinks(jaxpr.invars[first + n].aval)
     }
@@ -189,7 +187,7 @@ def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -
         if verdict.decision is not Action.RECOMPUTE:
             label = _label(verdict, policy, spaces)
             if verdict.stored is not None:
-                label = mark.StoredLabel(_checked(verdict.stored, site, site.value.type), label, is_ordered)
+                label = mark.StoredLabel(verdict.stored, label, is_ordered)
             labels[site.address] = label
     return labels
 
@@ -215,9 +213,8 @@ def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredT
         while v in producers and producers[v].primitive in _SAME_VALUE:
             v = producers[v].invars[0]
         site = sites.get(v)
-        if site is None or not (site.value.is_bits or _stores_exactly(policy, site.value)):
-            return None
-        return _checked(BITS, site, site.value.type)
+        is_exact = site is not None and (site.value.is_bits or _stores_exactly(policy, site.value))
+        return BITS if is_exact else None
 
     return [format(v) for v in results]
 
@@ -233,12 +230,6 @@ def _is_exact(policy: Policy) -> bool:
 def _stores_exactly(policy: Policy, value: Value) -> bool:
     format = policy.judge(value).stored
     return format is not None and format.is_exact
-
-
-def _checked(format: StoredType, source: Site | declared.Input, aval: Any) -> StoredType:
-    """The format of a value, with a check if the value is declared to have it; `source` is where it comes from."""
-    is_proved = not format.is_exact or _is_bool(aval) or (isinstance(source, Site) and source.value.is_bits)
-    return format if is_proved else declared.checking(format, source)
 
 
 def _label(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:

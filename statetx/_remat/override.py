@@ -15,7 +15,6 @@ from typing import Any
 
 from .. import _jax
 from .._jax import Jaxpr
-from . import declared
 from .policy import Policy, StateRef
 from .rewriter import Observer, Rewriter
 from .survey import NONE, Survey
@@ -72,7 +71,7 @@ class Override(threading.local):
         try:
             # jax.jit must not reuse a trace that it made under other settings, nor any where what stays plain is noted.
             noted = object() if self.undone is not None else None
-            with _jax.cache_key_context((key, declared.key(), noted)):
+            with _jax.cache_key_context((key, noted)):
                 yield
         finally:
             self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter = previous

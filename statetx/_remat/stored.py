@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,12 +35,9 @@ class StoredType:
 
     Attributes:
         name: one of `NAMES`.
-        check: ``(x) -> None``, called on the host with each value that is encoded, to find a wrong declaration; None
-            for no check.
     """
 
     name: str
-    check: Callable[[Any], None] | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -87,10 +83,6 @@ class StoredType:
         length = aval.shape[-1] if aval.shape else 1
         x = _unpack(stored, length, _num_parts(aval)) if self.name == "bits" else stored
         return x.astype(aval.dtype).reshape(aval.shape)
-
-    def differs(self, x: jax.Array) -> jax.Array:
-        """Where an exact format does not give the value back: entries that are neither 0 nor 1."""
-        return jnp.zeros(x.shape, bool) if x.dtype == bool else (x != 0) & (x != 1)
 
     def __str__(self) -> str:
         return self.name

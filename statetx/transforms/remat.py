@@ -25,7 +25,7 @@ from .._lift.stage import stage
 from .._lift.subclass import has_twins, is_object, make_subclass, subclass_for, twin
 from .._lift.wrapper import Wrapper, as_decorator, name_of, short_name
 from .._objects.paths import Paths, as_predicate
-from .._remat import decide, declared
+from .._remat import decide
 from .._remat import fence as _fence
 from .._remat.atoms import States, nothing, without_objects
 from .._remat.override import override
@@ -236,9 +236,7 @@ class Remat(Wrapper, made_by=remat):
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
         formats = self._resolve_formats(dyn_args, dyn_kwargs, args_part.mask)
         origins = operand_origins.origins(staged.operands) if operand_origins else ()
-        region = self._region(
-            staged, policy, prevent_cse, formats, origins, outcome.num_out, InputNames(fun, arguments, len(avals))
-        )
+        region = self._region(staged, policy, prevent_cse, formats, origins, outcome.num_out)
         with jax.named_scope(short_name(name_of(fun))):
             outs = region(staged.operands, *arrays)
         # A constant output comes back in the form that it had while tracing, which may not be a `jax.Array`.
@@ -262,7 +260,6 @@ class Remat(Wrapper, made_by=remat):
         formats: tuple[StoredType | None, ...],
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
-        names: Sequence[str],
     ) -> Callable:
         fence = self._fence if prevent_cse is True else None
         num_out = num_out if isinstance(policy, Rewriter) else 0
@@ -271,13 +268,11 @@ class Remat(Wrapper, made_by=remat):
             override.note(name_of(self.__wrapped__), policy, staged.jaxpr, origins, prevent_cse)
         elif not isinstance(policy, Rewriter):
             policy, origins = without_objects(policy, origins)
-        build = self._build(policy, prevent_cse, fence, formats, origins, num_out, names)
+        build = self._build(policy, prevent_cse, fence, formats, origins, num_out)
         if is_visited or (isinstance(policy, Rewriter) and policy.is_used_once):
             return build(staged)
         # JAX caches by identity of functions: equal equations get one function (decision 1).
-        return table.get(
-            staged, ("remat", policy, prevent_cse, fence, formats, origins, num_out, declared.key()), build
-        )
+        return table.get(staged, ("remat", policy, prevent_cse, fence, formats, origins, num_out), build)
 
     def _build(
         self,
@@ -287,7 +282,6 @@ class Remat(Wrapper, made_by=remat):
         formats: tuple[StoredType | None, ...],
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
-        names: Sequence[str],
     ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
             if isinstance(policy, Rewriter):
@@ -299,7 +293,6 @@ class Remat(Wrapper, made_by=remat):
                 origins,
                 name,
                 inputs_stored_as=formats,
-                input_names=names,
                 is_ordered=is_ordered,
             )
             jax_policy = _fence.with_fence(saved_policy, fence)

@@ -24,7 +24,6 @@ from .._loops.build import as_strategy, make_loop, refuse_effects, resolve_strat
 from .._loops.step import LoopStep
 from .._loops.strategy import Strategy
 from .._objects.paths import Paths
-from .._remat import declared
 from .._text import type_str
 from .._tree import is_array_or_number
 
@@ -315,7 +314,7 @@ class _WhileLoop:
             values = self._vary(values)
         # JAX's checker of key reuse would count a step that is run again as a second use, see `_lift.key_reuse`.
         uses_key_data = strategy is not None and key_reuse.is_needed(*self.bodies)
-        use = ("while_loop", uses_key_data, strategy, max_steps, declared.key(), *map(len, self.constants))
+        use = ("while_loop", uses_key_data, strategy, max_steps, *map(len, self.constants))
         loop = table.get(self.bodies, use, build)
         return loop(*self.constants, values)
 
