@@ -86,7 +86,6 @@ class Batch(NamedTuple):
         is_key: which leaves are random keys.
         size: the number of examples.
         mask_of_arrays: which arrays of ``(args, kwargs)``, in their order there, are leaves.
-        argnums: the positional arguments that have a leaf.
     """
 
     leaves: list[Any]
@@ -94,7 +93,6 @@ class Batch(NamedTuple):
     is_key: list[bool]
     size: int
     mask_of_arrays: list[bool]
-    argnums: set[int]
 
     def types(self, size: int) -> list[jax.ShapeDtypeStruct]:
         """The types of the leaves for so many examples, without shardings."""
@@ -108,10 +106,6 @@ class Batch(NamedTuple):
         argument beside the batch, too.
         """
         return self.mask_of_arrays
-
-    def holds(self, argnum: int) -> bool:
-        """Whether a positional argument has a leaf of the batch."""
-        return argnum in self.argnums
 
     def is_sharded(self) -> bool:
         """Whether an array is known to be sharded over devices along the examples."""
@@ -166,8 +160,7 @@ def batch_along(
         return tuple([given.get(i, x) for i, x in enumerate(args)]), {k: given.get(k, x) for k, x in kwargs.items()}
 
     leaves = [jnp.moveaxis(x, a, 0) if a else x for x, a in zip(leaves, leaf_axes, strict=True)]
-    argnums = {key for key, part in parts.items() if isinstance(key, int) and part.num_dynamic}
-    return Batch(leaves, arguments, are_keys, size, mask, argnums)
+    return Batch(leaves, arguments, are_keys, size, mask)
 
 
 class BatchArguments:

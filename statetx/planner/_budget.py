@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .._errors import PlanError
-from .._lift.wrapper import name_of, short_name
 from .._targets import current
 from .._text import MOST_BYTES, brief, format_bytes, parse_bytes, suggestion
 
@@ -145,53 +144,30 @@ def impossible(name: str, budget: Budget, budget_bytes: int, fixed: Any, constan
     )
 
 
-def impossible_batch(transform: str, fun: Any, budget_bytes: int, least_bytes: int, of_batch: str) -> PlanError:
-    """The error that arguments that do not depend on the batch or its parts take a budget or more; nothing is
-    compiled.
-    """
-    return PlanError(
-        f"{transform}({short_name(name_of(fun))}): the budget of {format_bytes(budget_bytes)} cannot be kept: "
-        f"arguments and states take {format_bytes(least_bytes)} "
-        f"with any {of_batch}, so none was compiled.{unit_question(budget_bytes)}\n"
-        f"Fix: allow more than that, or make them smaller (bfloat16, more devices).",
-        smallest_bytes=least_bytes,
-    )
-
-
-def no_plan(
-    name: str,
-    budget: Budget,
-    budget_bytes: int,
-    smallest_bytes: int,
-    fixed: Any,
-    *,
-    is_late: bool,
-    may_be_loss: bool,
-) -> PlanError:
-    """The error that no candidate keeps a budget; sizes count what the budget counts.
+def no_plan(name: str, budget: Budget, whole: Any, smallest_bytes: int) -> PlanError:
+    """The error that no candidate for a program keeps a budget.
 
     Args:
-        may_be_loss: whether the program is planned as a step, but its gradients take nothing that a plan could save.
+        smallest_bytes: that were reached, of what the budget counts.
     """
+    budget_bytes, fixed, is_late = budget.num_bytes(whole), whole.fixed(), not whole.is_complete()
     late = ", when the time limit ended the search" if is_late else ""
-    more_time = "give the search more time (time_limit=None); " if is_late else ""
-    of_loss = ""
-    if may_be_loss:
-        of_loss = (
-            f"if {name} is a loss, give argnums=, so that its own gradient is planned (it takes small ones itself); "
-        )
+    fixes = ["give the search more time (time_limit=None)"] if is_late else []
+    if whole.captured.is_step and not whole.has_saving():  # its gradients take nothing that a plan could save
+        loss = f"if {name} is a loss, give argnums=, so that its own gradient is planned (it takes small ones itself)"
+        fixes.insert(0, loss)
     parts = ""
     if budget.of == STEP:
+        donate = "" if fixed.alias_bytes else " (plan the jitted step, if it donates arguments)"
         parts = (
             f" Arguments take {format_bytes(fixed.argument_bytes)} of it and outputs "
-            f"{format_bytes(fixed.output_bytes - fixed.alias_bytes)}, which no plan changes"
-            f"{'' if fixed.alias_bytes else ' (plan the jitted step, if it donates arguments)'}."
+            f"{format_bytes(fixed.output_bytes - fixed.alias_bytes)}, which no plan changes{donate}."
         )
+    fixes.append("allow that much; or rematerialize smaller parts, make the batch smaller, or let the loop's steps")
     return PlanError(
         f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: the smallest found needs "
         f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} "
-        f"more{late}.{parts}{unit_question(budget.amount)}\nFix: {of_loss}{more_time}allow that "
-        f"much; or rematerialize smaller parts, make the batch smaller, or let the loop's steps compute less.",
+        f"more{late}.{parts}{unit_question(budget.amount)}\nFix: {'; '.join(fixes)} compute less.",
         smallest_bytes=smallest_bytes,
     )
 

@@ -33,7 +33,7 @@ from ..residuals.measure import array_program
 from ..transforms.abstract import eval_shape
 from ..transforms.microbatch import RULES, without_new_states
 from . import _store
-from ._budget import impossible_batch, read_amount, unit_question
+from ._budget import read_amount, unit_question
 
 _LIMIT = 2**24  # examples, where the user gives no limit: most programs that take so many do not depend on their number
 _MAX_SLOW = 3  # guesses that leave more than half of the sizes in question, before the middle is taken
@@ -333,7 +333,13 @@ def _peak_bytes(transform: str, fun: Callable, program: Program, budget: int, of
     """
     least = program.least_bytes - more
     if least >= budget:
-        raise impossible_batch(transform, fun, budget, least, of_batch)
+        raise PlanError(
+            f"{transform}({short_name(name_of(fun))}): the budget of {format_bytes(budget)} cannot be kept: "
+            f"arguments and states take {format_bytes(least)} "
+            f"with any {of_batch}, so none was compiled.{unit_question(budget)}\n"
+            f"Fix: allow more than that, or make them smaller (bfloat16, more devices).",
+            smallest_bytes=least,
+        )
     return _store.peak_bytes(program)
 
 

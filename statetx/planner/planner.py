@@ -402,7 +402,4 @@ def _fit(whole: Whole, budget: Budget, name: str) -> Choice:
         choice = whole.best(left())
     if choice is not None and choice.temp_bytes <= left():
         return choice
-    smallest += budget.fixed_bytes(whole)
-    is_late, may_be_loss = not whole.is_complete(), whole.captured.is_step and not whole.has_saving()
-    found = budget.num_bytes(whole), smallest, whole.fixed()
-    raise no_plan(name, budget, *found, is_late=is_late, may_be_loss=may_be_loss)
+    raise no_plan(name, budget, whole, smallest + budget.fixed_bytes(whole))

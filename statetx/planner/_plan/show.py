@@ -202,11 +202,9 @@ def _rows(part: Part, decision: Decision, times: int) -> Iterator[PlanRow]:
         ways = dict(step.saved or ())
         for address, site in values_of(part.jaxpr).sites.items():
             what = _verb(ways[address]) if address in ways else "unchanged" if step.is_unchanged else "recompute"
-            file, line, function = user_line(site.eqn)
-            owner = f"{short_path(file)}:{line} ({function})" if file else ""
             value = f"{_name(site)} {type_str(site.value.type, weak=False)}"
             num_bytes, price = device_bytes(site.value.type), float(flops(site.eqn))
-            yield PlanRow(value, owner, times * number, num_bytes, what, price)
+            yield PlanRow(value, _origin(site.eqn), times * number, num_bytes, what, price)
 
 
 def _verb(way: Way) -> str:
@@ -224,7 +222,7 @@ def _groups(pairs: Sequence[tuple[Part, Decision]]) -> Iterator[str]:
         if not decision.is_unchanged:
             layers.setdefault(part.key, (part, []))[1].append(decision)
     for part, decisions in layers.values():
-        place = _place(part)
+        place = next((f" from {origin}" for eqn in part.jaxpr.eqns if (origin := _origin(eqn))), "")
         if len(decisions) == 1:
             yield f"A region of {len(part.jaxpr.eqns)} equations{place}: {_kept_text(part, decisions[0])}"
             continue
@@ -237,12 +235,9 @@ def _groups(pairs: Sequence[tuple[Part, Decision]]) -> Iterator[str]:
         yield f"{len(decisions)} equal regions{place}: {'; '.join(texts)}"
 
 
-def _place(part: Part) -> str:
-    for eqn in part.jaxpr.eqns:
-        file, line, function = user_line(eqn)
-        if file:
-            return f" from {short_path(file)}:{line} ({function})"
-    return ""
+def _origin(eqn: Any) -> str:
+    file, line, function = user_line(eqn)
+    return f"{short_path(file)}:{line} ({function})" if file else ""
 
 
 def _kept_text(part: Part, decision: Decision) -> str:

@@ -385,34 +385,27 @@ class IntegerProgram:
         column |= {pair: len(column) + n for n, pair in enumerate(pairs)}
         self._column = {pair: column[pair] for pair in pairs}
 
-        rows: list[list[tuple[int, float]]] = []
-        lower: list[float] = []
+        def available(v: Any) -> dict[int, float]:
+            address = address_of.get(v)
+            ways = () if address is None else storages.get(address, ())
+            columns = [column["run", forward.producer[v]], *(column[address, way] for way in ways)]
+            return dict.fromkeys(columns, 1.0)
 
-        def available(v: Any) -> list[tuple[int, float]]:
-            terms = [(column["run", forward.producer[v]], 1.0)]
-            if (address := address_of.get(v)) is not None:
-                terms += [(column[address, way], 1.0) for way in storages.get(address, ())]
-            return terms
-
-        for v in forward.computed_residuals:
-            rows.append(available(v))
-            lower.append(1.0)
+        # A row for each condition: its coefficients by column, and its least value.
+        rows = [(available(v), 1.0) for v in forward.computed_residuals]
         for i in costs:
             for v in dict.fromkeys(u for u in forward.jaxpr.eqns[i].invars if isinstance(u, Var)):
                 if v in forward.producer:
-                    rows.append([*available(v), (column["run", i], -1.0)])
-                    lower.append(0.0)
-
-        matrix = lil_array((len(rows) + 1, len(column)))
-        for r, entries in enumerate(rows):
-            for c, x in entries:
-                matrix[r, c] += x
-        # In units of the common divisor the row keeps its exact meaning: HiGHS lets a binary variable be off by 1e-6,
-        # so that with large numbers it took a byte too much for allowed, and printed that it tries again.
+                    rows.append((available(v) | {column["run", i]: -1.0}, 0.0))
+        # In units of the common divisor the last row keeps its exact meaning: HiGHS lets a binary variable be off by
+        # 1e-6, so that with large numbers it took a byte too much for allowed, and printed that it tries again.
         self._unit = math.gcd(*(storage.num_bytes for storage in pairs.values())) or 1
-        for pair, storage in pairs.items():
-            matrix[len(rows), column[pair]] = storage.num_bytes // self._unit
-        self._matrix, self._lower = matrix.tocsr(), np.array([*lower, -np.inf])
+        rows.append(({column[pair]: storage.num_bytes // self._unit for pair, storage in pairs.items()}, -np.inf))
+        matrix = lil_array((len(rows), len(column)))
+        for r, (coefficients, _) in enumerate(rows):
+            for c, x in coefficients.items():
+                matrix[r, c] = x
+        self._matrix, self._lower = matrix.tocsr(), np.array([least for _, least in rows])
 
         # The objective is scaled to the most expensive equation, so that small terms in proportion to it can break
         # ties: of equal costs, save fewer bytes, then fewer values; and where a fetch is free, save on the device
