@@ -13,8 +13,8 @@ import statetx
 from statetx.planner import Fit, Planner
 from statetx.planner import _budget as _clock
 from statetx.planner._budget import TimeLeft
-from statetx.planner._regions import front as _front
 from statetx.planner._regions import lattice as _lattice
+from statetx.planner._regions import layout as _layout
 from statetx.planner._search import candidates as _candidate
 
 
@@ -131,7 +131,7 @@ def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
 def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
     """Parts are measured until the choice stays the same, which may take longer than to compile the whole."""
     begun = []
-    compile_together, measure = _front.compile_together, _candidate.Candidates.measure
+    compile_together, measure = _layout.compile_together, _candidate.Candidates.measure
 
     def slow(programs):
         programs = list(programs)
@@ -142,7 +142,7 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
         begun.append(clock[-1])
         return measure(self, layout, options, *name)
 
-    monkeypatch.setattr(_front, "compile_together", slow)
+    monkeypatch.setattr(_layout, "compile_together", slow)
     monkeypatch.setattr(_candidate.Candidates, "measure", seen)
     plan = layers_planned(budget=0.65, time_limit=40.0)
     assert 0 < begun[0] <= 20 and not plan.complete and plan.temp_bytes <= plan.budget_bytes
@@ -210,7 +210,7 @@ def test_search_goes_on_until_a_plan_keeps_the_budget(compilations):
     assert 0 < len(compilations) <= 2, "a candidate takes more than the time"
     compilations.clear()
     with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
-        layers_planned(budget=0.5, time_limit=30.0)
+        layers_planned(budget=0.3, time_limit=30.0)
     assert len(compilations) == 3, "two, and remat on the blocks in the end"
 
 

@@ -10,9 +10,8 @@ from statetx import _jax
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx.planner._program import flat as _parts
-from statetx.planner._regions.family import cost_of
-from statetx.planner._regions.front import Analysis
-from statetx.planner._regions.lattice import Lattice
+from statetx.planner._regions.lattice import Lattice, cost_of
+from statetx.planner._regions.layout import Analysis
 from statetx.planner._search.candidates import with_gradient
 from statetx.planner._treatments.copies import Copies, Derived
 from statetx.planner._treatments.rewrite import rewrite

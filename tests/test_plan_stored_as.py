@@ -23,7 +23,7 @@ from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
 from statetx.planner._program.values import KEEP, InFormat
-from statetx.planner._regions.front import Analysis, front_of
+from statetx.planner._regions.layout import Analysis, front_of
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.groups import Groups
 from statetx.planner._treatments.loops import CheckpointedLoop

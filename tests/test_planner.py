@@ -40,14 +40,13 @@ from statetx.planner._program.derivative import derivative_of
 from statetx.planner._program.fingerprint import fingerprint
 from statetx.planner._program.values import KEEP, ON_HOST
 from statetx.planner._regions import cuts as _cuts
-from statetx.planner._regions import family as _choice
-from statetx.planner._regions import family as _paths
-from statetx.planner._regions import front as _fronts
+from statetx.planner._regions import lattice as _lattice
 from statetx.planner._regions import layout as _layout
 from statetx.planner._search import baseline as _baseline
 from statetx.planner._search import candidates as _candidate
 from statetx.planner._search import search as _search
 from statetx.planner._search import timing as _timing
+from statetx.planner._treatments import treatment as _treatment
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.groups import Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
@@ -190,7 +189,7 @@ def test_combination_is_the_optimum_of_the_model(seed):
     """Against every combination of options."""
     rng = random.Random(seed)
     fronts = {
-        (start, end): _fronts.Front(
+        (start, end): _layout.Front(
             [
                 Option(10**6, 0, 0.0, decided()),
                 *(
@@ -213,7 +212,7 @@ def test_combination_is_the_optimum_of_the_model(seed):
     ]
     every = []
     for path in paths:
-        layout = family._layout_of([start for start, _ in path])
+        layout = _layout.Layout(None, [family.regions[i] for i in path])
         for options in itertools.product(*(fronts[i].options for i in path)):
             every.append((layout.peak(options), sum(o.cost for o in options)))
     least = min(peak for peak, _ in every)
@@ -228,44 +227,7 @@ def test_combination_is_the_optimum_of_the_model(seed):
 def family_of(regions, num):
     """A family of regions of some equations, from the front of each, and the bytes of its outputs and cotangents."""
     regions = {i: _layout.Region(*i, None, *numbers) for i, numbers in regions.items()}
-    arcs = {end: [] for _, end in regions}
-    for (start, end), region in regions.items():
-        arcs[end].append((start, region))
-    flat = types.SimpleNamespace(jaxpr=None)
-    at = lambda cuts: [regions[i] for i in itertools.pairwise([*cuts, num])]
-    return _choice.Family(num, arcs, lambda cuts: _layout.Layout(flat, at(cuts)))
-
-
-@pytest.mark.parametrize("count", [2, 4, 11])
-def test_equal_periods_are_composed(count):
-    """A path through composed periods is as cheap as one region by region, to within the sampling of fronts."""
-    rng = random.Random(count)
-    inside = {
-        (0, 1): random_front(rng, 4),
-        (1, 2): random_front(rng, 3),
-        (0, 2): random_front(rng, 4),
-    }
-    merged = {number: random_front(rng, 3) for number in (2, 3)}
-    regions = {(2 * k + a, 2 * k + b): (f, 10, 0) for k in range(count) for (a, b), f in inside.items()}
-    regions |= {(2 * k, 2 * (k + n)): (f, 10, 0) for n, f in merged.items() for k in range(count - n + 1)}
-    expected = family_of(regions, 2 * count)
-
-    region = lambda a, b, front: _layout.Region(a, b, None, front, 10, 0)
-    within = [(*i, region(*i, f)) for i, f in inside.items()]
-    periods = _choice.Periods(2, within, {n: region(0, 2 * n, f) for n, f in merged.items()})
-    arcs = {2 * count: [(0, (periods, count))]}
-    composed = _choice.Family(2 * count, arcs, expected._layout_of)
-    least = expected.least_peak()
-    assert abs(composed.least_peak() / least - 1) < 0.02
-    for limit in (1.03 * least, 1.2 * least, 1.5 * least, 2 * least, 4 * least):
-        (layout, options), (_, best) = composed.choose(limit), expected.choose(limit)
-        assert layout.peak(options) <= limit, "the numbers of a composed path are those of its regions"
-        assert sum(o.cost for o in options) <= 1.1 * sum(o.cost for o in best) + 5
-
-
-def random_front(rng, num):
-    options = [Option(rng.randint(0, 50), rng.randint(0, 40), float(rng.randint(0, 30)), decided()) for _ in range(num)]
-    return _fronts.Front([Option(100, 0, 0.0, decided()), *options], [])
+    return _lattice.Family(range(num), regions)
 
 
 def test_saved_values_are_not_recomputed():
@@ -302,7 +264,7 @@ def test_backward_bytes_are_measured():
 def test_backward_passes_compile_together():
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), [False, True], [True, True], [True])
     nothing, everything = graph.option({}), graph.option(dict.fromkeys(graph.sites, KEEP))
-    front = _fronts.Front([graph.baseline(), nothing, everything], [nothing], graph)
+    front = _layout.Front([graph.baseline(), nothing, everything], [nothing], graph)
     programs = [p for o in (nothing, everything) for p in front.programs(o)]
     assert len(programs) == 2 and front.programs(nothing)[0] is programs[0]
     _compiled.compile_together(programs)
@@ -358,16 +320,11 @@ def test_fronts_are_those_of_the_definition(num, most):
         others = np.all([x <= x[i] for x in columns], 0) & np.any([x < x[i] for x in columns], 0)
         return others.any()
 
-    rows = _choice._front(bytes, costs)
-    found = set(zip(bytes[rows], costs[rows], strict=True))
-    assert found == {(bytes[i], costs[i]) for i in range(num) if not is_dominated(i, bytes, costs)}
-    assert list(costs[rows]) == sorted(costs[rows])
-
-    rows = _paths._front_of_paths(bytes, peaks, costs)
-    front = {(bytes[i], peaks[i], costs[i]) for i in range(num) if not is_dominated(i, bytes, peaks, costs)}
-    found = set(zip(bytes[rows], peaks[rows], costs[rows], strict=True))
-    assert found <= front and (num > 1000 or found == front)
-    assert min(found) == min(front) and min(p for _, p, _ in found) == min(p for _, p, _ in front)
+    for columns in ((costs, bytes), (costs, bytes, peaks)):
+        rows = _treatment.front(*columns)
+        found = {tuple(x[i] for x in columns) for i in rows}
+        assert found == {tuple(x[i] for x in columns) for i in range(num) if not is_dominated(i, *columns)}
+        assert list(costs[rows]) == sorted(costs[rows]) and len(rows) == len(found)
 
 
 def test_cuts_are_where_little_crosses():
@@ -688,9 +645,9 @@ def test_region_without_residuals_is_the_users_remat():
 
 
 def test_choice_changes_after_a_measurement():
-    front = _fronts.Front([Option(100, 0, 0.0, decided()), Option(10, 5, 2.0, decided(frozenset()))], [])
+    front = _layout.Front([Option(100, 0, 0.0, decided()), Option(10, 5, 2.0, decided(frozenset()))], [])
     family = family_of({(0, 1): (front, 0)}, 1)
-    assert family.choose(20) is family.choose(20) and family.choose(20)[1][0].cost == 2.0
+    assert family.choose(20)[1][0].cost == 2.0
     front.steps[1] = front.steps[1]._replace(backward_bytes=30)  # as `measure` finds
     front._renew()
     assert family.choose(20) is None and family.choose(40)[1][0].backward_bytes == 30
@@ -705,7 +662,7 @@ def test_option_of_zero_bytes_is_measured_once():
             return option._replace(backward_bytes=0)
 
     graph, option = CountingGraph(), Option(10, 5, 2.0, decided(frozenset()))
-    front = _fronts.Front([Option(100, 0, 0.0, decided()), option], [option], graph)  # a stock policy saves the same
+    front = _layout.Front([Option(100, 0, 0.0, decided()), option], [option], graph)  # a stock policy saves the same
     assert front.measure(option) and not front.measure(option)
     assert graph.num_measurements == 1 and front.options[-1].backward_bytes == front.stock[0].backward_bytes == 0
 
@@ -726,11 +683,11 @@ class CompiledGraph:
 
 def test_parts_far_from_the_peak_are_not_compiled(monkeypatch):
     """A program of a part is compiled only where the part may have the peak."""
-    monkeypatch.setattr(_fronts, "compile_together", list)
+    monkeypatch.setattr(_layout, "compile_together", list)
     graphs = [CompiledGraph() for _ in range(3)]
     # What is kept adds up: in use are 10 + 20, 20 + 20 and 30 + 70 bytes.
     options = [Option(10, n, 1.0, decided(frozenset())) for n in (20, 20, 70)]
-    fronts = [_fronts.Front([o], [o], graph) for o, graph in zip(options, graphs, strict=True)]
+    fronts = [_layout.Front([o], [o], graph) for o, graph in zip(options, graphs, strict=True)]
     regions = [_layout.Region(i, i + 1, None, front, 0, 0) for i, front in enumerate(fronts)]
     layout = _layout.Layout(types.SimpleNamespace(jaxpr=None), regions)
     assert _search._measure_parts(layout, options, lambda: False)
@@ -740,7 +697,7 @@ def test_parts_far_from_the_peak_are_not_compiled(monkeypatch):
 
 def test_what_is_not_measured_gets_most_of_the_error_of_what_is():
     none, some, every = (Option(n, 100, c, decided(frozenset([(n, 0)]))) for n, c in ((0, 2.0), (10, 1.0), (20, 0.5)))
-    front = _fronts.Front([Option(100, 0, 0.0, decided()), none, some, every], [none], CompiledGraph())
+    front = _layout.Front([Option(100, 0, 0.0, decided()), none, some, every], [none], CompiledGraph())
     front.measure(some)
     found = {o.saved_bytes: o.backward_bytes for o in front._expand(front.steps)}
     assert found == {100: 0, 0: 160, 10: 200, 20: 160}
@@ -949,7 +906,7 @@ def test_clock_of_a_loop_needs_no_derivative(after):
 
 def test_error_in_the_analysis_of_a_region_is_raised():
     with (
-        mock.patch.object(_fronts, "Graph", side_effect=IndexError("in the analysis")),
+        mock.patch.object(_layout, "Graph", side_effect=IndexError("in the analysis")),
         pytest.raises(IndexError, match="in the analysis"),
     ):
         Planner(loss, FEW, X, argnums=0).ends()

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scipy.signal import find_peaks
 
 import statetx
 from statetx._equations.compiled import Cost
 from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
-from statetx.planner._regions.cuts import _minima
 from statetx.planner._search import baseline as _shorter
 from statetx.planner._search.capture import capture
 
@@ -151,13 +149,3 @@ def test_no_time_gives_a_program_that_compiles_fast(long):
     plan = statetx.plan(loss, WS, X, budget=0.9, of="temporaries", argnums=0, time_limit=0.0)
     assert [name for name, _, _ in plan.measured()] == ["nothing"] and not plan.complete
     assert plan.temp_bytes <= plan.budget_bytes
-
-
-def test_minima_are_those_of_scipy():
-    rng = np.random.default_rng(0)
-    for most in (1, 4, 100):
-        for num in (0, 1, 2, 3, 50, 200):
-            live = rng.integers(0, most + 1, num).tolist()
-            peaks = find_peaks(np.negative(live), prominence=0.02 * max(live, default=0))[0] if num else []
-            ends = [next((j for j in range(i + 1, num) if live[j] != live[i]), num) - 1 for i in peaks]
-            assert _minima(live) == ends

@@ -3,7 +3,7 @@
 They are a union, from which the dynamic program of `lattice` takes a path from the first equation to the last:
 
 - the functions that the user rematerialized,
-- stretches between cuts that few bytes cross, and two or four neighboring ones merged,
+- stretches between cuts that few bytes cross, and up to four neighboring ones merged,
 - the periods of a repeating program, such as its layers, and up to four of them merged.
 
 Where the periods begin is not unique. Of ``gelu(x @ w)`` the result of the product and that of the activation have
@@ -28,14 +28,9 @@ from ..._jax import Jaxpr
 from ..._lift.context import device_bytes
 from .._program.flat import Flat, is_linear, last_reads
 from .._treatments.treatment import Interval
+from .._tuned import TUNED
 
-MAX_PERIODS = 4  # that are merged to one region
-_MAX_MERGED = 320  # equations of a merged region: its integer programs take more than linear time
-# of three periods: between two and four, and as expensive to analyze as four (2 s for 255 equations of a transformer)
-_MAX_OF_THREE = 160
-_FEW = 4  # periods: fewer than these are given up for repetitions within
-_MOSTLY = 2 / 3  # of a period
-_LOW = 1.01  # of the fewest bytes at a cut: the ends of blocks that have other local minima inside
+_MAX_EQUATIONS = TUNED.long_equations // 3  # of a merged region: its integer programs take more than linear time
 
 
 class Run(NamedTuple):
@@ -56,34 +51,20 @@ class Run(NamedTuple):
         return [self.start + k * self.period for k in range(self.count + 1)]
 
 
-class Cutting(NamedTuple):
-    """One way to cut a program.
-
-    Attributes:
-        runs: where the program repeats.
-        intervals: that may become regions, the most useful first.
-    """
-
-    runs: list[Run]
-    intervals: list[Interval]
-
-
 class Candidates(NamedTuple):
     """The intervals that may become regions.
 
     Attributes:
         stock: a partition, as cuts, where the stock policies act on the parts of the second item, and other parts stay
             unchanged.
-        cuttings: by the user's functions, by structure where few bytes cross, and by structure behind products.
+        intervals: the most useful first.
+        runs: where the program repeats: by the user's functions, by structure where few bytes cross, and by structure
+            behind products.
     """
 
     stock: tuple[list[int], list[Interval]]
-    cuttings: list[Cutting]
-
-    @property
-    def intervals(self) -> list[Interval]:
-        """Those of all cuttings."""
-        return list(dict.fromkeys(i for cutting in self.cuttings for i in cutting.intervals))
+    intervals: list[Interval]
+    runs: list[list[Run]]
 
 
 def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
@@ -107,14 +88,9 @@ def candidates(program: Flat) -> Candidates:
     cuts = _Cuts.of(program, live, sorted(program.blocks))
 
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
-    cuttings: list[Cutting] = []
-    for own in (cuts, *(_Cuts.of(program, live, None, behind_products=behind) for behind in (False, True))):
-        periods = {i for run in own.runs for i in itertools.pairwise(run.boundaries)}
-        intervals = dict.fromkeys(i for row in _intervals(program, live, own) for i in row if i[0] < i[1])
-        cutting = Cutting(own.runs, [i for i in intervals if i in periods or _is_allowed(program, *i)])
-        if cutting not in cuttings:
-            cuttings.append(cutting)
-    return Candidates(_stock(program, cuts.runs, cuts.all), cuttings)
+    ways = [cuts, *(_Cuts.of(program, live, None, behind_products=behind) for behind in (False, True))]
+    intervals = dict.fromkeys(i for own in ways for i in _intervals(program, live, own))
+    return Candidates(_stock(program, cuts.runs, cuts.all), list(intervals), [own.runs for own in ways])
 
 
 class _Cuts(NamedTuple):
@@ -124,23 +100,15 @@ class _Cuts(NamedTuple):
         blocks: the user's functions; none if it is cut as if there were none.
         ends: where these begin or end, or loops.
         runs: where it repeats.
-        inner: the ends of repetitions within one period.
-        outer: the ends of blocks, loops and periods.
-        minima: other cuts, that few bytes cross.
-        all: all of these, in order.
+        minima: cuts that few bytes cross, apart from `ends` and those of runs.
+        all: all cuts, in order.
     """
 
     blocks: list[Interval]
     ends: set[int]
     runs: list[Run]
-    inner: set[int]
-    outer: set[int]
     minima: list[int]
     all: list[int]
-
-    @property
-    def fixed(self) -> set[int]:
-        return self.outer | self.inner
 
     @classmethod
     def of(
@@ -155,8 +123,7 @@ class _Cuts(NamedTuple):
         num = len(program)
         ends = _loop_ends(program) | (program.ends if blocks is not None else set())
         runs, inner = runs_of(program, live, ends, behind_products)
-        outer = {0, num, *ends, *(b for run in runs for b in run.boundaries)}
-        fixed = outer | inner
+        fixed = {0, num, *ends, *inner, *(b for run in runs for b in run.boundaries)}
 
         # A cut within the same plateau as a fixed one separates nothing.
         plateaus = _plateaus(live)
@@ -165,32 +132,28 @@ class _Cuts(NamedTuple):
         cuts = sorted(fixed.union(minima))
         for run in runs:
             cuts = _with_period(cuts, run, ends)
-        return cls(list(blocks or ()), ends, runs, inner, outer, minima, cuts)
+        return cls(list(blocks or ()), ends, runs, minima, cuts)
 
 
 def _loop_ends(program: Flat) -> set[int]:
     return {j for i in program.loops for j in (i, i + 1)}
 
 
-def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable[Interval]]:
-    """Intervals between cuts, the most useful first."""
-    num, walls, runs, minima = len(program), _loop_ends(program), cuts.runs, cuts.minima
+def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Interval]:
+    """Intervals between cuts that can be regions, the most useful first."""
+    num, runs, minima = len(program), cuts.runs, cuts.minima
     lists: list[Iterable[Interval]] = [_small(itertools.pairwise(sorted({0, num, *cuts.ends})))]
-    bounds = sorted({0, num, *walls, *(b for run in runs for b in run.boundaries)})
+    bounds = sorted({0, num, *_loop_ends(program), *(b for run in runs for b in run.boundaries)})
     for start, end in itertools.pairwise(bounds):
         local = [c for c in cuts.all if start <= c <= end]
-        lists += [_merged(local, n) for n in (1, 2, 4)]
+        lists += [itertools.pairwise(dict.fromkeys([*local[::n], end])) for n in range(1, TUNED.merged + 1)]
 
-        # The ends of blocks, of the user's or of structure, and the global minima alone.
-        lists.append(itertools.pairwise([c for c in local if c in cuts.fixed]))
-        lists.append(itertools.pairwise([c for c in local if c in cuts.outer]))
+        # The ends of blocks that have other local minima inside.
         lowest = min((live[c] for c in minima if start < c < end), default=0)
-        lists.append(
-            itertools.pairwise([c for c in local if c in (start, end) or (c in minima and live[c] <= _LOW * lowest)])
-        )
+        is_low = lambda c, most=(1 + TUNED.scatter) * lowest: c in minima and live[c] <= most
+        lists.append(itertools.pairwise([c for c in local if c in (start, end) or is_low(c)]))
+    lists += [itertools.pairwise(run.boundaries) for run in runs]
     for run in runs:
-        lists.append(itertools.pairwise(run.boundaries))
-
         # The rest of the program before and after the periods, such as the loss, merged with one of them: a value
         # between the two, such as the last activation, can then be computed again.
         before = max((b for b in bounds if b < run.start), default=run.start)
@@ -198,30 +161,26 @@ def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Iterable
         lists.append(_small([(before, run.boundaries[1]), (run.boundaries[-2], after)]))
     lists.append(cuts.blocks)
 
-    # Periods of a run are merged in `lattice`; of other blocks, neighbors.
-    outside = [b for b in cuts.blocks if not any(r.start < b[1] and b[0] < r.boundaries[-1] for r in runs)]
-    pairs = zip(outside[::2], outside[1::2], strict=False)
-    lists.append(_small((a, d) for (a, b), (c, d) in pairs if b == c))
-    return lists
+    # Periods can be regions that have loops inside, such as layers that run through a sequence.
+    periods = [i for run in runs for n in range(1, TUNED.merged + 1) for i in _merged_periods(run, n)]
+    others = [i for intervals in lists for i in intervals if i[0] < i[1] and _is_allowed(program, *i)]
+    return [*others, *periods]
 
 
-def merged_periods(run: Run, first: int, number: int) -> Interval | None:
-    """The interval of some periods of a run; None if it is too large for a region."""
-    start = run.start + first * run.period
-    interval = start, start + number * run.period
-    most = _MAX_OF_THREE if number == 3 else _MAX_MERGED
-    return interval if number * run.period <= most else None
+def _merged_periods(run: Run, number: int) -> list[Interval]:
+    """The intervals of so many periods of a run; none if several are too large for a region."""
+    # Three are between two and four, and as expensive to analyze as four.
+    most = _MAX_EQUATIONS // 2 if number == 3 else _MAX_EQUATIONS
+    is_small = number == 1 or number * run.period <= most
+    return list(zip(run.boundaries, run.boundaries[number:], strict=False)) if is_small else []
 
 
 def _small(intervals: Iterable[Interval]) -> list[Interval]:
-    return [(start, end) for start, end in intervals if end - start <= _MAX_MERGED]
+    return [(start, end) for start, end in intervals if end - start <= _MAX_EQUATIONS]
 
 
 def _is_allowed(program: Flat, start: int, end: int) -> bool:
-    """Whether an interval can be a region: without loops, or a loop alone, or a function that the user rematerialized.
-
-    The periods of a run can be regions, too, such as layers that run through a sequence.
-    """
+    """Whether an interval can be a region: without loops, a loop alone, or a function that the user rematerialized."""
     if end == start + 1 or (start, end) in program.blocks:
         return True
     return not any(start <= i < end for i in program.loops)
@@ -245,31 +204,14 @@ def _has_remat_inside(program: Flat, index: int) -> bool:
     return any(e.primitive.name in REMAT for e in program.jaxpr.eqns[index].params["jaxpr"].eqns)
 
 
-def _merged(cuts: Sequence[int], number: int) -> list[Interval]:
-    """Every `number` neighboring stretches, counted from the first. The last may have fewer."""
-    if not cuts:
-        return []
-    return list(itertools.pairwise(dict.fromkeys([*cuts[::number], cuts[-1]])))
-
-
 def _minima(live: Sequence[int]) -> list[int]:
-    """Local minima of the crossing bytes."""
-    # A dip of less than 2% of the highest count does not separate regions.
-    least_depth = 0.02 * max(live, default=0)
+    """Local minima of the crossing bytes; of a plateau of equal bytes its end."""
+    from scipy.signal import find_peaks
 
-    # Within a plateau of equal bytes, cut at its end: cheap equations stay with the producers of their operands.
-    ends = [i for i, (a, b) in enumerate(itertools.pairwise([*live, None])) if a != b]
-    levels = [live[i] for i in ends]
-    minima = []
-    for n in range(1, len(levels) - 1):
-        level = levels[n]
-        if levels[n - 1] > level < levels[n + 1]:
-            # Its depth is that below the lower one of the two heights between it and a lower level, or an end.
-            before = itertools.takewhile(lambda x, level=level: x >= level, reversed(levels[:n]))
-            after = itertools.takewhile(lambda x, level=level: x >= level, levels[n + 1 :])
-            if min(max(before), max(after)) - level >= least_depth:
-                minima.append(ends[n])
-    return minima
+    # Cheap equations stay with the producers of their operands. A lesser dip does not separate regions.
+    least_depth = TUNED.scatter * max(live, default=0)
+    _, found = find_peaks(np.negative(live), prominence=least_depth, plateau_size=1) if live else ((), {})
+    return found.get("right_edges", np.array([], int)).tolist()
 
 
 def _plateaus(live: Sequence[int]) -> list[int]:
@@ -325,9 +267,8 @@ def _repetitions(
     for start, period, length in _stretches(tokens, heavy, least):
         if any(s < start + length and start < s + n for s, n in chosen):
             continue
-        # Two stages of a residual network may be alike. The blocks in them tell more.
-        inside = tokens[start : start + period], heavy[start:], int(_MOSTLY * period)
-        if length < _FEW * period and _stretches(*inside):
+        # Two stages of a residual network may be alike. The blocks that most of them consists of tell more.
+        if _stretches(tokens[start : start + period], heavy[start:], 2 * period // 3):
             continue
         run = in_phase(start, period, length)
         if run.count > 1:

@@ -1,39 +1,41 @@
-"""The regions that a program may be cut into, and the cheapest path through them within a limit of bytes.
+"""The regions that a program may be cut into, and the cheapest path through them within a limit of bytes: a dynamic
+program over the cut points.
 
 Nodes are cut points, arcs are regions with their options. A path from the first equation to the last is a partition
 with an option for each part. During the backward pass of a region are live: what regions before it output and saved,
 what it saved, and its own working set. So an arc has three numbers: the bytes that it adds for later regions, its peak
 above the bytes of earlier ones, and its cost. They add up along a path,
 
-    bytes = b1 + b2,   peak = max(p1, b1 + p2),   cost = c1 + c2,
-
-whatever the limit is. So the front of a period of the program (a layer) is computed once, and those of several periods
-from it.
+    bytes = b1 + b2,   peak = max(p1, b1 + p2),   cost = c1 + c2.
 """
 
 from __future__ import annotations
 
+import bisect
 import concurrent.futures
 import itertools
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 
 from ..._jax import Jaxpr, Literal
 from ..._lift.context import device_bytes
 from .._program.flat import Flat, Part, cotangent_variables, differentiated_variables
-from .._treatments.treatment import Interval, PathSettings, PathVariant, Treatment
-from .cuts import MAX_PERIODS, Cutting, Run, candidates, merged_periods
-from .family import Arc, Family, Periods, cost_of
-from .front import Analysis, Front, front_of
-from .layout import Layout, Region
+from .._treatments.treatment import Interval, Option, PathSettings, PathVariant, Treatment, front
+from .cuts import candidates
+from .layout import Analysis, Front, Layout, Region, Table, front_of
 
-_MIN_COMPOSED = 8  # periods of a run from which on they are composed: a path through fewer is followed region by region
+_MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
 _COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
 _CLEARLY_CHEAPER = _CLEARLY_LESS = 0.95
 _NUM_SOLVERS = 2
-_STEP = 8  # composed periods of an arc, at least; no merged region crosses its end, which errs towards more cost
+
+Choice = tuple[Layout, list[Option]]
+
+
+def cost_of(choice: Choice) -> float:
+    return sum(option.cost for option in choice[1])
 
 
 class Lattice:
@@ -65,12 +67,13 @@ class Lattice:
         self._lifetimes = _Lifetimes(jaxpr, self._differentiated & self._with_cotangent)
 
         found = candidates(program)
-        self.stock_layout = self._stock_layout(*found.stock)
+        cuts, planned = found.stock
+        stock = [self.region(*interval) for interval in itertools.pairwise([*cuts, len(program)])]
+        self.stock_layout = Layout(program, stock), [(r.start, r.end) in {*planned} for r in stock]
         for interval in found.intervals:
             if not self._is_late():
                 self.region(*interval)
-        self._cuttings = found.cuttings
-        self.families = [self._family(self.region)]
+        self.families = [Family(program, self.regions)]
         for kind in analysis.treatments:
             variant = kind.paths(PathSettings(program, analysis.settings.formats, self._parts_of))
             if variant is not None and not self._is_late():
@@ -94,168 +97,21 @@ class Lattice:
     def _parts_of(self, front: Front) -> list[Part]:
         return [region.part for region in self.regions.values() if region.front is front]
 
-    def _stock_layout(self, cuts: Sequence[int], planned: Sequence[Interval]) -> tuple[Layout, list[bool]]:
-        layout, set_ = self._layout(self.region, cuts), set(planned)
-        return layout, [(r.start, r.end) in set_ for r in layout.regions]
-
-    def _layout(self, region_of: _RegionOf, cuts: Sequence[int]) -> Layout:
-        """The partition with these cuts."""
-        regions = [region_of(*interval) for interval in itertools.pairwise([*cuts, len(self.program)])]
-        return Layout(self.program, [region for region in regions if region is not None])
-
-    # -- the arcs ----------------------------------------------------------------------------------------------------
-
     def _add_family(self, kind: type[Treatment], variant: PathVariant) -> None:
         """Add the paths through variants of the regions, if some of them are cheaper."""
         with_cotangent = self._differentiated & self._with_cotangent
         lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, variant.unheld)
-        regions: dict[Interval, Region | None] = {}
-
-        def region_of(start: int, end: int) -> Region | None:
-            if (start, end) not in regions:
-                region = self.region(start, end)
-                found = variant.front(start, end, region.part, region.front)
-                if found is not None:
-                    out_bytes, cotangent_bytes = lifetimes.bytes(start, end)
-                    found = Region(start, end, region.part, found[0], out_bytes, cotangent_bytes + found[1])
-                regions[start, end] = found
-            return regions[start, end]
-
-        family, first = self._family(region_of, kind), self.families[0]
+        first, regions = self.families[0], {}
+        for (start, end), region in first.regions.items():
+            found = variant.front(start, end, region.part, region.front)
+            if found is not None:
+                out_bytes, cotangent_bytes = lifetimes.bytes(start, end)
+                regions[start, end] = Region(start, end, region.part, found[0], out_bytes, cotangent_bytes + found[1])
+        family = Family(self.program, regions, kind)
         if family.has_path():
             is_smaller = variant.saves_memory and family.least_peak() < _CLEARLY_LESS * first.least_peak()
             if is_smaller or _is_cheaper(family, first):
                 self.families.append(family)
-
-    def _family(self, region_of: _RegionOf, treatment: type[Treatment] | None = None) -> Family:
-        """The paths through all regions."""
-        arcs: dict[int, list[Arc]] = {}
-        seen: set[Interval] = set()
-        for cutting in self._cuttings:
-            groups, regions, uneven = self._groups(cutting, region_of)
-            ends = {end for interval in uneven for end in interval}
-            composed = [group for group in groups if group.is_composed]
-            for group in composed:
-                periods = Periods(group.periods.period, group.inside, group.merged)
-                for first, last in _composed(group.periods, ends):
-                    arcs.setdefault(last, []).append((first, (periods, (last - first) // group.periods.period)))
-            stretches = [(group.periods.start, group.periods.boundaries[-1]) for group in composed]
-            for (start, end), region in regions.items():
-                # The arcs of composed periods stand for all regions within. A region of all periods is an arc beside
-                # them.
-                is_inside = any(a < end and start < b and not (start <= a and b <= end) for a, b in stretches)
-                if (not is_inside or (start, end) in uneven) and (start, end) not in seen:
-                    seen.add((start, end))
-                    arcs.setdefault(end, []).append((start, region))
-        layouts: dict[tuple[int, ...], Layout] = {}
-
-        def layout_of(cuts: Sequence[int]) -> Layout:
-            cuts = tuple(cuts)
-            if cuts not in layouts:
-                layouts[cuts] = self._layout(region_of, cuts)
-            return layouts[cuts]
-
-        return Family(len(self.program), arcs, layout_of, treatment)
-
-    def _groups(
-        self, cutting: Cutting, region_of: _RegionOf
-    ) -> tuple[list[_Group], dict[Interval, Region], set[Interval]]:
-        """The equal periods of a cutting; its regions with those of several of these merged; and of these the ones
-        whose first or last period is unlike the others.
-        """
-        regions: dict[Interval, Region] = {}
-
-        def add(start: int, end: int) -> Region | None:
-            region = region_of(start, end)
-            if region is not None:
-                regions[start, end] = region
-            return region
-
-        for interval in cutting.intervals:
-            if interval in self.regions:
-                add(*interval)
-        groups: list[_Group] = []
-        uneven: set[Interval] = set()
-        for run in cutting.runs:
-            equal = self._equal_periods(run, regions)
-            groups += [self._merged(group, regions, add) for group in equal]
-            uneven |= {i for i in self._uneven(run, equal) if add(*i) is not None}
-        return groups, regions, uneven
-
-    def _uneven(self, run: Run, equal: Sequence[Run]) -> list[Interval]:
-        """The intervals of several periods that begin with a first one unlike the others, or end with such a
-        last one.
-        """
-        if not equal:
-            return []
-        first, last = equal[0].start > run.start, equal[-1].boundaries[-1] < run.boundaries[-1]
-        numbers = range(2, min(MAX_PERIODS, run.count) + 1)
-        found = [merged_periods(run, 0, n) for n in numbers if first]
-        found += [merged_periods(run, run.count - n, n) for n in numbers if last]
-        return [i for i in found if i is not None and not self._is_late()]
-
-    def _equal_periods(self, run: Run, all_regions: dict[Interval, Region]) -> list[Run]:
-        """Consecutive periods with equal regions."""
-        inside: list[list[Any]] = [[] for _ in range(run.count)]
-        crossing: set[int] = set()
-        for start, end in sorted(all_regions):
-            first, last = (start - run.start) // run.period, (end - 1 - run.start) // run.period
-            if first == last and 0 <= first < run.count:
-                region, offset = all_regions[start, end], run.start + first * run.period
-                inside[first].append((start - offset, end - offset, *_numbers(region)))
-            elif not (start <= run.start and run.boundaries[-1] <= end):
-                crossing.update(range(max(first, 0), min(last, run.count - 1) + 1))
-        groups: list[Run] = []
-        for k, (regions, previous) in enumerate(zip(inside, [None, *inside], strict=False)):
-            if regions == previous and not crossing & {k, k - 1}:
-                groups[-1] = groups[-1]._replace(count=groups[-1].count + 1)
-            else:
-                groups.append(Run(run.start + k * run.period, run.period, 1))
-        return [group for group in groups if group.count > 1]
-
-    def _merged(self, group: Run, regions: Mapping[Interval, Region], region_of: _RegionOf) -> _Group:
-        """Add regions of several periods.
-
-        Equal periods do not make equal regions of several: periods may share a weight that a region of two reads once.
-        So the periods are composed only if those of each number agree.
-        """
-        start, end = group.start, group.start + group.period
-        inside = [(a - start, b - start, r) for (a, b), r in sorted(regions.items()) if start <= a and b <= end]
-        merged: dict[int, Region] = {}
-        is_composed = group.count >= _MIN_COMPOSED
-        for number in range(2, min(MAX_PERIODS, group.count) + 1):
-            intervals = [merged_periods(group, k, number) for k in range(group.count - number + 1)]
-            found = [None if i is None or self._is_late() else region_of(*i) for i in intervals]
-            is_composed &= len({None if r is None else _numbers(r) for r in found}) == 1
-            if found[0] is not None:
-                merged[number] = found[0]
-        return _Group(group, inside, merged, is_composed)
-
-
-def _composed(periods: Run, ends: Set[int]) -> list[Interval]:
-    """The intervals of arcs of composed periods, in equal steps and in steps of nearly equal numbers.
-
-    They follow each other; the first and the last also begin and end at some equations within.
-    """
-    number = max(1, periods.count // _STEP)
-    steps = [*range(0, periods.count, _STEP), periods.count]
-    balanced = [periods.count * k // number for k in range(number + 1)]
-    start, stop = periods.start, periods.boundaries[-1]
-    within = [b for b in periods.boundaries[1:-1] if b in ends]
-    intervals = [
-        (a, b)
-        for counts in (steps, balanced)
-        for first, last in itertools.pairwise(start + count * periods.period for count in counts)
-        for a in ([first, *within] if first == start else [first])
-        for b in ([last, *within] if last == stop else [last])
-        if first <= a < b <= last
-    ]
-    return list(dict.fromkeys(intervals))
-
-
-def _numbers(region: Region) -> tuple[int, int, int]:
-    """What a path through a region depends on."""
-    return id(region.front), region.out_bytes, region.cotangent_bytes
 
 
 def _is_cheaper(family: Family, other: Family) -> bool:
@@ -270,22 +126,97 @@ def _is_cheaper(family: Family, other: Family) -> bool:
     return False
 
 
-_RegionOf = Callable[[int, int], Region | None]
+class Family:
+    """The regions of a program, or variants of them, with at least one path from its first equation to its last.
 
+    The compiled program differs from the model in another way for variants, so a search corrects the model for each
+    family.
 
-class _Group(NamedTuple):
-    """Equal periods.
-
-    Attributes:
-        inside: the regions (start, end, region) of one period, relative to its start.
-        merged: those of several periods, by their number.
-        is_composed: whether a path through the periods is composed of these regions, wherever it is.
+    Args:
+        treatment: of all regions; None for the regions themselves.
     """
 
-    periods: Run
-    inside: list[tuple[int, int, Region]]
-    merged: dict[int, Region]
-    is_composed: bool
+    def __init__(self, program: Flat, regions: Mapping[Interval, Region], treatment: type[Treatment] | None = None):
+        self._program, self.regions, self.treatment = program, regions, treatment
+        ending: dict[int, list[Region]] = {}
+        for region in regions.values():
+            ending.setdefault(region.end, []).append(region)
+        self._ending = sorted(ending.items())
+
+    def has_path(self) -> bool:
+        """Whether a path leads from the first equation to the last."""
+        return self._fits(self._tables(), float("inf"))
+
+    def least_peak(self) -> int:
+        """The lowest limit with a feasible path, to within 0.01%, never below it."""
+        low, high, tables = 0, 1, self._tables()
+        while not self._fits(tables, high):
+            low, high = high, 2 * high
+        step = max(1, high // 10_000)
+        limits = range(low + step, high, step)
+        index = bisect.bisect_left(limits, True, key=lambda limit: self._fits(tables, limit))
+        return limits[index] if index < len(limits) else high
+
+    def _tables(self) -> list[tuple[int, list[tuple[int, Table]]]]:
+        """For each cut point the regions that end there, by their first equations."""
+        return [(end, [(region.start, region.table()) for region in regions]) for end, regions in self._ending]
+
+    def _fits(self, tables: list[tuple[int, list[tuple[int, Table]]]], limit: float) -> bool:
+        # Greedy is exact here: fewer bytes at a node leave more room for every later region.
+        least = {0: 0.0}
+        for end, row in tables:
+            found = [
+                least[start] + table.bytes[fitting].min()
+                for start, table in row
+                if start in least and (fitting := table.peaks <= limit - least[start]).any()
+            ]
+            if found:
+                least[end] = min(found)
+        return len(self._program) in least
+
+    def choose(self, limit: float) -> Choice | None:
+        """The cheapest partition and options within a limit, None if none fit: a dynamic program over the cut points.
+
+        The states of a node are the Pareto front of (bytes, cost) over the paths to it. A front of more than
+        `_MAX_STATES` is sampled; the choice may then cost more than the optimum, but keeps the limit.
+        """
+        zero = np.zeros(1)
+        states: dict[int, tuple[np.ndarray, np.ndarray]] = {0: (zero, zero)}  # by cost; more cost, fewer bytes
+        origins: dict[int, tuple[np.ndarray, ...]] = {}
+        for end, row in self._tables():
+            pairs = []
+            for number, (start, table) in enumerate(row):
+                if start not in states:
+                    continue
+                # Every pair of an option and a state that fits. Later regions only add bytes, which are checked there:
+                # a pair that does not fit here never will.
+                state_bytes, state_costs = states[start]
+                option, parent = np.nonzero(state_bytes <= limit - table.peaks[:, None])
+                added = table.bytes[option] + state_bytes[parent], table.costs[option] + state_costs[parent]
+                pairs.append((*added, np.full(len(option), number), option, parent))
+            if not any(len(x[0]) for x in pairs):
+                continue
+            new_bytes, new_costs, *origin = (np.concatenate(x) for x in zip(*pairs, strict=True))
+            order = front(new_costs, new_bytes)
+
+            # Sampling keeps both ends: the cheapest state, and the one of the fewest bytes, which fits if any does.
+            if len(order) > _MAX_STATES:
+                order = order[np.unique(np.linspace(0, len(order) - 1, _MAX_STATES).astype(int))]
+            states[end] = new_bytes[order], new_costs[order]
+            origins[end] = tuple(x[order] for x in origin)
+        return self._path(origins) if len(self._program) in states else None
+
+    def _path(self, origins: dict[int, tuple[np.ndarray, ...]]) -> Choice:
+        # Backtrack from the cheapest state, which is the first.
+        end, state, path = len(self._program), 0, []
+        ending = dict(self._ending)
+        while end > 0:
+            number, option, parent = (int(x[state]) for x in origins[end])
+            region = ending[end][number]
+            path.append((region, region.front.options[option]))
+            end, state = region.start, parent
+        path.reverse()
+        return Layout(self._program, [region for region, _ in path]), [option for _, option in path]
 
 
 class _Lifetimes:

@@ -1,19 +1,266 @@
-"""A program cut into parts, with an option for each of them: what they take together."""
+"""The options of a part of a program: a Pareto front, shared by all parts of equal structure, and corrected by
+measurements; and a program cut into parts, with an option for each of them: what they take together.
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from ... import _frames, _jax
+from ..._equations.compiled import Program, compile_together
 from ..._jax import Jaxpr
-from ..._lift.context import device_bytes
+from ..._lift.context import TraceContext, device_bytes
 from ..._tree import is_float
 from .._program.flat import Flat, Part
+from .._treatments import TREATMENTS
+from .._treatments.graph import Graph
+from .._treatments.loops import steps_of
 from .._treatments.rewrite import rewrite
-from .._treatments.treatment import Option
-from .front import Front
+from .._treatments.treatment import Decision, Option, Settings, Treatment, pareto_front
+
+_FREE = Option(0, 0, 0.0, Decision())
+_UNCHANGED = Decision().held
+
+# Of the mean error of measured options, for those that are not measured: those that save more err less, and what looks
+# too large is never tried.
+_OPTIMISM = 0.8
+
+FindOptions = Callable[[], list[Option]]
+Expand = Callable[[Sequence[Option]], list[Option]]
+
+
+class Front:
+    """The Pareto front of a part's options, shared by all parts of equal structure.
+
+    Attributes:
+        baseline: the option that leaves the part unchanged.
+        options: the Pareto front.
+        stock: the option of each stock policy.
+        steps: the options of the part's equations; for a loop, of one step. The first leaves them unchanged.
+        graph: the part, or a step, with its derivative, which measures options; None if there is nothing to measure.
+        is_free: whether the part has no backward pass.
+
+    Args:
+        steps: the attribute, or a function that returns it, called when it is first asked for.
+        stock: the options of the stock policies for the equations.
+        expand: maps options of the equations to options of the part.
+        measured: backward bytes by what is held, as far as they are measured; shared by fronts of one graph.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Option] | Callable[[], Sequence[Option]],
+        stock: Sequence[Option],
+        graph: Graph | None = None,
+        expand: Expand = list,
+        measured: dict[Any, int] | None = None,
+    ):
+        self._find_steps = steps if callable(steps) else lambda: steps
+        self._stock = list(stock)
+        self.graph = graph
+        self._expand = expand
+        self.is_free = graph is None and self.steps[:1] == [_FREE]
+        self._measured: set[Any] = set()
+        self._bytes = {} if measured is None else measured
+
+    @functools.cached_property
+    def steps(self) -> list[Option]:
+        return list(self._find_steps())
+
+    # These change with a measurement.
+
+    @functools.cached_property
+    def baseline(self) -> Option:
+        return self._expand(self.steps[:1])[0]
+
+    @functools.cached_property
+    def stock(self) -> list[Option]:
+        expanded = [self._expand([o])[-1] for o in self._stock]
+        return [o._replace(decision=o.decision.as_written()) for o in expanded]
+
+    @functools.cached_property
+    def options(self) -> list[Option]:
+        return pareto_front([*self._expand(self.steps), *self.stock])
+
+    @functools.cached_property
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Saved bytes, backward bytes and costs of the options."""
+        saved, backward, costs = np.array([option[:3] for option in self.options], float).T
+        return saved, backward, costs
+
+    # -- other fronts --
+
+    def replaced(self, options: Sequence[Option]) -> Front:
+        """Other options of the same region; the last stands for the stock policies."""
+        return Front(options, options[-1:], self.graph, measured=self._bytes)
+
+    def changed(
+        self, *, step: Callable[[Option], Option] | None = None, whole: Callable[[Option], Option] | None = None
+    ) -> Front:
+        """The same options, each of the equations changed by `step`, or each of the part by `whole`."""
+        steps, stock = ([o if step is None else step(o) for o in options] for options in (self.steps, self._stock))
+        expand = self._expand if whole is None else lambda steps: list(map(whole, self._expand(steps)))
+        return Front(steps, stock, self.graph, expand, self._bytes)
+
+    # -- measurements --
+
+    def programs(self, option: Option) -> list[Program]:
+        """The programs that `measure` compiles, unless they are compiled by then."""
+        new = [d for d in self._new(option) if d not in self._bytes]
+        if self.graph is None or not new:
+            return []
+        decisions = {o.decision.held: o.decision for o in (*self.steps, *self._stock)}
+        return [self.graph.program(decisions[d]) for d in new if d in decisions]
+
+    def measure(self, option: Option) -> bool:
+        """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was
+        measured.
+        """
+        new = self._new(option)
+        if self.graph is None or not new:
+            return False
+        _ = self._modeled  # before options get other bytes
+        for saving in new:
+            self._measure(self.graph, saving)
+        self._correct()
+        self._renew()
+        return True
+
+    @functools.cached_property
+    def _modeled(self) -> dict[Any, int]:
+        """The backward bytes by the model, of what is not measured yet."""
+        return {o.decision.held: o.backward_bytes for o in (*self.steps, *self._stock)}
+
+    def _correct(self) -> None:
+        """Scale the modeled bytes of what is not measured by most of the mean error of what is.
+
+        The model knows neither fusions nor the order of equations, and errs alike for all options of a part but the
+        unchanged one.
+        """
+        every = {o.decision.held: o.backward_bytes for o in (*self.steps, *self._stock)}
+        known = [saving for saving in every if saving in self._measured and saving != _UNCHANGED]
+        error = sum(every[saving] for saving in known) / max(1, sum(self._modeled[saving] for saving in known))
+        factor = max(1.0, _OPTIMISM * error)
+        for options in (self.steps, self._stock):
+            for i, o in enumerate(options):
+                if (saving := o.decision.held) not in self._measured:
+                    options[i] = o._replace(backward_bytes=int(factor * self._modeled[saving]))
+
+    def _renew(self) -> None:
+        """Let the options be made from measured steps."""
+        for name in ("baseline", "stock", "options", "columns"):
+            vars(self).pop(name, None)
+
+    def _new(self, option: Option) -> list[tuple[Any, ...]]:
+        """What an option saves, in all its groups of steps, without what is measured already."""
+        held = dict.fromkeys(step.held for _, step in steps_of(option.decision))
+        return [h for h in held if h not in self._measured]
+
+    def _measure(self, graph: Graph, saving: tuple[Any, ...]) -> None:
+        self._measured.add(saving)
+        # A policy may save the same values as an option of the front: both are replaced, and the program is compiled
+        # once.
+        for options in (self.steps, self._stock):
+            for i, o in enumerate(options):
+                if o.decision.held == saving:
+                    if saving not in self._bytes:
+                        self._bytes[saving] = graph.measure(o).backward_bytes
+                    options[i] = o._replace(backward_bytes=self._bytes[saving])
+
+
+def measure(pairs: Sequence[tuple[Front, Option]], is_late: Callable[[], bool]) -> bool:
+    """Measure options, each on its own, until the time is up. Returns whether anything was new."""
+    compile_together(p for front, option in pairs if not is_late() for p in front.programs(option))
+    # A list, not a generator: `any` would stop at the first new measurement.
+    return any([front.measure(option) for front, option in pairs if not is_late()])
+
+
+class Analysis(NamedTuple):
+    """How the parts of a program are analyzed.
+
+    Attributes:
+        policies: the stock policies.
+        offload: whether values may be stored in host memory.
+        deadline: whether time is up.
+        context: the transforms and shardings that the program runs under.
+        settings: of proposals.
+        treatments: that make proposals.
+    """
+
+    policies: Sequence[Any] = ()
+    offload: bool = False
+    deadline: Callable[[], bool] = lambda: False
+    context: TraceContext = TraceContext()
+    settings: Settings = Settings()
+    treatments: Sequence[type[Treatment]] = TREATMENTS
+
+
+def front_of(
+    part: Part,
+    is_computed: Sequence[bool],
+    is_differentiated: Sequence[bool],
+    has_cotangent: Sequence[bool],
+    analysis: Analysis,
+    start: Callable[[FindOptions], FindOptions] = lambda find: find,
+) -> Front:
+    """The front of a part.
+
+    Args:
+        start: takes a function that solves integer programs, and returns one that waits for its result.
+    """
+    # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
+    free, policies, settings, offload = [_FREE], analysis.policies, analysis.settings, analysis.offload
+    if not any(is_differentiated) or not any(has_cotangent):
+        return Front(free, free * len(policies))
+
+    if part.eqn is not None:
+        # A step's carry comes from the step before, so it may have tangents, and has cotangents, from the second step
+        # on.
+        num_constants, num_carry = _jax.scan_counts(part.eqn)
+        is_computed = [num_constants <= i < num_constants + num_carry for i in range(len(part.jaxpr.invars))]
+        find = _frames.undone(_jax.steps_with_tangents)
+        is_differentiated, _ = find(part.jaxpr, is_differentiated, num_constants, num_carry)
+        has_cotangent = [c or i < num_carry for i, c in enumerate(has_cotangent)]
+
+        # No value of a step is offloaded: the model of loops of loops does not count what is fetched for a turn.
+        offload = False
+    flags = is_computed, is_differentiated, has_cotangent
+    graph = Graph(part.jaxpr, *flags, analysis.context, settings.formats, part.eqn is not None)
+    found = [kind.expanding(part, graph, settings) for kind in analysis.treatments]
+    expands = [expand for expand in found if expand is not None]
+
+    def expand(steps: Sequence[Option]) -> list[Option]:
+        return functools.reduce(lambda options, more: more(options), expands, list(steps))
+
+    baseline = graph.baseline()
+    if _jax.forbidden_effects(part.jaxpr):  # JAX does not rematerialize an equation whose side effect would run again
+        return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])
+    stock = [graph.by_policy(policy) for policy in policies]
+    find_front = start(graph.front_finder(offload, analysis.deadline))
+    return Front(lambda: [baseline, *find_front(), *stock], stock, graph, expand)
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """The options of a region.
+
+    Attributes:
+        bytes: added for later regions.
+        peaks: above the bytes of earlier regions.
+        costs: of recomputation.
+    """
+
+    bytes: np.ndarray
+    peaks: np.ndarray
+    costs: np.ndarray
 
 
 class Region(NamedTuple):
@@ -31,6 +278,10 @@ class Region(NamedTuple):
     front: Front
     out_bytes: int
     cotangent_bytes: int = 0
+
+    def table(self) -> Table:
+        saved, backward, costs = self.front.columns
+        return Table(saved + self.out_bytes, saved + backward + self.cotangent_bytes, costs)
 
 
 class Waits(enum.Enum):

@@ -20,8 +20,7 @@ from ..._jax import Jaxpr
 from ..._lift.context import TraceContext
 from ..._tree import is_float
 from ...residuals.report import BASELINE
-from .._regions.family import Choice
-from .._regions.lattice import Lattice
+from .._regions.lattice import Choice, Lattice
 from .._regions.layout import Layout
 from .._treatments.rewrite import UNPLANNED
 from .._treatments.treatment import Option

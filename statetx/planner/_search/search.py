@@ -18,10 +18,8 @@ from ...residuals.report import BASELINE
 from .._budget import TimeLeft
 from .._program.flat import Flat, flatten
 from .._program.values import Formats
-from .._regions.family import Choice, Family, cost_of
-from .._regions.front import Analysis, measure
-from .._regions.lattice import Lattice
-from .._regions.layout import Layout
+from .._regions.lattice import Choice, Family, Lattice, cost_of
+from .._regions.layout import Analysis, Layout, measure
 from .._treatments import TREATMENTS
 from .._treatments.treatment import Option, Settings, Treatment
 from .baseline import Baseline, ProgramOf, is_long
