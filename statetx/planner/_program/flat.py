@@ -294,13 +294,10 @@ def of_device(rewrite: Rewrite) -> Rewrite:
 
     @functools.wraps(rewrite)
     def rewrite_of_device(self: Any, body: Body, name: str, num_out: int) -> Callable:
-        # Most programs have none, and long ones take a while to be flattened.
-        if not _contains_shard_map(body.jaxpr):
+        found = _with_shard_map(body.jaxpr)
+        if found is None:
             return rewrite(self, body, name, num_out)
-        program = Flat(flatten(body.jaxpr)).jaxpr
-        eqn = shard_map_of(program)
-        if eqn is None:
-            return rewrite(self, body, name, num_out)
+        program, eqn = found
 
         # The outputs with a cotangent come first, as in every program to plan.
         with_cotangent = cotangent_variables(program, num_out)
@@ -326,15 +323,19 @@ def of_device(rewrite: Rewrite) -> Rewrite:
 
 def is_on_devices(jaxpr: Jaxpr) -> bool:
     """Whether a program consists of a shard_map."""
-    return _contains_shard_map(jaxpr) and shard_map_of(Flat(flatten(jaxpr)).jaxpr) is not None
+    return _with_shard_map(jaxpr) is not None
 
 
-def shard_map_of(program: Jaxpr) -> Any:
-    """The shard_map with more than half of the operations of a flat program; None if it has none."""
+def _with_shard_map(jaxpr: Jaxpr) -> tuple[Jaxpr, Any] | None:
+    """A program, flat, with the shard_map that has more than half of its operations; None if it has none."""
+    # Most programs have none, and long ones take a while to be flattened.
+    if not _contains_shard_map(jaxpr):
+        return None
+    program = Flat(flatten(jaxpr)).jaxpr
     operations = [_operations(eqn) for eqn in program.eqns]
     for eqn, num in zip(program.eqns, operations, strict=True):
         if eqn.primitive.name == "shard_map" and 2 * num > sum(operations):
-            return eqn
+            return program, eqn
     return None
 
 

@@ -9,6 +9,7 @@ the cheap equations between them. Its input then only carries the cotangent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class Copies(Treatment):
     @classmethod
     def paths(cls, settings: PathSettings) -> _CopyingPaths | None:
         found = Derived(settings.program.jaxpr)
-        return _CopyingPaths(found, settings.parts_of) if found.derived else None
+        return _CopyingPaths(found, settings.parts_of) if found.sources else None
 
     @classmethod
     def prepare(
@@ -78,8 +79,8 @@ class _CopyingPaths:
 
     def __init__(self, found: Derived, parts_of: Callable[[Any], Sequence[Part]]):
         self._found, self._parts_of = found, parts_of
-        self.unheld = found.derived
-        self._fronts: dict[Any, Any] = {}
+        self.unheld = found.sources.keys()
+        self._copying = functools.cache(self._make)
 
     def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int] | None:
         inputs = self._inputs(part)
@@ -87,13 +88,10 @@ class _CopyingPaths:
         if inputs or kept:
             if part.eqn is not None or len(part.jaxpr.eqns) != end - start:
                 return None
-            key = front, kept, derived
-            if key not in self._fronts:
-                self._fronts[key] = self._copying(front, kept, derived)
-            front = self._fronts[key]
+            front = self._copying(front, kept, derived)
         return None if front is None else (front, sum(device_bytes(v.aval) for v in inputs))
 
-    def _copying(self, front: Any, kept: frozenset[Address], derived: frozenset[Address]) -> Any:
+    def _make(self, front: Any, kept: frozenset[Address], derived: frozenset[Address]) -> Any:
         """The options of a region that computes inputs again, saves in any case what others compute theirs from, and
         none of the derived.
         """
@@ -128,8 +126,8 @@ class Derived:
     a reduction, or a sum whose terms are not read otherwise.
 
     Attributes:
-        derived: the values that are computed again rather than kept.
-        sources: for each derived value, what its copy reads besides inputs of the program.
+        sources: for each value that is computed again rather than kept, what its copy reads besides inputs of the
+            program.
     """
 
     def __init__(self, jaxpr: Jaxpr):
@@ -138,7 +136,6 @@ class Derived:
         self._is_cheap = [_is_cheap(e) for e in jaxpr.eqns]
         self._small = self._small_values()
         self._needed = self._needed_values()
-        self.derived: set[Any] = set()
         self.sources: dict[Any, frozenset[Any]] = {}
         self._depths: dict[Any, int] = {}
         plain: set[Any] = set()  # neither derived nor sources
@@ -146,8 +143,8 @@ class Derived:
             self._classify(eqn, is_cheap, plain)
         self._last_reads = last_reads(jaxpr)
         self._last_copies: dict[Any, int] = {}  # the last equation that reads something derived from a source
-        for v in self.derived:
-            for source in self.sources[v]:
+        for v, sources in self.sources.items():
+            for source in sources:
                 self._last_copies[source] = max(self._last_copies.get(source, -1), self._last_reads.get(v, -1))
 
     def _classify(self, eqn: Any, is_cheap: bool, plain: set[Any]) -> None:
@@ -159,11 +156,9 @@ class Derived:
         if is_plain or depth > _MAX_DEPTH or any(_is_reduced(eqn, v) for v in eqn.outvars):
             plain.update(v for v in eqn.outvars if is_plain and v not in self._needed)
             return
-        derived = [v for v in operands if v in self.derived]
-        direct = {v for v in operands if v in self._equation and v not in self.derived}
-        sources = frozenset(direct.union(*(self.sources[v] for v in derived)))
+        direct = frozenset(v for v in operands if v in self._equation and v not in self.sources)
+        sources = direct.union(*(self.sources[v] for v in operands if v in self.sources))
         for v in eqn.outvars:
-            self.derived.add(v)
             self.sources[v], self._depths[v] = sources, depth
 
     def _small_values(self) -> set[Any]:
@@ -198,13 +193,13 @@ class Derived:
             for n, v in enumerate(self._jaxpr.eqns[i].outvars):
                 if self._last_copies.get(v, -1) >= end:
                     kept.add((i - start, n))
-                if v in self.derived and self._last_reads.get(v, -1) >= end:
+                if v in self.sources and self._last_reads.get(v, -1) >= end:
                     derived.add((i - start, n))
         return frozenset(kept), frozenset(derived)
 
     def in_order(self, variables: Sequence[Any]) -> list[Any]:
         """The derived ones among some variables."""
-        return sorted({v for v in variables if v in self.derived}, key=self._equation.__getitem__)
+        return sorted({v for v in variables if v in self.sources}, key=self._equation.__getitem__)
 
     def copied(self, values: Sequence[Any]) -> list[Any]:
         """The equations between the sources and some derived values, in order."""
@@ -213,7 +208,7 @@ class Derived:
             i = self._equation[stack.pop()]
             if i not in indices:
                 indices.add(i)
-                stack += [v for v in _variables(self._jaxpr.eqns[i]) if v in self.derived]
+                stack += [v for v in _variables(self._jaxpr.eqns[i]) if v in self.sources]
         return [self._jaxpr.eqns[i] for i in sorted(indices)]
 
 
