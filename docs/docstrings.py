@@ -4,11 +4,8 @@
 - A public name between single backticks is a link to its entry, unless the function has a parameter of that name.
 - ``**unknown`` collects misspelled options in order to refuse them: it is not part of a signature.
 - ``*args: P.args`` is shown as ``*args: Any``.
-- A rule of ``states=`` is documented by the argument of its constructor.
 """
 
-import ast
-import inspect
 import re
 
 import griffe
@@ -31,12 +28,7 @@ class Conventions(griffe.Extension):
                 parameter.annotation = griffe.ExprName("Any", parent=func)
 
     def on_class(self, *, cls, **_):
-        cls.bases = [base for base in cls.bases if str(base) != "Explained"]  # private
-
-    def on_attribute(self, *, attr, **_):
-        if isinstance(attr.value, griffe.ExprCall) and str(attr.annotation) == "Rule":
-            text = inspect.cleandoc(ast.literal_eval(str(attr.value.arguments[1])))
-            attr.docstring = griffe.Docstring(link(text, {attr.name}), parent=attr, parser="google")
+        cls.bases = [base for base in cls.bases if str(base) not in ("Explained", "Rule")]  # private
 
     def on_object(self, *, obj, **_):
         if obj.docstring:

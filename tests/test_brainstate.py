@@ -231,42 +231,6 @@ def test_write_under_a_raw_transform():
         assert s.value is before
 
 
-def test_states_intact_after_an_exception():
-    net = fresh()
-    before = {p: s.value for p, s in statetx.states(net).items()}
-
-    def fails(x):
-        net.block(x)
-        raise KeyError("after the writes")
-
-    for wrap in (statetx.grad, statetx.jit, lambda f: statetx.grad(statetx.remat(f))):
-        with brainstate.environ.context(fit=True), pytest.raises(KeyError):
-            wrap(fails)(X)
-        assert all(s.value is before[p] for p, s in statetx.states(net).items())
-    assert not observe.context.state_stack and not observe.context.new_state_catcher
-
-
-def test_created_state_stays_after_the_call():
-    class Lazy(nn.Module):
-        def __call__(self, x):
-            if not hasattr(self, "n"):
-                self.n = brainstate.ShortTermState(jnp.zeros(()))
-            self.n.value = self.n.value + x
-            return self.n.value * x
-
-    for wrap in (statetx.grad, lambda f: statetx.grad(statetx.remat(f)), statetx.jit):
-        lazy = Lazy()
-        f = wrap(lazy)
-        for i in range(1, 4):
-            f(jnp.asarray(2.0))
-            assert float(lazy.n.value) == 2.0 * i
-    lazy = Lazy()
-    step = brainstate.transform.jit(lambda x: brainstate.transform.grad(lambda y: lazy(y))(x))
-    lazy(jnp.asarray(0.0))
-    step(jnp.asarray(2.0))
-    assert float(lazy.n.value) == 2.0
-
-
 def test_jit_compiles_once_and_reports_to_brainstate():
     net = fresh()
     body = Counted(lambda x: net.loss(x, True))

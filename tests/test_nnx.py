@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -235,50 +234,6 @@ def test_jit_compiles_once_bound_and_with_the_module_as_argument():
         assert_close(values(net), values(expected))
 
 
-def test_scan_carries_variables_and_broadcasts_what_is_read():
-    w, h = nnx.Param(jnp.asarray(0.5)), Count(jnp.zeros(()))
-
-    @statetx.remat
-    def body(c, x):
-        h[...] = h[...] * w[...] + x
-        return c + h[...], h[...]
-
-    def loss():
-        total, hs = statetx.scan(body, jnp.float32(0), jnp.arange(4.0))
-        return total, hs
-
-    grad, hs = statetx.grad(loss, wrt=w, has_aux=True)()
-    expected = jax.grad(lambda w: sum(sum(w ** (t - s) * s for s in range(t + 1)) for t in range(4)))(0.5)
-    np.testing.assert_allclose(grad, expected, rtol=1e-6)
-    assert float(h[...]) == float(hs[-1]) != 0
-    with pytest.raises(statetx.CarryTypeError, match="Count 'h'"):
-        statetx.scan(lambda c, x: (c, h.set_value(jnp.zeros(2))), 0, jnp.ones(3))
-    assert float(h[...]) == float(hs[-1])
-
-
-def test_cond_and_while_loop():
-    net, n = fresh(), Count(jnp.zeros((), jnp.int32))
-
-    def bump(x):
-        n[...] += 1
-        return net.block(x).sum()
-
-    def branch(p, x):
-        return statetx.cond(p, bump, lambda x: x.sum(), x)
-
-    f = statetx.jit(statetx.grad(branch, argnums=1))
-    for p in (True, False, True):
-        f(p, X)
-    assert int(n[...]) == 2 == int(net.calls[...])
-
-    def step(x):
-        n[...] += 1
-        return x + 1
-
-    statetx.while_loop(lambda x: n[...] < 7, step, jnp.asarray(0))
-    assert int(n[...]) == 7
-
-
 def test_vmap_draws_per_example():
     drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     first = statetx.vmap(drop)(jnp.ones((3, 64)))
@@ -378,20 +333,6 @@ def test_trace_table():
 # -- errors ----------------------------------------------------------------------------------------------------
 
 
-def test_values_intact_after_an_exception():
-    net = fresh()
-    before = {p: v.get_raw_value() for p, v in statetx.states(net).items()}
-
-    def fails(x):
-        net.block(x)
-        raise KeyError("after the writes")
-
-    for wrap in (statetx.grad, statetx.jit, statetx.vmap, lambda f: statetx.grad(statetx.remat(f))):
-        with pytest.raises(KeyError):
-            wrap(fails)(X)
-        assert all(v.get_raw_value() is before[p] for p, v in statetx.states(net).items())
-
-
 def test_write_under_a_raw_transform():
     v = Count(jnp.ones(()))
 
@@ -417,33 +358,6 @@ def test_write_under_a_raw_transform():
     with pytest.raises(Exception, match="trace level"):
         module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         statetx.jit(lambda: jax.jit(lambda: setattr(module, "extra", 1))())()
-
-
-def test_state_of_another_thread():
-    v, inside, done, caught = Count(jnp.zeros(())), threading.Event(), threading.Event(), []
-
-    def f(x):
-        v[...] += x
-        inside.set()
-        assert done.wait(60)
-        return v[...]
-
-    thread = threading.Thread(target=lambda: statetx.grad(f)(1.0))
-    thread.start()
-    assert inside.wait(60)
-    other = Count(jnp.zeros(()))
-    for touch in (lambda: v[...], lambda: statetx.grad(lambda x: x * v[...])(1.0)):
-        try:
-            touch()
-        except statetx.ForeignStateError as e:
-            caught.append(str(e))
-    statetx.grad(lambda x: other.set_value(x) or other.get_value())(
-        jnp.ones(())
-    )  # its own states are nobody else's concern
-    done.set()
-    thread.join()
-    assert len(caught) == 2 and "grad(" in caught[0]
-    assert float(v[...]) == 1.0 == float(other[...])
 
 
 # -- created inside --------------------------------------------------------------------------------------------

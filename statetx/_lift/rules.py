@@ -1,6 +1,6 @@
 """Rules of ``states=``: how states take part in loops and maps.
 
-A rule is one of the objects below, or an axis. Each transform names the rules that it accepts and its default.
+A rule is one of the classes below, or an axis. Each transform names the rules that it accepts and its default.
 """
 
 from __future__ import annotations
@@ -18,72 +18,70 @@ from .._errors import StateValueError
 from .._objects.paths import Paths, as_predicate, check_paths
 from .._objects.walk import held_states
 from .._text import brief
-from .._typing import Filter
+from .._typing import Filter, public
 
 
-class Rule:
-    """How a state takes part; the instances are module variables of `statetx`."""
-
-    def __init__(self, name: str, doc: str):
-        self._name = name
-        self.__doc__ = doc
-
-    def __repr__(self) -> str:
-        return f"statetx.{self._name}"
-
-    def __reduce__(self) -> str:
-        return self._name
+class _RuleType(type):
+    def __repr__(cls) -> str:
+        return f"statetx.{cls.__name__}"
 
 
-Carry: Rule = Rule(
-    "Carry",
+class Rule(metaclass=_RuleType):
+    """How a state takes part. The classes themselves are the rules; they have no instances."""
+
+
+@public
+class Carry(Rule):
     """Pass the state from step to step: each step reads the value that the previous step wrote.
 
     A rule of ``states=`` in `scan` and `microbatch`. The default for states that the body writes. After the loop the
     state holds the value of the last step. Give it to a state that the body only reads to make it part of the loop's
     carry, too.
-    """,
-)
-Broadcast: Rule = Rule(
-    "Broadcast",
+    """
+
+
+@public
+class Broadcast(Rule):
     """Share one value: every step, or every example, reads the same value of the state.
 
     A rule of ``states=`` in `scan` and `vmap`. The default for states that the body of a loop only reads, and in `vmap`
     for all states but random ones. In `scan` a write to the state raises `StateAccessError`. In `vmap` a write is
     allowed if the value is the same for every example, such as a mean over ``axis_name``.
-    """,
-)
-Split: Rule = Rule(
-    "Split",
+    """
+
+
+@public
+class Split(Rule):
     """Give each step, or each example, a random key of its own. The state advances once.
 
     A rule of ``states=`` in `scan` and `vmap`, for random states only (`RngState`, brainstate's ``RandomState``). The
     default for them in `vmap`. In `scan` the default is `Carry`: the steps draw one after the other, as a Python loop
     would.
-    """,
-)
+    """
 
-Mean: Rule = Rule(
-    "Mean",
+
+@public
+class Mean(Rule):
     """Take the mean: each part reads the value from before the call, and the state then holds the mean of what the
     parts wrote.
 
     A rule of ``states=`` in `microbatch`, for running statistics: the mean of the parts' updates is one update. Parts
     count with their weights, by default their sizes. Leaves that are not floats take the value of the last part.
-    """,
-)
-First: Rule = Rule(
-    "First",
+    """
+
+
+@public
+class First(Rule):
     """Keep what the first part wrote; each part reads the value from before the call. A rule of ``states=`` in
     `microbatch`.
-    """,
-)
-Last: Rule = Rule(
-    "Last",
+    """
+
+
+@public
+class Last(Rule):
     """Keep what the last part wrote; each part reads the value from before the call. A rule of ``states=`` in
     `microbatch`.
-    """,
-)
+    """
 
 
 class Rules:
@@ -102,7 +100,7 @@ class Rules:
         name: str,
         states: Mapping[Filter, Any] | None,
         fun: Callable,
-        accepted: tuple[Rule, ...],
+        accepted: tuple[type[Rule], ...],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ):

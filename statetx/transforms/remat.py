@@ -261,40 +261,19 @@ class Remat(Wrapper, made_by=remat):
         origins: Sequence[frozenset[StateRef]],
         num_out: int,
     ) -> Callable:
-        fence = self._fence if prevent_cse is True else None
+        name, fence = name_of(self.__wrapped__), self._fence if prevent_cse is True else None
         num_out = num_out if isinstance(policy, Rewriter) else 0
         is_visited = override.visited_regions is not None
         if is_visited:
-            override.note(name_of(self.__wrapped__), policy, staged.jaxpr, origins, prevent_cse)
+            override.note(name, policy, staged.jaxpr, origins, prevent_cse)
         elif not isinstance(policy, Rewriter):
             policy, origins = without_objects(policy, origins)
-        build = self._build(policy, prevent_cse, fence, formats, origins, num_out)
-        if is_visited or (isinstance(policy, Rewriter) and policy.is_used_once):
-            return build(staged)
-        # JAX caches by identity of functions: equal equations get one function (decision 1).
-        return table.get(staged, ("remat", policy, prevent_cse, fence, formats, origins, num_out), build)
 
-    def _build(
-        self,
-        policy: PolicyValue | Rewriter,
-        prevent_cse: bool | tuple[bool, ...],
-        fence: str | None,
-        formats: tuple[StoredType | None, ...],
-        origins: Sequence[frozenset[StateRef]],
-        num_out: int,
-    ) -> Callable[[Body], Callable]:
         def build(body: Body) -> Callable:
             if isinstance(policy, Rewriter):
-                return policy.rewrite(body, name_of(self.__wrapped__), num_out)
-            is_ordered, name = fence is not None, name_of(self.__wrapped__)
-            jaxpr, saved_policy = decide.apply(
-                policy,
-                body.jaxpr,
-                origins,
-                name,
-                inputs_stored_as=formats,
-                is_ordered=is_ordered,
-            )
+                return policy.rewrite(body, name, num_out)
+            options = {"inputs_stored_as": formats, "is_ordered": fence is not None}
+            jaxpr, saved_policy = decide.apply(policy, body.jaxpr, origins, name, **options)
             jax_policy = _fence.with_fence(saved_policy, fence)
 
             def rematerialized(operands: Sequence[Any], *args: Any) -> list[Any]:
@@ -304,7 +283,11 @@ class Remat(Wrapper, made_by=remat):
 
             return rematerialized
 
-        return build
+        if is_visited or (isinstance(policy, Rewriter) and policy.is_used_once):
+            return build(staged)
+        # JAX caches by identity of functions: equal equations get one function (decision 1).
+        use = ("remat", policy, prevent_cse, fence, formats, origins, num_out)
+        return table.get(staged, use, build)
 
     def _resolve_prevent_cse(self, args: tuple, kwargs: dict, mask: Sequence[bool]) -> bool | tuple[bool, ...]:
         if self._prevent_cse == "auto":
