@@ -137,7 +137,7 @@ class Kind(Protocol):
 
     def new(self, value: Any) -> Any:
         """A new state that holds an array, if `is_array`."""
-        raise NotImplementedError
+        raise AssertionError(f"states of {self.name} are no arrays")
 
     def insert_axis(self, state: Any, axis: int) -> None:
         """Add metadata for a new, unsharded dimension of the value, such as its mesh axes."""

@@ -176,7 +176,7 @@ class Jit(Wrapper[P, R], made_by=jit):
         return self._run(self.read(args, kwargs))
 
     def _run(self, call: Call) -> Any:
-        programs = self.cache.programs.get(call.key, ())
+        programs = self.cache.of(call)
         # A single program need not be chosen: it raises `Restage` if the types differ.
         if len(programs) == 1 and not programs[0].guards:
             try:
@@ -204,7 +204,7 @@ class Jit(Wrapper[P, R], made_by=jit):
         return self._run(call) if program is None else program.first_run(call)
 
     def _stage_unless_done(self, call: Call, tried: Sequence[StagedProgram]) -> StagedProgram | None:
-        return self._stage(call, tried) if self.cache.programs.get(call.key, ()) is tried else None
+        return self._stage(call, tried) if self.cache.of(call) is tried else None
 
     def _stage(self, call: Call, tried: Sequence[StagedProgram], *, is_run: bool = True) -> StagedProgram:
         program = StagedProgram(self, call, tried)
@@ -247,7 +247,7 @@ class Jit(Wrapper[P, R], made_by=jit):
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StagedProgram, Call]:
         call = self.read(args, kwargs)
-        programs = self.cache.programs.get(call.key, [])
+        programs = self.cache.of(call)
         program = next((p for p in programs if p.accepts(call)), None)
         if program is None:
             with created_undone(self.__wrapped__, args, kwargs):
@@ -256,7 +256,7 @@ class Jit(Wrapper[P, R], made_by=jit):
 
     def stage(self, call: Call, compiled: StagedProgram) -> StagedProgram:
         """Stage a call of a program that was compiled ahead of time."""
-        return locked(self.cache.staging, self._stage, call, [compiled, *self.cache.programs.get(call.key, ())])
+        return locked(self.cache.staging, self._stage, call, [compiled, *self.cache.of(call)])
 
     def clear_cache(self) -> None:
         """Drop every program of the function, as ``jax.clear_caches`` does for all functions."""

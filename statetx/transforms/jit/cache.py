@@ -105,6 +105,10 @@ class ProgramCache:
         self.fast_path = None
         self.programs.clear()
 
+    def of(self, call: Call) -> Sequence[StagedProgram]:
+        """The programs for calls like this one."""
+        return self.programs.get(call.key, ())
+
     def keep(self, call: Call, program: StagedProgram) -> None:
         """Add a program for calls like this one."""
         locked(self.lock, self._keep, call, program)
@@ -121,7 +125,7 @@ class ProgramCache:
     def _put_first(self, call: Call, program: StagedProgram) -> None:
         other_programs = [
             p
-            for p in self.programs.get(call.key, ())
+            for p in self.of(call)
             if p is not program and (p.created.can_run() or not p.is_for(call)) and not p.is_stale()
         ]
         self.programs.keep(call.key, [program, *other_programs[: _MAX_PROGRAMS - 1]])
