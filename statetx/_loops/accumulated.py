@@ -109,8 +109,7 @@ class TurnsAgain(DifferentiableLoop):
         body = Body.close(*_jax.stage(run, avals, traced_for="statetx.microbatch", name=step.name))
         num_constants = body.num_operands + num + step.num_constants
         assert not body.operands
-        options: dict[str, Any] = {"length": step.length, "reverse": step.reverse, "policy": None, "name": step.name}
-        return LoopStep(body, num_constants, step.num_carry, **options)
+        return dataclasses.replace(step, body=body, num_constants=num_constants, marks=None)
 
 
 class AccumulatedLoop(TurnsAgain):
@@ -194,9 +193,10 @@ class _Gradients:
         jaxpr, consts = _jax.stage(self._turn, avals, traced_for="statetx.microbatch", name=step.name)
         body = close_derivative(jaxpr, consts)
         self.operands = body.operands
-        options: dict[str, Any] = {"length": step.length, "reverse": step.reverse, "policy": None, "name": step.name}
         num_constants, num_carry = body.num_operands + step.num_constants, step.num_carry + len(zeros)
-        self._loop = TurnsAgain(LoopStep(body, num_constants, num_carry, **options), strategy.dtype)
+        counts: dict[str, Any] = {"num_constants": num_constants, "num_carry": num_carry}
+        turns = dataclasses.replace(step, body=body, **counts, marks=None, formats=None)
+        self._loop = TurnsAgain(turns, strategy.dtype)
 
     def __call__(self, primals: tuple) -> tuple[list, list, dict[int, Any]]:
         """The last carries, the ys, and the gradients by the position of the input."""

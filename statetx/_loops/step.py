@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from . import bind
 from .rows import CarryRow
 
 
+@dataclasses.dataclass(eq=False)
 class LoopStep:
     """One step of a loop.
 
@@ -31,9 +32,8 @@ class LoopStep:
         length: of the loop; `reverse` as in `jax.lax.scan`.
         policy: which values a rematerialized step saves.
         name: of the function, for messages.
-        tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
-        marked: the body with its saved values marked, and JAX's policy for the marks; by default computed on demand.
-        carry_formats: see the property; by default found on demand.
+        on_tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
+        marks: see `marked`; `formats`: see `carry_formats`. By default they are found on demand.
         exact_first: the leaves of the carry whose formats give back the carry before the first step, too. Booleans need
             not be named.
         fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on
@@ -41,49 +41,36 @@ class LoopStep:
             holds it back.
     """
 
-    def __init__(
-        self,
-        body: Body,
-        num_constants: int,
-        num_carry: int,
-        *,
-        length: int,
-        reverse: bool,
-        policy: Policy | None,
-        name: str,
-        tick: Callable | None = None,
-        marked: tuple[Any, Any] | None = None,
-        carry_formats: list[StoredType | None] | None = None,
-        exact_first: Collection[int] = (),
-        fence: str | None = None,
-    ):
-        self.body = body
-        self._tick = tick
-        self.is_shown = tick is not None
-        self.avals: list[Any] = [v.aval for v in body.jaxpr.outvars[:num_carry]]
+    body: Body
+    num_constants: int
+    num_carry: int
+    _: dataclasses.KW_ONLY
+    length: int
+    reverse: bool
+    policy: Policy | None
+    name: str
+    on_tick: Callable | None = None
+    marks: tuple[Any, Any] | None = None
+    formats: Sequence[StoredType | None] | None = None
+    exact_first: Collection[int] = ()
+    fence: str | None = None
 
-        self.length = length
-        self.reverse = reverse
-        self.num_constants = num_constants
-        self.num_carry = num_carry
-
+    def __post_init__(self) -> None:
+        types = lambda variables: [v.aval for v in variables]
+        invars, outvars = self.body.jaxpr.invars, self.body.jaxpr.outvars
         # Constants include the body's operands, which may be differentiated like any other input.
-        self.constant_avals: list[Any] = [v.aval for v in body.jaxpr.invars[:num_constants]]
-        self.x_avals: list[Any] = [v.aval for v in body.jaxpr.invars[num_constants + self.num_carry :]]
-        self.y_avals: list[Any] = [v.aval for v in body.jaxpr.outvars[self.num_carry :]]
+        self.constant_avals: list[Any] = types(invars[: self.num_constants])
+        self.x_avals: list[Any] = types(invars[self.num_constants + self.num_carry :])
+        self.avals: list[Any] = types(outvars[: self.num_carry])
+        self.y_avals: list[Any] = types(outvars[self.num_carry :])
 
-        self.name = name
-        self.policy = policy
-        self.fence = fence
-        self.exact_first = frozenset(exact_first)
-        if marked is not None:
-            self.marked = marked
-        if carry_formats is not None:
-            self.carry_formats = carry_formats
+    @property
+    def is_shown(self) -> bool:
+        return self.on_tick is not None
 
     def tick(self, done: Any, phase: str = "") -> None:
-        if self._tick is not None:
-            self._tick(done, phase)
+        if self.on_tick is not None:
+            self.on_tick(done, phase)
 
     def __call__(self, constants: list, carry: list, x: list) -> tuple[list, list]:
         return self._split(self.body((), *constants, *carry, *x))
@@ -103,12 +90,17 @@ class LoopStep:
 
     @functools.cached_property
     def marked(self) -> tuple[Any, Any]:
+        """The body with its saved values marked, and JAX's policy for the marks."""
+        if self.marks is not None:
+            return self.marks
         jaxpr = self.body.jaxpr
         return (jaxpr, None) if self.policy is None else decide.apply(self.policy, jaxpr, (), self.name)
 
     @functools.cached_property
     def carry_formats(self) -> list[StoredType | None]:
         """For each leaf of the carry the exact format that the policy asks for; None for none."""
+        if self.formats is not None:
+            return list(self.formats)
         return decide.carry_formats(self.policy, self.body.jaxpr, self.num_carry)
 
     @functools.cached_property
@@ -154,13 +146,9 @@ class LoopStep:
 
     def with_body(self, jaxpr: _jax.Jaxpr) -> LoopStep:
         """The step with other equations, of the same inputs and outputs."""
-        step = copy.copy(self)
-        step.body = Body(jaxpr, self.body.operands)
-        if "marked" in vars(self) and self.marked[0] is self.body.jaxpr:  # marked before it was mapped
-            step.marked = (jaxpr, self.marked[1])
-        else:
-            vars(step).pop("marked", None)
-        return step
+        is_marked = "marked" in vars(self) and self.marked[0] is self.body.jaxpr  # before it was mapped
+        marks = (jaxpr, self.marked[1]) if is_marked else None
+        return self._with(body=Body(jaxpr, self.body.operands), marks=marks)
 
     def with_length(
         self, length: int, policy: Policy | None, carry_formats: Sequence[StoredType | None] | None = None
@@ -168,22 +156,19 @@ class LoopStep:
         """The step of a part of the loop, which reports no progress, with a policy for its values, and by default what
         it says of the carry.
         """
-        step = copy.copy(self)
-        step.length, step.policy = length, policy
-        step._tick, step.is_shown = None, False
-        vars(step).pop("marked", None)
-        return step._storing(carry_formats)
+        return self._with(length=length, policy=policy, on_tick=None, marks=None, formats=carry_formats)
 
     def with_unchanged_carries(self) -> LoopStep:
         """The step of a loop that stores carries unchanged, whatever its policy asks for."""
-        return copy.copy(self)._storing([None] * self.num_carry)
+        return self._with(formats=[None] * self.num_carry)
 
-    def _storing(self, carry_formats: Sequence[StoredType | None] | None) -> LoopStep:
-        for name in ("carry_formats", "rows"):
-            vars(self).pop(name, None)
-        if carry_formats is not None:
-            self.carry_formats = list(carry_formats)
-        return self
+    def _with(self, **changes: Any) -> LoopStep:
+        """The step with other fields, and what has been found on demand."""
+        found = {
+            "marks": vars(self).get("marked", self.marks),
+            "formats": vars(self).get("carry_formats", self.formats),
+        }
+        return dataclasses.replace(self, **(found | changes))
 
     def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
         """The step for all examples of a `jax.vmap` at once.
@@ -211,19 +196,12 @@ class LoopStep:
             carry = [a or b for a, b in zip(carry, outs, strict=False)]
 
         body = Body.close(mapped, consts)
-        step = LoopStep(
-            body,
-            body.num_operands + self.num_constants,
-            self.num_carry,
-            length=self.length,
-            reverse=self.reverse,
-            policy=self.policy,
+        step = self._with(
+            body=body,
+            num_constants=body.num_operands + self.num_constants,
             name=f"{self.name}, mapped over {axis.size} examples",
-            tick=self._tick,
-            marked=(body.jaxpr, policy),
-            carry_formats=self.carry_formats,
-            exact_first=self.exact_first,
-            fence=self.fence,
+            marks=(body.jaxpr, policy),
+            formats=self.carry_formats,
         )
 
         # Axis 0 of xs and ys are the steps, so that the examples have axis 1 there.

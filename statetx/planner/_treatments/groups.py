@@ -150,7 +150,7 @@ def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[i
         reverse=step.reverse,
         policy=None,
         name=step.name,
-        carry_formats=step.carry_formats,
+        formats=step.carry_formats,
         exact_first=step.exact_first,
         fence=step.fence,
     )

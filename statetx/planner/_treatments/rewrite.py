@@ -120,7 +120,7 @@ def loop_of(
         reverse=part.eqn.params["reverse"],
         policy=policy,
         name="plan",
-        carry_formats=[carries.get(n) for n in range(num_carry)],
+        formats=[carries.get(n) for n in range(num_carry)],
         exact_first=[n for n, is_exact in part.bit_carries.items() if is_exact],
         fence=fence,
     )
