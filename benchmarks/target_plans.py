@@ -108,7 +108,7 @@ def used(plan: statetx.Plan) -> list[str]:
         for decision in (Decision.from_json(program["decisions"][i]) for i in program["parts"]):
             loop = decision.get(CheckpointedLoop)
             is_stored = any(isinstance(way, InFormat) for _, way in decision.saved or ())
-            is_stored |= bool(decision.held_inputs) or (loop is not None and bool(loop.carries))
+            is_stored |= loop is not None and bool(loop.carries)
             found |= {"copies"} if decision.get(Copies) is not None else set()
             found |= {"stored"} if is_stored else set()
             found |= {"groups"} if loop is not None and isinstance(loop.strategy, Groups) else set()

@@ -62,15 +62,14 @@ def decided(saved=None, *, loop=None, fenced=False, carries=(), stored=(), input
     """A decision of a plan: addresses that are saved; those of `stored`, inputs and leaves of carries with names of
     stored types.
     """
-    from statetx.planner._program.values import KEEP, InFormat
+    from statetx.planner._program.values import INPUT, KEEP, InFormat
     from statetx.planner._treatments.copies import Copies
-    from statetx.planner._treatments.inputs import StoredInputs
     from statetx.planner._treatments.loops import CheckpointedLoop
     from statetx.planner._treatments.treatment import Decision
 
     in_formats = lambda pairs: tuple((at, InFormat(name)) for at, name in pairs)
-    ways = None if saved is None else dict.fromkeys(saved, KEEP) | dict(in_formats(stored))
+    in_fewer_bits = in_formats([*stored, *(((INPUT, i), name) for i, name in inputs)])
+    ways = None if saved is None else dict.fromkeys(saved, KEEP) | dict(in_fewer_bits)
     treatments = [Copies()] if copies else []
-    treatments += [StoredInputs(in_formats(inputs))] if inputs else []
     treatments += [] if loop is None else [CheckpointedLoop(loop, in_formats(carries), fenced)]
     return Decision(None if ways is None else frozenset(ways.items()), tuple(treatments))

@@ -313,7 +313,7 @@ NOT_THERE = {
     "last_input": lambda program, region, loop: program.update(last_input=FAR),
     "saved": lambda program, region, loop: region["saved"].append([FAR, 0, "keep"]),
     "offloaded": lambda program, region, loop: region["saved"].append([*region["saved"].pop()[:-1], "offload"]),
-    "inputs": lambda program, region, loop: region.update(inputs=[[FAR, "bits"]]),
+    "inputs": lambda program, region, loop: region["saved"].append([-1, FAR, "bits"]),
     "loop of a region": lambda program, region, loop: region.update(loop=stored_loop("Slots", 2)),
     "length": lambda program, region, loop: loop.update(loop=stored_loop("Lengths", "turn", 7)),
     "groups": lambda program, region, loop: loop.update(loop=stored_loop("Groups", [], [3, {"saved": None}])),

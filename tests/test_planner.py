@@ -273,7 +273,7 @@ def test_backward_passes_compile_together():
     assert all(p.compiled is c for p, c in zip(programs, compiled, strict=True))
     expected = graph.measure(nothing).backward_bytes
     assert front.measure(nothing) and front.programs(nothing) == []
-    assert next(o for o in front.options if o.decision.held == nothing.decision.held).backward_bytes == expected
+    assert next(o for o in front.options if o.decision.saved == nothing.decision.saved).backward_bytes == expected
 
 
 def test_programs_compile_at_the_same_time():

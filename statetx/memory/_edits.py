@@ -19,10 +19,9 @@ from .._loops.strategy import Lengths, Strategy
 from .._remat.bits import reader
 from .._remat.stored import BITS
 from ..planner._program.flat import Flat, Part
-from ..planner._program.values import InFormat
-from ..planner._treatments.inputs import StoredInputs
+from ..planner._program.values import INPUT, InFormat
 from ..planner._treatments.loops import CheckpointedLoop
-from ..planner._treatments.treatment import Decision, Interval
+from ..planner._treatments.treatment import Decision, Interval, Saved, saved_as
 from ..residuals._trace import user_line
 from ._names import calls_of
 from .buffer import Buffer, Change, Loop
@@ -63,12 +62,12 @@ class StoreBits(Edit):
         found = {i: _inputs_as_bits(program.blocks.get(i) or program.part(*i), is_bits) for i in calls}
         if not any(found.values()):
             return {}
-        return {i: Decision(frozenset(), (StoredInputs(inputs),) if inputs else ()) for i, inputs in found.items()}
+        return {i: Decision(inputs) for i, inputs in found.items()}
 
 
-def _inputs_as_bits(part: Part, is_bits: Callable[[Any], bool]) -> tuple[tuple[int, InFormat], ...]:
+def _inputs_as_bits(part: Part, is_bits: Callable[[Any], bool]) -> Saved:
     fits = [is_bits(v) and BITS.shrinks(v.aval) for v in part.invars]
-    return tuple((i, InFormat(BITS.name)) for i, fit in enumerate(fits) if fit)
+    return saved_as([(INPUT, i) for i, fit in enumerate(fits) if fit], InFormat(BITS.name))
 
 
 @dataclasses.dataclass(frozen=True)

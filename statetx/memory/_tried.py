@@ -24,7 +24,7 @@ from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
 from ..planner._program.flat import Flat, Part, flatten
-from ..planner._treatments.inputs import StoredInputs
+from ..planner._program.values import INPUT
 from ..planner._treatments.rewrite import UNPLANNED, as_planned, rewrite
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals._trace import TracedCall
@@ -297,9 +297,9 @@ def _changed_part(
     if part.eqn is not None:
         return part, decision
     called = _as_called(program, part, span, getattr(edit, "function", ""))
-    if (stored := decision.get(StoredInputs)) is not None:
-        number = lambda i: called.invars.index(part.invars[i])
-        decision = decision.having(StoredInputs(tuple((number(i), way) for i, way in stored.ways_of)))
+    if decision.inputs:
+        numbers = {i: called.invars.index(part.invars[i]) for i in decision.inputs}
+        decision = Decision(frozenset(((INPUT, numbers[i]), way) for i, way in decision.inputs.items()))
     return (_InStep(called, decision), UNPLANNED) if is_step else (called, decision)
 
 

@@ -241,7 +241,13 @@ def _origin(eqn: Any) -> str:
 
 
 def _kept_text(part: Part, decision: Decision) -> str:
-    return _saved_text(part, decision) + "".join(treatment.text(part) for treatment in decision.treatments)
+    text, inputs = _saved_text(part, decision), decision.inputs
+    if not inputs:
+        return text
+    names = ", ".join(dict.fromkeys(way.name for way in inputs.values()))
+    stored = sum(way.num_bytes(part.jaxpr.invars[i].aval) for i, way in inputs.items())
+    what = "the input" if len(inputs) == 1 else f"{len(inputs)} inputs"
+    return f"{text}, {what} as {names} ({format_bytes(stored)})"
 
 
 def _saved_text(part: Part, decision: Decision) -> str:

@@ -34,6 +34,10 @@ output).
 """
 
 
+INPUT = -1
+"""In place of the equation: (`INPUT`, index) is an input of the region, which it holds in fewer bits."""
+
+
 class Values(NamedTuple):
     """The values that may be saved, by address.
 

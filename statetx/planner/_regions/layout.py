@@ -25,7 +25,6 @@ from .._treatments.rewrite import rewrite
 from .._treatments.treatment import Decision, Option, Settings, Treatment, pareto_front
 
 _FREE = Option(0, 0, 0.0, Decision())
-_UNCHANGED = Decision().held
 
 # Of the mean error of measured options, for those that are not measured: those that save more err less, and what looks
 # too large is never tried.
@@ -115,7 +114,7 @@ class Front:
         new = [d for d in self._new(option) if d not in self._bytes]
         if self.graph is None or not new:
             return []
-        decisions = {o.decision.held: o.decision for o in (*self.steps, *self._stock)}
+        decisions = {o.decision.saved: o.decision for o in (*self.steps, *self._stock)}
         return [self.graph.program(decisions[d]) for d in new if d in decisions]
 
     def measure(self, option: Option) -> bool:
@@ -135,7 +134,7 @@ class Front:
     @functools.cached_property
     def _modeled(self) -> dict[Any, int]:
         """The backward bytes by the model, of what is not measured yet."""
-        return {o.decision.held: o.backward_bytes for o in (*self.steps, *self._stock)}
+        return {o.decision.saved: o.backward_bytes for o in (*self.steps, *self._stock)}
 
     def _correct(self) -> None:
         """Scale the modeled bytes of what is not measured by most of the mean error of what is.
@@ -143,13 +142,13 @@ class Front:
         The model knows neither fusions nor the order of equations, and errs alike for all options of a part but the
         unchanged one.
         """
-        every = {o.decision.held: o.backward_bytes for o in (*self.steps, *self._stock)}
-        known = [saving for saving in every if saving in self._measured and saving != _UNCHANGED]
+        every = {o.decision.saved: o.backward_bytes for o in (*self.steps, *self._stock)}
+        known = [saving for saving in every if saving in self._measured and saving is not None]
         error = sum(every[saving] for saving in known) / max(1, sum(self._modeled[saving] for saving in known))
         factor = max(1.0, _OPTIMISM * error)
         for options in (self.steps, self._stock):
             for i, o in enumerate(options):
-                if (saving := o.decision.held) not in self._measured:
+                if (saving := o.decision.saved) not in self._measured:
                     options[i] = o._replace(backward_bytes=int(factor * self._modeled[saving]))
 
     def _renew(self) -> None:
@@ -157,9 +156,9 @@ class Front:
         for name in ("baseline", "stock", "options", "columns"):
             vars(self).pop(name, None)
 
-    def _new(self, option: Option) -> list[tuple[Any, ...]]:
+    def _new(self, option: Option) -> list[Any]:
         """What an option saves, in all its groups of steps, without what is measured already."""
-        held = dict.fromkeys(step.held for _, step in steps_of(option.decision))
+        held = dict.fromkeys(step.saved for _, step in steps_of(option.decision))
         return [h for h in held if h not in self._measured]
 
     def _measure(self, graph: Graph, saving: tuple[Any, ...]) -> None:
@@ -168,7 +167,7 @@ class Front:
         # once.
         for options in (self.steps, self._stock):
             for i, o in enumerate(options):
-                if o.decision.held == saving:
+                if o.decision.saved == saving:
                     if saving not in self._bytes:
                         self._bytes[saving] = graph.measure(o).backward_bytes
                     options[i] = o._replace(backward_bytes=self._bytes[saving])

@@ -394,9 +394,9 @@ class Search:
         return in_family or self.candidates.known()
 
     def _family_of(self, options: Sequence[Option]) -> Family:
-        kinds = {type(t) for option in options for t in option.decision.treatments}
-        first, *variants = self.lattice.families
-        return next((family for family in variants if family.treatment in kinds), first)
+        decisions, (first, *variants) = [option.decision for option in options], self.lattice.families
+        is_of = lambda kind: kind is not None and any(map(kind.is_in, decisions))
+        return next((family for family in variants if is_of(family.treatment)), first)
 
 
 # -- measured options

@@ -26,7 +26,7 @@ from ..._remat import decide, mark
 from ..._tree import is_float
 from .._program.derivative import BackwardPass, ForwardPass, derivative_of, without_identities
 from .._program.values import KEEP, ON_HOST, Address, Formats, InFormat, Way, labels_of, smallest, values_of
-from .treatment import Decision, Option, pareto_front
+from .treatment import Decision, Option, Saved, pareto_front
 
 _PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
 _MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of the dynamic program over the parts
@@ -98,7 +98,7 @@ class Graph:
             value = self.sites[address].value
             if (way := smallest(value.type, formats, is_bits=value.is_bits)) is not None:
                 self._smaller[address] = way
-        self._programs: dict[tuple[Any, ...], Program] = {}  # that `measure` is to read
+        self._programs: dict[Saved | None, Program] = {}  # that `measure` is to read
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the
         # derivative.
@@ -274,7 +274,7 @@ class Graph:
         """Return the option with the backward bytes of the region's backward pass, compiled on its own."""
         decision = option.decision
         program = self.program(decision)
-        del self._programs[decision.held]
+        del self._programs[decision.saved]
         # Cotangents and offloaded values are arguments and outputs of this program; within the whole they are
         # temporary. The context maps the program over all examples of a `vmap`, and the model counts one of them.
         backward = self._baseline_backward if decision.saved is None else self._backward
@@ -288,9 +288,9 @@ class Graph:
 
     def program(self, decision: Decision) -> Program:
         """The region's backward pass, to be compiled; kept until the option is measured."""
-        if decision.held not in self._programs:
-            self._programs[decision.held] = self._program(decision)
-        return self._programs[decision.held]
+        if decision.saved not in self._programs:
+            self._programs[decision.saved] = self._program(decision)
+        return self._programs[decision.saved]
 
     def _program(self, decision: Decision) -> Program:
         if decision.saved is None:
@@ -307,9 +307,9 @@ class Graph:
         computed = {v for e in recomputed for v in e.outvars}
         inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
-        by_address, by_input = dict(decision.saved or ()), decision.held_inputs
+        by_address = dict(decision.saved or ())
         ways = {v: by_address.get(address, KEEP) for v, address in self._address_of.items()}
-        ways |= {v: by_input[i] for i, v in enumerate(self._forward.inputs) if i in by_input}
+        ways |= {self._forward.inputs[i]: way for i, way in decision.inputs.items()}
         types = [ways.get(v, KEEP).stored_type(v.aval) for v in inputs]
 
         recomputation = _jax.rebuild(

@@ -4,57 +4,28 @@ smaller.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ..._jax import Literal, Var
 from ..._lift.context import device_bytes
-from ..._records import many, row, whole
-from ..._text import format_bytes
 from .._program.flat import Part
-from .._program.values import FORMAT, Address, InFormat, smallest_of_variables
+from .._program.values import INPUT, Address, InFormat, smallest_of_variables
 from .graph import Graph
-from .treatment import Facts, Option, PathSettings, Rewriting, Treatment
+from .treatment import Decision, Option, PathSettings, Treatment
 
 
-@dataclasses.dataclass(frozen=True)
 class StoredInputs(Treatment):
-    """The inputs that a rematerialized region holds in fewer bits, by index."""
-
-    ways_of: tuple[tuple[int, InFormat], ...]
-
-    name = "inputs"
-    CHECK = many(row(whole(), FORMAT), 1)
-
-    def to_json(self) -> list[Any]:
-        return [[i, way.name] for i, way in self.ways_of]
+    """Regions hold inputs in fewer bits; in a plan these are saved values."""
 
     @classmethod
-    def from_json(cls, fields: Any) -> StoredInputs:
-        return cls(tuple((i, InFormat(name)) for i, name in fields))
+    def is_in(cls, decision: Decision) -> bool:
+        return bool(decision.inputs)
 
     @classmethod
     def paths(cls, settings: PathSettings) -> _StoringPaths | None:
         unheld = smallest_of_variables(settings.program.jaxpr, settings.formats)
         return _StoringPaths(unheld) if unheld else None
-
-    def check(self, part: Part, facts: Facts) -> None:
-        for i, way in self.ways_of:
-            if i >= len(part.invars) or not facts.can_store(part.invars[i], way):
-                raise ValueError(f"an input that cannot be kept as {way.name}")
-
-    def held_inputs(self) -> Mapping[int, InFormat]:
-        return dict(self.ways_of)
-
-    def apply(self, rewriting: Rewriting) -> None:
-        rewriting.inputs = {i: way.label(is_ordered=True) for i, way in self.ways_of}
-
-    def text(self, part: Part) -> str:
-        names = ", ".join(dict.fromkeys(way.name for _, way in self.ways_of))
-        stored = sum(way.num_bytes(part.jaxpr.invars[i].aval) for i, way in self.ways_of)
-        inputs = "the input" if len(self.ways_of) == 1 else f"{len(self.ways_of)} inputs"
-        return f", {inputs} as {names} ({format_bytes(stored)})"
 
 
 class _StoringPaths:
@@ -100,14 +71,13 @@ def holding(
         held = sum(device_bytes(types[i]) for i in inputs if i in graph.residual_inputs)
         return option._replace(saved_bytes=option.saved_bytes + held)
     read = graph.inputs_read(decision)
-    held_inputs = tuple((i, inputs[i]) for i in sorted(inputs) if i in read)
+    held = {(INPUT, i): way for i, way in inputs.items() if i in read}
     changed = {a: outputs[a] for a in decision.addresses if a in outputs}
-    pairs = [(types[i], way) for i, way in held_inputs]
+    pairs = [(types[i], way) for (_, i), way in held.items()]
     pairs += [(graph.sites[a].value.type, way) for a, way in changed.items()]
-    decision = decision._replace(saved=frozenset((dict(decision.saved) | changed).items()))
     return Option(
         option.saved_bytes + sum(way.num_bytes(aval) for aval, way in pairs),
         option.backward_bytes + max((way.read_bytes(aval) for aval, way in pairs), default=0),
         option.cost + sum(way.cost(aval) for aval, way in pairs),
-        decision.having(StoredInputs(held_inputs)) if held_inputs else decision,
+        decision._replace(saved=frozenset((dict(decision.saved) | changed | held).items())),
     )

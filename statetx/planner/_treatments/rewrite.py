@@ -144,6 +144,6 @@ def region(part: Part, decision: Decision) -> Callable | None:
     rewriting = decision.rewriting(is_ordered=True)
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling,
     # and with it the memory, depends on them.
-    jaxpr = part.jaxpr if decision.saved else part.original_jaxpr
+    jaxpr = part.jaxpr if rewriting.labels else part.original_jaxpr
     jaxpr, policy = decide.keep(jaxpr, rewriting.labels or {}, rewriting.inputs)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)

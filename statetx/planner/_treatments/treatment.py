@@ -23,6 +23,7 @@ from ..._remat.stored import StoredType
 from ..._remat.survey import Site
 from .._program.flat import Flat, Part
 from .._program.values import (
+    INPUT,
     KEEP,
     WAY,
     Address,
@@ -46,7 +47,7 @@ T = TypeVar("T", bound="Treatment")
 Item = TypeVar("Item")
 
 
-SAVED = optional(many(either(row(whole(), whole(), WAY), row(whole(), one_of(RULE), whole(), whole(), WAY))))
+SAVED = optional(many(either(row(whole(INPUT), whole(), WAY), row(whole(), one_of(RULE), whole(), whole(), WAY))))
 """Check saved values in a record."""
 
 
@@ -150,6 +151,11 @@ class Treatment:
         return None
 
     @classmethod
+    def is_in(cls, decision: Decision) -> bool:
+        """Whether a decision has it."""
+        return decision.get(cls) is not None
+
+    @classmethod
     def paths(cls, settings: PathSettings) -> PathVariant | None:
         """Variants of all regions of a program, which are of use together only; None for none."""
         return None
@@ -168,10 +174,6 @@ class Treatment:
 
     # -- in the program --
 
-    def held_inputs(self) -> Mapping[int, InFormat]:
-        """The inputs of a region, by index, that it holds in fewer bits."""
-        return {}
-
     @classmethod
     def prepare(
         cls, jaxpr: Jaxpr, parts: Sequence[Part], decisions: Sequence[Decision]
@@ -188,13 +190,13 @@ class Treatment:
 
     # -- in what is printed --
 
-    def text(self, part: Part) -> str:
-        """What follows the list of saved values."""
-        return ""
-
     def line(self, part: Part) -> str:
         """A line of its own."""
         return ""
+
+
+def _address(pair: tuple[Address, Way]) -> Address:
+    return pair[0]
 
 
 class Decision(NamedTuple):
@@ -223,13 +225,9 @@ class Decision(NamedTuple):
         return frozenset(address for address, _ in self.saved or ())
 
     @property
-    def held_inputs(self) -> dict[int, InFormat]:
-        return {i: way for t in self.treatments for i, way in t.held_inputs().items()}
-
-    @property
-    def held(self) -> tuple[Any, ...]:
-        """What is held for the backward pass of a region, or of a step of a loop, whose bytes depend on this alone."""
-        return self.saved, tuple(self.held_inputs.items())
+    def inputs(self) -> dict[int, Way]:
+        """The inputs of a region, by index, that it holds in fewer bits."""
+        return {address[1]: way for address, way in sorted(self.saved or (), key=_address) if address[0] == INPUT}
 
     @property
     def is_unchanged(self) -> bool:
@@ -237,15 +235,16 @@ class Decision(NamedTuple):
 
     def labels(self, *, is_ordered: bool = False) -> dict[tuple[int, ...], mark.Label]:
         """The saved values as labels for `decide.keep`; `is_ordered` as for `Way.label`."""
-        pairs = sorted(self.saved or (), key=lambda pair: pair[0])
-        return labels_of({address: way.label(is_ordered=is_ordered) for address, way in pairs})
+        pairs = sorted(self.saved or (), key=_address)
+        return labels_of({a: way.label(is_ordered=is_ordered) for a, way in pairs if a[0] != INPUT})
 
     def as_written(self) -> Decision:
         """The same as a user would write it."""
         return self._replace(treatments=tuple(t.as_written() for t in self.treatments))
 
     def rewriting(self, *, is_ordered: bool = False) -> Rewriting:
-        rewriting = Rewriting(None if self.saved is None else self.labels(is_ordered=is_ordered))
+        labels = None if self.saved is None else self.labels(is_ordered=is_ordered)
+        rewriting = Rewriting(labels, {i: way.label(is_ordered=True) for i, way in self.inputs.items()})
         for treatment in self.treatments:
             treatment.apply(rewriting)
         return rewriting
@@ -291,8 +290,10 @@ class Facts:
             return
         if _jax.forbidden_effects(part.jaxpr):
             raise ValueError("a part with effects, which must not run again")
+        if decision.inputs and (decision.treatments or part.eqn is not None):
+            raise ValueError("inputs in fewer bits where the inputs change")
         for address, way in decision.saved or ():
-            if address not in self.sites(part) or not self._can_hold(part, address, way):
+            if not self._can_hold(part, address, way):
                 raise ValueError(f"a value that cannot be kept as {way.name}")
         for treatment in decision.treatments:
             treatment.check(part, self)
@@ -313,8 +314,10 @@ class Facts:
         return self.allows(way) and variable in self._storable[way]
 
     def _can_hold(self, part: Part, address: Address, way: Way) -> bool:
-        if not isinstance(way, InFormat):
-            return self.allows(way)
+        if address[0] == INPUT and address[1] < len(part.invars):
+            return isinstance(way, InFormat) and self.can_store(part.invars[address[1]], way)
+        if address not in self.sites(part) or not isinstance(way, InFormat):
+            return address in self.sites(part) and self.allows(way)
         value = self.sites(part)[address].value
         if not (way.format.shrinks(value.type) and self.allows(way)):
             return False
