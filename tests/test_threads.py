@@ -536,7 +536,8 @@ def test_state_acquired_during_a_read_in_eager_remat_raises(make, monkeypatch):
             assert held.wait(60)
 
     other = threading.Thread(target=lambda: statetx.grad(body)(1.0))
-    monkeypatch.setattr(_frames, "report_touch", then_acquired)
+    for module in (_frames, _frames.watched):
+        monkeypatch.setattr(module, "report_touch", then_acquired)
     if isinstance(s, brainstate.State):  # its report is of another name
         touch = _frames.Frame.touch
         monkeypatch.setattr(_frames.Frame, "touch", lambda *a, **k: (touch(*a, **k), then_acquired())[0])

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .. import _jax
 from .._atomic import Store, commit, locked
 from .._states.protocol import Kind
-from .access import Effect
+from .access import Access, Effect
 from .leaks import check_write
 from .threads import current_frame, foreign_state_error, open_frames, ownership, report_touch
 
@@ -49,15 +50,43 @@ class WatchedKind(Kind):
             self.check_free(states)
         commit([self.store_all(states, values)])
 
-    # -- writes after a call --
+    # -- reads in a call, and writes after it --
+
+    def touch(self, state: Any, frame: Any, *, writing: bool) -> None:
+        """Report the first touch of a state in `frame` to each open frame that has not seen it yet, outermost first."""
+        owner = self.owner(state)
+        if owner is not frame:
+            report_touch(state, self, frame, owner, writing=writing)
+
+    def touched_value(self, state: Any, frame: Any) -> Any:
+        """The value of a state that `frame` does not own, once its read is reported."""
+        self.touch(state, frame, writing=False)
+        return locked(ownership, self._free_value, state, frame)
+
+    def _free_value(self, state: Any, frame: Any) -> Any:
+        # An undo frame has not acquired the state: another thread may have done so since.
+        owner = self.owner(state)
+        if owner is not None and (frame is None or owner.thread != frame.thread):
+            raise foreign_state_error(state, self, owner)
+        return self.get(state)
 
     def announce(self, effect: Effect, live: bool) -> list[Store]:
         del live
-        state, frame, owner = effect.state, current_frame(), self.owner(effect.state)
-        if owner is not frame:
-            report_touch(state, self, frame, owner, writing=True)
+        state, frame = effect.state, current_frame()
+        store = self.store(state, effect.value)
+        if effect.created:
+            return [*self.adopt(state, effect.site), store]
+        self.touch(state, frame, writing=True)
         access = None if frame is None else frame.accesses.get(id(state))
+        check_write(state, self, effect.value, self.anchor(state, frame, access), effect.site)
         if frame is not None and access is not None:  # else no call is open, or the open call has made the state
-            check_write(state, self, effect.value, frame.trace, effect.site)
             frame.note_write(access, effect.site)
-        return [self.store(state, effect.value)]
+        return [store]
+
+    def adopt(self, state: Any, site: str) -> list[Store]:
+        """Stores that make a state of the present trace of one that was made in a trace that has ended."""
+        return []
+
+    def anchor(self, state: Any, frame: Any, access: Access | None) -> Any:
+        """The innermost trace whose tracers a state may hold; None if it may hold none."""
+        return _jax.current_trace() if access is None else frame.trace

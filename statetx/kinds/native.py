@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _frames, _jax, _states
-from .._atomic import Store, locked
+from .._atomic import Store
 from .._errors import StateValueError
 from .._text import brief
 from .._tree import whole_number
@@ -97,10 +97,10 @@ class State(NotAnArray, Generic[T]):
     @property
     def value(self) -> T:
         """The value; assign to it to replace it."""
-        # The fast path of every read and write: the thread's own frame and one identity, no call. `_touch` runs once
+        # The fast path of every read and write: the thread's own frame and one identity, no call. `touch` runs once
         # a frame.
         frame = _frames._local.frame
-        value = self._value if self._owner is frame else _touched_value(self, frame)
+        value = self._value if self._owner is frame else NATIVE.touched_value(self, frame)
         if type(value) is Invalidated:
             raise _states.invalidated_state_error(self, NATIVE.site_of(self), value.reason)
         if self._home is not None:
@@ -117,7 +117,7 @@ class State(NotAnArray, Generic[T]):
             )
 
         if self._owner is not frame:
-            _touch(self, frame, writing=True)
+            NATIVE.touch(self, frame, writing=True)
         access = frame.accesses.get(id(self)) if frame is not None else None
 
         # Before the check of leaks: a state whose trace has ended may take values of the present one.
@@ -127,7 +127,7 @@ class State(NotAnArray, Generic[T]):
         # closes. Under any other, such as a plain `jax.grad` inside, the value may be a tracer that would stay
         # behind.
         if not _jax.is_eager() and (frame is None or _jax.current_trace() is not frame.trace):
-            _frames.check_write(self, NATIVE, value, _anchor(self, frame, access), _states.call_site())
+            _frames.check_write(self, NATIVE, value, NATIVE.anchor(self, frame, access), _states.call_site())
         if frame is not None and access is not None and not access.written:
             frame.note_write(access)
         owner = self._owner
@@ -137,8 +137,7 @@ class State(NotAnArray, Generic[T]):
 
     def touch_from(self, frame: Any) -> None:
         """Report a touch by another library's transform to a frame and the frames around it."""
-        if self._owner is not frame:
-            _touch(self, frame, writing=False)
+        NATIVE.touch(self, frame, writing=False)
 
     def __repr__(self) -> str:
         from .._text import value_str
@@ -264,25 +263,6 @@ def _construction_site() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _touch(state: State, frame: Any, *, writing: bool) -> None:
-    """Report the first touch of `state` in `frame` to each open frame that has not seen it yet, outermost first."""
-    _frames.report_touch(state, NATIVE, frame, state._owner, writing=writing)
-
-
-def _touched_value(state: State, frame: Any) -> Any:
-    """The value of a state that `frame` does not own, once its read is reported."""
-    _touch(state, frame, writing=False)
-    return locked(_frames.ownership, _free_value, state, frame)
-
-
-def _free_value(state: State, frame: Any) -> Any:
-    # An undo frame has not acquired the state: another thread may have done so since.
-    owner = state._owner
-    if owner is not None and (frame is None or owner.thread != frame.thread):
-        raise _frames.foreign_state_error(state, NATIVE, owner)
-    return state._value
-
-
 def _check_home(state: State, value: Any) -> None:
     """Raise if the state was made under a trace that has ended, and still holds a tracer."""
     home = state._home() if state._home is not None else None
@@ -299,13 +279,6 @@ def _reset_dead_home(state: State, frame: _frames.Frame | None) -> None:
     home = state._home() if state._home is not None else None
     if home is None or not _jax.is_live(home):
         state._home = None if frame is None else _jax.trace_ref(frame.trace)
-
-
-def _anchor(state: State, frame: _frames.Frame | None, access: _frames.Access | None) -> Any | None:
-    """The innermost trace whose tracers the state may hold: that of the frame, or the trace it was made in."""
-    if frame is not None and access is not None:
-        return frame.trace
-    return state._home() if state._home is not None else None
 
 
 class _Native(_frames.WatchedKind):
@@ -340,21 +313,13 @@ class _Native(_frames.WatchedKind):
     def write(self, state: State, value: Any) -> None:
         state.value = value
 
-    def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
-        del live
-        state, frame = effect.state, _frames.current_frame()
-        store = self.store(state, effect.value)
-        # A state that the call made belongs to the trace it is published in, not to the one it was made in, which has
-        # ended.
-        if effect.created:
-            return [(_set_home, state, _jax.trace_ref(_jax.current_trace())), store]
-        if state._owner is not frame:
-            _touch(state, frame, writing=True)
-        access = frame.accesses.get(id(state)) if frame is not None else None
-        _frames.check_write(state, self, effect.value, _anchor(state, frame, access), effect.site)
-        if frame is not None and access is not None:
-            frame.note_write(access, effect.site)
-        return [store]
+    def adopt(self, state: State, site: str) -> list[Store]:
+        return [(_set_home, state, _jax.trace_ref(_jax.current_trace()))]
+
+    def anchor(self, state: State, frame: Any, access: _frames.Access | None) -> Any | None:
+        if access is not None:
+            return frame.trace
+        return state._home() if state._home is not None else None  # the trace it was made in
 
     def invalidate(self, state: State, reason: str, closing: Any) -> list[Store]:
         frame = _frames.enclosing_frame(closing)

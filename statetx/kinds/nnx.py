@@ -32,7 +32,7 @@ from flax import nnx
 from flax.nnx import pytreelib, tracers
 
 from .. import _frames, _jax, _states
-from .._atomic import Store, locked
+from .._atomic import Store
 from .._errors import StateAccessError
 from .._frames import Frame
 from .native import Invalidated
@@ -79,8 +79,7 @@ def _get_value(state: nnx.Variable) -> Any:
     elif _owner.get(id(state)) is frame:
         value = _value.__get__(state)
     else:
-        _touch(state, frame, writing=False)
-        value = locked(_frames.ownership, _free_value, state, frame)
+        value = KIND.touched_value(state, frame)
     if type(value) is Invalidated:
         # `set_value` looks at the old value, to see whether it is a Ref, before it stores the new one. That look must
         # not raise, or an invalidated Variable could never be written again.
@@ -90,19 +89,11 @@ def _get_value(state: nnx.Variable) -> Any:
     return value
 
 
-def _free_value(state: nnx.Variable, frame: Frame) -> Any:
-    # An undo frame has not acquired the Variable: another thread may have done so since.
-    owner = _owner.get(id(state))
-    if owner is not None and owner.thread != frame.thread:
-        raise _frames.foreign_state_error(state, KIND, owner)
-    return _value.__get__(state)
-
-
 def _set_value(state: nnx.Variable, value: Any) -> None:
     frame = _local.frame
     if frame is not None:
         if _owner.get(id(state)) is not frame:
-            _touch(state, frame, writing=True)
+            KIND.touch(state, frame, writing=True)
         access = frame.accesses.get(id(state))
         if access is not None:
             # See `native.State.value`: only another trace's tracers would stay behind.
@@ -204,20 +195,6 @@ class _CreatedRef:
 _NUM_REFS_UNSHARED = _CreatedRef(object())._count()
 
 
-def _touch(state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
-    """Report the first touch of `state` in `frame` to each open frame that has not seen it yet, outermost first."""
-    trace_state = _trace.__get__(state)
-    home = trace_state.frame if type(trace_state) is _FrameTraceState else None
-    if home is not None and home is frame:
-        return
-    owner = _owner.get(id(state)) or home
-    value = _value.__get__(state)
-    if owner is frame or isinstance(value, jax.Ref):
-        return
-    is_write = writing or type(value) is Invalidated  # an invalidated Variable can only be written
-    _frames.report_touch(state, KIND, frame, owner, writing=is_write)
-
-
 class _Nnx(_frames.WatchedKind):
     """See `_states.Kind`."""
 
@@ -257,23 +234,26 @@ class _Nnx(_frames.WatchedKind):
     def write(self, state: nnx.Variable, value: Any) -> None:
         state.set_value(value)
 
-    def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
-        del live
-        state, frame = effect.state, _local.frame
-        store = self.store(state, effect.value)
-        if effect.created:
-            # The trace in which the Variable was made has ended: it belongs to the surrounding one now.
-            home = tracers.TraceState() if frame is None else _FrameTraceState(frame, effect.site)
-            return [(_trace.__set__, state, home), store]
-        if _owner.get(id(state)) is not frame:
-            _touch(state, frame, writing=True)
-        access = frame.accesses.get(id(state)) if frame is not None else None
-        if frame is not None and access is not None:
-            _frames.check_write(state, self, effect.value, frame.trace, effect.site)
-            frame.note_write(access, effect.site)
-        elif not _trace.__get__(state).is_valid():  # made in the present trace, and dies with it
-            _frames.check_write(state, self, effect.value, None, effect.site)
-        return [store]
+    def touch(self, state: nnx.Variable, frame: Frame | None, *, writing: bool) -> None:
+        trace_state = _trace.__get__(state)
+        home = trace_state.frame if type(trace_state) is _FrameTraceState else None
+        if home is not None and home is frame:
+            return
+        owner = _owner.get(id(state)) or home
+        value = _value.__get__(state)
+        if owner is frame or isinstance(value, jax.Ref):
+            return
+        is_write = writing or type(value) is Invalidated  # an invalidated Variable can only be written
+        _frames.report_touch(state, self, frame, owner, writing=is_write)
+
+    def adopt(self, state: nnx.Variable, site: str) -> list[Store]:
+        frame = _local.frame
+        return [(_trace.__set__, state, tracers.TraceState() if frame is None else _FrameTraceState(frame, site))]
+
+    def anchor(self, state: nnx.Variable, frame: Any, access: Any) -> Any:
+        if access is None and not _trace.__get__(state).is_valid():
+            return None  # made in the present trace, and dies with it
+        return super().anchor(state, frame, access)
 
     def invalidate(self, state: nnx.Variable, reason: str, closing: Any) -> list[Store]:
         frame = _frames.enclosing_frame(closing)

@@ -7,6 +7,8 @@ methods that take the function's arguments differ, since the program also takes 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,19 +23,23 @@ from .arguments import Call
 from .program import Restage, StagedProgram
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class _Stage:
-    """Forwards to JAX's stage the attributes that it does not have itself."""
+    """Forwards to JAX's stage the attributes that it does not have itself.
 
-    def __init__(self, jax_stage: Any, program: StagedProgram, jit: Any, call: Call):
-        self._jax_stage = jax_stage
-        self._program = program
-        self._jit = jit
-        self._call = call
+    Attributes:
+        jax_stage: JAX's own stage, whose first inputs are the values of the states.
+    """
+
+    jax_stage: Any
+    _program: StagedProgram
+    _jit: Any
+    _call: Call
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._jax_stage, name)
+        return getattr(self.jax_stage, name)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._program.name}>"
@@ -42,11 +48,6 @@ class _Stage:
     def name(self) -> str:
         """Of the function, as in ``jit(step)``."""
         return self._program.name
-
-    @property
-    def jax_stage(self) -> Any:
-        """JAX's own stage, whose first inputs are the values of the states."""
-        return self._jax_stage
 
     @property
     def state_names(self) -> frozenset[str]:
@@ -67,7 +68,7 @@ class Traced(_Stage):
 
     def lower(self, **options: Any) -> Lowered:
         """Lower the program; options as for ``jax.stages.Traced.lower``."""
-        return Lowered(self._jax_stage.lower(**options), self._program, self._jit, self._call)
+        return Lowered(self.jax_stage.lower(**options), self._program, self._jit, self._call)
 
 
 class Lowered(_Stage):
@@ -75,7 +76,7 @@ class Lowered(_Stage):
 
     def compile(self, **options: Any) -> Compiled:
         """Compile the program; options as for ``jax.stages.Lowered.compile``."""
-        return Compiled(self._jax_stage.compile(**options), self._program, self._jit, self._call)
+        return Compiled(self.jax_stage.compile(**options), self._program, self._jit, self._call)
 
 
 class Compiled(_Stage):
@@ -85,13 +86,13 @@ class Compiled(_Stage):
     If the function creates states, the first two calls run its Python, as those of the jitted function.
     """
 
-    def __init__(self, jax_stage: Any, program: StagedProgram, jit: Any, call: Call):
-        super().__init__(jax_stage, program, jit, call)
-        self._runner = self._with_executable(program)
+    @functools.cached_property
+    def _runner(self) -> StagedProgram:
+        return self._with_executable(self._program)
 
     def _with_executable(self, program: StagedProgram) -> StagedProgram:
         runner = copy.copy(program)
-        runner.compiled = self._jax_stage
+        runner.compiled = self.jax_stage
         return runner
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
