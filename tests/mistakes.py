@@ -1549,9 +1549,9 @@ def add_w(x):
 OVER_X = lambda c, x: (c, x)
 for text, (error, words, run) in {
     "scan(body, xs)": (ValueError, ("xs comes third", "scan(body, init, xs)"), lambda: statetx.scan(OVER_X, X)),
-    "scan(init, body, xs)": (TypeError, ("got f32[4]", "the body comes first"), lambda: statetx.scan(X, OVER_X, X)),
+    "scan(init, body, xs)": (TypeError, ("f32[4]", "the body comes first"), lambda: statetx.scan(X, OVER_X, X)),
     "scan(body, init, xs, ys)": (TypeError, ("length=", "(xs, ys)"), lambda: statetx.scan(OVER_X, X, X, X)),
-    "map(xs, f)": (TypeError, ("map", "got f32[4]", "map(f, xs)"), lambda: statetx.map(X, double)),
+    "map(xs, f)": (TypeError, ("map", "f32[4]", "map(f, xs)"), lambda: statetx.map(X, double)),
     "cond(p, 1, 2)": (TypeError, ("cond", "int", "lambda: value"), lambda: statetx.cond(True, 1, 2)),
     "remat_scan([layer, layer])": (TypeError, ("remat_scan", "stack(layers)"), lambda: statetx.remat_scan([W, W])),
     "stack([])": (ValueError, ("no layers", "at least one layer"), lambda: statetx.stack([])),

@@ -123,7 +123,7 @@ def test_mistakes_in_branches():
             statetx.StateValueError,
             "is a str, which is not an array",
         ),
-        (lambda: statetx.cond(true, 3, lambda: 1), TypeError, "every branch must be callable"),
+        (lambda: statetx.cond(true, 3, lambda: 1), TypeError, "needs a callable as each branch"),
         (lambda: statetx.cond(true, lambda x: x, lambda x: x, 1, operand=2), TypeError, "not both"),
         (
             lambda: statetx.cond(true, lambda: [statetx.State(1.0)], lambda: []),

@@ -145,43 +145,32 @@ def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
     if isinstance(fun, functools.partialmethod):
         return functools.partialmethod(decorate(fun.func), *fun.args, **fun.keywords)
     name = cls.maker.__name__
-    if not callable(fun):
-        raise _refusal(name, fun)
+    if not callable(fun) and hasattr(type(fun), "__get__"):
+        raise FunctionError(
+            f"{name} needs a callable, and cannot be above @{type(fun).__name__}, which chooses a function when it is "
+            f"looked up.\n"
+            f"Fix: put @statetx.{name} below it, and below each decorator that registers a function with it."
+        )
+    check_callable(name, fun, "a callable", f"is it the result of a call? Write {name}(f)(x) in place of {name}(f(x))")
     wrapper = cls(fun, **options)
     if is_object(fun):
         wrapper._object = fun
     return wrapper
 
 
-def refuse_value(name: str, fun: Any) -> None:
-    """Raise if `fun` is not callable, where a public function of this name takes a function and then its arguments.
+def check_callable(name: str, fun: Any, what: str = "", fix: str = "") -> None:
+    """Raise if `fun` is not callable; by default for a function that takes a function and then its arguments.
 
     Raises:
         FunctionError: it is not.
     """
     if not callable(fun):
         got = f"an array, {type_str(fun)}" if _is_array(fun) else f"{type(fun).__name__}: {brief(fun)}"
+        fix = fix or f"is it the result of a call? Write {name}(f, x) in place of {name}(f(x))"
         raise FunctionError(
-            f"{name} needs a function first, and then its arguments, got {got}. Is it the result of a call?\n"
-            f"Fix: write {name}(f, x) in place of {name}(f(x))."
+            f"{name} needs {what or 'a function first, and then its arguments'}, got {got}.\nFix: {fix}."
         )
 
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
-
-
-def _refusal(transform: str, fun: Any) -> FunctionError:
-    type_name = type(fun).__name__
-    if _is_array(fun):
-        return FunctionError(
-            f"{transform} needs a callable, got an array, {type_str(fun)}: the result of a call?\n"
-            f"Fix: write {transform}(f)(x) in place of {transform}(f(x))."
-        )
-    if not hasattr(type(fun), "__get__"):
-        return FunctionError(f"{transform} needs a callable, got {type_name}: {brief(fun)}.")
-    return FunctionError(
-        f"{transform} needs a callable, and cannot be above @{type_name}, which chooses a function when it is looked "
-        f"up.\n"
-        f"Fix: put @statetx.{transform} below @{type_name}, and below each decorator that registers a function with it."
-    )

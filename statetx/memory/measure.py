@@ -26,7 +26,7 @@ from .._equations.compiled import (
 from .._errors import FunctionError, printable
 from .._jax import CompiledProgram
 from .._lift.options import check_flags, notes_shapes
-from .._lift.wrapper import refuse_value, short_name
+from .._lift.wrapper import check_callable, short_name
 from .._objects.paths import argument_names
 from .._objects.walk import created_undone
 from .._spinner import spinner
@@ -288,7 +288,7 @@ def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None)
                 f"Fix: call memory_profile with it alone, or with the function itself and the arguments."
             )
         return _staged(fun)
-    refuse_value("memory_profile", fun)
+    check_callable("memory_profile", fun)
     # A program that another library's jit has staged has no names of states: "state_vals[3]". Only there arrays that
     # are no states are inputs.
     is_named = _states.unjitted(fun) is not None and not _states.holds_other_arrays(args)

@@ -14,7 +14,7 @@ from .. import _jax
 from .._equations.compiled import full_device_options, is_out_of_memory
 from .._errors import StatetxError
 from .._lift.options import notes_shapes
-from .._lift.wrapper import name_of, refuse_value, short_name
+from .._lift.wrapper import check_callable, name_of, short_name
 from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
@@ -279,7 +279,7 @@ def explain_oom(
         >>> report.short_bytes == report.needed_bytes - 2 * 2**20 > 0
         True
     """
-    refuse_value("explain_oom", step)
+    check_callable("explain_oom", step)
     texts = [] if error is None else [str(error)]
     try:
         profile = profiled(step, args, kwargs, gradient, full_device_options())

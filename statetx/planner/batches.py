@@ -20,7 +20,7 @@ from .._lift.batch import Batch, BatchArguments
 from .._lift.context import divides, sharding_of
 from .._lift.options import check_flags, notes_shapes
 from .._lift.rules import Rules
-from .._lift.wrapper import name_of, refuse_value, short_name
+from .._lift.wrapper import check_callable, name_of, short_name
 from .._loops.parts import part_type
 from .._objects.walk import created_undone
 from .._spinner import spinner
@@ -163,7 +163,7 @@ def max_batch(
         >>> fit.total_bytes <= 2**24 < fit.next_bytes
         True
     """
-    refuse_value("max_batch", step)
+    check_callable("max_batch", step)
     check_flags("max_batch", gradient=gradient, progress=progress)
     amount = _bytes("max_batch", budget, "16GiB")
     if multiple < 1 or (limit is not None and limit < multiple):

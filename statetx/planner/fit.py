@@ -14,7 +14,7 @@ from .._equations.structure import Body
 from .._errors import PolicyError, PolicyWarning
 from .._lift.context import TraceContext
 from .._lift.options import check_flags, with_checked_options
-from .._lift.wrapper import refuse_value
+from .._lift.wrapper import check_callable
 from .._remat.gradients import rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
@@ -176,7 +176,7 @@ class SharedBudget(contextlib.ContextDecorator):
 
     def __call__(self, fun: F) -> F:
         self._is_used = True
-        refuse_value("budget", fun)
+        check_callable("budget", fun)
         return super().__call__(fun)
 
     def __del__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from .. import _jax, _states
 from .._errors import PlanError, PolicyWarning
 from .._lift.options import check_flags, notes_shapes
-from .._lift.wrapper import name_of, refuse_value, short_name
+from .._lift.wrapper import check_callable, name_of, short_name
 from .._remat.gradients import unobserved
 from .._spinner import spinner
 from .._targets import current
@@ -176,7 +176,7 @@ class Planner:
         treatments: Sequence[type[Treatment]] = TREATMENTS,
         **kwargs: Any,
     ):
-        refuse_value("plan", fun)
+        check_callable("plan", fun)
         if objective not in OBJECTIVES:
             raise ValueError(
                 f"objective must be 'flops' or 'time', got {objective!r}.{suggestion(objective, OBJECTIVES)}"

@@ -17,7 +17,7 @@ from .._equations.primitives import INLINED, REMAT, row_of
 from .._errors import printable
 from .._jax import Jaxpr, Literal
 from .._lift.options import notes_shapes
-from .._lift.wrapper import refuse_value
+from .._lift.wrapper import check_callable
 from .._tables import Line, Piece, Printed, folded, plain
 from .._text import counted, format_bytes, short_path, type_str
 from .._tree import num_bytes
@@ -156,7 +156,7 @@ def print_fwd_bwd(
         >>> printed.residuals
         [('*x', 'f32[3]', 12), ('*w', 'f32[3]', 12)]
     """
-    refuse_value("print_fwd_bwd", fun)
+    check_callable("print_fwd_bwd", fun)
     options = {"argnums": argnums, "wrt": wrt, "has_aux": has_aux}
     passes = traced_to_differentiate("print_fwd_bwd", fun, args, kwargs, **options).passes()
     result = FwdBwd(max(passes, key=lambda p: len(p.forward.eqns)))

@@ -17,7 +17,7 @@ from .. import _jax
 from .._lift.context import device_bytes
 from .._lift.options import notes_shapes
 from .._lift.targets import resolve_argnums
-from .._lift.wrapper import name_of, refuse_value
+from .._lift.wrapper import check_callable, name_of
 from .._loops import online
 from .._loops.backward import BackwardStep
 from .._loops.checkpointed import LoopOfSlots
@@ -176,7 +176,7 @@ def loop_report(
         >>> row.residual_bytes, row.runs
         (2048, 2.829)
     """
-    refuse_value("loop_report", fun)
+    check_callable("loop_report", fun)
     compared = [None if p is None else as_value_policy(p) for p in as_sequence(policies, "loop_report")]
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
     if nums is not None:  # other numbers stay numbers: they may be shapes

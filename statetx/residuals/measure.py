@@ -9,7 +9,7 @@ from .. import _jax
 from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
 from .._lift.options import notes_shapes
-from .._lift.wrapper import refuse_value
+from .._lift.wrapper import check_callable
 from .._targets import current
 from .._tree import is_float
 from ._trace import TracedCall
@@ -58,7 +58,7 @@ def measure(
         >>> cost.flops == 100 * (2 * 64 * 64 + 64) + 64
         True
     """
-    refuse_value("measure", fun)
+    check_callable("measure", fun)
     program = array_program("measure", fun, args, kwargs, gradient)
     return program.for_types(program.arrays, compiler_options, estimates=True).cost
 

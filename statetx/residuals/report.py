@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .. import _jax
 from .._equations.compiled import Cost, Program
 from .._lift.options import check_flags, notes_shapes
-from .._lift.wrapper import name_of, refuse_value, short_name
+from .._lift.wrapper import check_callable, name_of, short_name
 from .._remat.atoms import names_of
 from .._remat.override import VisitedRegion, override
 from .._remat.parse import as_policy, as_sequence
@@ -238,7 +238,7 @@ def memory_report(
         >>> [row.residuals.intermediate_bytes for row in report.rows[1:]]
         [3200, 6400]
     """
-    refuse_value("memory_report", fun)
+    check_callable("memory_report", fun)
     check_flags("memory_report", progress=progress)
     # If nothing is rematerialized, the whole function is.
     replacements = [] if policies is None else map(as_policy, as_sequence(policies, "memory_report"))

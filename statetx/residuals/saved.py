@@ -10,7 +10,7 @@ from .._equations.inline import inline
 from .._equations.primitives import INLINED, flops
 from .._jax import Jaxpr, Literal
 from .._lift.options import notes_shapes
-from .._lift.wrapper import refuse_value, short_name
+from .._lift.wrapper import check_callable, short_name
 from .._targets import current
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
@@ -79,7 +79,7 @@ def saved_residuals(
         >>> residuals.total_bytes, residuals[2].flops
         (96, 32)
     """
-    refuse_value("saved_residuals", fun)
+    check_callable("saved_residuals", fun)
     options = {"argnums": argnums, "wrt": wrt, "has_aux": has_aux}
     return residuals_of(traced_to_differentiate("saved_residuals", fun, args, kwargs, **options))
 

@@ -347,7 +347,7 @@ def _states_of(obj: Any) -> dict[str, Any]:
         # All methods are followed: which of them the training step calls is not known here.
         walk = Walk(all_methods=True)
         for path, leaf in leaves.items():
-            _refuse_value(path, leaf)
+            _check_callable(path, leaf)
             states.update(walk.held(leaf, path))
         states.update(walk.beyond())
         _refuse_unstable(states, walk)
@@ -368,7 +368,7 @@ def _leaves_of(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves_of(child, f"{path}.{key}" if path else key)
 
 
-def _refuse_value(path: str, leaf: Any) -> None:
+def _check_callable(path: str, leaf: Any) -> None:
     if is_array_or_number(leaf) or isinstance(leaf, (bool, str, bytes)):
         raise CheckpointError(
             f"Checkpointer: {path or 'its argument'!r} is {type_str(leaf)}, not a state, and would not be saved.\n"

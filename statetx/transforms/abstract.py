@@ -17,7 +17,7 @@ from .._lift.run import frame_for
 from .._lift.signature import StaticArguments
 from .._lift.stage import stage
 from .._lift.staged import Staged
-from .._lift.wrapper import name_of, refuse_value
+from .._lift.wrapper import check_callable, name_of
 from .._objects.walk import created_undone
 from .._tree import as_array, is_argument, is_array_or_number, is_array_or_type, partition
 from .._typing import Indices, PyTree
@@ -56,7 +56,7 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
         >>> statetx.eval_shape(lambda: [statetx.Param(jnp.ones((2, 3)))])[0].value
         ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
-    refuse_value("eval_shape", fun)
+    check_callable("eval_shape", fun)
     arrays, args_part = partition((args, kwargs), _is_typed)
     outcome: Outcome | None = None
     names = InputNames(fun, args_part.combine)

@@ -17,11 +17,11 @@ from .._lift.carry import differs, drift_error, leaf_names, structure_strs
 from .._lift.inputs import Input
 from .._lift.outcome import publish_leaves
 from .._lift.staged import Staged, is_loop_leaf, union
-from .._lift.wrapper import name_of, place_of, short_name
+from .._lift.wrapper import check_callable, name_of, place_of, short_name
 from .._loops import bind, eager
 from .._objects.paths import Paths
 from .._text import tree_type_str, type_str
-from .._tree import Partition, as_array, is_array, is_array_or_number, partition
+from .._tree import Partition, as_array, is_array_or_number, partition
 from .._typing import PyTree
 
 _MISSING = object()
@@ -121,11 +121,8 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any) -> 
 
 def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple) -> PyTree:
     for f in branches:
-        if not callable(f):
-            raise TypeError(
-                f"{name}: every branch must be callable, got {type_str(f) if is_array(f) else type(f).__name__}.\n"
-                f"Fix: a branch is a function of the operands, as in lambda: value; jnp.where chooses between values."
-            )
+        fix = "a branch is a function of the operands, as in lambda: value; jnp.where chooses between values"
+        check_callable(name, f, "a callable as each branch", fix)
     # As JAX does under `jax.disable_jit`: run the chosen branch as plain Python.
     if _jax.is_jit_disabled() and not isinstance(index, _jax.Tracer):
         return eager.branch(name, branches[min(max(int(index), 0), len(branches) - 1)], operands)

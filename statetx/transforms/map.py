@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from .. import _jax
 from .._lift.options import check_flags, check_whole, with_checked_options
 from .._lift.rules import Rules
+from .._lift.wrapper import check_callable
 from .._loops.strategy import Strategy
-from .._text import type_str
-from .._tree import is_array
 from .scan import refuse_states, scan
 from .vmap import vmap
 
@@ -67,11 +66,7 @@ def map(
         Array([0., 1., 3., 6.], dtype=float32)
     """
 
-    if not callable(f):
-        raise TypeError(
-            f"map needs a callable, got {type_str(f) if is_array(f) else type(f).__name__}.\n"
-            f"Fix: the function comes first: map(f, xs)."
-        )
+    check_callable("map", f, "a callable", "the function comes first: map(f, xs)")
     check_flags("map", progress=progress)
     refuse_states(Rules("map", None, f, ()), xs, "scan(lambda carry, x: (carry, f(x)), None, xs, ")
 

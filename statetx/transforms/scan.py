@@ -24,7 +24,7 @@ from .._lift.options import check_flags, check_whole
 from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, Rules, Split
 from .._lift.staged import Staged, sort_states
-from .._lift.wrapper import name_of
+from .._lift.wrapper import check_callable, name_of
 from .._loops import eager
 from .._loops.build import make_loop, resolve_strategy
 from .._loops.strategy import Strategy
@@ -111,11 +111,7 @@ def scan(
         >>> float(total.value)
         6.0
     """
-    if not callable(f):
-        got = type_str(f) if is_array(f) else type(f).__name__
-        raise TypeError(
-            f"scan needs a callable as the body, got {got}.\nFix: the body comes first: scan(body, init, xs)."
-        )
+    check_callable("scan", f, "a callable as the body", "the body comes first: scan(body, init, xs)")
     check_flags("scan", reverse=reverse, progress=progress)
     _check_known("unroll", unroll)
     if not isinstance(unroll, bool):

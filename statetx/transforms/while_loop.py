@@ -18,7 +18,7 @@ from .._lift.carry import flatten_carry, settle
 from .._lift.options import check_flags, check_whole
 from .._lift.outcome import publish_leaves
 from .._lift.staged import Staged, union
-from .._lift.wrapper import name_of
+from .._lift.wrapper import check_callable, name_of
 from .._loops import bind, eager, online
 from .._loops.build import as_strategy, make_loop, refuse_effects, resolve_strategy
 from .._loops.step import LoopStep
@@ -91,8 +91,8 @@ def while_loop(
     )
     if max_steps is not None:
         check_whole("while_loop", "max_steps", max_steps)
-    _check_callable("while_loop", cond_fun, "condition")
-    _check_callable("while_loop", body_fun, "body")
+    check_callable("while_loop", cond_fun, "a callable as the condition", "while_loop(cond_fun, body_fun, init_val)")
+    check_callable("while_loop", body_fun, "a callable as the body", "while_loop(cond_fun, body_fun, init_val)")
     carry, part = flatten_carry("while_loop", init_val)
     if _jax.is_jit_disabled():
         # ConcretizationTypeError: under vmap the examples may end at different steps.
@@ -111,11 +111,6 @@ def while_loop(
     _check_test(test)
     loop = _WhileLoop(body, test)
     return part.combine(loop.publish(loop.run_while(carry, strategy, max_steps)))
-
-
-def _check_callable(name: str, fun: Any, role: str) -> None:
-    if not callable(fun):
-        raise TypeError(f"{name} needs a callable as the {role}, got {type(fun).__name__}.")
 
 
 def _have_concrete_bounds(lower: Any, upper: Any) -> bool:
@@ -192,7 +187,7 @@ def fori_loop(
         >>> float(statetx.fori_loop(0, 3, body, 1.0)), float(total.value)
         (8.0, 7.0)
     """
-    _check_callable("fori_loop", body_fun, "body")
+    check_callable("fori_loop", body_fun, "a callable as the body", "fori_loop(lower, upper, body_fun, init_val)")
     check_flags("fori_loop", progress=progress)
     is_static = _have_concrete_bounds(lower, upper)
     if not is_static:
