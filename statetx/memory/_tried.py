@@ -19,7 +19,6 @@ from .._equations.primitives import REMAT
 from .._equations.structure import Body
 from .._errors import StatetxError
 from .._jax import Jaxpr, Literal
-from .._remat import decide
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
@@ -311,8 +310,7 @@ class _InStep(Part):
         self._decision = decision
 
     def __call__(self, *args: Any) -> list[Any]:
-        rewriting = self._decision.rewriting()
-        jaxpr, policy = decide.keep(self.jaxpr, rewriting.labels or {}, rewriting.inputs)
+        jaxpr, policy = self._decision.marked(self.jaxpr)
         return _jax.rematerialize(jaxpr, args, policy=policy, prevent_cse=False)
 
 

@@ -111,11 +111,11 @@ class Groups(OfSteps):
 
 
 def _loop(step: LoopStep, number: int, decision: Decision) -> Callable:
-    rewriting = decision.rewriting()
-    if rewriting.strategy is None or rewriting.labels is None:
+    lengths = _lengths_of(decision)
+    if lengths is None:
         return step.with_length(number, None).plain()
-    marks = Marks(tuple(rewriting.labels.items()))
-    return rewriting.strategy.build(step.with_length(number, marks, step.carry_formats))
+    marks = Marks(tuple(decision.labels().items()))
+    return lengths.build(step.with_length(number, marks, step.carry_formats))
 
 
 def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[LoopStep, int]:

@@ -19,13 +19,15 @@ from ..._lift.context import device_bytes
 from ..._loops import schedule
 from ..._loops.strategy import Lengths, Slots, Strategy
 from ..._records import decoded_by, flag, many, record, row, whole
+from ..._remat.atoms import Marks
 from ..._text import format_bytes, short_path
 from ..._tree import is_float
 from ...residuals._trace import user_line
 from .._program.flat import Part
 from .._program.values import FORMAT, Address, Formats, InFormat, smallest
 from .graph import WORTH_STORING, Graph
-from .treatment import Decision, Facts, Option, Rewriting, Saved, Settings, Treatment, saved_as
+from .rewrite import loop_of
+from .treatment import Decision, Facts, Option, Saved, Settings, Treatment, saved_as
 
 Carries = tuple[tuple[int, InFormat], ...]
 """The leaves of a loop's carry that are held in fewer bits, by number."""
@@ -97,9 +99,10 @@ class CheckpointedLoop(Treatment):
         if isinstance(self.strategy, OfSteps):
             self.strategy.check_steps(part, facts)
 
-    def apply(self, rewriting: Rewriting) -> None:
-        rewriting.strategy, rewriting.is_fenced = self.strategy, self.is_fenced
-        rewriting.carries = {n: way.format for n, way in self.carries}
+    def replacement(self, part: Part, decision: Decision) -> Callable:
+        marks = None if decision.saved is None else Marks(tuple(decision.labels().items()))
+        carries = {n: way.format for n, way in self.carries}
+        return loop_of(part, self.strategy, marks, "auto" if self.is_fenced else None, carries)
 
     def as_written(self) -> CheckpointedLoop:
         return dataclasses.replace(self, is_fenced=False)

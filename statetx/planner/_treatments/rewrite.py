@@ -14,8 +14,7 @@ from ..._equations.structure import Body
 from ..._jax import Jaxpr
 from ..._loops.step import LoopStep
 from ..._loops.strategy import Strategy
-from ..._remat import decide, fence
-from ..._remat.atoms import Marks
+from ..._remat import fence
 from ..._remat.override import override
 from ..._remat.policy import Policy
 from ..._remat.stored import StoredType
@@ -49,7 +48,7 @@ def rewrite(
     for part, decision in zip(parts, decisions, strict=True):
         key = (part.key, decision)
         if key not in cache:
-            cache[key] = _loop(part, decision) if part.eqn is not None else region(part, decision)
+            cache[key] = _replacement(part, decision)
         replacements.append(cache[key])
 
     def planned(*args: Any) -> list[Any]:
@@ -90,11 +89,12 @@ def as_planned(planned: Body) -> Callable:
     return run
 
 
-def _loop(part: Part, decision: Decision) -> Callable:
-    rewriting = decision.rewriting()
-    marks = None if rewriting.labels is None else Marks(tuple(rewriting.labels.items()))
-    fenced = "auto" if rewriting.is_fenced else None
-    return loop_of(part, rewriting.strategy, marks, fenced, rewriting.carries)
+def _replacement(part: Part, decision: Decision) -> Callable | None:
+    """The function in place of a part; None for its own."""
+    for treatment in decision.treatments:
+        if (found := treatment.replacement(part, decision)) is not None:
+            return found
+    return loop_of(part, None, None) if part.eqn is not None else _region(part, decision)
 
 
 def loop_of(
@@ -134,16 +134,11 @@ def loop_of(
     return loop
 
 
-# -- regions ---------------------------------------------------------------------------------------------------------
-
-
-def region(part: Part, decision: Decision) -> Callable | None:
+def _region(part: Part, decision: Decision) -> Callable | None:
     """``(*inputs) -> outputs`` of a rematerialized region; None if it is not rematerialized."""
     if decision.saved is None:
         return None
-    rewriting = decision.rewriting(is_ordered=True)
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling,
     # and with it the memory, depends on them.
-    jaxpr = part.jaxpr if rewriting.labels else part.original_jaxpr
-    jaxpr, policy = decide.keep(jaxpr, rewriting.labels or {}, rewriting.inputs)
+    jaxpr, policy = decision.marked(part.jaxpr if decision.labels() else part.original_jaxpr, is_ordered=True)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)

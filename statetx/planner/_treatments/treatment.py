@@ -7,7 +7,6 @@ know of it: its proposals, how it changes the program, its text, its record and 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
@@ -15,11 +14,9 @@ import numpy as np
 
 from ... import _jax
 from ..._jax import Jaxpr
-from ..._loops.strategy import Strategy
 from ..._records import Check, either, many, one_of, optional, record, row, whole
-from ..._remat import mark
+from ..._remat import decide, mark
 from ..._remat.mark import RULE
-from ..._remat.stored import StoredType
 from ..._remat.survey import Site
 from .._program.flat import Flat, Part
 from .._program.values import (
@@ -54,25 +51,6 @@ SAVED = optional(many(either(row(whole(INPUT), whole(), WAY), row(whole(), one_o
 def saved_as(addresses: Set[Address] | Sequence[Address], way: Way = KEEP) -> Saved:
     """Values that are all held in one way."""
     return frozenset((address, way) for address in addresses)
-
-
-@dataclasses.dataclass
-class Rewriting:
-    """How a part will be rewritten, to which each of its treatments adds.
-
-    Attributes:
-        labels: of the values that it saves; None if it is not rematerialized.
-        inputs: labels of inputs that are stored in fewer bits, by index.
-        strategy: of a loop; None for an unchanged one.
-        carries: the leaves of a loop's carry that are stored in fewer bits, by number.
-        is_fenced: whether the backward pass of a loop is kept from starting early (`_remat.fence`).
-    """
-
-    labels: Mapping[tuple[int, ...], mark.Label] | None = None
-    inputs: Mapping[int, mark.Label] = dataclasses.field(default_factory=dict)
-    strategy: Strategy | None = None
-    carries: Mapping[int, StoredType] = dataclasses.field(default_factory=dict)
-    is_fenced: bool = False
 
 
 class Settings(NamedTuple):
@@ -181,8 +159,9 @@ class Treatment:
         """Change the parts of a program before each is rewritten by itself."""
         return parts, decisions
 
-    def apply(self, rewriting: Rewriting) -> None:
-        """Say how the part is rewritten."""
+    def replacement(self, part: Part, decision: Decision) -> Callable | None:
+        """The function in place of a part; None to leave it to the saved values."""
+        return None
 
     def as_written(self) -> Self:
         """The same as a user would write it."""
@@ -242,12 +221,10 @@ class Decision(NamedTuple):
         """The same as a user would write it."""
         return self._replace(treatments=tuple(t.as_written() for t in self.treatments))
 
-    def rewriting(self, *, is_ordered: bool = False) -> Rewriting:
-        labels = None if self.saved is None else self.labels(is_ordered=is_ordered)
-        rewriting = Rewriting(labels, {i: way.label(is_ordered=True) for i, way in self.inputs.items()})
-        for treatment in self.treatments:
-            treatment.apply(rewriting)
-        return rewriting
+    def marked(self, jaxpr: Jaxpr, *, is_ordered: bool = False) -> tuple[Jaxpr, Callable]:
+        """A region with marks on what it holds, and JAX's policy for these."""
+        inputs = {i: way.label(is_ordered=True) for i, way in self.inputs.items()}
+        return decide.keep(jaxpr, self.labels(is_ordered=is_ordered), inputs)
 
     def to_json(self) -> dict[str, Any]:
         saved = None if self.saved is None else sorted([*address, way.name] for address, way in self.saved)
