@@ -70,29 +70,55 @@ class Progress:
 
     Attributes:
         count: how many parts there were.
-        outs: for each output leaf its accumulated value, or the list of its pieces.
+        results: by key of a `_Result` its accumulated value, or the list of its pieces.
         states: by id of a carried state, its value's leaves.
-        kept: by id of a state that parts read as it was before the call, the leaves of the value that it will hold.
-        slices: by id of a state with a batch axis, the pieces of its value's leaves.
         advanced: by id of a split state, its next keys.
         effects: by id of a written state, the effect and the `Partition` of its value.
     """
 
     count: int = 0
-    outs: list[Any] | None = None
+    results: dict[Any, Any] = dataclasses.field(default_factory=dict)
     states: dict[int, list] = dataclasses.field(default_factory=dict)
-    kept: dict[int, list] = dataclasses.field(default_factory=dict)
-    slices: dict[int, list[list]] = dataclasses.field(default_factory=dict)
     advanced: dict[int, list] = dataclasses.field(default_factory=dict)
     effects: dict[int, tuple[Effect, Partition]] = dataclasses.field(default_factory=dict)
+
+
+class _Result(NamedTuple):
+    """A value that each part computes: a leaf of the output, or of what a state holds after the call.
+
+    Attributes:
+        key: its number for an output, ``(id of the state, number)`` for a state.
+        how: one of `REDUCTIONS`.
+        aval: its type in a part, or for a state with a batch axis in the whole batch.
+        first: the value before the first part; None for zeros.
+        axis: of the batch, in pieces that are joined.
+    """
+
+    key: Any
+    how: str
+    aval: Any
+    first: Any = None
+    axis: int = 0
+
+    @property
+    def is_accumulated(self) -> bool:
+        return self.how not in ("concat", "stack")
+
+    def final(self, progress: Progress) -> Any:
+        """The value after the last part."""
+        x = progress.results[self.key]
+        if isinstance(x, list):
+            return jnp.moveaxis(jnp.concatenate(x), 0, self.axis)
+        # Added up in wider floats, perhaps: in the type of the parts.
+        return x.astype(self.aval.dtype) if is_float(self.aval) and x.dtype != self.aval.dtype else x
 
 
 class Turns:
     """The loop over parts of equal size.
 
     Inputs of the loop's body, in order: operands, shared states, first values of kept states; the number of the turn,
-    accumulated outputs, carried states, accumulated kept states; the weight, keys, examples, slices of states. Outputs:
-    the carries, then stacked outputs and slices of states.
+    accumulated results, carried states; the weight, keys, examples, slices of states. Outputs: the carries, then
+    results to be joined.
 
     Args:
         staged: the function of one part; its arguments are the examples.
@@ -108,11 +134,22 @@ class Turns:
         self._dtype = dtype
         states = sort_states(staged, rules, "Carry, Mean, First or Last, or give the axis of the batch")
         self._shared, self._carried, self._split, self._mapped, kept = states
-        self._kept = [(i, _KEPT[rule]) for i, rule in kept]
+        self._kept = [i for i, _ in kept]
         self._sliced = [i for i, _ in self._mapped if id(i.state) in staged.written]
-        self._reductions = list(reductions)
-        self._accumulated = [n for n, how in enumerate(reductions) if how not in ("concat", "stack")]
-        self._stacked = [n for n, how in enumerate(reductions) if how in ("concat", "stack")]
+
+        outputs = zip(reductions, staged.out_avals, strict=True)
+        results = [_Result(n, how, aval) for n, (how, aval) in enumerate(outputs)]
+        for i, rule in kept:
+            for n, (x, aval) in enumerate(zip(i.values, i.avals, strict=True)):
+                is_mean = rule is Mean and is_float(aval)
+                how = "last" if rule is Mean and not is_mean else _KEPT[rule]
+                results.append(_Result((id(i.state), n), how, aval, None if is_mean else x))
+        for i, axis in self._mapped:
+            if id(i.state) in staged.written:
+                results += [_Result((id(i.state), n), "concat", aval, None, axis) for n, aval in enumerate(i.avals)]
+        self._results = results
+        self._accumulated = [r for r in results if r.is_accumulated]
+        self._joined = [r for r in results if not r.is_accumulated]
 
     # -- the body --
 
@@ -120,18 +157,17 @@ class Turns:
         staged = self._staged
         states = lambda inputs: [v for i in inputs for v in staged.state_vars(i)]
         written = lambda inputs: [v for i in inputs for v in staged.written_vars.get(id(i.state), staged.state_vars(i))]
-        kept, mapped = [i for i, _ in self._kept], [i for i, _ in self._mapped]
-        constants = [*staged.operand_vars, *states(self._shared), *states(kept)]
-        invars = [*constants, *states(self._carried), *states(self._split), *staged.arg_vars, *states(mapped)]
-        outvars = [*staged.out_vars, *written(self._carried), *written(kept), *written(self._sliced)]
+        constants = [*staged.operand_vars, *states(self._shared), *states(self._kept)]
+        mapped = states([i for i, _ in self._mapped])
+        invars = [*constants, *states(self._carried), *states(self._split), *staged.arg_vars, *mapped]
+        outvars = [*written(self._carried), *staged.out_vars, *written(self._kept), *written(self._sliced)]
         return staged.arrange(invars, outvars)
 
     def _body(self, carry_avals: list[Any], weight: list[Any], num: int) -> Body:
         inner = self._arranged()
         num_constants = self._num_constants
-        num_outs, num_acc = len(self._reductions), len(self._accumulated)
+        num_totals = len(self._accumulated)
         carried_avals = [a for i in self._carried for a in i.avals]
-        kept = [how for i, how in self._kept for _ in i.avals]
         x_avals = [v.aval for v in inner.jaxpr.invars[num_constants + len(carried_avals) :]]
         groups = self._groups(bool(weight))
 
@@ -139,21 +175,15 @@ class Turns:
             constants, args = args[:num_constants], args[num_constants:]
             (count, *carry), args = args[: len(carry_avals)], args[len(carry_avals) :]
             w, xs = (args[0] if weight else self._share), args[len(weight) :]
-            accumulated, carry = carry[:num_acc], carry[num_acc:]
-            carried, accumulated_states = carry[: len(carried_avals)], carry[len(carried_avals) :]
+            totals, carried = carry[:num_totals], carry[num_totals:]
 
             is_left_out = lambda how: w == 0 if how == "mean" else count != (0 if how == "first" else num - 1)
             outs = with_left_out(inner, [*constants, *carried, *xs], groups, is_left_out)
-            outs, written = outs[:num_outs], outs[num_outs:]
-            add = lambda how, total, x: _add(how, total, x, w, count)
-            totals = [
-                add(self._reductions[n], total, outs[n])
-                for n, total in zip(self._accumulated, accumulated, strict=True)
-            ]
-            carried, written = written[: len(carried)], written[len(carried) :]
-            kept_totals = [add(how, total, x) for how, total, x in zip(kept, accumulated_states, written, strict=False)]
-            stacked = [outs[n] for n in self._stacked]
-            return [count + 1, *totals, *carried, *kept_totals, *stacked, *written[len(kept) :]]
+            carried, outs = outs[: len(carried)], outs[len(carried) :]
+            values = {r.key: x for r, x in zip(self._results, outs, strict=True)}
+            pairs = zip(self._accumulated, totals, strict=True)
+            totals = [_add(r.how, total, values[r.key], w, count) for r, total in pairs]
+            return [count + 1, *totals, *carried, *(values[r.key] for r in self._joined)]
 
         avals = [*(v.aval for v in inner.jaxpr.invars[:num_constants]), *carry_avals, *weight, *x_avals]
         jaxpr, consts = _jax.stage(turn, avals, traced_for="scan", name=name_of(self._staged.fun))
@@ -161,15 +191,13 @@ class Turns:
 
     def _groups(self, is_weighted: bool) -> list[str | None]:
         """For each output of `_arranged`, how it is reduced if parts may be left out of it, and None otherwise."""
-        num_leaves = lambda inputs: sum(len(i.values) for i in inputs)
-        kept = [how for i, how in self._kept for _ in i.values]
-        carried, sliced = [None] * num_leaves(self._carried), [None] * num_leaves(self._sliced)
         leaving_out = {"first", "last", "mean"} if is_weighted else {"first", "last"}
-        return [how if how in leaving_out else None for how in (*self._reductions, *carried, *kept, *sliced)]
+        carried = [None for i in self._carried for _ in i.values]
+        return [*carried, *(r.how if r.how in leaving_out else None for r in self._results)]
 
     @property
     def _num_constants(self) -> int:
-        values = [i.values for i in (*self._shared, *(i for i, _ in self._kept))]
+        values = [i.values for i in (*self._shared, *self._kept)]
         return len(self._staged.operands) + sum(map(len, values))
 
     # -- the loop --
@@ -183,30 +211,19 @@ class Turns:
             num: the number of all parts of the batch.
         """
         staged = self._staged
-        kept = [i for i, _ in self._kept]
         # What an earlier loop of the same call has written, this one reads.
         shared = [x for i in self._shared for x in progress.states.get(id(i.state), i.values)]
-        constants = [*staged.operands, *shared, *(x for i in kept for x in i.values)]
-        outs = progress.outs or [None] * len(self._reductions)
-        totals = [
-            _zeros(self._reductions[n], staged.out_avals[n], self._dtype) if outs[n] is None else outs[n]
-            for n in self._accumulated
-        ]
+        constants = [*staged.operands, *shared, *(x for i in self._kept for x in i.values)]
+        firsts = [_zeros(r.how, r.aval, self._dtype) if r.first is None else r.first for r in self._accumulated]
+        totals = [progress.results.get(r.key, first) for r, first in zip(self._accumulated, firsts, strict=True)]
         carried = [x for i in self._carried for x in progress.states.get(id(i.state), i.values)]
-        kept_totals = []
-        for i, how in self._kept:
-            first = [
-                _zeros(how, aval, self._dtype) if how == "mean" and is_float(aval) else x
-                for x, aval in zip(i.values, i.avals, strict=True)
-            ]
-            kept_totals += progress.kept.get(id(i.state), first)
         split = self._keys(parts, num, progress)
         mapped = [parts.split(jnp.moveaxis(jnp.asarray(x), axis, 0)) for i, axis in self._mapped for x in i.values]
         mapped = [
             jnp.moveaxis(x, 1, axis + 1 if axis >= 0 else axis) for x, axis in zip(mapped, self._axes(), strict=True)
         ]
 
-        carry = [jnp.int32(progress.count), *totals, *carried, *kept_totals]
+        carry = [jnp.int32(progress.count), *totals, *carried]
         carry = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in carry]
         xs = [*([] if weights is None else [weights]), *split, *examples, *mapped]
         carry_avals = [_jax.abstract(x) for x in carry]
@@ -239,11 +256,10 @@ class Turns:
         """How to differentiate the loop with the memory of one part."""
         if _jax.forbidden_effects(body.jaxpr):  # must not run again
             return None
-        for position, n in enumerate(self._accumulated):
-            aval = self._staged.out_avals[n]
-            is_loss = not aval.shape and jnp.issubdtype(aval.dtype, jnp.floating)
-            if is_loss and self._reductions[n] in ("mean", "sum"):
-                weight = (None if is_weighted else self._share) if self._reductions[n] == "mean" else 1.0
+        for position, r in enumerate(self._accumulated):
+            is_loss = isinstance(r.key, int) and not r.aval.shape and jnp.issubdtype(r.aval.dtype, jnp.floating)
+            if is_loss and r.how in ("mean", "sum"):
+                weight = (None if is_weighted else self._share) if r.how == "mean" else 1.0
                 return Accumulated(1 + position, weight, self._dtype)
         constants: list[Any] = [v.aval for v in body.jaxpr.invars[: body.num_operands + self._num_constants]]
         is_widened = any(sum_dtype(a, self._dtype) != a.dtype for a in constants)
@@ -251,23 +267,13 @@ class Turns:
 
     def _note(self, parts: EqualParts, carry: list, ys: list, progress: Progress) -> None:
         progress.count += parts.num
-        carry_leaves, y_leaves = iter(carry), iter(ys)
-        outs = progress.outs = progress.outs or [[] if how in ("concat", "stack") else None for how in self._reductions]
-        for n in self._accumulated:
-            outs[n] = next(carry_leaves)
-        for n in self._stacked:
-            y = next(y_leaves)
-            outs[n].append(parts.join(y) if self._reductions[n] == "concat" else y)
+        carry_leaves = iter(carry)
+        progress.results |= {r.key: next(carry_leaves) for r in self._accumulated}
+        for r, y in zip(self._joined, ys, strict=True):
+            y = jnp.moveaxis(y, r.axis + 1 if r.axis >= 0 else r.axis, 1) if r.axis else y
+            progress.results.setdefault(r.key, []).append(y if r.how == "stack" else parts.join(y))
         for i in self._carried:
             progress.states[id(i.state)] = [next(carry_leaves) for _ in i.values]
-        for i, _ in self._kept:
-            progress.kept[id(i.state)] = [next(carry_leaves) for _ in i.values]
-        for i, axis in self._mapped:
-            if id(i.state) in self._staged.written:
-                pieces = progress.slices.setdefault(id(i.state), [[] for _ in i.values])
-                for piece in pieces:
-                    y = jnp.moveaxis(next(y_leaves), axis + 1 if axis >= 0 else axis, 1)
-                    piece.append(parts.join(y))
         for effect, part in zip(self._staged.effects, self._staged.values, strict=True):
             progress.effects[id(effect.state)] = effect, part
 
@@ -275,23 +281,15 @@ class Turns:
 
     def outputs(self, progress: Progress) -> list[Any]:
         """The leaves of the outputs."""
-        assert progress.outs is not None
-        outs = [jnp.concatenate(x) if isinstance(x, list) else x for x in progress.outs]
-        return _narrowed(outs, self._staged.out_avals)
+        return [r.final(progress) for r in self._results if isinstance(r.key, int)]
 
     def state_values(self, progress: Progress) -> list[Any]:
         """The leaves of the written states' values, in the order of the effects."""
-        axes = {id(i.state): axis for i, axis in self._mapped}
-        kept = {id(i.state): i.avals for i, _ in self._kept}
-        leaves: list[Any] = []
-        for key in progress.effects:
-            if key in kept:
-                leaves += _narrowed(progress.kept[key], kept[key])
-            elif key in progress.slices:
-                leaves += [jnp.moveaxis(jnp.concatenate(x), 0, axes[key]) for x in progress.slices[key]]
-            else:
-                leaves += next(d[key] for d in (progress.states, progress.advanced) if key in d)
-        return leaves
+        values = progress.states | progress.advanced
+        for r in self._results:
+            if not isinstance(r.key, int):
+                values.setdefault(r.key[0], []).append(r.final(progress))
+        return [x for key in progress.effects for x in values[key]]
 
 
 def part_type(rules: Rules, state: Any, aval: Any, batch: int, size: int) -> Any:
@@ -311,12 +309,6 @@ def part_type(rules: Rules, state: Any, aval: Any, batch: int, size: int) -> Any
 
 
 # -- reductions ------------------------------------------------------------------------------------------------------
-
-
-def _narrowed(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """What `_zeros` and `_add` have added up in wider floats, in the types of the parts."""
-    pairs = zip(values, avals, strict=True)
-    return [x.astype(aval.dtype) if is_float(aval) and x.dtype != aval.dtype else x for x, aval in pairs]
 
 
 def _zeros(how: str, aval: Any, dtype: Any) -> Any:
