@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gc
-import threading
 import weakref
 
 import brainstate
@@ -246,22 +245,6 @@ def test_jax_settings_are_part_of_the_key():
     assert body.runs == 2
 
 
-def test_nothing_changes_when_the_body_fails():
-    a, b = statetx.State(jnp.ones(2)), statetx.State({"k": 1})
-    va, vb = a.value, b.value
-
-    @statetx.jit
-    def f(x):
-        a.value = a.value * x
-        b.value = {"k": x}
-        raise KeyError("inside")
-
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            f(1.0)
-        assert a.value is va and b.value is vb
-
-
 def test_nested_in_every_transform():
     s = statetx.State(jnp.ones(()))
     w = statetx.Param(jnp.asarray(2.0))
@@ -427,31 +410,6 @@ def test_type_of_an_unused_state_is_part_of_the_key():
     assert float(f(1.0)) == 3
     s.value = jnp.zeros(5)
     assert float(f(1.0)) == 5
-
-
-def test_compiled_call_in_a_second_thread_while_the_first_is_tracing():
-    s = statetx.State(jnp.zeros(()))
-    setter = statetx.jit(lambda x: setattr(s, "value", x))
-    for _ in range(2):
-        setter(5.0)
-    traced, go, errors = threading.Event(), threading.Event(), []
-
-    def slow(x):
-        _ = s.value
-        traced.set()
-        go.wait()
-        return s.value * x
-
-    a = statetx.jit(slow)
-    thread = threading.Thread(target=lambda: a(2.0))
-    thread.start()
-    traced.wait()
-    with pytest.raises(statetx.ForeignStateError, match="another thread is running jit"):
-        setter(9.0)
-    go.set()
-    thread.join()
-    s.value = jnp.asarray(1.0)
-    assert float(a(2.0)) == 2.0 and float(s.value) == 1.0 and not errors
 
 
 def test_order_of_static_keywords_does_not_matter_and_programs_are_bounded():

@@ -119,19 +119,6 @@ def test_jitted_step_compiles_once_and_optimizer_state_has_a_path():
     assert int(optimizer.state.value.count) == 3
 
 
-def test_exception_restores_the_optimizer_state():
-    w = statetx.Param(jnp.ones(2))
-    optimizer = statetx.Optimizer(optax.adam(0.1), w)
-
-    def fails():
-        optimizer.update(jnp.ones(2))
-        raise KeyError("afterwards")
-
-    with pytest.raises(KeyError):
-        statetx.jit(fails)()
-    assert int(optimizer.state.value[0].count) == 0 and w.value[0] == 1
-
-
 def test_states_keep_their_dtype_and_extra_arguments_are_passed_on():
     w = statetx.Param(jnp.ones(2, jnp.bfloat16))
     tx = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))

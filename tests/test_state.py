@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import gc
 import pickle
-import threading
 import weakref
 
 import brainstate
@@ -230,72 +229,6 @@ def test_mutated_container_is_rolled_back_and_published():
         statetx.grad(statetx.remat(fails))(3.0)
     assert s.value is now
     np.testing.assert_array_equal(s.value["h"], [3, 3])
-
-
-def test_state_of_another_threads_trace():
-    s = statetx.State(jnp.ones(3), name="shared")
-    seen = []
-
-    def other():
-        try:
-            seen.append(s.value)
-        except statetx.ForeignStateError as e:
-            seen.append(str(e))
-        try:
-            s.value = jnp.zeros(3)
-        except statetx.ForeignStateError as e:
-            seen.append(str(e))
-
-    def f(x):
-        s.value = s.value * x
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        return s.value.sum()
-
-    statetx.jit(f)(2.0)
-    assert len(seen) == 2 and all("another thread is running jit(" in m and "shared" in m for m in seen)
-    np.testing.assert_array_equal(s.value, [2, 2, 2])
-
-
-def test_threads_with_states_of_their_own_do_not_see_each_other():
-    def work(results, i):
-        s = statetx.State(jnp.full(3, float(i)))
-
-        @statetx.jit
-        def f(x):
-            s.value = s.value * x
-            return statetx.grad(statetx.remat(lambda y: (jnp.sin(y) * s.value).sum()))(x)
-
-        for _ in range(5):
-            results[i] = (f(jnp.asarray(1.5)), s.value)
-
-    results = {}
-    threads = [threading.Thread(target=work, args=(results, i)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    for i in range(4):
-        np.testing.assert_allclose(results[i][1], np.full(3, i * 1.5**5), rtol=1e-6)
-
-
-def test_generator_that_outlives_its_frame():
-    s = statetx.State(jnp.ones(()))
-
-    def gen():
-        yield s.value
-        yield s.value
-
-    def f(x):
-        g = gen()
-        next(g)
-        f.g = g
-        s.value = s.value * x
-        return s.value
-
-    statetx.grad(f)(2.0)
-    assert next(f.g) == 2.0  # reads the state's present value
 
 
 def test_created_state_gets_a_value_after_the_call():

@@ -165,23 +165,6 @@ def test_equal_models_are_distinguished():
     assert (float(nested(Config(1, a), 1.0)), float(nested(Config(1, b), 1.0))) == (2.0, 5.0)
 
 
-def test_programs_are_freed_with_their_model():
-    f = statetx.jit(lambda model, config, x: model.w.value * config.width * x)
-    models = [Plain(1), Plain(2)]
-    for model in models:
-        for width in (1, 2):
-            assert float(f(model, Config(width), X)[0]) == float(model.w.value[0]) * width
-    assert len(f.cache.programs) == 4
-    del model
-    models.pop()
-    gc.collect()
-    assert len(f.cache.programs) == 2
-    f.clear_cache()
-    models.pop()
-    gc.collect()
-    assert float(f(Plain(7), Config(1), X)[0]) == 7.0
-
-
 def test_old_programs_are_evicted(monkeypatch):
     f = statetx.jit(lambda config, x: config.width * x)
     f.cache.programs._size = 3

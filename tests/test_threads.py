@@ -652,24 +652,6 @@ def test_compiled_function_with_a_model_for_each_thread(make):
     assert results == {i: (30.0 * i, 30.0 * i) for i in range(4)}
 
 
-@MAKE
-def test_compiled_function_that_writes_a_shared_state_under_a_lock(make):
-    s, lock = make(jnp.zeros(())), threading.Lock()
-
-    @statetx.jit
-    def add(x):
-        s.value = s.value + x
-
-    def work():
-        for _ in range(50):
-            with lock:
-                add(1.0)
-
-    with switching_often():
-        in_thread(work, work, work)
-    assert float(s.value) == 150.0
-
-
 # -- generators, timers and callbacks --------------------------------------------------------------------------
 
 
