@@ -1162,4 +1162,5 @@ def test_profiles_of_one_function_fill_no_cache(look, fun):
     look(fun, *args)
     before = num_entries()
     look(fun, *args), look(fun, *args)
-    assert num_entries() == before and before[1] > 0
+    after = num_entries()  # entries of other tests may end meanwhile
+    assert after[0] <= before[0] and 0 < after[1] <= before[1]

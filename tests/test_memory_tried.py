@@ -9,12 +9,12 @@ import pytest
 
 import statetx
 from statetx import policies
-from statetx._equations.compiled import full_device_options
 from statetx.memory import oom
 from statetx.memory._advice import candidates, in_parts
 from statetx.memory._edits import AsArguments, Checkpoint, Rematerialize, SaveLess
 from statetx.memory._tried import Trials
 from statetx.memory.oom import explain_oom
+from statetx.residuals._trace import TracedCall
 
 F32 = jnp.float32
 X = jax.ShapeDtypeStruct((1024, 64), F32)
@@ -28,7 +28,7 @@ def unplanned(monkeypatch, request):
 
 
 def trials_of(step, args, gradient=False, **options):
-    return Trials(step, args, {}, gradient=gradient, options=full_device_options(), time_limit=1e9, **options)
+    return Trials(TracedCall("explain_oom", step, args, {}), gradient=gradient, time_limit=1e9, **options)
 
 
 def cost_of(step, args, *edits, gradient=False):

@@ -18,7 +18,7 @@ from .._errors import printable
 from .._tables import Cell, Column, Line, Piece, Table, folded
 from .._text import format_bytes, short_path
 from ._advice import AdvisedTimeline
-from .buffer import Buffer, Change, Group, Kind, Loop, Phase
+from .buffer import Buffer, Change, Group, Kind, Loop
 
 _MAX_ROWS = 12  # of the table, without the rows for what is not shown
 _MAX_CHANGES = 5
@@ -281,13 +281,13 @@ def sparkline(profile: AdvisedTimeline) -> str:
     return "\n".join([blocks, phases, mark])
 
 
-def _phases(profile: AdvisedTimeline, columns: Sequence[tuple[int, int]]) -> list[Phase]:
+def _phases(profile: AdvisedTimeline, columns: Sequence[tuple[int, int]]) -> list[str]:
     """The phase of each column: that of most steps around it, of the column with the peak the phase of the peak.
 
     XLA schedules single operations of one pass within the other.
     """
     around, peak = len(profile.steps) // 12, profile.peak_step
-    phases: list[Phase] = []
+    phases: list[str] = []
     for first, end in columns:
         near = [step.phase for step in profile.steps[max(first - around, 0) : end + around]]
         phases.append(profile.steps[peak].phase if first <= peak < end else Counter(near).most_common(1)[0][0])

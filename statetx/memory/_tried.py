@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
-from .._equations.compiled import Cost, Program, is_out_of_memory
+from .._equations.compiled import Cost, Program, full_device_options, is_out_of_memory
 from .._equations.hoist import hoist
 from .._equations.primitives import REMAT
 from .._equations.structure import Body
@@ -53,53 +53,34 @@ class Trials:
         constant_bytes: of the unchanged program.
     """
 
-    def __init__(
-        self,
-        step: Callable,
-        args: tuple,
-        kwargs: dict[str, Any],
-        *,
-        gradient: bool,
-        options: dict[str, Any],
-        time_limit: float,
-        constant_bytes: int = 0,
-    ):
+    def __init__(self, call: TracedCall, *, gradient: bool, time_limit: float, constant_bytes: int = 0):
         # Each program is traced again, with the edits of what it differentiates.
-        self._arrays = ArrayProgram(TracedCall("explain_oom", step, args, kwargs), gradient, retraces=True)
-        self._options, self._constant_bytes = options, constant_bytes
+        self._arrays = ArrayProgram(call, gradient, retraces=True)
+        self._constant_bytes = constant_bytes
         self._end = time.monotonic() + time_limit
         self._longest = 0.0
-        self._costs: dict[frozenset[Edit], Cost | None] = {}
-        self._why_not: dict[frozenset[Edit], str] = {}
-
-    @property
-    def seconds_left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-    @property
-    def is_late(self) -> bool:
-        """Whether another compilation would probably end after the time limit."""
-        return self._longest > self.seconds_left or not self.seconds_left
+        self._costs: dict[frozenset[Edit], Cost | NotTried] = {}
 
     def cost(self, *edits: Edit) -> Cost | None:
         """What the program with these edits takes; None if they cannot be tried, for the reason that `why_not`
         tells.
         """
-        key = frozenset(edits)
+        key, begin = frozenset(edits), time.monotonic()
         if key not in self._costs:
-            if self.is_late:
+            left = self._end - begin
+            if left <= 0 or self._longest > left:  # another compilation would probably end after the time limit
                 return None
-            begin = time.monotonic()
             try:
                 self._costs[key] = self._compiled(edits)
             except NotTried as e:
-                self._costs[key], self._why_not[key] = None, str(e)
+                self._costs[key] = NotTried(str(e))  # without the frames of the compilation
             self._longest = max(self._longest, time.monotonic() - begin)
-        return self._costs[key]
+        found = self._costs[key]
+        return None if isinstance(found, NotTried) else found
 
     def why_not(self, *edits: Edit) -> str:
         """Why the program with these edits was not compiled."""
-        return self._why_not.get(frozenset(edits), "the time was over")
+        return str(self._costs.get(frozenset(edits), "the time was over"))
 
     @functools.cached_property
     def flops(self) -> int:
@@ -122,7 +103,7 @@ class Trials:
             raise NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e)) from e
         if AsArguments() not in edits:
             return cost
-        spared = self._spared_constants(program) + _on_device(self._captured)
+        spared = self._spared_constants(program) + bytes_on_device(self._captured)
         return dataclasses.replace(cost, argument_bytes=cost.argument_bytes - spared)
 
     def _spared_constants(self, program: Program) -> int:
@@ -158,7 +139,7 @@ class Trials:
             donated, args = {i + len(found) for i in donated}, [*map(_jax.abstract, found), *args]
             run = lambda *xs: _jax.evaluate(jaxpr, (), xs)
         with rewritten_by(rewriter):
-            program = Program(run, args, self._options, sorted(donated), estimates=True)
+            program = Program(run, args, full_device_options(), sorted(donated), estimates=True)
         if not rewriter.is_complete:
             raise NotTried("its place was not found in the equations")
         return program
@@ -187,14 +168,9 @@ def captured(run: Callable, arrays: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     return hoist(closed.jaxpr, closed.consts)
 
 
-def _on_device(arrays: Sequence[Any]) -> int:
+def bytes_on_device(arrays: Sequence[Any]) -> int:
     """Bytes of those that are on the device anyway, beside the copy in the program."""
     return num_bytes([x for x in arrays if isinstance(x, jax.Array)])
-
-
-def captured_bytes(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
-    """Bytes on the device of the arrays that a step closes over."""
-    return _on_device(TracedCall("explain_oom", step, args, kwargs).body.operands)
 
 
 class _TriedGradient(NamedTuple):

@@ -20,11 +20,12 @@ from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import format_bytes, format_seconds, parse_bytes, short_path
 from ..planner.planner import plan
+from ..residuals._trace import TracedCall
 from ..transforms.functionalize import functionalize
 from ._estimate import estimate
 from ._search import Remedy, RemedySearch, Unused
 from ._show import PeakRow, rows_at_peak
-from ._tried import Trials, captured_bytes
+from ._tried import Trials, bytes_on_device
 from .measure import MemoryProfile, profiled
 
 _MAX_ROWS = 6
@@ -289,6 +290,7 @@ def explain_oom(
         texts.append(str(e))
         profile = estimate(step, args, kwargs, gradient)
 
+    call = TracedCall("explain_oom", step, args, kwargs)
     told = _read_error("\n".join(texts))
     limit_bytes, source, other_bytes = None if limit is None else parse_bytes(limit), "limit=", 0
     stats = _memory_stats() if limit_bytes is None else None
@@ -299,20 +301,13 @@ def explain_oom(
         limit_bytes, source = told.limit_bytes, "the error" if told.limit_bytes else ""
 
     if limit is not None and profile.constant_bytes >= _LEAST_SHARE * (profile.peak_bytes + profile.constant_bytes):
-        other_bytes = captured_bytes(step, args, kwargs)
+        other_bytes = bytes_on_device(call.body.operands)
     name = short_name(getattr(step, "__name__", "") or name_of(step))
     report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, told.requested_bytes, ())
     trials, seconds = None, float("inf") if time_limit is None else time_limit
     if report.short_bytes and not profile.note and seconds:
-        options = full_device_options()
         trials = Trials(
-            step,
-            args,
-            kwargs,
-            gradient=profile.gradient,
-            options=options,
-            time_limit=seconds * _FOR_TRIALS,
-            constant_bytes=profile.constant_bytes,
+            call, gradient=profile.gradient, time_limit=seconds * _FOR_TRIALS, constant_bytes=profile.constant_bytes
         )
     begin = time.monotonic()
     with spinner(f"explain_oom of {name}", is_shown=progress) as tell:
