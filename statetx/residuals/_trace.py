@@ -147,6 +147,7 @@ class TracedCall:
         outputs: the types of the function's outputs.
         num_results: the number of all that the call returns.
         inputs: the arrays of the arguments, then those of the states in the order of their first reads.
+        wanted: which arrays of the arguments are differentiated.
         takes_gradients: whether it differentiates functions.
         is_step: whether it is a training step, which takes gradients itself, and no loss.
     """
@@ -183,7 +184,7 @@ class TracedCall:
         static_part = Partition(treedef, mask, static)
         dynamic = [(keys, x) for (keys, x), m in zip(leaves_with_path, mask, strict=True) if m]
         arrays = [as_array(x) for _, x in dynamic]
-        self._wanted = [is_target(keys) for keys, _ in dynamic]
+        self.wanted = [is_target(keys) for keys, _ in dynamic]
 
         paths, argument_name = Paths(fun, args, kwargs), argument_names(fun, args)
         origins = [InputOrigin("argument", argument_name(keys)) for keys, _ in dynamic]
@@ -265,7 +266,7 @@ class TracedCall:
         """
         if may_be_step and self._all_inputs and self.is_step:
             return self._recorder.passes(f"gradient in {short_name(self.name)}")
-        is_wanted = [*self._wanted, *(self._is_target_state(i.state) for i in self.inputs[len(self._wanted) :])]
+        is_wanted = [*self.wanted, *(self._is_target_state(i.state) for i in self.inputs[len(self.wanted) :])]
         # Only floats have derivatives.
         jaxpr, first = self.body.jaxpr, self.body.num_operands
         chosen = [first + i for i, w in enumerate(is_wanted) if w and is_float(jaxpr.invars[first + i].aval)]

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import _jax
 from .._lift.context import device_bytes
 from .._lift.options import notes_shapes
-from .._lift.targets import resolve_argnums
-from .._lift.wrapper import check_callable, name_of
+from .._lift.wrapper import check_callable
 from .._loops import online
 from .._loops.backward import BackwardStep
 from .._loops.checkpointed import LoopOfSlots
@@ -178,28 +176,20 @@ def loop_report(
     """
     check_callable("loop_report", fun)
     compared = [None if p is None else as_value_policy(p) for p in as_sequence(policies, "loop_report")]
-    nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
-    if nums is not None:  # other numbers stay numbers: they may be shapes
-        args = tuple(jax.tree.map(_as_array, arg) if n in nums else arg for n, arg in enumerate(args))
+    # Without a choice numbers stay numbers: they may be shapes.
+    call = TracedCall("loop_report", fun, args, kwargs, argnums=argnums, traces_numbers=argnums is not None)
     loops: dict[Any, Differentiated] = {}
-    for note in _notes(fun, args, kwargs, nums):
+    for note in _notes(call, may_be_step=argnums is None):
         loops.setdefault((note.loop, note.diff_indices, note.around.num_examples), note)
-    return LoopReport(name_of(fun), tuple(row for note in loops.values() for row in _rows(note, compared)))
+    return LoopReport(call.name, tuple(row for note in loops.values() for row in _rows(note, compared)))
 
 
-def _as_array(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, (float, complex)) else x
-
-
-def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[int] | None) -> list[Differentiated]:
+def _notes(call: TracedCall, *, may_be_step: bool) -> list[Differentiated]:
     """The notes in the program of a step, or in the gradient of a loss."""
-    call = TracedCall("loop_report", fun, args, kwargs)
     notes = _notes_in(call.body.jaxpr)
-    if nums is None and notes:
+    if may_be_step and notes:
         return notes
-    keys = [i.keys for i in call.inputs if i.state is None]
-    fixed = [nums is not None and not (group.idx == 0 and arg.idx in nums) for group, arg, *_ in keys]
-    program = ArrayProgram(call, True, fixed)
+    program = ArrayProgram(call, True, [not is_wanted for is_wanted in call.wanted])
     gradient = lambda *arrays: jax.tree.leaves(program.run(*arrays))
     avals = [_jax.abstract(x) for x in program.arrays]
     try:
@@ -207,7 +197,7 @@ def _notes(fun: Callable, args: tuple, kwargs: dict[str, Any], nums: Sequence[in
     except Exception:
         # A loss may take gradients, too, as an integrator does that linearizes a neuron. A step without such loops need
         # not have a derivative.
-        if nums is None and call.takes_gradients:
+        if may_be_step and call.takes_gradients:
             return []
         raise
 

@@ -89,7 +89,7 @@ class ArrayProgram:
         self.names = [i.origin.path for i in self.inputs]
         self.states = self.names[: len(states)]
         is_fixed = [*[False] * (len(self.inputs) - len(fixed)), *fixed]
-        self.diff_indices = [i for i, x in enumerate(self.arrays) if is_float(x) and not is_fixed[i]]
+        self.diff_indices = [i for i, x in enumerate(self.arrays) if is_float(_jax.abstract(x)) and not is_fixed[i]]
         self.run = with_pullback(self._split_outputs, self.diff_indices) if gradient else self._outputs
         number = {id(i): n for n, i in enumerate(self.inputs)}
         donated = () if gradient else donated_inputs(call.body.jaxpr)
