@@ -142,18 +142,8 @@ def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[i
     before, carry = jaxpr.invars[: step.num_constants], jaxpr.invars[step.num_constants : num]
     invars = [*before, *inputs[: len(xs)], *carry, *inputs[len(xs) :]]
     whole = _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
-    part = LoopStep(
-        Body(whole, []),
-        step.num_constants + len(xs),
-        step.num_carry,
-        length=step.length,
-        reverse=step.reverse,
-        policy=None,
-        name=step.name,
-        formats=step.carry_formats,
-        exact_first=step.exact_first,
-        fence=step.fence,
-    )
+    changes = {"body": Body(whole, []), "num_constants": step.num_constants + len(xs)}
+    part = dataclasses.replace(step, **changes, policy=None, marks=None, formats=step.carry_formats)
     return part, len(eqns)
 
 
