@@ -156,11 +156,35 @@ class InGroups(Treatment):
     ) -> Callable[[Sequence[Option]], list[Option]] | None:
         if part.eqn is None:
             return None
-        length, first = part.eqn.params["length"], sum(_jax.scan_counts(part.eqn))
-        x_bytes = [length * device_bytes(v.aval) for v in part.jaxpr.invars[first:]]
-        read, differentiated = (
-            [i - first for i in sorted(some) if i >= first] for some in (graph.residual_inputs, graph.diff_indices)
-        )
+        length, first_x = part.eqn.params["length"], sum(_jax.scan_counts(part.eqn))
+        # Steps that are not rematerialized store the xs that their derivative reads. Of the xs with a cotangent the
+        # cotangents of the groups are joined.
+        of_xs = lambda inputs: [i - first_x for i in sorted(inputs) if i >= first_x]
+        read, joined = of_xs(graph.residual_inputs), of_xs(graph.diff_indices)
+        types = [v.aval for v in part.jaxpr.invars[first_x:]]
+        read_bytes, joined_bytes = (length * sum(device_bytes(types[i]) for i in some) for some in (read, joined))
+
+        def mixed(one: Option, other: Option, carries: Carries) -> Iterator[Option]:
+            """Two groups of steps, split at several places."""
+            # The first group is the one with the larger working set: in its backward pass the bytes of the other are
+            # free again.
+            first, second = sorted((one, other), key=lambda o: -o.backward_bytes)
+            before, after = _turn_of(first), _turn_of(second)
+            step = max(1, length // _NUM_SPLITS)
+            for number in dict.fromkeys(n // before * before for n in range(step, length, step)):
+                if not (_are_turns(number, before) and _are_turns(length - number, after)):
+                    continue
+                parts = (first, number), (second, length - number)
+                first_bytes, second_bytes = (
+                    (o.saved_bytes + (read_bytes if o.decision.saved is None else 0)) * n // length for o, n in parts
+                )
+                groups = Groups(tuple((n, _decision_for(n, o)) for o, n in parts), tuple(joined))
+                yield Option(
+                    first_bytes + second_bytes + joined_bytes,
+                    max(second.backward_bytes, first.backward_bytes - second_bytes),
+                    sum(o.cost * n for o, n in parts) / length,
+                    Decision(None, (CheckpointedLoop(groups, carries, is_fenced=True),)),  # groups are several loops
+                )
 
         def with_groups(options: Sequence[Option]) -> list[Option]:
             unchanged = [o for o in options if not o.decision.treatments]
@@ -171,58 +195,23 @@ class InGroups(Treatment):
                 if loop is not None and isinstance(loop.strategy, Lengths) and saved == saved_as(o.decision.addresses):
                     kinds = by_carries.setdefault(loop.carries, {"each": [*unchanged], "turn": [], "loop": []})
                     kinds[loop.strategy.keep if _turn_of(o) > 1 else "each"].append(o)
-            groups = []
-            for carries, kinds in by_carries.items():
-                uniform, *nested = kinds.values()
-                groups += in_groups(length, uniform, nested, x_bytes, read, differentiated, carries)
-            return [options[0], *groups, *options[1:]]
+            pairs = [(*pair, carries) for carries, kinds in by_carries.items() for pair in _pairs(*kinds.values())]
+            return [options[0], *(option for pair in pairs for option in mixed(*pair)), *options[1:]]
 
         return with_groups
 
 
-def in_groups(
-    length: int,
-    uniform: Sequence[Option],
-    nested: Sequence[Sequence[Option]],
-    x_bytes: Sequence[int],
-    read: Sequence[int],
-    differentiated: Sequence[int],
-    carries: Carries,
-) -> list[Option]:
-    """Options with two groups of steps.
+def _pairs(uniform: Sequence[Option], *nested: Sequence[Option]) -> Iterator[tuple[Option, Option]]:
+    """Pairs of treatments for two groups.
 
     Args:
         uniform: options that treat all steps alike, and store a carry per step.
         nested: options of loops in loops, whose working set is larger, of several kinds.
-        x_bytes: of each of the xs.
-        read: those that the derivative of a step reads: steps that are not rematerialized store them.
-        differentiated: those with a cotangent: the cotangents of the groups are joined.
     """
-    read_bytes, differentiated_bytes = (sum(x_bytes[i] for i in some) for some in (read, differentiated))
     some = [_sampled(options) for options in nested]
-    pairs = [*_neighbors(uniform), *((a, b) for options in some for a in options for b in uniform)]
-    pairs += [(a, b) for one, other in itertools.combinations(some, 2) for a in one for b in other]
-    splits = range(max(1, length // _NUM_SPLITS), length, max(1, length // _NUM_SPLITS))
-    options = []
-    for one, other in pairs:
-        # The first group is the one with the larger working set: in its backward pass the bytes of the other are free
-        # again.
-        first, second = sorted((one, other), key=lambda o: -o.backward_bytes)
-        before, after = _turn_of(first), _turn_of(second)
-        for number in dict.fromkeys(n // before * before for n in splits):
-            if not (_are_turns(number, before) and _are_turns(length - number, after)):
-                continue
-            parts = (first, number), (second, length - number)
-            first_bytes, second_bytes = (
-                (o.saved_bytes + (read_bytes if o.decision.saved is None else 0)) * n // length for o, n in parts
-            )
-            backward = max(second.backward_bytes, first.backward_bytes - second_bytes)
-            cost = sum(o.cost * n for o, n in parts) / length
-            groups = Groups(tuple((n, _decision_for(n, o)) for o, n in parts), tuple(differentiated))
-            saved_bytes = first_bytes + second_bytes + differentiated_bytes
-            decision = Decision(None, (CheckpointedLoop(groups, carries, is_fenced=True),))  # groups are several loops
-            options.append(Option(saved_bytes, backward, cost, decision))
-    return options
+    yield from _neighbors(uniform)
+    yield from ((a, b) for options in some for a in options for b in uniform)
+    yield from ((a, b) for one, other in itertools.combinations(some, 2) for a in one for b in other)
 
 
 def _lengths_of(decision: Decision) -> Lengths | None:
