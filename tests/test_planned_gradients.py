@@ -245,27 +245,6 @@ def test_two_networks_share_the_budget_of_the_step():
 
 
 @pytest.mark.slow
-def test_budget_below_what_two_networks_take():
-    with pytest.raises(statetx.PlanError, match=r"arguments take .* and outputs"):
-        statetx.plan(adversarial, GENERATOR, CRITIC, X, X + 1, budget="100KiB")
-
-
-@pytest.mark.slow
-def test_gradient_of_a_gradient_is_planned_as_one():
-    def adapted(ws, x):
-        inner = jax.grad(loss)(ws, x)
-        return loss(sgd(ws, inner), x + 1)
-
-    def step(ws, xs):
-        return sgd(ws, jax.grad(lambda ws: jax.vmap(lambda x: adapted(ws, x))(xs).mean())(ws))
-
-    xs = X.reshape(4, -1, D)
-    plan = statetx.plan(step, WS, xs, budget=0.8)
-    assert total_bytes(plan.apply(step), WS, xs) <= plan.budget_bytes and plan.extra_flops > 0
-    assert_same(jax.jit(plan.apply(step))(WS, xs), jax.jit(step)(WS, xs))
-
-
-@pytest.mark.slow
 def test_flax_with_optax():
     nnx = pytest.importorskip("flax.nnx")
 
