@@ -10,6 +10,7 @@ nor discharge one in a `custom_jvp`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,6 +53,7 @@ def running_rule() -> RuleWatch | None:
     return None if frame is None else frame.watch
 
 
+@dataclasses.dataclass(eq=False)
 class RuleWatch:
     """Runs one derivative rule and notes what it reads; see `watched`.
 
@@ -59,15 +61,14 @@ class RuleWatch:
         reads: each state that the rule has read, with the leaves of its value.
     """
 
-    def __init__(
-        self, name: str, written: dict[int, tuple[object, str]], place: str, inner: Sequence[Any], is_framed: bool
-    ):
-        self.reads: list[tuple[Any, Kind, list[Any]]] = []
-        self.name = name
-        self._written = written
-        self.place = place
-        self._inner = inner
-        self._is_framed = is_framed
+    name: str
+    _written: dict[int, tuple[object, str]]
+    place: str
+    _inner: Sequence[Any]
+    _is_framed: bool
+    reads: list[tuple[Any, Kind, list[Any]]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self.enter()
 
     def enter(self) -> None:

@@ -193,6 +193,14 @@ class Walk:
         return path if self._used[path] == 1 else f"{path}#{self._used[path]}"
 
 
+def visited_from(*roots: Any) -> list[Any]:
+    """The objects that these roots hold, in order, not counting those of their classes."""
+    walk = Walk(follows_classes=False)
+    for root in roots:
+        collections.deque(walk.held(root), 0)
+    return walk.visited
+
+
 def held_states(obj: Any) -> list[Any]:
     """The states that an object holds itself, not counting its class's, nor those that its code reads."""
     return [state for _, state in Walk(follows_classes=False).held(obj, is_called=False)]
@@ -231,12 +239,8 @@ def created_undone(*roots: Any) -> Iterator[None]:
     one. Nor has an array in an attribute, which flax.nnx allows. Other assignments stay, as after any trace of JAX; so
     do items of containers that existed before.
     """
-    walk = Walk(follows_classes=False)
-    for root in roots:
-        for _ in walk.held(root):
-            pass
     # Held for the call: the references to earlier states cost `jit` another staging at most (decision 16).
-    before = [(obj, dict(attributes)) for obj in walk.visited if (attributes := _attributes(obj)) is not None]
+    before = [(obj, dict(attributes)) for obj in visited_from(*roots) if (attributes := _attributes(obj)) is not None]
     try:
         yield
     finally:

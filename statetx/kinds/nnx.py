@@ -35,6 +35,7 @@ from .. import _frames, _jax, _states
 from .._atomic import Store
 from .._errors import StateAccessError
 from .._frames import Frame
+from .._objects.contents import children
 from .native import Invalidated
 
 _local = _frames._local
@@ -338,12 +339,8 @@ def _holds_states(obj: Any) -> bool:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if nnx.Pytree in bases:
-            pending += vars(value).values()
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, (list, tuple)):
-            pending += value
+        if nnx.Pytree in bases or isinstance(value, (dict, list, tuple)):
+            pending += [child for _, child in children(value)]
     return False
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from ... import _frames, _states
 from ..._atomic import Store
 from ..._objects.contents import is_base, is_wrapper, module_of, package_of
-from ..._objects.walk import Walk, held_states
+from ..._objects.walk import held_states, visited_from
 from ..._states import Kind
 
 _NONE = object()
@@ -142,11 +142,7 @@ class PlacesOfObjects:
     """
 
     def __init__(self, *roots: Any):
-        walk = Walk(follows_classes=False)
-        for root in roots:
-            for _ in walk.held(root):
-                pass
-        self._owners = [(owner, read, read()) for obj in walk.visited for owner, read in _readers(obj)]
+        self._owners = [(owner, read, read()) for obj in visited_from(*roots) for owner, read in _readers(obj)]
         self._before: dict[int, Contents] = {}
         for owner, _, contents in self._owners:
             self._before.setdefault(id(owner), {}).update(contents)
