@@ -60,8 +60,7 @@ def common_length(
     if needed_by is not None and symbolic is not None:
         raise ValueError(
             f"{call}: {describe(firsts[symbolic])} has the symbolic length {symbolic} along axis "
-            f"{axes[firsts[symbolic]]}. "
-            f"{needed_by} depends on it.\nFix: export with a constant length."
+            f"{axes[firsts[symbolic]]}. {needed_by} depends on it.\nFix: export with a constant length."
         )
     lengths = [*firsts, *(() if given is None or given[1] in firsts else (given[1],))]
     if len(lengths) > 1:

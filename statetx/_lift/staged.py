@@ -211,8 +211,7 @@ def sort_states(staged: Staged, rules: Rules, fix: str) -> SortedStates:
         elif effect is not None and rule is Broadcast and not read.kind.is_random(read.state):
             raise StateAccessError(
                 f"{staged.name}: {_states.describe(read.state, read.kind, rules.path(read.state))} is declared "
-                f"Broadcast and was "
-                f"written at {effect.site}.\nFix: declare it {fix}."
+                f"Broadcast and was written at {effect.site}.\nFix: declare it {fix}."
             )
         else:
             states.others.append((read, rule))

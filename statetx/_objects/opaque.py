@@ -67,8 +67,7 @@ def refuse_unfinished(out: Any, returned: Callable[[], str] = lambda: "The funct
             out.close()  # else Python warns that it was never awaited
         name, fix = unfinished
         raise FunctionError(
-            f"{returned()} a {name} of {out.__qualname__}, whose body has not run: it would run when the "
-            f"trace has "
+            f"{returned()} a {name} of {out.__qualname__}, whose body has not run: it would run when the trace has "
             f"ended.\nFix: {fix}."
         )
 
@@ -105,6 +104,5 @@ def _leak(obj: Any, path: str, tracer: Any, returned: str) -> TraceLeakError:
         fix = f"register {name} as a pytree (jax.tree_util.register_dataclass)"
     return TraceLeakError(
         f"{returned} {holder} an array computed inside ({tracer.aval.str_short(short_dtypes=True)}). JAX cannot see "
-        f"into that object, "
-        f"so the array would stay there as a dead tracer.\nFix: use the array itself, or {fix}."
+        f"into that object, so the array would stay there as a dead tracer.\nFix: use the array itself, or {fix}."
     )

@@ -250,8 +250,7 @@ class _Devices:
         )
         return (
             f"shard_map({name_of(self._owner.__wrapped__)}) wrote replicated states, and JAX cannot tell that all "
-            f"devices "
-            f"write the same value: {written}.\nFix: declare the axes over which the state is sharded, "
+            f"devices write the same value: {written}.\nFix: declare the axes over which the state is sharded, "
             f"shard_map(..., states={{path: PartitionSpec(...)}}), or reduce the value over the devices (jax.lax.psum)."
         )
 
@@ -305,9 +304,8 @@ class _SpecChecks:
             num = math.prod(self._sizes[axis] for axis in _axes_of((axes,)))
             if size % num:
                 raise ValueError(
-                    f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: {size} elements cannot "
-                    f"be divided among "
-                    f"{num} devices.\nFix: pad the array, or give a spec without the axis {axes!r}."
+                    f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: {size} elements cannot be "
+                    f"divided among {num} devices.\nFix: pad the array, or give a spec without the axis {axes!r}."
                 )
 
         if not isinstance(x, jax.Array) or isinstance(x, _jax.Tracer) or not isinstance(self._mesh, jax.sharding.Mesh):
