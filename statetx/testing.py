@@ -23,6 +23,7 @@ from ._text import format_bytes, parse_bytes, type_str
 from ._tree import is_array_or_type, is_float, is_integer, partition
 from .memory.baseline import TOLERANCE, UPDATE, Difference, MemoryBaseline, find, key_of, read_tolerance, save
 from .memory.measure import MemoryProfile, memory_profile
+from .residuals._trace import TracedCall
 from .residuals.saved import saved_residuals
 from .residuals.table import Residual
 from .transforms.functionalize import Functionalize
@@ -156,7 +157,7 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
     if difference:
         raise AssertionError(
             f"{name_of(fun)} is not deterministic: two runs without rematerialization differ at {difference}.\n"
-            f"{_suspects(pure, values, args, kwargs, drawn)}"
+            f"{_suspects(fun, args, kwargs, drawn)}"
         )
 
     # `override` lists the rematerialized functions that it meets.
@@ -168,7 +169,7 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
         result = _run(wrapped, values, args, kwargs)
     difference = _difference(result, first, rtol, atol)
     if difference:
-        suspects = _suspects(pure, values, args, kwargs, drawn)
+        suspects = _suspects(fun, args, kwargs, drawn)
         raise AssertionError(f"{name_of(fun)} gives other results when it is rematerialized: {difference}.\n{suspects}")
 
 
@@ -246,12 +247,12 @@ def _generators() -> dict[str, Any]:
     return {"numpy.random": str(np.random.get_state(legacy=False)), "random": random.getstate()}
 
 
-def _suspects(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any], drawn: Iterable[str]) -> str:
+def _suspects(fun: Callable, args: tuple, kwargs: dict[str, Any], drawn: Iterable[str]) -> str:
     lines = [
         f"It draws from the global generator of {name}, which is not a state: use a statetx.RngState." for name in drawn
     ]
     with override(is_off=True):
-        callbacks = _jax.callbacks(_jaxpr_of(pure, values, args, kwargs))
+        callbacks = _jax.callbacks(TracedCall("assert_remat_equivalent", fun, args, kwargs).body.jaxpr)
     for name, line in callbacks:
         lines.append(
             f"It calls {name} on the host, at {line}, again for each recomputation: it must return the same result."
@@ -261,16 +262,6 @@ def _suspects(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any], 
         or "No host callback and no draw from a global generator was found. If a value is stored as bits since it is "
         "an input or has a name, it may be neither 0 nor 1; otherwise this is a bug in statetx or JAX."
     )
-
-
-def _jaxpr_of(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    arrays, static = partition((values, args, kwargs), is_array_or_type)
-
-    def run(*arrays: Any) -> list[Any]:
-        values, args, kwargs = static.combine(arrays)
-        return partition(pure(values, *args, **kwargs), is_array_or_type)[0]
-
-    return jax.make_jaxpr(run)(*arrays).jaxpr
 
 
 def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str], **kwargs: Any) -> None:

@@ -116,14 +116,12 @@ class TracedInput(NamedTuple):
 
     Attributes:
         array: the array, or its type.
-        keys: of an array of an argument, its key path in ``(args, kwargs)``.
         state: the state that it is a leaf of; None for arguments.
         index: its number among the arguments, or among the leaves of the state.
     """
 
     array: Any
     origin: InputOrigin
-    keys: tuple[Any, ...] = ()
     state: Any = None
     index: int = 0
 
@@ -220,8 +218,7 @@ class TracedCall:
             self.body, _, refs = stage(body, avals, traced_for=f"statetx.{name}", names=names, lifting=lifting)
         recorder.origins.clear()
         self.inputs = [
-            TracedInput(x, origin, keys, None, n)
-            for n, (x, origin, (keys, _)) in enumerate(zip(arrays, origins, dynamic, strict=True))
+            TracedInput(x, origin, None, n) for n, (x, origin) in enumerate(zip(arrays, origins, strict=True))
         ]
         self.inputs += _state_inputs(lifting, paths)
         self.outputs = [v.aval for v in self.body.jaxpr.outvars[:num_out]]
@@ -290,7 +287,7 @@ def _state_inputs(lifting: Lifting, paths: Paths) -> Iterator[TracedInput]:
         kind = type(read.state).__name__
         leaf_paths = _leaf_paths(read.partition, paths(read.state))
         for n, (x, path) in enumerate(zip(read.values, leaf_paths, strict=True)):
-            yield TracedInput(x, InputOrigin("state", path, kind), (), read.state, n)
+            yield TracedInput(x, InputOrigin("state", path, kind), read.state, n)
 
 
 class _InspectedReads(Lifting):
