@@ -215,7 +215,19 @@ def normalizing(w, carry, x):
     return (h, 0.9 * mean + h), mean.sum()
 
 
-MIXED = {"spiking": (spiking, 2), "counting": (counting, 1), "normalizing": (normalizing, 2)}
+def layered(w, carry, x):
+    """A step with a loop, whose buffers XLA:CPU would allocate at the start of the program around the step."""
+    (h,) = carry
+    layer = jax.checkpoint(lambda h, k: (jnp.tanh(h @ w + k * x), None))
+    return (jax.lax.scan(layer, h, jnp.arange(4.0))[0],), jnp.float32(0)
+
+
+MIXED = {
+    "spiking": (spiking, 2),
+    "counting": (counting, 1),
+    "normalizing": (normalizing, 2),
+    "layered": (layered, 1),
+}
 
 
 def mixed_loss(name, slots, length, shape=(8, 32)):
@@ -255,6 +267,23 @@ def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
     carries_only()
     assert not statetx.loop_report(loss, *args).rows[0].is_mixed
     assert mixed <= temporary() + 1024
+
+
+def test_a_step_with_a_loop_runs_as_often_as_the_schedule_says():
+    calls = []
+
+    def step(h, x):
+        jax.debug.callback(lambda _: calls.append(0), h)
+        return jax.lax.scan(lambda h, _: (jnp.sin(h * x), None), h, None, 3)[0], None
+
+    loss = lambda h, xs: statetx.scan(step, h, xs, checkpoint=Slots(20))[0]
+    args = 0.5, jnp.ones(60)
+    row = statetx.loop_report(loss, *args, policies=()).rows[0]
+    assert row.is_mixed
+    calls.clear()
+    jax.grad(jax.jit(loss), (0, 1))(*args)
+    jax.effects_barrier()
+    assert len(calls) == round(60 * row.runs)
 
 
 def test_bfloat16_in_slots_takes_no_memory(carries_only):
