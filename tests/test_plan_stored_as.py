@@ -203,7 +203,7 @@ def test_small_values_are_no_choice():
         return jnp.where(y > 0, y, 0.0).sum() + jnp.where(y[:2] > 1, y[:2], 0.0).sum()
 
     graph = graph_of(fun, WS[0], X)
-    masks = [a for a in graph._smaller if graph.sites[a].value.type.dtype == bool]
+    masks = [a for a, site in graph.sites.items() if site.value.type.dtype == bool]
     assert sorted(graph.sites[a].value.type.shape for a in masks) == [(2, 32), (256, 32)]
     assert [graph.sites[a].value.type.shape for a in masks if a in graph.smaller] == [(256, 32)]
 

@@ -93,11 +93,14 @@ class Graph:
         outputs = set() if is_step else {v for v in jaxpr.outvars if isinstance(v, Var)}
         self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[-1]] in outputs}
 
-        self._smaller: dict[Address, InFormat] = {}
+        # The values worth storing in fewer bits; not outputs, which are in memory for other regions.
+        self.smaller: dict[Address, InFormat] = {}
+        largest = max((device_bytes(site.value.type) for site in self.sites.values()), default=0)
         for address in set(self._address_of.values()):
             value = self.sites[address].value
-            if (way := smallest(value.type, formats, is_bits=value.is_bits)) is not None:
-                self._smaller[address] = way
+            way = smallest(value.type, formats, is_bits=value.is_bits)
+            if way is not None and self.num_bytes(address) - self.num_bytes(address, way) > WORTH_STORING * largest:
+                self.smaller[address] = way
         self._programs: dict[Saved | None, Program] = {}  # that `measure` is to read
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the
@@ -149,11 +152,10 @@ class Graph:
 
     def _integer_program(self, offload: bool) -> IntegerProgram:
         storages: dict[Address, dict[Way, Storage]] = {}
-        worth_it = self.smaller
         for address in sorted(set(self._address_of.values())):
             aval, num_bytes = self.sites[address].value.type, self.num_bytes(address)
             storages[address] = {KEEP: Storage(num_bytes, 0.0, num_bytes)}
-            if (way := worth_it.get(address)) is not None:
+            if (way := self.smaller.get(address)) is not None:
                 storages[address][way] = Storage(way.num_bytes(aval), way.cost(aval), way.num_bytes(aval))
             if offload:
                 storages[address][ON_HOST] = Storage(0, 0.0, 2 * num_bytes)
@@ -168,8 +170,8 @@ class Graph:
         fetched = [self.num_bytes(a) for a, way in saved.items() if way.is_read_early]
         decoded = [way.read_bytes(types[a]) for a, way in saved.items() if not way.is_read_early]
         read_bytes = sum(fetched) + max(decoded, default=0)
-        decision = Decision(frozenset(saved.items()))
-        return Option(saved_bytes, self._backward_bytes(recomputed) + read_bytes, cost, decision)
+        backward_bytes = self._peak_bytes(self._backward, [self._forward.jaxpr.eqns[i] for i in recomputed])
+        return Option(saved_bytes, backward_bytes + read_bytes, cost, Decision(frozenset(saved.items())))
 
     def inputs_read(self, decision: Decision) -> set[int]:
         """The inputs, by index, that the backward pass of an option reads, to compute values again or itself."""
@@ -199,21 +201,11 @@ class Graph:
         is_held = way is KEEP and address in self._output_addresses
         return 0 if is_held else way.num_bytes(self.sites[address].value.type)
 
-    @property
-    def smaller(self) -> dict[Address, InFormat]:
-        """The values worth storing in fewer bits; not outputs, which are in memory for other regions."""
-        largest = max((device_bytes(site.value.type) for site in self.sites.values()), default=0)
-        spared = {a: self.num_bytes(a) - self.num_bytes(a, way) for a, way in self._smaller.items()}
-        return {a: self._smaller[a] for a, n in spared.items() if n > WORTH_STORING * largest}
-
     def _recomputed(self, saved: Container[Address]) -> list[int]:
         """The equations that run again, in order, where these values are saved."""
         return self._forward.needed({v for v, address in self._address_of.items() if address in saved})
 
     # -- memory in use --
-
-    def _backward_bytes(self, recomputed: Sequence[int]) -> int:
-        return self._peak_bytes(self._backward, [self._forward.jaxpr.eqns[i] for i in recomputed])
 
     def _peak_bytes(self, backward: BackwardPass, recomputed: Sequence[Any]) -> int:
         """The most bytes live at a time during recomputation and the backward pass after it.
