@@ -101,7 +101,7 @@ class LoopOfSlots(DifferentiableLoop):
         super().__init__(step)
         # More slots than steps would never be written.
         self.slots = min(slots, step.length)
-        self._plans: dict[Any, ReversalPlan] = {}
+        self.plan = functools.cache(self._plan)
         self._sweep = functools.cache(self._make_sweep)
         self._reversal = functools.cache(self._make_reversal)
         # The nested form serves second derivatives in reverse mode (decision 6). Two levels of 20,000 steps store
@@ -126,17 +126,14 @@ class LoopOfSlots(DifferentiableLoop):
         options: dict[str, Any] = {"forward": self._nested, "reverse": reverse, "note": note}
         return outs, linear_in_tangents(primals, stored, outs, tangents, **options)
 
-    def plan(self, diff_indices: tuple[int, ...], settings: Any) -> ReversalPlan:
+    def _plan(self, diff_indices: tuple[int, ...], settings: Any) -> ReversalPlan:
         """How to reverse the loop when these of its inputs are differentiated.
 
         Args:
             settings: of JAX, under which steps are traced.
         """
-        if (diff_indices, settings) not in self._plans:
-            step = BackwardStep(self.step, *self.step.sorted_indices(diff_indices))
-            plan = ReversalPlan(*memory_for(self.slots, self.step, step), step)
-            self._plans[diff_indices, settings] = plan
-        return self._plans[diff_indices, settings]
+        step = BackwardStep(self.step, *self.step.sorted_indices(diff_indices))
+        return ReversalPlan(*memory_for(self.slots, self.step, step), step)
 
     def runs_a_step(self, plan: ReversalPlan | None = None) -> float:
         """How often a gradient runs each step, in the mean; without a plan if slots hold carries only."""

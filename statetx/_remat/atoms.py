@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -23,9 +23,7 @@ from .stored import BITS
 
 @frozen_policy
 class Everything(Policy):
-    @property
-    def is_plain(self) -> bool:
-        return True
+    is_plain: ClassVar[bool] = True
 
     def judge(self, value: Value) -> Verdict:
         # Saving a view would store its operand a second time; recomputed from the saved operand it is free.
@@ -37,9 +35,7 @@ class Everything(Policy):
 
 @frozen_policy
 class Nothing(Policy):
-    @property
-    def is_plain(self) -> bool:
-        return True
+    is_plain: ClassVar[bool] = True
 
     def judge(self, value: Value) -> Verdict:
         return RECOMPUTE
@@ -142,9 +138,6 @@ class Size(Policy):
         is_saved = value.nbytes > self.limit if self.larger else value.nbytes < self.limit
         return SAVE if is_saved and not value.is_view else RECOMPUTE
 
-    def selects_by_name(self, value: Value) -> bool:
-        return False
-
     def __repr__(self) -> str:
         return f"{'larger' if self.larger else 'smaller'}_than({size_literal(self.limit)})"
 
@@ -178,9 +171,6 @@ class Path(Policy):
         # last product.
         is_saved = any(fnmatch.fnmatchcase(o.path, self.pattern) for o in value.nearest_states)
         return SAVE if is_saved and not value.is_view else RECOMPUTE
-
-    def selects_by_name(self, value: Value) -> bool:
-        return False
 
     def unmatched(self, values: Sequence[Value]) -> str:
         paths = sorted({o.path for v in values for o in v.nearest_states})
@@ -291,9 +281,6 @@ class Offload(Policy):
     src: str
     dst: str
     otherwise: str
-
-    def children(self) -> tuple[Policy, ...]:
-        return (self.inner,)
 
     def judge(self, value: Value) -> Verdict:
         verdict = self.inner.judge(value)

@@ -115,6 +115,8 @@ class Policy:
     _binding: ClassVar[int] = 3  # precedence of the printed form, to decide on parentheses
     missing: str = "raise"
     """The reaction to a message of `unmatched`: "raise", "warn" or "ignore"."""
+    is_plain: ClassVar[bool] = False
+    """Whether its name says that it saves everything or nothing, so that no warning does."""
 
     def judge(self, value: Value) -> Verdict:
         """Decide about one value."""
@@ -122,7 +124,7 @@ class Policy:
 
     def children(self) -> tuple[Policy, ...]:
         """The policies that this one combines."""
-        return ()
+        return tuple([value for value in vars(self).values() if isinstance(value, Policy)])
 
     def atoms(self) -> Iterable[Policy]:
         """This policy, its children, their children, and so on."""
@@ -135,11 +137,6 @@ class Policy:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         children = {name: value.map_atoms(change) for name, value in values.items() if isinstance(value, Policy)}
         return dataclasses.replace(self, **children) if children else change(self)  # type: ignore[type-var]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its name says that it saves everything or nothing, so that no warning does."""
-        return False
 
     @property
     def needs_states(self) -> bool:
@@ -267,9 +264,6 @@ class Or(Policy):
     b: Policy
     _binding: ClassVar[int] = 0
 
-    def children(self) -> tuple[Policy, ...]:
-        return (self.a, self.b)
-
     def judge(self, value: Value) -> Verdict:
         # Decisions are ordered save > offload > recompute, each unchanged > in fewer bits, so the algebra is that of a
         # lattice: `Or` and `And` are associative and commutative. With equal decisions the left operand's memories
@@ -286,9 +280,6 @@ class And(Policy):
     b: Policy
     _binding: ClassVar[int] = 1
 
-    def children(self) -> tuple[Policy, ...]:
-        return (self.a, self.b)
-
     def judge(self, value: Value) -> Verdict:
         return min(self.a.judge(value), self.b.judge(value), key=lambda v: v.rank)
 
@@ -300,9 +291,6 @@ class And(Policy):
 class NotSaved(Policy):
     inner: Policy
     _binding: ClassVar[int] = 2
-
-    def children(self) -> tuple[Policy, ...]:
-        return (self.inner,)
 
     def judge(self, value: Value) -> Verdict:
         is_saved = self.inner.judge(value).decision is Action.RECOMPUTE
@@ -321,9 +309,6 @@ class Then(Policy):
     a: Policy
     b: Policy
 
-    def children(self) -> tuple[Policy, ...]:
-        return (self.a, self.b)
-
     def judge(self, value: Value) -> Verdict:
         first = self.a.judge(value)
         return self.b.judge(value) if first.decision is Action.RECOMPUTE else first
@@ -337,9 +322,6 @@ class StoredAs(Policy):
     inner: Policy
     format: StoredType
     missing: ClassVar[str] = "warn"
-
-    def children(self) -> tuple[Policy, ...]:
-        return (self.inner,)
 
     def judge(self, value: Value) -> Verdict:
         verdict = self.inner.judge(value)
