@@ -260,29 +260,13 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
     if levels == 1 or length < 4:
         return (length,)
     # Of d factors with the product T the sum is least if all are T**(1/d). One turn of the outermost loop then has T
-    # / T**(1/d) steps: whole numbers near it are tried, and divisors.
+    # / T**(1/d) steps: whole numbers near it are tried.
     ideal = length ** ((levels - 1) / levels)
     low, high = max(1, int(ideal * 0.7)), min(length, int(ideal * 1.45) + 2)
 
     def states(inner: int) -> float:
-        rest = _ideal_sum(inner, levels - 1)
+        rest = (levels - 1) * inner ** (1 / (levels - 1))  # if they are equal
         return (length // inner + (length % inner > 0) + rest) * (1.05 if length % inner else 1)
 
-    candidates: Sequence[int] = range(low, high + 1)
-    # Of very long loops a sample, and the divisors, which a sample would miss.
-    if len(candidates) > 10_000:
-        candidates = [
-            *range(low, high + 1, len(candidates) // 10_000),
-            *(d for d in _divisors(length) if low <= d <= high),
-        ]
-    rest = nested_lengths(min(candidates, key=states), levels - 1)
+    rest = nested_lengths(min(range(low, high + 1), key=states), levels - 1)
     return (length // math.prod(rest), *rest)
-
-
-def _ideal_sum(length: int, levels: int) -> float:
-    return levels * length ** (1 / levels)
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
