@@ -33,6 +33,7 @@ from .._lift.wrapper import name_of, short_name
 from .._objects.paths import Paths, argument_names
 from .._objects.walk import created_undone
 from .._remat.gradients import rewritten_by
+from .._remat.override import override
 from .._remat.rewriter import MARKER, Observer, is_step_by_marks, is_training_step, marks_in
 from .._tree import (
     Partition,
@@ -199,7 +200,7 @@ class TracedCall:
             call_args, call_kwargs = static_part.combine(tracers)
             recorder.note(tracers, origins)
             # A trace for other types is part of another one, which may have a rewriter of its own.
-            with rewritten_by(observer) if types is None else contextlib.nullcontext():
+            with _observed_by(observer) if types is None else contextlib.nullcontext():
                 out = frame.run(fun, *call_args, **call_kwargs)
             leaves, _ = partition_output(split_aux(out, fun)[0] if has_aux else out, is_array)
             num_out = len(leaves)
@@ -273,6 +274,18 @@ class TracedCall:
 
     def _is_target_state(self, state: Any) -> bool:
         return self._all_inputs or (self._targets is not None and self._targets.is_target(state))
+
+
+@contextlib.contextmanager
+def _observed_by(observer: Observer) -> Iterator[None]:
+    """Tell an observer of the functions that are differentiated in this block, also of those that a rewriter around it
+    replaces, such as a `budget`.
+    """
+    around = override.rewriter
+    with rewritten_by(observer):
+        replaces = around is not None and not isinstance(around, Observer)
+        with rewritten_by(around) if replaces else contextlib.nullcontext():
+            yield
 
 
 def unjitted(fun: Callable) -> Callable:
