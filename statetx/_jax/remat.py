@@ -237,11 +237,6 @@ def _equation_without_remat3(eqn: Any) -> Any:
 HOST_MEMORY = "pinned_host"
 
 
-def to_host(x: Any) -> Any:
-    """Move `x` to the host's memory."""
-    return jax.device_put(x, jax.memory.Space.Host)
-
-
 def memory_of(aval: Any) -> str:
     """The name of the memory that holds a value; "" for the device's."""
     return HOST_MEMORY if getattr(aval, "memory_space", None) is jax.memory.Space.Host else ""

@@ -167,13 +167,6 @@ def starts_early(step: LoopStep) -> bool:
     return num_early > _MANY_CARRIES * sum(map(num_bytes, step.avals))
 
 
-def _has_operands(eqn: Any) -> bool:
-    """Whether an equation reads operands from memory: XLA fuses their reading with elementwise operations and sums, but
-    not with a product.
-    """
-    return not (row_of(eqn).fuses or row_of(eqn).reads_fused)
-
-
 def _computed_from(jaxpr: Any, inputs: Sequence[Any]) -> set:
     """The variables that equations compute from these inputs alone."""
     known, computed = set(inputs), set()
