@@ -256,7 +256,8 @@ class TracedCall:
         given = {(id(i.state), i.index): x for i, x in zip(self.inputs, arrays, strict=True)}
         inputs = [i._replace(array=x) for i, x in zip(self.inputs, arrays, strict=True)]
         traced = TracedCall(*self._call, types=inputs)
-        return traced([given[id(i.state), i.index] for i in traced.inputs])
+        # A state that was not read before has its own value.
+        return traced([given.get((id(i.state), i.index), i.array) for i in traced.inputs])
 
     def passes(self, *, may_be_step: bool = True) -> list[Passes]:
         """The forward and backward pass; of a training step those of the different functions that it differentiates,
