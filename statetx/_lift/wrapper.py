@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -152,7 +152,7 @@ def as_decorator(cls: type[Wrapper], fun: Any, options: dict[str, Any]) -> Any:
             f"Fix: put @statetx.{name} below it, and below each decorator that registers a function with it."
         )
     check_callable(name, fun, "a callable", f"is it the result of a call? Write {name}(f)(x) in place of {name}(f(x))")
-    wrapper = cls(fun, **options)
+    wrapper = cls(cast(Any, fun), **options)
     if is_object(fun):
         wrapper._object = fun
     return wrapper
