@@ -41,6 +41,7 @@ class BackwardStep:
     ):
         self._step = step
         self._diff = diff_constants, diff_carry, diff_xs
+        self.diff_xs = diff_xs
         self._float_ys = [i for i, a in enumerate(step.y_avals) if is_float(a)]
         self._num_constants, self._num_carry = step.num_constants, step.num_carry
         avals = [*step.constant_avals, *step.avals, *step.x_avals]

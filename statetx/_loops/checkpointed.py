@@ -66,7 +66,7 @@ def memory_for(num: int, step: LoopStep, backward: BackwardStep | None) -> tuple
     by_carries = schedule(step.length, leaves(num))
     # Arrays of symbolic sizes (jax.export) cannot share rows.
     has_sizes = backward is not None and all(map(has_known_sizes, (*step.avals, *backward.residual_avals)))
-    if backward is not None and has_sizes and not _reads_weights(step):
+    if backward is not None and has_sizes and not _reads_weights(step, backward):
         mixed = SlotMemory(num, step.rows, backward.residual_avals)
         by_both = schedule(step.length, mixed.leaves)
         if runs_with_rerun(by_both, backward) < WORTH_MIXING * by_carries.num_runs:
@@ -74,12 +74,13 @@ def memory_for(num: int, step: LoopStep, backward: BackwardStep | None) -> tuple
     return SlotMemory(num, step.rows), by_carries, False
 
 
-def _reads_weights(step: LoopStep) -> bool:
-    """Whether elements of xs are larger than a carry, as the weights of layers are.
+def _reads_weights(step: LoopStep, backward: BackwardStep) -> bool:
+    """Whether differentiated elements of xs are larger than a carry, as the weights of layers are.
 
     The backward part would hold them beside their cotangents, and there fewer runs were not faster (decision 30).
     """
-    return max(map(num_bytes, step.x_avals), default=0) > sum(map(num_bytes, step.avals))
+    num_bytes_of_xs = [num_bytes(step.x_avals[i]) for i in backward.diff_xs]
+    return max(num_bytes_of_xs, default=0) > sum(map(num_bytes, step.avals))
 
 
 def runs_with_rerun(schedule: Schedule, step: BackwardStep) -> float:
