@@ -289,3 +289,16 @@ class Plain:
 def test_module_of_arrays_is_no_filter():
     with pytest.raises(statetx.StateFilterError, match=r"states= holds f32\[4\], which is not a state"):
         statetx.Optimizer(optax.sgd(1.0), Plain(jnp.ones(4)))
+
+
+def test_exception_restores_the_optimizer_state():
+    w = statetx.Param(jnp.ones(2))
+    optimizer = statetx.Optimizer(optax.adam(0.1), w)
+
+    def fails():
+        optimizer.update(jnp.ones(2))
+        raise KeyError("afterwards")
+
+    with pytest.raises(KeyError):
+        statetx.jit(fails)()
+    assert int(optimizer.state.value[0].count) == 0 and w.value[0] == 1

@@ -293,3 +293,20 @@ def test_record_that_holds_states_keeps_its_program_when_an_attribute_changes():
     f(model, X)
     model.i = 1  # an attribute of a model, as of a class without equality: `jit` caches by contract
     assert float(f(model, X)[0]) == 3.0 and len(runs) == 1
+
+
+def test_programs_are_freed_with_their_model():
+    f = statetx.jit(lambda model, config, x: model.w.value * config.width * x)
+    models = [Plain(1), Plain(2)]
+    for model in models:
+        for width in (1, 2):
+            assert float(f(model, Config(width), X)[0]) == float(model.w.value[0]) * width
+    assert len(f.cache.programs) == 4
+    del model
+    models.pop()
+    gc.collect()
+    assert len(f.cache.programs) == 2
+    f.clear_cache()
+    models.pop()
+    gc.collect()
+    assert float(f(Plain(7), Config(1), X)[0]) == 7.0

@@ -846,3 +846,21 @@ def test_child_of_a_fork_uses_states_that_other_threads_held():
     run = [sys.executable, "-W", "ignore:os.fork:RuntimeWarning", "-c", FORKED]
     out = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert out.stdout == "child: 0\n", out
+
+
+@MAKE
+def test_compiled_function_that_writes_a_shared_state_under_a_lock(make):
+    s, lock = make(jnp.zeros(())), threading.Lock()
+
+    @statetx.jit
+    def add(x):
+        s.value = s.value + x
+
+    def work():
+        for _ in range(50):
+            with lock:
+                add(1.0)
+
+    with switching_often():
+        in_thread(work, work, work)
+    assert float(s.value) == 150.0
