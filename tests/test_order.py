@@ -317,7 +317,7 @@ def test_smallest_choice_is_compiled_with_each_order_and_without():
     planner = statetx.planner.Planner(together, *(weights(4, 1), weights(5, 1), BATCH[:16]), of="temporaries")
     with pytest.raises(statetx.PlanError) as e:
         planner.plan(1)
-    (whole,) = planner._wholes()
+    (whole,) = planner._wholes
     of = {choice.waits: choice for choice in whole.choices() if choice.candidates == whole.smallest().candidates}
     assert set(of) == set(Waits)
     sizes = {waits: choice.temp_bytes for waits, choice in of.items()}

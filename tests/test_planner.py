@@ -42,7 +42,6 @@ from statetx.planner._program.values import KEEP, ON_HOST
 from statetx.planner._regions import cuts as _cuts
 from statetx.planner._regions import lattice as _lattice
 from statetx.planner._regions import layout as _layout
-from statetx.planner._search import baseline as _baseline
 from statetx.planner._search import candidates as _candidate
 from statetx.planner._search import search as _search
 from statetx.planner._search import timing as _timing
@@ -52,6 +51,7 @@ from statetx.planner._treatments.groups import Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
 from statetx.planner._treatments.rewrite import rewrite
 from statetx.planner._treatments.treatment import Option
+from statetx.planner._tuned import TUNED
 from statetx.policies import Budget, Lengths, Slots
 
 X = jnp.ones((256, 64))
@@ -148,7 +148,7 @@ def test_fast_compilation_result_is_verified(monkeypatch):
         return dataclasses.replace(found, temp_bytes=int(less * found.temp_bytes))
 
     monkeypatch.setattr(_compiled.Program, "cost", property(optimistic))
-    monkeypatch.setattr(_baseline, "fast_compile_options", lambda: hurried)
+    monkeypatch.setattr(_candidate, "fast_compile_options", lambda: hurried)
     plan = statetx.plan(loss, FEW, X, of="temporaries", budget=int(0.9 * unplanned), argnums=0)
     step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)
     assert jax.jit(step).lower(FEW, X).compile().memory_analysis().temp_size_in_bytes <= 0.9 * unplanned
@@ -695,14 +695,14 @@ def test_parts_far_from_the_peak_are_not_compiled(monkeypatch):
     assert not _search._measure_parts(layout, options, lambda: False)
 
 
-def test_what_is_not_measured_gets_most_of_the_error_of_what_is():
+def test_what_is_not_measured_gets_the_mean_error_of_what_is():
     none, some, every = (Option(n, 100, c, decided(frozenset([(n, 0)]))) for n, c in ((0, 2.0), (10, 1.0), (20, 0.5)))
     front = _layout.Front([Option(100, 0, 0.0, decided()), none, some, every], [none], CompiledGraph())
     front.measure(some)
     found = {o.saved_bytes: o.backward_bytes for o in front._expand(front.steps)}
-    assert found == {100: 0, 0: 160, 10: 200, 20: 160}
+    assert found == {100: 0, 0: 200, 10: 200, 20: 200}
     front.measure(every)
-    assert {o.saved_bytes: o.backward_bytes for o in front._expand(front.steps)} == {100: 0, 0: 160, 10: 200, 20: 200}
+    assert {o.saved_bytes: o.backward_bytes for o in front._expand(front.steps)} == found
 
 
 def test_offload():
@@ -744,12 +744,12 @@ def test_loops_with_a_remainder_copy_their_sequence():
 def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monkeypatch):
     measure, marked = _candidate.Candidates.measure, functools.partial(loss, block=statetx.remat(block))
     planner, other = (Planner(marked, FEW, X, of="temporaries", argnums=0) for _ in range(2))
-    budget = other._search.candidates.measure(*other._search._on_blocks.choice).temp_bytes
-    blocks = [_candidate._key(*policy.choice) for policy in planner._search._stock if policy.name == "nothing"]
+    budget = other._search.candidates.measure(*other._search._stock["nothing"]).temp_bytes
+    blocks = _candidate._key(*planner._search._stock["nothing"])
 
     def larger(self, layout, options, name="plan"):
         candidate, key = measure(self, layout, options, name), _candidate._key(layout, options)
-        if key not in blocks:  # than the model says
+        if key != blocks:  # than the model says
             cost = dataclasses.replace(candidate.compiled, temp_bytes=int(1.2 * budget))
             candidate = self._others[key] = dataclasses.replace(candidate, compiled=cost)
         return candidate
@@ -787,10 +787,10 @@ def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
 
     far, smallest = num_compiled(X.nbytes)
     near, _ = num_compiled(int(0.99 * smallest))
-    assert smallest > _search._HOPELESS * X.nbytes
+    assert smallest > 1.3 * X.nbytes
     # The choices of the lowest peaks in two families, a stock policy, and the program without remat, which might be the
     # smallest.
-    most = _search.EFFORT.tries + 4
+    most = TUNED.tries + 4
     assert far <= most < near
 
 

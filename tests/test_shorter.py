@@ -13,7 +13,7 @@ import statetx
 from statetx._equations.compiled import Cost
 from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
-from statetx.planner._search import baseline as _shorter
+from statetx.planner._search import candidates as _shorter
 from statetx.planner._search.capture import capture
 
 LAYERS = 14
@@ -46,7 +46,7 @@ def adam_step(ws, opt_state, x):
 @pytest.fixture
 def long(monkeypatch):
     """Every program counts as a long one."""
-    monkeypatch.setattr(_shorter, "_LEAST_EQUATIONS", 10)
+    monkeypatch.setattr(_shorter, "TUNED", _shorter.TUNED._replace(long_equations=10))
 
 
 def flat(fun, *args):

@@ -32,7 +32,7 @@ class Tuned(NamedTuple):
 
     tries: int = 8
     long_equations: int = 1000
-    negligible: float = 0.01
+    negligible: float = 0.003
     scatter: float = 0.03
     drift: float = 0.3
     options: int = 24

@@ -23,7 +23,7 @@ from ._budget import Budget, read_amount, read_time_limit
 from ._plan.plan import Plan
 from ._program.flat import closed_over_by_rules, flatten, of_device
 from ._search.capture import Recorded
-from ._search.whole import Options
+from ._search.search import Options
 from .planner import DEFAULT_TIME_LIMIT, Planner
 
 F = TypeVar("F", bound=Callable[..., Any])

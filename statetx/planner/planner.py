@@ -28,15 +28,15 @@ from ._plan.show import described
 from ._program.fingerprint import full_fingerprint
 from ._program.values import read_formats
 from ._search.capture import Captured, Recorded, variants
+from ._search.search import Options
 from ._search.timing import Timer, refuse_unknown_times
-from ._search.whole import Choice, Options, Whole, fixed_above, whole_of
+from ._search.whole import Choice, Whole, fixed_above, whole_of
 from ._treatments import TREATMENTS
 from ._treatments.treatment import Treatment
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_TIME_LIMIT = 60.0
-_EXPENSIVE = 0.5  # added operations, of the baseline's: more are worth a warning if the search was not complete
 
 
 @_jax.api_boundary
@@ -362,7 +362,7 @@ def _cheapest(choices: Sequence[tuple[Whole, Choice]]) -> tuple[Whole, Choice]:
 
 def _warn_if_expensive(plan: Plan) -> Plan:
     """Warn of a plan that the time limit left expensive; return the plan."""
-    if not plan.complete and plan.extra_flops > _EXPENSIVE:
+    if not plan.complete and plan.extra_flops > 0.5:
         warnings.warn(
             f"plan({plan.name}): the time limit ended the search. The best plan until then takes "
             f"{1 + plan.extra_flops:.1f} times the operations of the program "

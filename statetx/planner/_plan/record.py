@@ -20,8 +20,8 @@ from .._regions.layout import Waits
 from .._search.candidates import Candidate
 from .._search.capture import Recorded
 from .._search.inner import VARIANTS, InnerGradients
-from .._search.search import Search
-from .._search.whole import Choice, Options, Whole
+from .._search.search import Options, Search
+from .._search.whole import Choice, Whole
 from .._treatments.treatment import Decision, Facts
 
 

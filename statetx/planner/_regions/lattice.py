@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import concurrent.futures
 import itertools
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -22,13 +23,12 @@ import numpy as np
 from ..._jax import Jaxpr, Literal
 from ..._lift.context import device_bytes
 from .._program.flat import Flat, Part, cotangent_variables, differentiated_variables
-from .._treatments.treatment import Interval, Option, PathSettings, PathVariant, Treatment, front
+from .._treatments.treatment import Interval, Option, PathSettings, PathVariant, front
+from .._tuned import TUNED
 from .cuts import candidates
 from .layout import Analysis, Front, Layout, Region, Table, front_of
 
 _MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
-_COMPARED = (1.3, 1.5, 1.7, 2.0)  # limits at which families are compared, by the least memory
-_CLEARLY_CHEAPER = _CLEARLY_LESS = 0.95
 _NUM_SOLVERS = 2
 
 Choice = tuple[Layout, list[Option]]
@@ -49,7 +49,7 @@ class Lattice:
     Attributes:
         stock_layout: where stock policies act, and for each part whether they act on it.
         regions: by interval.
-        families: all regions; then variants of all regions, for each treatment that has such, where these are cheaper.
+        families: all regions; then variants of all regions, for each treatment that has such, where these are better.
     """
 
     def __init__(self, program: Flat, diff_indices: Sequence[int], num_out: int, analysis: Analysis):
@@ -77,7 +77,7 @@ class Lattice:
         for kind in analysis.treatments:
             variant = kind.paths(PathSettings(program, analysis.settings.formats, self._parts_of))
             if variant is not None and not self._is_late():
-                self._add_family(kind, variant)
+                self._add_family(variant)
 
     def region(self, start: int, end: int) -> Region:
         """The region of an interval. Equal parts, such as the layers of a model, share one front."""
@@ -97,47 +97,41 @@ class Lattice:
     def _parts_of(self, front: Front) -> list[Part]:
         return [region.part for region in self.regions.values() if region.front is front]
 
-    def _add_family(self, kind: type[Treatment], variant: PathVariant) -> None:
-        """Add the paths through variants of the regions, if some of them are cheaper."""
+    def _add_family(self, variant: PathVariant) -> None:
+        """Add the paths through variants of the regions, if some of them are better."""
         with_cotangent = self._differentiated & self._with_cotangent
         lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, variant.unheld)
-        first, regions = self.families[0], {}
-        for (start, end), region in first.regions.items():
+        regions = {}
+        for (start, end), region in self.regions.items():
             found = variant.front(start, end, region.part, region.front)
             if found is not None:
                 out_bytes, cotangent_bytes = lifetimes.bytes(start, end)
                 regions[start, end] = Region(start, end, region.part, found[0], out_bytes, cotangent_bytes + found[1])
-        family = Family(self.program, regions, kind)
-        if family.has_path():
-            is_smaller = variant.saves_memory and family.least_peak() < _CLEARLY_LESS * first.least_peak()
-            if is_smaller or _is_cheaper(family, first):
-                self.families.append(family)
+        family = Family(self.program, regions)
+        if family.has_path() and _is_better(family, self.families[0]):
+            self.families.append(family)
 
 
-def _is_cheaper(family: Family, other: Family) -> bool:
-    """Whether the model finds clearly cheaper paths in one family than in another, at some limit near the least memory
-    of both.
+def _is_better(family: Family, other: Family) -> bool:
+    """Whether the model finds clearly less memory in one family than in another, or clearly cheaper paths at some limit
+    near its least memory.
     """
-    least = max(family.least_peak(), other.least_peak())
-    for factor in _COMPARED:
-        choice, reference = family.choose(factor * least), other.choose(factor * least)
-        if choice is not None and (reference is None or cost_of(choice) < _CLEARLY_CHEAPER * cost_of(reference)):
+    least = family.least_peak()
+    if least < (1 - TUNED.scatter) * other.least_peak():
+        return True
+    for n in (1, 2, 3):
+        limit = math.exp(n * TUNED.drift) * least
+        choice, reference = family.choose(limit), other.choose(limit)
+        if choice and (reference is None or cost_of(choice) < (1 - TUNED.scatter) * cost_of(reference)):
             return True
     return False
 
 
 class Family:
-    """The regions of a program, or variants of them, with at least one path from its first equation to its last.
+    """The regions of a program, or variants of them, with at least one path from its first equation to its last."""
 
-    The compiled program differs from the model in another way for variants, so a search corrects the model for each
-    family.
-
-    Args:
-        treatment: of all regions; None for the regions themselves.
-    """
-
-    def __init__(self, program: Flat, regions: Mapping[Interval, Region], treatment: type[Treatment] | None = None):
-        self._program, self.regions, self.treatment = program, regions, treatment
+    def __init__(self, program: Flat, regions: Mapping[Interval, Region]):
+        self._program, self.regions = program, regions
         ending: dict[int, list[Region]] = {}
         for region in regions.values():
             ending.setdefault(region.end, []).append(region)

@@ -26,10 +26,6 @@ from .._treatments.treatment import Decision, Option, Settings, Treatment, paret
 
 _FREE = Option(0, 0, 0.0, Decision())
 
-# Of the mean error of measured options, for those that are not measured: those that save more err less, and what looks
-# too large is never tried.
-_OPTIMISM = 0.8
-
 FindOptions = Callable[[], list[Option]]
 Expand = Callable[[Sequence[Option]], list[Option]]
 
@@ -137,7 +133,7 @@ class Front:
         return {o.decision.saved: o.backward_bytes for o in (*self.steps, *self._stock)}
 
     def _correct(self) -> None:
-        """Scale the modeled bytes of what is not measured by most of the mean error of what is.
+        """Scale the modeled bytes of what is not measured by the mean error of what is.
 
         The model knows neither fusions nor the order of equations, and errs alike for all options of a part but the
         unchanged one.
@@ -145,7 +141,7 @@ class Front:
         every = {o.decision.saved: o.backward_bytes for o in (*self.steps, *self._stock)}
         known = [saving for saving in every if saving in self._measured and saving is not None]
         error = sum(every[saving] for saving in known) / max(1, sum(self._modeled[saving] for saving in known))
-        factor = max(1.0, _OPTIMISM * error)
+        factor = max(1.0, error)
         for options in (self.steps, self._stock):
             for i, o in enumerate(options):
                 if (saving := o.decision.saved) not in self._measured:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ... import _jax
 from ..._equations.compiled import Program, donated_inputs
+from ..._equations.differentiate import with_pullback
 from ..._equations.structure import Body
 from ..._errors import PlanError
 from ..._jax import Jaxpr, Literal
@@ -26,13 +28,8 @@ from ...transforms.remat import Remat
 from .._program.fingerprint import fingerprint, full_fingerprint, rules_of
 from .._program.flat import flatten, is_on_devices, of_device
 from .._treatments.rewrite import as_planned
-from .candidates import gradient_of
+from .._tuned import TUNED
 from .inner import VARIANTS, InnerGradients
-
-_NEGLIGIBLE = 0.01
-"""A gradient is left unchanged if its values take less than this part of the largest one's: a rule of a library, a few
-scalars.
-"""
 
 _EMBEDDED = 2**20  # bytes of a constant, at most
 
@@ -79,6 +76,12 @@ class Recorded:
             rules = rules_of(self.flat)
         types = [str(v.aval) for v in self.flat.invars]
         return self.key, rules, types, self.context, self.diff_indices, self.num_out, sorted(self.constants)
+
+    def program(self, jaxpr: Jaxpr, compiler_options: dict[str, Any] | None) -> Program:
+        """The gradient on its own, of this program or a rewritten one, to be compiled."""
+        avals = [v.aval for v in jaxpr.invars]
+        gradient = _gradient_of(jaxpr, self.diff_indices, self.num_out)
+        return self.context.program(gradient, avals, compiler_options, constants=self.constants)
 
 
 class _Recorder(Rewriter):
@@ -378,17 +381,34 @@ def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:
     """
     jaxpr = loss.jaxpr
     types = loss.context.types([v.aval for v in jaxpr.invars])
-    gradient, types = close_over(gradient_of(jaxpr, diff_indices, loss.num_out), types, loss.constants)
+    gradient, types = close_over(_gradient_of(jaxpr, diff_indices, loss.num_out), types, loss.constants)
     captured = capture(gradient, tuple(types), {}, None)
     return dataclasses.replace(captured, is_loss=True)
 
 
+def _gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Callable[..., tuple[list, list, list]]:
+    """A function of the inputs of a jaxpr that computes its outputs, and the gradient of the first `num_out`
+    of them.
+    """
+
+    def run(*inputs: Any) -> tuple[list[Any], list[Any]]:
+        all_outs = _jax.evaluate(jaxpr, (), inputs)
+        outs, new_states = all_outs[:num_out], all_outs[num_out:]
+
+        # Outputs without a derivative and new states stay outputs, as in the user's program, so they are not temporary.
+        return [jnp.asarray(x) for x in outs if is_float(x)], [*(x for x in outs if not is_float(x)), *new_states]
+
+    return with_pullback(run, diff_indices)
+
+
 def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:
-    """The different functions among the recorded ones, and the fingerprints of those that take next to nothing."""
+    """The different functions among the recorded ones, and the fingerprints of those that take next to nothing, such as
+    a rule of a library on a few scalars.
+    """
     # One loss may be differentiated several times, such as for each microbatch.
     distinct = {r.key: r for r in reversed(recorded)}
     sizes = {key: _value_bytes(r) for key, r in distinct.items()}
-    least = _NEGLIGIBLE * max(sizes.values())
+    least = TUNED.negligible * max(sizes.values())
     kept = tuple(r for key, r in reversed(distinct.items()) if sizes[key] >= least)
     return kept, tuple(r.lines for key, r in distinct.items() if sizes[key] < least)
 

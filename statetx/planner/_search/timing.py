@@ -17,10 +17,9 @@ from ... import _jax
 from ..._equations.compiled import compile_together, estimate_options, is_out_of_memory
 from ..._errors import TargetError
 from ..._targets import current
+from .._tuned import TUNED
 from .whole import Choice, Whole
 
-_MAX_TIMED = 6  # the cheapest candidates: each is compiled once more, with the options of the user's program
-_SMALLER = (0.8, 0.6)  # parts of the budget to plan for too: a program that takes less memory may be faster
 _ROUNDS = 7
 
 
@@ -52,12 +51,13 @@ class Timer:
         """The fastest of the cheapest choices and the stock policies within these temporary bytes; `choice` is one of
         them.
         """
-        for part in _SMALLER:
+        # A program that takes less memory may be faster.
+        for part in (0.8, 0.6):
             if not whole.is_late():
                 whole.fit(lambda limit=int(part * temp_bytes): limit)
         fitting = [c for c in whole.choices() if c.temp_bytes <= temp_bytes]
         fitting.sort(key=lambda c: (c.added_cost, c.temp_bytes))
-        cheapest = [choice, *(c for c in fitting if _id(c) != _id(choice))][:_MAX_TIMED]
+        cheapest = [choice, *(c for c in fitting if _id(c) != _id(choice))][: TUNED.tries]
         # The stock policies in any case, so that no plan is slower than one of them within the same memory.
         cheapest = list({_id(c): c for c in [*cheapest, *whole.stock_choices(temp_bytes)]}.values())
         self._measure([(whole, c) for c in cheapest if _id(c) not in self._times])

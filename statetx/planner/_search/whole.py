@@ -9,47 +9,21 @@ memory is not in use at the same time. Those of one function, for several parts 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ... import _jax
 from ..._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
 from ..._jax import Jaxpr
 from ..._lift.context import TraceContext
-from ..._remat.stored import BITS
-from ..._targets import current
 from ...residuals.report import BASELINE
 from .._budget import TimeLeft
-from .._program.values import Formats
 from .._regions.layout import Waits
-from .._treatments import TREATMENTS
-from .._treatments.treatment import Treatment, undominated
-from .baseline import ProgramOf
-from .candidates import Candidate, predicted_bytes, with_gradient
-from .capture import Captured, Fixed, Recorded
-from .search import Search
-
-_MAX_ROUNDS = 6  # compilations of a step with several gradients, for one budget
-_CLOSE_ENOUGH = 0.03  # of the limit: closer limits are not told apart
-_FULL = 0.95  # of the budget: a step that takes as much is not tried to be made cheaper
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a search minimizes, as in `plan`.
-
-    Attributes:
-        formats: in which values may be held between the passes.
-        treatments: that make proposals.
-    """
-
-    objective: str = "flops"
-    offload: bool = False
-    time_limit: float | None = None
-    formats: Formats = (BITS,)
-    treatments: tuple[type[Treatment], ...] = TREATMENTS
+from .._treatments.treatment import undominated
+from .._tuned import TUNED
+from .candidates import Candidate, predicted_bytes
+from .capture import Captured, Fixed
+from .search import Options, Search
 
 
 class Choice(NamedTuple):
@@ -82,34 +56,6 @@ class Choice(NamedTuple):
         return sum(c.added_cost for c in self.candidates)
 
 
-def start_search(
-    recorded: Recorded,
-    options: Options,
-    report: Callable[[str], None] = lambda text: None,
-    program_of: ProgramOf | None = None,
-    compile_baseline: bool = False,
-    *,
-    time_left: TimeLeft,
-    has_others: bool = False,
-) -> Search:
-    # Operations have no exchange rate with transfers: offloading is free, and limited by memory alone. Without host
-    # memory nothing is offloaded; the values are saved or recomputed.
-    return Search(
-        recorded.jaxpr,
-        recorded.diff_indices,
-        recorded.num_out,
-        offload=options.offload and _jax.HOST_MEMORY in current.memory_kinds(),
-        time_left=time_left,
-        report=report,
-        program_of=program_of,
-        context=recorded.context,
-        compile_baseline=compile_baseline,
-        formats=options.formats,
-        has_others=has_others,
-        treatments=options.treatments,
-    )
-
-
 class Whole:
     """A program with one gradient, or with none but itself to differentiate.
 
@@ -136,12 +82,13 @@ class Whole:
 
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         (gradient,) = self.captured.gradients
-        self._program_of = _gradient_of(gradient)
+        self._program_of = gradient.program
         if self.captured.step is not None:
             key, step = gradient.key, self.captured.step
             self._program_of = lambda jaxpr, options: step.compiled_with({key: jaxpr}, options)
         program_of = lambda jaxpr, options: self._program([jaxpr], options)
-        return [start_search(gradient, options, report, program_of, compile_baseline, time_left=self.time_left)]
+        shared = {"time_left": self.time_left, "compile_baseline": compile_baseline}
+        return [Search(gradient, options, report, program_of, **shared)]
 
     def _contexts(self) -> Any:
         """Bind the axis names of the transforms around the gradient."""
@@ -154,24 +101,22 @@ class Whole:
         None if none is found.
         """
         with self._contexts():
-            return self._choice_of(self.searches[0].fit(temp_bytes))
+            found = self.searches[0].fit(temp_bytes)
+        return None if found is None else Choice((found,), found.compiled)
 
     def best(self, temp_bytes: int) -> Choice | None:
         """`fit` among the choices that are compiled."""
-        return self._choice_of(self.searches[0].candidates.best(temp_bytes))
+        fitting = [c for c in self.choices() if c.temp_bytes <= temp_bytes]
+        return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
 
     def stock_choices(self, temp_bytes: int) -> list[Choice]:
         """The stock policies that keep a number of temporary bytes, compiled for it."""
         with self._contexts():
-            candidates = self.searches[0].stock_candidates(temp_bytes)
+            candidates = self.searches[0].stock_candidates()
         return [Choice((c,), c.compiled) for c in candidates if c.temp_bytes <= temp_bytes]
 
-    def _choice_of(self, candidate: Candidate | None) -> Choice | None:
-        return None if candidate is None else Choice((candidate,), candidate.compiled)
-
     def smallest(self) -> Choice:
-        candidate = self.searches[0].candidates.smallest()
-        return Choice((candidate,), candidate.compiled)
+        return min(self.choices(), key=lambda c: c.temp_bytes)
 
     def smallest_bytes(self) -> int:
         """The least temporary bytes reached."""
@@ -270,7 +215,7 @@ def fixed_above(captured: Captured, budget: int) -> Fixed | None:
     gradient, options = captured.gradients[0], fast_compile_options()
     with gradient.context.bind_axes():
         if captured.step is None:
-            program = _gradient_of(gradient)(gradient.jaxpr, options)
+            program = gradient.program(gradient.jaxpr, options)
         else:
             program = captured.step.compiled_with({}, options)
         fixed = _fixed_of(program.cost)
@@ -279,12 +224,6 @@ def fixed_above(captured: Captured, budget: int) -> Fixed | None:
 
 def _fixed_of(compiled: Cost) -> Fixed:
     return Fixed(compiled.argument_bytes, compiled.output_bytes, compiled.alias_bytes)
-
-
-def _gradient_of(recorded: Recorded) -> Callable[[Jaxpr, dict[str, Any] | None], Program]:
-    """Compile a gradient on its own."""
-    fixed = recorded.diff_indices, recorded.num_out, recorded.context
-    return functools.partial(with_gradient, *fixed, constants=recorded.constants)
 
 
 class Several(Whole):
@@ -300,11 +239,8 @@ class Several(Whole):
         for gradient in self.captured.gradients:
             with gradient.context.bind_axes():
                 shared = {"time_left": self.time_left, "has_others": True}
-                searches.append(start_search(gradient, options, report, self._alone(gradient), **shared))
+                searches.append(Search(gradient, options, report, gradient.program, **shared))
         return searches
-
-    def _alone(self, gradient: Recorded) -> ProgramOf:
-        return _gradient_of(gradient)
 
     def _contexts(self) -> Any:
         return TraceContext().bind_axes()
@@ -323,25 +259,25 @@ class Several(Whole):
         # not.
         low, high, limit = 0.0, float("inf"), float(temp_bytes())
         tried: set[int] = set()
-        for _ in range(_MAX_ROUNDS):
+        for _ in range(TUNED.tries):
             choice, budget = self._within(int(limit)), temp_bytes()
             if choice.temp_bytes > budget and choice.waits is Waits.FOR_NOTHING:
                 choice = self._ordered(choice.candidates)  # an order alone may be enough
             if choice.temp_bytes <= budget:
-                if choice.added_cost <= 0 or choice.temp_bytes >= _FULL * budget:
+                if choice.added_cost <= 0 or choice.temp_bytes >= (1 - TUNED.scatter) * budget:
                     break
                 low = limit
             else:
                 high = limit
-            if id(choice) in tried and high - low <= 4 * _CLOSE_ENOUGH * limit:
+            if id(choice) in tried and high - low <= 4 * TUNED.scatter * limit:
                 break
             tried.add(id(choice))
-            if self.is_late() or high - low <= _CLOSE_ENOUGH * limit:
+            if self.is_late() or high - low <= TUNED.scatter * limit:
                 break
 
             limit *= budget / max(choice.temp_bytes, 1)  # in proportion to what was measured
             is_bracketed = high < float("inf")
-            limit = _clear_of_ends(limit, low, high) if is_bracketed else max(limit, low * (1 + _CLOSE_ENOUGH))
+            limit = _clear_of_ends(limit, low, high) if is_bracketed else max(limit, low * (1 + TUNED.scatter))
             if limit < 1:
                 break
         if self.best(temp_bytes()) is None and not self.is_late():
@@ -384,19 +320,12 @@ class Several(Whole):
         by_key = dict(zip(self._keys, programs, strict=True))
         return self.captured.step.compiled_with(by_key, compiler_options)
 
-    def best(self, temp_bytes: int) -> Choice | None:
-        fitting = [c for c in self._compiled.values() if c.temp_bytes <= temp_bytes]
-        return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
-
     def stock_choices(self, temp_bytes: int) -> list[Choice]:
         # The same policy for all gradients.
-        by_gradient = [{c.name: c for c in found} for found in self._each(lambda s: s.stock_candidates(temp_bytes))]
+        by_gradient = [{c.name: c for c in found} for found in self._each(lambda s: s.stock_candidates())]
         names = [name for name in by_gradient[0] if all(name in by_name for by_name in by_gradient)]
         choices = [self._compile_together([by_name[name] for by_name in by_gradient]) for name in names]
         return [c for c in choices if c.temp_bytes <= temp_bytes]
-
-    def smallest(self) -> Choice:
-        return min(self._compiled.values(), key=lambda c: c.temp_bytes)
 
     def smallest_bytes(self) -> int:
         return self.smallest().temp_bytes

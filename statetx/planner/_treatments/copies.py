@@ -23,11 +23,8 @@ from ..._records import one_of
 from ..._tree import is_float
 from .._program.flat import Part, is_linear, last_reads
 from .._program.values import KEEP, Address
+from .._tuned import TUNED
 from .treatment import Decision, PathSettings, Treatment
-
-_CHEAP = 32  # operations for each entry that an equation reads or writes; a product has twice its inner dimension
-_SMALL = 16  # a result of so many times fewer bytes than what its equation reads, such as a mean, is kept
-_MAX_DEPTH = 8  # sums that are copied one after the other: the equations of all copies grow with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +71,6 @@ class Copies(Treatment):
 
 class _CopyingPaths:
     """Paths where all regions copy."""
-
-    saves_memory = False
 
     def __init__(self, found: Derived, parts_of: Callable[[Any], Sequence[Part]]):
         self._found, self._parts_of = found, parts_of
@@ -153,7 +148,7 @@ class Derived:
         terms = [self.sources.get(v, frozenset([v])) for v in self._large(eqn)]
         is_sum = bool(terms) and all(term != frozenset().union(*terms) for term in terms)
         depth = max((self._depths.get(v, 0) for v in operands), default=0) + is_sum
-        if is_plain or depth > _MAX_DEPTH or any(_is_reduced(eqn, v) for v in eqn.outvars):
+        if is_plain or depth > TUNED.reduced // 2 or any(_is_reduced(eqn, v) for v in eqn.outvars):
             plain.update(v for v in eqn.outvars if is_plain and v not in self._needed)
             return
         direct = frozenset(v for v in operands if v in self._equation and v not in self.sources)
@@ -219,12 +214,13 @@ def _variables(eqn: Any) -> list[Any]:
 def _is_cheap(eqn: Any) -> bool:
     if eqn.effects or (eqn.primitive.name != "custom_jvp_call" and any(True for _ in _jax.inner_jaxprs(eqn))):
         return False
-    return flops(eqn) <= _CHEAP * sum(size(v) for v in (*eqn.invars, *eqn.outvars))
+    # A product has twice its inner dimension.
+    return flops(eqn) <= 2 * TUNED.reduced * sum(size(v) for v in (*eqn.invars, *eqn.outvars))
 
 
 def _is_reduced(eqn: Any, v: Any) -> bool:
     largest = max((device_bytes(u.aval) for u in _variables(eqn)), default=0)
-    return _SMALL * device_bytes(v.aval) <= largest
+    return TUNED.reduced * device_bytes(v.aval) <= largest
 
 
 @jax.custom_jvp

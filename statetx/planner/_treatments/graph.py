@@ -26,17 +26,10 @@ from ..._remat import decide, mark
 from ..._tree import is_float
 from .._program.derivative import BackwardPass, ForwardPass, derivative_of, without_identities
 from .._program.values import KEEP, ON_HOST, Address, Formats, InFormat, Way, labels_of, smallest, values_of
+from .._tuned import TUNED
 from .treatment import Decision, Option, Saved, pareto_front
 
 _PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
-_MAX_OPTIONS = 24  # of a region: each takes an integer program, and a row of the dynamic program over the parts
-
-# Values of a region; the front of a larger one is sampled. Chosen by hand, without a measurement on record.
-_MAX_ENUMERATED = 12
-
-# Of the bytes of a region's largest value. Smaller ones, such as tests of indices, would only make more choices that
-# differ in nothing.
-WORTH_STORING = 1 / 64
 
 
 class Graph:
@@ -99,7 +92,7 @@ class Graph:
         for address in set(self._address_of.values()):
             value = self.sites[address].value
             way = smallest(value.type, formats, is_bits=value.is_bits)
-            if way is not None and self.num_bytes(address) - self.num_bytes(address, way) > WORTH_STORING * largest:
+            if way is not None and self.num_bytes(address) - self.num_bytes(address, way) > TUNED.negligible * largest:
                 self.smaller[address] = way
         self._programs: dict[Saved | None, Program] = {}  # that `measure` is to read
 
@@ -114,7 +107,7 @@ class Graph:
         """The Pareto front, from the option that saves all it needs to the one that saves nothing.
 
         Points are missing after a `deadline`, in the front of a region with many values, which is sampled, and where
-        `_MAX_OPTIONS` or the limits of the solver end the enumeration. All of this errs towards more cost and
+        `TUNED.options` or the limits of the solver end the enumeration. All of this errs towards more cost and
         memory: a plan may recompute more than it must, and a budget near the least memory may be refused. Bytes and
         cost of each option are always those of its own set of values.
 
@@ -136,7 +129,7 @@ class Graph:
 
         # From the cheapest option downwards: each must save fewer bytes than the one before it.
         limit, total = np.inf, None
-        while len(options) < _MAX_OPTIONS and not deadline():
+        while len(options) < TUNED.options and not deadline():
             solution = program.solve(limit)
             if solution is None:
                 break
@@ -146,8 +139,8 @@ class Graph:
             if option.saved_bytes == 0:
                 break
             # A short front is enumerated point by point. A long one is sampled at distances of equal bytes.
-            is_sampled = len(self._address_of) > _MAX_ENUMERATED
-            limit = option.saved_bytes - max(1, total // _MAX_OPTIONS if is_sampled else 1)
+            is_sampled = len(self._address_of) > TUNED.options // 2
+            limit = option.saved_bytes - max(1, total // TUNED.options if is_sampled else 1)
         return pareto_front(options)
 
     def _integer_program(self, offload: bool) -> IntegerProgram:
@@ -325,10 +318,9 @@ def _is_planned_mark(eqn: Any) -> bool:
 
 # -- which values to save, and which equations to run again ------------------------------------------------------------
 
-# Limits of HiGHS for one integer program; `IntegerProgram.solve` says which way they err. In nodes of its search tree
+# The limit of HiGHS for one integer program; `IntegerProgram.solve` says which way it errs. In nodes of its search tree
 # rather than seconds: a loaded machine would get another plan. Most programs take one node.
 _MAX_NODES = 500
-_GAP = 1e-4  # relative to the optimum; also the default of HiGHS
 
 
 class Storage(NamedTuple):
@@ -401,8 +393,8 @@ class IntegerProgram:
 
         # The objective is scaled to the most expensive equation, so that small terms in proportion to it can break
         # ties: of equal costs, save fewer bytes, then fewer values; and where a fetch is free, save on the device
-        # rather than the host. They add up to at most 1e-6, plus 2e-9 for each value. `_GAP` may be coarser: a solution
-        # that saves too much for its cost is then dominated by a later one of the front.
+        # rather than the host. They add up to at most 1e-6, plus 2e-9 for each value. The gap of HiGHS may be
+        # coarser: a solution that saves too much for its cost is then dominated by a later one of the front.
         run_costs = np.array(list(costs.values()))
         scale = max(run_costs.max(initial=0.0), 1e-30)
         objective = np.zeros(len(column))
@@ -427,7 +419,7 @@ class IntegerProgram:
         upper = np.full(len(self._lower), np.inf)
         upper[-1] = np.floor(limit / self._unit)  # of infinity, infinity
         constraint = LinearConstraint(self._matrix, self._lower, upper)  # pyright: ignore[reportArgumentType]
-        options = {"node_limit": _MAX_NODES, "mip_rel_gap": _GAP}
+        options = {"node_limit": _MAX_NODES}
         result = milp(
             self._objective,
             constraints=constraint,

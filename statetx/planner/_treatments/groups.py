@@ -24,14 +24,11 @@ from ..._loops.strategy import Lengths, recorded
 from ..._records import headed, many, one_of, record, row, whole
 from ..._remat.atoms import Marks
 from .._program.flat import Part
+from .._tuned import TUNED
 from .copies import instead_of_constant
 from .graph import Graph
 from .loops import Carries, CheckpointedLoop, OfSteps
 from .treatment import SAVED, Decision, Facts, Option, Settings, Treatment, saved_as, undominated
-
-_NUM_SPLITS = 32  # of a long loop: where the second group may begin
-_MAX_NESTED = 6  # treatments of the first group in two levels
-
 
 # Not all that a decision for a whole loop may be.
 _LOOP = record({"strategy": headed(one_of("Lengths"), lambda *_: None), "carries": row(), "fenced": one_of(False)})
@@ -170,7 +167,7 @@ class InGroups(Treatment):
             # free again.
             first, second = sorted((one, other), key=lambda o: -o.backward_bytes)
             before, after = _turn_of(first), _turn_of(second)
-            step = max(1, length // _NUM_SPLITS)
+            step = max(1, length // 32)  # lengths are often multiples of powers of two
             for number in dict.fromkeys(n // before * before for n in range(step, length, step)):
                 if not (_are_turns(number, before) and _are_turns(length - number, after)):
                     continue
@@ -247,7 +244,7 @@ def _sampled(nested: Sequence[Option]) -> list[Option]:
         saved = o.decision.saved
         if saved not in least or o.total_bytes < least[saved].total_bytes:
             least[saved] = o
-    return undominated([*least.values()], lambda o: o.cost, lambda o: o.total_bytes)[:_MAX_NESTED]
+    return undominated([*least.values()], lambda o: o.cost, lambda o: o.total_bytes)[: TUNED.options // 4]
 
 
 def _neighbors(options: Sequence[Option]) -> Iterator[tuple[Option, Option]]:

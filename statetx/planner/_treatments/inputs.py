@@ -12,15 +12,11 @@ from ..._lift.context import device_bytes
 from .._program.flat import Part
 from .._program.values import INPUT, Address, InFormat, smallest_of_variables
 from .graph import Graph
-from .treatment import Decision, Option, PathSettings, Treatment
+from .treatment import Option, PathSettings, Treatment
 
 
 class StoredInputs(Treatment):
     """Regions hold inputs in fewer bits; in a plan these are saved values."""
-
-    @classmethod
-    def is_in(cls, decision: Decision) -> bool:
-        return bool(decision.inputs)
 
     @classmethod
     def paths(cls, settings: PathSettings) -> _StoringPaths | None:
@@ -30,8 +26,6 @@ class StoredInputs(Treatment):
 
 class _StoringPaths:
     """Paths where each region holds what it reads."""
-
-    saves_memory = True
 
     def __init__(self, unheld: dict[Any, InFormat]):
         self._ways = unheld

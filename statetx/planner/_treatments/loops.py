@@ -25,7 +25,8 @@ from ..._tree import is_float
 from ...residuals._trace import user_line
 from .._program.flat import Part
 from .._program.values import FORMAT, Address, Formats, InFormat, smallest
-from .graph import WORTH_STORING, Graph
+from .._tuned import TUNED
+from .graph import Graph
 from .rewrite import loop_of
 from .treatment import Decision, Facts, Option, Saved, Settings, Treatment, saved_as
 
@@ -181,7 +182,7 @@ class LoopOptions:
         """The carry with leaves that are 0 or 1 in exact formats; nothing if that makes it hardly smaller."""
         exact, types = tuple(f for f in formats if f.is_exact), self._carry_types
         carry = _Carry(types, {n: way for n in leaves if (way := smallest(types[n], exact, is_bits=True)) is not None})
-        return [carry] if carry.num_bytes < (1 - WORTH_STORING) * _Carry(types).num_bytes else []
+        return [carry] if carry.num_bytes < (1 - TUNED.negligible) * _Carry(types).num_bytes else []
 
     def __call__(self, steps: Sequence[Option]) -> list[Option]:
         """The options; the last one applies the last step option to all steps alike, in one loop."""

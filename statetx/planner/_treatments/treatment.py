@@ -85,11 +85,9 @@ class PathVariant(Protocol):
     Attributes:
         unheld: the values of the program that are not in memory between regions: each region makes or holds what it
             reads.
-        saves_memory: whether the variants may also be worth it for the memory that they spare.
     """
 
     unheld: Set[Any]
-    saves_memory: bool
 
     def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int] | None:
         """The options of a region as a `Front`, and bytes beside its cotangents in its backward pass; None if it has no
@@ -127,11 +125,6 @@ class Treatment:
         a loop.
         """
         return None
-
-    @classmethod
-    def is_in(cls, decision: Decision) -> bool:
-        """Whether a decision has it."""
-        return decision.get(cls) is not None
 
     @classmethod
     def paths(cls, settings: PathSettings) -> PathVariant | None:
