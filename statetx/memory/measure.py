@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, overload
 
 import jax
 
@@ -32,6 +32,7 @@ from .._objects.walk import created_undone
 from .._spinner import spinner
 from .._tables import Line, Printed, Table, Tabular
 from .._targets import current
+from .._targets.target import Target
 from .._text import brief
 from .._tree import is_float
 from .._typing import public
@@ -44,6 +45,8 @@ from ._assemble import Assembly, Inputs
 from ._page import to_html
 from ._scopes import numbered_calls
 from .buffer import Step
+
+P = ParamSpec("P")
 
 
 @public
@@ -114,6 +117,16 @@ class Comparison(Tabular):
         return _show.compare(self.before, self.after)
 
 
+@overload
+def memory_profile(fun: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> MemoryProfile: ...
+@overload
+def memory_profile(compiled: Any, /) -> MemoryProfile: ...
+@overload
+def memory_profile(fun: Any, /, *args: Any, gradient: bool | None, **kwargs: Any) -> MemoryProfile: ...
+@overload
+def memory_profile(fun: Any, /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryProfile: ...
+@overload
+def memory_profile(fun: Any, /, *args: Any, progress: bool, **kwargs: Any) -> MemoryProfile: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target

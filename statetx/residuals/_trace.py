@@ -284,8 +284,10 @@ def _observed_by(observer: Observer) -> Iterator[None]:
     """
     around = override.rewriter
     with rewritten_by(observer):
-        replaces = around is not None and not isinstance(around, Observer)
-        with rewritten_by(around) if replaces else contextlib.nullcontext():
+        if around is None or isinstance(around, Observer):
+            yield
+            return
+        with rewritten_by(around):
             yield
 
 

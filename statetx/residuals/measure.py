@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, overload
 
 from .. import _jax
 from .._equations.compiled import Cost, Program, donated_inputs
@@ -11,10 +11,21 @@ from .._equations.differentiate import with_pullback
 from .._lift.options import notes_shapes
 from .._lift.wrapper import check_callable
 from .._targets import current
+from .._targets.target import Target
 from .._tree import is_float
 from ._trace import TracedCall
 
+P = ParamSpec("P")
 
+
+@overload
+def measure(fun: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Cost: ...
+@overload
+def measure(fun: Callable[..., Any], /, *args: Any, gradient: bool | None, **kwargs: Any) -> Cost: ...
+@overload
+def measure(fun: Callable[..., Any], /, *args: Any, compiler_options: dict[str, Any] | None, **kwargs: Any) -> Cost: ...
+@overload
+def measure(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> Cost: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target

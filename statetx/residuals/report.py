@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, overload
 
 from .. import _jax
 from .._equations.compiled import Cost, Program
@@ -21,6 +21,7 @@ from .._remat.parse import as_policy, as_sequence
 from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
+from .._targets.target import Target
 from .._text import format_bytes, format_flops, format_seconds
 from .._typing import Policy
 from ..kinds.linen import flax_remat, module_with_method
@@ -29,6 +30,8 @@ from ._trace import TracedCall, unjitted
 from .measure import ArrayProgram
 from .saved import residuals_of
 from .table import Residual, Residuals, in_fewer_bits, see_profile
+
+P = ParamSpec("P")
 
 BASELINE = "no remat"
 AS_WRITTEN = "as written"
@@ -185,6 +188,22 @@ def _ratio(a: float, b: float) -> str:
     return f"{a / b:.2f}" if b else ""
 
 
+@overload
+def memory_report(fun: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> MemoryReport: ...
+@overload
+def memory_report(
+    fun: Callable[..., Any], /, *args: Any, policies: Policy | Sequence[Policy], **kwargs: Any
+) -> MemoryReport: ...
+@overload
+def memory_report(fun: Callable[..., Any], /, *args: Any, gradient: bool | None, **kwargs: Any) -> MemoryReport: ...
+@overload
+def memory_report(
+    fun: Callable[..., Any], /, *args: Any, compiler_options: dict[str, Any] | None, **kwargs: Any
+) -> MemoryReport: ...
+@overload
+def memory_report(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryReport: ...
+@overload
+def memory_report(fun: Callable[..., Any], /, *args: Any, progress: bool, **kwargs: Any) -> MemoryReport: ...
 @_jax.api_boundary
 @notes_shapes
 @current.takes_target
