@@ -117,7 +117,7 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
 
     def slow(programs):
         programs = list(programs)
-        clock.append(clock[-1] + 10 * len(programs))
+        clock.append(clock[-1] + 5 * len(programs))
         compile_together(programs)
 
     def seen(self, layout, options, *name):
