@@ -82,7 +82,7 @@ class PolicyError(StatetxError, ValueError):
 
 @public
 class PlanError(PolicyError):
-    """No plan keeps the budget, or a plan is for another program.
+    """Raised if no plan keeps the budget, or if a plan is for another program.
 
     Attributes:
         smallest_bytes: the least temporary memory of the compiled plans; None if none was compiled.

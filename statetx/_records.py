@@ -195,7 +195,7 @@ def decoded_by(decode: Callable[[Any], Any]) -> Check:
 
 
 def metadata(cls: type) -> dict[str, Any]:
-    """What the attributes of a class are annotated with, by name; those without are left out."""
+    """Annotations of the attributes of a class, by name; those without are left out."""
     hints = get_type_hints(cls, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 

@@ -1,4 +1,4 @@
-"""What reports show, in one renderer: as text with ``print``, in colors with ``rich.print``, as HTML in notebooks and
+"""Renderer of all reports: as text with ``print``, in colors with ``rich.print``, as HTML in notebooks and
 pages.
 
 Text and colors are the same lines of pieces with styles; rich only paints them. HTML has the same cells.
@@ -178,7 +178,7 @@ class Table(Printed):
             yield from folded([Piece(heading, "yellow"), Piece(f" {text}" if heading and text else text)], prose)
 
     def _row_lines(self, width: int) -> Iterator[Line]:
-        """Without the columns of the highest ranks until it fits; then with the widest text shortened to its end."""
+        """Drop the columns of the highest ranks until it fits; then shorten the widest text to its end."""
         texts = [[c.name for c in self.columns], *([cell.text for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         shown = list(range(len(widths)))

@@ -149,7 +149,7 @@ def short_dtype(name: str) -> str:
 
 
 def _axes(aval: Any) -> Sequence[Any]:
-    """For each dimension, the explicit mesh axes of its sharding: None, a name, or a tuple of names."""
+    """Explicit mesh axes of the sharding of each dimension: None, a name, or a tuple of names."""
     sharding = None if isinstance(aval, jax.ShapeDtypeStruct) else getattr(aval, "sharding", None)
     return (None,) * len(aval.shape) if sharding is None else tuple(sharding.spec)
 

@@ -20,7 +20,7 @@ from .._tree import has_known_sizes, num_bytes
 
 
 class Forwards(enum.IntEnum):
-    """How much of its first operand a primitive forwards to its result."""
+    """Forwarding: the share of its first operand that a primitive hands to its result."""
 
     NOTHING = 0
     ENTRIES = 1  # the same entries in another shape, type or memory: the state they come from is still known
@@ -28,7 +28,7 @@ class Forwards(enum.IntEnum):
 
 
 class Runs(enum.Enum):
-    """How a primitive runs the jaxpr in its parameters."""
+    """Manner in which a primitive runs the jaxpr in its parameters."""
 
     NOT = 0
     ONCE = 1  # on its operands, for its results

@@ -381,7 +381,7 @@ def end_differentiated(frame: Any) -> None:
 
 
 def forget_differentiated(effects: Iterable[Effect]) -> None:
-    """Of a function that was differentiated and has written states itself: that is no training step."""
+    """Drop the record of a function that was differentiated and has written states itself: that is no training step."""
     for effect in effects:
         effect.stepped = False
         if _local.frame is not None:

@@ -41,7 +41,7 @@ def with_batch_axis(x: Any, axis: int | None, to: int, axis_data: Any) -> Any:
 
 
 def mapped_in_each(x: Any, vmaps: Sequence[Any]) -> list[bool]:
-    """For each of `enclosing_vmaps`, whether `x` differs between its examples; True if this is unknown."""
+    """Tell for each of `enclosing_vmaps` whether `x` differs between its examples; True if this is unknown."""
     is_mapped = []
     for trace in vmaps:
         # A derivative between two vmaps has a tracer of its own, which says nothing about examples: its primal does.

@@ -177,8 +177,8 @@ def compiled_program(compiled: Any) -> CompiledProgram | None:
 
 
 def reserved_bytes(memory: Any) -> int:
-    """What the buffer assignment of ``Compiled.memory_analysis()`` reserves for temporaries; 0 if the backend tells
-    none.
+    """Bytes that the buffer assignment of ``Compiled.memory_analysis()`` reserves for temporaries; 0 if the backend
+    tells none.
     """
     assignment = getattr(memory, "serialized_buffer_assignment_proto", None)
     if not assignment:

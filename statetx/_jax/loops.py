@@ -110,7 +110,7 @@ def counted(condition: Any, runs: Fraction) -> Any:
 
 
 def known_runs(eqn: Any) -> Fraction | None:
-    """How often the body of a loop runs, as `counted` says; None for any other equation."""
+    """Runs of the body of a loop, as `counted` says; None for any other equation."""
     if eqn.primitive is not while_p:
         return None
     condition = open_jaxpr(eqn.params["cond_jaxpr"])[0]

@@ -117,7 +117,7 @@ _tree_util.dispatch_registry.register_node(
 
 
 def _result_handler(aval: Any, out_sharding: Any, committed: bool) -> Any:
-    """How JAX makes an array of what a compiled program returns."""
+    """Make an array of what a compiled program returns, as JAX does."""
     make = _pxla.global_result_handlers[_core.ShapedArray]
     handler = make(_core.physical_aval(aval), _physical_sharding(aval, out_sharding), committed)
     return handler.wrap(lambda buffers: _Links(aval, buffers))

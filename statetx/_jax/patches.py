@@ -39,7 +39,7 @@ def replace(target: str, owner: Any, value: Any, reason: str, *, is_content: boo
 
 
 def members(cls: type) -> dict[str, Any]:
-    """What a class defines itself, by name, with slots as its library wrote them."""
+    """Members that a class defines itself, by name, with slots as its library wrote them."""
     return {name: _slots.get((cls, name), value) for name, value in vars(cls).items()}
 
 

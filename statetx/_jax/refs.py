@@ -59,8 +59,8 @@ def ref_value(ref: Any) -> Any:
 
 
 def ref_buffer(ref: Any) -> Any:
-    """What holds the value of a Ref, another array after each write; None while operations are recorded, where a Ref
-    has another value.
+    """Array that holds the value of a Ref, another one after each write; None while operations are recorded, where a
+    Ref has another value.
     """
     is_recorded = staging_trace(current_trace()) is not eager_trace
     return None if is_recorded or isinstance(ref, Tracer) else getattr(getattr(ref, "_refs", None), "_buf", None)

@@ -55,7 +55,7 @@ def rule_kept(eqn: Any) -> Iterator[None]:
 
 
 def _stores(fun: Any, depth: int = 4) -> Iterator[Any]:
-    """Where a wrapped function, and those that it closes over, leave the structure of what they gave."""
+    """Places where a wrapped function, and those that it closes over, leave the structure of what they gave."""
     yield from (store for store in fun.stores if store is not None)
     if depth:
         for inner in _closed_over(getattr(fun.f, "__wrapped__", fun.f)):
@@ -104,7 +104,7 @@ def num_closed_over(eqn: Any) -> int:
 
 
 def num_unseen(eqn: Any) -> int:
-    """How many of the first operands the rule of a call does not get.
+    """Number of the first operands that the rule of a call does not get.
 
     Where JAX binds a call again, such as one in a rule, what its function closes over become operands like others; the
     wrapper of the rule drops them.
@@ -152,7 +152,7 @@ def failed_rule(error: BaseException) -> str | None:
 
 
 def escaped_values(error: jax.errors.UnexpectedTracerError) -> list[Any]:
-    """What JAX had in hand where it raised: among it the value of a trace that has ended which an operation
+    """Values that JAX had in hand where it raised: among them the value of a trace that has ended which an operation
     was given.
     """
     frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
@@ -170,7 +170,7 @@ def _rule_among(codes: Iterable[CodeType]) -> str | None:
 
 
 class Watch(Protocol):
-    """What users' derivative rules run through."""
+    """Records of the derivative rules of users that have run."""
 
     def __call__(self, rule: Callable, *args: Any, is_backward: bool = False) -> Any:
         """Called in place of ``rule(*args)``; `is_backward` tells whether JAX runs it when it transposes."""

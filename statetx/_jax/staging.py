@@ -77,14 +77,14 @@ def variable_of(x: Any) -> Any:
 
 
 def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[bool]:
-    """For each output of a jaxpr, whether its tangent may be nonzero; `has_tangent` says the same of the inputs."""
+    """Tell for each output of a jaxpr whether its tangent may be nonzero; `has_tangent` says the same of the inputs."""
     return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(has_tangent), instantiate=False)[1])
 
 
 def steps_with_tangents(
     jaxpr: Jaxpr, has_tangent: Sequence[bool], num_constants: int, num_carry: int
 ) -> tuple[list[bool], list[bool]]:
-    """For each input and output of a loop's body, whether its tangent may be nonzero in some step; `has_tangent` says
+    """Tell for each input and output of a loop's body if its tangent may be nonzero in some step; `has_tangent` says
     it of what the loop begins with.
 
     A fixed point, as in JAX's own rule for `scan`: a carry whose tangent becomes nonzero in one step may make others
@@ -100,7 +100,7 @@ def steps_with_tangents(
 
 
 def compile_settings(lowered: Any) -> list[str]:
-    """What the compiler is told of a lowered program (``jax.stages.Lowered``) beside its text."""
+    """Settings that the compiler gets with a lowered program (``jax.stages.Lowered``) beside its text."""
     computation = lowered._lowering
     names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "num_devices")
     return [repr(x) for x in (computation._compiler_options_kvs, *map(computation.compile_args.get, names))]

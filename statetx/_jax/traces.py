@@ -197,7 +197,7 @@ def checks_keys() -> bool:
 
 
 def trace_context() -> Any:
-    """All JAX settings that a trace depends on, as a hashable value."""
+    """Settings of JAX that a trace depends on, all of them as one hashable value."""
     return _config.trace_context()
 
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX that are supported, 0.10 to 0.12, each found by its feature.
+"""Differences between the versions of JAX that are supported, 0.10 to 0.12, each found by its feature.
 
 No other module asks for a version. Names that only change are looked up where they are used: the primitive of a closed
 call (`CLOSED_CALL`), or an option of the compiler (`_equations.compiled`).

@@ -101,8 +101,8 @@ class Batch(NamedTuple):
         ]
 
     def mask(self) -> list[bool]:
-        """Which arrays of ``(args, kwargs)``, in their order there, are leaves of the batch. One array may be an
-        argument beside the batch, too.
+        """Mask of the arrays of ``(args, kwargs)``, in their order there, that are leaves of the batch. One array may
+        be an argument beside the batch, too.
         """
         return self.mask_of_arrays
 
@@ -163,7 +163,7 @@ def batch_along(
 
 
 class BatchArguments:
-    """Which arguments of a function hold the batch, along the first axis of their arrays.
+    """Arguments of a function that hold the batch, along the first axis of their arrays.
 
     Args:
         name: the transform, for messages.

@@ -72,14 +72,14 @@ class TraceContext:
         return max((_num_automatic(s.mesh) for s in shardings if s is not None), default=1)
 
     def with_vmap(self, axis: Any, is_mapped: Sequence[bool]) -> TraceContext:
-        """The same context under one more `jax.vmap`, the outermost."""
+        """Return the context under one more `jax.vmap`, the outermost."""
         flags = (*is_mapped, *[True] * (len(self.shardings) - len(is_mapped)))
         in_front = lambda s: NamedSharding(s.mesh, PartitionSpec(None, *s.spec))
         shardings = [s and (in_front(s) if flag else s) for s, flag in zip(self.shardings, flags, strict=False)]
         return TraceContext((*self.maps, (axis, tuple(is_mapped))), tuple(shardings), self.manual)
 
     def for_other_inputs(self) -> TraceContext:
-        """The same context for a piece with other inputs, all of which count as mapped."""
+        """Return the context for a piece with other inputs, all of which count as mapped."""
         maps = tuple([(axis, ()) for axis, _ in self.maps])
         return TraceContext(maps, (), self.manual)
 

@@ -27,7 +27,7 @@ class _RuleType(type):
 
 
 class Rule(metaclass=_RuleType):
-    """How a state takes part. The classes themselves are the rules; they have no instances."""
+    """Part that a state takes. The classes themselves are the rules; they have no instances."""
 
 
 @public

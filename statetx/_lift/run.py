@@ -80,7 +80,7 @@ class FramedRun:
         return out, leaves
 
     def flat(self, args: Sequence[Any], state_values: Any = ()) -> tuple[list, list]:
-        """As a call of this object, with the arrays of the output, whose structure is `out` from then on."""
+        """Run as a call of this object does, for the arrays of the output, whose structure is `out` from then on."""
         out, leaves = self(args, {}, state_values)
         out_leaves, self.out = partition_output(out, is_array_or_number)
         return [jnp.asarray(x) for x in out_leaves], leaves

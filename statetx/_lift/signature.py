@@ -53,7 +53,7 @@ class StaticArguments:
         return bool(self.names or self.positions or self._from_end)
 
     def mask(self, num_args: int) -> list[bool]:
-        """For each positional argument of a call, whether it is static."""
+        """Tell for each positional argument of a call whether it is static."""
         from_end = {i + num_args for i in self._from_end}
         return [i in self.positions or i in from_end for i in range(num_args)]
 

@@ -112,7 +112,7 @@ class BackwardStep:
 
     @functools.cached_property
     def rerun(self) -> float:
-        """Which part of the step, by operations, the backward part runs again because of the step's policy."""
+        """Share of the step, by operations, that the backward part runs again because of the step's policy."""
         step = self._step
         if step.policy is None:
             return 0.0

@@ -129,7 +129,7 @@ def _is_pure(jaxpr: Any) -> bool:
 
 
 def _handed_on(jaxpr: Any) -> list[int | None]:
-    """For each output, which input it is; None if it is computed."""
+    """Number of the input that each output is; None if it is computed."""
     places = {v: i for i, v in enumerate(jaxpr.invars)}
     return [places.get(v) if isinstance(v, _jax.Var) else None for v in jaxpr.outvars]
 

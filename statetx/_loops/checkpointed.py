@@ -42,7 +42,7 @@ WORTH_MIXING = Fraction(97, 100)
 
 
 class ReversalPlan(NamedTuple):
-    """How the loop is reversed when it is differentiated with respect to some inputs.
+    """Reversal of the loop when it is differentiated with respect to some inputs.
 
     Attributes:
         slots: the memory.
@@ -128,7 +128,7 @@ class LoopOfSlots(DifferentiableLoop):
         return outs, linear_in_tangents(primals, stored, outs, tangents, **options)
 
     def _plan(self, diff_indices: tuple[int, ...], settings: Any) -> ReversalPlan:
-        """How to reverse the loop when these of its inputs are differentiated.
+        """Choose the reversal of the loop for these differentiated inputs.
 
         Args:
             settings: of JAX, under which steps are traced.
@@ -137,7 +137,7 @@ class LoopOfSlots(DifferentiableLoop):
         return ReversalPlan(*memory_for(self.slots, self.step, step), step)
 
     def runs_a_step(self, plan: ReversalPlan | None = None) -> float:
-        """How often a gradient runs each step, in the mean; without a plan if slots hold carries only."""
+        """Mean number of runs of a step in a gradient; without a plan if slots hold carries only."""
         if plan is not None and plan.is_mixed:
             return runs_with_rerun(plan.schedule, plan.step) / self.length
         return num_evaluations(self.length, self.slots) / self.length
@@ -301,7 +301,7 @@ class _Reversal:
         return self._plan.is_mixed and is_cpu and starts_early(self._step)
 
     def _reverse_in_loop(self, i: Any, carry: list, total: _Cotangents) -> _Cotangents:
-        """As `_reverse_step`, in a loop that runs once: nothing of it starts before the loop."""
+        """Run `_reverse_step` in a loop that runs once: nothing of it starts before the loop."""
 
         def once(loop: tuple[Any, list, _Cotangents]) -> tuple[Any, list, _Cotangents]:
             i, carry, total = loop

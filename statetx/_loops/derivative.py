@@ -52,7 +52,7 @@ class DifferentiableLoop:
         raise NotImplementedError
 
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
-        """The same loop with another step."""
+        """Return the loop with another step."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -31,7 +31,7 @@ def scan(
     rules: Rules,
     truncation: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """As `statetx.scan`, with at least one step; for `truncation` see `Strategy`, here and below."""
+    """Run `statetx.scan` eagerly, with at least one step; for `truncation` see `Strategy`, here and below."""
 
     def loop() -> tuple[PyTree, PyTree]:
         leaves, part = partition(xs, lambda x: is_array_or_number(x) or _states.is_array_state(x))
@@ -67,7 +67,7 @@ def scan(
 
 
 def while_loop(test: Callable, body: Callable, init: PyTree, max_steps: int | None) -> PyTree:
-    """As `statetx.while_loop`."""
+    """Run `statetx.while_loop` eagerly."""
 
     def loop() -> PyTree:
         val, num = init, 0
@@ -79,7 +79,7 @@ def while_loop(test: Callable, body: Callable, init: PyTree, max_steps: int | No
 
 
 def fori_loop(steps: Iterable[int], body: Callable, init: PyTree, truncation: int | None = None) -> PyTree:
-    """As `statetx.fori_loop`."""
+    """Run `statetx.fori_loop` eagerly."""
 
     def loop() -> PyTree:
         val, segments = init, _EagerSegments(truncation)

@@ -69,8 +69,8 @@ class _SlotPositions(NamedTuple):
 
 
 class StoredOnline(NamedTuple):
-    """What the forward sweep leaves for the reversal: slots as in `_SlotPositions`, the last one in use, the number of
-    steps.
+    """State that the forward sweep leaves for the reversal: slots as in `_SlotPositions`, the last one in use, the
+    number of steps.
     """
 
     pools: list
@@ -94,7 +94,7 @@ def while_loop(test: Body, step: LoopStep, slots: int | None, max_steps: int | N
 
 
 def num_runs(length: int, slots: int) -> int:
-    """How often a gradient runs the body of a loop that ends after so many steps.
+    """Runs of the body in the gradient of a loop that ends after so many steps.
 
     Exact up to 16 million; from there on sums are rounded to float32, and a compiled loop may decide otherwise where
     two choices cost nearly the same.

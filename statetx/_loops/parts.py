@@ -66,7 +66,7 @@ class EqualParts(NamedTuple):
 
 @dataclasses.dataclass
 class Progress:
-    """What the parts so far have left.
+    """Results of the parts so far.
 
     Attributes:
         count: how many parts there were.
@@ -190,7 +190,7 @@ class Turns:
         return Body.close(jaxpr, consts)
 
     def _groups(self, is_weighted: bool) -> list[str | None]:
-        """For each output of `_arranged`, how it is reduced if parts may be left out of it, and None otherwise."""
+        """Reduction of each output of `_arranged` that parts may be left out of, and None for the others."""
         leaving_out = {"first", "last", "mean"} if is_weighted else {"first", "last"}
         carried = [None for i in self._carried for _ in i.values]
         return [*carried, *(r.how if r.how in leaving_out else None for r in self._results)]
@@ -244,7 +244,7 @@ class Turns:
         return [axis for i, axis in self._mapped for _ in i.values]
 
     def _keys(self, parts: EqualParts, num: int, progress: Progress) -> list[Any]:
-        """For each leaf of a split state, the keys of these parts."""
+        """Keys of these parts, for each leaf of a split state."""
         keys = []
         for i in self._split:
             all_keys = [jax.random.split(x, num + 1) for x in i.values]
@@ -253,7 +253,7 @@ class Turns:
         return keys
 
     def _strategy(self, body: Body, is_weighted: bool) -> Strategy | None:
-        """How to differentiate the loop with the memory of one part."""
+        """Strategy that differentiates the loop with the memory of one part."""
         if _jax.forbidden_effects(body.jaxpr):  # must not run again
             return None
         for position, r in enumerate(self._accumulated):

@@ -57,7 +57,7 @@ class Filled(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What is done at the four places where the body stands.
+    """Functions to call at the four places where the body stands.
 
     Attributes:
         advance: ``(first step, end step, carry) -> carry``, before the end step.
@@ -86,7 +86,7 @@ class _Outer(NamedTuple):
 
 
 class _Inner(NamedTuple):
-    """On the way to a leaf: `carry` is the carry before step `step`, which belongs to slot `top`.
+    """State on the way to a leaf: `carry` is the carry before step `step`, which belongs to slot `top`.
 
     If it is not in this slot yet, ``positions[top]`` is not valid yet. `advance` is how far it goes from there; 0 if
     what is left is a leaf.

@@ -39,7 +39,7 @@ class _Pack(NamedTuple):
 
 
 class _ResidualLayout(NamedTuple):
-    """Where the residuals of a step are.
+    """Places of the residuals of a step.
 
     Attributes:
         places: pool and row of each; None for one in the pack, and for one without bytes.
@@ -52,7 +52,7 @@ class _ResidualLayout(NamedTuple):
 
 
 class CarryRow:
-    """How a leaf of the carry is stored.
+    """Row that stores a leaf of the carry.
 
     Args:
         aval: its type.
@@ -71,7 +71,7 @@ class CarryRow:
         return self.aval if self.format is None else _type_of(self.format.encode, self.aval)
 
     def encode(self, x: Any) -> Any:
-        """What is stored of the leaf."""
+        """Encode the leaf as it is stored."""
         return x if self.format is None else self.format.encode(x)
 
     def decode(self, codes: Any, step: Any, first: Any) -> Any:
@@ -140,7 +140,9 @@ class SlotMemory:
         return 1 + min([slots * free // needed for free, needed in rows if needed], default=_UNBOUNDED - 1)
 
     def _packed(self, indices: list[int], rows: Sequence[int]) -> _Pack | None:
-        """Where these residuals can be, whatever their types, beside `rows` of others in each pool; None if nowhere."""
+        """Find places for these residuals, whatever their types, beside `rows` of others in each pool; None if there
+        are none.
+        """
         avals = [self._residual_avals[i] for i in indices]
 
         def holds(pool: int) -> bool:
@@ -257,7 +259,7 @@ def _can_hold(row: Any, aval: Any) -> bool:
 
 
 def _entries(row: Any, aval: Any) -> int:
-    """How many entries of a row's type a residual takes. A boolean takes one: zero or one."""
+    """Number of entries of a row's type that a residual takes. A boolean takes one: zero or one."""
     return aval.size if aval.dtype == bool else -(-aval.size * aval.dtype.itemsize // row.dtype.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""When to store what: the schedule of reversing a loop with a bounded number of slots.
+"""Schedule of the reversal of a loop with a bounded number of slots.
 
 A slot holds the state (the carry) before some step, or, while nothing else needs it, what steps keep for their
 derivatives (residuals). To reverse `l` steps of which the first state is at hand, with `s` slots free for them, that of
@@ -106,7 +106,7 @@ class SplitTable(NamedTuple):
     before: Any
 
     def split(self, length: Any, slots: Any) -> Any:
-        """How far to advance before the next state is stored; 0 for a leaf. For numbers and NumPy as well as for traced
+        """Steps to advance before the next state is stored; 0 for a leaf. For numbers and NumPy as well as for traced
         values.
         """
         xp: Any = np if isinstance(self.rows, np.ndarray) else jnp
@@ -117,7 +117,7 @@ class SplitTable(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How a loop is reversed.
+    """Order in which a loop is reversed.
 
     Attributes:
         splits: of its segments.

@@ -98,20 +98,20 @@ class LoopStep:
 
     @functools.cached_property
     def carry_formats(self) -> list[StoredType | None]:
-        """For each leaf of the carry the exact format that the policy asks for; None for none."""
+        """Exact format that the policy asks for, for each leaf of the carry; None for none."""
         if self.formats is not None:
             return list(self.formats)
         return decide.carry_formats(self.policy, self.body.jaxpr, self.num_carry)
 
     @functools.cached_property
     def rows(self) -> list[CarryRow]:
-        """How the leaves of the carry are stored."""
+        """Rows that store the leaves of the carry."""
         leaves = enumerate(zip(self.avals, self.carry_formats, strict=True))
         return [CarryRow(aval, format, n in self.exact_first) for n, (aval, format) in leaves]
 
     def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
-        """For each output of the loop, whether its tangent may be nonzero, if the body's inputs at `diff_indices` have
-        one.
+        """Tell for each output of the loop whether its tangent may be nonzero, if the body's inputs at `diff_indices`
+        have one.
         """
         given, jaxpr = set(diff_indices), self.body.jaxpr
         flags = [i in given for i in range(len(jaxpr.invars))]

@@ -81,7 +81,7 @@ class Strategy:
         return self
 
     def num_runs(self, length: int) -> int:
-        """How often a gradient runs the step."""
+        """Number of runs of the step in a gradient."""
         raise NotImplementedError
 
     def with_policy(self, policy: Policy) -> Strategy:
@@ -383,7 +383,7 @@ class Slots(Strategy):
         return online.while_loop(test, step, self.num, max_steps)
 
     def runs(self, length: int, *, carry_bytes: float = 1, residual_bytes: float | None = None) -> int:
-        """How often a gradient runs the step, if a step keeps `residual_bytes` for its derivative.
+        """Number of runs of the step in a gradient, if a step keeps `residual_bytes` for its derivative.
 
         Free slots hold what steps keep where this saves more than 3% of the runs. The count is that of the compiled
         program if a step's values have the types of the carry's leaves; `statetx.loop_report` has the bytes and the

@@ -39,7 +39,7 @@ _SMALL = 2**22  # bytes that are not worth a second run of anything
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Budget(Strategy):
-    """As little recomputation as fits in so many bytes.
+    """Recompute as little as fits in so many bytes.
 
     When the loop is differentiated, its gradient program is compiled, a few times the first time that a body of its
     structure is met, and the number of slots (see `Slots`) chosen so that its temporary memory is at most the budget. A
@@ -151,7 +151,7 @@ class Sized(DifferentiableLoop):
         return args if isinstance(chosen, Slots) else with_notice(args, Differentiated.here(loop, diff_indices))
 
     def _choice(self, around: TraceContext, diff_indices: Diff = None) -> Slots | Levels | None:
-        """How the loop is reversed; None if it stays plain."""
+        """Choose the reversal of the loop; None if it stays plain."""
         is_budget = isinstance(self._strategy, Budget)
         key = around, diff_indices if is_budget else None
         if key not in self._chosen:
@@ -306,7 +306,7 @@ def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
 
 
 def temporary_bytes(step: LoopStep, loop: Callable, around: TraceContext, diff_indices: Diff) -> int:
-    """What XLA reserves on a device for the gradient of a loop, beyond its inputs and outputs."""
+    """Bytes that XLA reserves on a device for the gradient of a loop, beyond its inputs and outputs."""
     of_steps = lambda aval: _jax.stacked_type(aval, step.length)
     avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
     floats = [i for i, a in enumerate(avals) if is_float(a)] if diff_indices is None else diff_indices

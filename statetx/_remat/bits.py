@@ -18,12 +18,12 @@ from .._jax import Jaxpr, Literal
 
 
 def are_bits(eqn: Any, operands: Sequence[bool]) -> list[bool]:
-    """For each result of an equation, whether it is proved to be 0 or 1; `operands` says the same of its operands."""
+    """Tell for each result of an equation if it is proved to be 0 or 1; `operands` says the same of its operands."""
     return [_is_bool(v) or b for v, b in zip(eqn.outvars, _proved(eqn, operands), strict=True)]
 
 
 def of_steps(jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """For each input and each output of a loop's step, whether it is proved to be 0 or 1 in every step; `operands` says
+    """Tell for each input and output of a loop's step if it is proved to be 0 or 1 in every step; `operands` says
     it of the loop's operands.
 
     By induction: of the carries that are 0 or 1 before the first step, the largest set that a step keeps so.

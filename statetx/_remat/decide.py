@@ -193,7 +193,7 @@ def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -
 
 
 def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredType | None]:
-    """For each of the first results of a step, the exact format in which a loop can store it between steps; None to
+    """Exact format in which a loop can store each of the first results of a step between steps; None to
     store it unchanged.
 
     A policy that stores values as bits asks for it: for booleans, for results that are proved to be 0 or 1 whatever the

@@ -109,7 +109,7 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
 
 
 def _in_order_of_reading(body: Body, arrays: Sequence[Any]) -> tuple[Body, list[Any]]:
-    """The same function of the arrays in another order, that in which it reads them.
+    """Return the function with its arrays in the order in which it reads them.
 
     brainstate differentiates with respect to a dict whose keys are addresses of states: the order of its values differs
     from process to process, and a stored plan would not fit.

@@ -76,7 +76,7 @@ class Value:
 
 
 class Action(enum.IntEnum):
-    """What to do with a value. `Or` takes the greater of two decisions, `And` the lesser."""
+    """Decision on a value. `Or` takes the greater of two decisions, `And` the lesser."""
 
     RECOMPUTE = 0
     OFFLOAD = 1
@@ -127,13 +127,13 @@ class Policy:
         return tuple([value for value in vars(self).values() if isinstance(value, Policy)])
 
     def atoms(self) -> Iterable[Policy]:
-        """This policy, its children, their children, and so on."""
+        """List the policy, its children, their children, and so on."""
         yield self
         for child in self.children():
             yield from child.atoms()
 
     def map_atoms(self, change: Callable[[Policy], Policy]) -> Policy:
-        """This policy with ``change(atom)`` in place of each policy in it that combines no others."""
+        """Return the policy with ``change(atom)`` in place of each policy in it that combines no others."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         children = {name: value.map_atoms(change) for name, value in values.items() if isinstance(value, Policy)}
         return dataclasses.replace(self, **children) if children else change(self)  # type: ignore[type-var]

@@ -140,8 +140,8 @@ _MARKS = {True: "statetx_differentiates_scalars", False: "statetx_differentiates
 
 
 def marks_in(jaxpr: _jax.Jaxpr) -> set[bool]:
-    """For the functions that `MARKER` has seen differentiated in a jaxpr: True if one returns scalars alone, False if
-    one does not.
+    """Tell of the functions that `MARKER` has seen differentiated in a jaxpr: True if one returns scalars alone, False
+    if one does not.
     """
     found: set[bool] = set()
     pending, visited = [jaxpr], set()

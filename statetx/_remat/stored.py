@@ -113,7 +113,7 @@ def as_stored_type(name: Any, what: str) -> StoredType:
 
 
 def _num_parts(aval: Any) -> int:
-    """In how many parts the type splits the last axis over devices."""
+    """Number of parts in which the type splits the last axis over devices."""
     sharding = getattr(aval, "sharding", None)
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) != len(aval.shape) or not aval.shape:
         return 1

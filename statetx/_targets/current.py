@@ -178,7 +178,7 @@ def local_device() -> Any:
 
 
 def memory_stats() -> dict[str, int] | None:
-    """What the first device tells of its memory; of a target, its size; None on a CPU."""
+    """Figures that the first device gives of its memory; of a target, its size; None on a CPU."""
     chosen = current()
     return local_device().memory_stats() if chosen is None else {"bytes_limit": chosen.memory_bytes}
 
@@ -194,7 +194,7 @@ def first_devices(num: int) -> list[Any]:
 
 
 def environment() -> tuple[Any, ...]:
-    """What a compiled program depends on beside its equations and options: the backend, or the target."""
+    """Name of all that a compiled program depends on beside its equations and options: the backend, or the target."""
     chosen = current()
     if chosen is not None and chosen.platform != "cpu":
         return (chosen.platform, *chosen.key, _versions(chosen.platform))

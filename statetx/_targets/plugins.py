@@ -35,7 +35,7 @@ def install_line(platform_name: str) -> str:
 
 
 def missing(spec: Spec) -> str:
-    """What keeps this machine from compiling for a kind of device, with the way out; "" if nothing does."""
+    """Reason why this machine cannot compile for a kind of device, with the way out; "" if it can."""
     if spec.platform == "cpu":
         return ""
     if sys.platform != "linux":

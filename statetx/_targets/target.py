@@ -187,7 +187,7 @@ class Target:
 
     @property
     def missing(self) -> str:
-        """What keeps this machine from compiling for the target; "" if nothing does."""
+        """Reason why this machine cannot compile for the target; "" if it can."""
         return plugins.missing(self._spec)
 
     def mesh(self, shape: Sequence[int], names: Sequence[str], axis_types: Any = None) -> jax.sharding.Mesh:

@@ -1,4 +1,4 @@
-"""What each command computes, prints and writes."""
+"""Commands: the work of each, its output and its files."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def targets() -> str:
 
 
 def explain(name: str) -> str:
-    """What the errors page says of an error, else the signature and the docstring of a public name."""
+    """Print the entry of an error on the errors page, else the signature and the docstring of a public name."""
     import statetx
 
     found: Any = statetx

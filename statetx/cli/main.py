@@ -259,7 +259,7 @@ def _check_writable(name: str, path: str) -> None:
 
 
 def _print(text: str) -> None:
-    """To a terminal that lacks the characters of the sparkline, with question marks in their place."""
+    """Print, with question marks for the characters of the sparkline on a terminal that lacks them."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)

@@ -174,7 +174,7 @@ def _check_arguments(
 
 
 def _short(signature: inspect.Signature) -> str:
-    """Without annotations and defaults, which may be long."""
+    """Drop annotations and defaults, which may be long."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     parameters = [p if p.default is p.empty else p.replace(default=...) for p in parameters]
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty)).replace("Ellipsis", "...")

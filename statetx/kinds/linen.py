@@ -55,7 +55,7 @@ def module_with_method(function: str, file: str) -> str | None:
 
 
 def flax_remat(module: str) -> str:
-    """What to advise instead of `remat` for a class of flax.linen modules."""
+    """Advice instead of `remat` for a class of flax.linen modules."""
     # It is `jax.checkpoint`, whose barrier XLA:CPU removes.
     return (
         f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU it saves memory in loops "

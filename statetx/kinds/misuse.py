@@ -38,7 +38,7 @@ class NotAnArray:
     __slots__ = ()
 
     def __dir__(self) -> list[str]:
-        """Without the attributes of arrays, which only raise an error."""
+        """List attributes, without those of arrays, which only raise an error."""
         own = getattr(self, "__dict__", {})
         absent = [name for name in _ATTRIBUTES if isinstance(inspect.getattr_static(type(self), name), _ArrayAttribute)]
         return sorted({*super().__dir__()} - ({*absent} - own.keys()))

@@ -275,7 +275,7 @@ def _check_home(state: State, value: Any) -> None:
 
 
 def _reset_dead_home(state: State, frame: _frames.Frame | None) -> None:
-    """At a write: if the trace that the state was made in has ended, its home is now the trace of `frame`, or none."""
+    """Move the home of a written state to the trace of `frame`, or none, if the trace that it was made in has ended."""
     home = state._home() if state._home is not None else None
     if home is None or not _jax.is_live(home):
         state._home = None if frame is None else _jax.trace_ref(frame.trace)

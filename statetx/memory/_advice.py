@@ -146,7 +146,7 @@ def _constants(profile: Timeline) -> Iterable[ChangeCandidate]:
 
 
 def _remat(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """For each function that the user could rematerialize: its residuals live in the forward pass and in its own
+    """Propose each function that the user could rematerialize: its residuals live in the forward pass and in its own
     backward pass only.
     """
     history = _History(profile)
@@ -216,8 +216,8 @@ def _saved_by_policy(profile: Timeline, freed: Sequence[Buffer]) -> list[Buffer]
 
 
 def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """For each function that reads zeros and ones, as floats or bytes: rematerialized, it needs an eighth of a byte for
-    each after its last read in the forward pass.
+    """Propose each function that reads zeros and ones, as floats or bytes: rematerialized, it needs an eighth of a byte
+    for each after its last read in the forward pass.
     """
     bits, history = _bits_kept(profile), _History(profile)
     known: set[frozenset[Buffer]] = set()
@@ -243,8 +243,8 @@ def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
 
 
 def _stacked_bits(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """The same for functions in the body of a loop, which stacks what they keep: which of them reads the zeros and ones
-    is not known.
+    """Propose it for functions in the body of a loop, which stacks what they keep: which of them reads the zeros and
+    ones is not known.
     """
     by_function: dict[str, list[Buffer]] = defaultdict(list)
     for b in _bits_kept(profile):
@@ -293,7 +293,7 @@ def _most_ended(buffers: Sequence[Buffer]) -> int:
 
 
 class _History:
-    """What each buffer of a program is computed from.
+    """Operands from which each buffer of a program is computed.
 
     Attributes:
         kept: what a change of the user's may shorten: residuals, and what regions compute again; no stacks of loops.
@@ -311,7 +311,7 @@ class _History:
         self.kept = [b for b in profile.buffers if is_kept(b) and b.stacked is None]
 
     def freed(self, function: str, calls: Calls) -> tuple[list[Buffer], list[Gap]]:
-        """What the calls of a function no longer keep if it is rematerialized, and when."""
+        """Buffers that the calls of a function no longer keep if it is rematerialized, and when."""
         profile = self.profile
         by_call: dict[int, list[Buffer]] = defaultdict(list)
         for b in self.kept:
@@ -336,7 +336,7 @@ class _History:
         return freed, gaps
 
     def recomputed_bytes(self, residuals: Sequence[Buffer], function: str) -> int:
-        """What the backward pass of a call holds of these, if it computes them again.
+        """Bytes that the backward pass of a call holds of these, if it computes them again.
 
         XLA fuses what it computes elementwise into the operation that reads it. So memory is taken by the results of
         other operations, and by values that other operations read.
@@ -390,7 +390,7 @@ def _leaves(profile: Timeline, b: Buffer, calls: Calls) -> bool:
 
 
 def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """Without gradients: the function that has the largest temporary value, in parts of its rows."""
+    """Propose, for programs without gradients, the function of the largest temporary value in parts of its rows."""
     if any(step.phase == "backward" for step in profile.steps):
         return
     temporary = [

@@ -1,4 +1,4 @@
-"""From a compiled program to the buffers of a profile: lifetimes with names, kinds and owners."""
+"""Assembly of the buffers of a profile from a compiled program: lifetimes with names, kinds and owners."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .buffer import Buffer, Kind, Loop, Step
 
 
 class Inputs(NamedTuple):
-    """What is known of a program beside XLA's words.
+    """Facts of a program that XLA does not tell.
 
     Attributes:
         states: the paths of the states among its inputs.
@@ -122,7 +122,7 @@ class Assembly:
         return groups
 
     def _same_array(self) -> dict[int, int]:
-        """For each value that flows through a loop or branch: one value that stands for all of them."""
+        """Map each value that flows through a loop or branch to one value that stands for all of them."""
         leader: dict[int, int] = {}
 
         def find(v: int) -> int:
@@ -189,7 +189,7 @@ class Assembly:
         return told._replace(phase=stack.phase) if told.source else stack
 
     def _how_telling(self, instruction: Instruction) -> int:
-        """Of the instructions that define one array: the one that computes it rather than forwards it."""
+        """Prefer, of the instructions that define one array, the one that computes it to those that forward it."""
         forwards = instruction.opcode in ("parameter", "while", "conditional", "call", "tuple")
         return 4 * (not forwards) + 2 * bool(self.names.stacking(instruction)) + bool(instruction.op_name)
 

@@ -33,7 +33,7 @@ class Edit:
     """Base of edits, which changes nothing."""
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
-        """What is decided for intervals of the equations of a function that is differentiated."""
+        """Decisions on intervals of the equations of a function that is differentiated."""
         return {}
 
 
@@ -91,7 +91,7 @@ class Checkpoint(Edit):
 
 @dataclasses.dataclass(frozen=True)
 class SaveLess(Edit):
-    """No policy for a function that is rematerialized already."""
+    """Drop the policy of a function that is rematerialized already."""
 
     function: str
 

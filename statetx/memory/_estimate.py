@@ -109,7 +109,7 @@ def _peak(jaxpr: Jaxpr) -> int:
 
 
 def _inner_peak(eqn: Any) -> int:
-    """Of the jaxprs that an equation runs, one after the other: the step of a loop, the branches."""
+    """Peak of the jaxprs that an equation runs, one after the other: the step of a loop, the branches."""
     return max(map(_peak, _jax.inner_jaxprs(eqn)), default=0)
 
 

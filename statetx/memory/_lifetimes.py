@@ -1,4 +1,4 @@
-"""From the first to the last step in which each value of a compiled program is alive.
+"""Lifetimes: the first and the last step in which each value of a compiled program is alive.
 
 The schedule is made flat: what a loop, a conditional or a call runs stands before the instruction that runs it, once. A
 value lives from the step that defines it to the last step that reads it at any of its places: a tuple, a
@@ -78,7 +78,7 @@ def called(instruction: Instruction) -> list[int]:
 
 
 class Flow:
-    """Which values stand at each place of a program."""
+    """Values at each place of a program."""
 
     def __init__(self, program: CompiledProgram, schedule: FlatSchedule):
         self.program = program
@@ -123,8 +123,8 @@ class Flow:
                 return self._asynchronous(instruction)
 
     def _asynchronous(self, instruction: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
-        """Of the parts of an operation that runs beside others, as on GPUs: its start holds its operands until it is
-        done.
+        """Lifetimes of the parts of an operation that runs beside others, as on GPUs: its start holds its operands
+        until it is done.
         """
         of, operands = self.places.get, instruction.operands
         match instruction.opcode:
@@ -173,8 +173,8 @@ def _union(*held: dict[tuple[int, ...], frozenset[int]]) -> dict[tuple[int, ...]
 
 
 def lifetimes(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -> list[Lifetime]:
-    """Of every value that has memory of its own on the device, in an allocation of the program, by allocation and
-    offset.
+    """Lifetimes of the values that have memory of their own on the device, in an allocation of the program, by
+    allocation and offset.
     """
     starts, ends = _spans(program, schedule, flow)
     return [

@@ -14,7 +14,7 @@ from .buffer import Buffer, Change, Kind, Loop
 
 
 def _stacks(profile: Timeline, kind: Kind) -> dict[Loop, list[Buffer]]:
-    """What each loop of known length stacks for its backward pass: in the forward pass, or where it is
+    """Stacks that each loop of known length makes for its backward pass: in the forward pass, or where it is
     computed again.
     """
     stacks: dict[Loop, list[Buffer]] = defaultdict(list)
@@ -25,7 +25,7 @@ def _stacks(profile: Timeline, kind: Kind) -> dict[Loop, list[Buffer]]:
 
 
 def _step_of_reversal(buffers: Sequence[Buffer], profile: Timeline) -> tuple[int, int]:
-    """From the first to the last step of the backward pass of a loop."""
+    """First and last step of the backward pass of a loop."""
     reads = [r for b in buffers for r in b.readers if is_backward(profile, r, b)]
     end = max(b.end for b in buffers)
     return (min(reads) if reads else end), end
@@ -56,7 +56,7 @@ def _text_of_body(loop: Loop) -> str:
 
 
 def with_bodies(candidates: Sequence[ChangeCandidate]) -> list[ChangeCandidate]:
-    """With a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it
+    """Add a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it
     can be tried.
     """
     found = list(candidates)

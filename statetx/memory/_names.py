@@ -1,4 +1,4 @@
-"""What the compiled program tells of the user's program: phase, region, loop, function, line and module of each
+"""Names in the compiled program that tell of the user's: phase, region, loop, function, line and module of each
 instruction.
 
 XLA keeps the name stack of the operation, such as
@@ -38,7 +38,7 @@ _PATH_STEP = re.compile(r"(\.\w+|\[[^\[\]]*\])$")
 
 
 class Origin(NamedTuple):
-    """Where an instruction comes from.
+    """Source of an instruction.
 
     Attributes:
         scopes: names that the user or a library gave (``jax.named_scope``, flax's modules), joined by slashes.
@@ -81,7 +81,7 @@ class InstructionNames:
         self._regions = {_parsed(i.op_name).region for i in schedule.order} - {""}
 
     def origin(self, instruction: Instruction) -> Origin:
-        """Of the operation that computes its result; of its operand or its first reader if it has no name of
+        """Origin of the operation that computes its result; of its operand or its first reader if it has no name of
         its own.
         """
         found = self._origins.get(instruction.id)
@@ -183,7 +183,7 @@ class InstructionNames:
         return found
 
     def stacking(self, instruction: Instruction) -> Instruction | None:
-        """If it writes one slice of a stack in each step of a loop: the instruction that computes the slice."""
+        """Instruction that computes the slice of a stack that this one writes in each step of a loop, if it does."""
         if instruction.opcode == "dynamic-update-slice":
             return self._argument(self.program.instructions[instruction.operands[1]])
         if instruction.opcode != "fusion":
@@ -226,7 +226,7 @@ class InstructionNames:
         return self.program.instructions[root.operands[index[0]]] if index and root.opcode == "tuple" else root
 
     def origin_at(self, instruction: Instruction, index: Sequence[int]) -> Origin:
-        """Of one result of an operation that has several: a fusion has the name of one of them."""
+        """Origin of one result of an operation that has several: a fusion has the name of one of them."""
         origin = self.origin(instruction)
         if instruction.opcode != "fusion" or not index:
             return origin
@@ -246,7 +246,7 @@ class InstructionNames:
         return instruction
 
     def _argument(self, instruction: Instruction) -> Instruction:
-        """Of a parameter of a call, the operand that it stands for; anything else unchanged.
+        """Operand that a parameter of a call stands for; anything else unchanged.
 
         On GPUs a loop's slice that is only copied into a stack is written by an asynchronous call, beside other
         operations.
@@ -259,7 +259,7 @@ class InstructionNames:
         return instruction
 
     def element(self, instruction: Instruction) -> Instruction:
-        """Of an element of the results of an operation that has several: the instruction that computes it; anything
+        """Instruction that computes an element of the results of an operation that has several; anything
         else unchanged.
 
         Such operations are fusions, and calls of libraries, which have working memory as another result.

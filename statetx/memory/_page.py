@@ -106,7 +106,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _place(profile: AdvisedTimeline) -> str:
-    """Where the peak is: its step, and the line that it belongs to."""
+    """Place of the peak: its step, and the line that it belongs to."""
     if not profile.steps:
         return ""
     step = profile.steps[profile.peak_step]
@@ -139,7 +139,7 @@ def _card(shown: Table) -> str:
 
 
 def _parts(profile: AdvisedTimeline) -> str:
-    """What the peak is made of: XLA's figures, and a bar with the kinds that are alive."""
+    """Parts of the peak: XLA's figures, and a bar with the kinds that are alive."""
     plus, minus, equals = (f'<span class="sign">{sign}</span>' for sign in "+−=")
     tiles = [
         ("arguments", "", profile.argument_bytes, "states and arguments"),
@@ -241,7 +241,7 @@ _BUFFER_TEXTS: dict[str, Callable[[Buffer], str]] = {
 
 
 def _taken(profile: AdvisedTimeline) -> dict[int, int]:
-    """By the index of a buffer: the bytes that others, which replace it in place, take from it in its last step."""
+    """Bytes that others, which replace a buffer in place, take from it in its last step, by its index."""
     index = {id(b): i for i, b in enumerate(profile.buffers)}
     taken: dict[int, int] = defaultdict(int)
     for a, _, shared in replacements(x for x in profile.buffers if x.kind != "constant"):

@@ -138,7 +138,7 @@ class Calls:
 
 
 def _call_of(step: Step, function: str) -> Any:
-    """What tells the outermost call of a function that runs a step from other calls; None if none does."""
+    """Key that tells the outermost call of a function that runs a step from other calls; None if there is none."""
     for n, call in enumerate(step.calls):
         if call.rpartition("~")[0] == function:
             return step.calls[: n + 1]

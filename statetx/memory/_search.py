@@ -1,4 +1,4 @@
-"""Which changes make a step fit: each is tried alone, then together, the cheapest first, until the program fits or the
+"""Search for changes that make a step fit: each is tried alone, then together, the cheapest first, until it fits or the
 time is over.
 """
 
@@ -180,7 +180,7 @@ class RemedySearch:
         return chosen if with_parts is None else self._without_needless(trials, with_parts, tried)
 
     def _in_parts(self, trials: Trials, chosen: Sequence[ChangeCandidate], needed: int) -> list[ChangeCandidate] | None:
-        """With the fewest parts that suffice: what a part takes is taken to be in proportion to its size."""
+        """Choose the fewest parts that suffice: what a part takes is taken to be in proportion to its size."""
         best, num = None, 2
         while num <= _MOST_PARTS and (c := next(iter(in_parts(self._profile, num)), None)) is not None:
             cost = self._cost(trials, [*chosen, c])
@@ -201,7 +201,7 @@ class RemedySearch:
     def _without_needless(
         self, trials: Trials, chosen: Sequence[ChangeCandidate], tried: Sequence[_Tried]
     ) -> list[ChangeCandidate]:
-        """Without the changes that cost operations and are not needed, the most expensive first."""
+        """Drop the changes that cost operations and are not needed, the most expensive first."""
         operations = {t.candidate.change.target: t.operations for t in tried}
         for c in sorted(chosen, key=lambda c: -operations.get(c.change.target, 0)):
             rest = [x for x in chosen if x is not c]

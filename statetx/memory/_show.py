@@ -1,4 +1,4 @@
-"""What a profile prints: its first line, a sparkline, the table of what is alive at the peak, and two profiles side by
+"""Text of a profile: its first line, a sparkline, the table of what is alive at the peak, and two profiles side by
 side.
 """
 
@@ -62,7 +62,7 @@ def family(owner: str) -> str:
 
 
 def rows_at_peak(profile: AdvisedTimeline) -> list[PeakRow]:
-    """All rows, the largest first; without constants, which XLA's figures leave out. With ``profile.unused_bytes`` they
+    """Rows, the largest first; without constants, which XLA's figures leave out. With ``profile.unused_bytes`` they
     sum to ``profile.peak_bytes``.
     """
     families: defaultdict[tuple[str, ...], list[Group]] = defaultdict(list)
@@ -109,7 +109,7 @@ def _place(group: Group) -> str:
 
 
 def _loop(loop: Loop) -> str:
-    """Without its line, which is in another column."""
+    """Loop without its line, which is in another column."""
     return str(loop._replace(source=""))
 
 
@@ -126,7 +126,7 @@ def headline(profile: AdvisedTimeline) -> str:
 
 
 def _sentence(change: Change) -> str:
-    """With an open parenthesis, in which its share may follow."""
+    """Sentence with an open parenthesis, in which its share may follow."""
     least = "at least " if change.is_least else ""
     return f"{change.text.rstrip('.')}: {least}{format_bytes(change.saved_bytes)} less (predicted"
 
@@ -174,7 +174,7 @@ SUBJECTS = {
 
 
 def _subject(rows: Sequence[PeakRow]) -> str:
-    """What the rows of one owner are. Not every layer has a buffer of every line."""
+    """Name of the rows of one owner. Not every layer has a buffer of every line."""
     num_owners = max(row.num_owners for row in rows)
     number = f" ({num_owners} of them)" if num_owners > 1 else ""
     return f"{SUBJECTS[rows[0].kind][num_owners > 1]} {rows[0].owner}{number}"
@@ -312,7 +312,7 @@ _COLORS |= {"recomputed": "yellow", "working memory": "yellow"}
 
 
 def table(profile: AdvisedTimeline) -> Table:
-    """What is alive at the peak, by owner and line; below it the changes that the column "change" counts.
+    """Table of what is alive at the peak, by owner and line; below it the changes that the column "change" counts.
 
     The rows sum to ``profile.peak_bytes``: one is for the groups that are not shown, and the last ones for unused
     memory.
@@ -384,7 +384,7 @@ def lines(profile: AdvisedTimeline, width: int, prose: int) -> Iterator[Line]:
 
 
 def html(profile: AdvisedTimeline) -> str:
-    """For a notebook: the first line, the timeline, and the table."""
+    """HTML for a notebook: the first line, the timeline, and the table."""
     return f"<p>{escape(printable(headline(profile)))}</p><pre>{sparkline(profile)}</pre>{table(profile)._html()}"
 
 
@@ -411,7 +411,7 @@ def to_dict(profile: AdvisedTimeline) -> dict[str, Any]:
 
 
 def _key(buffer: Buffer) -> tuple[Any, ...]:
-    """Without the size: a group has a smaller copy of a buffer of which a part is reused at the peak."""
+    """Key without the size: a group has a smaller copy of a buffer of which a part is reused at the peak."""
     return buffer.name, buffer.type, buffer.start, buffer.allocation, buffer.offset
 
 

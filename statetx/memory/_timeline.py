@@ -33,7 +33,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """What the program reserves: arguments, outputs without those that reuse arguments, and temporaries."""
+        """Bytes that the program reserves: arguments, outputs without those that reuse arguments, and temporaries."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     @functools.cached_property
@@ -64,7 +64,9 @@ class Timeline:
 
     @property
     def unused_bytes(self) -> int:
-        """What the program reserves and does not use at the peak: gaps between buffers, and outputs not yet written."""
+        """Bytes that the program reserves and does not use at the peak: gaps between buffers, and outputs not yet
+        written.
+        """
         return self.peak_bytes - int(self.timeline.max(initial=0))
 
     def alive(self, step: int) -> list[Buffer]:
@@ -114,7 +116,7 @@ class Gap(NamedTuple):
 
 
 def saving(profile: Timeline, gaps: Iterable[Gap]) -> int:
-    """By how much the peak of the timeline falls with these gaps."""
+    """Bytes by which the peak of the timeline falls with these gaps."""
     change = np.zeros(len(profile.steps) + 1, np.int64)
     for gap in gaps:
         if gap.start <= gap.end:

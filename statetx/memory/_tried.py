@@ -62,7 +62,7 @@ class Trials:
         self._costs: dict[frozenset[Edit], Cost | NotTried] = {}
 
     def cost(self, *edits: Edit) -> Cost | None:
-        """What the program with these edits takes; None if they cannot be tried, for the reason that `why_not`
+        """Cost of the program with these edits; None if they cannot be tried, for the reason that `why_not`
         tells.
         """
         key, begin = frozenset(edits), time.monotonic()
@@ -196,7 +196,9 @@ class _Edited(Rewriter):
 
     @property
     def inner(self) -> Rewriter | None:
-        """For gradients inside of a gradient, of which the same calls are changed; only the outer one is noted."""
+        """Editor of gradients inside of a gradient, of which the same calls are changed; only the outer one is
+        noted.
+        """
         inner = copy.copy(self)
         inner.gradients = []
         return inner
@@ -311,7 +313,7 @@ def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part
 
 
 class _EditedInParts(_Edited):
-    """The same, with each gradient in parts of the batch."""
+    """Step with each gradient in parts of the batch."""
 
     def __init__(self, of_part: _Edited, edit: InParts):
         super().__init__((), keeps_order=of_part.keeps_order)
@@ -356,7 +358,7 @@ class _EditedInParts(_Edited):
 
 
 def _splits(whole: Sequence[Any], part: Sequence[Any], num: int) -> list[bool] | None:
-    """Which values have examples along their first axis, by the types of the whole batch and of a part; None if others
+    """Values that have examples along their first axis, by the types of the whole batch and of a part; None if others
     differ.
     """
     types = lambda some: [(v.aval.shape, v.aval.dtype) for v in some]

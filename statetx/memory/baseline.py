@@ -31,7 +31,7 @@ _PACKAGES = ("statetx", "jax", "jaxlib", "brainstate", "flax", "equinox", "optax
 
 
 class PeakPart(NamedTuple):
-    """What has memory at the peak with one role, of one owner and function. Layers of a model count together.
+    """Part of the peak with one role, of one owner and function. Layers of a model count together.
 
     Attributes:
         source: the line that makes the largest of it, ``file:line``; no part of what is compared.
@@ -60,7 +60,7 @@ _Size = Annotated[int, whole()]
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBaseline:
-    """What a compiled program takes, as a file keeps it.
+    """Memory of a compiled program, as a file keeps it.
 
     Attributes:
         device: that it is compiled for: the name of a target, or of the backend here.
@@ -200,7 +200,7 @@ class Growth(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What a program takes now, beside what a file says.
+    """Memory of a program now, beside the figures of a file.
 
     Attributes:
         tolerance: by how much the peak may grow, relative to the peak before.

@@ -1,4 +1,4 @@
-"""What a memory profile is made of: buffers with their lifetimes, and the steps of the compiled program."""
+"""Data of a memory profile: buffers with their lifetimes, and the steps of the compiled program."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class MemoryProfile(Printed, AdvisedTimeline):
         )
 
     def compare(self, after: MemoryProfile) -> Comparison:
-        """This profile beside another: the peak, its parts, and the owners with their difference. It prints.
+        """Compare with another profile: the peak, its parts, and the owners with their difference. The result prints.
 
         Args:
             after: the profile of the changed program.
@@ -321,7 +321,7 @@ _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax
 
 
 def _staged(stage: Any) -> _TracedProgram:
-    """Of a traced, lowered or compiled function."""
+    """Profile a traced, lowered or compiled function."""
     if isinstance(stage, Traced):
         return _TracedProgram(stage.name, lower(stage.jax_stage), Inputs(stage.state_names))
     name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell

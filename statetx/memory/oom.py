@@ -91,12 +91,12 @@ class OutOfMemory(Tabular):
 
     @property
     def needed_bytes(self) -> int:
-        """What the program needs: arguments, outputs, temporaries and constants."""
+        """Bytes that the program needs: arguments, outputs, temporaries and constants."""
         return self.profile.peak_bytes + self.profile.constant_bytes
 
     @property
     def short_bytes(self) -> int:
-        """What is missing; 0 if the program fits, or if the limit is unknown."""
+        """Bytes that are missing; 0 if the program fits, or if the limit is unknown."""
         return 0 if self.limit_bytes is None else max(0, self.needed_bytes - self.limit_bytes + self.other_bytes)
 
     @property
@@ -111,7 +111,7 @@ class OutOfMemory(Tabular):
 
     @property
     def available_bytes(self) -> int | None:
-        """What the device has for the program; None if unknown."""
+        """Bytes that the device has for the program; None if unknown."""
         return None if self.limit_bytes is None else self.limit_bytes - self.other_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def explain_oom(
 def _planned(
     report: OutOfMemory, step: Callable, args: tuple, kwargs: dict[str, Any], seconds: float | None
 ) -> Alternative:
-    """What a plan within the limit takes."""
+    """Bytes of a plan within the limit."""
     assert report.available_bytes is not None
     budget = report.available_bytes - report.profile.constant_bytes
     if budget <= 0:
@@ -353,7 +353,7 @@ def _planned(
 
 
 class _Told(NamedTuple):
-    """What an error says."""
+    """Figures of an error."""
 
     requested_bytes: int | None
     limit_bytes: int | None
@@ -389,7 +389,7 @@ def _bytes_of(number: str, prefix: str) -> int:
 
 
 def _memory_stats() -> dict[str, int] | None:
-    """What the first device, or the target, tells of its memory; None on a CPU."""
+    """Figures of the first device, or of the target, of its memory; None on a CPU."""
     return current.memory_stats()
 
 

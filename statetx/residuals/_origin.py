@@ -223,7 +223,7 @@ UNKNOWN_REGION = -2  # a region that a custom rule makes when its equation is di
 
 
 def readers(jaxpr: Jaxpr) -> list[set[int]]:
-    """For each input of a backward pass: the regions whose recomputation reads it, and `NOT_REMATERIALIZED` for other
+    """Map each input of a backward pass to the regions whose recomputation reads it, and `NOT_REMATERIALIZED` for other
     readers.
     """
     uses: dict[Any, set[int]] = {}

@@ -252,7 +252,7 @@ class TracedCall:
         return outs[:num_out], [outs[i] for i in self._written]
 
     def retraced(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The same with arrays of any types: the user's Python runs for them."""
+        """Trace again, for arrays of any types: the user's Python runs for them."""
         given = {(id(i.state), i.index): x for i, x in zip(self.inputs, arrays, strict=True)}
         inputs = [i._replace(array=x) for i, x in zip(self.inputs, arrays, strict=True)]
         traced = TracedCall(*self._call, types=inputs)
@@ -379,7 +379,7 @@ class _GradientRecorder(Observer):
         return entry[1] if entry is not None else InputOrigin("constant" if is_closed_over else "argument")
 
     def passes(self, name: str) -> list[Passes]:
-        """Of the functions that differ; beside scalars not those of arrays, which an integrator in the loss
+        """Passes of the functions that differ; beside scalars not those of arrays, which an integrator in the loss
         differentiates.
         """
         found = list(self._found.values())

@@ -331,7 +331,7 @@ def _traced_row(
 
 
 def _notes(regions: Sequence[VisitedRegion], undone: Sequence[str]) -> list[tuple[str, str]]:
-    """What the rows have checkpointed."""
+    """Notes on what the rows have checkpointed."""
     functions = collections.Counter(f"remat({short_name(region.name)})" for region in regions)
     listed = ", ".join(
         f"{text} ({n} times)" if n > 1 else text for text, n in (functions + collections.Counter(undone)).items()
@@ -346,8 +346,8 @@ def _notes(regions: Sequence[VisitedRegion], undone: Sequence[str]) -> list[tupl
 
 
 def _not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
-    """For a program without any remat: the blocks (modules with states), or else the function, whose values take most
-    of the memory.
+    """Name, of a program without any remat, the blocks (modules with states), or else the function, whose values take
+    most of the memory.
     """
     # Blocks of a list are counted together: `layers.0.attn` and `layers.1.attn` are two of `layers.*.attn`.
     kept: dict[str, int] = {}

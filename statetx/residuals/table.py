@@ -153,7 +153,7 @@ def _description(row: Residual) -> str:
 
 
 def _reasons(row: Residual) -> str:
-    """At most two of the reasons, and the memory."""
+    """Reasons, two at most, and the memory."""
     text = "; ".join(row.why[:2])
     text += f"; {len(row.why) - 2} more" if len(row.why) > 2 else ""
     return f"{text}, in {row.memory}" if row.memory else text

@@ -59,7 +59,7 @@ class LiveState:
         }
 
     def targets(self, records: dict[str, Any]) -> dict[str, Any]:
-        """For each saved array, the type to request from orbax, with the sharding of the current leaf."""
+        """Type to request from orbax for each saved array, with the sharding of the current leaf."""
         return {keys: _target(record, self.leaves[keys]) for keys, record in records.items() if "digest" in record}
 
     def decoded(self, records: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any]:

@@ -254,7 +254,7 @@ class _FinalValue(NamedTuple):
 
 
 def _promoted_dtypes(name: str, finals: list[_FinalValue]) -> list[Any]:
-    """For each leaf of a written state, the dtype to which the branches promote it; None if their dtypes are equal.
+    """Dtype to which the branches promote each leaf of a written state; None if their dtypes are equal.
 
     Raises:
         CarryTypeError: the branches end with different types that do not promote.

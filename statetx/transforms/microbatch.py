@@ -193,7 +193,9 @@ class Microbatch(Partwise, made_by=microbatch):
         return self.__wrapped__, self.fit(*args, **kwargs).num if isinstance(self._num, str) else self._num
 
     def fit(self, /, *args: Any, **kwargs: Any) -> Any:
-        """For ``num="fit"``: what is chosen for arguments of these types. Prints as text; nothing is run."""
+        """Choose the parts for arguments of these types, with ``num="fit"``. The result prints as text;
+        nothing is run.
+        """
         with current.within(self._options["target"]):
             return self._fit(args, kwargs)
 
@@ -213,7 +215,7 @@ class Microbatch(Partwise, made_by=microbatch):
         return self._fits[key][0]
 
     def with_num(self, num: int) -> Microbatch:
-        """The same transform with a number of parts."""
+        """Return the transform with a number of parts."""
         return type(self)(self.__wrapped__, **{**self._options, "num": num, "budget": None})
 
 
@@ -269,7 +271,7 @@ class _PartwiseCall:
         ]
 
     def _weights(self, examples: list[list[Any]]) -> list[Any]:
-        """For each group the weights of its parts, as shares of the whole; None if each part counts with its size."""
+        """Weights of the parts of each group, as shares of the whole; None if each part counts with its size."""
         weight = self.options["weight"]
         if weight is None:
             return [None] * len(examples)
@@ -350,7 +352,7 @@ class _PartwiseCall:
                 )
 
     def _reductions(self, staged: Staged, larger: Sequence[Any] | None) -> list[str]:
-        """For each leaf of the output, how it is reduced; `larger` are the outputs of parts with one more example, if
+        """Reduction of each leaf of the output; `larger` are the outputs of parts with one more example, if
         there are such.
         """
         out = staged.outs[1]

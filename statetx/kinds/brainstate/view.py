@@ -58,7 +58,7 @@ class View(brainstate.State):
 
     @property
     def type(self) -> type:
-        """For brainstate's filters: `statetx.Param` selects the views of `statetx.Param`s."""
+        """Type for brainstate's filters: `statetx.Param` selects the views of `statetx.Param`s."""
         return type(self.native)
 
     def __repr__(self) -> str:

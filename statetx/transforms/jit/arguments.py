@@ -178,7 +178,7 @@ class CallReader:
         )
 
     def _donation_flags(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> list[bool]:
-        """For each leaf of the arguments that are not static, whether it is donated."""
+        """Tell for each leaf of the arguments that are not static whether it is donated."""
         num_args = len(args)
         masks = zip(self.donated.mask(num_args), self.static.mask(num_args), strict=True)
         values = [*zip(dyn_args, [donated for donated, static in masks if not static], strict=True)]

@@ -171,7 +171,7 @@ class PlacesOfObjects:
                     yield Place(owner, name, new, is_item=read.func is not _attributes), old
 
     def _pairs(self, old: Any, new: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-        """Each state inside `new` with the one that was at the same place inside `old`."""
+        """Pairs of each state inside `new` with the one that was at the same place inside `old`."""
         pending = [(old, new)]
         while pending:
             old, new = pending.pop()

@@ -46,7 +46,7 @@ class _Stage:
 
     @property
     def name(self) -> str:
-        """Of the function, as in ``jit(step)``."""
+        """Name of the function, as in ``jit(step)``."""
         return self._program.name
 
     @property
