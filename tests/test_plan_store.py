@@ -190,7 +190,7 @@ CHANGED = [{"budget": 0.81}, {"of": "temporaries"}, {"offload": True}, {"argnums
 def test_other_options_are_another_plan(changed):
     def key(budget=0.8, of="step", argnums=0, **options):
         planner = Planner(loss, WS, X, of=of, argnums=argnums, **options)
-        return planner.key(_budget.Budget.read(budget, of))
+        return planner.key(_budget.ByteBudget.read(budget, of))
 
     assert key() == key() != key(**changed)
 
@@ -199,7 +199,7 @@ def test_other_programs_are_other_plans(folder):
     def other(ws, x):
         return loss(ws, jnp.cos(x))
 
-    key = lambda fun, *args: Planner(fun, *args).key(_budget.Budget.read(0.8, "step"))
+    key = lambda fun, *args: Planner(fun, *args).key(_budget.ByteBudget.read(0.8, "step"))
     keys = [key(loss, WS, X), key(other, WS, X), key(loss, WS, X[:64]), key(loss, WS[:1], X), key(step, WS, X)]
     keys.append(key(jax.jit(step, donate_argnums=0), WS, X))
     mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
@@ -232,7 +232,7 @@ def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
         wide.defvjp(lambda x: (jnp.sin(x), x), (lambda x, ct: (scale(x) * ct,)))
         return lambda ws, x: (wide(x @ ws[0]) ** 2).mean()
 
-    budget = _budget.Budget.read(0.8, "step")
+    budget = _budget.ByteBudget.read(0.8, "step")
     key = lambda scale: Planner(rule(scale), WS, X).key(budget)
     same = [key(lambda x: jnp.cos(x)) for _ in range(2)]
     assert same[0] == same[1] != key(lambda x: 2 * jnp.cos(x) - jnp.cos(x))
@@ -284,7 +284,7 @@ def damaged_plan():
     decisions = [d for program in plan._fields["programs"] for d in program["decisions"]]
     assert any("loop" in d for d in decisions) and any(d["saved"] for d in decisions)
     fields = json.loads(json.dumps(plan._fields))
-    return planner, _budget.Budget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
+    return planner, _budget.ByteBudget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
 
 
 def test_damaged_entry_is_planned_again_and_replaced(folder, compilations):

@@ -70,7 +70,7 @@ class Progress:
 
     Attributes:
         count: how many parts there were.
-        results: by key of a `_Result` its accumulated value, or the list of its pieces.
+        results: by key of a `_PartResult` its accumulated value, or the list of its pieces.
         states: by id of a carried state, its value's leaves.
         advanced: by id of a split state, its next keys.
         effects: by id of a written state, the effect and the `Partition` of its value.
@@ -83,7 +83,7 @@ class Progress:
     effects: dict[int, tuple[Effect, Partition]] = dataclasses.field(default_factory=dict)
 
 
-class _Result(NamedTuple):
+class _PartResult(NamedTuple):
     """A value that each part computes: a leaf of the output, or of what a state holds after the call.
 
     Attributes:
@@ -138,15 +138,15 @@ class Turns:
         self._sliced = [i for i, _ in self._mapped if id(i.state) in staged.written]
 
         outputs = zip(reductions, staged.out_avals, strict=True)
-        results = [_Result(n, how, aval) for n, (how, aval) in enumerate(outputs)]
+        results = [_PartResult(n, how, aval) for n, (how, aval) in enumerate(outputs)]
         for i, rule in kept:
             for n, (x, aval) in enumerate(zip(i.values, i.avals, strict=True)):
                 is_mean = rule is Mean and is_float(aval)
                 how = "last" if rule is Mean and not is_mean else _KEPT[rule]
-                results.append(_Result((id(i.state), n), how, aval, None if is_mean else x))
+                results.append(_PartResult((id(i.state), n), how, aval, None if is_mean else x))
         for i, axis in self._mapped:
             if id(i.state) in staged.written:
-                results += [_Result((id(i.state), n), "concat", aval, None, axis) for n, aval in enumerate(i.avals)]
+                results += [_PartResult((id(i.state), n), "concat", aval, None, axis) for n, aval in enumerate(i.avals)]
         self._results = results
         self._accumulated = [r for r in results if r.is_accumulated]
         self._joined = [r for r in results if not r.is_accumulated]

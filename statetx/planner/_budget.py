@@ -18,7 +18,7 @@ STEP = "step"
 TEMPORARIES = "temporaries"
 
 
-class Budget(NamedTuple):
+class ByteBudget(NamedTuple):
     """An amount of memory.
 
     Attributes:
@@ -30,18 +30,18 @@ class Budget(NamedTuple):
     of: str
 
     @classmethod
-    def read(cls, amount: Any, of: Any = TEMPORARIES) -> Budget:
+    def read(cls, amount: Any, of: Any = TEMPORARIES) -> ByteBudget:
         if of not in (STEP, TEMPORARIES):
             known = [STEP, TEMPORARIES]
             raise PlanError(f"of={of!r} must be 'step' or 'temporaries'.{suggestion(str(of), known)}")
         return cls(read_amount(amount), of)
 
     def fixed_bytes(self, whole: Any) -> int:
-        """What arguments and outputs of a program (`_search.whole.Whole`) take of it."""
+        """Bytes of it that arguments and outputs of a program (`_search.whole.Whole`) take."""
         return whole.fixed().bytes if self.of == STEP else 0
 
     def num_bytes(self, whole: Any) -> int:
-        """Its bytes for a program."""
+        """Bytes of it for a program."""
         if isinstance(self.amount, int):
             return self.amount
         return whole.fraction_of_baseline(self.amount) + int(self.amount * self.fixed_bytes(whole))
@@ -115,7 +115,7 @@ def device_memory() -> int:
 
 
 def unit_question(amount: int | float) -> str:
-    """For the error that nothing keeps a budget: numbers and text without a unit are bytes, which nobody means
+    """Question for the error that nothing keeps a budget: numbers and text without a unit are bytes, which nobody means
     by 80.
     """
     if isinstance(amount, float) or amount >= 1024:
@@ -123,7 +123,7 @@ def unit_question(amount: int | float) -> str:
     return f" Was a unit forgotten, as in '{amount}MiB' or '{amount}GiB'?"
 
 
-def impossible(name: str, budget: Budget, budget_bytes: int, fixed: Any, constant_bytes: int) -> PlanError:
+def impossible(name: str, budget: ByteBudget, budget_bytes: int, fixed: Any, constant_bytes: int) -> PlanError:
     """The error that arguments and outputs leave nothing of the budget for temporaries.
 
     Args:
@@ -144,7 +144,7 @@ def impossible(name: str, budget: Budget, budget_bytes: int, fixed: Any, constan
     )
 
 
-def no_plan(name: str, budget: Budget, whole: Any, smallest_bytes: int) -> PlanError:
+def no_plan(name: str, budget: ByteBudget, whole: Any, smallest_bytes: int) -> PlanError:
     """The error that no candidate for a program keeps a budget.
 
     Args:

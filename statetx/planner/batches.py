@@ -1,4 +1,4 @@
-"""What fits a budget of bytes: `max_batch`, the largest batch of a step; and the fewest parts of
+"""Search for what fits a budget of bytes: `max_batch`, the largest batch of a step; and the fewest parts of
 ``microbatch(fun, "fit", budget=...)``.
 """
 
@@ -42,7 +42,7 @@ _MAX_GROWTH = 64  # of a guess, times the largest size that was compiled: a line
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BatchFit(Tabular):
-    """What fits a budget; made by `max_batch` and by ``microbatch(fun, "fit", budget=...).fit(*args)``.
+    """Batch that fits a budget; made by `max_batch` and by ``microbatch(fun, "fit", budget=...).fit(*args)``.
 
     Usable as an integer, the number of examples, where one is an index or a size: ``jnp.zeros((fit, 3))``,
     ``range(fit)``, ``int(fit)``. Prints as text, in colors with ``rich.print``, as HTML in a notebook. Sizes in bytes
@@ -75,8 +75,8 @@ class BatchFit(Tabular):
 
     @property
     def bytes_per_example(self) -> int:
-        """By how much a step grows with an example, between the smallest and the largest program that were compiled; 0
-        for parts.
+        """Bytes by which a step grows with an example, between the smallest and the largest program that were compiled;
+        0 for parts.
         """
         (low, low_bytes), (high, high_bytes) = self.tried[0], self.tried[-1]
         return round((high_bytes - low_bytes) / (high - low)) if high > low and self.num is None else 0
@@ -350,7 +350,7 @@ def _type(x: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-class Search(NamedTuple):
+class SizeSearch(NamedTuple):
     """The largest index whose program keeps the budget, 0 if none does; and the bytes of the compiled programs by
     index.
     """
@@ -367,7 +367,7 @@ def largest(
     *,
     size: Callable[[int], float] = float,
     bytes_at_zero: int = 0,
-) -> Search:
+) -> SizeSearch:
     """The largest index from 1 to `limit` whose program keeps the budget.
 
     The memory of a program is close to affine in the size of its batch. So the next size to compile is where the line
@@ -397,7 +397,7 @@ def largest(
             indices = range(low + 1, min(high, _MAX_GROWTH * max(tried) + 1))
             guess = low + bisect.bisect_right(indices, crossing, key=size)
             guess = max(low + 1, min(guess, high - 1))
-    return Search(low, tried)
+    return SizeSearch(low, tried)
 
 
 def _crossing(points: dict[int, tuple[float, int]], budget: int, low: int, high: int) -> float:

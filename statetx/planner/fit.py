@@ -19,7 +19,7 @@ from .._remat.gradients import rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float
-from ._budget import Budget, read_amount, read_time_limit
+from ._budget import ByteBudget, read_amount, read_time_limit
 from ._plan.plan import Plan
 from ._program.flat import closed_over_by_rules, flatten, of_device
 from ._search.capture import Recorded
@@ -49,7 +49,7 @@ class Fit(Rewriter):
         offload: bool = False,
         time_limit: float | None = DEFAULT_TIME_LIMIT,
     ):
-        self.budget = None if budget is None else Budget.read(budget)
+        self.budget = None if budget is None else ByteBudget.read(budget)
         check_flags("fit", offload=offload)
         self._options = Options(offload=offload, time_limit=read_time_limit(time_limit))
 

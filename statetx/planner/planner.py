@@ -21,7 +21,7 @@ from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, suggestion
 from . import _store
-from ._budget import STEP, TEMPORARIES, Budget, impossible, no_plan, read_time_limit
+from ._budget import STEP, TEMPORARIES, ByteBudget, impossible, no_plan, read_time_limit
 from ._plan.plan import Plan
 from ._plan.record import OBJECTIVES, PLAN, are_decisions_for, fields_of
 from ._plan.show import described
@@ -124,7 +124,7 @@ def plan(
         >>> ws = plan.apply(step)(ws, x)
     """
     check_flags("plan", offload=offload, progress=progress)
-    amount = Budget.read(budget, of).amount  # a mistake shows before anything is traced
+    amount = ByteBudget.read(budget, of).amount  # a mistake shows before anything is traced
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
     options |= {"stored_as": stored_as}
     return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(amount)
@@ -211,7 +211,7 @@ class Planner:
 
     @functools.cached_property
     def _wholes(self) -> list[Whole]:
-        """All programs with these results; last the one without rematerialization of inner gradients.
+        """Programs with these results; last the one without rematerialization of inner gradients.
 
         They are analyzed and compiled only when something is asked that the store does not have.
         """
@@ -241,19 +241,19 @@ class Planner:
             with whole.time_left.running():
                 ends.append(whole.ends())
         self._renew_time()
-        fixed = Budget(0, self._of).fixed_bytes(self._whole)
+        fixed = ByteBudget(0, self._of).fixed_bytes(self._whole)
         return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
 
     @_for_target
     def plan(self, budget: int | float | str) -> Plan:
         """The best plan for a budget."""
-        budget_ = Budget.read(budget, self._of)
+        budget_ = ByteBudget.read(budget, self._of)
         key = self.key(budget_)
         is_valid = lambda fields: self._is_for_program(fields, budget_)
         fields = _store.remembered(key, PLAN, lambda: self._found(budget_), is_valid)
         return _warn_if_expensive(self._as_plan(fields))
 
-    def _found(self, budget: Budget) -> dict[str, Any]:
+    def _found(self, budget: ByteBudget) -> dict[str, Any]:
         """The fields of the best plan for a budget."""
         with self._show_progress(), unobserved():  # a search takes gradients itself
             amount = budget.amount
@@ -275,18 +275,18 @@ class Planner:
     @_for_target
     def best(self, budget: int) -> Plan | None:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
-        budget_ = Budget(int(budget), self._of)
+        budget_ = ByteBudget(int(budget), self._of)
         choices = ((whole, whole.best(budget_.left(whole))) for whole in self._wholes)
         found = [(whole, choice) for whole, choice in choices if choice is not None]
         return self._as_plan(self._fields(*_cheapest(found), budget_)) if found else None
 
-    def _choose(self, budget: Budget) -> tuple[Whole, Choice]:
+    def _choose(self, budget: ByteBudget) -> tuple[Whole, Choice]:
         """The best choice, and the program that it is for: of which variant."""
         if len(self._wholes) == 1:
             return self._whole, self._best_of(self._whole, budget)
         if isinstance(budget.amount, float):  # a fraction is one of the memory without a plan
             self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
-            budget = Budget(budget.num_bytes(self._whole), budget.of)
+            budget = ByteBudget(budget.num_bytes(self._whole), budget.of)
         choices: list[tuple[Whole, Choice]] = []
         errors: list[PlanError] = []
         wholes = sorted(self._wholes, key=lambda whole: whole.total_cost())
@@ -304,14 +304,14 @@ class Planner:
             raise min(errors, key=lambda e: e.smallest_bytes or 0)
         return _cheapest(choices) if self._timer is None else self._timer.faster(choices)
 
-    def _best_of(self, whole: Whole, budget: Budget) -> Choice:
+    def _best_of(self, whole: Whole, budget: ByteBudget) -> Choice:
         with whole.time_left.running():
             choice = _fit(whole, budget, self.name)
             return choice if self._timer is None else self._timer.fastest(whole, choice, budget.left(whole))
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def _fields(self, whole: Whole, choice: Choice, budget: Budget) -> dict[str, Any]:
+    def _fields(self, whole: Whole, choice: Choice, budget: ByteBudget) -> dict[str, Any]:
         of_call = {"name": self.name, "of": budget.of, "budget_bytes": budget.num_bytes(self._whole)}
         fields = fields_of(whole, choice, self._whole, self._options, **of_call)
         return fields if self._timer is None else fields | self._timer.fields(choice)
@@ -333,7 +333,7 @@ class Planner:
             more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
         return _store.key_of(*settings, self._options, *more)
 
-    def _is_for_program(self, fields: dict[str, Any], budget: Budget) -> bool:
+    def _is_for_program(self, fields: dict[str, Any], budget: ByteBudget) -> bool:
         """Whether stored fields are what this planner may answer: all that it can check."""
         captured, options = self._variant_of(fields), self._options
         asked = {"objective": options.objective, "of": budget.of, "is_step": captured.is_step}
@@ -380,7 +380,7 @@ def _total_cost(whole: Whole, choice: Choice) -> float:
     return whole.total_cost() + choice.added_cost
 
 
-def _fit(whole: Whole, budget: Budget, name: str) -> Choice:
+def _fit(whole: Whole, budget: ByteBudget, name: str) -> Choice:
     """The cheapest choice within a budget.
 
     Raises:

@@ -24,7 +24,7 @@ from .._program.fingerprint import digest_of, fingerprint
 from .._program.flat import flatten, of_device
 from .._treatments.rewrite import as_planned, rewrite
 from . import show
-from .record import PLAN, VERSION, Result, parts_of
+from .record import PLAN, VERSION, PlanResult, parts_of
 
 _MAX_BYTES = 2**28  # of a file
 
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 @public
-class Plan(Result, Tabular, Rewriter):
+class Plan(PlanResult, Tabular, Rewriter):
     """The values of a program to save, offload or recompute. Made by `plan`; a policy for `remat`.
 
     Prints as a table: as text, in colors with ``rich.print``, as HTML in a notebook. Applies to any function with the
@@ -211,7 +211,7 @@ def _num_common(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _of_numbers(line: str, expected: str) -> str:
-    """What to do where two lines read other inputs only: numbers and equal arrays are inputs of a jitted function each,
+    """Advice where two lines read other inputs only: numbers and equal arrays are inputs of a jitted function each,
     and of no other.
     """
     anonymous = [re.sub(r"\bv[0-9]+", "v", text) for text in (line, expected)]

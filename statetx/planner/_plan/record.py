@@ -63,8 +63,8 @@ def fields_of(whole: Whole, choice: Choice, unplanned: Whole, options: Options, 
 
 
 def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[str, Any]:
-    """How to rewrite one gradient: where it is cut, the decision for each part, and how to tell that it is the same
-    program.
+    """Fields that tell how to rewrite one gradient: its cuts, the decision for each part, and how to tell that it is
+    the same program.
     """
     layout, decisions = candidate.layout, [option.decision for option in candidate.options]
     # Equal parts have equal decisions: each is stored once, and parts refer to it by number.
@@ -237,7 +237,7 @@ class PlanRow:
         return (not is_saved, -self.bytes * self.times, -self.price)
 
 
-class Result(Attributes):
+class PlanResult(Attributes):
     """The attributes of `Plan`.
 
     Args:
@@ -313,7 +313,7 @@ class Result(Attributes):
         return self._tuples("measured")
 
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:
-        """What the stock policies would take: name, temporary bytes, added operations as in `curve`, and whether both
+        """Figures of the stock policies: name, temporary bytes, added operations as in `curve`, and whether both
         are predicted.
 
         They are measured where the search compiled the policy, and else by the model.

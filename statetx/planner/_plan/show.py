@@ -25,7 +25,7 @@ from .._program.flat import Part
 from .._program.values import InFormat, Way, values_of
 from .._treatments.loops import steps_of
 from .._treatments.treatment import Decision
-from .record import PlanRow, Result, parts_of
+from .record import PlanResult, PlanRow, parts_of
 
 _MAX_ROWS = 16  # of the printed table
 _MAX_GROUPS = 6
@@ -40,7 +40,7 @@ _COLUMNS = (
 _COLORS = {"keep": "green", "offload": "cyan", "recompute": "yellow"}
 
 
-def table(plan: Result) -> Table:
+def table(plan: PlanResult) -> Table:
     # Rows that differ in their number only, from parts of different structure, become one.
     totals: collections.Counter[PlanRow] = collections.Counter()
     for row in plan.rows:
@@ -71,7 +71,7 @@ def _color(decision: str) -> str:
     return _COLORS.get(decision.split(" as ")[0], "")
 
 
-def _title(plan: Result) -> str:
+def _title(plan: PlanResult) -> str:
     if plan.of == STEP:
         taken, notes = f"{format_bytes(plan.total_bytes)} of {format_bytes(plan.budget_bytes)}", []
     else:
@@ -85,7 +85,7 @@ def _title(plan: Result) -> str:
     return f"{name}: {taken}{in_brackets}, {100 * plan.extra_flops:+.1f}% operations"
 
 
-def _notes(plan: Result) -> Iterator[str]:
+def _notes(plan: PlanResult) -> Iterator[str]:
     yield (
         f"Arguments {format_bytes(plan.argument_bytes)}, outputs {format_bytes(plan.output_bytes)}"
         f"{f' ({format_bytes(plan.alias_bytes)} of them in place of donated arguments)' if plan.alias_bytes else ''}, "
@@ -115,7 +115,7 @@ def _notes(plan: Result) -> Iterator[str]:
         yield "The time limit ended the search; this is the best plan so far."
 
 
-def _stock_texts(plan: Result) -> Iterator[str]:
+def _stock_texts(plan: PlanResult) -> Iterator[str]:
     """The baseline, if it was compiled, and the stock policies: what they take and cost."""
     found: dict[str, tuple[int, float, str]] = {}
     for name, temp_bytes, extra in plan.measured():
@@ -129,12 +129,12 @@ def _stock_texts(plan: Result) -> Iterator[str]:
         yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%"
 
 
-def _counted(plan: Result, temp_bytes: int) -> int:
-    """What the budget counts of a program with these temporaries."""
+def _counted(plan: PlanResult, temp_bytes: int) -> int:
+    """Bytes that the budget counts of a program with these temporaries."""
     return temp_bytes + (plan.fixed_bytes if plan.of == STEP else 0)
 
 
-def plot(plan: Result, path: str | os.PathLike | None) -> Any:
+def plot(plan: PlanResult, path: str | os.PathLike | None) -> Any:
     require("matplotlib.figure", "plot")
     from matplotlib.figure import Figure
 
@@ -174,7 +174,7 @@ def plot(plan: Result, path: str | os.PathLike | None) -> Any:
 
 
 def described(programs: Sequence[tuple[Jaxpr, dict[str, Any]]]) -> dict[str, Any]:
-    """What prints a plan: a row for each value, and lines for its loops and groups of regions.
+    """Rows and lines that print a plan: a row for each value, and lines for its loops and groups of regions.
 
     Args:
         programs: the flat gradients, each with its fields.

@@ -113,7 +113,7 @@ def derivative_of(
 def without_identities(
     forward: ForwardPass, backward: BackwardPass, is_identity: Callable[[Any], bool]
 ) -> tuple[ForwardPass, BackwardPass]:
-    """The same derivative without the equations that are identities."""
+    """Return the derivative without the equations that are identities."""
     plain, read = _without(forward.jaxpr, is_identity)
     variables = [read(v) for v in backward.forward_residuals]
     backward_jaxpr, _ = _without(backward.jaxpr, is_identity)

@@ -82,7 +82,7 @@ def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _simplified(x: Any) -> Any:
-    """At any depth, replace statetx's loop primitive by a call of the plain scan, where the loop stays plain, and drop
+    """Replace, at any depth, statetx's loop primitive by a call of the plain scan, where the loop stays plain, and drop
     conversions of weak types.
     """
     eqns, outvars = _jax.open_jaxpr(x)[0].eqns, _jax.open_jaxpr(x)[0].outvars
@@ -223,7 +223,7 @@ def _bind_literals(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr
 
 
 def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
-    """For each variable, the index of the last equation that reads it; the number of equations for outputs."""
+    """Index of the last equation that reads each variable; the number of equations for outputs."""
     uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
 

@@ -161,7 +161,7 @@ class _OnHost(Way):
 
 
 class InFormat(Way):
-    """In fewer bits, in the stored type of this name."""
+    """Way to hold a value in fewer bits, in the stored type of this name."""
 
     @property
     def format(self) -> StoredType:

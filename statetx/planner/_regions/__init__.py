@@ -1,3 +1,3 @@
-"""Where a program may be cut, the options of each region, and the cheapest path through them within a limit of
+"""Cuts of a program, the options of each region, and the cheapest path through them within a limit of
 bytes.
 """

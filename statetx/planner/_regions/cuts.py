@@ -1,4 +1,4 @@
-"""Where a program may be cut: the intervals of its equations that may become regions.
+"""Cuts of a program: the intervals of its equations that may become regions.
 
 They are a union, from which the dynamic program of `lattice` takes a path from the first equation to the last:
 
@@ -51,7 +51,7 @@ class Run(NamedTuple):
         return [self.start + k * self.period for k in range(self.count + 1)]
 
 
-class Candidates(NamedTuple):
+class CutCandidates(NamedTuple):
     """The intervals that may become regions.
 
     Attributes:
@@ -68,7 +68,7 @@ class Candidates(NamedTuple):
 
 
 def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
-    """For each equation, the bytes of values computed before it and read by it or later."""
+    """Bytes of values computed before each equation and read by it or later."""
     # A value crosses into the equations after its own, up to and including its last reader: add its bytes at the first
     # of them, subtract them after the last, and take running sums. Outputs are read at index `len(eqns)`, hence two
     # more entries.
@@ -82,7 +82,7 @@ def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
     return list(itertools.accumulate(deltas[:-2]))
 
 
-def candidates(program: Flat) -> Candidates:
+def candidates(program: Flat) -> CutCandidates:
     """The intervals of a program that may become regions."""
     live = crossing_bytes(program.jaxpr)
     cuts = _Cuts.of(program, live, sorted(program.blocks))
@@ -90,11 +90,11 @@ def candidates(program: Flat) -> Candidates:
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
     ways = [cuts, *(_Cuts.of(program, live, None, behind_products=behind) for behind in (False, True))]
     intervals = dict.fromkeys(i for own in ways for i in _intervals(program, live, own))
-    return Candidates(_stock(program, cuts.runs, cuts.all), list(intervals), [own.runs for own in ways])
+    return CutCandidates(_stock(program, cuts.runs, cuts.all), list(intervals), [own.runs for own in ways])
 
 
 class _Cuts(NamedTuple):
-    """Where a program may be cut.
+    """Cuts of a program.
 
     Attributes:
         blocks: the user's functions; none if it is cut as if there were none.
@@ -187,8 +187,8 @@ def _is_allowed(program: Flat, start: int, end: int) -> bool:
 
 
 def _stock(program: Flat, runs: Sequence[Run], cuts: Sequence[int]) -> tuple[list[int], list[Interval]]:
-    """Where the stock policies act: on the user's functions; without such, on the periods of structure; without these,
-    on the finest parts.
+    """Regions on which the stock policies act: the user's functions; without such, the periods of structure; without
+    these, on the finest parts.
     """
     loops = [(i, i + 1) for i in program.loops]
     if program.blocks or any(_has_remat_inside(program, i) for i in program.loops):
@@ -215,7 +215,7 @@ def _minima(live: Sequence[int]) -> list[int]:
 
 
 def _plateaus(live: Sequence[int]) -> list[int]:
-    """For each equation, the number of its plateau of equal bytes."""
+    """Number of the plateau of equal bytes of each equation."""
     return list(itertools.accumulate([0, *(int(a != b) for a, b in itertools.pairwise(live))]))
 
 
@@ -225,7 +225,7 @@ def _plateaus(live: Sequence[int]) -> list[int]:
 def runs_of(
     program: Flat, live: Sequence[int], marked: set[int], behind_products: bool = False
 ) -> tuple[list[Run], set[int]]:
-    """Where a program repeats, and the ends of repetitions within one period.
+    """Find the repetitions of a program, and the ends of repetitions within one period.
 
     Args:
         live: the bytes that cross into each equation.

@@ -26,7 +26,7 @@ from .._program.flat import Flat, Part, cotangent_variables, differentiated_vari
 from .._treatments.treatment import Interval, Option, PathSettings, PathVariant, front
 from .._tuned import TUNED
 from .cuts import candidates
-from .layout import Analysis, Front, Layout, Region, Table, front_of
+from .layout import Analysis, Front, Layout, OptionTable, Region, front_of
 
 _MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
 _NUM_SOLVERS = 2
@@ -39,7 +39,7 @@ def cost_of(choice: Choice) -> float:
 
 
 class Lattice:
-    """All regions of a program.
+    """Lattice of all regions of a program.
 
     Args:
         program: the program, flat.
@@ -151,11 +151,11 @@ class Family:
         index = bisect.bisect_left(limits, True, key=lambda limit: self._fits(tables, limit))
         return limits[index] if index < len(limits) else high
 
-    def _tables(self) -> list[tuple[int, list[tuple[int, Table]]]]:
-        """For each cut point the regions that end there, by their first equations."""
+    def _tables(self) -> list[tuple[int, list[tuple[int, OptionTable]]]]:
+        """Regions that end at each cut point, by their first equations."""
         return [(end, [(region.start, region.table()) for region in regions]) for end, regions in self._ending]
 
-    def _fits(self, tables: list[tuple[int, list[tuple[int, Table]]]], limit: float) -> bool:
+    def _fits(self, tables: list[tuple[int, list[tuple[int, OptionTable]]]], limit: float) -> bool:
         # Greedy is exact here: fewer bytes at a node leave more room for every later region.
         least = {0: 0.0}
         for end, row in tables:
@@ -214,7 +214,7 @@ class Family:
 
 
 class _Lifetimes:
-    """When the values of a program are computed and read.
+    """Times at which the values of a program are computed and read.
 
     Args:
         with_cotangent: the variables with a cotangent.

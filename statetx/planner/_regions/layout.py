@@ -98,7 +98,7 @@ class Front:
     def changed(
         self, *, step: Callable[[Option], Option] | None = None, whole: Callable[[Option], Option] | None = None
     ) -> Front:
-        """The same options, each of the equations changed by `step`, or each of the part by `whole`."""
+        """Return the options, each of the equations changed by `step`, or each of the part by `whole`."""
         steps, stock = ([o if step is None else step(o) for o in options] for options in (self.steps, self._stock))
         expand = self._expand if whole is None else lambda steps: list(map(whole, self._expand(steps)))
         return Front(steps, stock, self.graph, expand, self._bytes)
@@ -153,7 +153,7 @@ class Front:
             vars(self).pop(name, None)
 
     def _new(self, option: Option) -> list[Any]:
-        """What an option saves, in all its groups of steps, without what is measured already."""
+        """Values that an option saves, in all its groups of steps, without those that are measured already."""
         held = dict.fromkeys(step.saved for _, step in steps_of(option.decision))
         return [h for h in held if h not in self._measured]
 
@@ -177,7 +177,7 @@ def measure(pairs: Sequence[tuple[Front, Option]], is_late: Callable[[], bool]) 
 
 
 class Analysis(NamedTuple):
-    """How the parts of a program are analyzed.
+    """Settings of the analysis of the parts of a program.
 
     Attributes:
         policies: the stock policies.
@@ -244,7 +244,7 @@ def front_of(
 # -- layouts ---------------------------------------------------------------------------------------------------------
 
 
-class Table(NamedTuple):
+class OptionTable(NamedTuple):
     """The options of a region.
 
     Attributes:
@@ -274,13 +274,13 @@ class Region(NamedTuple):
     out_bytes: int
     cotangent_bytes: int = 0
 
-    def table(self) -> Table:
+    def table(self) -> OptionTable:
         saved, backward, costs = self.front.columns
-        return Table(saved + self.out_bytes, saved + backward + self.cotangent_bytes, costs)
+        return OptionTable(saved + self.out_bytes, saved + backward + self.cotangent_bytes, costs)
 
 
 class Waits(enum.Enum):
-    """What a gradient waits for before it begins."""
+    """Values that a gradient waits for before it begins."""
 
     FOR_NOTHING = "nothing"
     FOR_INPUTS = "inputs"  # until all that it reads is computed

@@ -397,7 +397,7 @@ def _equal_periods(program: Flat, run: Run) -> Run:
 
 
 def _wirings(jaxpr: Jaxpr, run: Run) -> list[list[Any]]:
-    """For each period where its operands come from, relative to it."""
+    """Sources of the operands of each period, relative to it."""
     positions = {v: (i, j) for i, e in enumerate(jaxpr.eqns) for j, v in enumerate(e.outvars)}
 
     def source(atom: Any, start: int) -> Any:
@@ -428,7 +428,7 @@ def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
 
 
 def _differentiated(jaxpr: Jaxpr, inputs: Sequence[int]) -> Jaxpr:
-    """The same program, where the gradient with respect to these inputs, which it does not read, is the inputs
+    """Return the program in which the gradient with respect to these inputs, which it does not read, is the inputs
     themselves.
 
     A gradient of zeros would take memory in a training step: the more, the shorter the version.

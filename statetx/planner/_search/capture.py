@@ -71,7 +71,7 @@ class Recorded:
 
     @functools.cached_property
     def stored(self) -> tuple[Any, ...]:
-        """What the key of a stored plan depends on."""
+        """Values that the key of a stored plan depends on."""
         with self.context.bind_axes():
             rules = rules_of(self.flat)
         types = [str(v.aval) for v in self.flat.invars]
@@ -128,8 +128,8 @@ class _Recorder(Rewriter):
         return body(operands, *args)
 
 
-class _GradientRecorder(_Recorder):
-    """The same for functions that are differentiated, each of which becomes one equation: to differentiate them takes
+class _InnerGradientRecorder(_Recorder):
+    """Recorder of functions that are differentiated, each of which becomes one equation: to differentiate them takes
     the most time.
 
     Of one that consists of a shard_map, what runs on a device is recorded.
@@ -179,7 +179,7 @@ class Fixed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class CapturedStep:
     """A training step.
 
     Attributes:
@@ -239,7 +239,7 @@ class Captured:
 
     gradients: tuple[Recorded, ...]
     ignored: tuple[tuple[str, ...], ...] = ()
-    step: Step | None = None
+    step: CapturedStep | None = None
     variant: str | None = None
     num_taken: int = 1
     is_loss: bool = False
@@ -339,7 +339,7 @@ def capture(
     nums = None if argnums is None else resolve_argnums(argnums, len(args), fun)[0]
 
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
-    inner = _GradientRecorder(of_inner)
+    inner = _InnerGradientRecorder(of_inner)
     function = _record(fun, args, kwargs, inner if nums is None else None, of_inner)
     recorded = inner.take()
     if recorded and not _is_step(function, recorded):
@@ -347,7 +347,7 @@ def capture(
     elif recorded:
         gradients, ignored = _distinct(recorded)
         is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
-        step = Step(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
+        step = CapturedStep(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
         num_taken = sum(r.lines not in ignored for r in recorded)
         return Captured(gradients, ignored, step, num_taken=num_taken)
 

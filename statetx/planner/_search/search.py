@@ -30,7 +30,7 @@ from .capture import Recorded
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a search minimizes, as in `plan`.
+    """Options of a search, as in `plan`.
 
     Attributes:
         formats: in which values may be held between the passes.
@@ -264,7 +264,7 @@ class Search:
             self._measure_blocks()
 
     def _best_so_far(self) -> str:
-        """For progress: the cheapest candidate within the budget, or else the smallest."""
+        """Candidate that progress shows: the cheapest within the budget, or else the smallest."""
         best = self.candidates.best(self._budget) or (self.candidates.smallest() if self.candidates else None)
         if best is None:
             return ""

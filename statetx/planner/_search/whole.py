@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the stock policy, or "no remat", if all gradients have the same as the user would write it; else
+        """Name of the stock policy, or "no remat", if all gradients have the same as the user would write it; else
         "plan".
         """
         names = {c.name for c in self.candidates}
@@ -124,7 +124,7 @@ class Whole:
             return self.searches[0].smallest_bytes()
 
     def choices(self) -> Iterator[Choice]:
-        """All that are compiled."""
+        """Choices that are compiled, all of them."""
         for candidate in self.searches[0].candidates:
             yield Choice((candidate,), candidate.compiled)
 
@@ -355,7 +355,7 @@ class Several(Whole):
         return self._program(self._each(lambda search: search.baseline.jaxpr_without_remat), None).flops
 
     def _besides(self, choice: Choice | None = None) -> float:
-        """What the step takes besides its largest gradient, by the compiled choices other than this one."""
+        """Bytes that the step takes besides its largest gradient, by the compiled choices other than this one."""
         # Without an order, gradients may be in memory together.
         waits = Waits.FOR_NOTHING if choice is None else choice.waits
         others = [c for c in self._compiled.values() if c is not choice]

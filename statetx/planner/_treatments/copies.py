@@ -168,7 +168,7 @@ class Derived:
         return [v for v in dict.fromkeys(_variables(eqn)) if v in self._equation and v not in self._small]
 
     def _needed_values(self) -> set[Any]:
-        """What the backward pass reads: values that are read nonlinearly, also beyond linear equations that read
+        """Values that the backward pass reads: those that are read nonlinearly, also beyond linear equations that read
         nothing else.
         """
         needed: set[Any] = set()
@@ -180,8 +180,8 @@ class Derived:
         return needed
 
     def addresses(self, start: int, end: int) -> tuple[frozenset[Address], frozenset[Address]]:
-        """Of an interval of equations: the sources that values derived for later equations read, and its derived
-        outputs.
+        """Addresses in an interval of equations: the sources that values derived for later equations read, and its
+        derived outputs.
         """
         kept, derived = set(), set()
         for i in range(start, end):
@@ -239,7 +239,9 @@ def _instead_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, 
 
 @jax.custom_jvp
 def instead_of_constant(x: Any, copy: Any) -> Any:
-    """As `instead`, of a copy that is computed from constants: second derivatives take the value's tangent, too."""
+    """Replace as `instead` does, for a copy that is computed from constants: second derivatives take the value's
+    tangent, too.
+    """
     return copy
 
 

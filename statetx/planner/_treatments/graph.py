@@ -324,7 +324,7 @@ _MAX_NODES = 500
 
 
 class Storage(NamedTuple):
-    """What it takes to hold a value in some way.
+    """Cost of holding a value in some way.
 
     Attributes:
         num_bytes: on the device between the passes.
@@ -338,7 +338,7 @@ class Storage(NamedTuple):
 
 
 class IntegerProgram:
-    """Which values to save, and which equations to run again, at the least cost.
+    """Choice of the values to save, and the equations to run again, at the least cost.
 
     Variables are binary: run[i] for each needed equation, hold[a, w] for each address and way to hold its value. A
     value v is available if its equation runs or it is held: available(v) = run[producer(v)] + sum of hold[a, w].

@@ -229,7 +229,7 @@ def _are_turns(number: int, turn: int) -> bool:
 
 
 def _decision_for(number: int, option: Option) -> Decision:
-    """That of an option for another number of steps."""
+    """Decision of an option for another number of steps."""
     turn, lengths = _turn_of(option), _lengths_of(option.decision)
     if lengths is None:
         return option.decision
@@ -238,7 +238,7 @@ def _decision_for(number: int, option: Option) -> Decision:
 
 
 def _sampled(nested: Sequence[Option]) -> list[Option]:
-    """For each set of saved values the levels that take the fewest bytes; of these, the best."""
+    """Choose for each set of saved values the levels that take the fewest bytes; of these, the best."""
     least: dict[Any, Option] = {}
     for o in nested:
         saved = o.decision.saved

@@ -56,7 +56,7 @@ def steps_of(decision: Decision, length: int = 1) -> Iterator[tuple[int, Decisio
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointedLoop(Treatment):
-    """How a loop stores its carries. The saved values are those of each step.
+    """Storage of the carries of a loop. The saved values are those of each step.
 
     Attributes:
         is_fenced: whether the backward pass is kept from starting early (`_remat.fence`).
@@ -133,8 +133,8 @@ class CheckpointedLoop(Treatment):
 _CARRIES_BESIDE_SLOTS = 2
 
 
-class _Carry:
-    """How a loop stores its carry.
+class _CarryStorage:
+    """Storage of the carry of a loop.
 
     Attributes:
         ways: of the leaves that are held in fewer bits, by number.
@@ -172,17 +172,19 @@ class LoopOptions:
         self._num_constants, self._num_carry = _jax.scan_counts(part.eqn)
         self._first_x = self._num_constants + self._num_carry
         self._xs = part.jaxpr.invars[self._first_x :]
-        self._carries = [_Carry(self._carry_types), *self._in_fewer_bits(part.bit_carries, formats)]
+        self._carries = [_CarryStorage(self._carry_types), *self._in_fewer_bits(part.bit_carries, formats)]
 
     @property
     def _carry_types(self) -> list[Any]:
         return [v.aval for v in self._step.invars[self._num_constants : self._first_x]]
 
-    def _in_fewer_bits(self, leaves: Iterable[int], formats: Formats) -> list[_Carry]:
+    def _in_fewer_bits(self, leaves: Iterable[int], formats: Formats) -> list[_CarryStorage]:
         """The carry with leaves that are 0 or 1 in exact formats; nothing if that makes it hardly smaller."""
         exact, types = tuple(f for f in formats if f.is_exact), self._carry_types
-        carry = _Carry(types, {n: way for n in leaves if (way := smallest(types[n], exact, is_bits=True)) is not None})
-        return [carry] if carry.num_bytes < (1 - TUNED.negligible) * _Carry(types).num_bytes else []
+        carry = _CarryStorage(
+            types, {n: way for n in leaves if (way := smallest(types[n], exact, is_bits=True)) is not None}
+        )
+        return [carry] if carry.num_bytes < (1 - TUNED.negligible) * _CarryStorage(types).num_bytes else []
 
     def __call__(self, steps: Sequence[Option]) -> list[Option]:
         """The options; the last one applies the last step option to all steps alike, in one loop."""
@@ -196,14 +198,14 @@ class LoopOptions:
                     options += [*self._nested(step, carry), self._one_level(step, carry)]
         return [*unchanged, *options]
 
-    def _with(self, strategy: Strategy, carry: _Carry, saved: Saved | None = None) -> Decision:
+    def _with(self, strategy: Strategy, carry: _CarryStorage, saved: Saved | None = None) -> Decision:
         return Decision(saved, (CheckpointedLoop(strategy, carry.ways, not self._is_alone),))
 
     # -- all steps alike --
 
-    def _bytes_per_step(self, step: Option, carry: _Carry) -> int:
-        """What a step stores where each stores its own: values that it saves, and of its carry what its backward pass
-        reads.
+    def _bytes_per_step(self, step: Option, carry: _CarryStorage) -> int:
+        """Bytes that a step stores where each stores its own: values that it saves, and of its carry what its backward
+        pass reads.
         """
         read = self._graph.inputs_read(step.decision)
         return step.saved_bytes + sum(n for i, n in enumerate(carry.leaf_bytes) if self._num_constants + i in read)
@@ -211,7 +213,7 @@ class LoopOptions:
     def _unchanged(self, step: Option) -> Option:
         return step._replace(saved_bytes=self._length * self._bytes_per_step(step, self._carries[0]))
 
-    def _one_level(self, step: Option, carry: _Carry) -> Option:
+    def _one_level(self, step: Option, carry: _CarryStorage) -> Option:
         return step._replace(
             saved_bytes=self._length * self._bytes_per_step(step, carry),
             backward_bytes=step.backward_bytes + carry.decoded_bytes,
@@ -219,7 +221,7 @@ class LoopOptions:
             decision=self._with(Lengths(self._length), carry, step.decision.saved),
         )
 
-    def _nested(self, step: Option, carry: _Carry) -> list[Option]:
+    def _nested(self, step: Option, carry: _CarryStorage) -> list[Option]:
         """Loops in loops store a carry per turn of the outer one. To reverse a turn, its steps run again first, and
         store as much as in one loop. Or what steps save is stored for all of them, so that only carries are computed
         again; a turn reads its part as a copy.
@@ -245,7 +247,7 @@ class LoopOptions:
             for outer, inner in _lengths(self._length)
         ]
 
-    def _with_slots(self, step: Option, carry: _Carry) -> list[Option]:
+    def _with_slots(self, step: Option, carry: _CarryStorage) -> list[Option]:
         """The loop reversed from slots, for various numbers of them. `step` is the baseline: one step at a time saves
         its residuals.
         """
@@ -272,7 +274,7 @@ class LoopOptions:
 
     @functools.cached_property
     def _slice_bytes(self) -> int:
-        """What the reversal of a turn copies for a step: elements of xs and of cotangents of ys, and
+        """Bytes that the reversal of a turn copies for a step: elements of xs and of cotangents of ys, and
         cotangents of xs.
         """
         ys = [v for v in self._step.outvars[self._num_carry :] if is_float(v.aval)]

@@ -1,4 +1,4 @@
-"""What a plan does with a part of a program: the values that it saves, and treatments beside; as options with bytes and
+"""Treatment of a part of a program: the values that it saves, and treatments beside; as options with bytes and
 cost.
 
 A treatment is a class in a file of this folder, listed in `TREATMENTS` (`__init__`). It has all that a plan needs to
@@ -54,7 +54,7 @@ def saved_as(addresses: Set[Address] | Sequence[Address], way: Way = KEEP) -> Sa
 
 
 class Settings(NamedTuple):
-    """What the proposals for a part depend on.
+    """Settings that the proposals for a part depend on.
 
     Attributes:
         formats: in which values may be held.
@@ -66,7 +66,7 @@ class Settings(NamedTuple):
 
 
 class PathSettings(NamedTuple):
-    """What variants of all regions depend on.
+    """Settings that variants of all regions depend on.
 
     Attributes:
         program: cut at no place yet.
@@ -157,7 +157,7 @@ class Treatment:
         return None
 
     def as_written(self) -> Self:
-        """The same as a user would write it."""
+        """Return the decision as a user would write it."""
         return self
 
     # -- in what is printed --
@@ -172,7 +172,7 @@ def _address(pair: tuple[Address, Way]) -> Address:
 
 
 class Decision(NamedTuple):
-    """What is done with a region, or with each step of a loop.
+    """Decision on a region, or on each step of a loop.
 
     Attributes:
         saved: the values that it saves; None if it is not rematerialized.
@@ -211,7 +211,7 @@ class Decision(NamedTuple):
         return labels_of({a: way.label(is_ordered=is_ordered) for a, way in pairs if a[0] != INPUT})
 
     def as_written(self) -> Decision:
-        """The same as a user would write it."""
+        """Return the decision as a user would write it."""
         return self._replace(treatments=tuple(t.as_written() for t in self.treatments))
 
     def marked(self, jaxpr: Jaxpr, *, is_ordered: bool = False) -> tuple[Jaxpr, Callable]:
@@ -242,7 +242,7 @@ class Decision(NamedTuple):
 
 
 class Facts:
-    """What decisions in a record are checked against.
+    """Facts that decisions in a record are checked against.
 
     Args:
         program: flat, that they are for.
@@ -315,7 +315,7 @@ class Option(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """What its backward pass has in use."""
+        """Bytes that its backward pass has in use."""
         return self.saved_bytes + self.backward_bytes
 
     def having(self, new: Treatment) -> Option:

@@ -25,7 +25,7 @@ _MAX_LAYOUTS = 256  # combinations of structures and types of arguments; all are
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Layout:
+class _ArgumentLayout:
     """Indices of the dynamic, donated and static leaves of a call's arguments; cached by their structure and types.
 
     Attributes:
@@ -68,7 +68,7 @@ class Call:
     operand: PyTree
     modes: Hashable
     _leaves: list[Any]
-    _layout: _Layout
+    _layout: _ArgumentLayout
     _reader: CallReader
 
     @property
@@ -110,13 +110,13 @@ class CallReader:
         self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self.donated)
-        self._layouts: dict[Hashable, _Layout] = {}
+        self._layouts: dict[Hashable, _ArgumentLayout] = {}
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, _ = self.static.split(args, kwargs)
         # Flattening a module reads its states, which open frames would record, and does not end if the module is
         # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
-        # `_Layout.is_split`.
+        # `_ArgumentLayout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
         leaves, treedef = flatten((dyn_args, dyn_kwargs), _states.is_opaque if is_whole else None)
         types: tuple[Any, ...] = tuple(map(type, leaves))
@@ -160,13 +160,13 @@ class CallReader:
             _reader=self,
         )
 
-    def _layout(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> _Layout:
+    def _layout(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> _ArgumentLayout:
         arrays, part = partition((dyn_args, dyn_kwargs), is_argument)
         flags = self._donation_flags(args, dyn_args, dyn_kwargs) if self.donated else [False] * len(part.mask)
         dynamic = [i for i, is_dynamic in enumerate(part.mask) if is_dynamic]
         converts = any(as_array(x) is not x for x in arrays)
         is_split = not jax.tree_util.all_leaves([x for x in part.static if _states.is_opaque(x)])
-        return _Layout(
+        return _ArgumentLayout(
             part.treedef,
             (part.treedef, part.mask),  # not the static objects: they differ from call to call
             is_split,
