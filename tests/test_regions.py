@@ -18,7 +18,6 @@ from statetx.planner._program import flat as _parts
 from statetx.planner._regions import cuts as _cuts
 from statetx.planner._regions.lattice import Lattice
 from statetx.planner._regions.layout import Analysis
-from statetx.planner._treatments.inputs import StoredInputs
 from statetx.planner._treatments.treatment import Settings
 
 X = jnp.ones((256, 64))

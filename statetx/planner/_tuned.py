@@ -17,8 +17,8 @@ class Tuned(NamedTuple):
         tries: compilations without an improvement that end a search. Fewer lose budgets that are kept by one choice of
             many that the model finds alike.
         long_equations: a program of as many takes many seconds to compile. Its search has a quarter of the tries, and
-            predicts the program without rematerialization from shorter ones. Merged regions have at most a third of as
-            many.
+            predicts the program without rematerialization from shorter ones. Merged regions have at most 5/16
+            of as many.
         negligible: a part of operations or bytes that is not worth a compilation, or another way to hold a value.
         scatter: the relative error of a prediction of bytes beside a compiled choice: XLA takes so much more or less
             for choices that the model finds alike.

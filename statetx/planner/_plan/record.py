@@ -264,8 +264,10 @@ class PlanResult(Attributes):
     @functools.cached_property
     def _shown(self) -> dict[str, Any]:
         """The rows and lines that print it."""
-        show, self._show = self._show, None  # which holds the equations
-        return self._fields["shown"] if show is None else show()
+        shown = self._fields["shown"] if self._show is None else self._show()
+        vars(self)["_shown"] = shown  # before the equations, which `_show` holds, are let go of: a signal may end the call
+        self._show = None
+        return shown
 
     @functools.cached_property
     def rows(self) -> tuple[PlanRow, ...]:

@@ -30,7 +30,7 @@ from .._program.flat import Flat, is_linear, last_reads
 from .._treatments.treatment import Interval
 from .._tuned import TUNED
 
-_MAX_EQUATIONS = TUNED.long_equations // 3  # of a merged region: its integer programs take more than linear time
+_MAX_EQUATIONS = 5 * TUNED.long_equations // 16  # of a merged region: its integer programs take more than linear time
 
 
 class Run(NamedTuple):

@@ -28,7 +28,7 @@ from .._tuned import TUNED
 from .cuts import candidates
 from .layout import Analysis, Front, Layout, OptionTable, Region, front_of
 
-_MAX_STATES = 768  # pairs of bytes and cost that the dynamic program follows
+_MAX_STATES = 256  # pairs of bytes and cost that the dynamic program follows
 _NUM_SOLVERS = 2
 
 Choice = tuple[Layout, list[Option]]

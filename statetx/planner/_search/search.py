@@ -105,9 +105,10 @@ class Search:
         report_candidate = lambda text: report(text + self._best_so_far())
         self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
         self._forward_cost = sum(map(flops, program.jaxpr.eqns))
-        self._negligible = TUNED.negligible * self._forward_cost
         self._is_long = is_long(program)
         self._tries = TUNED.tries // 4 if self._is_long else TUNED.tries
+        # Fewer tries are to gain more each.
+        self._negligible = TUNED.negligible * TUNED.tries / self._tries * self._forward_cost
 
         # The limits to try, by the one that the prediction puts at the budget; each takes a dynamic program.
         distances = [TUNED.scatter / 2 * 2**n for n in ([2] if self._is_long else range(6))]
