@@ -265,7 +265,8 @@ class PlanResult(Attributes):
     def _shown(self) -> dict[str, Any]:
         """The rows and lines that print it."""
         shown = self._fields["shown"] if self._show is None else self._show()
-        vars(self)["_shown"] = shown  # before the equations, which `_show` holds, are let go of: a signal may end the call
+        # It is kept before the equations, which `_show` holds, are let go of: a signal may end the call.
+        vars(self)["_shown"] = shown
         self._show = None
         return shown
 
