@@ -18,7 +18,7 @@ from ..._remat.survey import Site
 from ..._tables import Cell, Column, Table
 from ..._text import format_bytes, format_flops, format_seconds, short_path, type_str
 from ...residuals._trace import user_line
-from ...residuals.report import BASELINE
+from ...residuals.diagnosis import BASELINE
 from ...residuals.table import see_profile
 from .._budget import STEP
 from .._program.flat import Part

@@ -21,7 +21,7 @@ from ..._equations.primitives import REMAT
 from ..._equations.structure import Body
 from ..._jax import Jaxpr, Literal
 from ..._tree import is_float
-from ...residuals.report import BASELINE
+from ...residuals.diagnosis import BASELINE
 from .._program.flat import Flat, last_reads
 from .._regions.cuts import Run, crossing_bytes, runs_of
 from .._regions.lattice import Choice

@@ -15,7 +15,7 @@ from ..._remat.parse import as_policy
 from ..._remat.stored import BITS
 from ..._targets import current
 from ..._text import format_bytes
-from ...residuals.report import BASELINE
+from ...residuals.diagnosis import BASELINE
 from .._budget import TimeLeft
 from .._program.flat import Flat, flatten
 from .._program.values import Formats

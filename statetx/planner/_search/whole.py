@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
 from ..._jax import Jaxpr
 from ..._lift.context import TraceContext
-from ...residuals.report import BASELINE
+from ...residuals.diagnosis import BASELINE
 from .._budget import TimeLeft
 from .._regions.layout import Waits
 from .._treatments.treatment import undominated
