@@ -229,10 +229,10 @@ def _device(name: str | None) -> contextlib.AbstractContextManager[Any]:
 
 def _check_budget(budget: str, of: str) -> None:
     from .._errors import PlanError
-    from ..planner._budget import Budget
+    from ..planner._budget import ByteBudget
 
     try:
-        Budget.read(budget, of)
+        ByteBudget.read(budget, of)
     except PlanError as e:
         raise BadInput(f"--{e.args[0]}") from None
 
