@@ -58,7 +58,7 @@ BITS = (
     "policies.dots | policies.masks",
     "policies.everything.stored_as('bits') | policies.masks",
 )
-MEASURED = ("policies.Budget('1MiB')", "'auto'", "'1MiB'")
+MEASURED = ("policies.Budget('1MiB')", "'auto'", "policies.Budget('2MiB')")
 SLOTS = ("policies.Slots(2)", "1")
 INSPECTIONS = "states values saved_residuals trace_states call eval_shape make_jaxpr lower".split()
 """The first four accept functions that leave states behind."""
