@@ -684,3 +684,16 @@ def test_memory_profile_advises_bits_and_predicts_what_they_save():
     stored = [b for b in after.buffers if b.stored_as == "bits" and b.kind == "residual"]
     assert len(stored) == 8 and all(b.num_bytes == 16 * 32 * 16 for b in stored)
     assert "u8[16,32,16] (bits)" in str(after)
+
+
+def test_bits_in_a_plain_while_loop_of_a_rematerialized_function():
+    """A `while_loop` can save nothing: what the inner function stores is computed again."""
+    stored = statetx.remat(lambda h: jnp.tanh(h) * (h > 0), policy=policies.everything.stored_as("bits"))
+
+    def loss(x):
+        body = lambda c: (stored(c[0]) + 0.0 * c[0], c[1] + 1)
+        h, _ = statetx.while_loop(lambda c: c[1] < 3, body, (jax.lax.stop_gradient(x), 0))
+        return jnp.sum(jnp.sin(x) * h)
+
+    x = jnp.array([0.5, -0.5])
+    np.testing.assert_array_equal(jax.grad(statetx.remat(loss))(x), jax.grad(loss)(x))

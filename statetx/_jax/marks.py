@@ -144,7 +144,11 @@ _mlir.register_lowering(link_primitive, _lower_link)
 
 def _save_always(saveable: Callable, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any) -> Any:
     """Divide an equation whose result every region saves; returns as `_divide`."""
-    return (None, eqn, [True], [True], _missing(inst, eqn)) if unknown[0] else (eqn, None, [False], [False], [])
+    if unknown[0]:
+        return None, eqn, [True], [True], _missing(inst, eqn)
+    if saveable is jax.checkpoint_policies.nothing_saveable:  # as for the body of a while_loop, which cannot save
+        return eqn, eqn, [False], [True], _missing(inst, eqn)
+    return eqn, None, [False], [False], []
 
 
 # A link takes no bytes, and to compute it again would take v.
