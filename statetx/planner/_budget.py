@@ -44,7 +44,9 @@ class ByteBudget(NamedTuple):
         """Bytes of it for a program."""
         if isinstance(self.amount, int):
             return self.amount
-        return whole.fraction_of_baseline(self.amount) + int(self.amount * self.fixed_bytes(whole))
+        temp_bytes = whole.fraction_of_baseline(self.amount)  # compiles it, which makes the fixed bytes exact
+        fixed = self.fixed_bytes(whole)
+        return temp_bytes + fixed - int((1 - self.amount) * fixed)  # rounded up to a whole byte
 
     def left(self, whole: Any) -> int:
         """The bytes that it leaves for temporaries of a program."""
