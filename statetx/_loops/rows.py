@@ -71,7 +71,7 @@ class CarryRow:
         return self.aval if self.format is None else _type_of(self.format.encode, self.aval)
 
     def encode(self, x: Any) -> Any:
-        """Encode the leaf as it is stored."""
+        """Encode the leaf for storage."""
         return x if self.format is None else self.format.encode(x)
 
     def decode(self, codes: Any, step: Any, first: Any) -> Any:

@@ -18,6 +18,7 @@ from .._equations.compiled import Program, memory_analysis_options
 from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.context import divides, sharding_of
+from .._lift.new_states import without_new_states
 from .._lift.options import check_flags, notes_shapes
 from .._lift.rules import Rules
 from .._lift.wrapper import check_callable, name_of, short_name
@@ -31,7 +32,7 @@ from .._tree import is_float, num_bytes
 from .._typing import Filter, Indices, Names
 from ..residuals.measure import array_program
 from ..transforms.abstract import eval_shape
-from ..transforms.microbatch import RULES, without_new_states
+from ..transforms.microbatch import RULES
 from . import _store
 from ._budget import read_amount, unit_question
 

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _frames, _hooks, _jax, _states
+from .. import _hooks, _jax, _states
 from .._errors import FunctionError, StateAccessError, StateValueError, StaticArgumentError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.carry import settle
+from .._lift.new_states import with_new_states, without_new_states
 from .._lift.options import keeps_type, transform
 from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, First, Last, Mean, Rules, Split
@@ -27,11 +28,10 @@ from .._lift.staged import Staged
 from .._lift.targets import resolve_argnums
 from .._lift.wrapper import Wrapper, name_of
 from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
-from .._objects.walk import held_states
 from .._targets import current
 from .._targets.target import Target
 from .._text import brief, suggestion, type_str
-from .._tree import ARRAY, is_argument, is_array_or_number, partition, whole_number
+from .._tree import ARRAY, is_argument, partition, whole_number
 from .._typing import Filter, Indices, Names, PyTree
 from .abstract import eval_shape
 from .functionalize import trace_states
@@ -252,7 +252,7 @@ class _PartwiseCall:
         rules.check_paths()
         effects = progress.effects.values()
         publish_leaves([e for e, _ in effects], [part for _, part in effects], turns.state_values(progress))
-        return _with_new_states(staged.outs[1].combine(turns.outputs(progress)))
+        return with_new_states(staged.outs[1].combine(turns.outputs(progress)))
 
     def _groups(self) -> list[tuple[EqualParts, int]]:
         """Runs of parts of equal size, each with the number of parts before it. The larger parts come first."""
@@ -413,47 +413,6 @@ class _PartwiseCall:
                 f"reduce={self.options['reduce']!r}.\n"
                 f'Fix: reduce="concat" keeps a value for each example; or take the mean in the function.'
             )
-
-
-@jax.tree_util.register_pytree_node_class
-class _Arrays:
-    """The arrays of an object with states that a part made: a gradient in the form of a module of flax.
-
-    The states end with the part. An object with the accumulated arrays is made after the last one.
-    """
-
-    def __init__(self, leaves: Sequence[Any], treedef: Any):
-        self.leaves, self.treedef = leaves, treedef
-
-    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
-        return self.leaves, self.treedef
-
-    @classmethod
-    def tree_unflatten(cls, treedef: Any, leaves: Sequence[Any]) -> _Arrays:
-        return cls(leaves, treedef)
-
-
-def without_new_states(out: PyTree) -> PyTree:
-    """Replace the objects that hold nothing but arrays and states made in this call by `_Arrays`."""
-    frame = _frames.current_frame()
-    assert frame is not None
-    created = {id(state) for state, _ in frame.created()}
-
-    def replaced(x: Any) -> Any:
-        if not _states.is_opaque(x):
-            return x
-        states = held_states(x)
-        leaves, treedef = jax.tree.flatten(x)
-        is_new = bool(states) and all(id(state) in created for state in states)
-        return _Arrays(leaves, treedef) if is_new and all(map(is_array_or_number, leaves)) else x
-
-    return jax.tree.map(replaced, out, is_leaf=_states.is_opaque) if created else out
-
-
-def _with_new_states(out: PyTree) -> PyTree:
-    is_replaced = lambda x: isinstance(x, _Arrays)
-    restore = lambda x: jax.tree.unflatten(x.treedef, x.leaves) if is_replaced(x) else x
-    return jax.tree.map(restore, out, is_leaf=is_replaced)
 
 
 def _check_num(num: Any, budget: Any) -> int | str:
