@@ -27,6 +27,7 @@ _CSS |= {"reverse": "background:#ffd54f;color:#000;border-radius:3px;padding:0 2
 _CSS |= {"cyan": "color:#0072b2", "green": "color:#009e73", "red": "color:#d55e00"}
 
 _LEAST_WIDTH = 12  # of a column of texts that are shortened
+_CELL_WIDTH = 80  # in HTML, where the pointer shows the whole text
 _UNLIMITED = 10**6  # columns of a paragraph that is not printed to a terminal
 
 
@@ -222,14 +223,16 @@ def _class(column: Column) -> str:
 
 
 def _td(column: Column, cell: Cell) -> str:
-    style, bar = _css(cell.style or column.style), ""
+    style, bar, text, hint = _css(cell.style or column.style), "", cell.text, cell.hint
+    if len(text) > _CELL_WIDTH:  # the end of a path tells more than its middle
+        text, hint = f"{text[: _CELL_WIDTH // 2]}…{text[1 - _CELL_WIDTH // 2 :]}", hint or text
     if cell.share is not None:
         width, color = f"{100 * min(cell.share, 1):.1f}%", HEX[cell.color or "cyan"]
         bar = f'<span class="share"><i style="width:{width};background:{color}"></i></span>'
     elif cell.color:
         style = f"{style};border-left:4px solid {HEX[cell.color]}".strip(";")
-    attributes = f' style="{style}"' * bool(style) + f' title="{escape(cell.hint)}"' * bool(cell.hint)
-    content = f"<code>{escape(cell.text)}</code>" if column.code and cell.text else escape(cell.text)
+    attributes = f' style="{style}"' * bool(style) + f' title="{escape(hint)}"' * bool(hint)
+    content = f"<code>{escape(text)}</code>" if column.code and text else escape(text)
     return f'<td{_class(column)} data-name="{escape(column.name)}"{attributes}>{content}{bar}</td>'
 
 
@@ -255,7 +258,6 @@ class Tabular(Printed):
 _NOTEBOOK = (
     ".statetx{overflow-x:auto}.statetx p{margin:4px 0}.statetx table{border-collapse:collapse;font-size:90%}"
     ".statetx th,.statetx td{padding:3px 10px;border:0;white-space:nowrap;vertical-align:top;text-align:left}"
-    ".statetx td{max-width:80ch;overflow:hidden;text-overflow:ellipsis}"
     ".statetx th{border-bottom:1px solid currentColor}.statetx .number{text-align:right}"
     ".statetx .share,.statetx .share i{display:block;height:3px}.statetx pre{margin:4px 0;line-height:1.45}"
     ".statetx .sides{display:flex;flex-wrap:wrap;gap:0 32px}"

@@ -270,3 +270,22 @@ def test_names_reach_terminals_and_notebooks_without_control_characters(characte
     for source, text in texts:
         assert all(c.isprintable() or c == "\n" for c in text), (source, text)
     assert sum("a\\" in text for _, text in texts) > 8  # the name is there
+
+
+def test_long_name_in_a_notebook_keeps_its_start_and_end():
+    name = f"start{'x' * 400}end"
+    states = {name: Param(X)}
+    html = statetx.trace_states(lambda: states[name].value)()._repr_html_()
+    (text,) = re.findall(r"<code>([^<]*start[^<]*)</code>", html)
+    assert len(text) == 80 and "start" in text and "…" in text and text.endswith("end")
+    assert f'{name}"' in html  # under the pointer
+
+
+@pytest.mark.parametrize("key", ["gnp.exe", "a[b]", "it's"])
+def test_residual_of_a_weight_in_a_dict_is_listed_with_the_dict(key):
+    def loss(w, x):
+        return jnp.tanh(jnp.tanh(x @ w[key]) @ w[key]).sum()
+
+    profile = statetx.memory_profile(loss, {key: jnp.ones((8, 8))}, jnp.ones((64, 8)))
+    owners = re.findall(r"%  residual +(\S+) ", str(profile))
+    assert owners and set(owners) == {"w"}

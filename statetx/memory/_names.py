@@ -34,7 +34,7 @@ _REARRANGES = (*_CONVERTS, "transpose")
 PRODUCTS = frozenset(PRIMITIVES.values())
 _CALL = re.compile(r".*~\d*")  # the scope of a call, by `_scopes`
 _NUMBER = re.compile(r"~\d+")
-_PATH_STEP = re.compile(r"(\.\w+|\[[^\[\]]*\])$")
+_PATH_STEP = re.compile(r"""(\.\w+|\['[^']*'\]|\["[^"]*"\]|\[[^\[\]]*\])$""")  # a key in quotes may have brackets
 
 
 class Origin(NamedTuple):
