@@ -42,6 +42,11 @@ def without_prompts(block):
     return textwrap.indent("\n\n".join(parts), indent)
 
 
+def on_config(config):
+    config.extra["version"] = re.search('__version__ = "(.*)"', (ROOT / "statetx" / "__init__.py").read_text())[1]
+    return config
+
+
 def on_files(files, config):
     for source, page in PAGES.items():
         text = (ROOT / source).read_text().replace("](docs/", "](")

@@ -263,6 +263,8 @@ def test_site_builds(built_site):
     assert 'id="statetx.remat"' in remat_page and ">unknown<" not in remat_page
     for name in ("Policy", "Filter", "Indices", "Names"):  # types of parameters are links
         assert f'href="../types/#{name.lower()}"' in remat_page, name
+    assert "https://github.com/statetx/statetx/edit/main/docs/api/remat.md" in remat_page
+    assert f"statetx {statetx.__version__}" in remat_page  # in the header, with the link to the repository
     errors_page = (tmp_path / "errors" / "index.html").read_text()
     for cls in public_errors():
         assert f'id="{str(cls("")).rpartition("#")[2]}"' in errors_page
