@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx import _frames, _jax
+from statetx import _frames, _jax, _states
 from statetx._environment import flag
-from statetx._states import messages
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "debug-and-profile.md"
 MORE = """
@@ -82,6 +81,6 @@ def test_words_that_switch_it_on_and_off(monkeypatch):
 
 @pytest.mark.skipif("STATETX_DEBUG" in os.environ, reason="this run records")
 def test_nothing_is_recorded_by_default():
-    assert messages.history is messages.no_history
+    assert _states.history is _states.no_history
     assert statetx.State.value.fget.__module__ == "statetx.kinds.native"
     assert _frames.Frame.touch.__module__ == "statetx._frames.frame"

@@ -21,7 +21,7 @@ from statetx import _frames, _states
 from statetx._equations.structure import table
 from statetx._remat.override import override
 from statetx.kinds import nnx as nnx_kind
-from statetx.kinds.brainstate import observe, threads
+from statetx.kinds.brainstate import observe
 
 PACKAGE, JAX = os.path.dirname(statetx.__file__), os.path.dirname(jax.__file__)
 
@@ -204,7 +204,7 @@ def check_every_line(model, make, step=1, start=1, folders=(PACKAGE,)):
         assert _frames.current_frame() is None and not _frames.open_frames, f"a frame is open {where}"
         assert not observe.context.state_stack and not observe.context.new_state_catcher, where
         check_locks_are_free(call, where)
-        assert not threads.owners and not nnx_kind._owner, f"a state stays refused {where}"
+        assert not observe.owners and not nnx_kind._owner, f"a state stays refused {where}"
         assert model.steps_done() in (done, done + 1), where
         model.touch()  # they can be written, too
         done = model.steps_done()

@@ -25,9 +25,8 @@ import pytest
 from pages import BLOCK, assert_same, fill, fill_notebook
 
 import statetx
-from statetx import _hooks, policies, testing
+from statetx import _hooks, _states, policies, testing
 from statetx._loops import strategy
-from statetx._states import registry
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -60,9 +59,9 @@ def run_page(page, folder, monkeypatch):
     for library in _hooks.foreign_kinds:  # a kind that a page is the first to load would be removed with the page's own
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
-    registry.kinds()
+    _states.kinds()
     monkeypatch.chdir(folder)  # for its output
-    monkeypatch.setattr(registry, "_kinds", list(registry._kinds))  # a page may register a kind of its own
+    monkeypatch.setattr(_states, "_kinds", list(_states._kinds))  # a page may register a kind of its own
     monkeypatch.setattr(strategy, "_RECORDED", dict(strategy._RECORDED))  # and a strategy
     with jax.numpy_rank_promotion("allow"):  # as users have it
         filled = fill(text)

@@ -22,7 +22,7 @@ import statetx
 from helpers import Counted
 from statetx import _frames, _jax, _states
 from statetx.kinds import nnx as nnx_kind
-from statetx.kinds.brainstate import threads
+from statetx.kinds.brainstate import observe
 
 
 class Variable(nnx.Variable):
@@ -42,7 +42,7 @@ MAKE = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def _nothing_is_held_afterwards():
     with jax.numpy_rank_promotion("allow"):  # brainstate's random states need it
         yield
-    assert _frames.current_frame() is None and not threads.owners and not nnx_kind._owner
+    assert _frames.current_frame() is None and not observe.owners and not nnx_kind._owner
 
 
 @contextlib.contextmanager
@@ -536,7 +536,7 @@ def test_state_acquired_during_a_read_in_eager_remat_raises(make, monkeypatch):
             assert held.wait(60)
 
     other = threading.Thread(target=lambda: statetx.grad(body)(1.0))
-    for module in (_frames, _frames.watched):
+    for module in (_frames, _frames.threads):
         monkeypatch.setattr(module, "report_touch", then_acquired)
     if isinstance(s, brainstate.State):  # its report is of another name
         touch = _frames.Frame.touch

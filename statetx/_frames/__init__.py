@@ -21,19 +21,18 @@ from .access import UNKNOWN as UNKNOWN
 from .access import Access as Access
 from .access import Copy as Copy
 from .access import Effect as Effect
-from .access import is_leaf as is_leaf
+from .access import check_write as check_write
+from .access import refuse_created as refuse_created
 from .frame import Frame as Frame
 from .frame import enclosing_frame as enclosing_frame
 from .frame import end_differentiated as end_differentiated
 from .frame import forget_differentiated as forget_differentiated
 from .frame import note_step as note_step
 from .frame import undone as undone
-from .leaks import check_write as check_write
-from .leaks import refuse_created as refuse_created
+from .threads import WatchedKind as WatchedKind
 from .threads import _local as _local
 from .threads import acquire as acquire
 from .threads import changed_state_error as changed_state_error
-from .threads import check_unchanged as check_unchanged
 from .threads import current_frame as _current_frame
 from .threads import foreign_state_error as foreign_state_error
 from .threads import idle_modes as idle_modes
@@ -43,7 +42,6 @@ from .threads import ownership as ownership
 from .threads import publish as publish
 from .threads import report_touch as report_touch
 from .threads import set_current_frame as set_current_frame
-from .watched import WatchedKind as WatchedKind
 
 current_frame: _Callable[[], Frame | None] = _current_frame
 """The innermost open frame of this thread."""

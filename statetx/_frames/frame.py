@@ -19,11 +19,8 @@ import jax
 from .. import _jax
 from .._atomic import Store, commit, locked
 from .._errors import StateValueError
-from .._states.messages import call_site, describe, library_folders
-from .._states.protocol import Kind
-from .._states.registry import kinds
-from .access import UNKNOWN, Access, Copy, Effect, _is_writable, is_leaf
-from .leaks import _refuse_hidden, check_write
+from .._states import Kind, call_site, describe, kinds, library_folders
+from .access import UNKNOWN, Access, Copy, Effect, check_write, is_leaf, is_writable, refuse_hidden_in
 from .threads import _local, acquire, open_frames, ownership, set_current_frame
 
 T = TypeVar("T")
@@ -197,7 +194,7 @@ class Frame:
         # A state without a value can only be written.
         if self.on_read is not None and not writing and not kind.is_invalidated(state):
             value_in_body = self.on_read(state, kind, value_before)
-        if not is_leaf(value_in_body) or _is_writable(value_in_body):
+        if not is_leaf(value_in_body) or is_writable(value_in_body):
             # The body may change the container in place, and the old value must survive that. States that hold the same
             # container share the copy, unless `on_read` gives each a value of its own.
             if value_in_body is value_before:
@@ -275,7 +272,7 @@ class Frame:
 
         for effect in effects:
             if not is_leaf(effect.value):
-                _refuse_hidden(effect)
+                refuse_hidden_in(effect)
         return effects + self._added
 
     def _is_stepped(self, access: Access, value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _frames, _states
 from .._frames import Access, Frame
-from .._states import Kind, messages
+from .._states import Kind
 from .native import State
 
 
@@ -78,4 +78,4 @@ def install() -> None:
     for name, function in wrapped.items():
         setattr(Frame, name, function)
     setattr(State, "value", property(get, set, doc=value.__doc__))  # noqa: B010
-    messages.history = log.describe
+    _states.history = log.describe

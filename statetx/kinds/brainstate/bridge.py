@@ -14,8 +14,7 @@ from brainstate import _state as _private
 from ... import _frames, _jax, _states
 from ..._atomic import Store, commit
 from ..native import Invalidated, State
-from .observe import Strays, TraceObserver, context, observer_of
-from .view import view_of
+from .observe import Strays, TraceObserver, context, observer_of, view_of
 
 
 class Bridge:

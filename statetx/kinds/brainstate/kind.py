@@ -21,8 +21,7 @@ from ..._atomic import Store
 from ..._tree import Identity, freeze
 from ..native import Invalidated
 from .bridge import Bridge
-from .observe import TraceObserver, context, observer_of, observers
-from .threads import check_free, owners, read_checked, site_of
+from .observe import TraceObserver, check_free, context, observer_of, observers, owners, read_checked, site_of
 
 _NAME = itertools.repeat("_value")
 _put: Any = operator.setitem
@@ -73,7 +72,7 @@ class _Brainstate(_frames.WatchedKind):
 
     def read(self, state: brainstate.State) -> Any:
         _private.record_state_value_read(state)
-        value = self.get(state)  # as in `threads`
+        value = self.get(state)  # as in `observe`
         if type(value) is Invalidated:
             raise _states.invalidated_state_error(state, self.site_of(state), value.reason)
         return read_checked(state) if owners else value

@@ -214,7 +214,7 @@ class StagedProgram:
         attribute_stores = self._attribute_stores()
         kept = self._retry_when_released(_values_of, self._kept_states)
         donated = self._retry_when_released(_values_of, self._donated_states)
-        if not self._accepts_shardings([*kept, *donated], call):
+        if self._shardings and not self._accepts_shardings([*kept, *donated], call):
             raise Restage
         values = [] if donated else kept
         store = lambda writes: self._store(writes, values, attribute_stores)
@@ -338,7 +338,7 @@ class StagedProgram:
 
     def _set_all(self, writes: list, attribute_stores: Sequence[Store], values: list) -> None:
         writers = self._writers or ()
-        for kind, states, _ in writers:
+        for kind, states, _ in writers if _frames.open_frames else ():
             kind.check_free(states)  # checks come before the stores: all or none (decision 18)
         if values and threading.active_count() > 1:
             for effect, index in self._updated:
