@@ -298,8 +298,8 @@ PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")  # ends w
 
 
 def library_folders() -> tuple[str, ...]:
-    """Folders of library code, which no user wrote."""
-    return (PACKAGE, _jax.JAX_FOLDER, *(kind.folder for kind in _kinds))
+    """Folders of library code, which no user wrote. Python's own frozen modules have none."""
+    return (PACKAGE, _jax.JAX_FOLDER, "<frozen ", *(kind.folder for kind in _kinds))
 
 
 def call_site() -> str:

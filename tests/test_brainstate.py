@@ -231,6 +231,11 @@ def test_write_under_a_raw_transform():
         assert s.value is before
 
 
+def test_error_names_the_import_that_made_the_default_random_state():
+    with pytest.raises(statetx.TraceLeakError, match=r"DEFAULT' .*, made at (?!<frozen)\S+:\d+\)"):
+        jax.jit(lambda x: statetx.remat(brainstate.random.rand)() + x)(1.0)
+
+
 def test_jit_compiles_once_and_reports_to_brainstate():
     net = fresh()
     body = Counted(lambda x: net.loss(x, True))

@@ -153,7 +153,7 @@ def _name_in_caller(state: Any) -> str:
     ``layers[0]``.
     """
     paths = sysconfig.get_paths()
-    folders = (*_states.library_folders(), paths["stdlib"], paths["purelib"], paths["platlib"], "<frozen")
+    folders = (*_states.library_folders(), paths["stdlib"], paths["purelib"], paths["platlib"])
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(folders):
         frame = frame.f_back
