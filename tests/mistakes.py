@@ -223,14 +223,8 @@ def lost_state():
     statetx.jit(model)(X)
 
 
-@mistake("State of a State", StateValueError, "cannot hold a state", ".value")
-def state_of_state():
-    State(State(X))
-
-
-@mistake("RngState(None)", StateValueError, "RngState(0)")
-def no_seed():
-    RngState(None)
+mistake("State of a State", StateValueError, "cannot hold a state", ".value")(lambda: State(State(X)))
+mistake("RngState(None)", StateValueError, "RngState(0)")(lambda: RngState(None))
 
 
 # -- policies --------------------------------------------------------------------------------------------------------
@@ -244,39 +238,19 @@ for text, combine in {
     mistake(f"policy: {text}", PolicyError, "dots", "|", "&", "~")(combine)
 
 
-@mistake("policy='dot'", PolicyError, "'dot'", "Did you mean 'dots'?")
-def misspelt_policy():
-    statetx.remat(double, policy="dot")
-
-
-@mistake("policies.everthing", AttributeError, "everthing")
-def misspelt_member():
-    policies.everthing  # noqa: B018
-
-
-@mistake("policy=policies.names, not called", PolicyError, "policies.names", "call it")
-def policy_not_called():
-    statetx.remat(double, policy=policies.names)
-
-
-@mistake("policy=3", PolicyError, "int", "a name or a callable")
-def policy_of_number():
-    statetx.remat(double, policy=3)
-
-
-@mistake("policies.dots()", PolicyError, "dots is a policy", "policy=dots")
-def called_policy():
-    statetx.remat(double, policy=policies.dots())
-
-
-@mistake("policies.dots(f)", PolicyError, "dots is a policy", "policy=dots")
-def decorated_by_policy():
-    policies.dots(double)
-
-
-@mistake("remat(policy=Slots(3))", PolicyError, "Slots(3)", "strategy", "checkpoint=Slots(3)")
-def strategy_as_policy():
-    statetx.remat(double, policy=policies.Slots(3))
+mistake("policy='dot'", PolicyError, "'dot'", "Did you mean 'dots'?")(lambda: statetx.remat(double, policy="dot"))
+mistake("policies.everthing", AttributeError, "everthing")(lambda: policies.everthing)
+mistake("policy=policies.names, not called", PolicyError, "policies.names", "call it")(
+    lambda: statetx.remat(double, policy=policies.names)
+)
+mistake("policy=3", PolicyError, "int", "a name or a callable")(lambda: statetx.remat(double, policy=3))
+mistake("policies.dots()", PolicyError, "dots is a policy", "policy=dots")(
+    lambda: statetx.remat(double, policy=policies.dots())
+)
+mistake("policies.dots(f)", PolicyError, "dots is a policy", "policy=dots")(lambda: policies.dots(double))
+mistake("remat(policy=Slots(3))", PolicyError, "Slots(3)", "strategy", "checkpoint=Slots(3)")(
+    lambda: statetx.remat(double, policy=policies.Slots(3))
+)
 
 
 @mistake("names('hiden')", PolicyError, "'hiden'", "'hidden'")
@@ -285,27 +259,17 @@ def misspelt_name():
     jax.grad(f)(X)
 
 
-@mistake("fence='barier'", TypeError, "'barier'", "Did you mean 'barrier'?")
-def misspelt_fence():
-    statetx.remat(double, fence="barier")
-
-
-@mistake("prevent_cse='no'", TypeError, "prevent_cse", "'no'", "bool")
-def wrong_prevent_cse():
-    statetx.remat(double, prevent_cse="no")
+mistake("fence='barier'", TypeError, "'barier'", "Did you mean 'barrier'?")(
+    lambda: statetx.remat(double, fence="barier")
+)
+mistake("prevent_cse='no'", TypeError, "prevent_cse", "'no'", "bool")(lambda: statetx.remat(double, prevent_cse="no"))
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
-@mistake("remat(polcy=)", TypeError, "polcy", "Did you mean 'policy'?")
-def misspelt_option():
-    statetx.remat(double, polcy="dots")
-
-
-@mistake("remat(concrete=)", TypeError, "concrete", "static_argnums")
-def concrete():
-    statetx.remat(double, concrete=True)
+mistake("remat(polcy=)", TypeError, "polcy", "Did you mean 'policy'?")(lambda: statetx.remat(double, polcy="dots"))
+mistake("remat(concrete=)", TypeError, "concrete", "static_argnums")(lambda: statetx.remat(double, concrete=True))
 
 
 for option in ("use_reentrant", "preserve_rng_state", "determinism_check", "context_fn", "early_stop"):
@@ -315,74 +279,32 @@ for option in ("use_reentrant", "preserve_rng_state", "determinism_check", "cont
         statetx.remat(double, **{option: False})
 
 
-@mistake("checkpoint(f, x, use_reentrant=False)", TypeError, "(double)(x)", "torch")
-def torch_call_with_option():
-    statetx.checkpoint(double, X, use_reentrant=False)
-
-
-@mistake("checkpoint(f, x)", TypeError, "(double)(x)", "torch")
-def torch_call():
-    statetx.checkpoint(double, X)
-
-
-@mistake("remat(f(x))", statetx.FunctionError, "f32[4]", "remat(f)(x)")
-def called_first():
-    statetx.remat(double(X))
-
-
-@mistake("jit(f(x))", statetx.FunctionError, "f32[4]", "jit(f)(x)")
-def jitted_result():
-    statetx.jit(double(X))
-
-
-@mistake("grad(f(x))", statetx.FunctionError, "f32[4]", "grad(f)(x)")
-def differentiated_result():
-    statetx.grad(double(X))
-
-
-@mistake("remat(None of a module)", statetx.FunctionError, "needs a callable", "str")
-def remat_of_text():
-    statetx.remat("block")
-
-
-@mistake("jit(static_argnum=)", TypeError, "static_argnum", "Did you mean 'static_argnums'?")
-def misspelt_static():
-    statetx.jit(double, static_argnum=0)
-
-
-@mistake("jit(static_argnames='xs')", StaticArgumentError, "'xs'", "Did you mean 'x'?")
-def misspelt_argument():
-    statetx.jit(double, static_argnames="xs")
-
-
-@mistake("jit(static_argnums=5)", StaticArgumentError, "static_argnums=5", "(x)")
-def static_out_of_range():
-    statetx.jit(double, static_argnums=5)
-
-
-@mistake("jit(in_shardings=)", TypeError, "in_shardings", "jax.device_put")
-def in_shardings():
-    statetx.jit(double, in_shardings=None)
-
-
-@mistake("grad(wtr=)", TypeError, "wtr", "Did you mean 'wrt'?")
-def misspelt_wrt():
-    statetx.grad(loss_of, wtr=Param)
-
-
-@mistake("vmap(in_axis=)", TypeError, "in_axis", "Did you mean 'in_axes'?")
-def misspelt_in_axes():
-    statetx.vmap(double, in_axis=0)
-
-
-@mistake("remat(methods=) of a function", TypeError, "methods=", "classes")
-def methods_of_function():
-    statetx.remat(double, methods="step")
-
-
-@mistake("remat(cls, methods='foward')", TypeError, "'foward'", "Block")
-def misspelt_method():
-    statetx.remat(Block, methods="foward")
+mistake("checkpoint(f, x, use_reentrant=False)", TypeError, "(double)(x)", "torch")(
+    lambda: statetx.checkpoint(double, X, use_reentrant=False)
+)
+mistake("checkpoint(f, x)", TypeError, "(double)(x)", "torch")(lambda: statetx.checkpoint(double, X))
+mistake("remat(f(x))", statetx.FunctionError, "f32[4]", "remat(f)(x)")(lambda: statetx.remat(double(X)))
+mistake("jit(f(x))", statetx.FunctionError, "f32[4]", "jit(f)(x)")(lambda: statetx.jit(double(X)))
+mistake("grad(f(x))", statetx.FunctionError, "f32[4]", "grad(f)(x)")(lambda: statetx.grad(double(X)))
+mistake("remat(None of a module)", statetx.FunctionError, "needs a callable", "str")(lambda: statetx.remat("block"))
+mistake("jit(static_argnum=)", TypeError, "static_argnum", "Did you mean 'static_argnums'?")(
+    lambda: statetx.jit(double, static_argnum=0)
+)
+mistake("jit(static_argnames='xs')", StaticArgumentError, "'xs'", "Did you mean 'x'?")(
+    lambda: statetx.jit(double, static_argnames="xs")
+)
+mistake("jit(static_argnums=5)", StaticArgumentError, "static_argnums=5", "(x)")(
+    lambda: statetx.jit(double, static_argnums=5)
+)
+mistake("jit(in_shardings=)", TypeError, "in_shardings", "jax.device_put")(
+    lambda: statetx.jit(double, in_shardings=None)
+)
+mistake("grad(wtr=)", TypeError, "wtr", "Did you mean 'wrt'?")(lambda: statetx.grad(loss_of, wtr=Param))
+mistake("vmap(in_axis=)", TypeError, "in_axis", "Did you mean 'in_axes'?")(lambda: statetx.vmap(double, in_axis=0))
+mistake("remat(methods=) of a function", TypeError, "methods=", "classes")(
+    lambda: statetx.remat(double, methods="step")
+)
+mistake("remat(cls, methods='foward')", TypeError, "'foward'", "Block")(lambda: statetx.remat(Block, methods="foward"))
 
 
 @mistake("remat of a generator", statetx.FunctionError, "generator")
@@ -456,9 +378,9 @@ for text in with_number(None):
                 with_number(n)[text]()
 
 
-@mistake("fori_loop(0, 2**63, ...)", ValueError, "fori_loop", "9223372036854775808", "largest counter")
-def bound_of_64_bits():
-    statetx.fori_loop(0, 2**63, lambda i, x: x, X)
+mistake("fori_loop(0, 2**63, ...)", ValueError, "fori_loop", "9223372036854775808", "largest counter")(
+    lambda: statetx.fori_loop(0, 2**63, lambda i, x: x, X)
+)
 
 
 for names in (3, [3], b"x", X, State("x")):
@@ -473,9 +395,9 @@ for names in (3, [3], b"x", X, State("x")):
             run(names)
 
 
-@mistake("jit(compiler_options=3)", TypeError, "jit: compiler_options= must be a dict", "3")
-def no_compiler_options():
-    statetx.jit(double, compiler_options=3)
+mistake("jit(compiler_options=3)", TypeError, "jit: compiler_options= must be a dict", "3")(
+    lambda: statetx.jit(double, compiler_options=3)
+)
 
 
 def with_mixed_keys(tree):
@@ -519,19 +441,11 @@ for transform in ("jacrev", "jacfwd", "hessian"):
         getattr(statetx, transform)(loss_of)(Block())
 
 
-@mistake("vjp(loss, model)", TypeError, "Block", "wrt=statetx.Param")
-def vjp_of_model():
-    statetx.vjp(loss_of, Block())
-
-
-@mistake("grad(loss)(state)", TypeError, "Param", "a state", "wrt=statetx.Param")
-def gradient_of_state():
-    statetx.grad(lambda w: (w.value**2).sum())(Param(X))
-
-
-@mistake("grad(loss)('text')", TypeError, "argument 0", "str")
-def gradient_of_text():
-    statetx.grad(lambda mode: X.sum())("mean")
+mistake("vjp(loss, model)", TypeError, "Block", "wrt=statetx.Param")(lambda: statetx.vjp(loss_of, Block()))
+mistake("grad(loss)(state)", TypeError, "Param", "a state", "wrt=statetx.Param")(
+    lambda: statetx.grad(lambda w: (w.value**2).sum())(Param(X))
+)
+mistake("grad(loss)('text')", TypeError, "argument 0", "str")(lambda: statetx.grad(lambda mode: X.sum())("mean"))
 
 
 @mistake("wrt=model", StateFilterError, "Block", "2 states", "wrt=statetx.states(model, statetx.Param)")
@@ -552,19 +466,13 @@ def wrt_dict_of_model():
     statetx.grad(loss_of, wrt={"a": model})(model)
 
 
-@mistake("wrt='weights'", StateFilterError, "'weights'", "model.w")
-def wrt_unknown_path():
-    statetx.grad(loss_of, wrt="weights")(Block())
-
-
-@mistake("wrt=another class", StateFilterError, "RngState", "model.w (Param)")
-def wrt_other_class():
-    statetx.grad(loss_of, wrt=RngState)(Block())
-
-
-@mistake("wrt=array", StateFilterError, "f32[4]", "not a state")
-def wrt_array():
-    statetx.grad(loss_of, wrt=X)(Block())
+mistake("wrt='weights'", StateFilterError, "'weights'", "model.w")(
+    lambda: statetx.grad(loss_of, wrt="weights")(Block())
+)
+mistake("wrt=another class", StateFilterError, "RngState", "model.w (Param)")(
+    lambda: statetx.grad(loss_of, wrt=RngState)(Block())
+)
+mistake("wrt=array", StateFilterError, "f32[4]", "not a state")(lambda: statetx.grad(loss_of, wrt=X)(Block()))
 
 
 @mistake("wrt=integer state", StateValueError, "State 'n'", "floating-point")
@@ -573,9 +481,9 @@ def wrt_integer():
     statetx.grad(lambda: n.value * 1.0, wrt=n)()
 
 
-@mistake("wrt=[]", StateFilterError, "wrt= is empty", "at least one state")
-def wrt_nothing():
-    statetx.grad(loss_of, wrt=[])(Block())
+mistake("wrt=[]", StateFilterError, "wrt= is empty", "at least one state")(
+    lambda: statetx.grad(loss_of, wrt=[])(Block())
+)
 
 
 @mistake("wrt=[w, w]", StateFilterError, "twice", "Param 'w'")
@@ -590,24 +498,12 @@ def gradient_of_nothing():
     statetx.grad(lambda: w.value.sum())()
 
 
-@mistake("grad(f, argnums=x)", TypeError, "argnums", "f32[4]", "grad(f)(x)")
-def argument_as_argnums():
-    statetx.grad(loss_of, argnums=X)
-
-
-@mistake("argnums=3", ValueError, "argnums=3", "called with 1")
-def argnums_out_of_range():
-    statetx.grad(double, argnums=3)(1.0)
-
-
-@mistake("grad by keyword", ValueError, "by position")
-def gradient_by_keyword():
-    statetx.grad(double)(x=1.0)
-
-
-@mistake("loss is not a scalar", TypeError, "grad", "double", "f32[4]", "scalar", ".sum()")
-def loss_not_scalar():
-    statetx.grad(double)(X)
+mistake("grad(f, argnums=x)", TypeError, "argnums", "f32[4]", "grad(f)(x)")(lambda: statetx.grad(loss_of, argnums=X))
+mistake("argnums=3", ValueError, "argnums=3", "called with 1")(lambda: statetx.grad(double, argnums=3)(1.0))
+mistake("grad by keyword", ValueError, "by position")(lambda: statetx.grad(double)(x=1.0))
+mistake("loss is not a scalar", TypeError, "grad", "double", "f32[4]", "scalar", ".sum()")(
+    lambda: statetx.grad(double)(X)
+)
 
 
 @mistake("loss of a wrt= gradient is not a scalar", TypeError, "f32[4]", "scalar", ".sum()")
@@ -624,19 +520,13 @@ def loss_of_none():
     statetx.grad(loss)(X)
 
 
-@mistake("loss returns a pair without has_aux", TypeError, "tuple", "has_aux=True")
-def loss_with_aux():
-    statetx.grad(lambda x: (x.sum(), x))(X)
-
-
-@mistake("has_aux without a pair", TypeError, "has_aux=True", "pair")
-def aux_without_pair():
-    statetx.grad(lambda x: x.sum(), has_aux=True)(X)
-
-
-@mistake("integer argument", TypeError, "i32", "float")
-def gradient_of_integers():
-    statetx.grad(lambda x: x.sum() * 1.0)(jnp.arange(3))
+mistake("loss returns a pair without has_aux", TypeError, "tuple", "has_aux=True")(
+    lambda: statetx.grad(lambda x: (x.sum(), x))(X)
+)
+mistake("has_aux without a pair", TypeError, "has_aux=True", "pair")(
+    lambda: statetx.grad(lambda x: x.sum(), has_aux=True)(X)
+)
+mistake("integer argument", TypeError, "i32", "float")(lambda: statetx.grad(lambda x: x.sum() * 1.0)(jnp.arange(3)))
 
 
 WRONG_TYPES = {
@@ -665,14 +555,10 @@ def choose(x, train):
     return x if train else -x
 
 
-@mistake("jit: if train", NAMED, "argument train", "static_argnames='train'")
-def branch_on_flag():
-    statetx.jit(choose)(X, True)
-
-
-@mistake("jit: if options['train']", NAMED, "options['train']", "an argument of its own", "static_argnames")
-def branch_on_item():
-    statetx.jit(lambda x, options: choose(x, **options))(X, {"train": True})
+mistake("jit: if train", NAMED, "argument train", "static_argnames='train'")(lambda: statetx.jit(choose)(X, True))
+mistake("jit: if options['train']", NAMED, "options['train']", "an argument of its own", "static_argnames")(
+    lambda: statetx.jit(lambda x, options: choose(x, **options))(X, {"train": True})
+)
 
 
 @mistake("jit: if state > 0", NAMED, "model.count", "State", "cond")
@@ -681,9 +567,9 @@ def branch_on_state():
     statetx.jit(lambda x: x if model["count"].value > 0 else -x)(X)
 
 
-@mistake("remat: if train (an array)", NAMED, "argument train", "static_argnames='train'")
-def branch_in_remat():
-    statetx.grad(lambda x: statetx.remat(choose)(x, jnp.array(True)).sum())(X)
+mistake("remat: if train (an array)", NAMED, "argument train", "static_argnames='train'")(
+    lambda: statetx.grad(lambda x: statetx.remat(choose)(x, jnp.array(True)).sum())(X)
+)
 
 
 @mistake("scan: if state > 0", NAMED, "count", "cond")
@@ -702,14 +588,10 @@ def branch_in_grad():
     statetx.jit(statetx.grad(loss, wrt=w))(X)
 
 
-@mistake("jit: range(n)", (NAMED, TypeError), "argument n", "static_argnames='n'")
-def range_of_traced():
-    statetx.jit(lambda x, n: [x for _ in range(n)])(X, 3)
-
-
-@mistake("jit: float(x)", NAMED, "argument x")
-def float_of_traced():
-    statetx.jit(lambda x: float(x.sum()))(X)
+mistake("jit: range(n)", (NAMED, TypeError), "argument n", "static_argnames='n'")(
+    lambda: statetx.jit(lambda x, n: [x for _ in range(n)])(X, 3)
+)
+mistake("jit: float(x)", NAMED, "argument x")(lambda: statetx.jit(lambda x: float(x.sum()))(X))
 
 
 @mistake("jit: float(state.value)", NAMED, "count")
@@ -718,9 +600,9 @@ def float_of_state():
     statetx.jit(lambda x: x * float(count.value))(X)
 
 
-@mistake("jit: np.sin(x)", jax.errors.TracerArrayConversionError, "argument x", "jnp")
-def numpy_of_traced():
-    statetx.jit(lambda x: np.sin(x))(X)
+mistake("jit: np.sin(x)", jax.errors.TracerArrayConversionError, "argument x", "jnp")(
+    lambda: statetx.jit(lambda x: np.sin(x))(X)
+)
 
 
 @mistake("jit: np.sin(state.value)", jax.errors.TracerArrayConversionError, "w", "jnp")
@@ -807,9 +689,9 @@ def callback_in_a_planned_loss():
 # -- loops and branches ----------------------------------------------------------------------------------------------
 
 
-@mistake("scan: a state as the carry", StateValueError, "State", "its .value")
-def state_as_carry():
-    statetx.scan(lambda c, x: (c, x), State(X), X)
+mistake("scan: a state as the carry", StateValueError, "State", "its .value")(
+    lambda: statetx.scan(lambda c, x: (c, x), State(X), X)
+)
 
 
 @mistake("while_loop: the condition returns a state", StateValueError, "State", "its .value")
@@ -858,14 +740,12 @@ def dtype_changes():
     statetx.scan(step, 0.0, X)
 
 
-@mistake("scan: the carry changes its type", statetx.CarryTypeError, "carry", "f32[]", "f32[4]")
-def carry_changes():
-    statetx.scan(lambda c, x: (c + X, x), jnp.float32(0), X)
-
-
-@mistake("scan: an item of the carry changes its type", statetx.CarryTypeError, "carry['h']", "f32[4]", "f32[]")
-def item_of_carry_changes():
-    statetx.scan(lambda c, x: ({"h": c["h"].sum()}, x), {"h": X}, X)
+mistake("scan: the carry changes its type", statetx.CarryTypeError, "carry", "f32[]", "f32[4]")(
+    lambda: statetx.scan(lambda c, x: (c + X, x), jnp.float32(0), X)
+)
+mistake("scan: an item of the carry changes its type", statetx.CarryTypeError, "carry['h']", "f32[4]", "f32[]")(
+    lambda: statetx.scan(lambda c, x: ({"h": c["h"].sum()}, x), {"h": X}, X)
+)
 
 
 @mistake("scan: the body returns one value", (TypeError, ValueError), "step", "carry", "return carry, y", "f32[]")
@@ -892,24 +772,16 @@ def body_returns_nothing():
     statetx.scan(step, jnp.float32(0), X)
 
 
-@mistake("scan: xs of different lengths", ValueError, "xs['a']", "4", "xs['b']", "3")
-def different_lengths():
-    statetx.scan(lambda c, x: (c, x["a"]), 0.0, {"a": X, "b": jnp.ones(3)})
-
-
-@mistake("scan: length= disagrees", ValueError, "length=5", "xs", "4")
-def wrong_length():
-    statetx.scan(lambda c, x: (c, x), 0.0, X, length=5)
-
-
-@mistake("scan: a scalar as xs", ValueError, "xs['b']", "f32[]", "no axis 0")
-def scalar_xs():
-    statetx.scan(lambda c, x: (c, None), 0.0, {"a": X, "b": jnp.float32(1)})
-
-
-@mistake("scan: no xs, no length", ValueError, "length=")
-def no_length():
-    statetx.scan(lambda c, x: (c, x), 0.0)
+mistake("scan: xs of different lengths", ValueError, "xs['a']", "4", "xs['b']", "3")(
+    lambda: statetx.scan(lambda c, x: (c, x["a"]), 0.0, {"a": X, "b": jnp.ones(3)})
+)
+mistake("scan: length= disagrees", ValueError, "length=5", "xs", "4")(
+    lambda: statetx.scan(lambda c, x: (c, x), 0.0, X, length=5)
+)
+mistake("scan: a scalar as xs", ValueError, "xs['b']", "f32[]", "no axis 0")(
+    lambda: statetx.scan(lambda c, x: (c, None), 0.0, {"a": X, "b": jnp.float32(1)})
+)
+mistake("scan: no xs, no length", ValueError, "length=")(lambda: statetx.scan(lambda c, x: (c, x), 0.0))
 
 
 @mistake("scan: a state is created in the body", statetx.CreatedStateError, "State", "before the")
@@ -929,9 +801,9 @@ def misspelt_states():
     statetx.scan(lambda c, x: (c, model["weights"].value), 0.0, X, states={"model.wieghts": 0})
 
 
-@mistake("scan(states=Param)", StateValueError, "states={statetx.Param: 0}")
-def states_not_a_mapping():
-    statetx.scan(lambda c, x: (c, x), 0.0, X, states=Param)
+mistake("scan(states=Param)", StateValueError, "states={statetx.Param: 0}")(
+    lambda: statetx.scan(lambda c, x: (c, x), 0.0, X, states=Param)
+)
 
 
 @mistake("scan: Broadcast is written", StateAccessError, "Broadcast", "Carry")
@@ -956,24 +828,18 @@ def differs_per_example():
     statetx.vmap(f)(X)
 
 
-@mistake("vmap(in_axes=(0, 0)) of a model", StateValueError, "argument model", "'model.w'", "states={'model.*': 0}")
-def axis_of_model():
-    statetx.vmap(lambda model, x: model(x, False), in_axes=(0, 0))(Block(), X[:, None])
-
-
-@mistake("scan(xs=a state)", StateValueError, "xs[0] holds states", "states={Param: 0}")
-def state_in_xs():
-    statetx.scan(lambda c, x: (c + x[0].value * x[1], None), 0.0, (Param(X), X))
-
-
-@mistake("map(xs=a state)", StateValueError, "map: xs holds states", "scan(", "states={Param: 0}")
-def state_in_xs_of_map():
-    statetx.map(lambda p: p.value, Param(X))
-
-
-@mistake("vmap(states={State: Carry})", StateValueError, "Carry", "an axis", "Split")
-def carry_in_vmap():
-    statetx.vmap(double, states={State: Carry})(X)
+mistake("vmap(in_axes=(0, 0)) of a model", StateValueError, "argument model", "'model.w'", "states={'model.*': 0}")(
+    lambda: statetx.vmap(lambda model, x: model(x, False), in_axes=(0, 0))(Block(), X[:, None])
+)
+mistake("scan(xs=a state)", StateValueError, "xs[0] holds states", "states={Param: 0}")(
+    lambda: statetx.scan(lambda c, x: (c + x[0].value * x[1], None), 0.0, (Param(X), X))
+)
+mistake("map(xs=a state)", StateValueError, "map: xs holds states", "scan(", "states={Param: 0}")(
+    lambda: statetx.map(lambda p: p.value, Param(X))
+)
+mistake("vmap(states={State: Carry})", StateValueError, "Carry", "an axis", "Split")(
+    lambda: statetx.vmap(double, states={State: Carry})(X)
+)
 
 
 @mistake("cond: outputs of different types", TypeError, "f32[4]", "f32[]", "yes", "no")
@@ -998,9 +864,9 @@ def cond_structure():
     statetx.cond(jnp.array(True), yes, no, X)
 
 
-@mistake("cond: lambdas of different types", TypeError, "f32[4]", "f32[]", "mistakes.py:")
-def cond_lambdas():
-    statetx.cond(jnp.array(True), lambda x: x, lambda x: x.sum(), X)
+mistake("cond: lambdas of different types", TypeError, "f32[4]", "f32[]", "mistakes.py:")(
+    lambda: statetx.cond(jnp.array(True), lambda x: x, lambda x: x.sum(), X)
+)
 
 
 @mistake("cond: a state gets another type", statetx.CarryTypeError, "State 's'", "f32[4]", "f32[]")
@@ -1037,24 +903,18 @@ def while_in_reverse_with_states():
     statetx.jit(statetx.grad(loss))(2.0)
 
 
-@mistake("while_loop under jax.grad", ValueError, "while_loop(", "checkpoint=", "Slots(")
-def while_under_jax_grad():
-    jax.grad(lambda a: statetx.while_loop(lambda x: x < 9, lambda x: x * a, a))(2.0)
-
-
-@mistake("fori_loop with traced bounds in reverse mode", ValueError, "fori_loop(", "Python integers", "Slots(")
-def fori_in_reverse():
-    statetx.jit(jax.grad(lambda a, n: statetx.fori_loop(0, n, lambda i, x: x * a, a)))(2.0, N)
-
-
-@mistake("fori_loop(checkpoint=) with traced bounds", PolicyError, "concrete bounds", "while_loop(")
-def fori_checkpoint():
-    statetx.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, checkpoint=2))(N)
-
-
-@mistake("while_loop: the condition is not a bool", TypeError, "scalar bool", "f32[]")
-def condition_of_float():
-    statetx.while_loop(lambda x: x, lambda x: x, 1.0)
+mistake("while_loop under jax.grad", ValueError, "while_loop(", "checkpoint=", "Slots(")(
+    lambda: jax.grad(lambda a: statetx.while_loop(lambda x: x < 9, lambda x: x * a, a))(2.0)
+)
+mistake("fori_loop with traced bounds in reverse mode", ValueError, "fori_loop(", "Python integers", "Slots(")(
+    lambda: statetx.jit(jax.grad(lambda a, n: statetx.fori_loop(0, n, lambda i, x: x * a, a)))(2.0, N)
+)
+mistake("fori_loop(checkpoint=) with traced bounds", PolicyError, "concrete bounds", "while_loop(")(
+    lambda: statetx.jit(lambda n: statetx.fori_loop(0, n, lambda i, x: x, 1.0, checkpoint=2))(N)
+)
+mistake("while_loop: the condition is not a bool", TypeError, "scalar bool", "f32[]")(
+    lambda: statetx.while_loop(lambda x: x, lambda x: x, 1.0)
+)
 
 
 @mistake("while_loop: the condition writes", StateAccessError, "'h'", "condition", "body")
@@ -1078,29 +938,17 @@ for text, words in {
         statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=text)
 
 
-@mistake("scan(checkpoint=True)", PolicyError, "checkpoint=True", "Slots", "'auto'")
-def checkpoint_true():
-    statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=True)
-
-
-@mistake("scan(checkpoint=policies.dots)", PolicyError, "checkpoint=dots", "policy=dots", "Slots")
-def checkpoint_policy():
-    statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=policies.dots)
-
-
-@mistake("Slots(0)", PolicyError, "Slots", "at least 1", "0")
-def no_slots():
-    policies.Slots(0)
-
-
-@mistake("Slots(2.5)", PolicyError, "Slots", "2.5")
-def fractional_slots():
-    policies.Slots(2.5)
-
-
-@mistake("Lengths(3, 2) of 4 steps", PolicyError, "Lengths(3, 2)", "4", "Fix:")
-def wrong_lengths():
-    statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=(3, 2))
+mistake("scan(checkpoint=True)", PolicyError, "checkpoint=True", "Slots", "'auto'")(
+    lambda: statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=True)
+)
+mistake("scan(checkpoint=policies.dots)", PolicyError, "checkpoint=dots", "policy=dots", "Slots")(
+    lambda: statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=policies.dots)
+)
+mistake("Slots(0)", PolicyError, "Slots", "at least 1", "0")(lambda: policies.Slots(0))
+mistake("Slots(2.5)", PolicyError, "Slots", "2.5")(lambda: policies.Slots(2.5))
+mistake("Lengths(3, 2) of 4 steps", PolicyError, "Lengths(3, 2)", "4", "Fix:")(
+    lambda: statetx.scan(lambda c, x: (c, x), 0.0, X, checkpoint=(3, 2))
+)
 
 
 @mistake("scan(checkpoint=Budget('1B'))", PolicyError, "1 B")
@@ -1118,24 +966,14 @@ for text in ("2 gigs", 1.5, 0, -1, "lots", None):
         statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=text)
 
 
-@mistake("remat(policy='fit:2GBB')", PolicyError, "'2GBB' is not a size", "'2GiB'")
-def wrong_fit():
-    statetx.remat(double, policy="fit:2GBB")
-
-
-@mistake("larger_than('big')", PolicyError, "'big' is not a size", "'2GiB'")
-def wrong_size():
-    policies.larger_than("big")
-
-
-@mistake("plan without a budget", TypeError, "budget")
-def no_budget():
-    statetx.plan(lambda x: jnp.sin(x).sum(), X)
-
-
-@mistake("plan(objective='flop')", ValueError, "'flop'", "Did you mean 'flops'?")
-def misspelt_objective():
-    statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=0.5, objective="flop")
+mistake("remat(policy='fit:2GBB')", PolicyError, "'2GBB' is not a size", "'2GiB'")(
+    lambda: statetx.remat(double, policy="fit:2GBB")
+)
+mistake("larger_than('big')", PolicyError, "'big' is not a size", "'2GiB'")(lambda: policies.larger_than("big"))
+mistake("plan without a budget", TypeError, "budget")(lambda: statetx.plan(lambda x: jnp.sin(x).sum(), X))
+mistake("plan(objective='flop')", ValueError, "'flop'", "Did you mean 'flops'?")(
+    lambda: statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=0.5, objective="flop")
+)
 
 
 for name, options in {
@@ -1171,9 +1009,9 @@ for text, unit in {"80": "'80GiB'", 80: "'80GiB'", 1: "'1GiB'"}.items():
         statetx.microbatch(lambda x: (jnp.sin(x) @ jnp.ones((4, 100))).mean(), budget=text)(X[None])
 
 
-@mistake("memory_report(policies=3)", PolicyError, "memory_report", "must be a policy or a sequence of policies, got 3")
-def policies_of_another_type():
-    statetx.memory_report(lambda x: jnp.sin(x).sum(), X, policies=3)
+mistake("memory_report(policies=3)", PolicyError, "memory_report", "must be a policy or a sequence of policies, got 3")(
+    lambda: statetx.memory_report(lambda x: jnp.sin(x).sum(), X, policies=3)
+)
 
 
 # -- names that statetx does not have --------------------------------------------------------------------------------
@@ -1219,14 +1057,12 @@ def without(package, run):
         sys.modules.update(saved)
 
 
-@mistake("scan(progress=True) without rich", ImportError, "rich", "pip install 'statetx[plot]'")
-def scan_without_rich():
-    without("rich", lambda: statetx.scan(lambda c, x: (c, x), 0.0, X, progress=True))
-
-
-@mistake("plan(progress=True) without rich", ImportError, "rich", "pip install 'statetx[plot]'")
-def plan_without_rich():
-    without("rich", lambda: statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=0.5, progress=True))
+mistake("scan(progress=True) without rich", ImportError, "rich", "pip install 'statetx[plot]'")(
+    lambda: without("rich", lambda: statetx.scan(lambda c, x: (c, x), 0.0, X, progress=True))
+)
+mistake("plan(progress=True) without rich", ImportError, "rich", "pip install 'statetx[plot]'")(
+    lambda: without("rich", lambda: statetx.plan(lambda x: jnp.sin(x).sum(), X, budget=0.5, progress=True))
+)
 
 
 @mistake("plan.plot() without matplotlib", ImportError, "matplotlib", "pip install 'statetx[plot]'")
@@ -1235,9 +1071,9 @@ def plan_plot_without_matplotlib():
     without("matplotlib", plan.plot)
 
 
-@mistake("Checkpointer without orbax", ImportError, "orbax", "pip install 'statetx[saving]'")
-def checkpointer_without_orbax():
-    without("orbax", lambda: statetx.Checkpointer("/tmp/none", {"w": Param(X)}).save(0))
+mistake("Checkpointer without orbax", ImportError, "orbax", "pip install 'statetx[saving]'")(
+    lambda: without("orbax", lambda: statetx.Checkpointer("/tmp/none", {"w": Param(X)}).save(0))
+)
 
 
 # -- stacks ----------------------------------------------------------------------------------------------------------
@@ -1252,39 +1088,27 @@ class Layer:
         return self.activation(x * self.w.value)
 
 
-@mistake("stack: different sizes", StateValueError, "'w'", "f32[4]", "f32[8]", "layer 1")
-def stack_sizes():
-    statetx.stack([Layer(4), Layer(8)])
-
-
-@mistake("stack: different activations", StateValueError, "'activation'", "tanh", "sin", "layer 1")
-def stack_activations():
-    statetx.stack([Layer(), Layer(activation=jnp.sin)])
-
-
-@mistake("stack: different lambdas", StateValueError, "'activation'", "mistakes.py:", "layer 1")
-def stack_lambdas():
-    statetx.stack([Layer(activation=lambda x: x), Layer(activation=lambda x: -x)])
-
-
-@mistake("stack: different numbers", StateValueError, "'rate'", "0.1", "0.2")
-def stack_numbers():
-    statetx.stack([Layer(rate=0.1), Layer(rate=0.2)])
-
-
-@mistake("stack: different arrays", StateValueError, "'mask'", "f32[4]", "statetx.State")
-def stack_arrays():
-    statetx.stack([Layer(mask=X), Layer(mask=2 * X)])
-
-
-@mistake("stack: different classes", StateValueError, "Layer in layer 0", "Block in layer 1")
-def stack_classes():
-    statetx.stack([Layer(), Block()])
-
-
-@mistake("stack: different attributes", StateValueError, "bias", "layer 1")
-def stack_attributes():
-    statetx.stack([Layer(), Layer(bias=Param(X))])
+mistake("stack: different sizes", StateValueError, "'w'", "f32[4]", "f32[8]", "layer 1")(
+    lambda: statetx.stack([Layer(4), Layer(8)])
+)
+mistake("stack: different activations", StateValueError, "'activation'", "tanh", "sin", "layer 1")(
+    lambda: statetx.stack([Layer(), Layer(activation=jnp.sin)])
+)
+mistake("stack: different lambdas", StateValueError, "'activation'", "mistakes.py:", "layer 1")(
+    lambda: statetx.stack([Layer(activation=lambda x: x), Layer(activation=lambda x: -x)])
+)
+mistake("stack: different numbers", StateValueError, "'rate'", "0.1", "0.2")(
+    lambda: statetx.stack([Layer(rate=0.1), Layer(rate=0.2)])
+)
+mistake("stack: different arrays", StateValueError, "'mask'", "f32[4]", "statetx.State")(
+    lambda: statetx.stack([Layer(mask=X), Layer(mask=2 * X)])
+)
+mistake("stack: different classes", StateValueError, "Layer in layer 0", "Block in layer 1")(
+    lambda: statetx.stack([Layer(), Block()])
+)
+mistake("stack: different attributes", StateValueError, "bias", "layer 1")(
+    lambda: statetx.stack([Layer(), Layer(bias=Param(X))])
+)
 
 
 @mistake("stack: classes of one name", StateValueError, "Layer", "mistakes.py:", "layer 1")
@@ -1299,19 +1123,11 @@ def stack_same_name():
     statetx.stack([make(4), make(4)])
 
 
-@mistake("stack(make) without num", ValueError, "num", "stack(Layer, 12)")
-def stack_without_num():
-    statetx.stack(Layer)
-
-
-@mistake("stack(module)", TypeError, "object", "num")
-def stack_one_layer():
-    statetx.stack(object(), 3)
-
-
-@mistake("stack(layer, 3)", TypeError, "a Block, which is a layer itself", "'x'", "stack(lambda: Block(...), 12)")
-def stack_layer():
-    statetx.stack(Block(), 3)
+mistake("stack(make) without num", ValueError, "num", "stack(Layer, 12)")(lambda: statetx.stack(Layer))
+mistake("stack(module)", TypeError, "object", "num")(lambda: statetx.stack(object(), 3))
+mistake("stack(layer, 3)", TypeError, "a Block, which is a layer itself", "'x'", "stack(lambda: Block(...), 12)")(
+    lambda: statetx.stack(Block(), 3)
+)
 
 
 @mistake("stack(class with sizes, 3)", TypeError, "Sized", "'size'", "stack(lambda: Sized(...), 12)")
@@ -1330,29 +1146,19 @@ def adam(model):
     return statetx.Optimizer(optax.adam(1e-3), statetx.states(model, Param))
 
 
-@mistake("Optimizer(tx, model)", StateFilterError, "Block", "statetx.states(model, statetx.Param)")
-def optimizer_of_model():
-    statetx.Optimizer(optax.adam(1e-3), Block())
-
-
-@mistake("Optimizer(model, tx)", TypeError, "Block", "optax.adam(1e-3)")
-def optimizer_swapped():
-    statetx.Optimizer(Block(), optax.adam(1e-3))
-
-
-@mistake("Optimizer(optax.adam, states)", TypeError, "adam", "optax.adam(1e-3)", "call")
-def optimizer_not_called():
-    statetx.Optimizer(optax.adam, statetx.states(Block(), Param))
-
-
-@mistake("Optimizer(tx, Param)", StateFilterError, "Param", "statetx.states(model")
-def optimizer_of_filter():
-    statetx.Optimizer(optax.adam(1e-3), Param)
-
-
-@mistake("Optimizer without states", StateFilterError, "no states")
-def optimizer_without_states():
-    statetx.Optimizer(optax.adam(1e-3), {})
+mistake("Optimizer(tx, model)", StateFilterError, "Block", "statetx.states(model, statetx.Param)")(
+    lambda: statetx.Optimizer(optax.adam(1e-3), Block())
+)
+mistake("Optimizer(model, tx)", TypeError, "Block", "optax.adam(1e-3)")(
+    lambda: statetx.Optimizer(Block(), optax.adam(1e-3))
+)
+mistake("Optimizer(optax.adam, states)", TypeError, "adam", "optax.adam(1e-3)", "call")(
+    lambda: statetx.Optimizer(optax.adam, statetx.states(Block(), Param))
+)
+mistake("Optimizer(tx, Param)", StateFilterError, "Param", "statetx.states(model")(
+    lambda: statetx.Optimizer(optax.adam(1e-3), Param)
+)
+mistake("Optimizer without states", StateFilterError, "no states")(lambda: statetx.Optimizer(optax.adam(1e-3), {}))
 
 
 @mistake("update with gradients of an argument", GradientError, "'w'", "single array", "wrt=optimizer.states")
@@ -1397,9 +1203,9 @@ for attribute, word in {
         getattr(adam(Block()), attribute)()
 
 
-@mistake("Checkpointer(model, directory)", TypeError, "Block", "directory comes first")
-def checkpointer_swapped():
-    statetx.Checkpointer(Block(), "/tmp/none")
+mistake("Checkpointer(model, directory)", TypeError, "Block", "directory comes first")(
+    lambda: statetx.Checkpointer(Block(), "/tmp/none")
+)
 
 
 # -- functions that take a function and its arguments, and those that return one
@@ -1421,16 +1227,12 @@ for transform in RETURNING.split():
             getattr(statetx, transform)(double, given)
 
 
-@mistake(
+mistake(
     "make_jaxpr(f, model)", StaticArgumentError, "static_argnums", "Block", "to the function that the transform returns"
+)(lambda: statetx.make_jaxpr(double, Block()))
+mistake("jacfwd(f, model)", TypeError, "argnums", "Block", "to the function that the transform returns")(
+    lambda: statetx.jacfwd(double, Block())
 )
-def staged_with_model():
-    statetx.make_jaxpr(double, Block())
-
-
-@mistake("jacfwd(f, model)", TypeError, "argnums", "Block", "to the function that the transform returns")
-def differentiated_with_model():
-    statetx.jacfwd(double, Block())
 
 
 for name in ("measure", "memory_profile", "memory_report", "saved_residuals", "explain_oom", "eval_shape"):
@@ -1440,29 +1242,17 @@ for name in ("measure", "memory_profile", "memory_report", "saved_residuals", "e
         getattr(statetx, name)(Block(), X.shape)
 
 
-@mistake("switch(1, f, g)", TypeError, "double", "[double, ...]")
-def branches_one_by_one():
-    statetx.switch(1, double, jnp.sin)
-
-
-@mistake("map(f, xs, ys)", TypeError, "map takes 2 positional arguments, got 3", "(xs, ys)")
-def map_over_two():
-    statetx.map(jnp.add, X, X)
-
-
-@mistake("plan(f, x)(x)", statetx.FunctionError, "Plan(double", "plan.apply(double)")
-def called_plan():
-    statetx.plan(double, X, budget="1MiB")(X)
-
-
-@mistake("budget(f, x)", TypeError, "budget takes 1 positional argument, got 2", "with statetx.budget(size)")
-def budget_of_function():
-    statetx.budget(double, X)
-
-
-@mistake("budget() of an array", statetx.FunctionError, "budget needs a function")
-def budget_of_array():
-    statetx.budget("1MiB")(X)
+mistake("switch(1, f, g)", TypeError, "double", "[double, ...]")(lambda: statetx.switch(1, double, jnp.sin))
+mistake("map(f, xs, ys)", TypeError, "map takes 2 positional arguments, got 3", "(xs, ys)")(
+    lambda: statetx.map(jnp.add, X, X)
+)
+mistake("plan(f, x)(x)", statetx.FunctionError, "Plan(double", "plan.apply(double)")(
+    lambda: statetx.plan(double, X, budget="1MiB")(X)
+)
+mistake("budget(f, x)", TypeError, "budget takes 1 positional argument, got 2", "with statetx.budget(size)")(
+    lambda: statetx.budget(double, X)
+)
+mistake("budget() of an array", statetx.FunctionError, "budget needs a function")(lambda: statetx.budget("1MiB")(X))
 
 
 @mistake(
@@ -1478,32 +1268,22 @@ def budget_alone():
 # -- functionalize, remat of an object -------------------------------------------------------------------------------
 
 
-@mistake("functionalize: a value is missing", StateAccessError, "model.w")
-def missing_value():
-    statetx.functionalize(loss_of)({}, Block(), X)
-
-
-@mistake("remat(block).wieght", AttributeError, "wieght")
-def attribute_of_wrapped():
-    statetx.remat(Block()).wieght  # noqa: B018
-
-
-@mistake("remat(states=) excludes a touched state", StateAccessError, "mean", "Fix:")
-def excluded_state():
-    jax.grad(lambda x: statetx.remat(Block(), states=Param)(x).sum())(X)
-
-
-@mistake("states(model, 3)", StateFilterError, "Not a filter: 3", "state type")
-def not_a_filter():
-    statetx.states(Block(), 3)
+mistake("functionalize: a value is missing", StateAccessError, "model.w")(
+    lambda: statetx.functionalize(loss_of)({}, Block(), X)
+)
+mistake("remat(block).wieght", AttributeError, "wieght")(lambda: statetx.remat(Block()).wieght)
+mistake("remat(states=) excludes a touched state", StateAccessError, "mean", "Fix:")(
+    lambda: jax.grad(lambda x: statetx.remat(Block(), states=Param)(x).sum())(X)
+)
+mistake("states(model, 3)", StateFilterError, "Not a filter: 3", "state type")(lambda: statetx.states(Block(), 3))
 
 
 # -- chunks ----------------------------------------------------------------------------------------------------------
 
 
-@mistake("chunked: a loss for each example", StateValueError, "chunked(chunked_vector", "f32[2]", 'reduce="concat"')
-def chunked_vector():
-    statetx.chunked(lambda x: x**2, size=2)(X)
+mistake("chunked: a loss for each example", StateValueError, "chunked(<lambda>", "f32[2]", 'reduce="concat"')(
+    lambda: statetx.chunked(lambda x: x**2, size=2)(X)
+)
 
 
 def stepped(x):
@@ -1619,19 +1399,9 @@ for policy, words in {
         statetx.remat(double, policy=policy)
 
 
-@mistake("dots + names('a')", PolicyError, "dots | names('a')")
-def added_policies():
-    policies.dots + policies.names("a")  # noqa: B018
-
-
-@mistake("rng.normal", AttributeError, "RngState", "'normal'", ".next()", "jax.random")
-def method_of_a_generator():
-    RngState(0).normal((3,))  # type: ignore[attr-defined]
-
-
-@mistake("statetx.chekpoint", AttributeError, "Did you mean 'checkpoint'?")
-def misspelt_transform():
-    statetx.chekpoint  # type: ignore[attr-defined]  # noqa: B018
+mistake("dots + names('a')", PolicyError, "dots | names('a')")(lambda: policies.dots + policies.names("a"))
+mistake("rng.normal", AttributeError, "RngState", "'normal'", ".next()", "jax.random")(lambda: RngState(0).normal((3,)))
+mistake("statetx.chekpoint", AttributeError, "Did you mean 'checkpoint'?")(lambda: statetx.chekpoint)
 
 
 for obj, words in {"dict": ({"w": X}, "a dict of 1 array"), "tuple": (({"w": X}, 3.0), "a tuple of 2 arrays")}.values():
@@ -1679,9 +1449,7 @@ for path in ("*mena", Not("*mena"), (Param, "*mena")):
             with_misspelt_path(Block(), path)[text]()
 
 
-@mistake("states(Block)", StateFilterError, "class Block", "states(Block(...))")
-def states_of_class():
-    statetx.states(Block)
+mistake("states(Block)", StateFilterError, "class Block", "states(Block(...))")(lambda: statetx.states(Block))
 
 
 for obj in (X, np.ones(3), 3.0, "model", True):
@@ -1691,9 +1459,7 @@ for obj in (X, np.ones(3), 3.0, "model", True):
         statetx.states(obj)
 
 
-@mistake("states(model, Not())", TypeError, "Not", "filter")
-def not_without_filter():
-    statetx.states(Block(), Not())
+mistake("states(model, Not())", TypeError, "Not", "filter")(lambda: statetx.states(Block(), Not()))
 
 
 FLAG, COUNT = State(True, name="flag"), State(2, name="count")
@@ -1710,24 +1476,16 @@ for text, run in {
     )
 
 
-@mistake("vmap(f, (0, 0))(x, 1.0)", ValueError, "vmap(", "argument y is the float 1.0", "None for it in in_axes")
-def axis_of_number():
-    statetx.vmap(lambda x, y: x + y, (0, 0))(X, 1.0)
-
-
-@mistake("vmap(f, (0, 0))(x, {'scale': 1.0})", ValueError, "argument y is the float 1.0", "None for it in in_axes")
-def axis_of_numbers():
-    statetx.vmap(lambda x, y: x + y["scale"], (0, 0))(X, {"scale": 1.0})
-
-
-@mistake("checkpoint_name(x)", TypeError, "name")
-def no_name():
-    statetx.checkpoint_name(X)
-
-
-@mistake("checkpoint_name('hidden', x)", TypeError, "checkpoint_name", "string", "f32[4]")
-def swapped_name():
-    statetx.checkpoint_name("hidden", X)
+mistake("vmap(f, (0, 0))(x, 1.0)", ValueError, "vmap(", "argument y is the float 1.0", "None for it in in_axes")(
+    lambda: statetx.vmap(lambda x, y: x + y, (0, 0))(X, 1.0)
+)
+mistake("vmap(f, (0, 0))(x, {'scale': 1.0})", ValueError, "argument y is the float 1.0", "None for it in in_axes")(
+    lambda: statetx.vmap(lambda x, y: x + y["scale"], (0, 0))(X, {"scale": 1.0})
+)
+mistake("checkpoint_name(x)", TypeError, "name")(lambda: statetx.checkpoint_name(X))
+mistake("checkpoint_name('hidden', x)", TypeError, "checkpoint_name", "string", "f32[4]")(
+    lambda: statetx.checkpoint_name("hidden", X)
+)
 
 
 def outcome(case: Mistake) -> tuple[BaseException | None, list[str]]:
