@@ -172,7 +172,12 @@ def tangent(x: Any) -> jax.Array:
 
 class Dialect:
     """How one library spells a row. A model has ``flags``, ``body``, ``block`` and ``top``, states as attributes, and
-    `key`, `scan`, `cond`, `while_loop` and `vmap`, whose functions take the model first."""
+    `key`, `scan`, `cond`, `while_loop` and `vmap`, whose functions take the model first.
+
+    A subclass defines ``build(row)``, a model; ``call(model, row, call)``, its result; ``values(model, row)``, those of
+    the states by name, random ones left out; ``poke(model, name, value)``, which sets a state from outside; and
+    ``remat(fun, **options)``.
+    """
 
     name: str
     own = "decorator"  # the form that the library's users rematerialize a method with
@@ -190,26 +195,9 @@ class Dialect:
                 results.append("Bang")
         return results, self.values(model, row)
 
-    def build(self, row: Row) -> Any:
-        raise NotImplementedError
-
-    def call(self, model: Any, row: Row, call: Call) -> Any:
-        raise NotImplementedError
-
-    def values(self, model: Any, row: Row) -> dict[str, Any]:
-        """The states' values by name, random ones left out."""
-        raise NotImplementedError
-
-    def poke(self, model: Any, name: str, value: Any) -> None:
-        """Set a state from outside."""
-        raise NotImplementedError
-
     def flip(self, model: Any, **changes: Any) -> None:
         """Change attributes of the model that are not states."""
         model.flags = dataclasses.replace(model.flags, **changes)
-
-    def remat(self, fun: Any, **options: Any) -> Any:
-        raise NotImplementedError
 
     def rematerialize(self, row: Row, fun: Any, bound: bool = False) -> Any:
         """`remat` with the options of the row; `bound` if the model is not an argument of the function any more."""
@@ -407,26 +395,14 @@ class Plain(Functional):
 
 
 class Objects(Dialect):
-    """Libraries whose models hold their states and whose transforms see them; a kind of state and a set of
-    transforms.
+    """Libraries whose models hold their states and whose transforms see them.
+
+    A subclass defines the kind of state, ``cell(name, value)``, ``get(cell)``, ``set(cell, value)``, ``rng()`` and
+    ``draw(cell)``, and the library's transforms: `scan`, `cond`, `while_loop` and `vmap` take the model, the functions
+    and the operands, and `jit`, `grad`, `jvp`, `vjp`, `linearize` and `hessian` take the model and a function.
     """
 
     base: type = object
-
-    def cell(self, name: str, value: Any) -> Any:
-        raise NotImplementedError
-
-    def get(self, cell: Any) -> Any:
-        raise NotImplementedError
-
-    def set(self, cell: Any, value: Any) -> None:
-        raise NotImplementedError
-
-    def rng(self) -> Any:
-        raise NotImplementedError
-
-    def draw(self, cell: Any) -> Any:
-        raise NotImplementedError
 
     def build(self, row: Row) -> Any:
         dialect = self
@@ -491,37 +467,6 @@ class Objects(Dialect):
 
     def parameters(self, model: Any) -> dict[str, Any]:
         return {n: getattr(model, f"cell_{n}") for n in PARAMETERS if hasattr(model, f"cell_{n}")}
-
-    # transforms of functions that touch states, in the library's own spelling
-    def scan(self, model: Any, f: Callable, carry: Any, xs: Any) -> Any:
-        raise NotImplementedError
-
-    def cond(self, model: Any, pred: Any, f: Callable, g: Callable, *operands: Any) -> Any:
-        raise NotImplementedError
-
-    def while_loop(self, model: Any, cond: Callable, f: Callable, carry: Any) -> Any:
-        raise NotImplementedError
-
-    def vmap(self, model: Any, f: Callable, xs: Any) -> Any:
-        raise NotImplementedError
-
-    def jit(self, model: Any, fun: Callable) -> Callable:
-        raise NotImplementedError
-
-    def grad(self, model: Any, fun: Callable) -> Callable:
-        raise NotImplementedError
-
-    def jvp(self, model: Any, fun: Callable) -> Callable:
-        raise NotImplementedError
-
-    def vjp(self, model: Any, fun: Callable) -> Callable:
-        raise NotImplementedError
-
-    def linearize(self, model: Any, fun: Callable) -> Callable:
-        raise NotImplementedError
-
-    def hessian(self, model: Any, fun: Callable) -> Callable:
-        raise NotImplementedError
 
 
 # -- the bodies of the rows ----------------------------------------------------------------------------------------
@@ -938,99 +883,84 @@ def draws_differ(results: list, values: dict) -> bool:
     return not np.allclose(results[0]["value"], results[1]["value"])
 
 
+call_form, flag, semantics, nesting = (
+    functools.partial(Row, group) for group in ("Call forms", "Flags", "States", "Nestings")
+)
+
 CALL_FORMS = [
-    Row("Call forms", "the library's own way for a method", layer),
-    Row("Call forms", "with a policy", wide, policy="dots_saveable"),
-    Row("Call forms", "decorator on a method", layer, form="decorator"),
-    Row("Call forms", "bound method", layer, form="bound method"),
-    Row("Call forms", "bound method, wrapped once and kept", layer, form="bound method, kept"),
-    Row("Call forms", "closure over the model", layer, form="closure"),
-    Row("Call forms", "closure over the model, kept", layer, form="closure, kept"),
-    Row("Call forms", "function that takes the model", layer, form="model as argument"),
-    Row("Call forms", "functools.partial over the model", layer, form="partial"),
-    Row("Call forms", "callable object that holds the model", layer, form="callable object"),
-    Row("Call forms", "static method that takes the model", layer, form="static method"),
-    Row("Call forms", "class", layer, form="class"),
-    Row("Call forms", "remat of remat", layer, form="twice"),
-    Row("Call forms", "all arguments by keyword", tuned, top=pair_by_keyword),
-    Row("Call forms", "default argument left out", tuned),
-    Row("Call forms", "*args and **kwargs", variadic, top=variadic_call),
-    Row("Call forms", "pytrees in and out", trees, top=over_tree),
-    Row("Call forms", "outputs that are no arrays: a string, None, an enum", labeled, top=first_of),
-    Row("Call forms", "no arguments at all, only states", from_states, states=("w", "n", "s"), top=without_arguments),
-    Row("Call forms", "one block called three times in a step", layer, top=twice),
-    Row("Call forms", "recursion: the method calls itself", recursive),
+    call_form("the library's own way for a method", layer),
+    call_form("with a policy", wide, policy="dots_saveable"),
+    call_form("decorator on a method", layer, form="decorator"),
+    call_form("bound method", layer, form="bound method"),
+    call_form("bound method, wrapped once and kept", layer, form="bound method, kept"),
+    call_form("closure over the model", layer, form="closure"),
+    call_form("closure over the model, kept", layer, form="closure, kept"),
+    call_form("function that takes the model", layer, form="model as argument"),
+    call_form("functools.partial over the model", layer, form="partial"),
+    call_form("callable object that holds the model", layer, form="callable object"),
+    call_form("static method that takes the model", layer, form="static method"),
+    call_form("class", layer, form="class"),
+    call_form("remat of remat", layer, form="twice"),
+    call_form("all arguments by keyword", tuned, top=pair_by_keyword),
+    call_form("default argument left out", tuned),
+    call_form("*args and **kwargs", variadic, top=variadic_call),
+    call_form("pytrees in and out", trees, top=over_tree),
+    call_form("outputs that are no arrays: a string, None, an enum", labeled, top=first_of),
+    call_form("no arguments at all, only states", from_states, states=("w", "n", "s"), top=without_arguments),
+    call_form("one block called three times in a step", layer, top=twice),
+    call_form("recursion: the method calls itself", recursive),
 ]
 
 FLAGGED = [
-    Row("Flags", "bool by position, static", flagged, static=("training",), calls=calls(True, False)),
-    Row("Flags", "bool by keyword, static", flagged, static=("training",), calls=calls(True, False, name="training")),
-    Row("Flags", "bool left at its default, static", flagged, static=("training",)),
-    Row(
-        "Flags",
+    flag("bool by position, static", flagged, static=("training",), calls=calls(True, False)),
+    flag("bool by keyword, static", flagged, static=("training",), calls=calls(True, False, name="training")),
+    flag("bool left at its default, static", flagged, static=("training",)),
+    flag(
         "bool by position, static by a negative number",
         flagged,
         static=("training",),
         spelling="negative",
         calls=calls(True, False),
     ),
-    Row(
-        "Flags",
-        "bool by position, static by name",
-        flagged,
-        static=("training",),
-        spelling="names",
-        calls=calls(True, False),
-    ),
-    Row(
-        "Flags",
+    flag("bool by position, static by name", flagged, static=("training",), spelling="names", calls=calls(True, False)),
+    flag(
         "keyword-only bool, static by name",
         keyword_only,
         static=("training",),
         spelling="names",
         calls=calls(True, False, name="training"),
     ),
-    Row(
-        "Flags",
-        "static bool between two arrays",
-        flagged_between,
-        static=("training",),
-        calls=calls(True, False, args=(Y,)),
-    ),
-    Row("Flags", "bool by position, not declared", flagged, calls=calls(True, False)),
-    Row("Flags", "bool by keyword, not declared", flagged, calls=calls(True, False, name="training")),
-    Row("Flags", "bool left at its default, not declared", flagged),
-    Row("Flags", "string, static", worded, static=("activation",), calls=calls("sin", "cos")),
-    Row("Flags", "string, not declared", worded, calls=calls("sin", "cos")),
-    Row("Flags", "None or an array, not declared", optional, calls=calls(None, Y)),
-    Row("Flags", "enum, not declared", moded, calls=calls(Mode.EVAL, Mode.TRAIN)),
-    Row("Flags", "list (unhashable), static", listed, static=("scales",), calls=calls([1.0, 2.0], [3.0])),
-    Row("Flags", "int that sets a shape, not declared", sized, calls=calls(1, 2)),
-    Row("Flags", "tuple that is a shape, not declared", shaped, calls=calls((1, 3), (3,))),
-    Row("Flags", "dtype, not declared", cast, calls=calls(jnp.float16, jnp.float32)),
-    Row("Flags", "function, not declared", called, calls=calls(jnp.cos, jnp.tanh)),
-    Row(
-        "Flags",
+    flag("static bool between two arrays", flagged_between, static=("training",), calls=calls(True, False, args=(Y,))),
+    flag("bool by position, not declared", flagged, calls=calls(True, False)),
+    flag("bool by keyword, not declared", flagged, calls=calls(True, False, name="training")),
+    flag("bool left at its default, not declared", flagged),
+    flag("string, static", worded, static=("activation",), calls=calls("sin", "cos")),
+    flag("string, not declared", worded, calls=calls("sin", "cos")),
+    flag("None or an array, not declared", optional, calls=calls(None, Y)),
+    flag("enum, not declared", moded, calls=calls(Mode.EVAL, Mode.TRAIN)),
+    flag("list (unhashable), static", listed, static=("scales",), calls=calls([1.0, 2.0], [3.0])),
+    flag("int that sets a shape, not declared", sized, calls=calls(1, 2)),
+    flag("tuple that is a shape, not declared", shaped, calls=calls((1, 3), (3,))),
+    flag("dtype, not declared", cast, calls=calls(jnp.float16, jnp.float32)),
+    flag("function, not declared", called, calls=calls(jnp.cos, jnp.tanh)),
+    flag(
         "array, static, looked at in Python",
         concrete,
         static=("threshold",),
         calls=(Call((X, np.float32(1))), Call((X, np.float32(-1)))),
     ),
-    Row(
-        "Flags",
+    flag(
         "attribute of the model flipped between calls",
         by_attribute,
         calls=(Call((X,)), Call((X,), before=set_flag(training=False)), Call((X,), before=set_flag(training=True))),
     ),
-    Row(
-        "Flags",
+    flag(
         "attribute flipped, wrapped once and kept",
         by_attribute,
         form="closure, kept",
         calls=(Call((X,)), Call((X,), before=set_flag(training=False)), Call((X,), before=set_flag(training=True))),
     ),
-    Row(
-        "Flags",
+    flag(
         "number in an attribute changed between calls",
         scaled_by_attribute,
         calls=(Call((X,)), Call((X,), before=set_flag(scale=-0.5))),
@@ -1038,76 +968,68 @@ FLAGGED = [
 ]
 
 STATE_SEMANTICS = [
-    Row("States", "counter: one write a call", layer, check=lambda results, values: values["n"] == 2),
-    Row("States", "no state touched", untouched, states=()),
-    Row("States", "read only", read_only, states=("w",)),
-    Row("States", "read, changed and read again", modify, states=("w", "s")),
-    Row("States", "written, never read", write_only, states=("w", "s")),
-    Row("States", "written, then read", write_then_read, states=("w", "n", "s")),
-    Row("States", "written twice in a call", write_twice, states=("w", "s")),
-    Row("States", "gradient through a written value read after the call", modify, states=("w", "s"), top=read_after),
-    Row("States", "value of one call read by the next of the same step", modify, states=("w", "s"), top=twice),
-    Row(
-        "States",
+    semantics("counter: one write a call", layer, check=lambda results, values: values["n"] == 2),
+    semantics("no state touched", untouched, states=()),
+    semantics("read only", read_only, states=("w",)),
+    semantics("read, changed and read again", modify, states=("w", "s")),
+    semantics("written, never read", write_only, states=("w", "s")),
+    semantics("written, then read", write_then_read, states=("w", "n", "s")),
+    semantics("written twice in a call", write_twice, states=("w", "s")),
+    semantics("gradient through a written value read after the call", modify, states=("w", "s"), top=read_after),
+    semantics("value of one call read by the next of the same step", modify, states=("w", "s"), top=twice),
+    semantics(
         "running mean and variance, trained and used",
         normalize,
         states=("w", "mean", "var"),
         static=("training",),
         calls=calls(True, True, False),
     ),
-    Row("States", "pytree as a value", tree_valued, states=("w", "tree")),
-    Row("States", "integer state as an index into a buffer", index, states=("w", "n", "buffer")),
-    Row("States", "bfloat16 state stays bfloat16", in_half, states=("w", "half")),
-    Row("States", "state written only if a flag says so", flagged, calls=calls(False, True), static=("training",)),
-    Row(
-        "States",
+    semantics("pytree as a value", tree_valued, states=("w", "tree")),
+    semantics("integer state as an index into a buffer", index, states=("w", "n", "buffer")),
+    semantics("bfloat16 state stays bfloat16", in_half, states=("w", "half")),
+    semantics("state written only if a flag says so", flagged, calls=calls(False, True), static=("training",)),
+    semantics(
         "state set from outside between calls",
         modify,
         states=("w", "s"),
         calls=(Call((X,)), Call((X,), before=set_state("s", [0.5, 0.5, 2.0]))),
     ),
-    Row(
-        "States",
+    semantics(
         "state reshaped between calls",
         index,
         states=("w", "n", "buffer"),
         calls=(Call((X,)), Call((X,), before=set_state("buffer", np.ones((6, 3), np.float32)))),
     ),
-    Row(
-        "States",
+    semantics(
         "state that grows by a row in each call",
         growing,
         states=("w", "log"),
         refused={"jax.Ref": (ValueError, "Invalid shape for `swap`")},
     ),
-    Row(
-        "States",
+    semantics(
         "state that is None at first and an array later",
         remembering,
         states=("w", "memory"),
         refused={"jax.Ref": (ValueError, "NoneType")},
     ),
-    Row("States", "Python number as a state", counting_in_python, states=("w", "count")),
-    Row("States", "typed random key in a plain state", seeded, states=("w", "seed")),
-    Row("States", "state's value returned beside the output", with_state, states=("w", "s")),
-    Row(
-        "States",
+    semantics("Python number as a state", counting_in_python, states=("w", "count")),
+    semantics("typed random key in a plain state", seeded, states=("w", "seed")),
+    semantics("state's value returned beside the output", with_state, states=("w", "s")),
+    semantics(
         "state created by the first call",
         lazy,
         states=("w",),
         refused={"jax.Ref": (jax.errors.UnexpectedTracerError, "created on line .*Ref.cell")},
     ),
-    Row(
-        "States",
+    semantics(
         "exception in the body leaves every state as it was",
         failing,
         states=("w", "n", "s"),
         calls=(Call((X,)), Call((X,), before=set_flag(fail=True)), Call((Y,), before=set_flag(fail=False))),
     ),
-    Row("States", "dropout: the backward pass uses the same mask", dropout, states=("w", RANDOM), check=draws_differ),
-    Row("States", "two draws in a call", two_draws, states=("w", RANDOM), check=draws_differ),
-    Row(
-        "States",
+    semantics("dropout: the backward pass uses the same mask", dropout, states=("w", RANDOM), check=draws_differ),
+    semantics("two draws in a call", two_draws, states=("w", RANDOM), check=draws_differ),
+    semantics(
         "dropout that a flag turns off",
         dropout_by_flag,
         states=("w", RANDOM),
@@ -1117,35 +1039,33 @@ STATE_SEMANTICS = [
 ]
 
 NESTINGS = [
-    Row("Nestings", "no transform: eager", layer, around=()),
-    Row("Nestings", "jit", layer, around=("jit",)),
-    Row("Nestings", "jit(grad)", layer, around=("jit", "grad")),
-    Row("Nestings", "grad(jit)", layer, around=("grad", "jit")),
-    Row(
-        "Nestings", "jit(grad), random draws", dropout, states=("w", RANDOM), around=("jit", "grad"), check=draws_differ
-    ),
-    Row("Nestings", "vjp", modify, states=("w", "s"), around=("vjp",)),
-    Row("Nestings", "jvp", modify, states=("w", "s"), around=("jvp",)),
-    Row("Nestings", "linearize", modify, states=("w", "s"), around=("linearize",)),
-    Row("Nestings", "hessian", modify, states=("w", "s"), around=("hessian",)),
-    Row("Nestings", "grad(grad)", modify, states=("w", "s"), around=("grad", "grad")),
-    Row("Nestings", "jvp(grad)", modify, states=("w", "s"), around=("jvp", "grad")),
-    Row("Nestings", "jit(grad(scan(remat)))", layer, top=in_scan, around=("jit", "grad")),
-    Row("Nestings", "grad(scan(remat)), float state", blend, states=("w", "s"), top=in_scan),
-    Row("Nestings", "grad(scan(scan(remat)))", layer, top=in_scan_nested),
-    Row("Nestings", "grad(scan(remat)), random draws", noise, states=("w", RANDOM), top=in_scan, check=draws_differ),
-    Row("Nestings", "grad(grad(scan(remat)))", blend, states=("w", "s"), top=in_scan, around=("grad", "grad")),
-    Row("Nestings", "grad(remat(scan))", inner_scan),
-    Row("Nestings", "grad(cond(remat))", layer, top=in_cond),
-    Row("Nestings", "grad(remat(cond))", inner_cond),
-    Row("Nestings", "jit(grad(remat(cond))), on a state", cond_on_state, around=("jit", "grad")),
-    Row("Nestings", "jit(grad(scan(cond(remat))))", layer, top=in_scan_of_cond, around=("jit", "grad")),
-    Row("Nestings", "jit(while_loop(remat))", layer, top=in_while, around=("jit",)),
-    Row("Nestings", "jvp(remat(while_loop))", inner_while, around=("jvp",)),
-    Row("Nestings", "grad(vmap(remat)), state only read", read_only, states=("w",), top=in_vmap),
-    Row("Nestings", "grad(vmap(remat)), random draws", noise, states=("w", RANDOM), top=in_vmap, check=draws_differ),
-    Row("Nestings", "grad(remat(vmap))", inner_vmap),
-    Row("Nestings", "grad(vmap(scan(remat)))", read_only, states=("w",), top=in_vmap_of_scan),
+    nesting("no transform: eager", layer, around=()),
+    nesting("jit", layer, around=("jit",)),
+    nesting("jit(grad)", layer, around=("jit", "grad")),
+    nesting("grad(jit)", layer, around=("grad", "jit")),
+    nesting("jit(grad), random draws", dropout, states=("w", RANDOM), around=("jit", "grad"), check=draws_differ),
+    nesting("vjp", modify, states=("w", "s"), around=("vjp",)),
+    nesting("jvp", modify, states=("w", "s"), around=("jvp",)),
+    nesting("linearize", modify, states=("w", "s"), around=("linearize",)),
+    nesting("hessian", modify, states=("w", "s"), around=("hessian",)),
+    nesting("grad(grad)", modify, states=("w", "s"), around=("grad", "grad")),
+    nesting("jvp(grad)", modify, states=("w", "s"), around=("jvp", "grad")),
+    nesting("jit(grad(scan(remat)))", layer, top=in_scan, around=("jit", "grad")),
+    nesting("grad(scan(remat)), float state", blend, states=("w", "s"), top=in_scan),
+    nesting("grad(scan(scan(remat)))", layer, top=in_scan_nested),
+    nesting("grad(scan(remat)), random draws", noise, states=("w", RANDOM), top=in_scan, check=draws_differ),
+    nesting("grad(grad(scan(remat)))", blend, states=("w", "s"), top=in_scan, around=("grad", "grad")),
+    nesting("grad(remat(scan))", inner_scan),
+    nesting("grad(cond(remat))", layer, top=in_cond),
+    nesting("grad(remat(cond))", inner_cond),
+    nesting("jit(grad(remat(cond))), on a state", cond_on_state, around=("jit", "grad")),
+    nesting("jit(grad(scan(cond(remat))))", layer, top=in_scan_of_cond, around=("jit", "grad")),
+    nesting("jit(while_loop(remat))", layer, top=in_while, around=("jit",)),
+    nesting("jvp(remat(while_loop))", inner_while, around=("jvp",)),
+    nesting("grad(vmap(remat)), state only read", read_only, states=("w",), top=in_vmap),
+    nesting("grad(vmap(remat)), random draws", noise, states=("w", RANDOM), top=in_vmap, check=draws_differ),
+    nesting("grad(remat(vmap))", inner_vmap),
+    nesting("grad(vmap(scan(remat)))", read_only, states=("w",), top=in_vmap_of_scan),
 ]
 
 ROWS: tuple[Row, ...] = (*CALL_FORMS, *FLAGGED, *STATE_SEMANTICS, *NESTINGS)

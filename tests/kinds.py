@@ -90,17 +90,11 @@ class Native(Statetx):
         return cell.next()
 
 
-class Brainstate(Statetx):
+class Brainstate(Native):
     name = "brainstate.State"
 
     def cell(self, name: str, value: Any) -> Any:
         return brainstate.ParamState(value) if name in PARAMETERS else brainstate.ShortTermState(value)
-
-    def get(self, cell: Any) -> Any:
-        return cell.value
-
-    def set(self, cell: Any, value: Any) -> None:
-        cell.value = value
 
     def rng(self) -> Any:
         return brainstate.random.RandomState(0)
