@@ -718,28 +718,6 @@ def state_from_jax_jit():
     jax.jit(lambda: h)()
 
 
-@mistake("scan: a state changes its shape", statetx.CarryTypeError, "State 'h'", "f32[4]", "f32[8]", "mistakes.py:")
-def shape_changes():
-    h = State(X, name="h")
-
-    def step(c, x):
-        h.value = jnp.concatenate([h.value, h.value])
-        return c, x
-
-    statetx.scan(step, 0.0, X)
-
-
-@mistake("scan: a state changes its dtype", statetx.CarryTypeError, "State 'n'", "i32[]", "f32[]")
-def dtype_changes():
-    n = State(jnp.int32(0), name="n")
-
-    def step(c, x):
-        n.value = n.value + jnp.float32(0.5)
-        return c, x
-
-    statetx.scan(step, 0.0, X)
-
-
 mistake("scan: the carry changes its type", statetx.CarryTypeError, "carry", "f32[]", "f32[4]")(
     lambda: statetx.scan(lambda c, x: (c + X, x), jnp.float32(0), X)
 )
@@ -867,16 +845,6 @@ def cond_structure():
 mistake("cond: lambdas of different types", TypeError, "f32[4]", "f32[]", "mistakes.py:")(
     lambda: statetx.cond(jnp.array(True), lambda x: x, lambda x: x.sum(), X)
 )
-
-
-@mistake("cond: a state gets another type", statetx.CarryTypeError, "State 's'", "f32[4]", "f32[]")
-def cond_state():
-    s = State(X, name="s")
-
-    def write(x):
-        s.value = x.sum()
-
-    statetx.cond(jnp.array(True), write, lambda x: None, X)
 
 
 @mistake("while_loop in reverse mode", ValueError, "while_loop(", "checkpoint=", "Slots(")

@@ -125,25 +125,11 @@ def test_untouched_target_has_zero_gradient():
 
 def test_non_differentiable_targets_raise():
     m = Model()
-    with pytest.raises(statetx.StateValueError, match=r"State \(int, made at .*floating-point"):
-        statetx.grad(m.loss, wrt=m.n)(X)
-    with pytest.raises(statetx.StateFilterError, match=r"selects no state.*a \(Param\), b \(Param\), n \(State\)"):
-        statetx.grad(m.loss, wrt="w*")(X)
-    with pytest.raises(statetx.StateFilterError, match="wrt= holds a float, which is not a state"):
-        statetx.grad(m.loss, wrt=[3.0])(X)
-    with pytest.raises(statetx.StateFilterError, match=r"wrt= lists Param .* twice"):
-        statetx.grad(m.loss, wrt=[m.a, m.b, m.a])(X)
-    with pytest.raises(statetx.StateFilterError, match="wrt= is empty"):
-        statetx.grad(m.loss, wrt=[])(X)
     with pytest.raises(statetx.StateValueError, match="a str, which is not an array"):
         statetx.grad(m.loss, wrt=statetx.State("text"))(X)
-    with pytest.raises(ValueError, match="argnums=3 asks for argument 3, and Model.loss was called with 1"):
-        statetx.grad(m.loss, argnums=3)(X)
     for argnums in (0, 0), (0, -2):
         with pytest.raises(ValueError, match=r"names an argument of .*loss twice"):
             statetx.grad(m.loss, argnums=argnums)(X, 1.0)
-    with pytest.raises(TypeError, match="must return a pair"):
-        statetx.grad(m.loss, has_aux=True)(X)
     n, values = m.n.value, (m.a.value, m.b.value)
     with pytest.raises(statetx.FunctionError, match="returns a scalar"):
         statetx.grad(lambda x: (m.loss(x), x)[1])(X)

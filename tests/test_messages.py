@@ -76,13 +76,8 @@ def layer_loss(layer, x):
 @pytest.mark.parametrize(
     "call, error, meant",
     [
-        (lambda: statetx.remat(f, fence="barier"), TypeError, "barrier"),
-        (lambda: statetx.remat(f, polciy="dots"), TypeError, "policy"),
-        (lambda: statetx.remat(f, policy="dot"), statetx.PolicyError, "dots"),
         (lambda: policies.names("h", missing="warning"), statetx.PolicyError, "warn"),
         (lambda: policies.offload("h", otherwise="saved"), statetx.PolicyError, "save"),
-        (lambda: statetx.plan(loss, 1.0, budget="1MiB", objective="flop"), ValueError, "flops"),
-        (lambda: statetx.jit(f, static_argnames="xs"), statetx.StaticArgumentError, "x"),
         (lambda: statetx.jit(layer_loss, donate_argnames="laier"), statetx.StaticArgumentError, "layer"),
         (lambda: statetx.grad(layer_loss, wrt="layer.wieght")(Layer(), 1.0), statetx.StateFilterError, "layer.weight"),
         (

@@ -99,55 +99,14 @@ def test_eager_calls_with_fresh_closures_share_one_program():
     np.testing.assert_allclose(h.value, xs.sum(0) * 15, rtol=1e-5)
 
 
-def test_zero_length_and_length_mistakes():
+def test_no_step_leaves_states_as_they_were():
     h = statetx.State(jnp.ones(3))
     carry, ys = statetx.scan(lambda c, x: (c + 1, setattr(h, "value", h.value * 2) or h.value), 0, length=0)
     assert int(carry) == 0 and ys.shape == (0, 3)
     np.testing.assert_array_equal(h.value, 1)
-    with pytest.raises(ValueError, match="give length="):
-        statetx.scan(lambda c, x: (c, x), 0)
-    with pytest.raises(ValueError, match=r"differ in length: xs\S+ \S+ has 4 along axis 0, xs\S+ \S+ has 3"):
-        statetx.scan(lambda c, x: (c, x), 0, (XS, XS[:3]))
-    with pytest.raises(ValueError, match="has 4 along axis 0, length=5"):
-        statetx.scan(lambda c, x: (c, x), 0, XS, length=5)
-    with pytest.raises(ValueError, match="no axis 0"):
-        statetx.scan(lambda c, x: (c, x), 0, 1.0)
-    with pytest.raises(TypeError, match="must return a pair"):
-        statetx.scan(lambda c, x: c, 0, XS)
-    with pytest.raises(TypeError, match="needs a callable"):
-        statetx.scan(None, 0, XS)
-
-
-DRIFTS = {
-    "dtype": (lambda v: v.astype(jnp.bfloat16), r"enters as f32\[3\] and leaves as bf16\[3\]"),
-    "shape": (lambda v: v[None], r"enters as f32\[3\] and leaves as f32\[1,3\]"),
-    "structure": (lambda v: {"a": v}, "enters as .* and leaves as"),
-}
-
-
-@pytest.mark.parametrize("drift", DRIFTS)
-def test_drift_of_a_carried_state_names_state_and_line(drift):
-    change, message = DRIFTS[drift]
-
-    class Net:
-        def __init__(self):
-            self.h = statetx.State(jnp.zeros(3))
-
-        def step(self, c, x):
-            self.h.value = change(self.h.value + x)
-            return c, None
-
-    net = Net()
-    before = net.h.value
-    match = rf"(?s)State 'h', made at .*test_scan.py:\d+: it {message}.*written at .*test_scan.py:\d+"
-    with pytest.raises(statetx.CarryTypeError, match=match):
-        statetx.scan(net.step, 0, XS)
-    assert net.h.value is before
 
 
 def test_drift_of_the_carry():
-    with pytest.raises(statetx.CarryTypeError, match=r"carry\['a'\]: it enters a step as i32\[\].*f32\[3\]"):
-        statetx.scan(lambda c, x: ({"a": x}, None), {"a": jnp.int32(0)}, XS)
     with pytest.raises(statetx.CarryTypeError, match="with the structure of the carry that it gets"):
         statetx.scan(lambda c, x: ((c, c), None), 0, XS)
     carry, _ = statetx.scan(lambda c, x: (c + x.sum(), None), 0, XS)  # a number takes the body's type, as in JAX
@@ -313,11 +272,6 @@ def test_weak_initial_carry_of_the_right_dtype_is_traced_once():
     runs = 0
     statetx.scan(step, 0.0, jnp.arange(3.0))
     assert runs == 1
-
-
-def test_unroll_must_be_known():
-    with pytest.raises(jax.errors.ConcretizationTypeError, match="scan: unroll= must be known"):  # JAX's type
-        jax.jit(lambda n: statetx.scan(lambda c, z: (c, z), n, None, 3, unroll=n))(3)
 
 
 @pytest.mark.parametrize("disabled", [False, True])
