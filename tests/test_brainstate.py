@@ -127,28 +127,6 @@ def test_rematerialized_method_equals_the_plain_method(program, fit):
     assert float(jnp.abs(actual[0][0][1]["hidden.weight"]["weight"]).max()) > 0
 
 
-def test_mode_switched_between_two_calls_is_seen():
-    for wrap in (lambda f: f, statetx.jit):
-        net = fresh()
-        f = wrap(statetx.grad(lambda x, net=net: net.loss(x, True)))
-        with brainstate.environ.context(fit=True):
-            f(X)
-            key = brainstate.random.DEFAULT.value
-            dropped = f(X)
-            assert brainstate.random.DEFAULT.value is not key
-        with brainstate.environ.context(fit=False):
-            key = jax.random.key_data(brainstate.random.DEFAULT.value)
-            first, second = f(X), f(X)
-            np.testing.assert_array_equal(jax.random.key_data(brainstate.random.DEFAULT.value), key)
-        np.testing.assert_array_equal(first, second)  # no dropout
-        assert not np.array_equal(first, dropped)
-        expected = fresh()
-        with brainstate.environ.context(fit=True):
-            statetx.grad(lambda x, net=expected: net.loss(x, False))(X)
-            expected_dropped = statetx.grad(lambda x, net=expected: net.loss(x, False))(X)
-        assert_same(dropped, expected_dropped)
-
-
 def test_random_state_read_for_the_first_time_in_a_trace():
     for wrap in (statetx.grad, statetx.jit, lambda f: statetx.grad(statetx.remat(f))):
         rng = brainstate.random.RandomState(np.array([0, 7], np.uint32))  # kept as a NumPy seed until it is read
@@ -191,25 +169,6 @@ def test_values_with_units():
     with pytest.raises(statetx.CarryTypeError, match=r"HiddenState .*test_brainstate.py:\d+"):
         statetx.scan(changes_unit, 0, jnp.ones(3))
     assert v.value is kept and before is not kept
-
-
-def test_hooks_fire_once_and_apply_their_change_once():
-    for wrap in (lambda f: f, lambda f: statetx.grad(statetx.remat(f)), statetx.grad, statetx.jit):
-        s = brainstate.ShortTermState(jnp.asarray(1.0))
-        fired = []
-
-        def double(ctx, fired=fired):
-            ctx.transformed_value = ctx.value * 2
-            fired.append(1)
-
-        s.register_hook("write_before", double)
-
-        def f(x, s=s):
-            s.value = s.value + x
-            return s.value
-
-        wrap(f)(3.0)
-        assert float(s.value) == 8.0 and len(fired) == 1
 
 
 def test_write_under_a_raw_transform():
@@ -265,24 +224,6 @@ def test_trace_table_names_the_library():
     assert "calls" in trace.writes
 
 
-def test_both_kinds_in_one_program():
-    h, n = brainstate.HiddenState(jnp.zeros(3)), statetx.State(0)
-    w = statetx.Param(jnp.ones(3))
-
-    @statetx.jit
-    def step(xs):
-        def body(c, x):
-            h.value = jnp.tanh(h.value + w.value * x)
-            n.value += 1
-            return c, h.value
-
-        return statetx.grad(lambda: statetx.scan(statetx.remat(body), 0, xs)[1].sum(), wrt=w)()
-
-    for i in range(1, 4):
-        step(jnp.ones((5, 3)))
-        assert int(n.value) == 5 * i and float(h.value[0]) > 0.9
-
-
 def test_private_names_relied_upon():
     s = brainstate.State(1.0)
     assert s.__dict__["_value"] == 1.0 and s.__dict__["_been_writen"] is False and s.stack_level == 0
@@ -310,23 +251,30 @@ def test_values_are_read_and_written_only_through_guarded_methods(monkeypatch):
 # -- statetx.State under brainstate's transforms ---------------------------------------------------------------
 
 
-class Native:
-    """A model of statetx's own states."""
+class Mixed:
+    """A parameter of brainstate's beside states of statetx's; `pure` is the same step by hand."""
 
     def __init__(self):
-        self.w = statetx.Param(jnp.array([0.5, 1.5, -0.4]))
-        self.h = statetx.State(jnp.array([0.1, 0.2, 0.3]))
+        self.w = brainstate.ParamState(jnp.array([0.5, 1.5, -0.4]))
+        self.p = statetx.Param(jnp.array([1.0, -2.0, 0.7]))
+        self.h = statetx.State(jnp.array([0.1, 0.2, 0.3]), name="h")
         self.n = statetx.State(jnp.zeros((), jnp.int32))
         self.rng = statetx.RngState(0)
 
     def step(self, x):
         mask = jax.random.bernoulli(self.rng.next(), 0.7, (3,))
-        self.h.value = jnp.tanh(self.w.value * x + self.h.value) * mask
+        self.h.value = jnp.tanh(self.w.value * x + self.h.value) * mask * self.p.value
         self.n.value += 1
-        return self.h.value.sum()
+        return (self.h.value**2).sum()
 
     def values(self):
         return self.h.value, self.n.value, jax.random.key_data(self.rng.value)
+
+    def check(self, expected):
+        h, n, key = expected
+        jax.tree.map(close, self.values(), (h, n, jax.random.key_data(key)))
+        assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.values(), self.w.value)))
+        assert all(s._owner is None for s in (self.p, self.h, self.n, self.rng))
 
 
 BRAINSTATE = {
@@ -355,7 +303,7 @@ BRAINSTATE = {
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("program", BRAINSTATE)
 def test_native_states_under_brainstates_transforms(program, remat):
-    m, expected = Native(), Native()
+    m, expected = Mixed(), Mixed()
     f = statetx.remat(m.step) if remat else m.step
     g = BRAINSTATE[program](m, f)
     times = 3 if "loop" in program or "scan" in program else 1
@@ -374,34 +322,6 @@ def test_native_states_under_brainstates_transforms(program, remat):
     np.testing.assert_allclose(m.h.value, expected.h.value, rtol=1e-5)
 
 
-def test_native_states_beside_brainstate_gradients():
-    m, net = Native(), fresh()
-    params = statetx.states(net, brainstate.ParamState)
-
-    def loss(x):
-        return net.loss(x, True) * m.step(jnp.float32(0.8))
-
-    with brainstate.environ.context(fit=True):
-        for _ in range(2):
-            brainstate.transform.jit(brainstate.transform.grad(loss, params))(X)
-    assert int(m.n.value) == int(net.calls.value) == 2
-
-
-def test_native_states_intact_after_an_exception_under_brainstate():
-    m = Native()
-    before = m.h.value
-
-    def fails(x):
-        m.step(x)
-        raise KeyError
-
-    for wrap in (brainstate.transform.jit, lambda f: lambda x: brainstate.transform.for_loop(f, x * jnp.ones(2))):
-        with pytest.raises(KeyError):
-            wrap(fails)(jnp.float32(0.5))
-        assert statetx.State(0).value == 0 and m.h._owner is None
-        np.testing.assert_array_equal(before, m.h.value)
-
-
 def test_leaked_native_state_of_a_brainstate_trace_raises():
     kept = []
     brainstate.transform.jit(lambda x: kept.append(statetx.State(x)) or x)(jnp.ones(3))
@@ -412,32 +332,6 @@ def test_leaked_native_state_of_a_brainstate_trace_raises():
 # -- statetx's states and transforms inside brainstate's derivatives and maps ----------------------------------
 
 T = brainstate.transform
-
-
-class Mixed:
-    """A parameter of brainstate's beside states of statetx's; `pure` is the same step by hand."""
-
-    def __init__(self):
-        self.w = brainstate.ParamState(jnp.array([0.5, 1.5, -0.4]))
-        self.p = statetx.Param(jnp.array([1.0, -2.0, 0.7]))
-        self.h = statetx.State(jnp.array([0.1, 0.2, 0.3]), name="h")
-        self.n = statetx.State(jnp.zeros((), jnp.int32))
-        self.rng = statetx.RngState(0)
-
-    def step(self, x):
-        mask = jax.random.bernoulli(self.rng.next(), 0.7, (3,))
-        self.h.value = jnp.tanh(self.w.value * x + self.h.value) * mask * self.p.value
-        self.n.value += 1
-        return (self.h.value**2).sum()
-
-    def values(self):
-        return self.h.value, self.n.value, jax.random.key_data(self.rng.value)
-
-    def check(self, expected):
-        h, n, key = expected
-        jax.tree.map(close, self.values(), (h, n, jax.random.key_data(key)))
-        assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.values(), self.w.value)))
-        assert all(s._owner is None for s in (self.p, self.h, self.n, self.rng))
 
 
 def pure(w, x, states):
@@ -573,7 +467,7 @@ def test_native_states_under_brainstates_derivatives(program, remat):
         np.testing.assert_array_equal(m.w.value, w)
 
 
-def test_native_states_intact_after_an_exception_under_brainstates_derivatives_and_maps():
+def test_native_states_intact_after_an_exception_under_brainstates_transforms():
     m = Mixed()
     before = m.values()
 
@@ -582,6 +476,8 @@ def test_native_states_intact_after_an_exception_under_brainstates_derivatives_a
         raise KeyError
 
     for run in (
+        lambda x: T.jit(fails)(x),
+        lambda x: T.for_loop(fails, x * jnp.ones(2)),
         lambda x: T.grad(fails, m.w)(x),
         lambda x: T.jacfwd(fails, m.w)(x),
         lambda x: T.jit(T.grad(fails, m.w))(x),
@@ -1038,26 +934,3 @@ def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
     }  # asked by the transform that has made it
     missing = {name for name in vars(frame) if not name.startswith("_") and not hasattr(bridge, name)}
     assert type(bridge) is not _frames.Frame and missing == of_the_call
-
-
-@pytest.mark.parametrize("checkpoint", [None, statetx.policies.Slots(3)])
-def test_map_over_pairs_takes_the_place_of_for_loop(checkpoint):
-    """As the cheat sheet says of a network that is simulated step by step."""
-    w, v = brainstate.ParamState(jnp.eye(4) / 3), brainstate.HiddenState(jnp.zeros(4))
-
-    def step(t, x):
-        v.value = jnp.tanh(v.value @ w.value + x + 0.1 * t)
-        return v.value.mean()
-
-    def loss(run):
-        v.value = jnp.zeros(4)
-        return (run() ** 2).mean()
-
-    ts = jnp.arange(20.0)
-    xs = jnp.sin(ts)
-    expected = brainstate.transform.grad(lambda: loss(lambda: brainstate.transform.for_loop(step, ts, xs)), w)()
-    last = v.value
-    over_pairs = lambda: statetx.map(lambda pair: step(*pair), (ts, xs), checkpoint=checkpoint)
-    np.testing.assert_allclose(statetx.grad(loss, wrt=w)(over_pairs), expected, rtol=1e-5)
-    np.testing.assert_allclose(v.value, last, rtol=1e-6)
-    assert float(jnp.abs(last).max()) > 0.1

@@ -9,10 +9,8 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import statetx
-from helpers import compilations
 
 X = jnp.arange(3.0) + 1
 
@@ -69,19 +67,6 @@ def test_settings_changed_after_the_first_call():
     assert h(jnp.ones(3)).shape == (3,) and h(jnp.ones(5)).shape == (5,)
 
 
-def test_state_created_lazily_in_jit():
-    holder = {}
-
-    @statetx.jit
-    def f():
-        if "n" not in holder:
-            holder["n"] = brainstate.ShortTermState(jnp.zeros(()))
-        holder["n"].value = holder["n"].value + 1
-        return holder["n"].value
-
-    assert [float(f()) for _ in range(3)] == [1.0, 2.0, 3.0]
-
-
 def test_random_draw_in_vmap_of_jit_does_not_depend_on_the_cache():
     rng = brainstate.random.RandomState(0)
     draw = statetx.jit(lambda x: x * jax.random.uniform(rng.split_key()))
@@ -99,27 +84,6 @@ def test_weak_types_are_part_of_the_key():
     f = statetx.jit(lambda x: s.value * x)
     assert f(2.0).dtype == jnp.bfloat16
     assert f(jnp.float32(2.0)).dtype == jnp.float32
-
-
-@pytest.mark.parametrize("name", ["jit", "remat", "scan", "fori_loop", "vmap"])
-def test_write_hook_is_applied_once(name):
-    s = brainstate.ShortTermState(jnp.asarray(1.0))
-    s.register_hook("write_before", lambda ctx: setattr(ctx, "transformed_value", ctx.value * 2))
-
-    def f(x):
-        s.value = s.value + x
-        return s.value * 1.0
-
-    jitted = statetx.jit(f)
-    call = {
-        "jit": lambda: (jitted(1.0), s.restore_value(jnp.asarray(1.0)), jitted(1.0)),
-        "remat": lambda: statetx.grad(lambda x: statetx.remat(f)(1.0) * x)(1.0),
-        "scan": lambda: statetx.scan(lambda c, x: (c, f(1.0)), 0, length=1),
-        "fori_loop": lambda: statetx.fori_loop(0, 1, lambda i, c: f(1.0), jnp.float32(0)),
-        "vmap": lambda: statetx.vmap(lambda x: f(1.0) * x)(X),
-    }[name]
-    call()
-    assert float(s.value) == 4.0
 
 
 def test_restored_value_in_a_transformed_body_persists():
@@ -142,28 +106,6 @@ def test_restored_value_in_a_transformed_body_persists():
         assert float(s.value) == i and no_tracers(s)
 
 
-def test_parameters_rebound_or_appended_are_seen():
-    class Model(brainstate.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.params = [brainstate.ParamState(jnp.asarray(2.0))]
-
-        @statetx.remat
-        def __call__(self, x):
-            for p in self.params:
-                x = x * p.value
-            return x
-
-    model = Model()
-    f = statetx.grad(model)
-    assert float(f(1.0)) == 2.0
-    model.params.append(brainstate.ParamState(jnp.asarray(5.0)))
-    assert float(f(1.0)) == 10.0
-    model.params[0] = brainstate.ParamState(jnp.asarray(3.0))
-    assert float(f(1.0)) == 15.0
-    assert float(statetx.scan(lambda c, x: (model(c), None), jnp.float32(1.0), length=2)[0]) == 225.0
-
-
 def test_writes_under_disable_jit():
     s = brainstate.ShortTermState(jnp.asarray(1.0))
 
@@ -174,30 +116,3 @@ def test_writes_under_disable_jit():
     with jax.disable_jit():
         g = statetx.grad(statetx.remat(f))(3.0)
     assert float(g) == 6.0 and float(s.value) == 3.0
-
-
-def test_errors_name_the_users_function():
-    def my_block(x, mode):
-        return x
-
-    with pytest.raises(statetx.StaticArgumentError, match="my_block has the parameters"):
-        statetx.remat(my_block, static_argnums=5)
-    with pytest.raises(ValueError, match="my_block was called with 1"):
-        statetx.grad(my_block, argnums=2)(1.0)
-
-
-def test_eager_control_flow_does_not_recompile_or_leak():
-    s = brainstate.ShortTermState(jnp.zeros(()))
-
-    def call(k):
-        def body(i, c):
-            s.value = s.value + k
-            return c * k
-
-        return statetx.fori_loop(0, 3, body, jnp.float32(1.0))
-
-    call(jnp.float32(2.0))
-    with compilations() as compiled:
-        for k in (3.0, 4.0, 5.0):
-            call(jnp.asarray(np.float32(k)))
-    assert not [c for c in compiled if "fori_loop" in c] and float(s.value) == 3 * (2 + 3 + 4 + 5)

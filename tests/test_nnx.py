@@ -157,21 +157,6 @@ def test_rematerialized_equals_the_plain_gradient_of_nnx(gradient, loss):
     assert int(net.calls[...]) == {"scan": 6, "nested": 4}.get(loss, 2) == int(net.drop.rngs.count[...])
 
 
-def test_remat_recomputes_and_the_body_runs_once():
-    net, runs = fresh(), []
-
-    def f(x):
-        runs.append(1)
-        return jnp.sin(net.block(x)).sum()
-
-    params = statetx.states(net, nnx.Param)
-    statetx.grad(statetx.remat(f), wrt=params)(X)
-    assert len(runs) == 1 and int(net.calls[...]) == 1
-    pure = statetx.functionalize(statetx.remat(f))
-    text = str(jax.make_jaxpr(pure)(pure.values(X), X))
-    assert "remat" in text or "checkpoint" in text
-
-
 def test_every_read_and_write_of_a_value_is_seen():
     ways = {
         "get_value": lambda v, x: v.set_value(v.get_value() + x),
