@@ -118,30 +118,6 @@ def test_statics_are_distinguished_by_type_and_value():
     assert seen == [(1, True), (1, 1)]
 
 
-def test_models_and_strings_as_arguments_are_static():
-    class Model:
-        def __init__(self):
-            self.w = statetx.Param(jnp.ones(2))
-
-        @statetx.jit
-        def step(self, x, how):
-            runs.append(how)
-            self.w.value = self.w.value * x
-            return self.w.value.sum() if how == "sum" else self.w.value.max()
-
-    runs = []
-    a, b = Model(), Model()
-    assert float(a.step(2.0, "sum")) == 4 and float(a.step(2.0, "sum")) == 8 and float(a.step(2.0, "max")) == 8
-    assert float(b.step(3.0, "sum")) == 6
-    assert runs == ["sum", "max", "sum"]
-
-    @statetx.jit
-    def f(model, x):
-        return (model.w.value * x).sum()
-
-    assert float(f(a, 1.0)) == 16 and float(f(b, 1.0)) == 6
-
-
 @pytest.mark.parametrize("first", ["text", "numbers"])
 def test_array_of_text_is_static_and_array_of_numbers_traced(first):
     seen = []
@@ -177,22 +153,6 @@ def test_debug_nans_names_the_operation():
     with jax.debug_nans(True):
         f(1.0)
     assert float(n.value) == 1.0
-
-
-def test_mode_of_a_kind_is_part_of_the_key():
-    runs = []
-
-    @statetx.jit
-    def f(x):
-        runs.append(brainstate.environ.get("fit"))
-        return x * 2 if brainstate.environ.get("fit") else x
-
-    for _ in range(2):
-        with brainstate.environ.context(fit=True):
-            assert float(f(1.0)) == 2
-        with brainstate.environ.context(fit=False):
-            assert float(f(1.0)) == 1
-    assert runs == [True, False]
 
 
 def test_non_array_state_is_part_of_the_key():
@@ -243,30 +203,6 @@ def test_jax_settings_are_part_of_the_key():
         f()
     f()
     assert body.runs == 2
-
-
-def test_nested_in_every_transform():
-    s = statetx.State(jnp.ones(()))
-    w = statetx.Param(jnp.asarray(2.0))
-
-    @statetx.jit
-    def inner(x):
-        s.value = s.value * w.value
-        return jnp.sin(s.value * x)
-
-    def reference(w_, x, s_):
-        return jnp.sin(s_ * w_ * x)
-
-    for wrap in (lambda f: f, statetx.jit, statetx.remat, lambda f: statetx.jit(statetx.remat(f))):
-        for _ in range(2):
-            before = s.value
-            grads = statetx.grad(wrap(inner), argnums=0, wrt=w)(0.3)
-            expected = jax.grad(reference, (0, 1))(w.value, 0.3, before)
-            np.testing.assert_allclose(grads, expected, rtol=1e-6)
-            np.testing.assert_allclose(s.value, before * w.value)
-    s.value = jnp.ones(())
-    statetx.scan(lambda c, x: (c, inner(x)), 0, jnp.ones(3))
-    np.testing.assert_allclose(s.value, 8)
 
 
 def test_donation_on_request():

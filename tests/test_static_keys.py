@@ -142,29 +142,6 @@ def test_static_objects_without_states_compare_by_equality():
     assert float(f(Config(3), 1.0)) == 3.0 and len(runs) == 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    width: int
-    w: statetx.Param = dataclasses.field(compare=False)
-
-
-def test_equal_models_are_distinguished():
-    runs = []
-
-    @statetx.jit
-    def f(layer, x):
-        runs.append(layer)
-        return x * layer.w.value
-
-    a, b = Layer(1, statetx.Param(jnp.float32(2))), Layer(1, statetx.Param(jnp.float32(5)))
-    assert a == b and hash(a) == hash(b)
-    for _ in range(2):
-        assert (float(f(a, 1.0)), float(f(b, 1.0))) == (2.0, 5.0)
-    assert len(runs) == 2
-    nested = statetx.jit(lambda config, x: x * config.note.w.value)
-    assert (float(nested(Config(1, a), 1.0)), float(nested(Config(1, b), 1.0))) == (2.0, 5.0)
-
-
 def test_old_programs_are_evicted(monkeypatch):
     f = statetx.jit(lambda config, x: config.width * x)
     f.cache.programs._size = 3
