@@ -93,21 +93,6 @@ class Program:
         return {name: state for name, state in self.cells().items() if name in self.wrt}
 
 
-class Counter(Program):
-    """An integer that counts the calls and does not enter the result."""
-
-    def setup(self):
-        self.n = self.State(jnp.zeros((), jnp.int32))
-
-    def body(self, x):
-        self.n.value += 1
-        return jnp.sin(x)
-
-    @staticmethod
-    def ref(v, x):
-        return jnp.sin(x), {"n": v["n"] + 1}
-
-
 class ReadModifyWrite(Program):
     """A float that is read, changed by the argument and used before and after."""
 
@@ -126,21 +111,6 @@ class ReadModifyWrite(Program):
         old = v["s"]
         new = old * 0.5 + jnp.tanh(x)
         return new * old + x**3, {"s": new}
-
-
-class WriteOnly(Program):
-    """A state that is never read."""
-
-    def setup(self):
-        self.last = self.State(jnp.zeros(3))
-
-    def body(self, x):
-        self.last.value = jnp.exp(x)
-        return x * jnp.cos(x)
-
-    @staticmethod
-    def ref(v, x):
-        return x * jnp.cos(x), {"last": jnp.exp(x)}
 
 
 class ReadOnly(Program):
@@ -182,47 +152,6 @@ class WriteThenRead(Program):
         return jnp.sin(h**2 + h) + h**2, {"w": v["w"], "s": h**2 + h}
 
 
-class Aliased(Program):
-    """One state under two names and in a list."""
-
-    wrt = ("a",)
-
-    def setup(self):
-        self.a = self.State(jnp.array([0.5, 1.5, -0.5]))
-        self.b = self.a
-        self.all = [self.a, self.b]
-
-    def body(self, x):
-        self.a.value = self.a.value * x
-        self.b.value = self.b.value + jnp.sin(x)
-        return sum(s.value**2 for s in self.all)
-
-    @staticmethod
-    def ref(v, x):
-        a = v["a"] * x + jnp.sin(x)
-        return 2 * a**2, {"a": a}
-
-
-class DictValued(Program):
-    """A state that holds a dict; one entry changes."""
-
-    wrt = ("d",)
-
-    def setup(self):
-        self.d = self.State({"mean": jnp.array([0.1, 0.2, 0.3]), "scale": strong(1.5)})
-
-    def body(self, x):
-        d = self.d.value
-        y = (x - d["mean"]) * d["scale"]
-        self.d.value = {**d, "mean": 0.9 * d["mean"] + 0.1 * x}
-        return y**2
-
-    @staticmethod
-    def ref(v, x):
-        mean, scale = v["d"]["mean"], v["d"]["scale"]
-        return ((x - mean) * scale) ** 2, {"d": {"mean": 0.9 * mean + 0.1 * x, "scale": scale}}
-
-
 class MutatedDict(Program):
     """A state whose dict is changed in place."""
 
@@ -238,24 +167,6 @@ class MutatedDict(Program):
     def ref(v, x):
         s, n = v["d"]["x"] + jnp.sin(x), v["d"]["n"] * 2
         return s * n + x**2, {"d": {"n": n, "x": s}}
-
-
-class TupleValued(Program):
-    """A tuple of arrays and other objects."""
-
-    def setup(self):
-        self.t = self.State((jnp.ones(3), "mode", (jnp.array(2), None)))
-
-    def body(self, x):
-        a, mode, (n, nothing) = self.t.value
-        assert mode == "mode" and nothing is None
-        self.t.value = (a * jnp.cos(x), mode, (n + 1, None))
-        return a * x * n.astype(x.dtype) + x**2
-
-    @staticmethod
-    def ref(v, x):
-        a, _, (n, _) = v["t"]
-        return a * x * n.astype(x.dtype) + x**2, {"t": (a * jnp.cos(x), "mode", (n + 1, None))}
 
 
 class Dropout(Program):
@@ -319,25 +230,11 @@ class _BatchNorm(Program):
         return y + z, {"mean": mean, "var": var, "scale": scale}
 
 
-class BatchNormPosition(_BatchNorm):
-    inner = statetx.remat(_BatchNorm._norm)
-
-    def norm(self, x, training):
-        return self.inner(x, training)
-
-
 class BatchNormKeyword(_BatchNorm):
     inner = statetx.remat(_BatchNorm._norm, policy="everything_saveable")
 
     def norm(self, x, training):
         return self.inner(x=x, training=training)
-
-
-class BatchNormDefault(_BatchNorm):
-    inner = statetx.remat(_BatchNorm._norm)
-
-    def norm(self, x, training):
-        return self.inner(x) if training else self.inner(x, False)
 
 
 class BatchNormStaticArgnums(_BatchNorm):
@@ -743,19 +640,12 @@ def _brainstate(cls: type[Program]) -> type[Program]:
 
 
 NATIVE: list[type[Program]] = [
-    Counter,
     ReadModifyWrite,
-    WriteOnly,
     ReadOnly,
     WriteThenRead,
-    Aliased,
-    DictValued,
     MutatedDict,
-    TupleValued,
     Dropout,
-    BatchNormPosition,
     BatchNormKeyword,
-    BatchNormDefault,
     BatchNormStaticArgnums,
     BatchNormStaticArray,
     BatchNormAttribute,
@@ -777,17 +667,17 @@ NATIVE: list[type[Program]] = [
 FOREIGN: list[type[Program]] = [
     _brainstate(cls)
     for cls in (
-        Counter,
         ReadModifyWrite,
         ReadOnly,
         WriteThenRead,
-        DictValued,
         Dropout,
-        BatchNormPosition,
+        BatchNormKeyword,
         Rnn,
         Nested,
+        LazyInit,
+        Shared,
+        Discrete,
     )
 ]
-FOREIGN += [_brainstate(cls) for cls in (LazyInit, Shared, Discrete)]
 
 PROGRAMS = NATIVE + FOREIGN
