@@ -177,7 +177,7 @@ def test_front_is_the_optimum_with_and_without_bits(seed):
             smaller = sorted(saved & graph.smaller.keys())
             sets = itertools.chain(*(itertools.combinations(smaller, k) for k in range(len(smaller) + 1)))
             every += [graph.option(dict.fromkeys(saved, KEEP) | {a: graph.smaller[a] for a in some}) for some in sets]
-    options = graph.front()
+    options = graph.front_finder()()
     for limit in sorted({o.saved_bytes for o in every}):
         best = min(o.cost for o in every if o.saved_bytes <= limit)
         assert min(o.cost for o in options if o.saved_bytes <= limit) <= 1.02 * best + 1
@@ -194,7 +194,7 @@ def test_bytes_and_cost_of_a_stored_value():
 
 def test_no_value_is_stored_without_formats():
     graph = graph_of(lambda w, x: jnp.where(x @ w > 0, x @ w, 0.0).sum(), WS[0], X, formats=())
-    assert not graph.smaller and all({*dict(o.decision.saved or ()).values()} <= {KEEP} for o in graph.front())
+    assert not graph.smaller and all({*dict(o.decision.saved or ()).values()} <= {KEEP} for o in graph.front_finder()())
 
 
 def test_small_values_are_no_choice():
@@ -344,7 +344,9 @@ def with_option(fun, args, option):
 
 
 def with_bits(option):
-    return option.having(dataclasses.replace(option.get(CheckpointedLoop), carries=((1, InFormat("bits")),)))
+    return Decision(
+        option.saved, (dataclasses.replace(option.get(CheckpointedLoop), carries=((1, InFormat("bits")),)),)
+    )
 
 
 TWO_GROUPS = Groups(((24, decided([], loop=Lengths(4, 6))), (24, decided([], loop=Lengths(24)))))

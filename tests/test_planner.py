@@ -645,12 +645,12 @@ def test_region_without_residuals_is_the_users_remat():
 
 
 def test_choice_changes_after_a_measurement():
-    front = _layout.Front([Option(100, 0, 0.0, decided()), Option(10, 5, 2.0, decided(frozenset()))], [])
+    option = Option(10, 5, 2.0, decided(frozenset()))
+    front = _layout.Front([Option(300, 0, 0.0, decided()), option], [], CompiledGraph())
     family = family_of({(0, 1): (front, 0)}, 1)
     assert family.choose(20)[1][0].cost == 2.0
-    front.steps[1] = front.steps[1]._replace(backward_bytes=30)  # as `measure` finds
-    front._renew()
-    assert family.choose(20) is None and family.choose(40)[1][0].backward_bytes == 30
+    front.measure(option)
+    assert family.choose(20) is None and family.choose(220)[1][0].backward_bytes == 200
 
 
 def test_option_of_zero_bytes_is_measured_once():
@@ -708,7 +708,7 @@ def test_what_is_not_measured_gets_the_mean_error_of_what_is():
 def test_offload():
     memories = current.memory_kinds()
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), [False, True], [True, True], [True])
-    front = graph.front(offload=True)
+    front = graph.front_finder(offload=True)()
     assert (
         any(ON_HOST in dict(o.decision.saved or ()).values() for o in front)
         and min(o.cost for o in front if o.saved_bytes == 0) < graph.option({}).cost

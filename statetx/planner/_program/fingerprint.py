@@ -19,25 +19,24 @@ from .derivative import derivative_of
 from .flat import closed_over_by_rules, flatten
 
 
-def fingerprint(jaxpr: Jaxpr) -> list[str]:
-    """A line for each equation of a flat program. Programs with equal equations have equal lines; what they return does
-    not count.
-    """
-    return _lines(jaxpr)[0]
-
-
-def full_fingerprint(jaxpr: Jaxpr) -> tuple[str, ...]:
-    """The fingerprint of a flat program, and a line for what it returns."""
-    lines, last = _lines(jaxpr)
-    return (*lines, last)
-
-
 def digest_of(lines: Sequence[str]) -> str:
     """A digest of a fingerprint."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _lines(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[list[str], str]:
+def fingerprint(jaxpr: Jaxpr) -> list[str]:
+    """A line for each equation of a flat program. Programs with equal equations have equal lines; what they return does
+    not count.
+    """
+    return list(full_fingerprint(jaxpr)[:-1])
+
+
+def full_fingerprint(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[str, ...]:
+    """The fingerprint of a flat program, and a line for what it returns.
+
+    Args:
+        has_rules: whether the rules of a ``custom_vjp`` count.
+    """
     # Variables are numbered in the order of their definition: names of variables and of functions do not count.
     variables = {v: f"v{i}:{_type(v)}" for i, v in enumerate(jaxpr.invars)}
 
@@ -58,7 +57,7 @@ def _lines(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[list[str], str]:
         if has_rules and eqn.primitive.name == "custom_vjp_call":
             params.append(f"rule={_rule(eqn)}")
         lines.append(f"{eqn.primitive.name} {operands} -> {outs}" + (f" [{' '.join(params)}]" if params else ""))
-    return lines, f"return {' '.join(map(operand, jaxpr.outvars))}"
+    return (*lines, f"return {' '.join(map(operand, jaxpr.outvars))}")
 
 
 # Parameters that may differ between traces of the same program: functions made by each trace, names and debugging
@@ -80,8 +79,8 @@ def _array_type(shape: tuple[Any, ...], dtype: Any) -> str:
 
 def _param(x: Any, has_rules: bool) -> str:
     if _jax.is_jaxpr(x):
-        lines, last = _lines(flatten(_jax.constants_as_inputs(_jax.open_jaxpr(x)[0])), has_rules)
-        return hashlib.sha256("\n".join([*lines, last]).encode()).hexdigest()[:12]
+        program = flatten(_jax.constants_as_inputs(_jax.open_jaxpr(x)[0]))
+        return digest_of(full_fingerprint(program, has_rules))[:12]
     if isinstance(x, (tuple, list)):
         return f"({','.join(_param(item, has_rules) for item in x)})"
     if callable(x) and not isinstance(x, type):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -74,11 +75,7 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
     weak type are left out: a state that is weakly typed before its first update is not after it, and the program has
     the same plan.
     """
-    return _without_jits(_simplified(jaxpr))
-
-
-def _without_jits(jaxpr: Jaxpr) -> Jaxpr:
-    return inline(jaxpr, calls=JIT | {_jax.CLOSED_CALL}, deep=False)
+    return inline(_simplified(jaxpr), calls=JIT | {_jax.CLOSED_CALL}, deep=False)
 
 
 def _simplified(x: Any) -> Any:
@@ -149,9 +146,12 @@ class Flat:
         # A function that returns an input, or a value twice, cannot be a part: each part defines its outputs.
         are_own = all(not isinstance(v, Literal) and v in defined for v in outs) and len(set(outs)) == len(outs)
         if end > start and are_own:
-            variables, original = _bind_literals(_jax.open_jaxpr(eqn.params["jaxpr"])[0], operands)
+            original = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
+            literals = {v: a for v, a in zip(original.invars, operands, strict=True) if isinstance(a, Literal)}
+            original = _jax.with_literals(original, literals) if literals else original
             # Functions rematerialized inside of it are inlined, too: the plan decides what the whole keeps.
             jaxpr = inline(original, calls=_CALLS, deep=False)
+            variables = [a for a in operands if not isinstance(a, Literal)]
             self.blocks[start, end] = Part(jaxpr, variables, outs, original_jaxpr=original)
 
     def __len__(self) -> int:
@@ -201,25 +201,14 @@ _CALLS = JIT | REMAT | {_jax.CLOSED_CALL}
 
 def is_loop(eqn: Any) -> bool:
     """Whether an equation is a loop that can be planned: a scan of several steps, without effects or constants."""
-    return eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects and not _consts(eqn)
+    is_scan = eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects
+    return is_scan and not _jax.open_jaxpr(eqn.params["jaxpr"])[1]
 
 
 def is_linear(eqn: Any) -> bool:
     """Whether an equation is linear in its operands, so that its derivative reads none of them."""
     name, is_literal = eqn.primitive.name, [isinstance(v, Literal) for v in eqn.invars]
     return row_of(eqn).is_linear or (name == "mul" and any(is_literal)) or (name == "div" and is_literal[1])
-
-
-def _consts(eqn: Any) -> Sequence[Any]:
-    return _jax.open_jaxpr(eqn.params["jaxpr"])[1]
-
-
-def _bind_literals(jaxpr: Jaxpr, atoms: Sequence[Any]) -> tuple[list[Any], Jaxpr]:
-    """Inline the literals among the arguments of a jaxpr. Returns the remaining arguments, and the jaxpr."""
-    literals = {v: a for v, a in zip(jaxpr.invars, atoms, strict=True) if isinstance(a, Literal)}
-    if not literals:
-        return list(atoms), jaxpr
-    return [a for a in atoms if not isinstance(a, Literal)], _jax.with_literals(jaxpr, literals)
 
 
 def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
@@ -265,15 +254,9 @@ def run(
     args: Sequence[Any],
 ) -> list[Any]:
     """Evaluate a program part by part; a replacement of a part is called in place of its equations."""
-    values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for part, replacement in zip(parts, replacements, strict=True):
-        outs = (replacement or part)(*(read(v) for v in part.invars))
-        values.update(zip(part.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    calls = (replacement or part for part, replacement in zip(parts, replacements, strict=True))
+    by_part = types.SimpleNamespace(constvars=[], invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=parts)
+    return _jax.interpret(by_part, args, lambda _, operands: next(calls)(*operands))
 
 
 # -- programs on devices ---------------------------------------------------------------------------------------------

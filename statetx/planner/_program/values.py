@@ -102,11 +102,6 @@ def labels_of(labels: Mapping[Address, Label]) -> dict[Address, Label]:
     return found | {(i, RULE): _OfRule(tuple(inner)) for i, inner in of_rules.items()}
 
 
-def renumbered(address: Address, equation: int) -> Address:
-    """The address of a value whose equation has another number."""
-    return (equation, *address[1:])
-
-
 # -- ways to hold them -------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from ..._jax import Jaxpr, Literal
 from ..._lift.context import device_bytes
 from .._program.flat import Flat, Part, cotangent_variables, differentiated_variables
-from .._treatments.treatment import Interval, Option, PathSettings, PathVariant, front
+from .._treatments.treatment import Interval, Option, PathVariant, front
 from .._tuned import TUNED
 from .cuts import candidates
 from .layout import Analysis, Front, Layout, OptionTable, Region, front_of
@@ -75,7 +75,7 @@ class Lattice:
                 self.region(*interval)
         self.families = [Family(program, self.regions)]
         for kind in analysis.treatments:
-            variant = kind.paths(PathSettings(program, analysis.settings.formats, self._parts_of))
+            variant = kind.paths(jaxpr, analysis.settings, self._parts_of)
             if variant is not None and not self._is_late():
                 self._add_family(variant)
 
@@ -222,13 +222,8 @@ class _Lifetimes:
     """
 
     def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any], unheld: Set[Any] = frozenset()):
-        first_reads: dict[Any, int] = {}
-        last_reads: dict[Any, int] = {}
-        for i, eqn in enumerate(jaxpr.eqns):
-            for v in eqn.invars:
-                if not isinstance(v, Literal):
-                    first_reads.setdefault(v, i)
-                    last_reads[v] = i
+        reads = [(v, i) for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)]
+        first_reads, last_reads = dict(reversed(reads)), dict(reads)
         values = [(i, v) for i, e in enumerate(jaxpr.eqns) for v in e.outvars if v in last_reads]
         self._defined = np.array([i for i, _ in values], int)
         self._first_reads = np.array([first_reads[v] for _, v in values], int)

@@ -45,7 +45,7 @@ class Front:
         steps: the attribute, or a function that returns it, called when it is first asked for.
         stock: the options of the stock policies for the equations.
         expand: maps options of the equations to options of the part.
-        measured: backward bytes by what is held, as far as they are measured; shared by fronts of one graph.
+        compiled: backward bytes by what is held, as far as they are measured; shared by fronts of one graph.
     """
 
     def __init__(
@@ -54,21 +54,25 @@ class Front:
         stock: Sequence[Option],
         graph: Graph | None = None,
         expand: Expand = list,
-        measured: dict[Any, int] | None = None,
+        compiled: dict[Any, int] | None = None,
     ):
         self._find_steps = steps if callable(steps) else lambda: steps
-        self._stock = list(stock)
+        self._modeled_stock = list(stock)
         self.graph = graph
         self._expand = expand
+        self._measured: dict[Any, int] = {}
+        self._compiled = {} if compiled is None else compiled
         self.is_free = graph is None and self.steps[:1] == [_FREE]
-        self._measured: set[Any] = set()
-        self._bytes = {} if measured is None else measured
 
     @functools.cached_property
-    def steps(self) -> list[Option]:
+    def _modeled_steps(self) -> list[Option]:
         return list(self._find_steps())
 
     # These change with a measurement.
+
+    @functools.cached_property
+    def steps(self) -> list[Option]:
+        return self._corrected(self._modeled_steps)
 
     @functools.cached_property
     def baseline(self) -> Option:
@@ -76,7 +80,7 @@ class Front:
 
     @functools.cached_property
     def stock(self) -> list[Option]:
-        expanded = [self._expand([o])[-1] for o in self._stock]
+        expanded = [self._expand([o])[-1] for o in self._corrected(self._modeled_stock)]
         return [o._replace(decision=o.decision.as_written()) for o in expanded]
 
     @functools.cached_property
@@ -93,80 +97,63 @@ class Front:
 
     def replaced(self, options: Sequence[Option]) -> Front:
         """Other options of the same region; the last stands for the stock policies."""
-        return Front(options, options[-1:], self.graph, measured=self._bytes)
+        return Front(options, options[-1:], self.graph, compiled=self._compiled)
 
     def changed(
         self, *, step: Callable[[Option], Option] | None = None, whole: Callable[[Option], Option] | None = None
     ) -> Front:
         """Return the options, each of the equations changed by `step`, or each of the part by `whole`."""
-        steps, stock = ([o if step is None else step(o) for o in options] for options in (self.steps, self._stock))
+        of_steps = self.steps, self._corrected(self._modeled_stock)
+        steps, stock = ([o if step is None else step(o) for o in options] for options in of_steps)
         expand = self._expand if whole is None else lambda steps: list(map(whole, self._expand(steps)))
-        return Front(steps, stock, self.graph, expand, self._bytes)
+        return Front(steps, stock, self.graph, expand, self._compiled)
 
     # -- measurements --
 
     def programs(self, option: Option) -> list[Program]:
         """The programs that `measure` compiles, unless they are compiled by then."""
-        new = [d for d in self._new(option) if d not in self._bytes]
-        if self.graph is None or not new:
-            return []
-        decisions = {o.decision.saved: o.decision for o in (*self.steps, *self._stock)}
-        return [self.graph.program(decisions[d]) for d in new if d in decisions]
+        new = [o.decision for o in self._new(option) if o.decision.saved not in self._compiled]
+        return [] if self.graph is None else [self.graph.program(decision) for decision in new]
 
     def measure(self, option: Option) -> bool:
         """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was
         measured.
         """
-        new = self._new(option)
-        if self.graph is None or not new:
+        graph, new = self.graph, self._new(option)
+        if graph is None or not new:
             return False
-        _ = self._modeled  # before options get other bytes
-        for saving in new:
-            self._measure(self.graph, saving)
-        self._correct()
-        self._renew()
+        for o in new:
+            saved = o.decision.saved
+            if saved not in self._compiled:
+                self._compiled[saved] = graph.measure(o).backward_bytes
+            self._measured[saved] = self._compiled[saved]
+        for name in ("steps", "baseline", "stock", "options", "columns"):  # made again, from measured steps
+            vars(self).pop(name, None)
         return True
 
-    @functools.cached_property
-    def _modeled(self) -> dict[Any, int]:
-        """The backward bytes by the model, of what is not measured yet."""
-        return {o.decision.saved: o.backward_bytes for o in (*self.steps, *self._stock)}
-
-    def _correct(self) -> None:
-        """Scale the modeled bytes of what is not measured by the mean error of what is.
-
-        The model knows neither fusions nor the order of equations, and errs alike for all options of a part but the
-        unchanged one.
-        """
-        every = {o.decision.saved: o.backward_bytes for o in (*self.steps, *self._stock)}
-        known = [saving for saving in every if saving in self._measured and saving is not None]
-        error = sum(every[saving] for saving in known) / max(1, sum(self._modeled[saving] for saving in known))
-        factor = max(1.0, error)
-        for options in (self.steps, self._stock):
-            for i, o in enumerate(options):
-                if (saving := o.decision.saved) not in self._measured:
-                    options[i] = o._replace(backward_bytes=int(factor * self._modeled[saving]))
-
-    def _renew(self) -> None:
-        """Let the options be made from measured steps."""
-        for name in ("baseline", "stock", "options", "columns"):
-            vars(self).pop(name, None)
-
-    def _new(self, option: Option) -> list[Any]:
-        """Values that an option saves, in all its groups of steps, without those that are measured already."""
+    def _new(self, option: Option) -> list[Option]:
+        """Options of the equations that an option consists of, without those that are measured already."""
         held = dict.fromkeys(step.saved for _, step in steps_of(option.decision))
-        return [h for h in held if h not in self._measured]
+        return [self._by_saved[saved] for saved in held if saved in self._by_saved and saved not in self._measured]
 
-    def _measure(self, graph: Graph, saving: tuple[Any, ...]) -> None:
-        self._measured.add(saving)
-        # A policy may save the same values as an option of the front: both are replaced, and the program is compiled
-        # once.
-        for options in (self.steps, self._stock):
-            for i, o in enumerate(options):
-                if o.decision.saved == saving:
-                    if saving not in self._bytes:
-                        self._bytes[saving] = graph.measure(o).backward_bytes
-                    options[i] = o._replace(backward_bytes=self._bytes[saving])
+    @functools.cached_property
+    def _by_saved(self) -> dict[Any, Option]:
+        """The options of the equations, by what they save. A policy may save the same values as an option of the
+        front.
+        """
+        return {o.decision.saved: o for o in (*self._modeled_steps, *self._modeled_stock)}
+
+    def _corrected(self, modeled: Sequence[Option]) -> list[Option]:
+        """The options with measured bytes; the modeled bytes of others are scaled by the mean error of the model.
+
+        It knows neither fusions nor the order of equations, and errs alike for all options of a part but the unchanged
+        one.
+        """
+        known = [saved for saved in self._measured if saved is not None]
+        error = sum(self._measured[s] for s in known) / max(1, sum(self._by_saved[s].backward_bytes for s in known))
+        factor = max(1.0, error)
+        every = [self._measured.get(o.decision.saved, int(factor * o.backward_bytes)) for o in modeled]
+        return [o._replace(backward_bytes=num_bytes) for o, num_bytes in zip(modeled, every, strict=True)]
 
 
 def measure(pairs: Sequence[tuple[Front, Option]], is_late: Callable[[], bool]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from ..._tree import is_float
 from .._program.flat import Part, is_linear, last_reads
 from .._program.values import KEEP, Address
 from .._tuned import TUNED
-from .treatment import Decision, PathSettings, Treatment
+from .treatment import Decision, PartsOf, Settings, Treatment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Copies(Treatment):
         return cls()
 
     @classmethod
-    def paths(cls, settings: PathSettings) -> _CopyingPaths | None:
-        found = Derived(settings.program.jaxpr)
-        return _CopyingPaths(found, settings.parts_of) if found.sources else None
+    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> _CopyingPaths | None:
+        found = Derived(program)
+        return _CopyingPaths(found, parts_of) if found.sources else None
 
     @classmethod
     def prepare(
@@ -72,7 +72,7 @@ class Copies(Treatment):
 class _CopyingPaths:
     """Paths where all regions copy."""
 
-    def __init__(self, found: Derived, parts_of: Callable[[Any], Sequence[Part]]):
+    def __init__(self, found: Derived, parts_of: PartsOf):
         self._found, self._parts_of = found, parts_of
         self.unheld = found.sources.keys()
         self._copying = functools.cache(self._make)
@@ -101,7 +101,7 @@ class _CopyingPaths:
                 saved[frozenset(values.items())] = values
         cost = self._mean_cost(front)
         options = [graph.option(values) for values in saved.values()]
-        options = [o._replace(cost=o.cost + cost).having(Copies()) for o in options]
+        options = [o._replace(cost=o.cost + cost, decision=Decision(o.decision.saved, (Copies(),))) for o in options]
         return front.replaced(options) if options else None
 
     def _inputs(self, part: Part) -> list[Any]:
@@ -268,7 +268,9 @@ def _with_copies(
     inputs = {v: Var(v.aval) if is_float(v.aval) else copy_of[v] for v in values}
     for v in values:
         if is_float(v.aval):
-            first += _instead_equations(v, copy_of[v], inputs[v], like=eqns[0])
+            avals = [v.aval, copy_of[v].aval]
+            jaxpr, _ = _jax.stage(lambda *xs: [instead(*xs)], avals, traced_for="statetx.plan", name="copy")
+            first += _jax.spliced(jaxpr, [v, copy_of[v]], [inputs[v]], like=eqns[0])
     all_eqns = [*first, *(_reading(eqn, inputs) for eqn in eqns)]
     defined = {v for e in all_eqns for v in e.outvars}
     invars = list(dict.fromkeys(v for e in all_eqns for v in _variables(e) if v not in defined))
@@ -280,9 +282,3 @@ def _with_copies(
 def _reading(eqn: Any, replaced: dict[Any, Any]) -> Any:
     """An equation that reads other variables."""
     return eqn.replace(invars=[a if isinstance(a, Literal) else replaced.get(a, a) for a in eqn.invars])
-
-
-def _instead_equations(x: Any, copy: Any, target: Any, like: Any) -> list[Any]:
-    jaxpr, consts = _jax.stage(lambda *xs: [instead(*xs)], [x.aval, copy.aval], traced_for="statetx.plan", name="copy")
-    assert not consts
-    return _jax.spliced(jaxpr, [x, copy], [target], like)

@@ -1,10 +1,10 @@
 """The choices of a region: bytes saved, bytes in use during its backward pass, cost of recomputation.
 
 The model. A region is staged with its derivative. The backward pass reads values of the forward graph. Each is either
-saved or recomputed, and recomputation needs the operands: inputs of the region, saved values, or recomputed ones.
-`Graph.front` finds the Pareto front of bytes and cost, by integer programs: Checkmate's (Jain et al., MLSys 2020),
-within one region. The bytes in use during the backward pass come from a walk over its equations, which takes
-elementwise operations to be fused into their readers.
+saved or recomputed, and recomputation needs the operands: inputs of the region, saved values, or recomputed ones. The
+Pareto front of bytes and cost is found by integer programs: Checkmate's (Jain et al., MLSys 2020), within one region.
+The bytes in use during the backward pass come from a walk over its equations, which takes elementwise operations to be
+fused into their readers.
 """
 
 from __future__ import annotations
@@ -103,8 +103,11 @@ class Graph:
 
     # -- options --
 
-    def front(self, *, offload: bool = False, deadline: Callable[[], bool] = lambda: False) -> list[Option]:
-        """The Pareto front, from the option that saves all it needs to the one that saves nothing.
+    def front_finder(
+        self, offload: bool = False, deadline: Callable[[], bool] = lambda: False
+    ) -> Callable[[], list[Option]]:
+        """A function that finds the Pareto front, from the option that saves all it needs to the one that saves
+        nothing. It traces nothing, so that another thread may call it.
 
         Points are missing after a `deadline`, in the front of a region with many values, which is sampled, and where
         `TUNED.options` or the limits of the solver end the enumeration. All of this errs towards more cost and
@@ -115,14 +118,10 @@ class Graph:
             offload: whether values may be stored in host memory.
             deadline: whether time is up.
         """
-        return self.front_finder(offload, deadline)()
-
-    def front_finder(self, offload: bool, deadline: Callable[[], bool]) -> Callable[[], list[Option]]:
-        """A function that finds the `front`. It traces nothing, so that another thread may call it."""
         program = self._integer_program(offload) if self.sites and self.costs else None
-        return functools.partial(self._front, program, offload, deadline)
+        return functools.partial(self._front, program, deadline)
 
-    def _front(self, program: IntegerProgram | None, offload: bool, deadline: Callable[[], bool]) -> list[Option]:
+    def _front(self, program: IntegerProgram | None, deadline: Callable[[], bool]) -> list[Option]:
         options = [self.baseline(), self.option({})]
         if program is None:
             return pareto_front(options)

@@ -7,20 +7,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..._jax import Literal, Var
+from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
 from .._program.flat import Part
 from .._program.values import INPUT, Address, InFormat, smallest_of_variables
 from .graph import Graph
-from .treatment import Option, PathSettings, Treatment
+from .treatment import Option, PartsOf, Settings, Treatment
 
 
 class StoredInputs(Treatment):
     """Regions hold inputs in fewer bits; in a plan these are saved values."""
 
     @classmethod
-    def paths(cls, settings: PathSettings) -> _StoringPaths | None:
-        unheld = smallest_of_variables(settings.program.jaxpr, settings.formats)
+    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> _StoringPaths | None:
+        unheld = smallest_of_variables(program, settings.formats)
         return _StoringPaths(unheld) if unheld else None
 
 

@@ -172,19 +172,14 @@ class LoopOptions:
         self._num_constants, self._num_carry = _jax.scan_counts(part.eqn)
         self._first_x = self._num_constants + self._num_carry
         self._xs = part.jaxpr.invars[self._first_x :]
-        self._carries = [_CarryStorage(self._carry_types), *self._in_fewer_bits(part.bit_carries, formats)]
 
-    @property
-    def _carry_types(self) -> list[Any]:
-        return [v.aval for v in self._step.invars[self._num_constants : self._first_x]]
-
-    def _in_fewer_bits(self, leaves: Iterable[int], formats: Formats) -> list[_CarryStorage]:
-        """The carry with leaves that are 0 or 1 in exact formats; nothing if that makes it hardly smaller."""
-        exact, types = tuple(f for f in formats if f.is_exact), self._carry_types
-        carry = _CarryStorage(
-            types, {n: way for n in leaves if (way := smallest(types[n], exact, is_bits=True)) is not None}
-        )
-        return [carry] if carry.num_bytes < (1 - TUNED.negligible) * _CarryStorage(types).num_bytes else []
+        # The carry, and if that makes it clearly smaller, the carry with leaves that are 0 or 1 in exact formats.
+        types = [v.aval for v in self._step.invars[self._num_constants : self._first_x]]
+        exact = tuple(f for f in formats if f.is_exact)
+        ways = {n: way for n in part.bit_carries if (way := smallest(types[n], exact, is_bits=True)) is not None}
+        whole, in_bits = _CarryStorage(types), _CarryStorage(types, ways)
+        is_smaller = in_bits.num_bytes < (1 - TUNED.negligible) * whole.num_bytes
+        self._carries = [whole, in_bits] if is_smaller else [whole]
 
     def __call__(self, steps: Sequence[Option]) -> list[Option]:
         """The options; the last one applies the last step option to all steps alike, in one loop."""
@@ -267,18 +262,14 @@ class LoopOptions:
 
     # -- bytes and costs --
 
-    @property
-    def _differentiated(self) -> list[int]:
-        """The xs with a cotangent."""
-        return [i - self._first_x for i in sorted(self._graph.diff_indices) if i >= self._first_x]
-
     @functools.cached_property
     def _slice_bytes(self) -> int:
         """Bytes that the reversal of a turn copies for a step: elements of xs and of cotangents of ys, and
         cotangents of xs.
         """
         ys = [v for v in self._step.outvars[self._num_carry :] if is_float(v.aval)]
-        copied = [*self._xs, *ys, *(self._xs[i] for i in self._differentiated)]
+        differentiated = [self._step.invars[i] for i in self._graph.diff_indices if i >= self._first_x]
+        copied = [*self._xs, *ys, *differentiated]
         return sum(device_bytes(v.aval) for v in copied)
 
     def _sliced_bytes(self, num_steps: int) -> int:

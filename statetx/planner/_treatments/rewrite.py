@@ -140,5 +140,5 @@ def _region(part: Part, decision: Decision) -> Callable | None:
         return None
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling,
     # and with it the memory, depends on them.
-    jaxpr, policy = decision.marked(part.jaxpr if decision.labels() else part.original_jaxpr, is_ordered=True)
+    jaxpr, policy = decision.marked(part.jaxpr if decision.labels() else part.original_jaxpr)
     return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)

@@ -18,7 +18,7 @@ from ..._records import Check, either, many, one_of, optional, record, row, whol
 from ..._remat import decide, mark
 from ..._remat.mark import RULE
 from ..._remat.survey import Site
-from .._program.flat import Flat, Part
+from .._program.flat import Part
 from .._program.values import (
     INPUT,
     KEEP,
@@ -28,7 +28,6 @@ from .._program.values import (
     InFormat,
     Way,
     labels_of,
-    renumbered,
     smallest_of_variables,
     values_of,
     way_of,
@@ -54,29 +53,15 @@ def saved_as(addresses: Set[Address] | Sequence[Address], way: Way = KEEP) -> Sa
 
 
 class Settings(NamedTuple):
-    """Settings that the proposals for a part depend on.
+    """Settings that proposals depend on.
 
     Attributes:
         formats: in which values may be held.
-        is_alone: whether nothing that is differentiated beside the part has a loop.
+        is_alone: whether nothing that is differentiated beside a part has a loop.
     """
 
     formats: Formats = ()
     is_alone: bool = True
-
-
-class PathSettings(NamedTuple):
-    """Settings that variants of all regions depend on.
-
-    Attributes:
-        program: cut at no place yet.
-        formats: in which values may be held.
-        parts_of: the parts that share a `Front`.
-    """
-
-    program: Flat
-    formats: Formats
-    parts_of: Callable[[Any], Sequence[Part]]
 
 
 class PathVariant(Protocol):
@@ -95,6 +80,9 @@ class PathVariant(Protocol):
         """
         ...
 
+
+PartsOf = Callable[[Any], Sequence[Part]]
+"""``front -> parts``: those that share a `Front`."""
 
 _RECORDED: dict[str, type[Treatment]] = {}
 """The treatments that a stored plan may have, by name."""
@@ -127,7 +115,7 @@ class Treatment:
         return None
 
     @classmethod
-    def paths(cls, settings: PathSettings) -> PathVariant | None:
+    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> PathVariant | None:
         """Variants of all regions of a program, which are of use together only; None for none."""
         return None
 
@@ -186,11 +174,6 @@ class Decision(NamedTuple):
         """The treatment of a class."""
         return next((t for t in self.treatments if isinstance(t, kind)), None)
 
-    def having(self, new: Treatment) -> Decision:
-        """The decision with a treatment, in place of another one of its class."""
-        others = [t for t in self.treatments if type(t) is not type(new)]
-        return self._replace(treatments=tuple(sorted([*others, new], key=lambda t: t.name)))
-
     @property
     def addresses(self) -> frozenset[Address]:
         """The values that are saved, in whatever way."""
@@ -214,10 +197,10 @@ class Decision(NamedTuple):
         """Return the decision as a user would write it."""
         return self._replace(treatments=tuple(t.as_written() for t in self.treatments))
 
-    def marked(self, jaxpr: Jaxpr, *, is_ordered: bool = False) -> tuple[Jaxpr, Callable]:
+    def marked(self, jaxpr: Jaxpr) -> tuple[Jaxpr, Callable]:
         """A region with marks on what it holds, and JAX's policy for these."""
         inputs = {i: way.label(is_ordered=True) for i, way in self.inputs.items()}
-        return decide.keep(jaxpr, self.labels(is_ordered=is_ordered), inputs)
+        return decide.keep(jaxpr, self.labels(is_ordered=True), inputs)
 
     def to_json(self) -> dict[str, Any]:
         saved = None if self.saved is None else sorted([*address, way.name] for address, way in self.saved)
@@ -238,7 +221,7 @@ class Decision(NamedTuple):
         """The decision for a region that begins with more equations."""
         if self.saved is None:
             return self
-        return self._replace(saved=frozenset((renumbered(a, a[0] + number), w) for a, w in self.saved))
+        return self._replace(saved=frozenset(((i + number, *rest), way) for (i, *rest), way in self.saved))
 
 
 class Facts:
@@ -317,10 +300,6 @@ class Option(NamedTuple):
     def total_bytes(self) -> int:
         """Bytes that its backward pass has in use."""
         return self.saved_bytes + self.backward_bytes
-
-    def having(self, new: Treatment) -> Option:
-        """The option with a treatment, and the same bytes and cost."""
-        return self._replace(decision=self.decision.having(new))
 
 
 def pareto_front(options: Sequence[Option]) -> list[Option]:
