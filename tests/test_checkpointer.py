@@ -28,7 +28,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import statetx
 from helpers import Counted, compilations
-from statetx.training import _arrays
+from statetx.training import _manifest
 from statetx.training._manifest import seal
 
 CHILD = pathlib.Path(__file__).with_name("interrupted.py")
@@ -369,9 +369,9 @@ def test_restore_flipped_bit_raises(tmp_path):
 def test_restore_swapped_arrays_raises(kind):
     x = jnp.arange(128.0).reshape(16, 8)
     swapped = [x[::-1], x[:, ::-1], x.reshape(16, 4, 2)[:, :, ::-1].reshape(16, 8), x.T, x.at[3:5].set(x[4:2:-1])]
-    assert len({int(_arrays.mixed_sum(y)) for y in (x, *swapped)}) == 1 + len(swapped)
+    assert len({int(_manifest.mixed_sum(y)) for y in (x, *swapped)}) == 1 + len(swapped)
     spread = [on_mesh(("d",), kind=kind), on_mesh((None, "b"), (2, 4), ("a", "b"), kind=kind)]
-    assert {int(_arrays.mixed_sum(jax.device_put(x, s))) for s in spread} == {int(_arrays.mixed_sum(x))}
+    assert {int(_manifest.mixed_sum(jax.device_put(x, s))) for s in spread} == {int(_manifest.mixed_sum(x))}
 
 
 SMALL = [name for name in dir(jnp) if name.startswith(("int2", "int4", "uint2", "uint4", "float4_", "float8_"))]

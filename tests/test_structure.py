@@ -14,8 +14,7 @@ import statetx
 from helpers import compilations
 from statetx import _jax, policies
 from statetx._equations.structure import Body, StructureTable, table
-from statetx._lift.inputs import InputNames
-from statetx._lift.stage import stage
+from statetx._lift.stage import InputNames, stage
 
 X = jnp.arange(3.0)
 

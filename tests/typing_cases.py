@@ -13,7 +13,7 @@ import optax
 
 import statetx
 from statetx.residuals.measure import Cost
-from statetx.transforms.jit.stages import Lowered
+from statetx.transforms.jit.api import Lowered
 
 weight = statetx.Param(jnp.ones(2))
 rng = statetx.RngState(0)

@@ -22,10 +22,9 @@ from .._objects.paths import Paths, reaches_unwatched
 from .._states import Kind
 from .._tree import Partition, is_array_or_number
 from .._typing import PyTree
-from .inputs import InputNames
 from .late_rules import Held, guarded, held_by_derivatives, named_rules, refuse_kept
 from .outcome import Outcome, pack, partition_output
-from .stage import stage
+from .stage import InputNames, stage
 from .targets import Targets, refuse_lost_writes, split_aux
 from .wrapper import name_of
 

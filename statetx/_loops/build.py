@@ -12,8 +12,7 @@ from .._atomic import new_lock
 from .._environment import require
 from .._equations.structure import Body, table
 from .._errors import EffectError, PolicyError
-from .._lift import key_reuse
-from .._lift.staged import Staged
+from .._lift.staged import Staged, body_with_key_data, loop_with_key_data, needs_key_data
 from .._lift.wrapper import name_of
 from .._remat.override import override
 from .._remat.policy import Policy
@@ -108,12 +107,12 @@ def make_loop(
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "on_tick": tick}
         if not is_of_words:
             return _build(LoopStep(body, num_constants, num_carry, **options), strategy)
-        step = LoopStep(key_reuse.body_with_key_data(body), num_constants, num_carry, **options)
-        return key_reuse.loop_with_key_data(_build(step, strategy), body)
+        step = LoopStep(body_with_key_data(body), num_constants, num_carry, **options)
+        return loop_with_key_data(_build(step, strategy), body)
 
     # A strategy runs steps again, with the same keys. JAX's checker of key reuse would take that for a second draw,
     # so that the loop carries keys as words while the checker is on.
-    is_of_words = strategy is not None and key_reuse.is_needed(body)
+    is_of_words = strategy is not None and needs_key_data(body)
     # True and 1 are equal and hash alike, but unroll=True is another loop: hence the type. The title is part of the
     # key since a cached loop reports to the bars that it was built with.
     use = (

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from .. import _jax
 from .._equations.primitives import Runs, row_of
 from .._equations.structure import Body, table
-from .._lift.inputs import InputNames
 from .._lift.outcome import is_traced, pack
-from .._lift.stage import stage
+from .._lift.stage import InputNames, stage
 from .._lift.wrapper import name_of
 from .atoms import nothing
 from .override import GradientOrder, override

@@ -38,7 +38,7 @@ from .._tree import is_float
 from .._typing import public
 from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
-from ..transforms.jit.stages import Compiled, Lowered, Traced
+from ..transforms.jit.api import Compiled, Lowered, Traced
 from . import _show
 from ._advice import AdvisedTimeline
 from ._assemble import Assembly, Inputs

@@ -18,8 +18,8 @@ from .._equations.compiled import Program, memory_analysis_options
 from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.context import divides, sharding_of
-from .._lift.new_states import without_new_states
 from .._lift.options import check_flags, notes_shapes
+from .._lift.outcome import without_new_states
 from .._lift.rules import Rules
 from .._lift.wrapper import check_callable, name_of, short_name
 from .._loops.parts import part_type

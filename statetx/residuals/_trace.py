@@ -24,10 +24,9 @@ from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import Body, table
 from .._jax import Jaxpr
 from .._lift.context import note_shardings
-from .._lift.inputs import InputNames, Lifting
 from .._lift.outcome import partition_output
 from .._lift.run import frame_for
-from .._lift.stage import stage
+from .._lift.stage import InputNames, Lifting, stage
 from .._lift.targets import Targets, resolve_argnums, split_aux
 from .._lift.wrapper import name_of, short_name
 from .._objects.paths import Paths, argument_names

@@ -10,12 +10,11 @@ import jax
 
 from .. import _jax, _states
 from .._lift.context import note_shardings
-from .._lift.inputs import InputNames
 from .._lift.options import notes_shapes, with_checked_options
 from .._lift.outcome import Outcome, pack
 from .._lift.run import frame_for
 from .._lift.signature import StaticArguments
-from .._lift.stage import stage
+from .._lift.stage import InputNames, stage
 from .._lift.staged import Staged
 from .._lift.wrapper import check_callable, name_of
 from .._objects.walk import created_undone

@@ -14,8 +14,8 @@ from .._equations.structure import Body, table
 from .._errors import CarryTypeError
 from .._frames import Effect
 from .._lift.carry import differs, drift_error, leaf_names, structure_strs
-from .._lift.inputs import Input
 from .._lift.outcome import publish_leaves
+from .._lift.stage import Input
 from .._lift.staged import Staged, is_loop_leaf, union
 from .._lift.wrapper import check_callable, name_of, place_of, short_name
 from .._loops import bind, eager

@@ -11,11 +11,10 @@ import jax
 from .. import _jax, _states
 from .._errors import CreatedStateError, StateAccessError, StateValueError
 from .._frames import Effect, Frame
-from .._lift.inputs import InputNames, Lifting
 from .._lift.options import transform
 from .._lift.outcome import pack, partition_output
 from .._lift.run import RefValues, call, frame_for, run_eagerly
-from .._lift.stage import stage
+from .._lift.stage import InputNames, Lifting, stage
 from .._lift.wrapper import Wrapper, name_of
 from .._objects.contents import has_parts
 from .._objects.paths import Paths, short_site

@@ -20,9 +20,8 @@ from .. import _hooks, _jax, _states
 from .._errors import FunctionError, StateAccessError, StateValueError, StaticArgumentError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.carry import settle
-from .._lift.new_states import with_new_states, without_new_states
 from .._lift.options import keeps_type, transform
-from .._lift.outcome import publish_leaves
+from .._lift.outcome import publish_leaves, with_new_states, without_new_states
 from .._lift.rules import Broadcast, Carry, First, Last, Mean, Rules, Split
 from .._lift.staged import Staged
 from .._lift.targets import resolve_argnums
@@ -36,8 +35,8 @@ from .._typing import Filter, Indices, Names, PyTree
 from .abstract import eval_shape
 from .functionalize import trace_states
 from .grad import ValueAndGrad
+from .jit.arguments import static_key
 from .jit.cache import Programs
-from .jit.static_keys import static_key
 
 RULES = (Carry, Broadcast, Split, Mean, First, Last)
 

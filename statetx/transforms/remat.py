@@ -15,15 +15,23 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._equations.structure import Body, table
 from .._errors import EffectError, StateAccessError
-from .._lift.inputs import InputNames
 from .._lift.late_rules import guarded
 from .._lift.options import broadcast_prefix, keeps_type, transform
 from .._lift.outcome import pack
 from .._lift.run import frame_for, run_eagerly
 from .._lift.signature import StaticArguments
-from .._lift.stage import stage
-from .._lift.subclass import has_twins, is_object, make_subclass, subclass_for, twin
-from .._lift.wrapper import Wrapper, as_decorator, name_of, short_name
+from .._lift.stage import InputNames, stage
+from .._lift.wrapper import (
+    Wrapper,
+    as_decorator,
+    has_twins,
+    is_object,
+    make_subclass,
+    name_of,
+    short_name,
+    subclass_for,
+    twin,
+)
 from .._objects.paths import Paths, as_predicate
 from .._remat import decide
 from .._remat import fence as _fence

@@ -21,7 +21,6 @@ from .._frames import Effect
 from .._lift.batch import common_length
 from .._lift.carry import flatten_carry, leaf_names, settle
 from .._lift.options import check_flags, check_whole
-from .._lift.outcome import publish_leaves
 from .._lift.rules import Broadcast, Carry, Rules, Split
 from .._lift.staged import Staged, sort_states
 from .._lift.wrapper import check_callable, name_of
@@ -161,7 +160,7 @@ def scan(
         return rule is None or rule is Carry or (rule is Broadcast and effect.kind.is_random(effect.state))
 
     body, carry, _ = settle(stage, carry, carry_part, is_carried=is_carried)
-    loop = _ScanLoop(body, len(carry), length, rules, _effects_on(refs.values(), body))
+    loop = ScanLoop(body, len(carry), length, rules, _effects_on(refs.values(), body))
     rules.check_paths()
     carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy, progress=progress)
     return carry_part.combine(carry), body.outs[1].combine(ys)
@@ -233,7 +232,7 @@ def _resolve_length(
     return found
 
 
-class _ScanLoop:
+class ScanLoop:
     """A staged body, with its states sorted by their rules.
 
     Inputs of the loop body, in order: operands, broadcast and repeated states, carry, carried and repeated states, x,
@@ -245,7 +244,7 @@ class _ScanLoop:
         refs: effects on the Refs in xs; their slices follow y among the outputs.
     """
 
-    def __init__(self, body: Staged, num_carry: int, length: int, rules: Rules, refs: list[Effect]):
+    def __init__(self, body: Staged, num_carry: int, length: int, rules: Rules, refs: Sequence[Effect] = ()):
         self._staged = body
         self._refs = refs
         self._length = length
@@ -298,17 +297,14 @@ class _ScanLoop:
         return carry[:num_carry], ys[: num_stacked - len(self._refs)]
 
     def _publish(self, carried: list, stacked: list, advanced: list, slices: list) -> None:
-        """Store the final values of the written states, in the order in which the body wrote them."""
+        """Store the final values of the written states."""
         carried_leaves, stacked_leaves, advanced_keys = iter(carried), iter(stacked), iter(advanced)
-        leaves_by_state: dict[int, list] = {}
+        leaves: dict[int, list] = {}
         for i in (*self._carried, *self._repeated):
-            leaves_by_state[id(i.state)] = [next(carried_leaves) for _ in i.values]
+            leaves[id(i.state)] = [next(carried_leaves) for _ in i.values]
         for i, axis in self._stacked:
-            leaves_by_state[id(i.state)] = [
-                jnp.moveaxis(next(stacked_leaves), 0, axis) for _ in self._staged.written_vars[id(i.state)]
-            ]
-        leaves_by_state |= {id(i.state): [next(advanced_keys) for _ in i.values] for i in self._split}
-
-        leaves = [x for e in self._staged.effects for x in leaves_by_state[id(e.state)]]
-        parts = [*self._staged.values, *(partition(0, is_array_or_number)[1] for _ in self._refs)]
-        publish_leaves([*self._staged.effects, *self._refs], parts, [*leaves, *slices[: len(self._refs)]])
+            written = self._staged.written_vars[id(i.state)]
+            leaves[id(i.state)] = [jnp.moveaxis(next(stacked_leaves), 0, axis) for _ in written]
+        leaves |= {id(i.state): [next(advanced_keys) for _ in i.values] for i in self._split}
+        leaves |= {id(e.state): [x] for e, x in zip(self._refs, slices, strict=False)}
+        self._staged.publish(leaves, self._refs)

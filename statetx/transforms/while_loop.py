@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from .. import _jax, _states
 from .._equations.structure import Body, table
 from .._errors import PolicyError, StateAccessError
-from .._lift import key_reuse
 from .._lift.carry import flatten_carry, settle
 from .._lift.options import check_flags, check_whole
-from .._lift.outcome import publish_leaves
-from .._lift.staged import Staged, union
+from .._lift.rules import Rules
+from .._lift.staged import Staged, body_with_key_data, loop_with_key_data, needs_key_data, union
 from .._lift.wrapper import check_callable, name_of
 from .._loops import bind, eager, online
-from .._loops.build import as_strategy, make_loop, refuse_effects, resolve_strategy
+from .._loops.build import as_strategy, refuse_effects, resolve_strategy
 from .._loops.step import LoopStep
 from .._loops.strategy import Strategy
 from .._objects.paths import Paths
 from .._text import type_str
 from .._tree import is_array_or_number
+from .scan import ScanLoop
 
 T = TypeVar("T")
 
@@ -109,8 +109,7 @@ def while_loop(
     body, carry, enter = settle(functools.partial(stage, body_fun, "while_body"), carry, part)
     test = stage(cond_fun, "while_cond", carry, enter)
     _check_test(test)
-    loop = _WhileLoop(body, test)
-    return part.combine(loop.publish(loop.run_while(carry, strategy, max_steps)))
+    return part.combine(_WhileLoop(body, test).run(carry, strategy, max_steps))
 
 
 def _have_concrete_bounds(lower: Any, upper: Any) -> bool:
@@ -223,16 +222,14 @@ def fori_loop(
     body, carry, _ = settle(stage, carry, part, num_before=1)  # the counter comes first
 
     if is_static:
-        loop = _WhileLoop(body, None)
-        options: dict[str, Any] = {"unroll": unroll or 1, "strategy": strategy, "progress": progress}
-        final_carry = loop.run_fori([start, *carry], length, **options)
+        loop = ScanLoop(body, 1 + len(carry), length, Rules("fori_loop", None, body_fun, ()))
+        final_carry, _ = loop.run([start, *carry], [], unroll=unroll or 1, strategy=strategy, progress=progress)
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
         is_below_limit = lambda i, *xs: (i < limit,)
         test = Staged("fori_loop", body_fun, is_below_limit, body.avals, traced_for="while_cond", arguments=arguments)
-        loop = _WhileLoop(body, test)
-        final_carry = loop.run_while([start, *carry])
-    return part.combine(loop.publish(final_carry)[1:])
+        final_carry = _WhileLoop(body, test).run([start, *carry])
+    return part.combine(final_carry[1:])
 
 
 def _is_real(x: Any) -> bool:
@@ -253,22 +250,20 @@ def _check_test(test: Staged) -> None:
 
 
 class _WhileLoop:
-    """A staged body, and perhaps a condition, with the written states in the carry and the others as constants.
+    """A staged condition and body, with the written states in the carry and the others as constants.
 
     Attributes:
-        bodies: the condition, if there is one, and the body. Inputs, in order: constants, carry, carried states.
+        bodies: the condition and the body. Inputs, in order: constants, carry, carried states.
         constants: for each of `bodies`, the values of its constants.
-        state_values: initial values of the carried states.
     """
 
-    def __init__(self, body: Staged, test: Staged | None):
-        stages = [body] if test is None else [test, body]
+    def __init__(self, body: Staged, test: Staged):
+        stages = [test, body]
         states = union([s.inputs for s in stages])
         written = {id(e.state) for e in body.effects}
         self._body = body
         self._carried = [i for i in states if id(i.state) in written]
         constant_states = [i for i in states if id(i.state) not in written]
-        self.state_values = [x for i in self._carried for x in i.values]
         self.bodies: list[Body] = []
         self.constants: list[list] = []
 
@@ -280,20 +275,17 @@ class _WhileLoop:
             self.bodies.append(s.arrange(invars, [*s.out_vars, *states_out]))
             self.constants.append([*s.operands, *(x for i in constant_inputs for x in i.values)])
 
-    def run_while(self, carry: list, strategy: Any = None, max_steps: int | None = None) -> list:
-        """Run the loop while the condition holds; returns the last carry, followed by the carried states' values."""
+    def run(self, carry: list, strategy: Any = None, max_steps: int | None = None) -> list:
+        """Run the loop while the condition holds, and publish its writes; returns the leaves of the last carry."""
         refuse_effects(self._body, self.bodies[-1], strategy)
 
         def build(test: Body, body: Body) -> Callable:
-            num_constants = len(self.constants[-1])
             if uses_key_data:
-                inner = build_loop(
-                    key_reuse.body_with_key_data(test), key_reuse.body_with_key_data(body), num_constants
-                )
-                return key_reuse.loop_with_key_data(inner, body)
-            return build_loop(test, body, num_constants)
+                return loop_with_key_data(build_loop(*map(body_with_key_data, (test, body))), body)
+            return build_loop(test, body)
 
-        def build_loop(test: Body, body: Body, num_constants: int) -> Callable:
+        def build_loop(test: Body, body: Body) -> Callable:
+            num_constants = len(self.constants[-1])
             if strategy is None and max_steps is None:
                 return bind.while_loop(test, body, num_constants)
 
@@ -304,21 +296,17 @@ class _WhileLoop:
                 return online.while_loop(test, step, None, max_steps)
             return strategy.build_while(test, step, max_steps)
 
-        values = [*carry, *self.state_values]
+        values = [*carry, *(x for i in self._carried for x in i.values)]
         if strategy is not None:
             values = self._vary(values)
-        # JAX's checker of key reuse would count a step that is run again as a second use, see `_lift.key_reuse`.
-        uses_key_data = strategy is not None and key_reuse.is_needed(*self.bodies)
+        # JAX's checker of key reuse would count a step that is run again as a second use, see `_lift.staged`.
+        uses_key_data = strategy is not None and needs_key_data(*self.bodies)
         use = ("while_loop", uses_key_data, strategy, max_steps, *map(len, self.constants))
         loop = table.get(self.bodies, use, build)
-        return loop(*self.constants, values)
-
-    def run_fori(self, carry: list, length: int, **options: Any) -> list:
-        """Run a loop of known length without a condition; returns as `run_while`."""
-        (constants,), (body,) = self.constants, self.bodies
-        num_carry = len(carry) + len(self.state_values)
-        run = make_loop(self._body, body, len(constants), num_carry, length, **options)
-        return run(constants, [*carry, *self.state_values], [])[0]
+        leaves = loop(*self.constants, values)
+        state_leaves = iter(leaves[self._body.num_out :])
+        self._body.publish({id(i.state): [next(state_leaves) for _ in i.values] for i in self._carried})
+        return leaves[: self._body.num_out]
 
     def _vary(self, carry: list) -> list:
         """Make all values device-varying in a shard_map if the condition is; returns the carry.
@@ -337,15 +325,6 @@ class _WhileLoop:
             for body, values in zip(self.bodies, self.constants, strict=True)
         ]
         return carry
-
-    def publish(self, carry: list) -> list:
-        """Store the final values of the carried states; returns the leaves of the carry."""
-        leaves_by_state, state_leaves = {}, iter(carry[self._body.num_out :])
-        for i in self._carried:
-            leaves_by_state[id(i.state)] = [next(state_leaves) for _ in i.values]
-        leaves = [x for e in self._body.effects for x in leaves_by_state[id(e.state)]]
-        publish_leaves(self._body.effects, self._body.values, leaves)
-        return carry[: self._body.num_out]
 
 
 def _varying(body: Body, avals: Sequence[Any], axes: Sequence[str]) -> Body:

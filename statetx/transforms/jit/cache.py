@@ -13,10 +13,9 @@ from typing import Any
 from ... import _jax, _states
 from ..._atomic import locked, new_lock
 from ..._errors import StagingWarning
-from .arguments import Call
+from .arguments import Call, HeldKey, parts, static_key
 from .created import CreatedStates
 from .program import StagedProgram
-from .static_keys import HeldKey, parts, static_key
 
 _log = logging.getLogger("statetx")
 

@@ -15,8 +15,8 @@ from ..._atomic import commit
 from ..._equations.primitives import row_of
 from ..._frames import Effect
 from ..._lift.context import divides
-from ..._lift.inputs import Input
 from ..._lift.outcome import Outcome
+from ..._lift.stage import Input
 from ..._tree import is_array_or_number, partition
 from ..._typing import PyTree
 

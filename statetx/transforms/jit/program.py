@@ -21,11 +21,10 @@ from ..._equations.primitives import INLINED
 from ..._equations.structure import Body
 from ..._errors import ForeignStateError
 from ..._lift.context import note_shardings
-from ..._lift.inputs import Input, InputNames, Lifting
 from ..._lift.late_rules import are_current, watched
 from ..._lift.outcome import Outcome, pack
 from ..._lift.run import frame_for
-from ..._lift.stage import stage
+from ..._lift.stage import Input, InputNames, Lifting, stage
 from ..._lift.wrapper import name_of
 from ..._objects.paths import Paths, check_paths
 from ..._text import brief
