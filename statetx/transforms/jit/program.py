@@ -28,12 +28,12 @@ from ..._lift.stage import Input, InputNames, Lifting, stage
 from ..._lift.wrapper import name_of
 from ..._objects.paths import Paths, check_paths
 from ..._text import brief
-from ..._tree import freeze, is_array_or_number, partition
+from ..._tree import is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
+from .acceptance import Acceptance, StateShardings, name_operands, names_mesh
 from .arguments import Call
 from .created import CreatedStates
-from .placement import StateShardings, has_tracer, is_on_mesh, name_operands, names_mesh
 
 
 class Restage(Exception):
@@ -75,11 +75,10 @@ class StagedProgram:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
             return pack(out, frame.effects, is_array_or_number)
 
-        self.avals = [_jax.abstract(x) for x in arrays]
-        self.settings = _jax.trace_context()
+        self._acceptance = Acceptance(arrays)
         self._staging = owner.cache.staging
         names = InputNames(fun, call.with_arrays)
-        staged, outcome, refs = stage(body, self.avals, traced_for="jit", names=names, lifting=lifting)
+        staged, outcome, refs = stage(body, self._acceptance.avals, traced_for="jit", names=names, lifting=lifting)
         self.outcome: Outcome = outcome.add(refs)
         staged, self._rules = watched(self.name, staged, self.outcome.effects)
 
@@ -118,15 +117,15 @@ class StagedProgram:
         self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any, tried: Sequence[StagedProgram]
     ) -> None:
         inputs = self._inputs()
-        base = staged.num_operands + len(self.avals)
+        base = staged.num_operands + len(arrays)
         invars = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
         jaxpr = _jax.rebuild(staged.jaxpr, invars=invars, outvars=staged.jaxpr.outvars)
         operands, num_out = staged.operands, self.outcome.num_out
-        avals = [*self.avals, *(aval for i in inputs for aval in i.avals)]
+        avals = [*self._acceptance.avals, *(aval for i in inputs for aval in i.avals)]
         treedefs = [None if i in self.guards else i.partition.treedef for i in inputs]
 
         out_part = self.outcome.out
-        self._is_on_mesh: bool | None = None  # set when JAX first traces `inner`
+        acceptance = self._acceptance
 
         # JAX calls `inner` again for other types or settings, for which the staged equations may be wrong: raise
         # `Restage`.
@@ -138,9 +137,8 @@ class StagedProgram:
             for value, treedef in zip(values, treedefs, strict=True):
                 if treedef is not None and jax.tree.structure(value) != treedef:
                     raise Restage
-            if self.settings != _jax.trace_context() or not _same_types(leaves, avals) or self._is_mesh_changed(leaves):
+            if not acceptance.note_traced(leaves, avals):
                 raise Restage
-            self._is_on_mesh = is_on_mesh(map(_jax.abstract, leaves))
             if _jax.is_eager():  # JAX looks for the operation that computed a NaN
                 outs = _jax.evaluate_checked(inline(jaxpr, calls=INLINED), (*operands, *leaves))
             else:
@@ -151,6 +149,7 @@ class StagedProgram:
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
         out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
         self._shardings = StateShardings(arrays, inputs, self.outcome, out_avals, names_mesh(jaxpr))
+        acceptance.inputs, acceptance.shardings = inputs, self._shardings
         output_shardings = self._shardings.out_shardings
         shardings = {} if output_shardings is None else {"out_shardings": (None, output_shardings)}
 
@@ -162,7 +161,7 @@ class StagedProgram:
             out_part.treedef,
             bool(out_part.static),
             len(self.kept),
-            self.settings,
+            acceptance.settings,
         )
         self._is_unshareable = bool(self.guards or output_shardings is not None)
         equal_program = next((p for p in tried if p.created and self.can_share_compiled(p)), None)
@@ -213,7 +212,7 @@ class StagedProgram:
         attribute_stores = self._attribute_stores()
         kept = self._retry_when_released(_values_of, self._kept_states)
         donated = self._retry_when_released(_values_of, self._donated_states)
-        if self._shardings and not self._accepts_shardings([*kept, *donated], call):
+        if self._shardings and not self._acceptance.keeps_shardings(call.arrays, [*kept, *donated]):
             raise Restage
         values = [] if donated else kept
         store = lambda writes: self._store(writes, values, attribute_stores)
@@ -364,7 +363,7 @@ class StagedProgram:
         for effect in self._created_effects:
             effect.created = live  # in later calls the state exists already
         operands = self.operands_of(call)
-        if not (live or self._accepts_shardings([*operands[0], *operands[1]], call)):
+        if not (live or self._acceptance.keeps_shardings(call.arrays, [*operands[0], *operands[1]])):
             raise Restage
         values = [] if self.guards or operands[1] else operands[0]
         out = self._execute(operands, lambda writes: self._publish(writes, values, attribute_stores, live=live))
@@ -393,7 +392,7 @@ class StagedProgram:
 
     def is_for(self, call: Call) -> bool:
         """Whether argument types and settings are the staged ones."""
-        return self.settings == _jax.trace_context() and _same_types(call.arrays, self.avals)
+        return self._acceptance.is_for(call.arrays)
 
     def is_stale(self) -> bool:
         """Whether a derivative rule in it has read states that hold other values now. JAX runs a rule of the program
@@ -408,33 +407,7 @@ class StagedProgram:
         if self.created and self.created.stores() is None:
             return False
         values = [self._retry_when_released(i.kind.read, i.state) for i in self._inputs()]
-        if not self._accepts_shardings(values, call):
-            return False
-        if self._is_mesh_changed([*call.arrays, *jax.tree.leaves(values)]):
-            return False
-        for i, value in zip(self._inputs(), values, strict=True):
-            leaves, part = partition(value, is_array_or_number)
-            if part.treedef != i.partition.treedef or part.mask != i.partition.mask or not _same_types(leaves, i.avals):
-                return False
-            if freeze(part.static) != freeze(i.partition.static):
-                return False
-        return True
-
-    # -- shardings --
-
-    def _is_mesh_changed(self, leaves: Sequence[Any]) -> bool:
-        """Whether some of these arrays are on a mesh and none was when the program was staged, or the reverse."""
-        if self._is_on_mesh is None or self._shardings.has_inner_mesh:
-            return False
-        return self._is_on_mesh != is_on_mesh([_jax.abstract(x) for x in leaves if is_array_or_number(x)])
-
-    def _accepts_shardings(self, values: Sequence[Any], call: Call) -> bool:
-        """Whether the written states have the shardings that the program returns; `values` are the inputs' values."""
-        if not self._shardings:
-            return True
-        if self._shardings.is_partial and not has_tracer([*call.arrays, *values]):
-            return False
-        return self._shardings.accept(values)
+        return self._acceptance.accepts(call.arrays, values)
 
 
 _KindStates = list[tuple[Any, list]]
@@ -464,18 +437,6 @@ def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:
         if new_aval.weak_type != aval.weak_type and (new_aval.shape, new_aval.dtype) == (aval.shape, aval.dtype):
             leaves[n] = _jax.with_weak_type(leaf, aval.weak_type)
     effect.value = part.combine(leaves)
-
-
-def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
-    if len(leaves) != len(avals):
-        return False
-    for leaf, b in zip(leaves, avals, strict=True):
-        a = _jax.abstract(leaf)
-        if a.shape != b.shape or a.dtype != b.dtype or a.weak_type != b.weak_type:
-            return False
-        if a.sharding.spec != b.sharding.spec:  # explicit axes only: types do not contain the sharding over others
-            return False
-    return True
 
 
 def _is_deleted(value: PyTree) -> bool:

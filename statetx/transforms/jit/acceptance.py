@@ -1,4 +1,4 @@
-"""`StateShardings`: the shardings of the states that a compiled program writes, before and after a call."""
+"""`Acceptance`, the calls that a program is for, and `StateShardings`, the shardings of the states that it writes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,80 @@ from ..._frames import Effect
 from ..._lift.context import divides
 from ..._lift.outcome import Outcome
 from ..._lift.stage import Input
-from ..._tree import is_array_or_number, partition
+from ..._tree import freeze, is_array_or_number, partition
 from ..._typing import PyTree
+
+
+class Acceptance:
+    """The calls that a program accepts: those with the types, the settings and the states of the staged call.
+
+    Args:
+        arrays: the arguments of the staged call.
+
+    Attributes:
+        avals: their types.
+        settings: JAX's settings when the function was staged.
+        inputs: the states that are read, in the order of the program's operands.
+        shardings: of the states that the program writes.
+    """
+
+    inputs: list[Input]
+    shardings: StateShardings
+
+    def __init__(self, arrays: Sequence[Any]):
+        self.avals = [_jax.abstract(x) for x in arrays]
+        self.settings = _jax.trace_context()
+        self._is_on_mesh: bool | None = None  # set when JAX first traces the program
+
+    def is_for(self, arrays: Sequence[Any]) -> bool:
+        """Whether the types of the arguments, and the settings, are the staged ones."""
+        return self.settings == _jax.trace_context() and _same_types(arrays, self.avals)
+
+    def accepts(self, arrays: Sequence[Any], values: Sequence[Any]) -> bool:
+        """Whether the inputs' values have the staged types, structures and shardings."""
+        if not self.keeps_shardings(arrays, values) or self._is_mesh_changed([*arrays, *jax.tree.leaves(values)]):
+            return False
+        for i, value in zip(self.inputs, values, strict=True):
+            leaves, part = partition(value, is_array_or_number)
+            if part.treedef != i.partition.treedef or part.mask != i.partition.mask or not _same_types(leaves, i.avals):
+                return False
+            if freeze(part.static) != freeze(i.partition.static):
+                return False
+        return True
+
+    def keeps_shardings(self, arrays: Sequence[Any], values: Sequence[Any]) -> bool:
+        """Whether the written states have the shardings that the program returns; `values` are the inputs' values."""
+        if not self.shardings:
+            return True
+        if self.shardings.is_partial and not has_tracer([*arrays, *values]):
+            return False
+        return self.shardings.accept(values)
+
+    def note_traced(self, leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
+        """Note that JAX traces the program for these operands; False if it was staged for others."""
+        is_staged = self.settings == _jax.trace_context() and _same_types(leaves, avals)
+        if not is_staged or self._is_mesh_changed(leaves):
+            return False
+        self._is_on_mesh = is_on_mesh(map(_jax.abstract, leaves))
+        return True
+
+    def _is_mesh_changed(self, leaves: Sequence[Any]) -> bool:
+        """Whether some of these arrays are on a mesh and none was when the program was staged, or the reverse."""
+        if self._is_on_mesh is None or self.shardings.has_inner_mesh:
+            return False
+        return self._is_on_mesh != is_on_mesh([_jax.abstract(x) for x in leaves if is_array_or_number(x)])
+
+
+def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
+    if len(leaves) != len(avals):
+        return False
+    for leaf, b in zip(leaves, avals, strict=True):
+        a = _jax.abstract(leaf)
+        if a.shape != b.shape or a.dtype != b.dtype or a.weak_type != b.weak_type:
+            return False
+        if a.sharding.spec != b.sharding.spec:  # explicit axes only: types do not contain the sharding over others
+            return False
+    return True
 
 
 @dataclasses.dataclass(slots=True, eq=False)
