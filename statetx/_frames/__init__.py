@@ -17,31 +17,12 @@ states: both first compute a list of stores, and then run it by `commit`, which 
 
 from collections.abc import Callable as _Callable
 
-from .access import UNKNOWN as UNKNOWN
-from .access import Access as Access
-from .access import Copy as Copy
-from .access import Effect as Effect
-from .access import check_write as check_write
-from .access import refuse_created as refuse_created
+from .access import *
+from .frame import *
 from .frame import Frame as Frame
-from .frame import enclosing_frame as enclosing_frame
-from .frame import end_differentiated as end_differentiated
-from .frame import forget_differentiated as forget_differentiated
-from .frame import note_step as note_step
-from .frame import undone as undone
-from .threads import WatchedKind as WatchedKind
+from .threads import *
 from .threads import _local as _local
-from .threads import acquire as acquire
-from .threads import changed_state_error as changed_state_error
 from .threads import current_frame as _current_frame
-from .threads import foreign_state_error as foreign_state_error
-from .threads import idle_modes as idle_modes
-from .threads import is_idle as is_idle
-from .threads import open_frames as open_frames
-from .threads import ownership as ownership
-from .threads import publish as publish
-from .threads import report_touch as report_touch
-from .threads import set_current_frame as set_current_frame
 
 current_frame: _Callable[[], Frame | None] = _current_frame
 """The innermost open frame of this thread."""

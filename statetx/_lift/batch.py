@@ -84,14 +84,15 @@ class Batch(NamedTuple):
         arguments: ``leaves -> (args, kwargs)`` of the function, for other leaves in place of these.
         is_key: which leaves are random keys.
         size: the number of examples.
-        mask_of_arrays: which arrays of ``(args, kwargs)``, in their order there, are leaves.
+        mask: which arrays of ``(args, kwargs)``, in their order there, are leaves. One array may be an argument beside
+            the batch, too.
     """
 
     leaves: list[Any]
     arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]]
     is_key: list[bool]
     size: int
-    mask_of_arrays: list[bool]
+    mask: list[bool]
 
     def types(self, size: int) -> list[jax.ShapeDtypeStruct]:
         """The types of the leaves for so many examples, without shardings."""
@@ -100,15 +101,13 @@ class Batch(NamedTuple):
             for x, is_key in zip(self.leaves, self.is_key, strict=True)
         ]
 
-    def mask(self) -> list[bool]:
-        """Mask of the arrays of ``(args, kwargs)``, in their order there, that are leaves of the batch. One array may
-        be an argument beside the batch, too.
-        """
-        return self.mask_of_arrays
-
     def is_sharded(self) -> bool:
         """Whether an array is known to be sharded over devices along the examples."""
-        return any(map(_is_sharded, self.leaves))
+        for x in self.leaves:
+            sharding = sharding_of(x) or getattr(jax.typeof(x), "sharding", None)
+            if sharding is not None and x.shape and len(sharding.spec) and sharding.spec[0] is not None:
+                return True
+        return False
 
 
 def batch_along(
@@ -203,8 +202,3 @@ class BatchArguments:
             differing="name the arguments that hold the batch, as in argnums=1 for loss(params, batch)",
             missing="pass the batch as arrays, and name these arguments by argnums= or argnames=",
         )
-
-
-def _is_sharded(x: Any) -> bool:
-    sharding = sharding_of(x) or getattr(jax.typeof(x), "sharding", None)
-    return sharding is not None and bool(x.shape) and len(sharding.spec) > 0 and sharding.spec[0] is not None

@@ -123,14 +123,11 @@ def _promoted_value(body: Staged, effect: Effect) -> PyTree | None:
     leaves, part = partition(first, is_loop_leaf)
     if (part.treedef, part.mask) != (written.treedef, written.mask):
         return None
-    promoted = [_promote_leaf(x, aval) for x, aval in zip(leaves, body.written_avals[id(effect.state)], strict=True)]
-    return None if all(x is y for x, y in zip(leaves, promoted, strict=True)) else part.combine(promoted)
-
-
-def _promote_leaf(x: Any, aval: Any) -> Any:
     # A Python bool in a state is a flag that Python may branch on; once the body writes it, it is an array, as in the
     # carry.
-    return np.bool_(x) if isinstance(x, bool) else promote(x, aval)
+    pairs = zip(leaves, body.written_avals[id(effect.state)], strict=True)
+    promoted = [np.bool_(x) if isinstance(x, bool) else promote(x, aval) for x, aval in pairs]
+    return None if all(x is y for x, y in zip(leaves, promoted, strict=True)) else part.combine(promoted)
 
 
 # -- drift -----------------------------------------------------------------------------------------------------
@@ -150,10 +147,11 @@ def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned:
         )
     for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)):
         if differs(a, b):
+            resharding = " (jax.sharding.reshard)" if a.sharding.spec != b.sharding.spec else ""
             raise CarryTypeError(
                 f"{body.name}: the body {name_of(body.fun)} changes the type of carry{leaf_names(first)[n]}: it enters "
                 f"a step as {type_str(a)} and leaves it as {type_str(b)}.\n"
-                f"Fix: convert it in the body{_resharding(a, b)}, or start with the type that the body returns."
+                f"Fix: convert it in the body{resharding}, or start with the type that the body returns."
             )
 
 
@@ -210,10 +208,6 @@ def drift_error(
         f"{effect.site}.\nA state must keep its type here, since one compiled body serves every {serves}.\n"
         f"Fix: {fix}."
     )
-
-
-def _resharding(a: Any, b: Any) -> str:
-    return " (jax.sharding.reshard)" if a.sharding.spec != b.sharding.spec else ""
 
 
 def leaf_names(part: Partition) -> list[str]:

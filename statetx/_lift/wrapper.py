@@ -101,7 +101,7 @@ class Wrapper(Generic[P, R]):
     def __reduce__(self) -> Any:
         if find_global(self) is self:
             return self.__qualname__
-        return _rebuild, (type(self), self.__wrapped__, self._options)
+        return as_decorator, (type(self), self.__wrapped__, self._options)
 
     def __repr__(self) -> str:
         texts = {k: (brief(v), brief(self.defaults.get(k))) for k, v in self._options.items()}
@@ -109,17 +109,9 @@ class Wrapper(Generic[P, R]):
         return f"statetx.{getattr(self.maker, '__name__', type(self).__name__)}({name_of(self.__wrapped__)}{options})"
 
 
-def _rebuild(cls: type[Wrapper], fun: Callable, options: dict[str, Any]) -> Wrapper:
-    return as_decorator(cls, fun, options)
-
-
-def _is_call_of_object(fun: Any) -> bool:
-    return isinstance(fun, types.MethodType) and getattr(fun.__func__, "__name__", "") == "__call__"
-
-
 def name_of(fun: Any) -> str:
     """A short name for messages and traces; for the call of an object, the name of its class."""
-    if _is_call_of_object(fun):
+    if isinstance(fun, types.MethodType) and getattr(fun.__func__, "__name__", "") == "__call__":
         return printable(type(fun.__self__).__name__)
     while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
@@ -171,15 +163,12 @@ def check_callable(name: str, fun: Any, what: str = "", fix: str = "") -> None:
         FunctionError: it is not.
     """
     if not callable(fun):
-        got = f"an array, {type_str(fun)}" if _is_array(fun) else f"{type(fun).__name__}: {brief(fun)}"
+        is_array = isinstance(fun, (jax.Array, np.ndarray))
+        got = f"an array, {type_str(fun)}" if is_array else f"{type(fun).__name__}: {brief(fun)}"
         fix = fix or f"is it the result of a call? Write {name}(f, x) in place of {name}(f(x))"
         raise FunctionError(
             f"{name} needs {what or 'a function first, and then its arguments'}, got {got}.\nFix: {fix}."
         )
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray))
 
 
 # -- subclasses that replace methods, and twins ------------------------------------------------------------------------

@@ -234,7 +234,7 @@ def _programs(
     rules = Rules("max_batch", states or {}, step, RULES, args, kwargs)
 
     def of_arrays(types: list[Any], size: int) -> Program:
-        mask, of_batch, found = iter(batch.mask()), iter(types), []
+        mask, of_batch, found = iter(batch.mask), iter(types), []
         for x, read in zip(program.arrays, program.inputs, strict=True):
             if read.state is None:
                 x = next(of_batch) if next(mask) else x
@@ -281,7 +281,7 @@ def parts(
     part_args, part_kwargs = batch.arguments(batch.types(1))
     outs = jax.tree.leaves(eval_shape(fun, *part_args, **part_kwargs))
     is_loss = is_differentiated or (len(outs) == 1 and not outs[0].shape and is_float(outs[0]))
-    not_differentiated = batch.mask() if is_loss else ()
+    not_differentiated = batch.mask if is_loss else ()
 
     def bytes_of(index: int) -> int:
         in_parts = micro.with_num(nums[index - 1])

@@ -114,7 +114,7 @@ class Optimizer(Generic[S]):
         # dtype than the state, which keeps its own.
         updated = jax.tree.map(lambda x, u: jnp.asarray(x + u, jnp.result_type(x)), values, updates)
         for state, value in zip(self._states, self._treedef.flatten_up_to(updated), strict=True):
-            _kind_of(state).write(state, value)
+            _states.kind_of_state(state).write(state, value)
             _frames.note_step(state)
         self.state.value = optimizer_state
 
@@ -123,7 +123,7 @@ class Optimizer(Generic[S]):
         raise AttributeError(f"'Optimizer' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def _values(self) -> PyTree:
-        return jax.tree.unflatten(self._treedef, [_kind_of(state).read(state) for state in self._states])
+        return jax.tree.unflatten(self._treedef, [_states.kind_of_state(state).read(state) for state in self._states])
 
     def __repr__(self) -> str:
         size, remembered = format_bytes(sum(map(_bytes_of, self._states))), format_bytes(_bytes_of(self.state))
@@ -131,11 +131,7 @@ class Optimizer(Generic[S]):
 
 
 def _bytes_of(state: Any) -> int:
-    return num_bytes(_kind_of(state).get(state))  # `get`: printing is not a read
-
-
-def _kind_of(state: Any) -> Any:
-    return _states.kind_of(state)
+    return num_bytes(_states.kind_of_state(state).get(state))  # `get`: printing is not a read
 
 
 def _flatten(states: PyTree) -> tuple[list[Any], Any]:

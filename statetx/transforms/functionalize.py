@@ -169,7 +169,9 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
         call_args, call_kwargs = args_part.combine(tracers)
         out = frame.run(fun, *call_args, **call_kwargs)
         for effect in frame.effects:
-            effect.value = jax.tree.map(_type_only, effect.value)  # the rows outlive the trace
+            # The rows outlive the trace.
+            type_only = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, _jax.Tracer) else x
+            effect.value = jax.tree.map(type_only, effect.value)
         return pack(out, [])[0], None
 
     avals = [_jax.abstract(as_array(x)) for x in arrays]
@@ -179,10 +181,6 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
     written = {id(e.state) for e in effects}
     touched_refs = [(i.state, id(i.state) in written) for i in refs.inputs.values()]
     return frame, touched_refs, Paths(fun, args, kwargs)
-
-
-def _type_only(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, _jax.Tracer) else x
 
 
 def _rows(frame: Frame, refs: list[tuple[Any, bool]], paths: Paths) -> list[StateRow]:
@@ -267,7 +265,7 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
         with created_undone(self.__wrapped__, args, kwargs):
             frame, refs, paths = _trace(self.__wrapped__, args, kwargs)
         rows = [r for r in _rows(frame, refs if self._takes_refs else [], paths) if not r.created]
-        states = {r.path: r.state for r in rows if _holds_numbers(r.state) or (r.written and _arrays_of(r.state))}
+        states = {r.path: r.state for r in rows if _is_taken(r)}
         self._states_by_path |= states
         return states
 
@@ -361,8 +359,10 @@ def _read(state: Any) -> Any:
     return kind.read(state)
 
 
-def _holds_numbers(state: Any) -> bool:
-    return bool(partition(_read(state), is_array_or_number)[0])
+def _is_taken(row: StateRow) -> bool:
+    """Whether the values have the state: it holds arrays or numbers, or a flag that the call writes."""
+    leaves, _ = _split(_read(row.state))
+    return bool(leaves) and (row.written or is_array_or_number(leaves[0]))
 
 
 # -- values that any JAX transform takes -----------------------------------------------------------------------------
@@ -376,10 +376,6 @@ def _split(value: PyTree) -> tuple[list[Any], Partition]:
     """Partition a state's value. Arrays and numbers are dynamic; if there are none, Python bools are."""
     arrays, part = partition(value, is_array_or_number)
     return (arrays, part) if arrays else partition(value, is_argument)
-
-
-def _arrays_of(state: Any) -> list[Any]:
-    return _split(_read(state))[0]
 
 
 def _arrays_only(value: PyTree) -> PyTree:

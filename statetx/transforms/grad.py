@@ -82,6 +82,12 @@ class GradOptions(TypedDict, total=False):
     allow_int: bool
 
 
+class ValueOptions(GradOptions, total=False):
+    """With the option that `value_and_grad` has besides: its auxiliary data is a part of the value."""
+
+    has_aux: bool
+
+
 @overload
 def grad(
     fun: Callable[P, tuple[Any, A]],
@@ -118,12 +124,7 @@ def grad(
 ) -> Callable[[Callable[P, Any]], Callable[P, dict[str, G]]]: ...
 @overload
 def grad(
-    fun: None = None,
-    argnums: Argnums = None,
-    *,
-    wrt: PyTree | Filter = None,
-    has_aux: bool = False,
-    **options: Unpack[GradOptions],
+    fun: None = None, argnums: Argnums = None, *, wrt: PyTree | Filter = None, **options: Unpack[ValueOptions]
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
 @transform()
 def grad(
@@ -179,50 +180,31 @@ def grad(
 
 @overload
 def value_and_grad(
-    fun: Callable[Concatenate[X, P], R],
-    argnums: First = None,
-    *,
-    wrt: None = None,
-    has_aux: bool = False,
-    **options: Unpack[GradOptions],
+    fun: Callable[Concatenate[X, P], R], argnums: First = None, *, wrt: None = None, **options: Unpack[ValueOptions]
 ) -> Gradient[Concatenate[X, P], tuple[R, X]]: ...
 @overload
 def value_and_grad(
-    fun: Callable[P, R], *, wrt: State[G], has_aux: bool = False, **options: Unpack[GradOptions]
+    fun: Callable[P, R], *, wrt: State[G], **options: Unpack[ValueOptions]
 ) -> Callable[P, tuple[R, G]]: ...
 @overload
 def value_and_grad(
-    fun: Callable[P, R],
-    *,
-    wrt: Mapping[str, State[G]] | type[State[G]],
-    has_aux: bool = False,
-    **options: Unpack[GradOptions],
+    fun: Callable[P, R], *, wrt: Mapping[str, State[G]] | type[State[G]], **options: Unpack[ValueOptions]
 ) -> Callable[P, tuple[R, dict[str, G]]]: ...
 @overload
 def value_and_grad(
-    fun: Callable[P, R],
-    argnums: Argnums = None,
-    *,
-    wrt: PyTree | Filter = None,
-    has_aux: bool = False,
-    **options: Unpack[GradOptions],
+    fun: Callable[P, R], argnums: Argnums = None, *, wrt: PyTree | Filter = None, **options: Unpack[ValueOptions]
 ) -> Callable[P, tuple[R, Any]]: ...
 @overload
 def value_and_grad(
-    *, wrt: State[G], has_aux: bool = False, **options: Unpack[GradOptions]
+    *, wrt: State[G], **options: Unpack[ValueOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, tuple[R, G]]]: ...
 @overload
 def value_and_grad(
-    *, wrt: Mapping[str, State[G]] | type[State[G]], has_aux: bool = False, **options: Unpack[GradOptions]
+    *, wrt: Mapping[str, State[G]] | type[State[G]], **options: Unpack[ValueOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, tuple[R, dict[str, G]]]]: ...
 @overload
 def value_and_grad(
-    fun: None = None,
-    argnums: Argnums = None,
-    *,
-    wrt: PyTree | Filter = None,
-    has_aux: bool = False,
-    **options: Unpack[GradOptions],
+    fun: None = None, argnums: Argnums = None, *, wrt: PyTree | Filter = None, **options: Unpack[ValueOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, tuple[R, Any]]]: ...
 @transform()
 def value_and_grad(

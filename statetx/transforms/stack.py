@@ -23,7 +23,7 @@ from .._objects.contents import attributes, children, extras, has_parts, is_opaq
 from .._objects.paths import Paths, as_predicate, check_paths, states
 from .._objects.walk import Walk
 from .._text import brief, tree_type_str, type_str
-from .._tree import Identity, freeze, is_array, is_array_or_number, is_integer, partition, whole_number
+from .._tree import Identity, freeze, is_array, is_array_or_number, is_integer, is_key, partition, whole_number
 from .._typing import Filter, PyTree, public
 from .scan import scan
 
@@ -362,7 +362,7 @@ def _check_content(a: Any, b: Any, path: str, which: str) -> None:
     """Raise if two objects of one type differ in their own data, apart from their children."""
     if _is_array(a):
         is_known = not isinstance(a, _jax.Tracer) and a.shape == b.shape
-        if not (is_known and np.array_equal(_words(a), _words(b), equal_nan=_has_nan(a))):
+        if not (is_known and np.array_equal(_words(a), _words(b), equal_nan=jnp.issubdtype(a.dtype, jnp.inexact))):
             same_type = type_str(a) == type_str(b)
             raise _differs(
                 path, which, *(f"{type_str(x)} with {'other ' * n * same_type}values" for n, x in enumerate((a, b)))
@@ -399,12 +399,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _words(x: Any) -> np.ndarray:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
-
-
-def _has_nan(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def _text(x: Any) -> str:

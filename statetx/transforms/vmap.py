@@ -23,6 +23,7 @@ from .._lift.options import broadcast_prefix, check_whole, keeps_type, transform
 from .._lift.outcome import OutputGroups
 from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import call, frame_for
+from .._lift.staged import is_loop_leaf
 from .._lift.wrapper import Wrapper, name_of
 from .._objects.paths import argument_names, leaf_names
 from .._text import brief, type_str
@@ -105,13 +106,12 @@ class Vmap(Wrapper, made_by=vmap):
         fun = self.__wrapped__
         in_axes = tuple(self._in_axes) if isinstance(self._in_axes, list) else self._in_axes
         arg_axes = _broadcast_axes("in_axes", in_axes, args)
-        leaves, args_part = partition(
-            (args, kwargs), lambda x: is_array_or_number(x) or isinstance(x, bool) or _states.is_array_state(x)
-        )
+        leaves, args_part = partition((args, kwargs), lambda x: is_loop_leaf(x) or _states.is_array_state(x))
         axes = [*arg_axes, *_broadcast_axes("in_axes", 0, kwargs)]
         axes = [a for a, is_dynamic in zip(axes, args_part.mask, strict=True) if is_dynamic]
 
-        mapped = [_as_operand(x) for x, a in zip(leaves, axes, strict=True) if a is not None]
+        mapped = [x for x, a in zip(leaves, axes, strict=True) if a is not None]
+        mapped = [x if _states.is_array_state(x) else as_array(x) for x in mapped]
         rules = Rules("vmap", self._states, fun, (Broadcast, Split), args, kwargs)
         if not isinstance(in_axes, int):
             _refuse_axes_of_others(rules, fun, in_axes, args)
@@ -132,12 +132,13 @@ class Vmap(Wrapper, made_by=vmap):
                 return out
 
             out = frame.run(run, *args_part.combine(dynamic))
-            groups.add_output(out, _broadcast_axes("out_axes", self._out_axes, out), _is_dynamic)
+            groups.add_output(out, _broadcast_axes("out_axes", self._out_axes, out), is_loop_leaf)
             examples.add_effects(frame.effects, groups)
             return groups.pack()
 
         mapped_axes = [a for a in axes if a is not None]
-        groups = OutputGroups([None, 0, *_axes_in(self._out_axes)])
+        out_axes = {axis for axis in jax.tree.leaves(self._out_axes) if isinstance(axis, int)}
+        groups = OutputGroups([None, 0, *sorted(out_axes)])
         run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups.keys, **{**self._jax_options, "axis_size": size})
         return groups.finish(run(mapped))
 
@@ -250,18 +251,6 @@ def _with_axis(part: Partition, axis: int, leaves: list) -> Any:
     return part.combine([jnp.moveaxis(x, 0, axis) for x in leaves])
 
 
-def _is_dynamic(x: Any) -> bool:
-    return is_array_or_number(x) or isinstance(x, bool)
-
-
-def _as_operand(x: Any) -> Any:
-    return x if _states.is_array_state(x) else as_array(x)
-
-
-def _axes_in(axes: Any) -> list[int]:
-    return sorted({a for a in jax.tree.leaves(axes) if isinstance(a, int)})
-
-
 def _broadcast_axes(option: str, axes: Any, tree: PyTree) -> list[int | None]:
     """The axis of each leaf of `tree`, from a tree prefix of axes; None for leaves that cannot be mapped."""
     what = "arguments" if option == "in_axes" else "output"
@@ -270,7 +259,7 @@ def _broadcast_axes(option: str, axes: Any, tree: PyTree) -> list[int | None]:
     for axis in entries:
         if axis is not None and not isinstance(axis, int):
             raise TypeError(f"vmap: {option} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
-    can_map = _can_map if option == "in_axes" else lambda x: _can_map(x) or _is_dynamic(x)
+    can_map = _can_map if option == "in_axes" else lambda x: _can_map(x) or is_loop_leaf(x)
     leaves = jax.tree.leaves(tree, is_leaf=_states.is_opaque)
     return [axis if can_map(x) else None for axis, x in zip(entries, leaves, strict=True)]
 
@@ -293,7 +282,7 @@ def _refuse_axes_of_others(rules: Rules, fun: Callable, in_axes: Any, args: tupl
     jax.tree_util.tree_map_with_path(add, in_axes, args, is_leaf=lambda x: x is None)
     for keys, axis, leaves in parts:
         name = argument_names(fun, args)([jax.tree_util.SequenceKey(0), *keys])
-        number = next((x for x in leaves if _is_dynamic(x)), None)
+        number = next((x for x in leaves if is_loop_leaf(x)), None)
         if number is not None:
             raise ValueError(
                 f"vmap({name_of(fun)}): argument {name} is the {type(number).__name__} {brief(number)}, which has no "

@@ -115,7 +115,8 @@ def while_loop(
 def _have_concrete_bounds(lower: Any, upper: Any) -> bool:
     for name, bound in (("lower", lower), ("upper", upper)):
         _states.refuse_states(f"fori_loop: {name}", bound)
-        if not is_array_or_number(bound) or jnp.ndim(bound) != 0 or not _is_real(bound):
+        is_scalar = is_array_or_number(bound) and jnp.ndim(bound) == 0
+        if not is_scalar or not any(jnp.issubdtype(jnp.result_type(bound), x) for x in (jnp.integer, jnp.floating)):
             raise TypeError(f"fori_loop: {name} must be a real scalar, got {type_str(bound)}: {bound!r}.")
     return not isinstance(lower, _jax.Tracer) and not isinstance(upper, _jax.Tracer)
 
@@ -230,10 +231,6 @@ def fori_loop(
         test = Staged("fori_loop", body_fun, is_below_limit, body.avals, traced_for="while_cond", arguments=arguments)
         final_carry = _WhileLoop(body, test).run([start, *carry])
     return part.combine(final_carry[1:])
-
-
-def _is_real(x: Any) -> bool:
-    return any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.integer, jnp.floating))
 
 
 def _check_test(test: Staged) -> None:
