@@ -46,12 +46,11 @@ def transform(hints: Mapping[str, str] | None = None, call: str = "", fix: str |
     """
 
     def decorate(declaration: F) -> F:
-        check = _checker(declaration, hints, call, fix)
         name, *optional = inspect.signature(declaration).parameters
 
+        @with_checked_options(hints, call, fix)
         @functools.wraps(declaration)
         def made(*args: Any, **kwargs: Any) -> Any:
-            check(args, kwargs)
             wrapper: Any = made.wrapper  # type: ignore[attr-defined]
             fun, *positional = args or (kwargs.pop(name, None),)
             return wrapper.make(fun, {**wrapper.defaults, **dict(zip(optional, positional, strict=False)), **kwargs})
@@ -74,42 +73,32 @@ def with_checked_options(
     """
 
     def decorate(transform: F) -> F:
-        check = _checker(transform, hints, call, fix)
+        parameters = inspect.signature(transform).parameters.values()
+        accepted = {p.name for p in parameters}
+        num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
+        flags = {p.name: i for i, p in enumerate(parameters) if p.annotation in ("bool", "bool | None")}
+        positional = [p.name for p in parameters][:num_positional]
+
+        def check(args: tuple, kwargs: dict[str, Any]) -> None:
+            if len(args) > num_positional:
+                raise TypeError(_too_many(transform.__name__, args, num_positional, call, fix))
+            if not kwargs.keys() <= accepted:
+                options = [p.name for p in parameters if p.name != "fun"]
+                raise TypeError(_unknown(transform.__name__, sorted(kwargs.keys() - accepted), options, hints or {}))
+            if fix is None:
+                _refuse_arrays(transform.__name__, args, positional)
+            given = {name: args[i] for name, i in flags.items() if i < len(args)}
+            check_flags(transform.__name__, **given, **{name: kwargs[name] for name in flags if name in kwargs})
 
         @functools.wraps(transform)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            check(args, kwargs)
+            if len(args) != 1 or kwargs:  # else as in most calls: the function alone
+                check(args, kwargs)
             return transform(*args, **kwargs)
 
         return checked  # type: ignore[return-value]
 
     return decorate
-
-
-def _checker(
-    transform: Callable, hints: Mapping[str, str] | None, call: str, fix: str | None
-) -> Callable[[tuple, dict[str, Any]], None]:
-    """A function that raises for the arguments of a wrong call of a transform."""
-    parameters = inspect.signature(transform).parameters.values()
-    accepted = {p.name for p in parameters}
-    num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
-    flags = {p.name: i for i, p in enumerate(parameters) if p.annotation in ("bool", "bool | None")}
-    positional = [p.name for p in parameters][:num_positional]
-
-    def check(args: tuple, kwargs: dict[str, Any]) -> None:
-        if len(args) == 1 and not kwargs:  # as most calls are: the function alone
-            return
-        if len(args) > num_positional:
-            raise TypeError(_too_many(transform.__name__, args, num_positional, call, fix))
-        if not kwargs.keys() <= accepted:
-            options = [p.name for p in parameters if p.name != "fun"]
-            raise TypeError(_unknown(transform.__name__, sorted(kwargs.keys() - accepted), options, hints or {}))
-        if fix is None:
-            _refuse_arrays(transform.__name__, args, positional)
-        given = {name: args[i] for name, i in flags.items() if i < len(args)}
-        check_flags(transform.__name__, **given, **{name: kwargs[name] for name in flags if name in kwargs})
-
-    return check
 
 
 def check_flags(transform: str, error: type[Exception] = TypeError, /, **flags: Any) -> None:

@@ -109,9 +109,13 @@ class Wrapper(Generic[P, R]):
         return f"statetx.{getattr(self.maker, '__name__', type(self).__name__)}({name_of(self.__wrapped__)}{options})"
 
 
+def _is_call_of_object(fun: Any) -> bool:
+    return isinstance(fun, types.MethodType) and getattr(fun.__func__, "__name__", "") == "__call__"
+
+
 def name_of(fun: Any) -> str:
     """A short name for messages and traces; for the call of an object, the name of its class."""
-    if isinstance(fun, types.MethodType) and getattr(fun.__func__, "__name__", "") == "__call__":
+    if _is_call_of_object(fun):
         return printable(type(fun.__self__).__name__)
     while isinstance(fun, functools.partial) or (isinstance(fun, Wrapper) and not hasattr(fun, "__qualname__")):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__

@@ -234,22 +234,6 @@ def has_tracer(values: Iterable[PyTree]) -> bool:
     return any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(list(values)))
 
 
-def name_operands(error: ValueError, names: Sequence[str], operands: tuple) -> None:
-    """Let JAX's error about the devices of an operand name the state or the argument of the user."""
-    text = str(error)
-    if not text.startswith("Received incompatible devices"):
-        return
-    parameters = ("kept", "donated", "operand", "donated_args")  # of the function that JAX compiles
-    leaves = jax.tree_util.tree_flatten_with_path(operands)[0]
-    for (keys, _), name in zip(leaves, names, strict=True):
-        jax_name = parameters[keys[0].idx] + jax.tree_util.keystr(keys[1:])
-        text = text.replace(f"argument {jax_name} of ", f"{name} of ")
-    error.args = (
-        f"{text}\nFix: place each state and argument on the devices of the mesh, by jax.device_put(x, "
-        f"jax.NamedSharding(mesh, spec)).",
-    )
-
-
 def _has_expected_sharding(x: jax.Array, sharding: Sharding | None, is_fixed: bool) -> bool:
     if sharding is None or not is_fixed or isinstance(x, _jax.Tracer):
         return True

@@ -202,12 +202,13 @@ class Jit(Wrapper[P, R], made_by=jit):
                 except Restage:  # the arguments have another structure than the staged ones
                     continue
 
-        if not _frames.is_idle():
-            # No lock here: another thread may be waiting for an enclosing call of this thread (deadlock).
-            return self._stage(call, programs).first_run(call)
-        program = locked(self.cache.staging, self._stage_unless_done, call, programs)
-        # None: another thread has staged a program meanwhile.
-        return self._run(call) if program is None else program.first_run(call)
+        if _frames.is_idle():
+            program = locked(self.cache.staging, self._stage_unless_done, call, programs)
+            if program is None:  # another thread has staged one meanwhile
+                return self._run(call)
+        else:  # without the lock: another thread may be waiting for an enclosing call of this thread (deadlock)
+            program = self._stage(call, programs)
+        return program.first_run(call)
 
     def _stage_unless_done(self, call: Call, tried: Sequence[StagedProgram]) -> StagedProgram | None:
         return self._stage(call, tried) if self.cache.of(call) is tried else None

@@ -31,7 +31,7 @@ from ..._text import brief
 from ..._tree import is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
-from .acceptance import Acceptance, StateShardings, name_operands, names_mesh
+from .acceptance import Acceptance, StateShardings, names_mesh
 from .arguments import Call
 from .created import CreatedStates
 
@@ -246,7 +246,7 @@ class StagedProgram:
         try:
             return self.compiled(*operands)
         except ValueError as e:
-            name_operands(e, self._names, operands)
+            _name_operands(e, self._names, operands)
             raise
 
     def out_info(self) -> Any:
@@ -437,6 +437,22 @@ def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:
         if new_aval.weak_type != aval.weak_type and (new_aval.shape, new_aval.dtype) == (aval.shape, aval.dtype):
             leaves[n] = _jax.with_weak_type(leaf, aval.weak_type)
     effect.value = part.combine(leaves)
+
+
+def _name_operands(error: ValueError, names: Sequence[str], operands: tuple) -> None:
+    """Let JAX's error about the devices of an operand name the state or the argument of the user."""
+    text = str(error)
+    if not text.startswith("Received incompatible devices"):
+        return
+    parameters = ("kept", "donated", "operand", "donated_args")  # of the function that JAX compiles
+    leaves = jax.tree_util.tree_flatten_with_path(operands)[0]
+    for (keys, _), name in zip(leaves, names, strict=True):
+        jax_name = parameters[keys[0].idx] + jax.tree_util.keystr(keys[1:])
+        text = text.replace(f"argument {jax_name} of ", f"{name} of ")
+    error.args = (
+        f"{text}\nFix: place each state and argument on the devices of the mesh, by jax.device_put(x, "
+        f"jax.NamedSharding(mesh, spec)).",
+    )
 
 
 def _is_deleted(value: PyTree) -> bool:
