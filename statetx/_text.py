@@ -81,13 +81,14 @@ def text_width() -> int:
 
 
 def short_path(source: str) -> str:
-    """A source line, relative to the working directory if the file is below it, else the file name alone; unchanged if
-    it is relative.
+    """A source line, relative to the working directory if the file is below it and not of an installed package, else
+    the file name alone; unchanged if it is relative.
     """
-    cwd = os.getcwd() + os.sep
-    if source.startswith(cwd) or not os.path.isabs(source):
-        return source.removeprefix(cwd)
-    return source.rsplit(os.sep, 1)[-1]
+    if not os.path.isabs(source):
+        return source
+    below = source.removeprefix(os.getcwd() + os.sep)
+    is_own = below != source and f"{os.sep}site-packages{os.sep}" not in source
+    return below if is_own else source.rsplit(os.sep, 1)[-1]
 
 
 def suggestion(word: Any, names: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ import statetx
 from statetx import Param, State, _states, policies
 from statetx._lift.wrapper import place_of
 from statetx._remat.parse import as_policy
+from statetx._text import short_path
 
 W = Param(jnp.ones((2, 3)), name="w")
 
@@ -284,3 +285,15 @@ def test_residual_of_a_weight_in_a_dict_is_listed_with_the_dict(key):
     profile = statetx.memory_profile(loss, {key: jnp.ones((8, 8))}, jnp.ones((64, 8)))
     owners = re.findall(r"%  residual +(\S+) ", str(profile))
     assert owners and set(owners) == {"w"}
+
+
+@pytest.mark.parametrize(
+    "path, shown",
+    [
+        ("model/net.py", "model/net.py"),
+        (".venv/lib/site-packages/library/net.py", "net.py"),
+        ("../net.py", "net.py"),
+    ],
+)
+def test_shown_path_is_relative_for_files_of_the_project_alone(path, shown):
+    assert short_path(os.path.abspath(path)) == shown
