@@ -13,8 +13,8 @@ from statetx.planner._program import flat as _parts
 from statetx.planner._regions.lattice import Lattice, cost_of
 from statetx.planner._regions.layout import Analysis
 from statetx.planner._search.capture import Recorded
+from statetx.planner._treatments import rewrite
 from statetx.planner._treatments.copies import Derived
-from statetx.planner._treatments.rewrite import rewrite
 
 X = jnp.linspace(0, 1, 256 * 64).reshape(256, 64)
 WS = [(jnp.full((64, 64), 0.01 * (i + 1)), jnp.full((64, 64), 0.02)) for i in range(4)]

@@ -24,10 +24,10 @@ from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
 from statetx.planner._program.values import KEEP, InFormat
 from statetx.planner._regions.layout import Analysis, front_of
+from statetx.planner._treatments import UNPLANNED, rewrite
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.groups import Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
-from statetx.planner._treatments.rewrite import UNPLANNED, rewrite
 from statetx.planner._treatments.treatment import Decision, Settings
 
 KEYS = jax.random.split(jax.random.key(0), 9)

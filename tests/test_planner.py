@@ -45,11 +45,11 @@ from statetx.planner._regions import layout as _layout
 from statetx.planner._search import candidates as _candidate
 from statetx.planner._search import search as _search
 from statetx.planner._search import timing as _timing
+from statetx.planner._treatments import rewrite
 from statetx.planner._treatments import treatment as _treatment
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.groups import Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
-from statetx.planner._treatments.rewrite import rewrite
 from statetx.planner._treatments.treatment import Option
 from statetx.planner._tuned import TUNED
 from statetx.policies import Budget, Lengths, Slots

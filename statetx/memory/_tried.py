@@ -24,7 +24,7 @@ from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
 from ..planner._program.flat import Flat, Part, flatten
 from ..planner._program.values import INPUT
-from ..planner._treatments.rewrite import UNPLANNED, as_planned, rewrite
+from ..planner._treatments import UNPLANNED, as_planned, rewrite
 from ..planner._treatments.treatment import Decision, Interval
 from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram

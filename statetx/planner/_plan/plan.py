@@ -22,7 +22,7 @@ from ...transforms.remat import Remat
 from .._budget import STEP
 from .._program.fingerprint import digest_of, fingerprint
 from .._program.flat import flatten, of_device
-from .._treatments.rewrite import as_planned, rewrite
+from .._treatments import as_planned, rewrite
 from . import show
 from .record import PLAN, VERSION, PlanResult, parts_of
 

@@ -18,10 +18,9 @@ from ..._jax import Jaxpr
 from ..._lift.context import TraceContext, device_bytes
 from ..._tree import is_float
 from .._program.flat import Flat, Part
-from .._treatments import TREATMENTS
+from .._treatments import TREATMENTS, rewrite
 from .._treatments.graph import Graph
 from .._treatments.loops import steps_of
-from .._treatments.rewrite import rewrite
 from .._treatments.treatment import Decision, Option, Settings, Treatment, pareto_front
 
 _FREE = Option(0, 0, 0.0, Decision())

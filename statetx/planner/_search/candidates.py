@@ -26,7 +26,7 @@ from .._program.flat import Flat, last_reads
 from .._regions.cuts import Run, crossing_bytes, runs_of
 from .._regions.lattice import Choice
 from .._regions.layout import Layout
-from .._treatments.rewrite import UNPLANNED, rewrite
+from .._treatments import UNPLANNED, rewrite
 from .._treatments.treatment import Option
 from .._tuned import TUNED
 

@@ -27,7 +27,7 @@ from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
 from .._program.fingerprint import fingerprint, full_fingerprint, rules_of
 from .._program.flat import flatten, is_on_devices, of_device
-from .._treatments.rewrite import as_planned
+from .._treatments import as_planned
 from .._tuned import TUNED
 from .inner import VARIANTS, InnerGradients
 

@@ -22,7 +22,7 @@ from ..._remat.policy import Policy
 from ..._remat.rewriter import Rewriter
 from .._program.flat import Flat, Part, flatten, run
 from .._regions.cuts import candidates
-from .._treatments.rewrite import loop_of
+from .._treatments.loops import loop_of
 
 PLAIN = "no remat"
 VARIANTS = (PLAIN, "nothing", "dots")

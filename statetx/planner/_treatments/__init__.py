@@ -1,12 +1,111 @@
-"""The treatments of plans: what may be done with a part of a program. To add one, write its file and list it here."""
+"""The treatments of plans: what may be done with a part of a program; and a program rewritten as decided. To add one,
+write its file and list it here.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ... import _jax
+from ..._equations.structure import Body
+from ..._jax import Jaxpr
+from ..._remat import fence
+from ..._remat.override import override
+from .._program.flat import Part, run
 from .copies import Copies
 from .groups import InGroups
 from .inputs import StoredInputs
-from .loops import CheckpointedLoop
-from .treatment import Treatment
+from .loops import CheckpointedLoop, loop_of
+from .treatment import Decision, Treatment
 
 TREATMENTS: tuple[type[Treatment], ...] = (Copies, StoredInputs, CheckpointedLoop, InGroups)
 """All treatments, in the order in which they make proposals."""
+
+UNPLANNED = Decision()
+"""The decision to leave a part unchanged, without its bytes."""
+
+
+def rewrite(
+    jaxpr: Jaxpr,
+    parts: Sequence[Part],
+    decisions: Sequence[Decision],
+    *,
+    last_input: int | None = None,
+    is_sequential: bool = False,
+) -> Jaxpr:
+    """Apply a decision to each part of a program.
+
+    Args:
+        last_input: the number of an input that waits for all others; None for no such order.
+        is_sequential: whether this input also waits for the gradient before.
+    """
+    kinds = {type(t) for decision in decisions for t in decision.treatments}
+    for kind in sorted(kinds, key=lambda kind: kind.name):
+        parts, decisions = kind.prepare(jaxpr, parts, decisions)
+    # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
+    cache: dict[Any, Callable | None] = {}
+    replacements = []
+    for part, decision in zip(parts, decisions, strict=True):
+        key = (part.key, decision)
+        if key not in cache:
+            cache[key] = _replacement(part, decision)
+        replacements.append(cache[key])
+
+    def planned(*args: Any) -> list[Any]:
+        if last_input is not None:
+            args = tuple(
+                _jax.hold(x, args, is_sequential=is_sequential) if i == last_input else x for i, x in enumerate(args)
+            )
+        # `flatten` leaves out conversions of weak types within the program.
+        outs = run(jaxpr, parts, replacements, [_typed(x, is_weak=False) for x in args])
+        return [_typed(x, is_weak=_is_weak(v.aval)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
+
+    avals = [v.aval for v in jaxpr.invars]
+    body = Body.close(*_jax.stage(planned, avals, traced_for="statetx.plan", name="planned"))
+    assert not body.operands, "rewriting a program without constants made some"
+    return body.jaxpr
+
+
+def _is_weak(aval: Any) -> bool:
+    return getattr(aval, "weak_type", False)
+
+
+def _typed(x: Any, *, is_weak: bool) -> Any:
+    return x if _is_weak(jax.typeof(x)) == is_weak else _jax.with_weak_type(x, is_weak)
+
+
+def as_planned(planned: Body) -> Callable:
+    """``(operands, *args) -> outputs`` of a rewritten function, which waits for the gradient before if `rewrite` was
+    told so.
+    """
+    held = [e.invars[0] for e in planned.jaxpr.eqns if e.primitive is _jax.hold_primitive and e.params["is_sequential"]]
+    last_inputs = [i for i, v in enumerate(planned.jaxpr.invars) if v in held]
+
+    def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+        if not last_inputs or override.gradient_order is None:
+            return planned(operands, *args)
+        return override.gradient_order.run(functools.partial(planned, ()), last_inputs[0], [*operands, *args])
+
+    return run
+
+
+def _replacement(part: Part, decision: Decision) -> Callable | None:
+    """The function in place of a part; None for its own."""
+    for treatment in decision.treatments:
+        if (found := treatment.replacement(part, decision)) is not None:
+            return found
+    return loop_of(part, None, None) if part.eqn is not None else _region(part, decision)
+
+
+def _region(part: Part, decision: Decision) -> Callable | None:
+    """``(*inputs) -> outputs`` of a rematerialized region; None if it is not rematerialized."""
+    if decision.saved is None:
+        return None
+    # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling,
+    # and with it the memory, depends on them.
+    jaxpr, policy = decision.marked(part.jaxpr if decision.labels() else part.original_jaxpr)
+    return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)

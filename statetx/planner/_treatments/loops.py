@@ -13,13 +13,17 @@ from typing import Any
 
 from ... import _jax
 from ..._equations.primitives import flops
+from ..._equations.structure import Body
 from ..._errors import PolicyError
 from ..._jax import Var
 from ..._lift.context import device_bytes
 from ..._loops import schedule
+from ..._loops.step import LoopStep
 from ..._loops.strategy import Lengths, Slots, Strategy
 from ..._records import decoded_by, flag, many, record, row, whole
 from ..._remat.atoms import Marks
+from ..._remat.policy import Policy
+from ..._remat.stored import StoredType
 from ..._text import format_bytes, short_path
 from ..._tree import is_float
 from ...residuals._trace import user_line
@@ -27,7 +31,6 @@ from .._program.flat import Part
 from .._program.values import FORMAT, Address, Formats, InFormat, smallest
 from .._tuned import TUNED
 from .graph import Graph
-from .rewrite import loop_of
 from .treatment import Decision, Facts, Option, Saved, Settings, Treatment, saved_as
 
 Carries = tuple[tuple[int, InFormat], ...]
@@ -124,6 +127,43 @@ class CheckpointedLoop(Treatment):
         unchanged = sum(device_bytes(types[n]) for n, _ in self.carries)
         sizes = f"{format_bytes(stored)} in place of {format_bytes(unchanged)}"
         return f", {len(self.carries)} of the {num_carry} arrays in its carry as {names} ({sizes})"
+
+
+def loop_of(
+    part: Part,
+    strategy: Strategy | None,
+    policy: Policy | None,
+    fence: str | None = None,
+    carries: Mapping[int, StoredType] = MappingProxyType({}),
+) -> Callable:
+    """A part that is a loop, with another strategy; None for none.
+
+    Args:
+        policy: of the loop's steps.
+        fence: as for `LoopStep`.
+        carries: the stored types of the leaves of the carry that are stored in fewer bits, by number.
+    """
+    num_constants, num_carry = _jax.scan_counts(part.eqn)
+    step = LoopStep(
+        Body(part.jaxpr, []),
+        num_constants,
+        num_carry,
+        length=part.eqn.params["length"],
+        reverse=part.eqn.params["reverse"],
+        policy=policy,
+        name="plan",
+        formats=[carries.get(n) for n in range(num_carry)],
+        exact_first=[n for n, is_exact in part.bit_carries.items() if is_exact],
+        fence=fence,
+    )
+    call = step.plain() if strategy is None else strategy.build(step)
+
+    def loop(*args: Any) -> list[Any]:
+        constants, carry, xs = args[:num_constants], args[num_constants:][:num_carry], args[num_constants + num_carry :]
+        carry, ys = call(list(constants), list(carry), list(xs))
+        return [*carry, *ys]
+
+    return loop
 
 
 # -- the options of a loop -------------------------------------------------------------------------------------------
