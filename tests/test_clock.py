@@ -12,9 +12,9 @@ import pytest
 import statetx
 from statetx.planner import Fit, Planner, _budget
 from statetx.planner._budget import TimeLeft
-from statetx.planner._regions import lattice as _lattice
-from statetx.planner._regions import layout as _layout
 from statetx.planner._search import candidates as _candidate
+from statetx.planner._search import lattice as _lattice
+from statetx.planner._search import layout as _layout
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from statetx import _jax
 from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
 from statetx.planner._program import flat as _parts
-from statetx.planner._regions.lattice import Lattice, cost_of
-from statetx.planner._regions.layout import Analysis
 from statetx.planner._search.capture import Recorded
+from statetx.planner._search.lattice import Lattice, cost_of
+from statetx.planner._search.layout import Analysis
 from statetx.planner._treatments import rewrite
 from statetx.planner._treatments.copies import Derived
 

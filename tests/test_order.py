@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import statetx
 from statetx import _jax
 from statetx._equations.compiled import memory_analysis_options
-from statetx.planner._regions.layout import Waits
+from statetx.planner._search.layout import Waits
 
 ROWS = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
 

@@ -23,7 +23,7 @@ from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
 from statetx.planner._program.values import KEEP, InFormat
-from statetx.planner._regions.layout import Analysis, front_of
+from statetx.planner._search.layout import Analysis, front_of
 from statetx.planner._treatments import UNPLANNED, rewrite
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.groups import Groups

@@ -35,14 +35,14 @@ from statetx._records import many, whole
 from statetx._targets import current
 from statetx.planner import Planner
 from statetx.planner._budget import read_amount
+from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _parts
 from statetx.planner._program.derivative import derivative_of
 from statetx.planner._program.fingerprint import fingerprint
 from statetx.planner._program.values import KEEP, ON_HOST
-from statetx.planner._regions import cuts as _cuts
-from statetx.planner._regions import lattice as _lattice
-from statetx.planner._regions import layout as _layout
 from statetx.planner._search import candidates as _candidate
+from statetx.planner._search import lattice as _lattice
+from statetx.planner._search import layout as _layout
 from statetx.planner._search import search as _search
 from statetx.planner._search import timing as _timing
 from statetx.planner._treatments import rewrite

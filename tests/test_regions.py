@@ -14,10 +14,10 @@ import statetx
 from statetx._equations.structure import Body
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
+from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _parts
-from statetx.planner._regions import cuts as _cuts
-from statetx.planner._regions.lattice import Lattice
-from statetx.planner._regions.layout import Analysis
+from statetx.planner._search.lattice import Lattice
+from statetx.planner._search.layout import Analysis
 from statetx.planner._treatments.treatment import Settings
 
 X = jnp.ones((256, 64))

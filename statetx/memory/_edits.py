@@ -18,10 +18,10 @@ from .._jax import Jaxpr
 from .._loops.strategy import Lengths, Strategy
 from .._remat.bits import reader
 from .._remat.stored import BITS
-from ..planner._program.flat import Flat, Part
+from ..planner._program.flat import Flat, Interval, Part
 from ..planner._program.values import INPUT, InFormat
 from ..planner._treatments.loops import CheckpointedLoop
-from ..planner._treatments.treatment import Decision, Interval, Saved, saved_as
+from ..planner._treatments.treatment import Decision, Saved, saved_as
 from ..residuals._trace import user_line
 from ._names import calls_of
 from .buffer import Buffer, Change, Loop

@@ -22,10 +22,10 @@ from .._jax import Jaxpr, Literal
 from .._remat.gradients import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
-from ..planner._program.flat import Flat, Part, flatten
+from ..planner._program.flat import Flat, Interval, Part, flatten
 from ..planner._program.values import INPUT
 from ..planner._treatments import UNPLANNED, as_planned, rewrite
-from ..planner._treatments.treatment import Decision, Interval
+from ..planner._treatments.treatment import Decision
 from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch

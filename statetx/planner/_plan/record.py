@@ -16,10 +16,10 @@ from .._budget import STEP, TEMPORARIES
 from .._program.fingerprint import digest_of, fingerprint
 from .._program.flat import Flat, Part
 from .._program.values import KEEP, ON_HOST, InFormat, Way
-from .._regions.layout import Waits
 from .._search.candidates import Candidate
 from .._search.capture import Recorded
 from .._search.inner import VARIANTS, InnerGradients
+from .._search.layout import Waits
 from .._search.search import Options, Search
 from .._search.whole import Choice, Whole
 from .._treatments.treatment import Decision, Facts

@@ -1,1 +1,1 @@
-"""A program to plan: its parts and values, the ways to hold these, its derivative, its fingerprint."""
+"""A program to plan: its parts and values, the ways to hold these, cuts, derivative, fingerprint."""

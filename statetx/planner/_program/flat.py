@@ -20,6 +20,9 @@ from ..._jax import Jaxpr, Literal, Var
 from ..._remat.bits import of_steps, reader
 from ..._tree import is_float
 
+Interval = tuple[int, int]
+"""Equations of a program or of a region: the first, and the one after the last."""
+
 
 class Part:
     """Some consecutive equations of a program.

@@ -1,3 +1,3 @@
-"""The search: capture a program, compile what promises most, correct the model, until nothing is left that is worth a
-compilation.
+"""The search: capture a program, find the options of its regions, compile what promises most, correct the model, until
+nothing is left that is worth a compilation.
 """

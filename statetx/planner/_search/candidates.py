@@ -22,13 +22,13 @@ from ..._equations.structure import Body
 from ..._jax import Jaxpr, Literal
 from ..._tree import is_float
 from ...residuals.diagnosis import BASELINE
+from .._program.cuts import Run, crossing_bytes, runs_of
 from .._program.flat import Flat, last_reads
-from .._regions.cuts import Run, crossing_bytes, runs_of
-from .._regions.lattice import Choice
-from .._regions.layout import Layout
 from .._treatments import UNPLANNED, rewrite
 from .._treatments.treatment import Option
 from .._tuned import TUNED
+from .lattice import Choice
+from .layout import Layout
 
 ProgramOf = Callable[[Jaxpr, dict[str, Any]], Program]
 """``(jaxpr, compiler_options) -> Program`` makes the program to compile for a rewritten one: with its gradient, or the

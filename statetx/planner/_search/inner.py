@@ -20,8 +20,8 @@ from ..._remat import decide, fence
 from ..._remat.parse import as_policy
 from ..._remat.policy import Policy
 from ..._remat.rewriter import Rewriter
+from .._program.cuts import candidates
 from .._program.flat import Flat, Part, flatten, run
-from .._regions.cuts import candidates
 from .._treatments.loops import loop_of
 
 PLAIN = "no remat"

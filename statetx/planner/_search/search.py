@@ -19,13 +19,13 @@ from ...residuals.diagnosis import BASELINE
 from .._budget import TimeLeft
 from .._program.flat import Flat, flatten
 from .._program.values import Formats
-from .._regions.lattice import Choice, Family, Lattice, cost_of
-from .._regions.layout import Analysis, Layout, measure
 from .._treatments import TREATMENTS
 from .._treatments.treatment import Option, Settings, Treatment
 from .._tuned import TUNED
 from .candidates import STOCK, Baseline, Candidate, Candidates, ProgramOf, is_long, predicted_bytes
 from .capture import Recorded
+from .lattice import Choice, Family, Lattice, cost_of
+from .layout import Analysis, Layout, measure
 
 
 @dataclasses.dataclass(frozen=True)

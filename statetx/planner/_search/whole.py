@@ -18,11 +18,11 @@ from ..._jax import Jaxpr
 from ..._lift.context import TraceContext
 from ...residuals.diagnosis import BASELINE
 from .._budget import TimeLeft
-from .._regions.layout import Waits
 from .._treatments.treatment import undominated
 from .._tuned import TUNED
 from .candidates import Candidate, predicted_bytes
 from .capture import Captured, Fixed
+from .layout import Waits
 from .search import Options, Search
 
 

@@ -33,9 +33,6 @@ from .._program.values import (
     way_of,
 )
 
-Interval = tuple[int, int]
-"""Equations of a program or of a region: the first, and the one after the last."""
-
 Saved = frozenset[tuple[Address, Way]]
 """Values of a region, each with the way in which it is held."""
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from ..._jax import Jaxpr, Literal
 from ..._lift.context import device_bytes
-from .._program.flat import Flat, Part, cotangent_variables, differentiated_variables
-from .._treatments.treatment import Interval, Option, PathVariant, front
+from .._program.cuts import candidates
+from .._program.flat import Flat, Interval, Part, cotangent_variables, differentiated_variables
+from .._treatments.treatment import Option, PathVariant, front
 from .._tuned import TUNED
-from .cuts import candidates
 from .layout import Analysis, Front, Layout, OptionTable, Region, front_of
 
 _MAX_STATES = 256  # pairs of bytes and cost that the dynamic program follows

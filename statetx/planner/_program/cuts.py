@@ -1,6 +1,6 @@
 """Cuts of a program: the intervals of its equations that may become regions.
 
-They are a union, from which the dynamic program of `lattice` takes a path from the first equation to the last:
+They are a union, from which the dynamic program of `_search.lattice` takes a path from the first equation to the last:
 
 - the functions that the user rematerialized,
 - stretches between cuts that few bytes cross, and up to four neighboring ones merged,
@@ -26,9 +26,8 @@ import numpy as np
 from ..._equations.primitives import REMAT, flops, row_of
 from ..._jax import Jaxpr
 from ..._lift.context import device_bytes
-from .._program.flat import Flat, is_linear, last_reads
-from .._treatments.treatment import Interval
 from .._tuned import TUNED
+from .flat import Flat, Interval, is_linear, last_reads
 
 _MAX_EQUATIONS = 5 * TUNED.long_equations // 16  # of a merged region: its integer programs take more than linear time
 
