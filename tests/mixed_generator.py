@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import mixed_syntax
 from mixed_statements import NOWHERE, Maps, Scope, Statements, View
@@ -113,12 +114,26 @@ class Generator(Statements):
             scope = scope.with_name(name, shape, scope.maps)
         return [call], scope
 
-    def simple(self, scope: Scope, kind: str, template: str, inner: Scope, result: Shape | None = None) -> Call:
+    def closure(self, *args: Any) -> Fun:
+        """A function of arrays alone, see `fun`."""
+        fun = self.fun(*args)
+        fun.style = "closure"
+        return fun
+
+    def simple(
+        self,
+        scope: Scope,
+        kind: str,
+        template: str,
+        inner: Scope,
+        result: Shape | None = None,
+        takes_model: bool = True,
+    ) -> Call:
         """A transform of a function of one argument, whose call is one."""
         shape = self.shape()
         out = shape if result is None else result
         name = self.fresh("v")
-        fun = self.fun(inner, [(shape, scope.maps)], [out])
+        fun = (self.fun if takes_model else self.closure)(inner, [(shape, scope.maps)], [out])
         return Call(kind, f"{name} = {template}", [fun], [self.expr(scope, shape, depth=1)], [(name, out)])
 
     def call_plain(self, scope: Scope) -> Call:
@@ -186,11 +201,10 @@ class Generator(Statements):
         )
 
     def call_vjp(self, scope: Scope) -> Call:
-        call = self.simple(scope, "vjp", "", scope.differentiated(reverse=scope.reverse + 1))
+        call = self.simple(scope, "vjp", "", scope.differentiated(reverse=scope.reverse + 1), takes_model=False)
         ((name, _),), pull = call.names, self.fresh("p")
         call.cells = self.targets(scope)
         wrt = f", wrt=[{', '.join(f'{{c{i}}}' for i in range(len(call.cells)))}]" if call.cells else ""
-        call.funs[0].style = "closure"
         call.template = f"{name}, {pull} = vjp({{f}}, {{0}}{wrt})"
         of = self.fresh("v")
         call.after = [f"{of} = total({pull}(jnp.cos({name})))"]
@@ -198,17 +212,15 @@ class Generator(Statements):
         return call
 
     def call_jvp(self, scope: Scope) -> Call:
-        call = self.simple(scope, "jvp", "", scope.differentiated())
+        call = self.simple(scope, "jvp", "", scope.differentiated(), takes_model=False)
         ((name, shape),), tangent = call.names, self.fresh("v")
-        call.funs[0].style = "closure"
         call.template = f"{name}, {tangent} = jvp({{f}}, ({{0}},), (jnp.cos({{0}}),))"
         call.names.append((tangent, shape))
         return call
 
     def call_linearize(self, scope: Scope) -> Call:
-        call = self.simple(scope, "linearize", "", scope.differentiated(reverse=scope.reverse + 1))
+        call = self.simple(scope, "linearize", "", scope.differentiated(reverse=scope.reverse + 1), takes_model=False)
         ((name, shape),), push, tangent = call.names, self.fresh("p"), self.fresh("v")
-        call.funs[0].style = "closure"
         call.template = f"{name}, {push} = linearize({{f}}, {{0}})"
         call.after = [f"{tangent} = {push}(jnp.cos({{0}}))"]
         call.names.append((tangent, shape))
@@ -216,9 +228,9 @@ class Generator(Statements):
 
     def call_jacobian(self, scope: Scope) -> Call:
         which = self.pick(("jacfwd", "jacrev"))
-        call = self.simple(scope, "jacobian", "", scope.differentiated(reverse=scope.reverse + (which == "jacrev")))
+        inner = scope.differentiated(reverse=scope.reverse + (which == "jacrev"))
+        call = self.simple(scope, "jacobian", "", inner, takes_model=False)
         (name, _) = call.names.pop()
-        call.funs[0].style = "closure"
         call.cells = self.targets(scope)[:1]
         wrt = ", wrt={c0}, argnums=0" if call.cells else ""
         call.template = f"{name} = total({which}({{f}}{wrt})({{0}}))"
@@ -226,8 +238,7 @@ class Generator(Statements):
         return call
 
     def call_hessian(self, scope: Scope) -> Call:
-        call = self.simple(scope, "hessian", "", scope.differentiated(reverse=scope.reverse + 1), ())
-        call.funs[0].style = "closure"
+        call = self.simple(scope, "hessian", "", scope.differentiated(reverse=scope.reverse + 1), (), False)
         call.template = f"{call.names[0][0]} = total(hessian({{f}})({{0}}))"
         return call
 
@@ -257,9 +268,8 @@ class Generator(Statements):
             shape = self.shape()
             inner = scope.differentiated(reverse=scope.reverse + 1, once=False, inspected=True)
             fun = self.fun(inner, [(shape, scope.maps)], [self.shape()])
-            return [
-                Call("inspect", self.looking(fun), [fun], [self.expr(scope, shape, depth=1)], [], depth=scope.depth)
-            ]
+            line, parts = self.looking(fun), [self.expr(scope, shape, depth=1)]
+            return [Call("inspect", line, [fun], parts, [], depth=scope.depth)]
 
     def looking(self, fun: Fun) -> str:
         """A line that inspects a function."""
@@ -296,8 +306,7 @@ class Generator(Statements):
     def call_stored(self, scope: Scope) -> Call:
         """The derivative of a rematerialized function that stores bits."""
         shape, name, mask = self.shape(), self.fresh("v"), self.mask(scope)
-        fun = self.fun(scope.differentiated(reverse=scope.reverse + 1), [(shape, scope.maps)], [shape])
-        fun.style = "closure"
+        fun = self.closure(scope.differentiated(reverse=scope.reverse + 1), [(shape, scope.maps)], [shape])
         policy = self.pick(BITS)
         run = self.pick(
             (
@@ -313,8 +322,7 @@ class Generator(Statements):
         """The derivative of a loop whose slots have room for what steps keep, with spikes in the carry or without."""
         shape, name = self.shape(), self.fresh("v")
         inner = scope.differentiated(once=False, typed=True, reverse=scope.reverse + 1)
-        fun = self.fun(inner, [((), NOWHERE), (shape, scope.maps)], [shape], 2)
-        fun.style = "closure"
+        fun = self.closure(inner, [((), NOWHERE), (shape, scope.maps)], [shape], 2)
         length = SIZE if scope.typed else self.pick((4, 6, 8))
         policy = f", policy={self.pick(BITS)}" if self.chance(0.5) else ""
         step, init = "jnp.sin(c + {f}(0.1 * i, c))", "x"  # the sine has a residual
@@ -365,26 +373,18 @@ class Generator(Statements):
         rules: dict[str, str] = {}
         views, cells = self.sliced(scope, rules, None, 0.25)
         inner = scope.inside(views=views, once=False, typed=True)
-        fun = self.fun(inner, [(carry, scope.maps), (x, scope.maps)], [carry, y], 2)
-        fun.style = "closure"
+        fun = self.closure(inner, [(carry, scope.maps), (x, scope.maps)], [carry, y], 2)
         schedule = self.schedule(scope)
         options = ", reverse=True" if self.chance(0.3) else ""
         options += ", unroll=2" if not schedule and self.chance(0.15) else ""
         names = [(self.fresh("v"), carry), (self.fresh("v"), (SIZE, *y))]
         template = f"{names[0][0]}, {names[1][0]} = scan({{f}}, {{0}}, {{1}}{options}{self.rules(rules)}{schedule})"
-        return Call(
-            "scan",
-            template,
-            [fun],
-            [self.expr(scope, carry, depth=1), self.expr(scope, (SIZE, *x), depth=1)],
-            names,
-            cells,
-        )
+        parts = [self.expr(scope, carry, depth=1), self.expr(scope, (SIZE, *x), depth=1)]
+        return Call("scan", template, [fun], parts, names, cells)
 
     def call_fori(self, scope: Scope) -> Call:
         shape, name = self.shape(), self.fresh("v")
-        fun = self.fun(scope.inside(once=False, typed=True), [((), NOWHERE), (shape, scope.maps)], [shape], 2)
-        fun.style = "closure"
+        fun = self.closure(scope.inside(once=False, typed=True), [((), NOWHERE), (shape, scope.maps)], [shape], 2)
         template = f"{name} = fori_loop(0, 3, lambda i, c: {{f}}(0.1 * i, c), {{0}}{self.schedule(scope)})"
         return Call("fori", template, [fun], [self.expr(scope, shape, depth=1)], [(name, shape)])
 
@@ -392,10 +392,8 @@ class Generator(Statements):
         if scope.reverse > 1:
             return self.call_plain(scope)
         shape, name = self.shape(), self.fresh("v")
-        fun = self.fun(
-            scope.inside(once=False, typed=True, reverse=scope.reverse + 1), [(shape, scope.maps)], [shape], 2
-        )
-        fun.style = "closure"
+        inner = scope.inside(once=False, typed=True, reverse=scope.reverse + 1)
+        fun = self.closure(inner, [(shape, scope.maps)], [shape], 2)
         checkpoint = f", checkpoint={self.pick(SLOTS)}" if scope.reverse or self.chance(0.3) else ""
         template = (
             f"{name}, _ = while_loop(lambda c: c[1] < 3, lambda c: ({{f}}(c[0]), c[1] + 1), ({{0}}, 0){checkpoint})"
@@ -406,23 +404,16 @@ class Generator(Statements):
         """A sum over the parts of a batch, with one in half precision beside it."""
         shape, name, out = self.pick(((), (SIZE,))), self.fresh("v"), self.pick(((), (), (SIZE,)))
         self.parts += 1
-        fun = self.fun(scope.inside(once=False, typed=True), [(shape, scope.maps)], [out], 2)
+        fun = self.closure(scope.inside(once=False, typed=True), [(shape, scope.maps)], [out], 2)
         self.parts -= 1
-        fun.style = "closure"
         template = f"{name} = {self.pick(('in_parts', 'in_chunks'))}({{f}}, {{0}})"
         return Call("parts", template, [fun], [self.expr(scope, (SIZE, *shape), depth=1)], [(name, out)])
 
     def call_map(self, scope: Scope) -> Call:
         shape, name, out = self.pick(((), (SIZE,))), self.fresh("v"), self.pick(((), (SIZE,)))
-        fun = self.fun(scope.inside(once=False, typed=True), [(shape, scope.maps)], [out], 2)
-        fun.style = "closure"
-        return Call(
-            "map",
-            f"{name} = map({{f}}, {{0}})",
-            [fun],
-            [self.expr(scope, (SIZE, *shape), depth=1)],
-            [(name, (SIZE, *out))],
-        )
+        fun = self.closure(scope.inside(once=False, typed=True), [(shape, scope.maps)], [out], 2)
+        parts = [self.expr(scope, (SIZE, *shape), depth=1)]
+        return Call("map", f"{name} = map({{f}}, {{0}})", [fun], parts, [(name, (SIZE, *out))])
 
     def call_vmap(self, scope: Scope) -> Call:
         self.num_names += 1
@@ -441,18 +432,11 @@ class Generator(Statements):
             params.append(((SIZE,), scope.maps))
             parts.append(self.expr(scope, (SIZE,), depth=1))
             axes = ", in_axes=(0, None)"
-        fun = self.fun(inner, params, [out])
-        fun.style = "closure"
+        fun = self.closure(inner, params, [out])
         name = self.fresh("v")
         takes = ", ".join(f"{{{i}}}" for i in range(len(parts)))
-        return Call(
-            "vmap",
-            f"{name} = vmap({{f}}{axes}{self.rules(rules)})({takes})",
-            [fun],
-            parts,
-            [(name, (SIZE, *out))],
-            cells,
-        )
+        template = f"{name} = vmap({{f}}{axes}{self.rules(rules)})({takes})"
+        return Call("vmap", template, [fun], parts, [(name, (SIZE, *out))], cells)
 
     def predicate(self, scope: Scope) -> tuple[Expr, Maps]:
         flags = [v for v in scope.views if v.cell.sort == "flag"]
@@ -470,9 +454,7 @@ class Generator(Statements):
         inner = scope.inside(once=False, typed=True, varying=scope.varying | maps)
         if kind == "bs_cond":
             inner = foreign(inner)
-        funs = [self.fun(inner, [(shape, scope.maps)], [out], 2) for _ in range(num)]
-        for f in funs:
-            f.style = "closure"
+        funs = [self.closure(inner, [(shape, scope.maps)], [out], 2) for _ in range(num)]
         return Call(kind, f"{name} = {template}", funs, [pred, self.expr(scope, shape, depth=1)], [(name, out)])
 
     def call_switch(self, scope: Scope) -> Call:
@@ -482,38 +464,26 @@ class Generator(Statements):
         if scope.sharded:  # JAX refuses a mesh whose axes are manual already
             return self.call_jit(scope)
         options = self.pick(("", ", check_vma=False"))
-        call = self.simple(
-            scope,
-            "shard_map",
-            f"shard_map({{f}}, mesh=mesh, in_specs=P(), out_specs=P(){options})({{0}})",
-            scope.inside(sharded=True),
-        )
-        call.funs[0].style = "closure"
-        return call
+        template = f"shard_map({{f}}, mesh=mesh, in_specs=P(), out_specs=P(){options})({{0}})"
+        return self.simple(scope, "shard_map", template, scope.inside(sharded=True), takes_model=False)
 
     def call_pure(self, scope: Scope) -> Call:
-        call = self.simple(scope, "pure", "run_pure({f}, {0})", foreign(scope.inside()))
-        call.funs[0].style, call.funs[0].runs = "closure", 3
+        call = self.simple(scope, "pure", "run_pure({f}, {0})", foreign(scope.inside()), takes_model=False)
+        call.funs[0].runs = 3
         return call
 
     # -- brainstate's own transforms around --
 
     def call_bs_jit(self, scope: Scope) -> Call:
-        call = self.simple(scope, "bs_jit", "bs_jit({f})({0})", foreign(scope.inside()))
-        call.funs[0].style, call.funs[0].runs = "closure", 3
+        call = self.simple(scope, "bs_jit", "bs_jit({f})({0})", foreign(scope.inside()), takes_model=False)
+        call.funs[0].runs = 3
         return call
 
     def call_bs_for_loop(self, scope: Scope) -> Call:
         shape, name, out = self.pick(((), (SIZE,))), self.fresh("v"), self.pick(((), (SIZE,)))
-        fun = self.fun(foreign(scope.inside(once=False, typed=True)), [(shape, scope.maps)], [out], 3)
-        fun.style = "closure"
-        return Call(
-            "bs_for_loop",
-            f"{name} = bs_for_loop({{f}}, {{0}})",
-            [fun],
-            [self.expr(scope, (SIZE, *shape), depth=1)],
-            [(name, (SIZE, *out))],
-        )
+        fun = self.closure(foreign(scope.inside(once=False, typed=True)), [(shape, scope.maps)], [out], 3)
+        parts = [self.expr(scope, (SIZE, *shape), depth=1)]
+        return Call("bs_for_loop", f"{name} = bs_for_loop({{f}}, {{0}})", [fun], parts, [(name, (SIZE, *out))])
 
     def call_bs_cond(self, scope: Scope) -> Call:
         return self.call_cond(scope, "bs_cond({0}, {f}, {g}, {1})", "bs_cond")
