@@ -3,6 +3,7 @@
 import contextlib
 
 import jax
+import jax.extend.core as jex_core
 import pytest
 
 REMAT3 = getattr(jax.config, "jax_remat3", False)  # not every JAX has it
@@ -40,6 +41,14 @@ def compilations():
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of jaxprs inside too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def in_turn(cases, num=2):

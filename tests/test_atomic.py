@@ -6,29 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from cells import KINDS
 
 import statetx
 from helpers import transforms_of_brainstate
-
-KINDS = {
-    "State": lambda x: statetx.State(x),
-    "brainstate": lambda x: brainstate.ShortTermState(x),
-    "nnx": lambda x: NnxVariable(x),
-    "Ref": lambda x: RefCell(x),
-}
-
-
-class NnxVariable(nnx.Variable):
-    value = property(nnx.Variable.get_value, nnx.Variable.set_value)
-
-
-class RefCell:
-    def __init__(self, value):
-        self.ref = jax.new_ref(value)
-
-    value = property(lambda self: self.ref[...], lambda self, value: self.ref.__setitem__(..., value))
-
 
 HOW_CALLED = {
     "eager": lambda f: f,

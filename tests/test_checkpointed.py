@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import in_turn
-from statetx import _jax, policies
+from helpers import equations, in_turn
+from statetx import policies
 from statetx._loops import checkpointed, online, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
 
@@ -946,8 +946,7 @@ def test_offloaded_carries_with_keys(wrap):
 
 
 def num_tanh(jaxpr):
-    inside = sum(num_tanh(sub) for eqn in jaxpr.eqns for sub in _jax.inner_jaxprs(eqn))
-    return inside + sum(eqn.primitive.name == "tanh" for eqn in jaxpr.eqns)
+    return sum(eqn.primitive.name == "tanh" for eqn in equations(jaxpr))
 
 
 def test_offload_without_host_memory_raises(monkeypatch):

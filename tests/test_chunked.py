@@ -94,28 +94,6 @@ def test_a_value_for_each_token():
     near(both(ours, *tokens, EMBEDDING), both(lambda *a: jnp.sum(entropies(*a) ** 2), *tokens, EMBEDDING))
 
 
-def test_other_modes_orders_and_transforms():
-    def ours(e):
-        return statetx.chunked(mean, axis=(1, 1, None), size=9)(HIDDEN, LABELS, e)
-
-    def whole(e):
-        return mean(HIDDEN, LABELS, e)
-
-    near(jax.jvp(ours, (EMBEDDING,), (EMBEDDING,)), jax.jvp(whole, (EMBEDDING,), (EMBEDDING,)), 1e-4)
-
-    def along(f):
-        return jax.grad(lambda e: jnp.vdot(jax.grad(f)(e), EMBEDDING))(EMBEDDING)
-
-    near(along(ours), along(whole), 1e-4)
-    near(jax.jit(jax.grad(ours))(EMBEDDING), jax.grad(whole)(EMBEDDING))
-    near(jax.grad(statetx.remat(ours))(EMBEDDING), jax.grad(whole)(EMBEDDING))
-
-    def each(f):
-        return jax.vmap(jax.grad(f), (0, 0))(HIDDEN, LABELS)
-
-    near(each(statetx.chunked(mean, size=9)), each(mean))
-
-
 def test_flags_lists_and_negative_axes():
     def loss(batch, scale, training):
         assert training is True and scale == 2.0
@@ -128,48 +106,6 @@ def test_flags_lists_and_negative_axes():
         return jnp.mean(x**2)
 
     near(statetx.chunked(per_example, -1, 7)(HIDDEN), per_example(HIDDEN))
-
-
-# -- states --------------------------------------------------------------------------------------------------------
-
-
-def test_states_are_carried_from_chunk_to_chunk():
-    embedding, seen, log = statetx.Param(EMBEDDING), statetx.State(0), statetx.State(jnp.zeros(()))
-
-    def loss(hidden, labels):
-        seen.value += hidden.shape[1]
-        log.value = 0.5 * log.value + jnp.sum(hidden)
-        return mean(hidden, labels, embedding.value)
-
-    value, grad = statetx.value_and_grad(statetx.chunked(loss, 1, 20), wrt=embedding)(HIDDEN, LABELS)
-    near((value, grad), jax.value_and_grad(lambda e: mean(HIDDEN, LABELS, e))(EMBEDDING))
-    assert seen.value == 50
-    expected = 0.0
-    for chunk in (HIDDEN[:, :17], HIDDEN[:, 17:34], HIDDEN[:, 34:]):
-        expected = 0.5 * expected + jnp.sum(chunk)
-    near(log.value, expected)
-
-
-def test_random_states_draw_for_each_chunk():
-    rng = statetx.RngState(0)
-    draws = statetx.chunked(lambda x: jax.random.normal(rng.next(), (1,)), size=5, reduce="concat")(jnp.zeros(15))
-    expected = statetx.RngState(0)
-    near(draws, jnp.stack([jax.random.normal(expected.next(), ()) for _ in range(3)]))
-    assert np.array_equal(jax.random.key_data(rng.value), jax.random.key_data(expected.value))
-
-
-def test_a_failing_chunk_leaves_the_states():
-    seen = statetx.State(0)
-
-    def loss(x):
-        seen.value += 1
-        if x.shape[0] == 4:  # the second, shorter chunk
-            raise RuntimeError("no")
-        return jnp.sum(x)
-
-    with pytest.raises(RuntimeError, match="no"):
-        statetx.chunked(loss, size=5)(jnp.zeros(9))
-    assert seen.value == 0
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

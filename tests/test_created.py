@@ -13,15 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from cells import Variable, in_thread
 
 import statetx
 from helpers import compilations
-
-
-class Variable(nnx.Variable):
-    value = property(nnx.Variable.get_value, nnx.Variable.set_value)
-
 
 KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState, "nnx": Variable}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -435,7 +430,7 @@ def test_deleted_models_are_freed():
 
 @each_kind
 def test_alternating_threads_share_one_program(kind):
-    box, runs, lock, errors = Box(), [], threading.Lock(), []
+    box, runs, lock = Box(), [], threading.Lock()
 
     def step(x):
         box.h = kind(2 * x)
@@ -445,19 +440,12 @@ def test_alternating_threads_share_one_program(kind):
     f = statetx.jit(step)
 
     def work(start):
-        try:
-            for x in range(start, start + 20):
-                with lock:
-                    assert float(f(float(x))) == 2 * x and float(box.h.value) == 2 * x
-        except BaseException as e:
-            errors.append(e)
+        for x in range(start, start + 20):
+            with lock:
+                assert float(f(float(x))) == 2 * x and float(box.h.value) == 2 * x
 
-    threads = [threading.Thread(target=work, args=(start,)) for start in (0, 100)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not errors and len(runs) == 2
+    in_thread(lambda: work(0), lambda: work(100))
+    assert len(runs) == 2
 
 
 # -- inspected and compiled ahead of time ----------------------------------------------------------------------

@@ -7,14 +7,13 @@ own choice, and looks at the states each time. What happens inside a function wr
 import contextlib
 import os
 import sys
-import threading
 
 import brainstate
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from cells import KINDS, Ref, Variable, in_thread
 
 import statetx
 from statetx import _frames, _states
@@ -26,20 +25,6 @@ from statetx.kinds.brainstate import observe
 PACKAGE, JAX = os.path.dirname(statetx.__file__), os.path.dirname(jax.__file__)
 
 
-class Variable(nnx.Variable):
-    value = property(nnx.Variable.get_value, nnx.Variable.set_value)
-
-
-class Ref:
-    """A `jax.Ref` with the interface of a state."""
-
-    def __init__(self, value):
-        self.ref = jax.new_ref(value)
-
-    value = property(lambda self: self.ref[...], lambda self, value: self.ref.__setitem__(..., value))
-
-
-KINDS = {"State": statetx.State, "brainstate": brainstate.ShortTermState, "nnx": Variable, "Ref": Ref}
 MIXED = (*KINDS.values(),)
 
 
@@ -180,9 +165,7 @@ def check_locks_are_free(call, where):
                 lock.release()
 
     free = []
-    thread = threading.Thread(target=look)  # the locks are reentrant: this thread would get them in any case
-    thread.start()
-    thread.join()
+    in_thread(look)  # the locks are reentrant: this thread would get them in any case
     assert all(free), f"a lock is held {where}"
 
 

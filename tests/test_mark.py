@@ -6,7 +6,6 @@ import warnings
 
 import jax
 import jax.ad_checkpoint
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from helpers import REMAT3, in_turn
-from statetx import _jax, policies
+from helpers import REMAT3, equations, in_turn
+from statetx import policies
 
 JAX = jax.checkpoint_policies
 # The product is the one large value that the backward pass reads: its power is computed from it.
@@ -140,13 +139,6 @@ def theirs(nesting, policy, w):
 def saved_types(fun, *args):
     rows = statetx.saved_residuals(fun, *args)
     return sorted((row.type, row.times) for row in rows if row.origin == "intermediate")
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex_core.jaxprs_in_params(eqn.params):
-            yield from equations(_jax.open_jaxpr(inner)[0])
 
 
 def num_products(gradient, *args):

@@ -507,45 +507,7 @@ def test_brainstate_model_with_hidden_states():
     )
 
 
-def test_optax_step_with_donation():
-    optimizer = optax.adam(1e-2)
-
-    def step_of(value_and_grad):
-        def step(params, opt_state, x, y):
-            loss, grads = value_and_grad(params, x, y)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, loss
-
-        return jax.jit(step)
-
-    full = jax.value_and_grad(mean_loss)
-    a = step_of(full)(PARAMS, optimizer.init(PARAMS), X, Y)
-    b = step_of(statetx.microbatch(full, 4, argnums=(1, 2)))(PARAMS, optimizer.init(PARAMS), X, Y)
-    assert_close(b, a, rtol=1e-4, atol=1e-5)
-
-
 # -- nesting ---------------------------------------------------------------------------------------------------------
-
-
-def test_inside_scan_remat_and_jit():
-    """Several steps of a training loop, in one program; blocks are rematerialized."""
-    a, b = Norm(), Norm()
-    a.loss_of, b.loss_of = a.loss, statetx.remat(b.loss)
-
-    def train(model, gradients, steps=3):
-        def step(_, __):
-            _, g = gradients(X)
-            model.w.value = model.w.value - 0.01 * g
-            return None, model.w.value
-
-        return step
-
-    in_python = lambda x: python_loop(a, 4, x)
-    for _ in range(3):
-        train(a, in_python)(None, None)
-    in_parts = statetx.microbatch(statetx.value_and_grad(b.loss_of, wrt=b.w), 4)
-    statetx.jit(lambda: statetx.scan(train(b, in_parts), None, length=3))()
-    assert_close(state_values(b), state_values(a), rtol=1e-4, atol=1e-5)
 
 
 def test_remat_inside_a_part_lowers_its_memory():
@@ -674,18 +636,6 @@ def test_callbacks_fire_once_a_part():
     jax.jit(statetx.microbatch(jax.value_and_grad(effectful), 5, argnums=1))(1.0, jnp.arange(10.0))
     jax.effects_barrier()
     assert sorted(seen) == [0, 2, 4, 6, 8]
-
-
-def test_a_ref_is_carried():
-    ref = jax.new_ref(jnp.zeros(()))
-
-    def loss(params, x, y):
-        ref[...] = ref[...] + x.shape[0]
-        return mean_loss(params, x, y)
-
-    f = statetx.value_and_grad(statetx.microbatch(loss, 4, argnums=(1, 2)))
-    assert_close(f(PARAMS, X, Y), jax.value_and_grad(mean_loss)(PARAMS, X, Y))
-    assert float(ref[...]) == 10
 
 
 def test_as_a_method_and_other_precisions():

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
+from helpers import equations
 from statetx import _jax
 from statetx._equations.compiled import memory_analysis_options
 from statetx.planner._search.layout import Waits
@@ -18,16 +19,9 @@ from statetx.planner._search.layout import Waits
 ROWS = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
 
 
-def primitives(jaxpr):
-    return [
-        name
-        for eqn in jaxpr.eqns
-        for name in (eqn.primitive.name, *(n for j in _jax.inner_jaxprs(eqn) for n in primitives(j)))
-    ]
-
-
 def num_holds(fun, *args):
-    return primitives(jax.make_jaxpr(fun)(*args).jaxpr).count("statetx_hold")
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    return sum(eqn.primitive.name == "statetx_hold" for eqn in equations(jaxpr))
 
 
 def assert_same(found, expected, rtol=1e-5):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import REMAT3
+from helpers import REMAT3, equations
 from statetx import _jax, policies
 from statetx._remat import decide
 from statetx._remat.atoms import Everything
@@ -211,13 +211,6 @@ ALL = [
     ~policies.dots,
     policies.offload("out"),
 ]
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex_core.jaxprs_in_params(eqn.params):
-            yield from equations(_jax.open_jaxpr(inner)[0])
 
 
 # The others take their time, behind the marker.

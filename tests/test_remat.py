@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import statetx
+from helpers import equations
 
 X = jnp.array([0.3, -0.7, 1.1])
 
@@ -62,17 +63,8 @@ class Cell:
 
 def prevent_cse_of(f, *args):
     """The setting on every remat equation of a trace, loops included."""
-    found = []
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in ("remat2", "checkpoint"):
-                found.append(eqn.params["prevent_cse"])
-            for sub in jax.extend.core.jaxprs_in_params(eqn.params):
-                visit(sub)
-
-    visit(jax.make_jaxpr(f)(*args).jaxpr)
-    return found
+    remats = [e for e in equations(jax.make_jaxpr(f)(*args).jaxpr) if e.primitive.name in ("remat2", "checkpoint")]
+    return [eqn.params["prevent_cse"] for eqn in remats]
 
 
 def num_remats(f, *args):

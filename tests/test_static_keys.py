@@ -4,7 +4,6 @@ import array
 import collections
 import dataclasses
 import gc
-import threading
 import types
 import weakref
 
@@ -12,6 +11,7 @@ import brainstate
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells import in_thread
 from flax import nnx
 
 import statetx
@@ -153,22 +153,14 @@ def test_old_programs_are_evicted(monkeypatch):
 
 def test_models_are_freed_in_any_thread():
     f = statetx.jit(lambda model, x: model.w.value * x)
-    errors = []
 
     def work(start):
-        try:
-            for i in range(start, start + 4):
-                assert float(f(Plain(i), X)[0]) == i
-        except BaseException as e:
-            errors.append(e)
+        for i in range(start, start + 4):
+            assert float(f(Plain(i), X)[0]) == i
 
-    threads = [threading.Thread(target=work, args=(10 * n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_thread(*[lambda n=n: work(10 * n) for n in range(3)])
     gc.collect()
-    assert not errors and len(f.cache.programs) == 0
+    assert len(f.cache.programs) == 0
 
 
 @dataclasses.dataclass

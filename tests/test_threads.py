@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells import Variable, in_thread
 from flax import nnx
 
 import statetx
@@ -23,11 +24,6 @@ from helpers import Counted
 from statetx import _frames, _jax, _states
 from statetx.kinds import nnx as nnx_kind
 from statetx.kinds.brainstate import observe
-
-
-class Variable(nnx.Variable):
-    value = property(nnx.Variable.get_value, nnx.Variable.set_value)
-
 
 KINDS = {
     "statetx.State": statetx.State,
@@ -54,26 +50,6 @@ def switching_often():
         yield
     finally:
         sys.setswitchinterval(interval)
-
-
-def in_thread(*functions):
-    """Run each function in its own thread; re-raise an exception of one of them."""
-    errors = []
-
-    def run(fun):
-        try:
-            fun()
-        except BaseException as e:
-            errors.append(e)
-
-    threads = [threading.Thread(target=run, args=(f,)) for f in functions]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(120)
-        assert not t.is_alive()
-    if errors:
-        raise errors[0]
 
 
 def is_concrete(x):
