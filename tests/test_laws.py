@@ -12,7 +12,9 @@ To see the suite fail: `test_the_suite_can_fail` breaks one feature after anothe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -508,103 +510,65 @@ FLAG = {"gain": 2.0}
 GAIN = 2.0
 
 
+@dataclasses.dataclass
 class Flip:
-    """A function of ``x`` that is pure but for something that `flip` changes."""
+    """A function that is pure but for something that a flip changes.
 
-    x: Any = np.array([0.3, -0.7, 1.1], np.float32)
-    is_global = False  # whether `flip` changes a value that every instance reads
+    Attributes:
+        make: gives a new pair of the function and its flip.
+        is_global: whether the flip changes a value that every pair reads.
+    """
 
-    def f(self, x):
-        raise NotImplementedError
-
-    def flip(self):
-        raise NotImplementedError
-
-
-class FlipAttribute(Flip):
-    gain = 2.0
-
-    def f(self, x):
-        return jnp.sin(x) * self.gain
-
-    def flip(self):
-        self.gain = 3.0
+    name: str
+    make: Callable[[], tuple[Callable, Callable]]
+    x: Any = dataclasses.field(default_factory=lambda: np.array(X, np.float32))
+    is_global: bool = False
 
 
-class FlipBranch(FlipAttribute):
-    def f(self, x):
-        return jnp.sin(x) if self.gain == 2.0 else jnp.cos(x)
+def attribute(f):
+    box = types.SimpleNamespace(gain=2.0)
+    return lambda x: f(x, box.gain), lambda: setattr(box, "gain", 3.0)
 
 
-class FlipModuleVariable(Flip):
-    is_global = True
-
-    def f(self, x):
-        return x**2 * GAIN
-
-    def flip(self):
+def module_variable():
+    def flip():
         global GAIN
         GAIN = 5.0 - GAIN
 
-
-class FlipClosure(Flip):
-    def __init__(self):
-        gain = 2.0
-
-        def f(x):
-            return jnp.sin(gain * x)
-
-        def flip():
-            nonlocal gain
-            gain = 3.0
-
-        self.f, self.flip = f, flip
+    return lambda x: x**2 * GAIN, flip
 
 
-class FlipGlobalDict(Flip):
-    is_global = True
+def closure():
+    gain = 2.0
 
-    def f(self, x):
-        return x**2 * FLAG["gain"]
+    def flip():
+        nonlocal gain
+        gain = 3.0
 
-    def flip(self):
-        FLAG["gain"] = 5.0 - FLAG["gain"]
-
-
-class FlipDefault(Flip):
-    def __init__(self):
-        def f(x, gain=2.0):
-            return x * x * gain
-
-        self.f = f
-
-    def flip(self):
-        self.f.__defaults__ = (3.0,)
+    return lambda x: jnp.sin(gain * x), flip
 
 
-class FlipConstant(Flip):
-    """Subclasses: a constant and the one it turns into."""
+def default():
+    def f(x, gain=2.0):
+        return x * x * gain
 
-    before: Any = 0.0
-    after: Any = -0.0
-
-    def __init__(self):
-        self.c = self.before
-
-    def f(self, x):
-        return x * self.c
-
-    def flip(self):
-        self.c = self.after
+    return f, lambda: setattr(f, "__defaults__", (3.0,))
 
 
-def constant_flip(name: str, before: Any, after: Any, f: Callable | None = None, **attributes: Any) -> type[Flip]:
-    if not hasattr(before, "dtype") and callable(before):  # a class would make methods of them
-        before, after = staticmethod(before), staticmethod(after)
-    body = {"before": before, "after": after, **attributes}
-    if f is not None:
-        body["f"] = lambda self, x: f(x, self.c)
-    return type(f"Flip{name}", (FlipConstant,), body)
+def constant_flip(name: str, before: Any, after: Any, f: Callable = lambda x, c: x * c, **options: Any) -> Flip:
+    def make():
+        box = types.SimpleNamespace(c=before)
+        return lambda x: f(x, box.c), lambda: setattr(box, "c", after)
+
+    return Flip(name, make, **options)
+
+
+def state_flip(name: str, before: Any, after: Any, f: Callable = lambda x, v: x * v, **options: Any) -> Flip:
+    def make():
+        state = statetx.State(before)
+        return lambda x: f(x, state.value), lambda: setattr(state, "value", after)
+
+    return Flip(name, make, **options)
 
 
 def with_rule(x, gain):
@@ -662,29 +626,15 @@ def _reads_global_vjp(x):
 _reads_global_vjp.defvjp(lambda x: (_reads_global_vjp(x), None), lambda _, ct: (_RULE["gain"] * ct,))
 
 
-class FlipGlobalOfRule(Flip):
+def flip_rule():
     """Only the derivative changes: the rule reads a global when it runs."""
-
-    is_global = True
-
-    def f(self, x):
-        return _reads_global(x)
-
-    def flip(self):
-        _RULE["gain"] = 5.0 - _RULE["gain"]
+    _RULE["gain"] = 5.0 - _RULE["gain"]
 
 
-class FlipGlobalOfVjpRule(FlipGlobalOfRule):
-    def f(self, x):
-        return _reads_global_vjp(x)
-
-
-class FlipGlobalOfNestedRule(FlipGlobalOfRule):
-    """The rule is inside a jitted function, a loop and a branch."""
-
-    def f(self, x):
-        y = jax.lax.cond(x[0] > 0, lambda x: jax.lax.map(_reads_global, x), lambda x: x, x)
-        return jax.jit(lambda x: _reads_global_vjp(x))(y)
+def nested_rules(x):
+    """Rules inside a jitted function, a loop and a branch."""
+    y = jax.lax.cond(x[0] > 0, lambda x: jax.lax.map(_reads_global, x), lambda x: x, x)
+    return jax.jit(lambda x: _reads_global_vjp(x))(y)
 
 
 def custom_gradient(x, gain):
@@ -744,164 +694,66 @@ def in_custom_jvp_body(x, gain):
     return g(x)
 
 
-def mutated_numpy(size: int, jitted: bool = False) -> type[Flip]:
-    class Mutated(Flip):
-        def __init__(self):
-            self.c = np.arange(3 * size, dtype=np.float32).reshape(3, size)
+def mutated_numpy(size: int, jitted: bool = False) -> Flip:
+    def make():
+        c = np.arange(3 * size, dtype=np.float32).reshape(3, size)
+        g = lambda x: x * c.sum(1) + c[:, 0]
+        h = lambda x: (x[:, None] * c).sum(1)
+        return lambda x: jax.jit(lambda x: h(x))(x) if jitted else g(x) + h(x), lambda: np.add(c, 1.0, out=c)
 
-        def f(self, x):
-            g = lambda x: x * self.c.sum(1) + self.c[:, 0]
-            h = lambda x: (x[:, None] * self.c).sum(1)
-            return jax.jit(h)(x) if jitted else g(x) + h(x)
-
-        def flip(self):
-            self.c += 1.0
-
-    Mutated.__name__ = f"FlipMutatedNumpy{size}{'Jit' * jitted}"
-    return Mutated
+    return Flip(f"MutatedNumpy{size}{'Jit' * jitted}", make)
 
 
-class FlipShapeOfState(Flip):
-    def __init__(self):
-        self.s = statetx.State(jnp.ones(3))
-
-    def f(self, x):
-        return x * self.s.value.sum()
-
-    def flip(self):
-        self.s.value = jnp.ones((2, 5))
+A, B = jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 5.0, 6.0])
 
 
-class FlipDtypeOfState(Flip):
-    x = np.array([0.3, -0.7, 1.1], jnp.bfloat16)
-
-    def __init__(self):
-        self.s = statetx.State(jnp.ones((), jnp.bfloat16))
-
-    def f(self, x):
-        return x * self.s.value
-
-    def flip(self):
-        self.s.value = jnp.ones((), jnp.float32)
+def which_state():
+    states, chosen = [statetx.State(A), statetx.State(B)], [0]
+    return lambda x: x**2 * states[chosen[0]].value, lambda: chosen.__setitem__(0, 1)
 
 
-class FlipWeakTypeOfState(FlipDtypeOfState):
-    def __init__(self):
-        self.s = statetx.State(jnp.asarray(1.0))
+def rebound():
+    box = types.SimpleNamespace(s=statetx.State(A))
+    return lambda x: x**2 * box.s.value, lambda: setattr(box, "s", statetx.State(B))
 
 
-class FlipPythonNumberOfState(Flip):
-    def __init__(self):
-        self.s = statetx.State(2)
-
-    def f(self, x):
-        return x**self.s.value
-
-    def flip(self):
-        self.s.value = 3
+def draw(x):
+    return x * jax.random.normal(jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32"), (3,))
 
 
-class FlipStringOfState(Flip):
-    def __init__(self):
-        self.s = statetx.State("sin")
-
-    def f(self, x):
-        return getattr(jnp, self.s.value)(x)
-
-    def flip(self):
-        self.s.value = "cos"
-
-
-class FlipKeysOfState(Flip):
-    def __init__(self):
-        self.s = statetx.State({"a": jnp.array([1.0, 2.0, 3.0]), "b": jnp.array([4.0, 5.0, 6.0])})
-
-    def f(self, x):
-        return x * self.s.value["a"] - x**2 * self.s.value["b"]
-
-    def flip(self):
-        d = self.s.value
-        self.s.value = {"b": d["a"], "a": d["b"]}
-
-
-class FlipWhichState(Flip):
-    def __init__(self):
-        self.s = [statetx.State(jnp.array([1.0, 2.0, 3.0])), statetx.State(jnp.array([4.0, 5.0, 6.0]))]
-        self.i = 0
-
-    def f(self, x):
-        return x**2 * self.s[self.i].value
-
-    def flip(self):
-        self.i = 1
-
-
-class FlipRebound(Flip):
-    def __init__(self):
-        self.s = statetx.State(jnp.array([1.0, 2.0, 3.0]))
-
-    def f(self, x):
-        return x**2 * self.s.value
-
-    def flip(self):
-        self.s = statetx.State(jnp.array([4.0, 5.0, 6.0]))
-
-
-class FlipX64(Flip):
-    is_global = True
-
-    def f(self, x):
-        return jnp.sum(x.astype(float) * jnp.arange(3))
-
-    def flip(self):
-        jax.config.update("jax_enable_x64", True)
-
-
-class FlipPrngImplementation(Flip):
-    is_global = True
-
-    def f(self, x):
-        return x * jax.random.normal(jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32"), (3,))
-
-    def flip(self):
-        jax.config.update("jax_threefry_partitionable", not jax.config.jax_threefry_partitionable)
-
-
-class FlipPromotion(Flip):
-    """Raises once promotion is strict, where it did not before."""
-
-    is_global = True
-
-    def f(self, x):
-        return x * jnp.ones(3, jnp.bfloat16)
-
-    def flip(self):
-        jax.config.update("jax_numpy_dtype_promotion", "strict")
+def setting_flip(name: str, setting: str, value: Callable[[Any], Any], f: Callable) -> Flip:
+    flip = lambda: jax.config.update(setting, value(getattr(jax.config, setting)))
+    return Flip(name, lambda: (f, flip), is_global=True)
 
 
 BF16 = np.array([0.3, -0.7, 1.1], jnp.bfloat16)
 
 FLIPS = [
-    FlipAttribute,
-    FlipBranch,
-    FlipModuleVariable,
-    FlipClosure,
-    FlipGlobalDict,
-    FlipDefault,
-    FlipGlobalOfRule,
-    FlipGlobalOfVjpRule,
-    FlipGlobalOfNestedRule,
-    FlipShapeOfState,
-    FlipDtypeOfState,
-    FlipWeakTypeOfState,
-    FlipPythonNumberOfState,
-    FlipStringOfState,
-    FlipKeysOfState,
-    FlipWhichState,
-    FlipRebound,
-    FlipX64,
-    FlipPrngImplementation,
-    FlipPromotion,
+    Flip("Attribute", lambda: attribute(lambda x, gain: jnp.sin(x) * gain)),
+    Flip("Branch", lambda: attribute(lambda x, gain: jnp.sin(x) if gain == 2.0 else jnp.cos(x))),
+    Flip("ModuleVariable", module_variable, is_global=True),
+    Flip("Closure", closure),
+    Flip(
+        "GlobalDict",
+        lambda: (lambda x: x**2 * FLAG["gain"], lambda: FLAG.update(gain=5.0 - FLAG["gain"])),
+        is_global=True,
+    ),
+    Flip("Default", default),
+    Flip("GlobalOfRule", lambda: (_reads_global, flip_rule), is_global=True),
+    Flip("GlobalOfVjpRule", lambda: (_reads_global_vjp, flip_rule), is_global=True),
+    Flip("GlobalOfNestedRule", lambda: (nested_rules, flip_rule), is_global=True),
+    state_flip("ShapeOfState", jnp.ones(3), jnp.ones((2, 5)), lambda x, v: x * v.sum()),
+    state_flip("DtypeOfState", jnp.ones((), jnp.bfloat16), jnp.ones((), jnp.float32), x=BF16),
+    state_flip("WeakTypeOfState", jnp.asarray(1.0), jnp.ones((), jnp.float32), x=BF16),
+    state_flip("PythonNumberOfState", 2, 3, lambda x, v: x**v),
+    state_flip("StringOfState", "sin", "cos", lambda x, v: getattr(jnp, v)(x)),
+    state_flip("KeysOfState", {"a": A, "b": B}, {"b": A, "a": B}, lambda x, v: x * v["a"] - x**2 * v["b"]),
+    Flip("WhichState", which_state),
+    Flip("Rebound", rebound),
+    setting_flip("X64", "jax_enable_x64", lambda _: True, lambda x: jnp.sum(x.astype(float) * jnp.arange(3))),
+    setting_flip("PrngImplementation", "jax_threefry_partitionable", lambda before: not before, draw),
+    # Raises once promotion is strict, where it did not before.
+    setting_flip("Promotion", "jax_numpy_dtype_promotion", lambda _: "strict", lambda x: x * jnp.ones(3, jnp.bfloat16)),
     mutated_numpy(1),
     mutated_numpy(2000),
     mutated_numpy(1, jitted=True),
@@ -979,22 +831,16 @@ def flip_grad(wrap):
     return run
 
 
-def flip_value_and_grad(f, x):
-    def loss(x):
-        leaves = [leaf for leaf in jax.tree.leaves(statetx.remat(f)(x)) if is_float(leaf)]
-        return sum((leaf.astype(jnp.float32) * (1 + i)).sum() for i, leaf in enumerate(leaves)), leaves
+def value_and_grad_of(wrap, value_and_grad):
+    def run(f, x):
+        def loss(x):
+            leaves = [leaf for leaf in jax.tree.leaves(wrap(f)(x)) if is_float(leaf)]
+            return sum((leaf.astype(jnp.float32) * (1 + i)).sum() for i, leaf in enumerate(leaves)), leaves
 
-    (_, leaves), grads = statetx.value_and_grad(loss, has_aux=True)(x)
-    return leaves, grads
+        (_, leaves), grads = value_and_grad(loss, has_aux=True)(x)
+        return leaves, grads
 
-
-def plain_value_and_grad(f, x):
-    def loss(x):
-        leaves = [leaf for leaf in jax.tree.leaves(f(x)) if is_float(leaf)]
-        return sum((leaf.astype(jnp.float32) * (1 + i)).sum() for i, leaf in enumerate(leaves)), leaves
-
-    (_, leaves), grads = jax.value_and_grad(loss, has_aux=True)(x)
-    return leaves, grads
+    return run
 
 
 def loop(wrap, scan):
@@ -1031,7 +877,10 @@ WAYS = {
     "vjp": (flip_grad(identity), plain_grad),
     "vjp(remat)": (flip_grad(statetx.remat), plain_grad),
     "jax.vjp(remat)": (lambda f, x: plain_grad(statetx.remat(f), x), plain_grad),
-    "value_and_grad(remat)": (flip_value_and_grad, plain_value_and_grad),
+    "value_and_grad(remat)": (
+        value_and_grad_of(statetx.remat, statetx.value_and_grad),
+        value_and_grad_of(identity, jax.value_and_grad),
+    ),
     "scan": (loop(identity, statetx.scan), loop(identity, jax.lax.scan)),
     "scan(remat)": (loop(statetx.remat, statetx.scan), loop(identity, jax.lax.scan)),
     "vjp(scan(remat))": (
@@ -1088,48 +937,48 @@ FAST_WAYS = ("vjp(remat)", "scan(remat)")
 
 
 @pytest.mark.parametrize(
-    "make, way",
+    "of, way",
     [
         # Every other flip with one of the fast ways in turn.
-        pytest.param(f, w, id=f"{f.__name__}-{w}", marks=[pytest.mark.slow] * (n % 2 or w != FAST_WAYS[n // 2 % 2]))
+        pytest.param(f, w, id=f"{f.name}-{w}", marks=[pytest.mark.slow] * (n % 2 or w != FAST_WAYS[n // 2 % 2]))
         for n, f in enumerate(FLIPS)
         for w in WAYS
     ],
 )
-def test_never_stale(make, way, settings):
+def test_never_stale(of, way, settings):
     run, reference = WAYS[way]
-    ours, theirs = make(), make()
-    x = jnp.asarray(make.x)
-    assert_flip_same(run(ours.f, x), reference(as_new(theirs), x))
-    ours.flip()
-    if not make.is_global:
-        theirs.flip()
+    (ours, flip), (theirs, flip_theirs) = of.make(), of.make()
+    x = jnp.asarray(of.x)
+    assert_flip_same(run(ours, x), reference(as_new(theirs), x))
+    flip()
+    if not of.is_global:
+        flip_theirs()
     expected = outcome_of(reference, as_new(theirs), x)
-    got = outcome_of(run, ours.f, x)
+    got = outcome_of(run, ours, x)
     if isinstance(expected, type):
         assert got is expected
     else:
         assert_flip_same(got, expected)
 
 
-def as_new(flip: Flip) -> Callable:
+def as_new(f: Callable) -> Callable:
     """The function as a new object, which no cache of JAX knows."""
-    return lambda x: flip.f(x)
+    return lambda x: f(x)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", FLIPS, ids=lambda f: f.__name__)
-def test_each_flip_changes_the_result(make, settings):
+@pytest.mark.parametrize("of", FLIPS, ids=lambda f: f.name)
+def test_each_flip_changes_the_result(of, settings):
     """Otherwise `test_never_stale` would pass for a flip without effect."""
-    flip = make()
-    x = jnp.asarray(make.x)
+    fun, flip = of.make()
+    x = jnp.asarray(of.x)
 
     def look(f, x):
         return f(x), plain_grad(f, x)
 
-    before = outcome_of(look, as_new(flip), x)
-    flip.flip()
-    after = outcome_of(look, as_new(flip), x)
+    before = outcome_of(look, as_new(fun), x)
+    flip()
+    after = outcome_of(look, as_new(fun), x)
     if isinstance(after, type):
         return
     with pytest.raises(AssertionError):
@@ -1229,12 +1078,12 @@ def _law(program: type[Program], nesting: Nesting) -> Callable:
     return lambda monkeypatch: check_law(program, nesting, tolerance=1e-4)
 
 
-def _stale(flip: type[Flip], way: str = "vjp(remat)") -> Callable:
+def _stale(flip: Flip, way: str = "vjp(remat)") -> Callable:
     return lambda monkeypatch: test_never_stale(flip, way, None)
 
 
-def _flip_named(name: str) -> type[Flip]:
-    return next(f for f in FLIPS if f.__name__ == f"Flip{name}")
+def _flip_named(name: str) -> Flip:
+    return next(f for f in FLIPS if f.name == name)
 
 
 def _publish_nothing(self, leaves, *, live=True):
