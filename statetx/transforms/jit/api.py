@@ -23,7 +23,6 @@ import jax
 from ... import _frames, _jax
 from ..._atomic import locked
 from ..._errors import StateAccessError
-from ..._frames import is_idle
 from ..._lift.options import transform
 from ..._lift.run import run_eagerly
 from ..._lift.wrapper import Wrapper, name_of
@@ -349,7 +348,7 @@ class Compiled(_Stage):
         return runner
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if not is_idle() or any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        if not _frames.is_idle() or any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves((args, kwargs))):
             raise StateAccessError(
                 f"{self._program.name} was compiled ahead of time, and cannot be differentiated, mapped or traced.\n"
                 f"Fix: call the jitted function itself."
