@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._lift.options import check_flags, check_whole, with_checked_options
+from .._lift.options import check_whole, with_checked_options
 from .._lift.rules import Rules
 from .._lift.wrapper import check_callable
 from .._loops.strategy import Strategy
@@ -67,7 +67,6 @@ def map(
     """
 
     check_callable("map", f, "a callable", "the function comes first: map(f, xs)")
-    check_flags("map", progress=progress)
     refuse_states(Rules("map", None, f, ()), xs, "scan(lambda carry, x: (carry, f(x)), None, xs, ")
 
     def loop(f: Callable, xs: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from .. import _frames, _jax, _states
 from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._frames import Effect
-from .._lift.options import broadcast_prefix, check_flags, keeps_type, transform
+from .._lift.options import broadcast_prefix, keeps_type, transform
 from .._lift.outcome import OutputGroups
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, name_of, place_of
@@ -93,7 +93,6 @@ class ShardMap(Wrapper, made_by=shard_map):
 
     def __init__(self, fun: Callable, **options: Any):
         super().__init__(fun, **options)
-        check_flags("shard_map", check_vma=self._options["check_vma"])
         self._in_specs, self._out_specs, states = (self._options[name] for name in ("in_specs", "out_specs", "states"))
         jax_options = {name: self._options[name] for name in ("mesh", "axis_names", "check_vma")}
         self._jax_options = {k: v for k, v in jax_options.items() if v is not None}
