@@ -32,7 +32,7 @@ def strong(x: float) -> jax.Array:
 
 
 class Program:
-    """Base of the corpus.
+    """Base of the corpus. A program has ``setup()``, which makes the states, ``body(x)`` and ``ref(values, x)``.
 
     Attributes:
         writes: whether a step writes states; those that do not also run under plain jax transforms.
@@ -58,16 +58,6 @@ class Program:
     def __init__(self) -> None:
         self.runs = 0
         self.setup()
-
-    def setup(self) -> None:
-        raise NotImplementedError
-
-    def body(self, x: jax.Array) -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def ref(v: dict[str, Any], x: jax.Array) -> tuple[Any, dict[str, Any]]:
-        raise NotImplementedError
 
     def step(self, x: jax.Array) -> Any:
         self.runs += 1

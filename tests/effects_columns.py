@@ -37,26 +37,17 @@ class Opaque:
 
 
 class Kind:
-    """How one library makes, reads and writes a state."""
+    """How one library reads and writes a state; a subclass has ``make(name, value)``, ``rng()`` and ``draw(rng)``."""
 
     name: str
     no_value: type[Exception] = statetx.StateAccessError
     """Raised where a state is read whose value ended with the call that made it."""
-
-    def make(self, name: str, value: Any) -> Any:
-        raise NotImplementedError
-
-    def rng(self) -> Any:
-        raise NotImplementedError
 
     def get(self, state: Any) -> Any:
         return state.value
 
     def set(self, state: Any, value: Any) -> None:
         state.value = value
-
-    def draw(self, rng: Any) -> jax.Array:
-        raise NotImplementedError
 
     def key_of(self, state: Any) -> Any:
         """The state itself, or the one that holds the key of a random stream."""

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from behaviors import split
 
 import statetx
 from corpus import Program
@@ -181,17 +182,6 @@ def pure_grad(r: Pure, wrt: tuple[str, ...]) -> Pure:
         return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}, new
 
     return gradients
-
-
-def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
-    leaves, treedef = jax.tree.flatten(tree)
-    mask = [is_array(leaf) for leaf in leaves]
-
-    def merge(arrays: list) -> Any:
-        array_iter = iter(arrays)
-        return treedef.unflatten([next(array_iter) if m else leaf for m, leaf in zip(mask, leaves, strict=True)])
-
-    return [leaf for leaf, m in zip(leaves, mask, strict=True) if m], merge
 
 
 def vjp(f: Stateful, program: Program) -> Stateful:

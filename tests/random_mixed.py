@@ -150,7 +150,7 @@ def in_chunks(fun: Callable, xs: Any) -> Any:
 
 
 class World:
-    """Names that a program uses, and how its states are looked at."""
+    """Names that a program uses, and how its states are looked at, with `names`, `read` and `is_state`."""
 
     def __init__(self) -> None:
         self.ticks: collections.Counter[str] = collections.Counter()
@@ -172,15 +172,6 @@ class World:
             "spike": spike,
             "tick": lambda name: self.ticks.update([name]),
         }
-
-    def names(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def read(self, state: Any) -> Any:
-        raise NotImplementedError
-
-    def is_state(self, x: Any) -> bool:
-        raise NotImplementedError
 
 
 class Plain(World):

@@ -13,6 +13,7 @@ from helpers import Counted, compilations
 from statetx import _frames
 from statetx.kinds.brainstate import observe
 
+T = brainstate.transform
 X = jax.random.normal(jax.random.key(1), (5, 4))
 
 
@@ -60,29 +61,23 @@ def statetx_grad(f, params):
 
 
 def brainstate_grad(f, params):
-    return lambda x: brainstate.transform.grad(f, params, return_value=True)(x)[::-1]
+    return lambda x: T.grad(f, params, return_value=True)(x)[::-1]
 
 
 def for_loop(f, init, xs):
-    return brainstate.transform.for_loop(lambda k: f(jnp.float32(0), k)[0], xs).sum(), None
+    return T.for_loop(lambda k: f(jnp.float32(0), k)[0], xs).sum(), None
 
 
 PROGRAMS = {
     "statetx.grad": lambda net, r: (statetx_grad, lambda x: net.loss(x, r)),
-    "statetx.jit(grad)": lambda net, r: (
-        lambda f, p: statetx.jit(statetx_grad(f, p)),
-        lambda x: net.loss(x, r),
-    ),
+    "statetx.jit(grad)": lambda net, r: (lambda f, p: statetx.jit(statetx_grad(f, p)), lambda x: net.loss(x, r)),
     "statetx.grad(scan)": lambda net, r: (statetx_grad, loop(net, r, statetx.scan)),
     "brainstate.grad": lambda net, r: (brainstate_grad, lambda x: net.loss(x, r)),
-    "brainstate.jit(grad)": lambda net, r: (
-        lambda f, p: brainstate.transform.jit(brainstate_grad(f, p)),
-        lambda x: net.loss(x, r),
-    ),
-    "brainstate.grad(scan)": lambda net, r: (brainstate_grad, loop(net, r, brainstate.transform.scan)),
+    "brainstate.jit(grad)": lambda net, r: (lambda f, p: T.jit(brainstate_grad(f, p)), lambda x: net.loss(x, r)),
+    "brainstate.grad(scan)": lambda net, r: (brainstate_grad, loop(net, r, T.scan)),
     "brainstate.grad(for_loop)": lambda net, r: (brainstate_grad, loop(net, r, for_loop)),
     "brainstate.jit(grad(statetx.scan))": lambda net, r: (
-        lambda f, p: brainstate.transform.jit(brainstate_grad(f, p)),
+        lambda f, p: T.jit(brainstate_grad(f, p)),
         loop(net, r, statetx.scan),
     ),
     "statetx.jit(brainstate.grad)": lambda net, r: (
@@ -207,7 +202,7 @@ def test_jit_compiles_once_and_reports_to_brainstate():
             f(X)
         assert body.runs == 1 and not compiled and int(net.calls.value) == 4
 
-        @brainstate.transform.jit
+        @T.jit
         def outer(x):
             return f(x)
 
@@ -278,23 +273,19 @@ class Mixed:
 
 
 BRAINSTATE = {
-    "jit": lambda m, f: brainstate.transform.jit(f),
-    "jit(jit)": lambda m, f: brainstate.transform.jit(lambda x: brainstate.transform.jit(f)(x)),
-    "scan": lambda m, f: lambda x: brainstate.transform.scan(lambda c, k: (c, f(x * k)), 0.0, jnp.ones(3))[1].sum(),
-    "for_loop": lambda m, f: lambda x: brainstate.transform.for_loop(lambda k: f(x * k), jnp.ones(3)).sum(),
-    "checkpointed_for_loop": lambda m, f: (
-        lambda x: brainstate.transform.checkpointed_for_loop(lambda k: f(x * k), jnp.ones(3)).sum()
-    ),
-    "cond": lambda m, f: lambda x: brainstate.transform.cond(jnp.asarray(True), f, lambda x: x * 0.0, x),
+    "jit": lambda m, f: T.jit(f),
+    "jit(jit)": lambda m, f: T.jit(lambda x: T.jit(f)(x)),
+    "scan": lambda m, f: lambda x: T.scan(lambda c, k: (c, f(x * k)), 0.0, jnp.ones(3))[1].sum(),
+    "for_loop": lambda m, f: lambda x: T.for_loop(lambda k: f(x * k), jnp.ones(3)).sum(),
+    "checkpointed_for_loop": lambda m, f: lambda x: T.checkpointed_for_loop(lambda k: f(x * k), jnp.ones(3)).sum(),
+    "cond": lambda m, f: lambda x: T.cond(jnp.asarray(True), f, lambda x: x * 0.0, x),
     "while_loop": lambda m, f: (
-        lambda x: brainstate.transform.while_loop(
-            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + f(x)), (0, jnp.float32(0))
-        )[1]
+        lambda x: T.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + f(x)), (0, jnp.float32(0)))[1]
     ),
-    "jit(statetx.grad)": lambda m, f: brainstate.transform.jit(lambda x: statetx.grad(f)(x)),
-    "statetx.jit(brainstate.jit)": lambda m, f: statetx.jit(lambda x: brainstate.transform.jit(f)(x)),
-    "jit(statetx.jit)": lambda m, f: brainstate.transform.jit(lambda x, g=statetx.jit(f): g(x)),  # noqa: B008
-    "jit(statetx.scan)": lambda m, f: brainstate.transform.jit(
+    "jit(statetx.grad)": lambda m, f: T.jit(lambda x: statetx.grad(f)(x)),
+    "statetx.jit(brainstate.jit)": lambda m, f: statetx.jit(lambda x: T.jit(f)(x)),
+    "jit(statetx.jit)": lambda m, f: T.jit(lambda x, g=statetx.jit(f): g(x)),  # noqa: B008
+    "jit(statetx.scan)": lambda m, f: T.jit(
         lambda x: statetx.scan(lambda c, k: (c, f(x * k)), 0, jnp.ones(3))[1].sum()
     ),
 }
@@ -324,14 +315,12 @@ def test_native_states_under_brainstates_transforms(program, remat):
 
 def test_leaked_native_state_of_a_brainstate_trace_raises():
     kept = []
-    brainstate.transform.jit(lambda x: kept.append(statetx.State(x)) or x)(jnp.ones(3))
+    T.jit(lambda x: kept.append(statetx.State(x)) or x)(jnp.ones(3))
     with pytest.raises(statetx.StateAccessError, match="created inside a transform of brainstate"):
         _ = kept[0].value
 
 
 # -- statetx's states and transforms inside brainstate's derivatives and maps ----------------------------------
-
-T = brainstate.transform
 
 
 def pure(w, x, states):
@@ -822,7 +811,7 @@ def test_gradients_of_a_flatted_dict_are_a_plain_dict():
     with brainstate.environ.context(fit=False):
         loss = lambda: net.loss(X, False)
         value, ours = statetx.value_and_grad(loss, wrt=weights)()
-        theirs = brainstate.transform.grad(loss, weights)()
+        theirs = T.grad(loss, weights)()
         total, _ = statetx.scan(
             lambda c, _: (jax.tree.map(jnp.add, c, statetx.grad(loss, wrt=weights)()), None), zeros, length=2
         )
@@ -849,7 +838,7 @@ def test_state_created_in_an_eager_call_works_in_a_brainstate_transform(writes, 
                 state.value = state.value + 1.0
             return x * state.value
 
-        return brainstate.transform.jit(scale)(x)
+        return T.jit(scale)(x)
 
     assert float(step(3.0)) == (9.0 if writes else 6.0)
     assert float(kept[0].value) == (3.0 if writes else 2.0)
@@ -869,10 +858,10 @@ INSIDE = {
     "cond": lambda f: lambda x: statetx.cond(x > -9.0, f, lambda x: 0.0 * x, x),
 }
 OUTSIDE = {
-    "jit": lambda f: brainstate.transform.jit(f),
-    "scan": lambda f: lambda x: brainstate.transform.scan(lambda c, _: (c, f(c)), x, jnp.zeros(1))[1][0],
-    "cond": lambda f: lambda x: brainstate.transform.cond(x > -9.0, f, lambda x: 0.0 * x, x),
-    "grad": lambda f: lambda x: brainstate.transform.grad(f, return_value=True)(x)[1],
+    "jit": lambda f: T.jit(f),
+    "scan": lambda f: lambda x: T.scan(lambda c, _: (c, f(c)), x, jnp.zeros(1))[1][0],
+    "cond": lambda f: lambda x: T.cond(x > -9.0, f, lambda x: 0.0 * x, x),
+    "grad": lambda f: lambda x: T.grad(f, return_value=True)(x)[1],
 }
 
 
@@ -895,7 +884,7 @@ def test_gradient_of_brainstate_takes_states_of_its_own():
     """As docs/features.md says."""
     w = statetx.State(jnp.ones(3))
     with pytest.raises(TypeError, match="grad_states must be State"):
-        brainstate.transform.grad(lambda: (w.value**2).sum(), grad_states={"w": w})()
+        T.grad(lambda: (w.value**2).sum(), grad_states={"w": w})()
 
 
 @pytest.mark.parametrize("make", [statetx.Param, brainstate.ParamState])
@@ -914,7 +903,7 @@ def test_number_assigned_in_a_branch_of_brainstate_under_eager_remat_is_a_write_
             state.value = state.value * 1.0
             return x
 
-        return brainstate.transform.cond(x > 0, assign, keep, x) + before
+        return T.cond(x > 0, assign, keep, x) + before
 
     assert f(jnp.float32(1.0)) == 1.75 and state.value == 0.25
     assert f(jnp.float32(-1.0)) == -0.75 and state.value == 0.25
@@ -923,7 +912,7 @@ def test_number_assigned_in_a_branch_of_brainstate_under_eager_remat_is_a_write_
 def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
     """Rules of derivatives and reads of states walk over the frames around them, whichever library has opened them."""
     frame, found = _frames.Frame("f"), []
-    brainstate.transform.jit(lambda: found.append(_frames.current_frame()))()
+    T.jit(lambda: found.append(_frames.current_frame()))()
     (bridge,) = found
     of_the_call = {
         "on_read",

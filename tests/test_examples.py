@@ -111,21 +111,10 @@ def assert_one_line(error, named):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "--steps 0",
-        # In the fast suite in this process, below.
-        *(
-            pytest.param(bad, marks=pytest.mark.slow)
-            for bad in ("--cell nope", "--text missing.txt", "--policy nope", "--runs plain --lr 1e38")
-        ),
-    ],
-)
-def test_bad_input_ends_in_one_line_and_status_2(bad, tmp_path):
-    run = train(*TINY, *bad.split(), out=tmp_path / "out")
+def test_bad_input_ends_in_one_line_and_status_2(tmp_path):
+    run = train(*TINY, "--steps", "0", out=tmp_path / "out")
     assert run.returncode == 2
-    assert_one_line(run.stderr, named="lower --lr" if "--lr" in bad else bad.split()[-1])
+    assert_one_line(run.stderr, named="0")
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,6 @@ def test_random_draw_in_vmap_of_jit_does_not_depend_on_the_cache():
     assert len(np.unique(results[0])) == 4
 
 
-def test_weak_types_are_part_of_the_key():
-    s = brainstate.ShortTermState(jnp.ones(3, jnp.bfloat16))
-    f = statetx.jit(lambda x: s.value * x)
-    assert f(2.0).dtype == jnp.bfloat16
-    assert f(jnp.float32(2.0)).dtype == jnp.float32
-
-
 def test_restored_value_in_a_transformed_body_persists():
     s = brainstate.ShortTermState(jnp.zeros(()))
 
