@@ -8,8 +8,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +34,8 @@ ProgramOf = Callable[[Jaxpr, dict[str, Any]], Program]
 """``(jaxpr, compiler_options) -> Program`` makes the program to compile for a rewritten one: with its gradient, or the
 step that takes it.
 """
+
+Compiled = TypeVar("Compiled", bound=Any)  # a `Candidate`, or a choice of one for each gradient
 
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 
@@ -110,10 +112,6 @@ class Candidates:
             return self._baseline_candidate
         return self._others.get(key)
 
-    def has(self, layout: Layout, options: Sequence[Option]) -> bool:
-        """Whether a choice is compiled."""
-        return self.find(layout, options) is not None
-
     def measure(self, layout: Layout, options: Sequence[Option], name: str = "plan") -> Candidate:
         """Compile a choice, unless it was compiled before."""
         known = self.find(layout, options)
@@ -134,8 +132,7 @@ class Candidates:
 
     def best(self, budget: float) -> Candidate | None:
         """The cheapest candidate that keeps a budget."""
-        fitting = [c for c in self if c.temp_bytes <= budget]
-        return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
+        return cheapest_within(self, budget)
 
     def smallest(self) -> Candidate:
         return min(self, key=lambda c: c.temp_bytes)
@@ -185,6 +182,12 @@ def _key(layout: Layout, options: Sequence[Option]) -> tuple[Any, ...]:
     # difference.
     decisions = [o.decision for o in options]
     return tuple([(r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != UNPLANNED])
+
+
+def cheapest_within(compiled: Iterable[Compiled], num_bytes: float) -> Compiled | None:
+    """The compiled program of the least added cost with at most these temporary bytes."""
+    fitting = [c for c in compiled if c.temp_bytes <= num_bytes]
+    return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
 
 
 def predicted_bytes(peak: float, candidates: Sequence[Candidate]) -> float:

@@ -244,6 +244,14 @@ class Captured:
     num_taken: int = 1
     is_loss: bool = False
 
+    def program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
+        """The program that the budget is for, with these in place of its gradients; none for those of the user."""
+        if self.step is None:
+            (gradient,) = self.gradients
+            return gradient.program(programs[0] if programs else gradient.jaxpr, compiler_options)
+        by_key = dict(zip([g.key for g in self.gradients], programs, strict=bool(programs)))
+        return self.step.compiled_with(by_key, compiler_options)
+
     @property
     def is_step(self) -> bool:
         """Whether it is a step of the user."""

@@ -216,7 +216,7 @@ class Search:
             cost = sum(o.cost for o in options)
             # Until something keeps the budget, whatever does is a gain, the cheaper the more.
             gain = self._high_cost / (1 + cost / self._high_cost) if best is None else best.predicted_cost - cost
-            if gain > self._negligible and not self.candidates.has(layout, options):
+            if gain > self._negligible and self.candidates.find(layout, options) is None:
                 value = gain * self._probability(layout.peak(options), budget, guides)
                 if value > self._negligible / (2 * TUNED.tries):  # the tries together are to gain half of it
                     proposals.append((value, (layout, options, name)))
@@ -351,7 +351,7 @@ class Search:
         """The stock policies, compiled as far as there is time."""
         choices = self._stock.items()
         return [
-            self.candidates.measure(*c, name) for name, c in choices if self.candidates.has(*c) or not self.is_late()
+            self.candidates.measure(*c, name) for name, c in choices if self.candidates.find(*c) or not self.is_late()
         ]
 
     # -- the corrected model ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ...residuals.diagnosis import BASELINE
 from .._budget import TimeLeft
 from .._treatments.treatment import undominated
 from .._tuned import TUNED
-from .candidates import Candidate, predicted_bytes
+from .candidates import Candidate, cheapest_within, predicted_bytes
 from .capture import Captured, Fixed
 from .layout import Waits
 from .search import Options, Search
@@ -82,11 +82,7 @@ class Whole:
 
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         (gradient,) = self.captured.gradients
-        self._program_of = gradient.program
-        if self.captured.step is not None:
-            key, step = gradient.key, self.captured.step
-            self._program_of = lambda jaxpr, options: step.compiled_with({key: jaxpr}, options)
-        program_of = lambda jaxpr, options: self._program([jaxpr], options)
+        program_of = lambda jaxpr, options: self.captured.program([jaxpr], options)
         shared = {"time_left": self.time_left, "compile_baseline": compile_baseline}
         return [Search(gradient, options, report, program_of, **shared)]
 
@@ -106,8 +102,7 @@ class Whole:
 
     def best(self, temp_bytes: int) -> Choice | None:
         """`fit` among the choices that are compiled."""
-        fitting = [c for c in self.choices() if c.temp_bytes <= temp_bytes]
-        return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
+        return cheapest_within(self.choices(), temp_bytes)
 
     def stock_choices(self, temp_bytes: int) -> list[Choice]:
         """The stock policies that keep a number of temporary bytes, compiled for it."""
@@ -131,7 +126,7 @@ class Whole:
     def compile(self, choice: Choice, compiler_options: dict[str, Any] | None) -> Program:
         """The program of a choice, with other options for the compiler."""
         with self._contexts():
-            return self._program(self._rewritten(choice.candidates, choice.waits), compiler_options)
+            return self.captured.program(self._rewritten(choice.candidates, choice.waits), compiler_options)
 
     def _rewritten(self, candidates: Sequence[Candidate], waits: Waits) -> list[Jaxpr]:
         programs = []
@@ -139,9 +134,6 @@ class Whole:
             with gradient.context.bind_axes():
                 programs.append(candidate.layout.rewrite(candidate.options, waits))
         return programs
-
-    def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
-        return self._program_of(programs[0], compiler_options)
 
     # -- its memory --
 
@@ -212,13 +204,8 @@ def fixed_above(captured: Captured, budget: int) -> Fixed | None:
         return None if fixed.bytes <= budget else fixed
 
     # Outputs are estimated: their shardings, and whether two of them are one.
-    gradient, options = captured.gradients[0], fast_compile_options()
-    with gradient.context.bind_axes():
-        if captured.step is None:
-            program = gradient.program(gradient.jaxpr, options)
-        else:
-            program = captured.step.compiled_with({}, options)
-        fixed = _fixed_of(program.cost)
+    with captured.gradients[0].context.bind_axes():
+        fixed = _fixed_of(captured.program([], fast_compile_options()).cost)
     return fixed if fixed.bytes > budget else None
 
 
@@ -231,7 +218,6 @@ class Several(Whole):
 
     def _start(self, options: Options, report: Callable[[str], None], compile_baseline: bool) -> list[Search]:
         del compile_baseline  # of a gradient alone it tells little
-        self._keys = [g.key for g in self.captured.gradients]
         self._compiled: dict[tuple[Any, ...], Choice] = {}
         self._order: Waits | None = None  # of planned gradients, once known
         self._report = report
@@ -311,14 +297,9 @@ class Several(Whole):
         key = (waits, *map(id, candidates))  # searches hold their candidates
         if key not in self._compiled:
             self._report(f"compiling the step, plan {len(self._compiled) + 1}")
-            cost = self._program(self._rewritten(candidates, waits), memory_analysis_options()).cost
+            cost = self.captured.program(self._rewritten(candidates, waits), memory_analysis_options()).cost
             self._compiled[key] = Choice(tuple(candidates), cost, waits)
         return self._compiled[key]
-
-    def _program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
-        assert self.captured.step is not None
-        by_key = dict(zip(self._keys, programs, strict=True))
-        return self.captured.step.compiled_with(by_key, compiler_options)
 
     def stock_choices(self, temp_bytes: int) -> list[Choice]:
         # The same policy for all gradients.
@@ -352,7 +333,7 @@ class Several(Whole):
 
     @functools.cached_property
     def _unplanned_flops(self) -> int:
-        return self._program(self._each(lambda search: search.baseline.jaxpr_without_remat), None).flops
+        return self.captured.program(self._each(lambda search: search.baseline.jaxpr_without_remat), None).flops
 
     def _besides(self, choice: Choice | None = None) -> float:
         """Bytes that the step takes besides its largest gradient, by the compiled choices other than this one."""
