@@ -96,7 +96,7 @@ if _TYPE_CHECKING:
     from .residuals.fwd_bwd import print_fwd_bwd as print_fwd_bwd
     from .residuals.loop_report import loop_report as loop_report
     from .residuals.measure import measure as measure
-    from .residuals.report import memory_report as memory_report
+    from .residuals.measure import memory_report as memory_report
     from .residuals.saved import print_saved_residuals as print_saved_residuals
     from .residuals.saved import saved_residuals as saved_residuals
     from .residuals.table import Residuals as Residuals
@@ -152,8 +152,7 @@ _PUBLIC = {
     ".planner.fit": "budget",
     ".residuals.fwd_bwd": "print_fwd_bwd",
     ".residuals.loop_report": "loop_report",
-    ".residuals.measure": "measure",
-    ".residuals.report": "memory_report",
+    ".residuals.measure": "measure memory_report",
     ".residuals.saved": "print_saved_residuals saved_residuals",
     ".residuals.table": "Residuals",
     ".transforms.abstract": "eval_shape make_jaxpr",

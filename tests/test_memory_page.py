@@ -69,7 +69,7 @@ def profile(buffers, steps, changes=(), name="loss", gap=0, note="", **change_of
 
 
 def groups(made):
-    return statetx.memory._timeline.grouped(made.alive(made.peak_step))
+    return statetx.memory.buffer.grouped(made.alive(made.peak_step))
 
 
 REMAT = Change("remat", "net.blocks.*", "Rematerialize Block.__call__ with @statetx.remat.", 40 * KIB)

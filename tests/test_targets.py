@@ -19,7 +19,7 @@ import pytest
 import statetx
 from statetx import Target, TargetError
 from statetx._targets import absent, current, plugins
-from statetx._targets.spec import CHECKS, Gpu, table
+from statetx._targets.plugins import CHECKS, Gpu, table
 from statetx.planner._search import timing as _timing
 
 SOURCES = pathlib.Path(statetx.__file__).parent

@@ -18,7 +18,7 @@ from .._records import many, one_of, parse, record, whole
 from .._text import brief, format_bytes, suggestion
 from .._typing import public
 from . import plugins
-from .spec import CHECKS, Cpu, Gpu, Spec, Tpu, make_spec, short_text, table
+from .plugins import CHECKS, Cpu, Gpu, Spec, Tpu, make_spec, short_text, table
 
 _FRACTION = 0.75  # of a GPU's memory: what JAX reserves for programs
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

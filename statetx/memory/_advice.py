@@ -14,12 +14,21 @@ from collections.abc import Callable, Iterable, Sequence
 from .._equations.primitives import FUSED
 from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
-from ._edits import AsArguments, ChangeCandidate, Donate, InParts, Predicted, Rematerialize, SaveLess, StoreBits
-from ._loop_advice import bodies, checkpoints
+from ._edits import (
+    AsArguments,
+    ChangeCandidate,
+    Donate,
+    InParts,
+    Predicted,
+    Rematerialize,
+    SaveLess,
+    StoreBits,
+    bodies,
+    checkpoints,
+)
 from ._names import parent
 from ._scopes import Calls, line_of
-from ._timeline import Gap, Timeline, grouped, is_backward, saving
-from .buffer import Buffer, Change, Group
+from .buffer import Buffer, Change, Gap, Group, Timeline, grouped, is_backward, saving
 
 _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
 _MUCH = 0.15  # of the peak, that a function has which is tried though it is predicted to save nothing

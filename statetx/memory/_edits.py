@@ -2,20 +2,23 @@
 donation, and parts of a batch.
 
 An edit is a frozen value. `Trials` compiles a program with some of them. A `ChangeCandidate` has one, and what it saves
-by the timeline of a profile.
+by the timeline of a profile; those of loops are here: a rematerialized body, and strategies that keep fewer carries.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import _jax
 from .._equations.primitives import REMAT
 from .._jax import Jaxpr
-from .._loops.strategy import Lengths, Strategy
+from .._loops import schedule
+from .._loops.strategy import Lengths, Levels, Slots, Strategy
 from .._remat.bits import reader
 from .._remat.stored import BITS
 from ..planner._program.flat import Flat, Interval, Part
@@ -24,7 +27,7 @@ from ..planner._treatments.loops import CheckpointedLoop
 from ..planner._treatments.treatment import Decision, Saved, saved_as
 from ..residuals._trace import user_line
 from ._names import calls_of
-from .buffer import Buffer, Change, Loop
+from .buffer import Buffer, Change, Gap, Kind, Loop, Timeline, is_backward, saving
 
 _SAVES_NOTHING = Decision(frozenset())
 
@@ -170,3 +173,107 @@ class ChangeCandidate(NamedTuple):
     buffers: frozenset[Buffer]
     edit: Edit
     stronger: Callable[[], ChangeCandidate | None] = lambda: None
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def _stacks(profile: Timeline, kind: Kind) -> dict[Loop, list[Buffer]]:
+    """Stacks that each loop of known length makes for its backward pass: in the forward pass, or where it is
+    computed again.
+    """
+    stacks: dict[Loop, list[Buffer]] = defaultdict(list)
+    for b in profile.buffers:
+        if b.kind == kind and b.stacked is not None and b.stacked.length:
+            stacks[b.stacked].append(b)
+    return stacks
+
+
+def _step_of_reversal(buffers: Sequence[Buffer], profile: Timeline) -> tuple[int, int]:
+    """First and last step of the backward pass of a loop."""
+    reads = [r for b in buffers for r in b.readers if is_backward(profile, r, b)]
+    end = max(b.end for b in buffers)
+    return (min(reads) if reads else end), end
+
+
+def bodies(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandidate]:
+    """Rematerialize a loop's body: it stacks its carry, and one step's residuals are recomputed at a time."""
+    for loop, stacks in _stacks(profile, kind).items():
+        inner = [b for b in stacks if b.primitive != "carry"]
+        length = loop.length or 1
+        if not inner or len(inner) == len(stacks):  # without a stacked carry, its size is not known
+            continue
+        gaps = [Gap(b.start, b.end, b.num_bytes) for b in inner]
+        begin, end = _step_of_reversal(inner, profile)
+        gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
+        change = Change("remat", str(loop), _text_of_body(loop), saving(profile, gaps))
+        more = functools.partial(_checkpointed, profile, loop, stacks, 2)
+        yield ChangeCandidate(change, frozenset(inner), Checkpoint(loop), more)
+
+
+def _text_of_body(loop: Loop) -> str:
+    if loop.library:
+        return (
+            f"Rematerialize with statetx.remat what the {loop}, which is in {loop.library}, runs: it keeps its carry "
+            f"only."
+        )
+    return f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
+
+
+def with_bodies(candidates: Sequence[ChangeCandidate]) -> list[ChangeCandidate]:
+    """Add a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it
+    can be tried.
+    """
+    found = list(candidates)
+    for c in candidates:
+        edit = c.edit
+        if isinstance(edit, Checkpoint) and edit.strategy and Checkpoint(edit.loop) not in [x.edit for x in found]:
+            change = Change("remat", str(edit.loop), _text_of_body(edit.loop), c.change.saved_bytes - 1)
+            found.append(ChangeCandidate(change, c.buffers, Checkpoint(edit.loop), lambda c=c: c))
+    return found
+
+
+def checkpoints(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandidate]:
+    """Checkpoint a loop: some carries are kept, and one step's residuals, or those of an inner loop, are recomputed at
+    a time.
+    """
+    for loop, stacks in _stacks(profile, kind).items():
+        if first := _checkpointed(profile, loop, stacks, 2):
+            yield first
+
+
+def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level: int) -> ChangeCandidate | None:
+    """A loop with a strategy whose steps run so many times at most before their reversal."""
+    length = loop.length or 1
+    strategy, num_carries, num_steps = _strategy(profile.backend, length, level)
+    if level > 2 and num_carries >= _strategy(profile.backend, length, level - 1)[1]:
+        return None
+    # Without a stacked carry its size is not known: at most all that a step keeps.
+    carries = [b for b in stacks if b.primitive == "carry"]
+    carry = sum(b.num_bytes for b in carries or stacks) // length
+    step = num_steps * sum(b.num_bytes for b in stacks) // length
+    start, end = min(b.start for b in stacks), max(b.end for b in stacks)
+    gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
+    gaps += [Gap(start, end, -num_carries * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
+    how = ""
+    if loop.library:
+        how = f", which is in {loop.library}, by a plan (statetx.plan), or with a loop of your own in its place"
+    text = (
+        f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.{strategy!r}) keeps "
+        f"{num_carries} carries."
+    )
+    change = Change("slots", str(loop), text, saving(profile, gaps), is_least=not carries)
+    more = functools.partial(_checkpointed, profile, loop, stacks, level + 1)
+    return ChangeCandidate(change, frozenset(stacks), Checkpoint(loop, strategy), more)
+
+
+def _strategy(backend: str, length: int, level: int) -> tuple[Strategy, int, int]:
+    """The strategy, the carries that it keeps, and the steps whose residuals are alive at a time.
+
+    On GPUs XLA waits for the device in each turn of a schedule of slots (decision 47).
+    """
+    if backend == "gpu":
+        lengths = schedule.nested_lengths(length, level)
+        return Levels(level), sum(lengths[:-1]), lengths[-1]
+    slots = schedule.slots_for(length, level)
+    return Slots(slots), slots, 1

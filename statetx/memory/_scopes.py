@@ -22,8 +22,7 @@ import jax
 
 from .._equations.structure import table
 from ._names import AGAIN, PRODUCTS, is_library
-from ._timeline import Timeline
-from .buffer import Step
+from .buffer import Step, Timeline
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from .._equations.compiled import Cost
 from .._text import format_bytes
 from ._advice import candidates, in_parts
-from ._edits import ChangeCandidate
-from ._loop_advice import with_bodies
+from ._edits import ChangeCandidate, with_bodies
 from ._tried import Trials
 from .buffer import Buffer, Change
 from .measure import MemoryProfile

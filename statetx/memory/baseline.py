@@ -16,8 +16,7 @@ from .._targets import current
 from .._text import format_bytes, short_path
 from ._advice import AdvisedTimeline
 from ._show import SUBJECTS, UNWRITTEN, family, unused_parts, unwritten_outputs
-from ._timeline import grouped
-from .buffer import KINDS
+from .buffer import KINDS, grouped
 
 UPDATE = "STATETX_UPDATE_MEMORY"
 """The environment variable under which `statetx.testing.assert_memory` writes its file, and compares nothing."""

@@ -1,19 +1,33 @@
-"""`measure`: memory and operations of a compiled program, counted the same way everywhere."""
+"""`measure` and `memory_report`: memory and operations of compiled programs, counted the same way everywhere; under
+several policies, with the reasons why a policy saves no memory.
+"""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, overload
+from typing import Any, NamedTuple, ParamSpec, overload
 
 from .. import _jax
 from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
-from .._lift.options import notes_shapes
-from .._lift.wrapper import check_callable
+from .._lift.options import check_flags, notes_shapes
+from .._lift.wrapper import check_callable, name_of, short_name
+from .._remat.override import VisitedRegion, override
+from .._remat.parse import as_policy, as_sequence
+from .._spinner import spinner
+from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._targets.target import Target
+from .._text import format_bytes, format_flops, format_seconds
 from .._tree import is_float
-from ._trace import TracedCall
+from .._typing import Policy
+from ..transforms.remat import remat
+from ._trace import TracedCall, unjitted
+from .diagnosis import BASELINE, Diagnosis, Measured, diagnose, not_wrapped
+from .saved import residuals_of
+from .table import Residuals, in_fewer_bits, see_profile
 
 P = ParamSpec("P")
 
@@ -143,3 +157,266 @@ def array_program(
     """
     call = TracedCall(name, fun, args, kwargs)
     return ArrayProgram(call, not call.is_step if gradient is None else gradient, fixed)
+
+
+# -- policies side by side ---------------------------------------------------------------------------------------------
+
+AS_WRITTEN = "as written"
+
+_RATIO = Column("vs none", "right", "dim")
+_COLUMNS = (
+    Column("policy", style="bold"),
+    Column("residuals", "right", rank=2),
+    Column("temporary", "right"),
+    _RATIO,
+    Column("arguments", "right", rank=3),
+    Column("outputs", "right", rank=3),
+    Column("peak", "right", rank=2),
+    Column("FLOPs", "right", rank=1),
+    _RATIO._replace(rank=1),
+    Column("estimated time", "right"),
+    _RATIO,
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryReport(Tabular):
+    """Policies side by side: a table of `Measured`, then the diagnoses.
+
+    Prints as text, in colors with ``rich.print``, as HTML in a notebook.
+
+    Attributes:
+        name: the function's name.
+        rows: one for each policy; the first is the baseline without rematerialization.
+        diagnoses: empty if every policy saves memory as expected.
+        num_devices: the number of devices that the programs run on. Residuals and FLOPs count all devices together;
+            memory of the compiled programs (temporary, arguments, outputs, peak) is per device.
+        is_step: whether the function is a training step, which takes gradients itself; else the rows are of the
+            function with its derivative.
+        notes: what the function checkpoints, each a heading and a text.
+    """
+
+    name: str
+    rows: tuple[Measured, ...]
+    diagnoses: tuple[Diagnosis, ...]
+    num_devices: int = 1
+    is_step: bool = False
+    notes: tuple[tuple[str, str], ...] = ()
+
+    def __getitem__(self, policy: str) -> Measured:
+        for row in self.rows:
+            if row.policy == policy:
+                return row
+        raise KeyError(f"{policy!r}; there are {', '.join(repr(row.policy) for row in self.rows)}")
+
+    @property
+    def _title(self) -> str:
+        title = f"{self.name}: {'training step' if self.is_step else 'value and gradient'}"
+        if self.num_devices == 1:
+            return title
+        return f"{title} on {self.num_devices} devices; residuals and FLOPs of all devices, other sizes of one"
+
+    def _table(self) -> Table:
+        baseline, largest = self.rows[0], max(row.temp_bytes for row in self.rows)
+        worse = {d.policy for d in self.diagnoses}
+        shows_time = any(row.seconds is not None for row in self.rows)
+        columns = list(_COLUMNS[: None if shows_time else -2])
+
+        rows = []
+        for r in self.rows:
+            color = "yellow" if r.policy in worse else "green"
+            cells = [
+                Cell(r.policy),
+                Cell(format_bytes(r.residual_bytes)),
+                Cell(format_bytes(r.temp_bytes), color, share=r.temp_bytes / max(largest, 1)),
+                Cell(_ratio(r.temp_bytes, baseline.temp_bytes)),
+                Cell(format_bytes(r.argument_bytes)),
+                Cell(format_bytes(r.output_bytes)),
+                Cell(format_bytes(r.peak_bytes)),
+                Cell(format_flops(r.flops)),
+                Cell(_ratio(r.flops, baseline.flops)),
+            ]
+            if shows_time:
+                cells += [
+                    Cell("unknown" if r.seconds is None else format_seconds(r.seconds)),
+                    Cell("" if r.seconds is None or baseline.seconds is None else _ratio(r.seconds, baseline.seconds)),
+                ]
+            rows.append(cells)
+        stored = [(r.policy, in_fewer_bits(r.residuals)) for r in self.rows]
+        notes = [(f"{d.policy}: {d.category}.", d.text) for d in self.diagnoses]
+        notes += [(f"{policy}:", f"residuals in fewer bits: {types}.") for policy, types in stored if types]
+        notes += self.notes
+        notes.append(see_profile())
+        return Table(self._title, columns, rows, notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON."""
+        rows = []
+        for row in self.rows:
+            fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "residuals"}
+            rows.append({**fields, "residual_bytes": row.residual_bytes, "peak_bytes": row.peak_bytes})
+        named = {"name": self.name, "num_devices": self.num_devices}
+        return {
+            **named,
+            "rows": rows,
+            "notes": [" ".join(note) for note in self.notes],
+            "diagnoses": [dataclasses.asdict(d) for d in self.diagnoses],
+        }
+
+
+def _ratio(a: float, b: float) -> str:
+    return f"{a / b:.2f}" if b else ""
+
+
+@overload
+def memory_report(fun: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> MemoryReport: ...
+@overload
+def memory_report(
+    fun: Callable[..., Any], /, *args: Any, policies: Policy | Sequence[Policy], **kwargs: Any
+) -> MemoryReport: ...
+@overload
+def memory_report(fun: Callable[..., Any], /, *args: Any, gradient: bool | None, **kwargs: Any) -> MemoryReport: ...
+@overload
+def memory_report(
+    fun: Callable[..., Any], /, *args: Any, compiler_options: dict[str, Any] | None, **kwargs: Any
+) -> MemoryReport: ...
+@overload
+def memory_report(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryReport: ...
+@overload
+def memory_report(fun: Callable[..., Any], /, *args: Any, progress: bool, **kwargs: Any) -> MemoryReport: ...
+@_jax.api_boundary
+@notes_shapes
+@current.takes_target
+def memory_report(
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    policies: Policy | Sequence[Policy] = None,
+    gradient: bool | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    progress: bool = False,
+    **kwargs: Any,
+) -> MemoryReport:
+    """Compile a training step, or a loss with its derivative, with and without rematerialization, and compare the
+    programs' memory.
+
+    The derivative of a loss is taken with respect to every float argument and every float state. A training step, which
+    takes gradients itself, is compiled unchanged. No state changes.
+
+    Args:
+        fun: a function that may read and write states. The baseline is the function without its rematerialization: no
+            `remat`, no ``jax.checkpoint``, loops without their ``checkpoint=``. If it has none, the report says so,
+            names the blocks worth it, and shows the rematerialization of a loss as a whole.
+        *args, **kwargs: its arguments.
+        policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the
+            other; by default the functions have their own. In a sequence None is a policy, too.
+        gradient: whether the derivative of `fun` is compiled. By default it is, unless `fun` is a training step (as in
+            `plan`).
+        compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on
+            a CPU what unrolled rematerialization saves on other devices.
+        progress: whether to show progress (with rich).
+
+    Returns:
+        `MemoryReport`; for a policy that does not reduce temporary memory, it has a diagnosis.
+
+    Raises:
+        PolicyError: `policies` is neither a policy nor a sequence of policies.
+
+    Source:
+        ``jax.stages.Compiled.memory_analysis`` and ``cost_analysis``.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w = statetx.Param(jnp.ones((8, 8)) / 8)
+        >>> block = statetx.remat(lambda x: jnp.sin(jnp.tanh(w.value @ x)))
+        >>> def loss(x):
+        ...     return statetx.scan(lambda h, _: (block(h), None), x, None, length=100)[0].sum()
+        >>> report = statetx.memory_report(loss, jnp.ones(8), policies=[None, "dots"])
+        >>> [row.policy for row in report.rows]
+        ['no remat', 'nothing', 'dots']
+        >>> [row.residuals.intermediate_bytes for row in report.rows[1:]]
+        [3200, 6400]
+    """
+    check_callable("memory_report", fun)
+    check_flags("memory_report", progress=progress)
+    # If nothing is rematerialized, the whole function is.
+    replacements = [] if policies is None else map(as_policy, as_sequence(policies, "memory_report"))
+    policies_by_name: dict[str, Any] = {}
+    for policy in dict.fromkeys(replacements):  # two functions may have one name
+        number = sum(label.partition(" #")[0] == repr(policy) for label in policies_by_name)
+        policies_by_name[f"{policy!r} #{number + 1}" if number else repr(policy)] = policy
+    name = short_name(name_of(fun))
+
+    # Everything is traced before anything is compiled or run: a policy that fails does so early.
+    trace = lambda fun: _traced_row(fun, args, kwargs, gradient, compiler_options)
+    with override.nothing_checkpointed() as undone:
+        baseline = trace(fun)
+    with override(suppress_warnings=True) as visited_regions:
+        as_written = trace(fun)
+    is_wrapped, takes_gradients = bool(visited_regions), baseline.is_step
+    labels = [BASELINE, *(policies_by_name or (AS_WRITTEN if is_wrapped or undone else f"remat({name})",))]
+    if takes_gradients and not is_wrapped:
+        labels = [BASELINE, AS_WRITTEN] if undone else [BASELINE]
+    traced = {BASELINE: baseline, AS_WRITTEN: as_written}
+    regions: dict[str, list[VisitedRegion]] = {BASELINE: [], AS_WRITTEN: visited_regions}
+    for label in labels:
+        if label not in traced:
+            with override(policies_by_name.get(label), suppress_warnings=True) as regions[label]:
+                traced[label] = trace(fun if is_wrapped else remat(fun))
+    traced = {label: traced[label] for label in labels}
+    programs = {label: row.program for label, row in traced.items()}
+
+    with spinner(f"memory_report of {name}", is_shown=progress) as tell:
+        for label, program in programs.items():
+            tell(f"compiling {label}")
+            _ = program.compiled
+    rows = [Measured(**vars(row.program.cost), policy=k, residuals=row.residuals) for k, row in traced.items()]
+
+    diagnoses: list[Diagnosis] = (
+        [] if is_wrapped or undone else [not_wrapped(name, baseline.residuals, takes_gradients)]
+    )
+    for row in rows[1:]:
+        diagnoses += diagnose(
+            row, rows[0], regions[row.policy], programs[row.policy].lowered, programs[BASELINE].lowered
+        )
+    num_devices = max([len(x.sharding.device_set) for x in baseline.arrays if isinstance(x, _jax.ArrayImpl)], default=1)
+    notes = _notes(visited_regions, undone) if is_wrapped or undone else []
+    found = tuple(dict.fromkeys(diagnoses))
+    return MemoryReport(name, tuple(rows), found, num_devices, takes_gradients, tuple(notes))
+
+
+class _TracedRow(NamedTuple):
+    """A function traced under one policy: its residuals, and the program to compile with its arrays."""
+
+    residuals: Residuals
+    program: Program
+    arrays: list[Any]
+    is_step: bool
+
+
+def _traced_row(
+    fun: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool | None, compiler_options: dict[str, Any] | None
+) -> _TracedRow:
+    call = TracedCall("memory_report", fun, args, kwargs, has_passes=True)
+    is_step = call.is_step if gradient is None else not gradient
+    program = ArrayProgram(call, not is_step)
+    if unjitted(fun) is not fun:
+        # The program donates what the jitted function donates; origins are known without it. Regions are listed once.
+        with override(override.policy, is_off=override.is_off, suppress_warnings=True):
+            call = TracedCall("memory_report", unjitted(fun), args, kwargs, has_passes=True)
+    residuals = residuals_of(call, may_be_step=not gradient)
+    return _TracedRow(
+        residuals, program.for_types(program.arrays, compiler_options, estimates=True), program.arrays, is_step
+    )
+
+
+def _notes(regions: Sequence[VisitedRegion], undone: Sequence[str]) -> list[tuple[str, str]]:
+    """Notes on what the rows have checkpointed."""
+    functions = collections.Counter(f"remat({short_name(region.name)})" for region in regions)
+    listed = ", ".join(
+        f"{text} ({n} times)" if n > 1 else text for text, n in (functions + collections.Counter(undone)).items()
+    )
+    notes = [("Checkpointed:", f"{listed}. In the row {BASELINE!r} all of it is plain.")]
+    if any("with checkpoint=" in text for text in undone):
+        notes.append(("Loops:", "statetx.loop_report(fun, ...) shows what each keeps, and how often its steps run."))
+    return notes
