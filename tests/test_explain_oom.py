@@ -284,7 +284,7 @@ def test_sizes_in_errors(text, requested, capacity):
 def test_limit_goes_before_the_device_and_the_device_before_the_error(monkeypatch):
     error = JaxRuntimeError("Used 3.00G of 2.00G hbm.")
     assert explain_oom(lambda x: x, X, error=error).limit_bytes == 2 * GIB
-    monkeypatch.setattr(oom, "_memory_stats", lambda: {"bytes_limit": 5 * GIB, "bytes_in_use": 0})
+    monkeypatch.setattr(oom.current, "memory_stats", lambda: {"bytes_limit": 5 * GIB, "bytes_in_use": 0})
     assert explain_oom(lambda x: x, X, error=error).limit_bytes == 5 * GIB
     assert explain_oom(lambda x: x, X, error=error, limit="1GiB").limit_bytes == GIB
 
@@ -297,7 +297,7 @@ def test_other_arrays_on_the_device_are_taken_from_its_memory(monkeypatch):
 
     other = 3 * 2**20
     stats = {"bytes_limit": 4 * 2**20, "bytes_in_use": x.nbytes + w.value.nbytes + other}
-    monkeypatch.setattr(oom, "_memory_stats", lambda: stats)
+    monkeypatch.setattr(oom.current, "memory_stats", lambda: stats)
     report = explain_oom(step, x)
     assert report.other_bytes == other and report.limit_source == "the device"
     # Two inputs and an output of 256 KiB fit into 4 MiB, and with 3 MiB of other arrays into 3.75 MiB.
@@ -342,7 +342,7 @@ def test_keyword_arguments_and_plain_jax():
 def test_arrays_in_the_hosts_memory_take_none_of_the_device(monkeypatch):
     host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
     offloaded, x = jax.device_put(jnp.ones((256, 256)), host), jnp.ones((8, 256))
-    monkeypatch.setattr(oom, "_memory_stats", lambda: {"bytes_limit": GIB, "bytes_in_use": x.nbytes + 1000})
+    monkeypatch.setattr(oom.current, "memory_stats", lambda: {"bytes_limit": GIB, "bytes_in_use": x.nbytes + 1000})
     report = explain_oom(lambda w, x: jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device)).sum(), offloaded, x)
     assert report.other_bytes == 1000
 

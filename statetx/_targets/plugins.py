@@ -233,20 +233,13 @@ def compile_only_devices(spec: Spec, hosts: int, shape: tuple[int, ...]) -> tupl
         ) from e
 
 
-@contextlib.contextmanager
-def _flags_for(platform_name: str) -> Iterator[None]:
+def _flags_for(platform_name: str) -> contextlib.AbstractContextManager[None]:
     """Hide flags of other platforms in ``XLA_FLAGS``: a compiler ends the process at one that it does not know, and
     reads them once.
     """
-    before = os.environ.get("XLA_FLAGS")
     others = tuple(f"--xla_{name}_" for name in ("cpu", "gpu", "tpu") if name != platform_name)
-    if before is not None:
-        os.environ["XLA_FLAGS"] = " ".join(flag for flag in before.split() if not flag.startswith(others))
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["XLA_FLAGS"] = before
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(others)]
+    return _variable("XLA_FLAGS", " ".join(flags)) if "XLA_FLAGS" in os.environ else contextlib.nullcontext()
 
 
 def _start(device: Any, platform_name: str) -> None:
@@ -276,10 +269,10 @@ def _register_cuda() -> None:
 
 
 @contextlib.contextmanager
-def _variable(name: str) -> Iterator[None]:
-    """Set a variable of the environment to "1"."""
+def _variable(name: str, value: str = "1") -> Iterator[None]:
+    """Set a variable of the environment."""
     before = os.environ.get(name)
-    os.environ[name] = "1"
+    os.environ[name] = value
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ from ._edits import (
 )
 from ._names import parent
 from ._scopes import Calls, line_of
-from .buffer import Buffer, Change, Gap, Group, Timeline, grouped, is_backward, saving
+from .buffer import Buffer, Change, Gap, Group, Timeline, bits_of, grouped, is_backward, saving, shape_of
 
 _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
 _MUCH = 0.15  # of the peak, that a function has which is tried though it is predicted to save nothing
@@ -242,7 +242,8 @@ def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
             forward = [r for r in b.readers if r < min(backward, default=0)]
             if backward:
                 last = max([b.start, *forward])
-                gaps.append(Gap(last + 1, min(backward) - 1, b.num_bytes - _packed_bytes(b)))
+                packed_bytes = -(-b.num_bytes // bits_of(b.type))
+                gaps.append(Gap(last + 1, min(backward) - 1, b.num_bytes - packed_bytes))
             if backward and forward and any(profile.steps[r].is_recomputed for r in backward):
                 # A region that stores bits runs as a whole, so that nothing of it is reserved before.
                 gaps.append(Gap(b.start, min(forward) - 1, b.num_bytes))
@@ -280,11 +281,6 @@ def _storing_bits(
     )
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
     yield ChangeCandidate(Change("bits", function, text, saved), frozenset([*found, *freed]), StoreBits(function))
-
-
-def _packed_bytes(b: Buffer) -> int:
-    width = max(int("".join(c for c in b.type.partition("[")[0] if c.isdigit()) or 8) // 8, 1)
-    return -(-b.num_bytes // (8 * width))
 
 
 def _most_ended(buffers: Sequence[Buffer]) -> int:
@@ -406,7 +402,7 @@ def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
         b for b in profile.alive(profile.peak_step) if b.kind in ("working memory", "recomputed") and b.readers
     ]
     for b in temporary[:1]:
-        size = next(iter(_shape(b.type)), 0)
+        size = next(iter(shape_of(b.type)), 0)
         if (
             10 * b.num_bytes < profile.peak_bytes
             or size < _NUM_PARTS
@@ -434,7 +430,7 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
         return
     # What nothing reads is working memory of a library, which does not grow with the batch.
     temporary = [b for b in profile.buffers if b.kind in ("residual", "recomputed", "working memory") and b.readers]
-    shapes = {b: _shape(b.type) for b in profile.buffers}
+    shapes = {b: shape_of(b.type) for b in profile.buffers}
     leading = _leading_axes(profile)
 
     def scaling(size: int) -> list[Buffer]:
@@ -477,7 +473,7 @@ def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
     loops = _loop_lengths(profile)
     leading: dict[int, list[str]] = defaultdict(list)
     for b in profile.buffers:
-        size = next(iter(_shape(b.type)), 0)
+        size = next(iter(shape_of(b.type)), 0)
         if b.kind == "argument" and b.type not in updated and size >= _NUM_PARTS and size not in loops:
             name = argument_of(b.owner)
             leading[size] += [name] if name not in leading[size] else []
@@ -486,8 +482,3 @@ def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
 
 def _loop_lengths(profile: Timeline) -> set[int | None]:
     return {step.loop.length for step in profile.steps if step.loop is not None}
-
-
-def _shape(type: str) -> tuple[int, ...]:
-    axes = type.partition("[")[2].rstrip("]").split(",")
-    return tuple(map(int, axes)) if all(axis.isdigit() for axis in axes) else ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 from .._jax import CompiledProgram, Instruction
 from ._lifetimes import FORWARDS, FlatSchedule, Flow, Lifetime, lifetimes, readers
 from ._names import InstructionNames, Origin, common_parent, stored_as
-from .buffer import Buffer, Kind, Loop, Step
+from .buffer import Buffer, Kind, Loop, Step, bits_of, shape_of
 
 
 class Inputs(NamedTuple):
@@ -90,7 +89,9 @@ class Assembly:
         for fusion in self.schedule.order:
             inside = self.program.computations[fusion.called[0]].instructions if fusion.opcode == "fusion" else ()
             for constant in inside:
-                num_bytes = bytes_of(constant.type) if constant.opcode == "constant" else 0
+                if constant.opcode != "constant":
+                    continue
+                num_bytes = -(-math.prod(shape_of(constant.type)) * bits_of(constant.type) // 8)
                 if num_bytes >= _LEAST_CONSTANT:
                     place -= 1
                     o = self.names.origin(fusion)
@@ -154,8 +155,8 @@ class Assembly:
         if slice_ is not None:
             origin = self._of_slice(slice_, origin)
         first, last = min(x.start for x in group), max(x.end for x in group)
-        kind = self._kind(group, origin.is_recomputed, origin.phase)
         parameter = next((self._parameter_of[x.value] for x in group if x.value in self._parameter_of), None)
+        kind = self._kind(group, parameter, origin)
         return Buffer(
             name=instruction.name,
             num_bytes=group[0].num_bytes,
@@ -202,20 +203,18 @@ class Assembly:
                 return loop, slice_
         return None, None
 
-    def _kind(self, group: Sequence[Lifetime], is_recomputed: bool, phase: str) -> Kind:
-        allocation = self.program.allocations[group[0].allocation]
-        parameter = next((self._parameter_of[x.value] for x in group if x.value in self._parameter_of), None)
+    def _kind(self, group: Sequence[Lifetime], parameter: Instruction | None, origin: Origin) -> Kind:
         if parameter is not None:
             return "state" if parameter.op_name in self.inputs.states else "argument"
-        if allocation.is_constant:
+        if self.program.allocations[group[0].allocation].is_constant:
             return "constant"
         if any(x.value in self._outputs for x in group):
             return "output"
         if self._is_scratch(group):
             return "working memory"
-        if is_recomputed:
+        if origin.is_recomputed:
             return "recomputed"
-        if phase == "forward" and self._is_read_backward(group):
+        if origin.phase == "forward" and self._is_read_backward(group):
             return "residual"
         return "working memory"
 
@@ -288,14 +287,6 @@ def _of_compiler(maker: Instruction, origin: Origin) -> str:
 
 _LEAST_CONSTANT = 1024
 """Bytes; numbers and small tables in the code are not worth a line."""
-
-
-def bytes_of(type_: Any) -> int:
-    """The size of an array, by its type as in ``f32[2,3]``."""
-    dtype, _, shape = type_.partition("[")
-    bits = re.search(r"\d+", dtype)
-    num = math.prod(int(n) for n in shape.rstrip("]").split(",") if n)
-    return -(-num * (int(bits[0]) if bits else 8) // 8)
 
 
 def _is_boolean(instruction: Instruction) -> bool:

@@ -267,13 +267,9 @@ class InstructionNames:
         if instruction.opcode != "get-tuple-element":
             return instruction
         several = self.program.instructions[instruction.operands[0]]
-        if several.opcode == "custom-call":
-            return several
-        if several.opcode != "fusion":
-            return instruction
-        inside = self.program.computations[several.called[0]]
-        root = self.program.instructions[inside.root]
-        return self.program.instructions[root.operands[instruction.index]] if root.opcode == "tuple" else several
+        if several.opcode == "fusion":
+            return self._result(several, (instruction.index,))
+        return several if several.opcode == "custom-call" else instruction
 
 
 def stored_as(op_name: str) -> str:

@@ -213,10 +213,8 @@ def percent(part: int, whole: int) -> str:
 
 def kinds_line(profile: AdvisedTimeline) -> str:
     """The bytes of each kind at the peak, and of what is unused."""
-    parts = [f"{kind} {format_bytes(n)} ({percent(n, profile.peak_bytes)})" for kind, n in _by_kind(profile).items()]
-    parts += [
-        f"{name} {format_bytes(n)} ({percent(n, profile.peak_bytes)})" for name, n in unused_parts(profile).items()
-    ]
+    sizes = _parts_of_peak(profile).items()
+    parts = [f"{name} {format_bytes(n)} ({percent(n, profile.peak_bytes)})" for name, n in sizes]
     return "At the peak: " + ", ".join(parts) if parts else ""
 
 
@@ -236,8 +234,8 @@ def unused_parts(profile: AdvisedTimeline) -> dict[str, int]:
     return {name: n for name, n in ((UNWRITTEN, unwritten), (label, gaps)) if n}
 
 
-def _by_kind(profile: AdvisedTimeline) -> dict[str, int]:
-    return sums((g.kind, g.num_bytes) for g in profile.at_peak)
+def _parts_of_peak(profile: AdvisedTimeline) -> dict[str, int]:
+    return sums((g.kind, g.num_bytes) for g in profile.at_peak) | unused_parts(profile)
 
 
 def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -451,8 +449,7 @@ def _xla_parts(profile: AdvisedTimeline) -> dict[str, int]:
 
 
 def _kind_parts(profile: AdvisedTimeline) -> dict[str, int]:
-    parts = {f"at the peak, {kind}": n for kind, n in _by_kind(profile).items()}
-    return parts | {f"at the peak, {name}": n for name, n in unused_parts(profile).items()}
+    return {f"at the peak, {name}": n for name, n in _parts_of_peak(profile).items()}
 
 
 def _owner_parts(profile: AdvisedTimeline) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
@@ -169,6 +170,18 @@ class Group(NamedTuple):
     types: tuple[str, ...]
     buffers: tuple[Buffer, ...]
     change: Change | None
+
+
+def shape_of(type_: str) -> tuple[int, ...]:
+    """The shape of an array, by its type as in ``f32[2,3]``; empty for what is no array."""
+    sizes = type_.partition("[")[2].rstrip("]").split(",")
+    return tuple(map(int, sizes)) if all(size.isdigit() for size in sizes) else ()
+
+
+def bits_of(type_: str) -> int:
+    """The bits of an entry, by the type of the array."""
+    found = re.search(r"\d+", type_.partition("[")[0])
+    return int(found[0]) if found else 8
 
 
 def replacements(buffers: Iterable[Buffer]) -> list[tuple[Buffer, Buffer, int]]:

@@ -293,7 +293,7 @@ def explain_oom(
     call = TracedCall("explain_oom", step, args, kwargs)
     told = _read_error("\n".join(texts))
     limit_bytes, source, other_bytes = None if limit is None else parse_bytes(limit), "limit=", 0
-    stats = _memory_stats() if limit_bytes is None else None
+    stats = current.memory_stats() if limit_bytes is None else None
     if stats and "bytes_limit" in stats:
         limit_bytes, source = stats["bytes_limit"], "the device"
         other_bytes = max(0, stats.get("bytes_in_use", 0) - _bytes_of_inputs(step, args, kwargs))
@@ -386,11 +386,6 @@ def _bytes_of(number: str, prefix: str) -> int:
     # XLA's "G" is 2**30, with and without an "i".
     power = " KMGTP".index(prefix.upper()) if prefix else 0
     return int(float(number.rstrip(".,").replace(",", "")) * 1024**power)
-
-
-def _memory_stats() -> dict[str, int] | None:
-    """Figures of the first device, or of the target, of its memory; None on a CPU."""
-    return current.memory_stats()
 
 
 def _bytes_of_inputs(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:

@@ -116,11 +116,11 @@ def _rows(passes: Passes) -> Iterator[Residual]:
         {a for i in group if not isinstance(a := atoms[i], Literal)} | provenance.aliases
         for group, provenance in zip(groups, provenances, strict=True)
     ]
-    recompute = Recomputation(jaxpr, frozenset().union(*available))
+    definitions, all_available = _definitions(jaxpr), frozenset().union(*available)
     for group, provenance, group_available in zip(groups, provenances, available, strict=True):
         atom = atoms[group[0]]
         # The residual itself does not count as available, under any of its variables: this is the cost of dropping it.
-        cost = 0 if provenance.eqn is None else recompute(atom, group_available)
+        cost = 0 if provenance.eqn is None else _slice(definitions, [atom], all_available - group_available)[0]
         reading_regions = set().union(*(read[i] for i in group))
         avals = [atoms[i].aval for i in (group if provenance.stored_as else group[:1])]
         yield _row(passes, provenance, avals, cost, reading_regions, find_provenance.nearest_states(provenance))
@@ -214,28 +214,17 @@ def print_saved_residuals(
 # -- the cost of computing a value again -----------------------------------------------------------------------------
 
 
-class Recomputation:
-    """The cost of each value of an inlined jaxpr, given that some are available.
+def _definitions(jaxpr: Jaxpr) -> dict[Any, Any]:
+    return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+
+def _slice(definitions: dict[Any, Any], targets: Iterable[Any], available: Collection[Any]) -> tuple[int, set]:
+    """The operations of the equations that compute `targets` from inputs and available values, and these inputs.
 
     Args:
-        jaxpr: every variable in it, at any depth, is defined once.
+        definitions: the equation that defines each variable.
         available: variables, at any depth, whose values are available.
     """
-
-    def __init__(self, jaxpr: Jaxpr, available: Collection[Any]):
-        self._jaxpr = jaxpr
-        self._available = frozenset(available)
-        self._definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def __call__(self, var: Any, excluding: Collection[Any] = ()) -> int:
-        """Operations that compute `var` from the inputs and the available values, `excluding` some of these."""
-        available = self._available.difference(excluding)
-        needed, _ = _slice(self._definitions, [var], available)
-        return sum(_partial(eqn, outs, available)[0] for eqn, outs in needed)
-
-
-def _slice(definitions: dict[Any, Any], targets: Iterable[Any], available: Collection[Any]) -> tuple[list, set]:
-    """The equations that compute `targets`, each with its used outputs, and the inputs that they need."""
     # An equation that is met again for another output is looked at again: a scan may then need more of its body.
     needed: dict[int, tuple[Any, set]] = {}
     inputs = set()
@@ -252,7 +241,7 @@ def _slice(definitions: dict[Any, Any], targets: Iterable[Any], available: Colle
         if v not in outs:
             outs.add(v)
             work += _partial(eqn, outs, available)[1]
-    return list(needed.values()), inputs
+    return sum(_partial(eqn, outs, available)[0] for eqn, outs in needed.values()), inputs
 
 
 def _partial(eqn: Any, outs: Collection[Any], available: Collection[Any]) -> tuple[int, list[Any]]:
@@ -264,17 +253,15 @@ def _partial(eqn: Any, outs: Collection[Any], available: Collection[Any]) -> tup
 
     body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
     num_consts, num_carry = _jax.scan_counts(eqn)
-    definitions = {v: e for e in body.eqns for v in e.outvars}
     targets = [inner for v, inner in zip(eqn.outvars, body.outvars, strict=True) if v in outs]
     carries = dict(zip(body.invars[num_consts : num_consts + num_carry], body.outvars[:num_carry], strict=True))
 
     # A step needs carries that the previous step must compute: add their outputs until there are no more.
     while True:
-        eqns, inputs = _slice(definitions, targets, available)
+        cost, inputs = _slice(_definitions(body), targets, available)
         missing = [carries[v] for v in inputs if v in carries and carries[v] not in targets]
         if not missing:
             break
         targets += missing
 
-    cost = eqn.params["length"] * sum(_partial(e, o, available)[0] for e, o in eqns)
-    return cost, [a for a, v in zip(eqn.invars, body.invars, strict=True) if v in inputs]
+    return eqn.params["length"] * cost, [a for a, v in zip(eqn.invars, body.invars, strict=True) if v in inputs]
