@@ -19,45 +19,67 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
 from .._errors import TargetError
-from .._records import Check, real, record, row, text, whole
+from .._records import metadata, real, record, row, text, whole
 from .._text import brief
 from .absent import CUDA_PLUGINS, cuda_plugin, is_installed, is_visible, quiet_stderr
 
 _DEVICES = pathlib.Path(__file__).with_name("devices.toml")
 
 
+def short_text(x: Any, at: str) -> None:
+    """Check a name: a file of a target goes into messages and into XLA's text."""
+    text(x, at)
+    if len(x) > 200 or not x.isprintable() or set(x) & set('{}"\\'):
+        raise ValueError(f"{at} must be a short name, got {brief(x)}")
+
+
+# Upper bounds keep the numbers of a damaged file away from XLA, which allocates by some of them.
+
+
 @dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A kind of NVIDIA GPU.
+class Spec:
+    """A kind of device; each figure with the check of what a file has for it.
 
     Attributes:
         kind: JAX's name of it, ``device_kind``.
-        capability: major and minor number of the compute capability.
-        cores: number of streaming multiprocessors; the figures "per core" are those of one.
-        memory_bytes: of the device. JAX reserves a part of it for programs, see `statetx.Target.memory_bytes`.
-        memory_bandwidth: bytes per second.
+        memory_bytes: what a program may use; of a GPU all, of which JAX reserves a part for programs, see
+            `statetx.Target.memory_bytes`.
         source: where the figures come from.
     """
 
-    kind: str
-    capability: tuple[int, int]
-    cores: int
-    fpus_per_core: int
-    threads_per_core: int
-    shared_memory_per_core: int
-    shared_memory_per_block_optin: int
-    memory_bytes: int
-    memory_bandwidth: int
-    l2_cache_bytes: int
-    clock_ghz: float
-    source: str
+    kind: Annotated[str, short_text]
+    memory_bytes: Annotated[int, whole(2**20, 2**50)]
+    source: Annotated[str, short_text]
+
+    platform: ClassVar[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu(Spec):
+    """A kind of NVIDIA GPU.
+
+    Attributes:
+        capability: major and minor number of the compute capability.
+        cores: number of streaming multiprocessors; the figures "per core" are those of one.
+        memory_bandwidth: bytes per second.
+    """
+
+    capability: Annotated[tuple[int, int], row(whole(1, 99), whole(0, 99))]
+    cores: Annotated[int, whole(1, 10_000)]
+    fpus_per_core: Annotated[int, whole(1, 10_000)]
+    threads_per_core: Annotated[int, whole(32, 100_000)]
+    shared_memory_per_core: Annotated[int, whole(1024, 2**30)]
+    shared_memory_per_block_optin: Annotated[int, whole(1024, 2**30)]
+    memory_bandwidth: Annotated[int, whole(10**6, 10**16)]
+    l2_cache_bytes: Annotated[int, whole(1, 2**40)]
+    clock_ghz: Annotated[float, real(0.01, 100)]
 
     platform = "gpu"
 
@@ -92,38 +114,29 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tpu:
+class Tpu(Spec):
     """A kind of TPU.
 
     Attributes:
-        kind: JAX's name of it, ``device_kind``.
         generation: XLA's name of it, such as ``"v5e"``.
         dimensions: of the grid that the chips form, 2 or 3.
-        memory_bytes: what a program may use on a chip.
-        source: where the figures come from.
     """
 
-    kind: str
-    generation: str
-    dimensions: int
-    memory_bytes: int
-    source: str
+    generation: Annotated[str, short_text]
+    dimensions: Annotated[int, whole(2, 3)]
 
     platform = "tpu"
 
 
 @dataclasses.dataclass(frozen=True)
-class Cpu:
+class Cpu(Spec):
     """A CPU, as JAX divides it into devices."""
-
-    kind: str
-    memory_bytes: int
-    source: str
 
     platform = "cpu"
 
 
-Spec = Gpu | Tpu | Cpu
+_KINDS: dict[str, type[Spec]] = {kind.platform: kind for kind in (Gpu, Tpu, Cpu)}
+CHECKS = {name: record(metadata(kind)) for name, kind in _KINDS.items()}
 
 
 @functools.cache
@@ -135,38 +148,7 @@ def table() -> dict[str, Spec]:
 
 def make_spec(platform_name: str, fields: Mapping[str, Any]) -> Spec:
     """The figures of a device of a platform, which `CHECKS` accepts."""
-    if platform_name == "gpu":
-        return Gpu(**{**fields, "capability": tuple(fields["capability"])})
-    return (Tpu if platform_name == "tpu" else Cpu)(**fields)
-
-
-def short_text(x: Any, at: str) -> None:
-    """Check a name: a file of a target goes into messages and into XLA's text."""
-    text(x, at)
-    if len(x) > 200 or not x.isprintable() or set(x) & set('{}"\\'):
-        raise ValueError(f"{at} must be a short name, got {brief(x)}")
-
-
-# Upper bounds keep the numbers of a damaged file away from XLA, which allocates by some of them.
-_COMMON = {"kind": short_text, "memory_bytes": whole(2**20, 2**50), "source": short_text}
-CHECKS: dict[str, Check] = {
-    "gpu": record(
-        _COMMON
-        | {
-            "capability": row(whole(1, 99), whole(0, 99)),
-            "cores": whole(1, 10_000),
-            "fpus_per_core": whole(1, 10_000),
-            "threads_per_core": whole(32, 100_000),
-            "shared_memory_per_core": whole(1024, 2**30),
-            "shared_memory_per_block_optin": whole(1024, 2**30),
-            "memory_bandwidth": whole(10**6, 10**16),
-            "l2_cache_bytes": whole(1, 2**40),
-            "clock_ghz": real(0.01, 100),
-        }
-    ),
-    "tpu": record(_COMMON | {"generation": short_text, "dimensions": whole(2, 3)}),
-    "cpu": record(_COMMON),
-}
+    return _KINDS[platform_name](**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
 
 
 # -- compilers ---------------------------------------------------------------------------------------------------------
