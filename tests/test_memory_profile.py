@@ -125,28 +125,12 @@ def test_operations_that_run_beside_others_hold_their_operands_until_they_are_do
         ("copied", "copy-done", ("copy",), (), entry),
         ("root", "add", ("used", "copied"), (), entry),
     ]
-    ids = {name: n for n, (name, *_) in enumerate(instructions)}
-    made = [
-        types.SimpleNamespace(
-            id=ids[name],
-            opcode=opcode,
-            operands=[ids[o] for o in operands],
-            called=list(called),
-            computation=where,
-            index=0,
-        )
-        for name, opcode, operands, called, where in instructions
-    ]
-    computations = {
-        number: _jax.buffers.Computation(number, "", ids[root], [i for i in made if i.computation == number])
-        for number, root in ((entry, "root"), (wrapped, "result"))
-    }
     defined = {"x": (), "a": (), "result": (), "between": (), "copy": (0,), "used": (), "root": ()}
-    values = {ids[n]: _jax.buffers.BufferValue(ids[n], (ids[n], index), 4) for n, index in defined.items()}
-    program = _jax.CompiledProgram("", entry, computations, {i.id: i for i in made}, values, [])
+    values = [(name, index, 4, name) for name, index in defined.items()]
+    program = _program_of([(*i, "", "", 0) for i in instructions], {entry: "root", wrapped: "result"}, values)
     schedule = _lifetimes.FlatSchedule(program)
     starts, ends = _lifetimes._spans(program, schedule, _lifetimes.Flow(program, schedule))
-    names = [instructions[i.id][0] for i in schedule.order]
+    names, ids = [i.name for i in schedule.order], {name: n for n, name in enumerate(defined)}
     assert {n: (names[starts[ids[n]]], names[ends[ids[n]]]) for n in ("a", "result", "between", "copy")} == {
         "a": ("a", "done"),
         "result": ("result", "used"),
@@ -877,6 +861,10 @@ def _program_of(instructions, computations, defined, entry=1):
     return _jax.CompiledProgram("", entry, found, {i.id: i for i in made}, values, allocations)
 
 
+def _assembled(*program):
+    return Assembly(_program_of(*program), Inputs())
+
+
 def test_what_a_loop_stacks_is_told_behind_asynchronous_copies_and_operations_with_several_results():
     """As on GPUs: opcodes and names as XLA 2026-11 prints them for an H200."""
     entry, body, condition, several = 1, 2, 3, 6
@@ -938,7 +926,7 @@ def test_what_a_loop_stacks_is_told_behind_asynchronous_copies_and_operations_wi
     ]
     for n, name in zip(rows, "abc", strict=True):
         defined += [(name, (), 2048, f"stack{n}"), (f"write{n}", (), 2048, f"stack{n}")]
-    assembly = Assembly(_program_of(instructions, computations, defined), Inputs())
+    assembly = _assembled(instructions, computations, defined)
     stacked = {b.name: b.primitive for b in assembly.buffers() if b.stacked is not None}
     assert stacked == {"write2": "dot_general", "write3": "sub", "write4": "carry"}
 
@@ -960,7 +948,7 @@ def test_products_by_a_library_and_its_working_memory():
         ("gemm", (1,), 2**25, "scratch"),
         ("root", (), 65536, "out"),
     ]
-    assembly = Assembly(_program_of(instructions, {1: "root"}, defined), Inputs())
+    assembly = _assembled(instructions, {1: "root"}, defined)
     found = {b.type: b for b in assembly.buffers() if b.name == "gemm"}
     assert {type_: (b.kind, b.primitive) for type_, b in found.items()} == {
         matrix: ("residual", "dot_general"),
@@ -988,7 +976,7 @@ def test_what_xla_itself_computes_again_is_no_residual():
         ("root", "multiply", ("back", "tanh.1.remat"), (), 1, matrix, "jit(f)/transpose(jvp())/net/mul", 0),
     ]
     defined = [(name, (), 65536, name) for name, *_ in instructions]
-    assembly = Assembly(_program_of(instructions, {1: "root"}, defined), Inputs())
+    assembly = _assembled(instructions, {1: "root"}, defined)
     (again,) = (b for b in assembly.buffers() if b.name == "tanh.1.remat")
     assert (again.kind, again.phase) == ("recomputed", "backward")
     assert [s.name for s in assembly.steps() if s.is_recomputed] == ["tanh.1.remat"]
@@ -1016,7 +1004,7 @@ def test_an_array_among_several_results_of_a_fusion_has_the_operation_that_compu
         ("used", (), 65536, "c"),
         ("root", (), 65536, "d"),
     ]
-    assembly = Assembly(_program_of(instructions, {1: "root", inside: "pair"}, defined), Inputs())
+    assembly = _assembled(instructions, {1: "root", inside: "pair"}, defined)
     found = {b.type: (b.primitive, b.is_bits, b.kind) for b in assembly.buffers() if b.name == "both"}
     assert found == {x: ("add", False, "working memory"), mask: ("lt", True, "residual")}
 
@@ -1034,7 +1022,7 @@ def test_what_xla_computes_again_in_the_forward_pass_is_a_residual():
         ("root", "multiply", ("c", "b.remat2"), (), 1, x, "jit(f)/transpose(jvp())/net/mul", 0),
     ]
     defined = [(name, (), 65536, name) for name, *_ in instructions]
-    assembly = Assembly(_program_of(instructions, {1: "root"}, defined), Inputs())
+    assembly = _assembled(instructions, {1: "root"}, defined)
     kinds = {b.name: b.kind for b in assembly.buffers()}
     assert kinds["a.remat"] == kinds["b"] == "residual" and kinds["b.remat2"] == "recomputed"
 
@@ -1095,20 +1083,9 @@ def test_a_product_of_transposed_weights_belongs_to_their_module():
         *((f"o{n}", "transpose", (f"p{n}",), (), 2, w, "", 0) for n in (0, 1)),
         ("pair", "tuple", ("o0", "o1"), (), 2, (w, w), "", 0),
     ]
-    defined = [
-        (n, i, 65536, f"{n}{i}")
-        for n, i in [
-            ("x", ()),
-            ("w0", ()),
-            ("w1", ()),
-            ("turned", (0,)),
-            ("turned", (1,)),
-            ("first", ()),
-            ("second", ()),
-            ("root", ()),
-        ]
-    ]
-    assembly = Assembly(_program_of(instructions, {1: "root", 2: "pair"}, defined), Inputs())
+    defined = [(n, (), 65536, n) for n in ("x", "w0", "w1", "first", "second", "root")]
+    defined += [("turned", (n,), 65536, f"turned{n}") for n in (0, 1)]
+    assembly = _assembled(instructions, {1: "root", 2: "pair"}, defined)
     owners = {b.name: b.owner for b in assembly.buffers()}
     assert (owners["first"], owners["second"]) == ("net.layers.0", "net.layers.1")
 
@@ -1125,7 +1102,7 @@ def test_what_the_backward_pass_and_then_the_loss_read_is_a_residual():
         ("root", "tuple", ("new", "loss"), (), 1, (x, "f32[]"), "", 0),
     ]
     defined = [(n, (), 65536, n) for n in ("x", "logits", "grad", "new", "loss")]
-    assembly = Assembly(_program_of(instructions, {1: "root"}, defined), Inputs())
+    assembly = _assembled(instructions, {1: "root"}, defined)
     assert {b.name: b.kind for b in assembly.buffers()}["logits"] == "residual"
 
 
