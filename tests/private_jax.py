@@ -23,7 +23,7 @@ array
 checkify
     checkify_jaxpr error_checks: checks inside calls that are one equation | none
 config
-    _check_vma debug_key_reuse disable_jit enable_compilation_cache persistent_cache_min_compile_time_secs: values of options | jax.config, for some
+    _check_vma debug_key_reuse disable_jit enable_compilation_cache: values of options | jax.config, for some
     trace_context: key of what a trace depends on | none
 core
     ClosedJaxpr Jaxpr Literal Var: the parts of programs | jax.extend.core

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import config
 
 Place = tuple[int, tuple[int, ...]]
 """An instruction, and an index into its result if that is a tuple."""
@@ -198,11 +197,6 @@ def options_to_write(folder: Path) -> dict[str, Any]:
     """
     named = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
     return named | {"xla_dump_hlo_module_re": "", "xla_dump_compress_protos": False}
-
-
-def without_new_cache_entries() -> Any:
-    """A context in which JAX writes no compiled program to its cache on the disk."""
-    return config.persistent_cache_min_compile_time_secs(float("inf"))
 
 
 def written_program(folder: Path, compiled: Any, platform: str) -> CompiledProgram | None:

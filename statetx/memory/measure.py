@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import random
 import tempfile
 from collections.abc import Callable, Iterator
 from os import PathLike
@@ -239,33 +238,21 @@ def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram
     """The compiled stage, and its program with the places of its buffers if they can be known."""
     if isinstance(stage, jax.stages.Compiled):
         return stage, _jax.compiled_program(stage)
-    if _tells_buffers():
-        with _jax.without_compilation_cache():  # it may have the program with the names of other functions
+    # The cache may have the program with the names of other functions, and XLA writes nothing of one from there.
+    with _jax.without_compilation_cache():
+        if _tells_buffers():
             compiled = compile_to_measure(stage, options)
-        return compiled, _jax.compiled_program(compiled)
-    try:
-        return _compiled_and_written(stage, options)
-    except jax.errors.JaxRuntimeError as e:
-        if is_out_of_memory(e):
-            raise
-    # Its compiler knows no option to write what it compiles.
-    return compile_to_measure(stage, options), None
-
-
-def _compiled_and_written(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram | None]:
-    platform = stage.target.platform if isinstance(stage, ForTarget) else current.platform()
-    with tempfile.TemporaryDirectory(prefix="statetx-", ignore_cleanup_errors=True) as folder:
-        options = options | _jax.options_to_write(Path(folder))
-        compiled = compile_to_measure(stage, options)
-        program = _jax.written_program(Path(folder), compiled, platform)
-        if program is None and jax.config.values.get("jax_compilation_cache_dir"):
-            # The program may come from the cache of JAX, whose key leaves out where XLA writes to. This option, about a
-            # program that runs, makes another key.
-            unique = {"xla_gpu_executable_warn_stuck_timeout_seconds": random.randrange(10, 2**30)}
-            with _jax.without_new_cache_entries():  # nothing would find it
-                compiled = compile_to_measure(stage, {**options, **unique})
-            program = _jax.written_program(Path(folder), compiled, platform)
-    return compiled, program
+            return compiled, _jax.compiled_program(compiled)
+        platform = stage.target.platform if isinstance(stage, ForTarget) else current.platform()
+        with tempfile.TemporaryDirectory(prefix="statetx-", ignore_cleanup_errors=True) as folder:
+            try:
+                compiled = compile_to_measure(stage, options | _jax.options_to_write(Path(folder)))
+                return compiled, _jax.written_program(Path(folder), compiled, platform)
+            except jax.errors.JaxRuntimeError as e:
+                if is_out_of_memory(e):
+                    raise
+        # Its compiler knows no option to write what it compiles.
+        return compile_to_measure(stage, options), None
 
 
 def _tells_buffers() -> bool:
