@@ -24,7 +24,7 @@ from .._equations.compiled import (
 )
 from .._errors import FunctionError, printable
 from .._jax import CompiledProgram
-from .._lift.options import check_flags, notes_shapes
+from .._lift.options import check_flags
 from .._lift.wrapper import check_callable, short_name
 from .._objects.paths import argument_names
 from .._objects.walk import created_undone
@@ -35,7 +35,7 @@ from .._targets.target import Target
 from .._text import brief
 from .._tree import is_float
 from .._typing import public
-from ..residuals._trace import TracedCall
+from ..residuals._trace import TracedCall, inspects
 from ..residuals.measure import ArrayProgram
 from ..transforms.jit.api import Compiled, Lowered, Traced
 from . import _show
@@ -126,9 +126,7 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool | None, **kwargs: Any
 def memory_profile(fun: Any, /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryProfile: ...
 @overload
 def memory_profile(fun: Any, /, *args: Any, progress: bool, **kwargs: Any) -> MemoryProfile: ...
-@_jax.api_boundary
-@notes_shapes
-@current.takes_target
+@inspects
 def memory_profile(
     fun: Any, /, *args: Any, gradient: bool | None = None, progress: bool = False, **kwargs: Any
 ) -> MemoryProfile:

@@ -10,17 +10,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _jax
 from .._equations.compiled import full_device_options, is_out_of_memory
 from .._errors import StatetxError
-from .._lift.options import notes_shapes
 from .._lift.wrapper import check_callable, name_of, short_name
 from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import format_bytes, format_seconds, parse_bytes, short_path
 from ..planner.planner import plan
-from ..residuals._trace import TracedCall
+from ..residuals._trace import TracedCall, inspects
 from ..transforms.functionalize import functionalize
 from ._estimate import estimate
 from ._search import Remedy, RemedySearch, Unused
@@ -226,9 +224,7 @@ _OTHER_CAUSES = (
 )
 
 
-@_jax.api_boundary
-@notes_shapes
-@current.takes_target
+@inspects
 def explain_oom(
     step: Callable[..., Any],
     /,

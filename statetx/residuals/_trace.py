@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -24,6 +24,7 @@ from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import Body, table
 from .._jax import Jaxpr
 from .._lift.context import note_shardings
+from .._lift.options import notes_shapes
 from .._lift.outcome import partition_output
 from .._lift.run import frame_for
 from .._lift.stage import InputNames, Lifting, stage
@@ -34,6 +35,7 @@ from .._objects.walk import created_undone
 from .._remat.gradients import rewritten_by
 from .._remat.override import override
 from .._remat.rewriter import MARKER, Observer, is_step_by_marks, is_training_step, marks_in
+from .._targets import current
 from .._tree import (
     Partition,
     as_array,
@@ -46,6 +48,15 @@ from .._tree import (
 )
 from .._typing import Filter, PyTree
 from ..transforms.jit.api import Jit
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def inspects(fun: F) -> F:
+    """Decorate a report on a function of the user's: it takes ``target=``, notes shapes in errors, and is left out of
+    tracebacks.
+    """
+    return _jax.api_boundary(notes_shapes(current.takes_target(fun)))
 
 
 class InputOrigin(NamedTuple):

@@ -14,7 +14,6 @@ import jax
 
 from .. import _jax
 from .._lift.context import device_bytes
-from .._lift.options import notes_shapes
 from .._lift.wrapper import check_callable
 from .._loops import online
 from .._loops.backward import BackwardStep
@@ -25,10 +24,9 @@ from .._loops.tune import LoopOfLevels
 from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
 from .._tables import Cell, Column, Table, Tabular
-from .._targets import current
 from .._text import format_bytes
 from .._typing import Policy
-from ._trace import TracedCall
+from ._trace import TracedCall, inspects
 from .measure import ArrayProgram
 
 _POLICIES: tuple[Any, ...] = (None, "dots", "nothing")
@@ -113,9 +111,7 @@ class LoopReport(Tabular):
         return Table(title, columns, rows)
 
 
-@_jax.api_boundary
-@notes_shapes
-@current.takes_target
+@inspects
 def loop_report(
     fun: Callable[..., Any],
     /,

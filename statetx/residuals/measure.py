@@ -12,19 +12,18 @@ from typing import Any, NamedTuple, ParamSpec, overload
 from .. import _jax
 from .._equations.compiled import Cost, Program, donated_inputs
 from .._equations.differentiate import with_pullback
-from .._lift.options import check_flags, notes_shapes
+from .._lift.options import check_flags
 from .._lift.wrapper import check_callable, name_of, short_name
 from .._remat.override import VisitedRegion, override
 from .._remat.parse import as_policy, as_sequence
 from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
-from .._targets import current
 from .._targets.target import Target
 from .._text import format_bytes, format_flops, format_seconds
 from .._tree import is_float
 from .._typing import Policy
 from ..transforms.remat import remat
-from ._trace import TracedCall, unjitted
+from ._trace import TracedCall, inspects, unjitted
 from .diagnosis import BASELINE, Diagnosis, Measured, diagnose, not_wrapped
 from .saved import residuals_of
 from .table import Residuals, in_fewer_bits, see_profile
@@ -40,9 +39,7 @@ def measure(fun: Callable[..., Any], /, *args: Any, gradient: bool | None, **kwa
 def measure(fun: Callable[..., Any], /, *args: Any, compiler_options: dict[str, Any] | None, **kwargs: Any) -> Cost: ...
 @overload
 def measure(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> Cost: ...
-@_jax.api_boundary
-@notes_shapes
-@current.takes_target
+@inspects
 def measure(
     fun: Callable[..., Any],
     /,
@@ -284,9 +281,7 @@ def memory_report(
 def memory_report(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryReport: ...
 @overload
 def memory_report(fun: Callable[..., Any], /, *args: Any, progress: bool, **kwargs: Any) -> MemoryReport: ...
-@_jax.api_boundary
-@notes_shapes
-@current.takes_target
+@inspects
 def memory_report(
     fun: Callable[..., Any],
     /,

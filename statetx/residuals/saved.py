@@ -9,19 +9,15 @@ from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, flops
 from .._jax import Jaxpr, Literal
-from .._lift.options import notes_shapes
 from .._lift.wrapper import check_callable, short_name
-from .._targets import current
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import NOT_REMATERIALIZED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
-from ._trace import InputOrigin, Passes, TracedCall, unjitted, user_line
+from ._trace import InputOrigin, Passes, TracedCall, inspects, unjitted, user_line
 from .table import Residual, Residuals, lines
 
 
-@_jax.api_boundary
-@notes_shapes
-@current.takes_target
+@inspects
 def saved_residuals(
     fun: Callable[..., Any],
     /,
