@@ -38,9 +38,9 @@ def place(name):
 
 
 def buffer(name, num_bytes, start, end, kind="working memory", owner="loss", **fields):
-    texts = dict(function="Block.__call__", source="model.py:7", primitive="dot_general", region="")
-    places = dict(phase="forward", loop=None, stacked=None, allocation=place(name), offset=0)
-    fields = texts | places | {"type": f"u8[{num_bytes}]"} | fields
+    texts = dict(function="Block.__call__", source="model.py:7", primitive="dot_general")
+    texts = {} if kind in ("state", "argument") else texts
+    fields = texts | {"type": f"u8[{num_bytes}]", "phase": "forward", "allocation": place(name)} | fields
     return Buffer(name=name, num_bytes=num_bytes, start=start, end=end, kind=kind, owner=owner, **fields)
 
 
@@ -87,16 +87,14 @@ def layered(num_layers=3, width=4, size=10 * KIB, **fields):
         for n, (phase, where) in enumerate(plan)
     ]
     last, first_backward = len(steps) - 1, len(forward) + len(middle)
-    found = [buffer("x.1", 3 * KIB, 0, last, "argument", "x", function="", source="", primitive="")]
+    found = [buffer("x.1", 3 * KIB, 0, last, "argument", "x")]
     found.append(buffer("constant.7", 2 * KIB, 0, last, "constant", "loss"))
     found.append(buffer("stack.1", 6 * KIB, len(forward), last - 5, "residual", "loss", stacked=SCAN, loop=SCAN))
     for n in range(num_layers):
         end = first_backward + width * (num_layers - n) - 1
         owner, updated = f"net.blocks.{n}", last - num_layers + 1 + n
         found += [
-            buffer(
-                f"w.{n}", KIB, 0, updated, "state", f"{owner}.w", allocation=n, function="", source="", primitive=""
-            ),
+            buffer(f"w.{n}", KIB, 0, updated, "state", f"{owner}.w", allocation=n),
             buffer(f"new.{n}", KIB, updated, last, "output", f"{owner}.w", allocation=n, phase="update"),
             buffer(f"fusion.{width * n}", size + n, width * n, end, "residual", owner),
             buffer(f"tmp.{n}", 2 * KIB, end - 2, end, "recomputed", owner, phase="backward", region="Block.__call__"),

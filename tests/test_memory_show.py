@@ -27,11 +27,9 @@ SCAN = Loop("scan", 100, "model.py:20")
 def buffer(num_bytes, start, end, kind="working memory", owner="loss", **fields):
     """A buffer with a place of its own, unless `fields` has one."""
     buffer.count += 1
-    names = dict(function="Block.__call__", source="/home/user/model.py:7", primitive="dot_general", region="")
-    places = dict(loop=None, stacked=None, allocation=buffer.count, offset=0)
-    fields = names | places | {"type": f"u8[{num_bytes}]", "name": f"fusion.{buffer.count}"} | fields
-    if kind in ("state", "argument"):
-        fields |= dict(function="", source="", primitive="")
+    names = dict(function="Block.__call__", source="/home/user/model.py:7", primitive="dot_general")
+    fields = {"type": f"u8[{num_bytes}]", "name": f"fusion.{buffer.count}", "allocation": buffer.count} | fields
+    fields = fields if kind in ("state", "argument") else names | fields
     return Buffer(num_bytes=num_bytes, start=start, end=end, kind=kind, phase="forward", owner=owner, **fields)
 
 

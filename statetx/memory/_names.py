@@ -188,8 +188,7 @@ class InstructionNames:
             return self._argument(self.program.instructions[instruction.operands[1]])
         if instruction.opcode != "fusion":
             return None
-        inside = self.program.computations[instruction.called[0]]
-        root = self.program.instructions[inside.root]
+        root = self._result(instruction, ())
         if root.opcode == "bitcast" and root.operands:
             root = self.program.instructions[root.operands[0]]
         if root.opcode != "dynamic-update-slice":
