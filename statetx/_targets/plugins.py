@@ -148,7 +148,8 @@ def table() -> dict[str, Spec]:
 
 def make_spec(platform_name: str, fields: Mapping[str, Any]) -> Spec:
     """The figures of a device of a platform, which `CHECKS` accepts."""
-    return _KINDS[platform_name](**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
+    figures: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return _KINDS[platform_name](**figures)
 
 
 # -- compilers ---------------------------------------------------------------------------------------------------------
