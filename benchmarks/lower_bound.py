@@ -49,7 +49,7 @@ from statetx._equations.primitives import CALLS, INLINED, JIT, REMAT, count, flo
 from statetx._equations.structure import Body
 from statetx._lift.context import device_bytes
 from statetx._positions import function_of
-from statetx._remat.bits import are_bits, is_bits, of_steps
+from statetx._remat.stored import are_bits, is_bits, of_steps
 from statetx._tree import freeze, is_float
 from statetx.planner._program.flat import flatten
 from statetx.planner._program.values import read_formats, smallest

@@ -342,10 +342,10 @@ def test_program_without_buffer_assignment():
 
 def test_functions_that_jax_differentiates_are_seen(monkeypatch):
     """By `jax.grad` and others under any name, once each, with the user's function; not by forward mode."""
-    from statetx._jax import gradients
+    from statetx._jax import rules
 
     seen = []
-    monkeypatch.setattr(gradients, "_replace", lambda fun, has_aux: seen.append((fun, has_aux)) or fun)
+    monkeypatch.setattr(rules, "_replace", lambda fun, has_aux: seen.append((fun, has_aux)) or fun)
 
     def square(x):
         return x * x
@@ -361,7 +361,7 @@ def test_functions_that_jax_differentiates_are_seen(monkeypatch):
     jax.jvp(square, (2.0,), (1.0,))
     jax.jacfwd(square)(2.0)
     assert not seen
-    monkeypatch.setattr(gradients, "_replace", lambda fun, has_aux: lambda *primals: fun(*primals) * 3)
+    monkeypatch.setattr(rules, "_replace", lambda fun, has_aux: lambda *primals: fun(*primals) * 3)
     assert jax.grad(square)(2.0) == 12.0
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import statetx
-from statetx._equations.hoist import hoist
+from statetx._equations.inline import hoist
 from statetx.policies import Levels, Slots, everything
 
 X = jnp.linspace(-1.0, 1.0, 5)

@@ -351,7 +351,7 @@ NO_PROOFS = {
     ids=[*PROOFS, *NO_PROOFS],
 )
 def test_proofs(fun, expected):
-    from statetx._remat.bits import _outputs
+    from statetx._remat.stored import _outputs
 
     x = jnp.arange(12.0).reshape(3, 4) - 5
     jaxpr = jax.make_jaxpr(fun)(x, x[::-1])

@@ -1,13 +1,17 @@
-"""Inline calls into a jaxpr."""
+"""Rewrite jaxprs: calls become the equations in them, and arrays in equations become inputs."""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
+
 from .. import _jax
 from .._jax import Jaxpr, Literal
-from .primitives import TABLE
+from .primitives import JIT, REMAT, TABLE
 
 
 def inline(
@@ -68,3 +72,180 @@ def inline(
     invars = [_jax.Var(v.aval) for v in jaxpr.invars[len(consts) - len(jaxpr.constvars) :]]
     outvars = run(jaxpr, consts, invars, None, False)
     return _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns)
+
+
+# -- arrays as inputs ---------------------------------------------------------------------------------------------
+
+# JAX writes arrays that a function closes over into equations, at any depth: as constants of a nested ``jit``'s jaxpr
+# or as scalar literals. A cache of such equations would keep the arrays alive, and two models whose layers are jitted
+# separately would never have equal structures.
+
+
+def hoist(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+    """Return a jaxpr without constants, and the arrays to pass as its first inputs.
+
+    Arrays in equations that cannot have further inputs, such as calls with derivative rules, stay. A derivative rule
+    that runs late may leave values of the jaxpr itself in nested ones, as constants: they become operands there.
+    """
+    num_inputs = len(consts) - len(jaxpr.constvars)  # from jax 0.12 on, constants of a trace may be inputs already
+    variables = [*jaxpr.constvars, *jaxpr.invars[:num_inputs]]
+    scope = _Scope(variables, consts, jaxpr)
+    eqns = [scope.equation(eqn) for eqn in jaxpr.eqns]
+    outvars = [scope.atom(v) for v in jaxpr.outvars]
+    invars = [*scope.variables, *jaxpr.invars[num_inputs:]]
+    return _jax.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns), scope.arrays
+
+
+class _Scope:
+    """A jaxpr while its arrays become inputs: `variables` are the new inputs, `arrays` their values."""
+
+    def __init__(self, variables: Sequence[Any], arrays: Sequence[Any], jaxpr: Jaxpr):
+        self._jaxpr = jaxpr
+        # By variable of a constant that is a value of the jaxpr, the variable of that value.
+        self._aliases = {v: own for v, x in zip(variables, arrays, strict=True) if (own := self._own(x)) is not None}
+        kept = [(v, x) for v, x in zip(variables, arrays, strict=True) if v not in self._aliases]
+        self.variables = [v for v, _ in kept]
+        self.arrays = [x for _, x in kept]
+        # By identity: an array that several equations hold becomes one input. `arrays` keeps them alive, and so the
+        # ids valid.
+        self._variable_by_id = {id(x): v for v, x in kept}
+
+    def variable(self, array: Any, aval: Any) -> Any:
+        var = self._variable_by_id.get(id(array))
+        if var is None and (own := self._own(array)) is not None:
+            return own
+        if var is None:
+            var = self._variable_by_id[id(array)] = _jax.Var(aval)
+            self.variables.append(var)
+            self.arrays.append(array)
+        return var
+
+    @functools.cached_property
+    def _defined(self) -> set[Any]:
+        return {*self._jaxpr.constvars, *self._jaxpr.invars, *(v for eqn in self._jaxpr.eqns for v in eqn.outvars)}
+
+    def _own(self, array: Any) -> Any:
+        """The variable of an array that is a value of this jaxpr; None for another array."""
+        own = _jax.variable_of(array)
+        return own if isinstance(own, _jax.Var) and own in self._defined else None  # not the literal of a constant
+
+    def atom(self, atom: Any) -> Any:
+        if not isinstance(atom, Literal):
+            return self._aliases.get(atom, atom)
+        return self.variable(atom.val, atom.aval) if isinstance(atom.val, jax.Array) else atom
+
+    def equation(self, eqn: Any) -> Any:
+        if self._aliases or any(isinstance(v, Literal) and isinstance(v.val, jax.Array) for v in eqn.invars):
+            eqn = eqn.replace(invars=[self.atom(v) for v in eqn.invars])
+        rule = _RULES.get(eqn.primitive.name)
+        return eqn if rule is None else rule(self, eqn)
+
+    def inputs_for(self, new: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
+        """Variables of this jaxpr for the arrays that a nested jaxpr needs as its first inputs."""
+        return [self.variable(x, v.aval) for x, v in zip(arrays, new.invars, strict=False)]
+
+
+# -- nested jaxprs ---------------------------------------------------------------------------------------------
+
+_hoisted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""From a nested jaxpr, closed or not, to the hoisted one; None if it holds no arrays. JAX's caches go by identity:
+hoist each once.
+"""
+
+
+def _nested(x: Any) -> tuple[Any, list[Any]]:
+    """Hoist a jaxpr in an equation: the jaxpr with its arrays as first inputs, and these arrays."""
+    cached = _hoisted.get(x, x)
+    if cached is None:
+        return x, []
+    jaxpr, consts = _jax.open_jaxpr(x)
+    new, arrays = hoist(jaxpr, consts)
+    if not arrays:
+        _hoisted[x] = None
+        return x, []
+    if cached is x:
+        cached = _hoisted[x] = new if isinstance(x, Jaxpr) else _jax.close(new, ())
+    return cached, arrays
+
+
+def _of_call(name: str, *by_input: tuple[str, Any]) -> Callable[[_Scope, Any], Any]:
+    """The rule for a primitive that runs the jaxpr in parameter `name` on its operands.
+
+    `by_input` holds the parameters with an entry for each operand, and the entry of a new operand.
+    """
+
+    def rule(scope: _Scope, eqn: Any) -> Any:
+        new, arrays = _nested(eqn.params[name])
+        if not arrays:
+            return eqn
+        params = {**eqn.params, name: new}
+        for key, value in by_input:
+            # One entry for each operand: the new operands come first.
+            params[key] = (value,) * len(arrays) + tuple(params[key])
+        inputs = scope.inputs_for(_jax.open_jaxpr(new)[0], arrays)
+        return eqn.replace(params=params, invars=[*inputs, *eqn.invars])
+
+    return rule
+
+
+def _of_scan(scope: _Scope, eqn: Any) -> Any:
+    new, arrays = _nested(eqn.params["jaxpr"])
+    if not arrays:
+        return eqn
+    return _jax.with_scan_constants(eqn, new, scope.inputs_for(_jax.open_jaxpr(new)[0], arrays))
+
+
+def _of_while(scope: _Scope, eqn: Any) -> Any:
+    test, test_arrays = _nested(eqn.params["cond_jaxpr"])
+    body, body_arrays = _nested(eqn.params["body_jaxpr"])
+    if not (test_arrays or body_arrays):
+        return eqn
+    num_test = eqn.params["cond_nconsts"]
+    params = {
+        **eqn.params,
+        "cond_jaxpr": test,
+        "body_jaxpr": body,
+        "cond_nconsts": num_test + len(test_arrays),
+        "body_nconsts": eqn.params["body_nconsts"] + len(body_arrays),
+    }
+
+    # Operands of a while: constants of the condition, constants of the body, carry.
+    test_inputs = scope.inputs_for(_jax.open_jaxpr(test)[0], test_arrays)
+    body_inputs = scope.inputs_for(_jax.open_jaxpr(body)[0], body_arrays)
+    return eqn.replace(
+        params=params, invars=[*test_inputs, *eqn.invars[:num_test], *body_inputs, *eqn.invars[num_test:]]
+    )
+
+
+def _of_cond(scope: _Scope, eqn: Any) -> Any:
+    branches = [_nested(x) for x in eqn.params["branches"]]
+    if not any(arrays for _, arrays in branches):
+        return eqn
+    inputs: list[Any] = []
+    for new, arrays in branches:
+        inputs += scope.inputs_for(_jax.open_jaxpr(new)[0], arrays)
+
+    # All branches take the same operands: pad each with unused inputs for the arrays of the other branches.
+    padded, start = [], 0
+    for new, arrays in branches:
+        jaxpr, _ = _jax.open_jaxpr(new)
+        end = start + len(arrays)
+        unused = [_jax.Var(v.aval) for v in inputs]
+        invars = [*unused[:start], *jaxpr.invars[: len(arrays)], *unused[end:], *jaxpr.invars[len(arrays) :]]
+        padded.append(_jax.close(_jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars), ()))
+        start = end
+    params = {**eqn.params, "branches": tuple(padded)}
+    return eqn.replace(params=params, invars=[eqn.invars[0], *inputs, *eqn.invars[1:]])
+
+
+_RULES: dict[str, Callable[[_Scope, Any], Any]] = {
+    **dict.fromkeys(
+        JIT,
+        _of_call("jaxpr", ("in_shardings", _jax.UNSPECIFIED), ("in_layouts", None), ("donated_invars", False)),
+    ),
+    **dict.fromkeys(REMAT, _of_call("jaxpr")),
+    _jax.CLOSED_CALL: _of_call("call_jaxpr"),
+    "scan": _of_scan,
+    "while": _of_while,
+    "cond": _of_cond,
+}

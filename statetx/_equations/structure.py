@@ -31,7 +31,7 @@ from .._atomic import locked, new_lock
 from .._jax import Jaxpr, Literal
 from .._targets import current
 from .._tree import Identity, freeze
-from .hoist import hoist
+from .inline import hoist
 
 
 class _NotComparable(Exception):

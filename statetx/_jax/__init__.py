@@ -7,12 +7,9 @@ one shifts. The public names of its modules, which no two of them share, are nam
 from . import patches as patches
 from .batching import *
 from .buffers import *
-from .custom_loop import *
 from .editing import *
 from .equations import *
 from .estimates import *
-from .gradients import *
-from .linear import *
 from .loops import *
 from .marks import *
 from .meshes import *
@@ -20,8 +17,6 @@ from .primitives import *
 from .refs import *
 from .remat import *
 from .rules import *
-from .staging import *
-from .topology import *
 from .traces import *
 from .traces import _context as _context
 from .versions import *

@@ -1,18 +1,26 @@
-"""Evaluate and edit jaxprs."""
+"""Stage functions to jaxprs, evaluate and edit jaxprs, and lower programs, also for devices that are not there."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core
+from jax._src import config, source_info_util
 from jax._src import core as _core
-from jax._src import source_info_util
+from jax._src import linear_util as _lu
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.interpreters import pxla
+from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from .custom_loop import loop_of, with_body
-from .equations import ClosedJaxpr, Jaxpr, Literal, Var, is_jaxpr, open_jaxpr
+from .equations import ClosedJaxpr, Jaxpr, Literal, Var, as_array, is_jaxpr, open_jaxpr
+from .loops import loop_of, with_body
+from .traces import _context
 from .versions import is_check_missing
 
 _value_of = operator.attrgetter("val")
@@ -186,3 +194,194 @@ def inlined(eqn: Any, outer: Any, *, same_line: bool, **changes: Any) -> Any:
     info, outer_info = eqn.source_info, outer.source_info
     info = info.replace(name_stack=outer_info.name_stack + info.name_stack)
     return eqn.replace(source_info=info.replace(traceback=outer_info.traceback) if same_line else info, **changes)
+
+
+def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> None:
+    """Name the inputs of a `jax.jit` function's program for `operands`, by tracing it now; JAX caches the trace."""
+    jaxpr, _ = open_jaxpr(jitted.trace(*operands).jaxpr)
+
+    # The lowering reads names from the cached trace, so changing them there costs nothing in later calls (decision
+    # 10).
+    info = getattr(jaxpr, "_debug_info", None)
+    if info is not None:
+        closed_over = ("",) * (len(jaxpr.invars) - len(names))
+        jaxpr._debug_info = info._replace(arg_names=(*closed_over, *names))
+
+
+def new_input(trace: Any, aval: Any) -> Any:
+    """Add an argument to a trace of `stage` while its function is running; return the argument's tracer."""
+    with source_info_util.user_context(None):
+        return trace.new_arg(aval, source_info_util.current())
+
+
+def stage(
+    fun: Callable[..., list], avals: Sequence[Any], *, traced_for: str, name: str, names: Sequence[str] | None = None
+) -> tuple[Jaxpr, list]:
+    """Trace ``fun(*arrays) -> list of arrays`` to a jaxpr; return it with the values it closes over.
+
+    The jaxpr's inputs are `avals`, then those added by `new_input`, in order. Errors raised while `fun` runs name them
+    by `names` and the function by ``str(names)``; without an error `names` is never indexed.
+    """
+    unnamed_info = _core.DebugInfo(traced_for, name, None, None)
+    info: Any = unnamed_info if names is None else unnamed_info._replace(func_src_info=str(names), arg_names=names)
+
+    def run(*tracers: Any) -> list:
+        frame = _context.trace.frame
+        try:
+            return fun(*tracers)
+        finally:
+            frame.debug_info = unnamed_info  # `names` holds the arguments alive
+
+    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(run, debug_info=info), list(avals))
+    return jaxpr, consts
+
+
+def name_function(fun: Callable, transform: str, place: str, arguments: Sequence[str] | None = None) -> Callable:
+    """`fun`, which a transform of JAX is given in the place of the user's function: JAX's errors name this one, and its
+    arguments.
+    """
+    names = None if arguments is None else tuple(arguments)
+    fun.__fun_debug_info__ = _core.DebugInfo(transform, place, names, None)  # type: ignore[attr-defined]
+    return fun
+
+
+def name_as_staged(fun: Callable, jaxpr: Jaxpr) -> Callable:
+    """`name_function` by the function that a jaxpr was staged from."""
+    info: Any = jaxpr.debug_info
+    return name_function(fun, info.traced_for, info.func_src_info)
+
+
+def variable_of(x: Any) -> Any:
+    """The variable that a tracer stands for in the jaxpr of its trace; None for another value."""
+    return x.val if isinstance(x, _pe.DynamicJaxprTracer) else None
+
+
+def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[bool]:
+    """Tell for each output of a jaxpr whether its tangent may be nonzero; `has_tangent` says the same of the inputs."""
+    return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(has_tangent), instantiate=False)[1])
+
+
+def steps_with_tangents(
+    jaxpr: Jaxpr, has_tangent: Sequence[bool], num_constants: int, num_carry: int
+) -> tuple[list[bool], list[bool]]:
+    """Tell for each input and output of a loop's body if its tangent may be nonzero in some step; `has_tangent` says
+    it of what the loop begins with.
+
+    A fixed point, as in JAX's own rule for `scan`: a carry whose tangent becomes nonzero in one step may make others
+    nonzero in the next.
+    """
+    flags, first, last = list(has_tangent), num_constants, num_constants + num_carry
+    while True:  # flags only change from False to True, so it ends after at most one turn for each carry
+        outs = outputs_with_tangents(jaxpr, flags)
+        carry = [a or b for a, b in zip(flags[first:last], outs, strict=False)]
+        if carry == flags[first:last]:
+            return flags, outs
+        flags[first:last] = carry
+
+
+def compile_settings(lowered: Any) -> list[str]:
+    """Settings that the compiler gets with a lowered program (``jax.stages.Lowered``) beside its text."""
+    computation = lowered._lowering
+    names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "num_devices")
+    return [repr(x) for x in (computation._compiler_options_kvs, *map(computation.compile_args.get, names))]
+
+
+def num_devices_of(lowered: Any) -> int | None:
+    """The number of devices that a lowered program (``jax.stages.Lowered``) runs on; None if it does not say."""
+    return lowered._lowering.compile_args.get("num_devices") or None
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr on `args` in the current trace."""
+    trace = _context.trace
+    args = [*consts, *args]
+    if isinstance(trace, _pe.DynamicJaxprTrace) and not (jaxpr.effects or jaxpr.is_high):
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        source = source_info_util.current()
+        # Copied only if every argument has the very type that the jaxpr was staged for. Another weak type or sharding
+        # may change the types of results, which JAX must then infer again.
+        tracers = [trace.to_jaxpr_tracer(as_array(x), source) for x in args]
+        if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
+            return _copy_equations(trace, jaxpr, tracers, source)
+    return _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
+
+
+def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate` does
+    not check.
+
+    For JAX's second run of a compiled function that has returned a NaN, which is to name the operation.
+    """
+    return _core.eval_jaxpr(jaxpr, (), *args)
+
+
+def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], call_source: Any) -> list[Any]:
+    """Copy a jaxpr's equations to a trace that records them; `tracers` of that trace are its inputs.
+
+    The result is the same as binding them one by one, but faster: their types are known. JAX's
+    ``inline_jaxpr_into_trace`` was rejected: it gives every equation the source line of the call, so the lines of the
+    user's code would be lost.
+    """
+
+    def rule(eqn: Any, operands: list[Any]) -> list[Any]:
+        source = eqn.source_info.replace(name_stack=call_source.name_stack + eqn.source_info.name_stack)
+        types = [v.aval for v in eqn.outvars]
+        return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+
+    literal = lambda atom: _pe.DynamicJaxprTracer(trace, atom.aval, atom, call_source)
+    return interpret(jaxpr, tracers, rule, literal=literal)
+
+
+# -- programs for devices that are not there ------------------------------------------------------------------------
+
+# A program is traced for the devices of this machine: its arguments, meshes and constraints name them. `lowered_for`
+# lowers it by the rules of another platform and exchanges the devices of the module, which names devices by their
+# number only.
+
+_LOWERING_NAMES = {"gpu": "cuda"}
+
+
+class TooFewDevices(ValueError):
+    """A program is for more devices (`needed`) than it can be compiled for."""
+
+    def __init__(self, needed: int):
+        super().__init__(needed)
+        self.needed = needed
+
+
+def lowered_for(traced: Any, platform: str, devices: Sequence[Any]) -> Any:
+    """Lower a ``jax.stages.Traced`` for compile-only devices of a platform.
+
+    Raises:
+        TooFewDevices: the program is for more devices.
+    """
+    lowered = traced.lower(lowering_platforms=(_LOWERING_NAMES.get(platform, platform),))
+    # JAX may keep both for another target.
+    lowered, computation = copy.copy(lowered), copy.copy(lowered._lowering)
+    num = computation.compile_args["num_devices"]
+    if num > len(devices):
+        raise TooFewDevices(num)
+    # The module has the shardings of outputs. JAX would compare these with memories that a compile-only GPU does not
+    # list.
+    outputs = [UNSPECIFIED for _ in computation.compile_args["out_shardings"]]
+    computation.compile_args = {**computation.compile_args, "backend": devices[0].client, "out_shardings": outputs}
+    computation._device_list = pxla._create_device_list(tuple(devices[:num]))
+    computation._executable = None
+    lowered._lowering = computation
+    return lowered
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """A context in which JAX neither reads nor writes its cache of compiled programs on the disk.
+
+    The cache's key lacks the figures of a compile-only GPU, so that it would give one card's program for another; and
+    it lacks the names of functions.
+    """
+    # JAX asks its setting once in a process, and remembers the answer until it is reset.
+    with config.enable_compilation_cache(False):
+        reset_cache()
+        try:
+            yield
+        finally:
+            reset_cache()

@@ -14,6 +14,7 @@ import jax.core
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
+from jax._src.lax.control_flow import loops as _loops
 
 from .._targets import current
 from .editing import bind_equation, interpret, map_jaxprs
@@ -112,6 +113,12 @@ def replicated(x: Any) -> Any:
     if not has_explicit_axes() or not jax.typeof(x).sharding.mesh.empty:
         return x
     return jax.sharding.reshard(x, jax.P())
+
+
+def empty(length: int, aval: Any) -> Any:
+    """An uninitialized array for `length` values of type `aval`."""
+    # The function that JAX's own scan makes its ys with: zeros would be written once before they are overwritten.
+    return replicated(_loops._empty_array((length,), (None,), aval))
 
 
 def with_divisible_axis(x: Any, size: int) -> Any:

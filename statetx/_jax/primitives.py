@@ -1,19 +1,27 @@
-"""Identities, rules of `jax.experimental.checkify` for primitives of this package, and the order of gradients."""
+"""Primitives of this package: identities, the order of gradients, and functions as one equation."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.core
+import jax.numpy as jnp
 from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src.ad_util import Zero as _Zero
+from jax._src.ad_util import instantiate as _instantiate_zeros
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-from .equations import ClosedJaxpr
+from .._positions import function_of as _function_of
+from .._positions import replaced
+from .batching import map_over
+from .equations import ClosedJaxpr, abstract, with_nonzero
 from .versions import NUM_CHECKIFY_CONTEXTS
 
 
@@ -109,3 +117,234 @@ def _note_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, noted: Noted) 
 
 _ad.primitive_jvps[note_primitive] = _note_jvp
 _ad.primitive_transposes[note_primitive] = _note_transpose
+
+
+# -- a linear function with a custom transpose, and one that is differentiated only if it is compiled ----------------
+
+
+def linear_call(
+    fun: Callable[[list, list], list],
+    transpose: Callable[[list, list], list],
+    residuals: Sequence[Any],
+    tangents: Sequence[Any],
+    out_avals: Sequence[Any],
+    *,
+    rules_of: str | None = None,
+) -> list[Any]:
+    """Call ``fun(residuals, tangents)``, linear in the tangents, with a custom transpose.
+
+    Unlike ``jax.custom_derivatives.linear_call`` it can be mapped, and differentiated with respect to the residuals;
+    this differentiates `fun`.
+
+    Args:
+        fun: returns arrays of types `out_avals`.
+        transpose: ``(residuals, cotangents) -> cotangents of the tangents``; None stands for a zero cotangent.
+        rules_of: the loop whose derivative is called, if that runs derivative rules of users.
+    """
+    params = {"fun": fun, "transpose": transpose, "out_avals": tuple(out_avals), "rules_of": rules_of}
+    return _linear_p.bind(*residuals, *tangents, num_res=len(residuals), **params)
+
+
+def loop_with_rules(eqn: Any) -> str | None:
+    """The `rules_of` of an equation of `linear_call`; None for any other equation."""
+    return eqn.params["rules_of"] if eqn.primitive is _linear_p else None
+
+
+def with_functions(eqn: Any, edit: Callable[[Callable], Callable]) -> Any:
+    """Edit the functions that an equation of `linear_call` calls."""
+    return eqn.replace(params={**eqn.params, **{key: edit(eqn.params[key]) for key in ("fun", "transpose")}})
+
+
+def deferred_call(fun: Callable[[list], list], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
+    """Call ``fun(inputs)`` in a program that is traced to be looked at: the call is one equation, and so is its
+    derivative.
+
+    `fun` is traced, and differentiated, only if the program is compiled after all: a library may keep it and use it
+    again.
+
+    Args:
+        fun: returns arrays of types `out_avals`.
+    """
+    return _deferred_p.bind(*inputs, fun=fun, out_avals=tuple(out_avals))
+
+
+def _is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _deferred_jvp(primals: Any, tangents: Any, *, fun: Callable, out_avals: Any) -> tuple[list[Any], list[Any]]:
+    inputs = [i for i, x in enumerate(primals) if _is_inexact(jax.typeof(x))]
+    results = [i for i, aval in enumerate(out_avals) if _is_inexact(aval)]
+    ct_avals = [jax.typeof(primals[i]).to_ct_aval() for i in inputs]
+    tangent_avals = [out_avals[i].to_tangent_aval() for i in results]
+
+    def floats_of(primals: list) -> Callable[..., list[Any]]:
+        """The float results as a function of the float inputs."""
+
+        def run(*floats: Any) -> list[Any]:
+            outs = fun(replaced(primals, inputs, floats))
+            return [outs[i] for i in results]
+
+        return run
+
+    def jvp(primals: list, tangents: list) -> list[Any]:
+        return jax.jvp(floats_of(primals), [primals[i] for i in inputs], tangents)[1]
+
+    def vjp(primals: list, cts: list) -> list[Any]:
+        return list(jax.vjp(floats_of(primals), *(primals[i] for i in inputs))[1](cts))
+
+    def bind_jvp(primals: list, tangents: list) -> list[Any]:
+        return linear_call(jvp, bind_vjp, primals, _without_none(tangents, ct_avals), tangent_avals)
+
+    def bind_vjp(primals: list, cts: list) -> list[Any]:
+        return linear_call(vjp, bind_jvp, primals, _without_none(cts, tangent_avals), ct_avals)
+
+    out_tangents: list[Any] = [_Zero(aval.to_tangent_aval()) for aval in out_avals]
+    if inputs and results:
+        diff_tangents = [_instantiate_zeros(tangents[i]) for i in inputs]
+        out_tangents = replaced(out_tangents, results, bind_jvp(primals, diff_tangents))
+    return deferred_call(fun, primals, out_avals), out_tangents
+
+
+def _without_none(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    return [_instantiate_zeros(_Zero(aval)) if x is None else x for x, aval in zip(values, avals, strict=True)]
+
+
+def _deferred_batch(axis: Any, args: Any, dims: Any, *, fun: Callable, out_avals: Any) -> tuple[list[Any], list[int]]:
+    mapped = map_over(fun, axis, (list(dims),))
+    outs = deferred_call(mapped, args, [_core.unmapped_aval(axis.size, 0, aval) for aval in out_avals])
+    return outs, [0] * len(outs)
+
+
+_deferred_p = _core.Primitive("statetx_deferred")
+_deferred_p.multiple_results = True
+
+
+def _deferred_impl(*inputs: Any, fun: Callable, out_avals: Any) -> list[Any]:
+    return fun(list(inputs))
+
+
+_deferred_p.def_impl(_deferred_impl)
+_deferred_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
+_ad.primitive_jvps[_deferred_p] = _deferred_jvp
+_batching.fancy_primitive_batchers[_deferred_p] = _deferred_batch
+_mlir.register_lowering(_deferred_p, _mlir.lower_fun(_deferred_impl, multiple_results=True))
+check_inside(_deferred_p, lambda *args, **params: jax.make_jaxpr(functools.partial(_deferred_impl, **params))(*args))
+
+
+_linear_p = _core.Primitive("statetx_linear")
+_linear_p.multiple_results = True
+
+
+def _linear_impl(*args: Any, fun: Callable, num_res: int, **_: Any) -> list[Any]:
+    return fun(list(args[:num_res]), list(args[num_res:]))
+
+
+def _linear_jvp(primals: Any, tangents: Any, *, fun: Callable, num_res: int, **params: Any) -> Any:
+    tangents, diff_indices = with_nonzero(tangents)
+    outs = _linear_p.bind(*primals, fun=fun, num_res=num_res, **params)
+
+    # f(r, t) is linear in t, so that its derivative along dt alone is f(r, dt): the same primitive, which keeps the
+    # transpose.
+    if all(i >= num_res for i in diff_indices):
+        linear_tangents = [_instantiate_zeros(t) for t in tangents[num_res:]]
+        return outs, _linear_p.bind(*primals[:num_res], *linear_tangents, fun=fun, num_res=num_res, **params)
+
+    # A residual varies too: differentiate `fun` itself, which loses the custom transpose.
+    def run(*operands: Any) -> list[Any]:
+        return fun(list(operands[:num_res]), list(operands[num_res:]))
+
+    return jax.jvp(
+        _function_of(run, primals, diff_indices),
+        [primals[i] for i in diff_indices],
+        [tangents[i] for i in diff_indices],
+    )
+
+
+def _linear_transpose(cts: Any, *args: Any, transpose: Callable, num_res: int, **_: Any) -> list[Any]:
+    nonzero_cts = [None if type(ct) is _Zero else ct for ct in cts]
+    # Nothing to run the reversal for; None is JAX's zero cotangent here.
+    if all(ct is None for ct in nonzero_cts):
+        return [None] * len(args)
+    return [None] * num_res + transpose(list(args[:num_res]), nonzero_cts)
+
+
+def _linear_batch(
+    axis: Any, args: Any, dims: Any, *, fun: Callable, transpose: Callable, num_res: int, out_avals: Any, rules_of: Any
+) -> tuple[list[Any], list[Any]]:
+    params = {"num_res": num_res, "rules_of": rules_of}
+    res_dims, dims = list(dims[:num_res]), list(dims[num_res:])
+    if all(d is None for d in (*res_dims, *dims)):
+        outs = _linear_p.bind(*args, fun=fun, transpose=transpose, out_avals=out_avals, **params)
+        return outs, [None] * len(out_avals)
+
+    def mapped_transpose(residuals: list, cts: list) -> list:
+        ct_dims = [None if ct is None else 0 for ct in cts]
+        outs = map_over(transpose, axis, (res_dims, ct_dims))(residuals, cts)
+        # A tangent that all examples share is broadcast, and the transpose of a broadcast is a sum.
+        return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(outs, dims, strict=True)]
+
+    # All outputs are mapped, whichever operands are: `fun` is opaque, and nobody knows what an output depends on.
+    outs = _linear_p.bind(
+        *args,
+        fun=map_over(fun, axis, (res_dims, dims)),
+        transpose=mapped_transpose,
+        out_avals=tuple(_core.unmapped_aval(axis.size, 0, aval) for aval in out_avals),
+        **params,
+    )
+    return outs, [0] * len(outs)
+
+
+_linear_p.def_impl(_linear_impl)
+_linear_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
+_ad.primitive_jvps[_linear_p] = _linear_jvp
+_ad.primitive_transposes[_linear_p] = _linear_transpose
+_batching.fancy_primitive_batchers[_linear_p] = _linear_batch
+_mlir.register_lowering(_linear_p, _mlir.lower_fun(_linear_impl, multiple_results=True))
+check_inside(_linear_p, lambda *args, **params: jax.make_jaxpr(functools.partial(_linear_impl, **params))(*args))
+
+
+# -- a call that partial evaluation leaves whole ---------------------------------------------------------------------
+
+# JAX drops the rule of a `jax.custom_jvp` function where partial evaluation does not know its operands: it takes the
+# equations for those of a linear function. The forward pass of a differentiated scan is such a place, where JAX hoists
+# what is constant in the loop. A second derivative of the scan would then differentiate the function's equations.
+
+
+def call_whole(jaxpr: ClosedJaxpr, args: list[Any]) -> list[Any]:
+    """Call a closed jaxpr as one equation. Its derivatives and batches are those of its equations, with their rules."""
+    return _call_p.bind(*args, call_jaxpr=jaxpr)
+
+
+_call_p = _core.Primitive("statetx_call")
+_call_p.multiple_results = True
+
+
+def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
+    return _core.jaxpr_as_fun(call_jaxpr)(*args)
+
+
+def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
+    tangents, diff_indices = with_nonzero(tangents)
+    is_nonzero = [i in diff_indices for i in range(len(primals))]
+    # Not `jax.jvp`: it makes arrays of zeros in the device's memory, where outputs that are offloaded are not.
+    jvp, out_is_nonzero = _ad.jvp_jaxpr(call_jaxpr, is_nonzero, instantiate=False)
+    values = _core.jaxpr_as_fun(jvp)(*primals, *[tangents[i] for i in diff_indices])
+    outs, nonzero_tangents = values[: len(out_is_nonzero)], iter(values[len(out_is_nonzero) :])
+    return outs, [
+        next(nonzero_tangents) if flag else _Zero(abstract(x).to_tangent_aval())
+        for x, flag in zip(outs, out_is_nonzero, strict=True)
+    ]
+
+
+def _call_batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
+    mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
+    return _call_p.bind(*args, call_jaxpr=mapped), list(out_dims)
+
+
+_call_p.def_impl(_call_impl)
+_call_p.def_effectful_abstract_eval(lambda *_, call_jaxpr: (call_jaxpr.out_avals, call_jaxpr.effects))
+_ad.primitive_jvps[_call_p] = _call_jvp
+_batching.fancy_primitive_batchers[_call_p] = _call_batch
+_mlir.register_lowering(_call_p, _mlir.lower_fun(_call_impl, multiple_results=True))
+check_inside(_call_p, lambda *_, call_jaxpr: call_jaxpr)

@@ -13,10 +13,9 @@ from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
 
 from . import patches
-from .editing import map_jaxprs, rebuild
+from .editing import map_jaxprs, rebuild, stage
 from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
 from .rules import _RULES, has_rule, num_unseen
-from .staging import stage
 from .traces import Tracer, current_trace, eager_trace, is_eager, staging_trace
 
 _InternalRefEffect = _core.InternalMutableArrayEffect

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from .. import _frames, _jax
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
-from .bits import are_bits, is_bits, of_steps
 from .policy import StateRef, Value
+from .stored import are_bits, is_bits, of_steps
 
 NONE: frozenset[Any] = frozenset()
 

@@ -19,8 +19,7 @@ from .._equations.primitives import REMAT
 from .._jax import Jaxpr
 from .._loops import schedule
 from .._loops.strategy import Lengths, Levels, Slots, Strategy
-from .._remat.bits import reader
-from .._remat.stored import BITS
+from .._remat.stored import BITS, reader
 from ..planner._program.flat import Flat, Interval, Part
 from ..planner._program.values import INPUT, InFormat
 from ..planner._treatments.loops import CheckpointedLoop

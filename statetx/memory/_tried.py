@@ -14,7 +14,7 @@ import jax
 
 from .. import _jax
 from .._equations.compiled import Cost, Program, full_device_options, is_out_of_memory
-from .._equations.hoist import hoist
+from .._equations.inline import hoist
 from .._equations.primitives import REMAT
 from .._equations.structure import Body
 from .._errors import StatetxError

@@ -17,7 +17,7 @@ from ..._equations.inline import inline
 from ..._equations.primitives import JIT, REMAT, flops, row_of
 from ..._equations.structure import Body
 from ..._jax import Jaxpr, Literal, Var
-from ..._remat.bits import of_steps, reader
+from ..._remat.stored import of_steps, reader
 from ..._tree import is_float
 
 Interval = tuple[int, int]
