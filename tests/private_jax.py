@@ -38,7 +38,7 @@ core
     jaxprs_in_params: the jaxprs in an equation | none
     mapped_aval unmapped_aval physical_aval: types of slices, of stacks, and of what extended dtypes are made of | none
     new_jaxpr_eqn: new equations | jax.extend.core.new_jaxpr_eqn
-    positional_effects: effects of a call, since jax 0.12 | none
+    positional_effects: effects of a call | none
     pytype_aval_mappings: the types of links; errors for states that are used as arrays | none
 custom_derivatives
     __file__: frames that call derivative rules | none
@@ -46,7 +46,7 @@ dispatch
     apply_primitive: runs a primitive that nothing traces | none
 dtypes
     ExtendedDType register_canonicalize_value_handler: the dtype of links | none
-    canonicalize_value_handlers: errors for states that are used as arrays, before jax 0.11 | none
+    canonicalize_value_handlers: errors for states that are used as arrays | none
 earray
     EArray: arrays of extended dtypes | none
 effects
@@ -54,6 +54,7 @@ effects
 flattree
     nones pack: the structure of a scan's operands, since jax 0.12 | none
 interpreters.ad
+    backward_pass backward_pass3: whether a backward pass is running, which calls derivative rules | none
     JVPTracer LinearizeTracer: the primal of a value that is differentiated | none
     custom_lin_p: custom_vjp in linearized programs | none
     fallback_linearize_rule primitive_jvps primitive_linearizations primitive_transposes: rules of this package's primitives | jax.interpreters.ad
@@ -113,8 +114,6 @@ jaxlib.mlir.ir
 
 OPTIONAL = {
     "core.ClosedJaxpr",
-    "core.positional_effects",
-    "dtypes.canonicalize_value_handlers",
     "flattree.nones",
     "flattree.pack",
 }

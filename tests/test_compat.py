@@ -408,7 +408,7 @@ def test_value_of_a_ref_is_a_copy_of_its_buffer():
 
 def test_every_private_name_is_listed_with_what_it_is_for():
     listed = private_jax.table()
-    assert private_jax.used() | {"core.positional_effects"} == set(listed)  # that one by `getattr`
+    assert private_jax.used() == set(listed)
     assert all(len(row) == 2 and all(row) for row in listed.values())
 
 

@@ -81,7 +81,7 @@ def test_no_other_module_has_a_table_of_primitives():
 
 def test_sets_are_projections_of_the_table():
     assert primitives.VIEWS == {name for name, row in TABLE.items() if row.is_view}
-    assert {"jit", "shard_map", "checkpoint"} <= primitives.CALLS < primitives.ENTERED
+    assert {"jit", "shard_map", "remat2"} <= primitives.CALLS < primitives.ENTERED
     assert primitives.ENTERED - primitives.CALLS == {"scan", "cond"}
     assert primitives.EAGER == primitives.INLINED - primitives.JIT
     # A view holds the entries of its operand, and recomputing it costs nothing.

@@ -223,8 +223,8 @@ TABLE: dict[str, PrimitiveRow] = {
     # One block of threefry has two words of 32 bits.
     **_rows("random_bits", flops=_of_result(_THREEFRY / 2)),
     # Calls, loops, branches. JAX asks its policies about the equations within, not about the operation.
-    **_rows("jit pjit remat2 remat checkpoint", runs=Runs.ONCE, jaxpr="jaxpr", is_inlined=True),
-    **_rows(f"{_jax.CLOSED_CALL} core_call statetx_call", runs=Runs.ONCE, jaxpr="call_jaxpr", is_inlined=True),
+    **_rows("jit remat2", runs=Runs.ONCE, jaxpr="jaxpr", is_inlined=True),
+    **_rows(f"{_jax.CLOSED_CALL} statetx_call", runs=Runs.ONCE, jaxpr="call_jaxpr", is_inlined=True),
     **_rows("shard_map", runs=Runs.ONCE, jaxpr="jaxpr", places=True),
     **_rows("compute_on", runs=Runs.ONCE, jaxpr="jaxpr"),
     **_rows("custom_jvp_call custom_vjp_call", runs=Runs.PRIMAL, jaxpr="call_jaxpr", is_inlined=True),
@@ -268,9 +268,8 @@ def _names(predicate: Callable[[PrimitiveRow], Any]) -> frozenset[str]:
     return frozenset(name for name, row in TABLE.items() if predicate(row))
 
 
-# Names of the same primitive in different versions of JAX.
-JIT = frozenset({"jit", "pjit"})
-REMAT = frozenset({"remat2", "remat", "checkpoint"})
+JIT = frozenset({"jit"})
+REMAT = frozenset({"remat2"})
 
 VIEWS = _names(lambda row: row.is_view)
 FUSED = _names(lambda row: row.fuses)

@@ -202,10 +202,8 @@ def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> N
 
     # The lowering reads names from the cached trace, so changing them there costs nothing in later calls (decision
     # 10).
-    info = getattr(jaxpr, "_debug_info", None)
-    if info is not None:
-        closed_over = ("",) * (len(jaxpr.invars) - len(names))
-        jaxpr._debug_info = info._replace(arg_names=(*closed_over, *names))
+    closed_over = ("",) * (len(jaxpr.invars) - len(names))
+    jaxpr._debug_info = jaxpr.debug_info._replace(arg_names=(*closed_over, *names))
 
 
 def new_input(trace: Any, aval: Any) -> Any:

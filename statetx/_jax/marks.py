@@ -271,7 +271,7 @@ _ENCODE, _DECODE = "statetx_encode_", "statetx_decode_"
 
 def encoded_as(eqn: Any) -> str:
     """The name of the format that an equation encodes its operand in; "" for any other equation."""
-    name = eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else ""
+    name = eqn.params["name"] if eqn.primitive.name == "jit" else ""
     return name.removeprefix(_ENCODE) if name.startswith(_ENCODE) else ""
 
 
@@ -281,4 +281,4 @@ def is_storing(eqn: Any) -> bool:
     """
     if eqn.primitive in (link_primitive, stored_primitive, attach_primitive):
         return True
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith((_ENCODE, _DECODE))
+    return eqn.primitive.name == "jit" and eqn.params["name"].startswith((_ENCODE, _DECODE))

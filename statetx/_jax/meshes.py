@@ -60,8 +60,8 @@ def concrete_mesh(mesh: Any) -> Any:
 
 def varying_axes(aval: Any) -> frozenset[str]:
     """The axes of a `jax.shard_map` along which values of this type vary; empty if types do not show them."""
-    manual = getattr(aval, "mat", None)  # some versions of JAX have only `vma`
-    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+    manual = getattr(aval, "mat", None)  # types of arrays and Refs have it
+    return frozenset() if manual is None else manual.varying
 
 
 def as_varying(x: Any, axes: Sequence[str]) -> Any:
@@ -145,7 +145,7 @@ def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
     if name == "pvary":
         # Some axes vary already now, which the primitive would refuse.
         return [as_varying(x, eqn.params["axes"]) for x in operands]
-    if name in ("jit", "pjit"):
+    if name == "jit":
         inner, consts = open_jaxpr(eqn.params["jaxpr"])
         with eqn.ctx.manager:
             return with_varying_inputs(inner, [*consts, *operands])

@@ -20,7 +20,6 @@ from .traces import Tracer, current_trace, eager_trace, is_eager, staging_trace
 
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _internal_ref_effect = _core.internal_mutable_array_effect
-_effects_of_call = getattr(_core, "positional_effects", operator.attrgetter("effects"))
 _ref_init = _AbstractRef.__init__  # every Ref has a type, also one made while tracing
 _has_made_refs = False
 
@@ -149,7 +148,7 @@ def _with_values_of_refs(x: Any) -> Any:
                     eqns.append(get.replace(invars=[eqn.invars[i]], outvars=[invars[i]]))
                 closed = ClosedJaxpr(call, [])
                 params = {**eqn.params, "call_jaxpr": closed}
-                eqn = eqn.replace(invars=invars, params=params, effects=_effects_of_call(closed))
+                eqn = eqn.replace(invars=invars, params=params, effects=_core.positional_effects(closed))
         eqns.append(eqn)
     return _with_changed_equations(x, eqns)
 

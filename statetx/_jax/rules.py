@@ -377,10 +377,8 @@ patches.replace(
     "differentiate. Elsewhere the function is JAX's own.",
 )
 
-# The functions that run a backward pass; their names differ between versions of JAX.
-_BACKWARD = frozenset(
-    [f.__code__ for n in ("backward_pass", "backward_pass3") if (f := getattr(_ad, n, None)) is not None]
-)
+# The functions that run a backward pass.
+_BACKWARD = frozenset([_ad.backward_pass.__code__, _ad.backward_pass3.__code__])
 
 
 def in_backward_pass() -> bool:

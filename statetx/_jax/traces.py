@@ -11,6 +11,7 @@ import jax
 import jax.core
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import literals as _literals
 from jax._src import source_info_util, traceback_util
 from jax._src import util as _util
@@ -20,7 +21,6 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 
 from . import patches
-from .versions import VALUE_HANDLERS
 
 # The package's folder, seen from this file: if the file moves, so does the exclusion.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -328,4 +328,4 @@ def refuse_as_value(cls: type, refuse: Callable[[Any], Any]) -> None:
     The error must not be a `TypeError`, which JAX replaces by one about ``static_argnums``.
     """
     _core.pytype_aval_mappings[cls] = refuse
-    VALUE_HANDLERS[cls] = refuse
+    _dtypes.canonicalize_value_handlers[cls] = refuse

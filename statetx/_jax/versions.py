@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax._src import checkify as _checkify
 from jax._src import core as _core
-from jax._src import dtypes as _dtypes
 from jax._src.lib import version as _jaxlib_version
 
 try:
@@ -42,11 +41,6 @@ else:
 
 NUM_CHECKIFY_CONTEXTS = int("ctx" in inspect.signature(_checkify.checkify_jaxpr).parameters)
 """Since 0.11 a rule of checkify takes a context, which numbers the errors, before the error."""
-
-VALUE_HANDLERS: dict[type, Any] = (
-    _dtypes.canonicalize_value_handlers if hasattr(_dtypes, "canonicalize_value_handlers") else {}
-)  # type: ignore[attr-defined]
-"""Before 0.11: what JAX calls with an instance of a class that it takes for an array."""
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
 """How ``jax.jit`` leaves no equation. 0.12 has several ways to inline, and takes True for a later one."""
