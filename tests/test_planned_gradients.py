@@ -13,7 +13,7 @@ from jax import grad as bound_grad
 
 import statetx
 from statetx import _jax
-from statetx._remat.gradients import rewritten_by
+from statetx._remat.override import rewritten_by
 from statetx.planner._search.capture import capture
 
 D = 32

@@ -17,8 +17,7 @@ from helpers import REMAT3, equations
 from statetx import _jax, policies
 from statetx._remat import decide
 from statetx._remat.atoms import Everything
-from statetx._remat.gradients import rewritten_by
-from statetx._remat.override import override
+from statetx._remat.override import override, rewritten_by
 from statetx._remat.policy import Action, Value, Verdict
 from statetx._remat.rewriter import Rewriter
 from statetx._remat.survey import Survey

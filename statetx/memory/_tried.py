@@ -19,7 +19,7 @@ from .._equations.primitives import REMAT
 from .._equations.structure import Body
 from .._errors import StatetxError
 from .._jax import Jaxpr, Literal
-from .._remat.gradients import rewritten_by
+from .._remat.override import rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
 from ..planner._program.flat import Flat, Interval, Part, flatten

@@ -15,7 +15,7 @@ from .._errors import PolicyError, PolicyWarning
 from .._lift.context import TraceContext
 from .._lift.options import check_flags, with_checked_options
 from .._lift.wrapper import check_callable
-from .._remat.gradients import rewritten_by, unobserved
+from .._remat.override import rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float

@@ -16,7 +16,7 @@ from .. import _jax, _states
 from .._errors import PlanError, PolicyWarning
 from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import check_callable, name_of, short_name
-from .._remat.gradients import unobserved
+from .._remat.override import unobserved
 from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, suggestion

@@ -32,8 +32,7 @@ from .._lift.targets import Targets, resolve_argnums, split_aux
 from .._lift.wrapper import name_of, short_name
 from .._objects.paths import Paths, argument_names
 from .._objects.walk import created_undone
-from .._remat.gradients import rewritten_by
-from .._remat.override import override
+from .._remat.override import override, rewritten_by
 from .._remat.rewriter import MARKER, Observer, is_step_by_marks, is_training_step, marks_in
 from .._targets import current
 from .._tree import (

@@ -13,7 +13,7 @@ from typing import Any, Never, ParamSpec, TypeVar, cast
 from ... import _files, _records
 from ..._equations.structure import Body
 from ..._errors import FunctionError, PlanError
-from ..._remat.gradients import rewritten_by
+from ..._remat.override import rewritten_by
 from ..._remat.rewriter import Rewriter
 from ..._tables import Table, Tabular
 from ..._text import brief, format_bytes

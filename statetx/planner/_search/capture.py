@@ -20,7 +20,7 @@ from ..._jax import Jaxpr, Literal
 from ..._lift.context import TraceContext, close_over, device_bytes, sharding_of
 from ..._lift.targets import resolve_argnums
 from ..._lift.wrapper import name_of
-from ..._remat.gradients import rewritten_by
+from ..._remat.override import rewritten_by
 from ..._remat.rewriter import Rewriter, Seen, is_training_step
 from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
 from ...transforms.abstract import staged_jaxpr
