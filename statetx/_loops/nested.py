@@ -125,17 +125,8 @@ class _Nested:
         if num_turns == 0:
             return turn(length, carry, xs)
 
-        # In reverse the loop begins at the end of xs: the remainder, its last turn, has the first elements.
-        reverse = self._step.reverse
-        boundary = rest if reverse else length - rest
-        low, high = [x[:boundary] for x in xs], [x[boundary:] for x in xs]
-        if reverse:
-            carry, high = turns(carry, high)
-            carry, low = turn(rest, self._stored(i, carry), low)
-        else:
-            carry, low = turns(carry, low)
-            carry, high = turn(rest, self._stored(i, carry), high)
-        return carry, [jnp.concatenate(parts) for parts in zip(low, high, strict=True)]
+        remainder = lambda carry, xs: turn(rest, self._stored(i, carry), xs)
+        return one_after_the_other(turns, remainder, rest, carry, xs, reverse=self._step.reverse)
 
     def _turn(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         is_step = i == len(self._lengths) - 1
@@ -208,6 +199,19 @@ class _Nested:
 def _saving(policy: KeepMarked | None, number: int) -> KeepMarked:
     """The policy that also saves what is marked with a number."""
     return KeepMarked(number) if policy is None else KeepMarked(policy.region, policy.others | {number})
+
+
+def one_after_the_other(
+    first: Callable, second: Callable, num_second: int, carry: list, xs: list, *, reverse: bool
+) -> tuple[list, list]:
+    """Run two loops ``(carry, xs) -> (carry, ys)``, of which the second has the last `num_second` steps."""
+    # In reverse a loop begins at the end of xs: its last steps have the first elements.
+    boundary = num_second if reverse else -num_second
+    low, high = [x[:boundary] for x in xs], [x[boundary:] for x in xs]
+    carry, first_ys = first(carry, high if reverse else low)
+    carry, second_ys = second(carry, low if reverse else high)
+    parts = (second_ys, first_ys) if reverse else (first_ys, second_ys)
+    return carry, [jnp.concatenate(ys) for ys in zip(*parts, strict=True)]
 
 
 def rematerialized(fun: Callable, policy: Any, *args: Any, prevent_cse: bool = False) -> Any:

@@ -8,6 +8,7 @@ from a segment to the one before it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from .._tree import is_float
 from .._typing import Policy, public
 from . import bind
 from .build import as_strategy
-from .nested import rematerialized
+from .nested import one_after_the_other, rematerialized
 from .step import LoopStep
 from .strategy import Lengths, Levels, Strategy, set_counts, set_options
 
@@ -135,15 +136,13 @@ class _TruncatedLoop:
         if not rest:
             return self._whole(num, constants, carry, xs)
 
-        # The remainder runs last. In reverse the loop ends at the beginning of xs.
-        reverse = self._step.reverse
-        boundary = rest if reverse else num * self._length
-        low, high = [x[:boundary] for x in xs], [x[boundary:] for x in xs]
-        carry, whole_ys = self._whole(num, constants, carry, high if reverse else low)
-        carry, rest_ys = self._segment(rest)(constants, _stopped(carry), low if reverse else high)
-        self._step.tick(self._step.length)
-        parts = (rest_ys, whole_ys) if reverse else (whole_ys, rest_ys)
-        return carry, [jnp.concatenate(ys) for ys in zip(*parts, strict=True)]
+        def remainder(carry: list, xs: list) -> tuple[list, list]:
+            outs = self._segment(rest)(constants, _stopped(carry), xs)
+            self._step.tick(self._step.length)
+            return outs
+
+        whole = functools.partial(self._whole, num, constants)
+        return one_after_the_other(whole, remainder, rest, carry, xs, reverse=self._step.reverse)
 
     def _whole(self, num: int, constants: list, carry: list, xs: list) -> tuple[list, list]:
         """Run `num` segments of full length."""
