@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from helpers import in_turn
-from statetx._loops import reversal, schedule
-from statetx._loops.reversal import Filled, Places
+from statetx._loops import schedule
 from statetx._loops.rows import CarryRow, SlotMemory
-from statetx._loops.schedule import SplitTable, leaves, num_evaluations
+from statetx._loops.schedule import Filled, Places, SplitTable, leaves, num_evaluations
 
 RATIOS = [(1, 4), (1, 2), (1, 1), (3, 2), (2, 1), (3, 1), (5, 1)]
 """Bytes of a step's residuals over those of a carry: leaves of a step's residuals, and of a carry."""
@@ -165,7 +164,7 @@ class _Check:
         return Places(advance, at_once, *((keep, pull) if self._num_residuals else ()))
 
     def _run(self, length, filled, pools):
-        (is_right, last), num_ahead = reversal.reverse_steps(
+        (is_right, last), num_ahead = schedule.reverse_steps(
             length, filled, pools, [jnp.int32(0)] * self._num_carries, (True, length - 1), self._places(), self.slots
         )
         return is_right & (last == -1), num_ahead

@@ -179,7 +179,7 @@ def bind_scan(
     return scan_p.bind(*constants, *carry, *xs, jaxpr=jaxpr, length=length, reverse=reverse, unroll=1, **counts)
 
 
-_REVERSAL = str(Path(__file__).parents[1] / "_loops" / "reversal.py")
+_REVERSAL = str(Path(__file__).parents[1] / "_loops" / "schedule.py")
 _transpose_while = _ad.primitive_transposes[while_p]
 
 

@@ -1,6 +1,6 @@
 """A loop of known length that is reversed from a bounded number of slots.
 
-The forward sweep stores the carry before some steps (`schedule`), and `reversal` reverses the steps. They may keep
+The forward sweep stores the carry before some steps (`schedule`), and `reverse_steps` reverses them. They may keep
 residuals in free slots (`rows`), if that saves runs. The loops of a reversal have no reverse mode of their own, so
 higher derivatives are those of `nested` loops.
 """
@@ -32,9 +32,17 @@ from .derivative import (
     without_stored,
 )
 from .nested import nested
-from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
-from .schedule import Schedule, leaves, nested_lengths, num_evaluations, schedule
+from .schedule import (
+    Filled,
+    Places,
+    Schedule,
+    leaves,
+    nested_lengths,
+    num_evaluations,
+    reverse_steps,
+    schedule,
+)
 from .step import LoopStep
 
 # Of the runs with carries only. Residuals in slots cost a copy each, so that a smaller gain is none.

@@ -40,8 +40,8 @@ from .derivative import (
     with_derivative,
     without_stored,
 )
-from .reversal import Filled, Places, reverse_steps
 from .rows import SlotMemory
+from .schedule import Filled, Places, reverse_steps
 from .step import LoopStep
 
 # Of the schedule's table, which plans for as many runs of a step ahead of its reversal as it has columns.

@@ -168,7 +168,7 @@ def loop_of(
 
 # -- the options of a loop -------------------------------------------------------------------------------------------
 
-# Carries in use beside the slots of a loop under reversal: the copy that `_loops.reversal` reads from a slot, and the
+# Carries in use beside the slots of a loop under reversal: the copy that `reverse_steps` reads from a slot, and the
 # next carry, which a step computes from it. Cotangents of the carry are among the step's backward bytes.
 _CARRIES_BESIDE_SLOTS = 2
 
