@@ -107,9 +107,7 @@ def full_device_options() -> dict[str, Any]:
 
 
 def estimate_options() -> dict[str, Any]:
-    """Compiler options with which XLA tells the time that it expects; they change neither the program nor its
-    memory.
-    """
+    """Compiler options that let XLA tell its estimate of time; they change neither the program nor its memory."""
     return dict(_jax.ESTIMATES) if current.platform() == "gpu" and _tells_times(current.environment()) else {}
 
 
@@ -152,9 +150,9 @@ class ForTarget:
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
         is_gpu = self.target.platform == "gpu"
         with kernel_file() if is_gpu else contextlib.nullcontext() as path:
-            own = {**_WITHOUT_TIMING, "xla_gpu_kernel_cache_file": path} if is_gpu else {}
+            target_options = {**_WITHOUT_TIMING, "xla_gpu_kernel_cache_file": path} if is_gpu else {}
             with _jax.without_compilation_cache(), quiet_stderr():
-                return self._lowered.compile({**(compiler_options or {}), **own} or None)
+                return self._lowered.compile({**(compiler_options or {}), **target_options} or None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -244,11 +242,11 @@ class Program:
         try:
             return compile_to_measure(self.lowered, self.compiler_options)
         except jax.errors.JaxRuntimeError as e:
-            # A model of time that lacks what this program has, though it has what `_tells_times` tried.
-            rest = {k: v for k, v in (self.compiler_options or {}).items() if k not in _jax.ESTIMATES}
-            if is_out_of_memory(e) or len(rest) == len(self.compiler_options or ()):
+            # The model of time knows the program that `_tells_times` tried, but not this one.
+            options = {k: v for k, v in (self.compiler_options or {}).items() if k not in _jax.ESTIMATES}
+            if is_out_of_memory(e) or len(options) == len(self.compiler_options or ()):
                 raise
-            return compile_to_measure(self.lowered, rest or None)
+            return compile_to_measure(self.lowered, options or None)
 
     @property
     def cost(self) -> Cost:
@@ -287,10 +285,10 @@ def temp_bytes_of(memory: Any, largest: int) -> int:
 
 
 def _largest_value(jaxpr: Jaxpr) -> int:
-    """The size of the largest value that the equations of a jaxpr compute, and those of the jaxprs in them."""
-    own = (num_bytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
-    inner = (_largest_value(_jax.open_jaxpr(x)[0]) for eqn in jaxpr.eqns for x in _jax.inner_jaxprs(eqn))
-    return max((*own, *inner), default=0)
+    """The size of the largest value that a jaxpr computes, at any depth."""
+    sizes = (num_bytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
+    inner_sizes = (_largest_value(_jax.open_jaxpr(x)[0]) for eqn in jaxpr.eqns for x in _jax.inner_jaxprs(eqn))
+    return max((*sizes, *inner_sizes), default=0)
 
 
 def lower(traced: Any) -> Any:

@@ -32,9 +32,9 @@ def inline(
         consts: values of its constants, unless it is closed.
         calls: names of the primitives to inline, a subset of `primitives.INLINED`.
         deep: whether to inline also within loops, branches and other calls; otherwise these stay unchanged.
-        unless: ``(equation) -> bool``, of calls that stay; asked at the level of `x` and in what is inlined into it.
-        note: called for each equation of `x` with what it reads and defines in the result, and with the interval of its
-            equations there.
+        unless: ``(equation) -> bool``, of calls that stay; asked at the level of `x` and in the inlined jaxprs.
+        note: called for each equation of `x` with its operands and results in the new jaxpr, and with the interval of
+            its equations there.
     """
     jaxpr, closed_consts = _jax.open_jaxpr(x)
     eqns: list[Any] = []
@@ -102,18 +102,18 @@ class _Scope:
     def __init__(self, variables: Sequence[Any], arrays: Sequence[Any], jaxpr: Jaxpr):
         self._jaxpr = jaxpr
         # By variable of a constant that is a value of the jaxpr, the variable of that value.
-        self._aliases = {v: own for v, x in zip(variables, arrays, strict=True) if (own := self._own(x)) is not None}
-        kept = [(v, x) for v, x in zip(variables, arrays, strict=True) if v not in self._aliases]
-        self.variables = [v for v, _ in kept]
-        self.arrays = [x for _, x in kept]
+        self._aliases = {v: var for v, x in zip(variables, arrays, strict=True) if (var := self._own(x)) is not None}
+        inputs = [(v, x) for v, x in zip(variables, arrays, strict=True) if v not in self._aliases]
+        self.variables = [v for v, _ in inputs]
+        self.arrays = [x for _, x in inputs]
         # By identity: an array that several equations hold becomes one input. `arrays` keeps them alive, and so the
         # ids valid.
-        self._variable_by_id = {id(x): v for v, x in kept}
+        self._variable_by_id = {id(x): v for v, x in inputs}
 
     def variable(self, array: Any, aval: Any) -> Any:
         var = self._variable_by_id.get(id(array))
-        if var is None and (own := self._own(array)) is not None:
-            return own
+        if var is None and (defined := self._own(array)) is not None:
+            return defined
         if var is None:
             var = self._variable_by_id[id(array)] = _jax.Var(aval)
             self.variables.append(var)
@@ -126,8 +126,8 @@ class _Scope:
 
     def _own(self, array: Any) -> Any:
         """The variable of an array that is a value of this jaxpr; None for another array."""
-        own = _jax.variable_of(array)
-        return own if isinstance(own, _jax.Var) and own in self._defined else None  # not the literal of a constant
+        var = _jax.variable_of(array)
+        return var if isinstance(var, _jax.Var) and var in self._defined else None  # not the literal of a constant
 
     def atom(self, atom: Any) -> Any:
         if not isinstance(atom, Literal):

@@ -28,7 +28,7 @@ class Forwards(enum.IntEnum):
 
 
 class Runs(enum.Enum):
-    """Manner in which a primitive runs the jaxpr in its parameters."""
+    """How a primitive runs the jaxpr in its parameters."""
 
     NOT = 0
     ONCE = 1  # on its operands, for its results

@@ -282,14 +282,13 @@ class StructureTable:
         setting of `build`.
         """
         bodies = (bodies,) if isinstance(bodies, Body) else bodies
-        # A rule runs only under differentiation, of which there is none in eager code: without rules the layers are
-        # comparable again.
+        # A rule runs only under differentiation, never in eager code: without rules the layers are comparable again.
         if _jax.is_eager() and any(body.key.is_incomparable for body in bodies):
             bodies = [Body(_without_rules(body.jaxpr), body.operands) for body in bodies]
         if _bypass.active or any(body.key.is_incomparable for body in bodies):
             locked(self._lock, self._count, use, False)
             return build(*bodies)
-        # What is built may depend on the device that it is built for.
+        # The built function may depend on the device.
         key = (use, current.current(), *(body.key for body in bodies))
         entry = locked(self._lock, self._lookup, key, use)
         if entry is not None:
@@ -315,9 +314,7 @@ class StructureTable:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """A context in which this thread does not use the table, so that each body keeps its own names and source
-        lines.
-        """
+        """Let this thread do without the table for a block, so that each body keeps its own names and source lines."""
         former, _bypass.active = _bypass.active, True
         try:
             yield

@@ -121,7 +121,7 @@ def _flatten(value: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(value, is_leaf=is_opaque)
 
 
-# -- what a call may leave in states ----------------------------------------------------------------------------------
+# -- values that a call may leave in states ---------------------------------------------------------------------------
 
 
 def check_write(

@@ -227,7 +227,7 @@ class Frame:
         commit([self.creation(state, kind, ref)])
 
     def creation(self, state: Any, kind: Kind, ref: Callable[[], Any] | None = None) -> Store:
-        """The store by which `mark_created` records the state."""
+        """The store that records the state, for `mark_created`."""
         return self._created.append, (ref or weakref.ref(state), kind)
 
     def _check_writes(self) -> None:
@@ -277,10 +277,10 @@ class Frame:
 
     def _is_stepped(self, access: Access, value: Any) -> bool:
         """See `Effect.stepped`. A value that the state had before counts as none."""
-        found = self.differentiated.get(id(access.kind.token(access.state)))
-        if not (access.stepped or found is not None):
+        entry = self.differentiated.get(id(access.kind.token(access.state)))
+        if not (access.stepped or entry is not None):
             return False
-        values = found[1] if found is not None else []
+        values = entry[1] if entry is not None else []
         return not any(value is x for x in (access.value_in_body, *values))
 
     def _check_unreported_write(self, state: Any, kind: Kind, value: Any, site: str) -> None:
@@ -299,15 +299,15 @@ class Frame:
         """
         frame: Frame | None = self
         while frame is not None:
-            own = frame.accesses.get(id(access.state))
-            if own is None or (frame is not self and own.written):  # it has another container there
+            first = frame.accesses.get(id(access.state))
+            if first is None or (frame is not self and first.written):  # it has another container there
                 return
-            for other in frame.accesses.values():
-                is_held = other.value_before is own.value_before and not is_leaf(own.value_before)
-                if is_held and other.copy is not own.copy and not (frame is not self and other.written):
-                    a, b = (describe(x.state, x.kind, value=own.value_before) for x in (own, other))
+            for second in frame.accesses.values():
+                is_held = second.value_before is first.value_before and not is_leaf(first.value_before)
+                if is_held and second.copy is not first.copy and not (frame is not self and second.written):
+                    a, b = (describe(x.state, x.kind, value=first.value_before) for x in (first, second))
                     raise StateValueError(
-                        f"{self.name} changed in place a {type(own.value_before).__name__} that two states hold: {a} "
+                        f"{self.name} changed in place a {type(first.value_before).__name__} that two states hold: {a} "
                         f"and {b}. {frame.name} gives each state a container of its own.\n"
                         "Fix: assign a new container to .value, or keep it in one state."
                     )
@@ -396,12 +396,12 @@ def _note_differentiated(primals: list[Any]) -> None:
     frame: Any = _local.frame
     if frame is None:
         return
-    found = {id(x) for x in primals}
+    ids = {id(x) for x in primals}
     while frame is not None:
         for access in frame.accesses.values():
             if access.kind.is_trainable(access.state):
                 value = access.kind.get(access.state)
-                if any(id(x) in found for x in jax.tree.leaves(value)):
+                if any(id(x) in ids for x in jax.tree.leaves(value)):
                     token = access.kind.token(access.state)
                     frame.differentiated.setdefault(id(token), (token, []))[1].append(value)
         frame = frame.parent

@@ -1,4 +1,4 @@
-"""Decode what XLA says of a compiled program: its instructions in the order of their schedule, and where each value is
+"""Decode XLA's record of a compiled program: its instructions in the order of their schedule, and where each value is
 stored.
 
 Both are serialized protocol buffers: ``HloModuleProto`` (xla/service/hlo.proto) of the optimized module, and
@@ -34,7 +34,7 @@ class Instruction:
         op_name: the name stack of the user's operation, as in ``jit(f)/transpose(jvp(Block))/dot_general``.
         frames: the user's stack, innermost first.
         trip_count: of a loop, how often the body runs, if XLA knows.
-        target: of a custom call, what it calls, as in ``__cublas$gemm``.
+        target: the name that a custom call calls, as in ``__cublas$gemm``.
     """
 
     def __init__(self, data: Any, computation: int, frames: Sequence[tuple[StackFrame, ...]]):
@@ -62,8 +62,8 @@ class Instruction:
 
     @functools.cached_property
     def _metadata(self) -> _Fields:
-        found = self._fields.get(_InstructionFields.METADATA)
-        return _message(found[0]) if found else _Fields(list)
+        messages = self._fields.get(_InstructionFields.METADATA)
+        return _message(messages[0]) if messages else _Fields(list)
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -86,8 +86,8 @@ class Instruction:
     @property
     def trip_count(self) -> int | None:
         config = self.backend_config if self.opcode == "while" else ""
-        _, found, rest = config.partition('"known_trip_count":{"n":"')
-        return int(rest.partition('"')[0]) if found else None
+        _, marker, number = config.partition('"known_trip_count":{"n":"')
+        return int(number.partition('"')[0]) if marker else None
 
 
 class StackFrame(NamedTuple):
@@ -113,7 +113,7 @@ def product_of(instruction: Instruction) -> str:
 
 
 class Computation(NamedTuple):
-    """Instructions in the order of the schedule; of a fusion, which has none, in that of the program."""
+    """Instructions in the order of the schedule; a fusion has none, and keeps the program's order."""
 
     id: int
     name: str
@@ -161,7 +161,7 @@ class CompiledProgram:
     allocations: Sequence[Allocation]
 
 
-# What a backend or jaxlib raises that does not tell.
+# Raised by a backend or a jaxlib that does not tell.
 _NOT_TOLD = (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
@@ -191,7 +191,7 @@ def reserved_bytes(memory: Any) -> int:
 
 
 def options_to_write(folder: Path) -> dict[str, Any]:
-    """Compiler options with which XLA writes the program that it compiles, with its buffer assignment, to a folder.
+    """Compiler options that let XLA write the compiled program, with its buffer assignment, to a folder.
 
     The last two undo what ``XLA_FLAGS`` of the user may say of other files.
     """
@@ -264,10 +264,10 @@ def _computations(module: _Fields) -> _Computations | None:
 
 
 class _Computations(dict[int, Computation]):
-    """Computations by their ids. Those of fusions are decoded when they are asked for, for they are most of a program.
+    """Computations by their ids. Fusions are decoded on access, for they are most of a program.
 
     Attributes:
-        instructions: those of the decoded computations, by their ids.
+        instructions: the instructions of the decoded computations, by their ids.
     """
 
     def __init__(
@@ -289,8 +289,8 @@ class _Computations(dict[int, Computation]):
         by_id = {i.id: i for i in decoded}
         self.instructions |= by_id
         ordered = [by_id[i] for i in self._order.get(number, by_id)]
-        found = self[number] = Computation(number, _text(message, 1), _int(message, 6), ordered)
-        return found
+        computation = self[number] = Computation(number, _text(message, 1), _int(message, 6), ordered)
+        return computation
 
 
 class _ProgramFields:

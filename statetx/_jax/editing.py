@@ -250,7 +250,7 @@ def name_as_staged(fun: Callable, jaxpr: Jaxpr) -> Callable:
 
 
 def variable_of(x: Any) -> Any:
-    """The variable that a tracer stands for in the jaxpr of its trace; None for another value."""
+    """The variable of a tracer in the jaxpr of its trace; None for another value."""
     return x.val if isinstance(x, _pe.DynamicJaxprTracer) else None
 
 
@@ -263,7 +263,7 @@ def steps_with_tangents(
     jaxpr: Jaxpr, has_tangent: Sequence[bool], num_constants: int, num_carry: int
 ) -> tuple[list[bool], list[bool]]:
     """Tell for each input and output of a loop's body if its tangent may be nonzero in some step; `has_tangent` says
-    it of what the loop begins with.
+    it of the loop's operands.
 
     A fixed point, as in JAX's own rule for `scan`: a carry whose tangent becomes nonzero in one step may make others
     nonzero in the next.
@@ -371,7 +371,7 @@ def lowered_for(traced: Any, platform: str, devices: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """A context in which JAX neither reads nor writes its cache of compiled programs on the disk.
+    """Switch off JAX's cache of compiled programs on the disk for a block.
 
     The cache's key lacks the figures of a compile-only GPU, so that it would give one card's program for another; and
     it lacks the names of functions.

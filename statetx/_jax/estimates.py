@@ -1,7 +1,7 @@
 """XLA's own estimates of the time of a compiled program.
 
-XLA:GPU writes one beside each kernel when it is asked to. Of XLA:TPU ``cost_analysis()`` has one for the whole program,
-in which the body of a loop counts once, and each instruction whose time it does not know as -1 second: most larger
+XLA:GPU writes one beside each kernel when it is asked to. XLA:TPU has one for the whole program, in
+``cost_analysis()``. It counts the body of a loop once, and an instruction of unknown time as -1 second: most larger
 programs have no time there.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from .buffers import Computation, Instruction, product_of, scheduled_computations
 
 ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
-"""The compiler options with which XLA:GPU writes its estimates into the program."""
+"""The compiler options that let XLA:GPU write its estimates into the program."""
 
 
 def estimated_seconds(compiled: Any, platform: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Loops as equations: that of `jax.lax.scan`, and one with derivative and batching rules of its own."""
+"""Loops as equations: `jax.lax.scan`'s, and one with derivative and batching rules of its own."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def loop_of(eqn: Any) -> CustomLoop | None:
 def with_body(eqn: Any, body: Jaxpr) -> Any:
     """Replace the loop body in an equation made by `call_loop`."""
     loop = eqn.params["loop"].with_body(body)
-    # The settings of the equation: the jaxpr of the edited loop is traced as that of the loop was.
+    # The settings of the equation: the edited loop is traced under the same ones as the loop was.
     with eqn.ctx.manager:
         jaxpr = loop.jaxpr_for([v.aval for v in eqn.invars])
     return eqn.replace(params={"jaxpr": jaxpr, "loop": loop})
@@ -110,7 +110,7 @@ def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[
 def _loop_linearize(is_vjp: bool, nonzeros: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) -> Any:
     """Use the linearization of a scan if the derivative is the plain loop's.
 
-    JAX caches that of a scan; the fallback would trace `_loop_jvp` on every call.
+    JAX caches the scan's linearization; the fallback would trace `_loop_jvp` on every call.
     """
     scan, body = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None, jaxpr.jaxpr
     # JAX's rule is called with the operands and parameters of the inner equation: they must be the loop's own, in the
@@ -130,9 +130,7 @@ def _loop_batch(axis: Any, args: Any, dims: Any, *, loop: CustomLoop, **_: Any) 
 
 
 def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) -> list[Any]:
-    """Transpose a loop that is linear in some arguments: the ones that are undefined primals, of which only types
-    exist.
-    """
+    """Transpose a loop that is linear in its arguments that are undefined primals, which have only types."""
     linear = [i for i, x in enumerate(args) if _ad.is_undefined_primal(x)]
     has_ct = [i for i, ct in enumerate(cts) if type(ct) is not _Zero]
 
@@ -236,8 +234,8 @@ def with_scan_constants(eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any]) 
 # -- loops with traced bounds whose number of runs is known
 #
 # The bounds of a checkpointed loop's inner loops come from tables in the compiled program, so JAX makes them `while`
-# loops, and their equations do not say how often they run. The schedule does. The number stands on the condition, in a
-# primitive: the condition is never removed, and what rewrites the loop (vmap, hoisting, dead code) keeps its equations.
+# loops, and their equations do not say how often they run. The schedule does. A primitive on the condition has the
+# number: the condition is never removed, and vmap, hoisting and dead code elimination keep its equations.
 
 runs_primitive = identity("statetx_runs")
 """The identity, on the condition of a `while` loop: ``runs`` is how often its body runs, a mean over the entries of the

@@ -96,9 +96,7 @@ class LinkDType(_dtypes.ExtendedDType):
 
 
 class _Links(EArray):
-    """Links outside of compiled programs. Unlike a plain `EArray` it has shards, in which ``jax_debug_nans`` looks for
-    nan.
-    """
+    """Links outside of compiled programs. Unlike a plain `EArray` it has shards: ``jax_debug_nans`` searches them."""
 
     __slots__ = ()
 
@@ -117,7 +115,7 @@ _tree_util.dispatch_registry.register_node(
 
 
 def _result_handler(aval: Any, out_sharding: Any, committed: bool) -> Any:
-    """Make an array of what a compiled program returns, as JAX does."""
+    """Make an array of a compiled program's output, as JAX does."""
     make = _pxla.global_result_handlers[_core.ShapedArray]
     handler = make(_core.physical_aval(aval), _physical_sharding(aval, out_sharding), committed)
     return handler.wrap(lambda buffers: _Links(aval, buffers))
@@ -196,15 +194,15 @@ _batch(attach_primitive)
 
 
 def _missing(inst: Sequence[bool], eqn: Any) -> list[Any]:
-    """The operands that the backward pass has to be given."""
+    """The operands that become residuals of the backward pass."""
     return [v for v, i in zip(eqn.invars, inst, strict=True) if isinstance(v, Var) and not i]
 
 
 def _divide(saveable: Callable, unknown: Sequence[bool], inst: Sequence[bool], eqn: Any) -> Any:
     """Divide an equation of `stored_primitive` between the forward and the backward pass.
 
-    Returns what JAX's partial evaluation asks for: both equations, whether the result is unknown, whether it is there
-    in the backward pass, and the values that the backward pass has to be given.
+    Returns, for JAX's partial evaluation: both equations, whether the result is unknown, whether the backward pass
+    computes it, and the residuals of the backward pass.
     """
     if any(unknown):
         return None, eqn, [True], [True], _missing(inst, eqn)
@@ -214,9 +212,9 @@ def _divide(saveable: Callable, unknown: Sequence[bool], inst: Sequence[bool], e
     if not _is_saved(saveable, mark_primitive, eqn, {key: eqn.params[key] for key in ("region", "what")}):
         return eqn, eqn, [False], [True], _missing(inst, eqn)
 
-    exact, decoded, *others = eqn.invars
-    forward = eqn.replace(invars=[exact, *others], primitive=attach_primitive)
-    backward = eqn.replace(invars=[decoded, *others], primitive=attach_primitive)
+    exact, decoded, *links = eqn.invars
+    forward = eqn.replace(invars=[exact, *links], primitive=attach_primitive)
+    backward = eqn.replace(invars=[decoded, *links], primitive=attach_primitive)
     return forward, backward, [False], [True], _missing(inst[1:], backward)
 
 
@@ -228,26 +226,27 @@ def _is_saved(saveable: Callable, primitive: Any, eqn: Any, params: dict[str, An
 _pe.partial_eval_jaxpr_custom_rules[stored_primitive] = _divide
 
 
-def store(x: Any, type: Any, known: tuple[Any, Any] | None = None, **params: Any) -> Any:
+def store(x: Any, type: Any, constant: tuple[Any, Any] | None = None, **params: Any) -> Any:
     """The value itself, but with the residual that ``type.encode`` makes of it.
 
     Args:
         x: an array, while tracing.
         type: a `StoredType`.
-        known: a boolean and what `x` is where it holds: there the backward pass takes this instead of the residual.
+        constant: a boolean and the value of `x` where it holds: there the backward pass takes this instead of the
+            residual.
         **params: the others of `stored_primitive`.
     """
     label = {key: params[key] for key in ("region", "what")}
-    source = x if known is None else jax.lax.select(known[0], zeros(x.aval), x)
+    source = x if constant is None else jax.lax.select(constant[0], zeros(x.aval), x)
     codes = mark(_encoder(type)(source), **label)
     decoded = _decoder(type, x.aval)(codes)
-    if known is not None:
-        decoded = jax.lax.select(known[0], jax.lax.stop_gradient(known[1]), decoded)
+    if constant is not None:
+        decoded = jax.lax.select(constant[0], jax.lax.stop_gradient(constant[1]), decoded)
     links = [link_primitive.bind(x)] if jnp.issubdtype(x.dtype, jnp.inexact) else []
     return stored_primitive.bind(x, decoded, *links, type=type, **params)
 
 
-# Cached, so that JAX caches their jaxprs and what it compiles from them. Reports find the format in the name.
+# Cached, so that JAX caches their jaxprs and compiled programs. Reports find the format in the name.
 @functools.lru_cache(1024)
 def _encoder(type: Any) -> Callable:
     def encode(x: Any) -> Any:

@@ -160,8 +160,8 @@ def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
 def on_current_mesh(x: Any) -> Any:
     """A jaxpr that was staged in a `jax.shard_map`, at any depth with the types that its values have there.
 
-    The type of a `jax.Ref` from outside, and so of what is read from it, names the mesh outside, which JAX refuses when
-    it makes zeros of this type.
+    The type of a `jax.Ref` from outside, and of the values read from it, names the mesh outside, and JAX refuses to
+    make zeros of this type.
     """
     mesh = jax.sharding.get_abstract_mesh()
     jaxpr, _ = open_jaxpr(x)
@@ -210,7 +210,7 @@ def in_shard_maps(*eqns: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for params in (eqn.params for eqn in eqns if eqn.primitive.name == "shard_map"):
             mesh, axes = params["mesh"], params["newly_manual_axes"]
-            # `newly_manual_axes` are this shard_map's own; those of an enclosing one are manual on its mesh already.
+            # `newly_manual_axes` are this shard_map's own; an enclosing one's axes are manual on its mesh already.
             manual = axes | set(mesh.manual_axes)
             stack.enter_context(_core.extend_axis_env_nd([(k, v) for k, v in mesh.shape.items() if k in manual]))
             types = dict.fromkeys(axes, jax.sharding.AxisType.Manual)

@@ -43,10 +43,10 @@ def identity(name: str) -> Any:
 
 
 def check_inside(primitive: Any, jaxpr_of: Callable[..., ClosedJaxpr]) -> None:
-    """Let checkify check what a primitive runs; without a rule it would not look into a call that is one equation.
+    """Let checkify check the jaxpr of a primitive; without a rule it does not look into a call that is one equation.
 
     Args:
-        jaxpr_of: ``(*args, **params) -> jaxpr``, what it runs, for its operands and parameters.
+        jaxpr_of: ``(*args, **params) -> jaxpr``, for its operands and parameters.
     """
 
     def rule(*operands: Any, **params: Any) -> tuple[Any, list[Any]]:
@@ -71,8 +71,8 @@ def hold(x: Any, others: Sequence[Any], *, is_sequential: bool = False) -> Any:
     """Return x, once the others are computed.
 
     Args:
-        is_sequential: whether what begins with x shall also wait for what a program computes before; noted here, done
-            elsewhere.
+        is_sequential: whether users of x shall also wait for everything that the program computes before; noted here,
+            done elsewhere.
     """
     return hold_primitive.bind(x, *(y for y in others if y is not x), is_sequential=is_sequential)
 
@@ -138,7 +138,7 @@ def linear_call(
 
     Args:
         fun: returns arrays of types `out_avals`.
-        transpose: ``(residuals, cotangents) -> cotangents of the tangents``; None stands for a zero cotangent.
+        transpose: ``(residuals, cotangents) -> cotangents of the tangents``; a zero cotangent is None.
         rules_of: the loop whose derivative is called, if that runs derivative rules of users.
     """
     params = {"fun": fun, "transpose": transpose, "out_avals": tuple(out_avals), "rules_of": rules_of}
@@ -307,12 +307,12 @@ check_inside(_linear_p, lambda *args, **params: jax.make_jaxpr(functools.partial
 # -- a call that partial evaluation leaves whole ---------------------------------------------------------------------
 
 # JAX drops the rule of a `jax.custom_jvp` function where partial evaluation does not know its operands: it takes the
-# equations for those of a linear function. The forward pass of a differentiated scan is such a place, where JAX hoists
-# what is constant in the loop. A second derivative of the scan would then differentiate the function's equations.
+# function for linear. It does so in the forward pass of a differentiated scan, where it hoists constants out of the
+# loop. A second derivative of the scan would then differentiate the function's equations.
 
 
 def call_whole(jaxpr: ClosedJaxpr, args: list[Any]) -> list[Any]:
-    """Call a closed jaxpr as one equation. Its derivatives and batches are those of its equations, with their rules."""
+    """Call a closed jaxpr as one equation, differentiated and batched equation by equation, by the rules of each."""
     return _call_p.bind(*args, call_jaxpr=jaxpr)
 
 

@@ -39,10 +39,10 @@ def has_rule(eqn: Any) -> bool:
 
 @contextlib.contextmanager
 def rule_kept(eqn: Any) -> Iterator[None]:
-    """A block that may run the rule of a call for other differentiated operands than the user has.
+    """Restore JAX's record of a rule's last run after a block that runs the rule for other differentiated operands.
 
-    JAX keeps the structure of what the last run of a rule gave, and reads what it remembers of earlier runs by it: with
-    ``symbolic_zeros=True`` the two may differ. After the block it is that of JAX's own last run again.
+    JAX keeps the structure of the outputs of a rule's last run, and reads its cached outputs of earlier runs by it:
+    with ``symbolic_zeros=True`` the two may differ.
     """
     filled = []
     for store in _stores(eqn.params[_RULES[eqn.primitive.name]]) if has_rule(eqn) else ():
@@ -57,7 +57,7 @@ def rule_kept(eqn: Any) -> Iterator[None]:
 
 
 def _stores(fun: Any, depth: int = 4) -> Iterator[Any]:
-    """Places where a wrapped function, and those that it closes over, leave the structure of what they gave."""
+    """Stores of a wrapped function, and of the ones it closes over, for the structure of their outputs."""
     yield from (store for store in fun.stores if store is not None)
     if depth:
         for inner in _closed_over(getattr(fun.f, "__wrapped__", fun.f)):
@@ -83,7 +83,7 @@ def rule_of(eqn: Any) -> Jaxpr:
     finally:
         _inspection.is_open = was_inspected
     if any(isinstance(x, jax.core.Tracer) for x in consts):
-        # What the rule has read belongs to a trace that may end before JAX differentiates: let it read again then.
+        # The values that the rule has read belong to a trace that may end before JAX differentiates: let it read again.
         fun = rule.f
         while fun is not None:
             for cache in _closed_over(fun):
@@ -114,9 +114,9 @@ def num_unseen(eqn: Any) -> int:
 
     def dropped(fun: Any, depth: int = 6) -> int:
         names = getattr(getattr(fun, "__code__", None), "co_freevars", ())
-        own = fun.__closure__[names.index("num_consts")].cell_contents if "num_consts" in names else 0
+        num_consts = fun.__closure__[names.index("num_consts")].cell_contents if "num_consts" in names else 0
         inner = [x.f for x in _closed_over(fun) if isinstance(x, _lu.WrappedFun)] if depth else ()
-        return own + max((dropped(f, depth - 1) for f in inner), default=0)
+        return num_consts + max((dropped(f, depth - 1) for f in inner), default=0)
 
     return num_closed_over(eqn) + dropped(eqn.params[_RULES[eqn.primitive.name]].f)
 
@@ -148,7 +148,7 @@ def running_rule() -> str | None:
 
 
 def failed_rule(error: BaseException) -> str | None:
-    """The user's derivative rule in which an error was raised, as `running_rule`."""
+    """The user's derivative rule that raised an error, as `running_rule`."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return _rule_among(reversed(codes))
 
@@ -178,12 +178,10 @@ class Watch(Protocol):
         """Called in place of ``rule(*args)``; `is_backward` tells whether JAX runs it when it transposes."""
 
     def check_kept(self) -> None:
-        """Called where JAX uses once more what the rule gave."""
+        """Called where JAX uses the rule's outputs again."""
 
     def explicit(self, jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
-        """Called with the equations that a rule gave, and the values that they close over; returns others in their
-        place.
-        """
+        """Called with a rule's equations and the values that they close over; returns their replacements."""
         ...
 
 
@@ -205,7 +203,7 @@ def with_watched_rules(x: Any, watch_for: Callable[[str, Sequence[Any]], Watch])
 
     Args:
         watch_for: ``(place of the function that has the rule, watches that the rule runs through already) -> watch``.
-            JAX keeps what a rule gave, so that it may run through an earlier watch only.
+            JAX caches a rule's outputs, so that it may run through an earlier watch only.
     """
     edited: dict[int, Any] = {}  # by id of a nested jaxpr: JAX's caches go by identity
 

@@ -42,7 +42,7 @@ api_boundary = traceback_util.api_boundary
 Tracer = jax.core.Tracer
 TraceState = _core.OpaqueTraceState
 ArrayImpl = _ArrayImpl
-"""The type of concrete arrays. (A tracer may stand for an array or a Ref.)"""
+"""The type of concrete arrays. (A tracer is of an array or a Ref.)"""
 
 LEAVES = frozenset([ArrayImpl, _ad.JVPTracer, _ad.LinearizeTracer, _batching.BatchTracer])
 LEAVES |= frozenset([_pe.DynamicJaxprTracer, _pe.JaxprTracer])
@@ -167,7 +167,7 @@ def transform_name(trace: Any) -> str:
 
 
 def is_derivative_or_batching(trace: Any) -> bool:
-    """Whether a trace is that of a derivative, a vmap or a shard_map, which stages nothing."""
+    """Whether a trace belongs to a derivative, a vmap or a shard_map, which stages nothing."""
     return type(trace).__name__ in _TRANSFORM_OF_TRACE
 
 
@@ -191,7 +191,7 @@ def in_loop_body() -> bool:
 
 
 def _traced_for(trace: Any) -> str | None:
-    """JAX's label of a trace that stages; None for others, such as those of grad and vmap."""
+    """JAX's label of a trace that stages; None for others, such as grad's and vmap's."""
     info = getattr(getattr(trace, "frame", None), "debug_info", None)
     return None if info is None else info.traced_for
 
@@ -216,7 +216,7 @@ def trace_context() -> Any:
 
 
 def eval_context() -> Any:
-    """A context in which nothing is being traced."""
+    """Run a block outside of all traces."""
     return _core.set_current_trace(eager_trace)
 
 
@@ -235,13 +235,13 @@ def _identity(x: Any) -> Any:
 
 
 def in_parent_trace(trace: Any) -> Any:
-    """A context in which the parent of this trace is the current trace."""
+    """Make the parent of this trace the current trace for a block."""
     # The trace of a shard_map that is not compiled has no parent: it runs in eager code.
     return _core.set_current_trace(getattr(trace, "parent_trace", eager_trace))
 
 
 def in_trace(trace: Any) -> Any:
-    """A context in which this trace is the current one."""
+    """Make this trace the current one for a block."""
     return _core.set_current_trace(trace)
 
 
@@ -259,8 +259,8 @@ def derivatives_of(value: Any) -> Iterator[Any]:
             x = x.val if isinstance(x, _batching.BatchTracer) else x.primal
 
 
-# Equations of these keep what a derivative rule closes over as constants, which JAX cannot lower, or differentiate, if
-# they belong to a derivative.
+# Equations of these keep the values that a derivative rule closes over as constants, and JAX cannot lower or
+# differentiate constants that belong to a derivative.
 _KEEPS_CONSTANTS = frozenset({"jit", "cond", "switch", "while_body", "while_cond", "custom_jvp fun"})
 
 
@@ -275,7 +275,7 @@ def is_derivative_of_rule(derivative: Any, bound_in: weakref.ref | None, trace: 
 
     Args:
         bound_in: the innermost derivative where the equation with the rule was bound: the first that JAX takes of it.
-        trace: in which JAX runs the rule. JAX does not link the traces of linearized loops to the ones around.
+        trace: the trace of the rule's run. JAX does not link the traces of linearized loops to the ones around.
     """
     innermost = None if bound_in is None else bound_in()
     if innermost is not None and _tag(innermost) is _tag(derivative):
@@ -288,13 +288,13 @@ def is_derivative_of_rule(derivative: Any, bound_in: weakref.ref | None, trace: 
         is_kept |= name in _KEEPS_CONSTANTS or (name in _LOOP_BODIES and (is_backward or is_linearized_loop))
         has_loop |= name in _LOOP_BODIES
         is_linearized_loop |= has_loop and type(t).__name__ == "JaxprTrace"
-        if name == "microbatch":  # its derivative is equations in which constants are inputs
+        if name == "microbatch":  # the equations of its derivative take constants as inputs
             is_kept = has_loop = is_linearized_loop = False
     return is_kept
 
 
 def is_run_outside(derivative: Any) -> bool:
-    """Whether operations go to the trace around that of a derivative, as in a derivative rule that JAX runs for it."""
+    """Whether operations go to the trace around a derivative's, as in a derivative rule that JAX runs for it."""
     trace = _context.trace
     while trace is not derivative.parent_trace:
         if _tag(trace) is _tag(derivative) or not (

@@ -55,5 +55,5 @@ CPU_DROPS_BARRIERS = _jaxlib_version < (0, 11, 1)
 
 
 def is_check_missing(error: TypeError) -> bool:
-    """Whether JAX's own check of a jaxpr failed: that of 0.10 has no parameter for the name of a ``closed_call``."""
+    """Whether JAX's own check of a jaxpr failed: in 0.10 it has no parameter for the name of a ``closed_call``."""
     return "_check_closed_call" in str(error)

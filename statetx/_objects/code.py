@@ -69,8 +69,7 @@ def reads(code: types.CodeType) -> Reads:
     variables: list[tuple[str, ...]] = []
     imports: list[tuple[int, str, str]] = []
 
-    # Both opcodes stand between a name and its attributes without meaning anything here: long arguments, and inline
-    # caches.
+    # Long arguments and inline caches may come between a name and its attributes; neither has a meaning here.
     instructions = [
         (i.opname, i.argval) for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")
     ]

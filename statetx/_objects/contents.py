@@ -50,7 +50,7 @@ def has_parts(obj: Any) -> bool:
         return _self_of(obj) is not None
     try:
         is_atom = isinstance(obj, ATOMS)
-    except Exception:  # a proxy that stands for nothing yet, such as one of a module that is imported lazily
+    except Exception:  # a proxy without its object, such as one of a module that is imported lazily
         return False
     if is_atom:
         # A string or number of a user's subclass may have attributes; a Ref is a JAX array and a state.
@@ -232,7 +232,7 @@ def _function(fun: types.FunctionType) -> Children:
     if "__wrapped__" in fun.__dict__:  # first, since paths in it are the user's
         yield "", fun.__dict__["__wrapped__"]
     for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
-        # These variables hold what the function is bound to or wraps: the path is ``w``, not ``self.w``.
+        # These variables hold the bound object or the wrapped function: the path is ``w``, not ``self.w``.
         key = "" if name in ("self", "fun", "__class__") else name
         yield from ((key, content) for _, content in _cell(cell))
     defaults = fun.__defaults__ or ()

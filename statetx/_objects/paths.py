@@ -101,7 +101,7 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
 
 
 def _refuse_without_states(obj: Any) -> None:
-    """Raise if an object in which no state was found is of a type that has none."""
+    """Raise if an object without states is of a type that has none."""
     if inspect.isclass(obj):
         raise StateFilterError(
             f"states: got the class {obj.__qualname__}, which holds no states: its instances do.\n"
@@ -191,12 +191,12 @@ def check_paths(name: str, filter: Filter, paths: Callable[[], Collection[str]],
         StateFilterError: a path glob selects none.
     """
     globs = globs_in(filter)
-    found = paths() if globs else ()
+    all_paths = paths() if globs else ()
     for glob in globs:
-        if not any(fnmatch.fnmatchcase(path, glob) for path in found):
-            listed = [*map(repr, itertools.islice(found, _MAX_LISTED)), *["..."] * (len(found) > _MAX_LISTED)]
+        if not any(fnmatch.fnmatchcase(path, glob) for path in all_paths):
+            listed = [*map(repr, itertools.islice(all_paths, _MAX_LISTED)), *["..."] * (len(all_paths) > _MAX_LISTED)]
             raise StateFilterError(
-                f"{name}: the path {glob!r} selects no state.{suggestion(glob, found)} {those}: "
+                f"{name}: the path {glob!r} selects no state.{suggestion(glob, all_paths)} {those}: "
                 f"{', '.join(listed) or 'none'}.\n"
                 f"Fix: correct the path, or select by a type, which need not occur."
             )

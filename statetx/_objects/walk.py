@@ -139,7 +139,7 @@ class Walk:
             for path, obj in contents:
                 if not has_parts(obj) or id(obj) in self._seen:
                     continue
-                # Not `isinstance`, which runs the code of metaclasses: those of jaxtyping raise.
+                # Not `isinstance`, which runs the code of metaclasses: jaxtyping's raise.
                 if context.owners and not context.owners.isdisjoint(type(obj).__mro__):
                     self._deferred.append((path, iter([("", obj)])))
                     continue
@@ -194,7 +194,7 @@ class Walk:
 
 
 def visited_from(*roots: Any) -> list[Any]:
-    """The objects that these roots hold, in order, not counting those of their classes."""
+    """The objects that these roots hold, in order, without their classes' attributes."""
     walk = Walk(follows_classes=False)
     for root in roots:
         collections.deque(walk.held(root), 0)
@@ -224,7 +224,7 @@ def _core(obj: Any) -> Any:
             return obj
 
 
-# -- what a call that only inspects a function leaves in objects: states without a value, tracers --
+# -- leftovers of a call that only inspects a function: states without a value, tracers in attributes --
 
 _NONE = object()
 
@@ -240,11 +240,11 @@ def created_undone(*roots: Any) -> Iterator[None]:
     do items of containers that existed before.
     """
     # Held for the call: the references to earlier states cost `jit` another staging at most (decision 16).
-    before = [(obj, dict(attributes)) for obj in visited_from(*roots) if (attributes := _attributes(obj)) is not None]
+    saved = [(obj, dict(attributes)) for obj in visited_from(*roots) if (attributes := _attributes(obj)) is not None]
     try:
         yield
     finally:
-        for obj, attributes in before:
+        for obj, attributes in saved:
             for name, value in list((_attributes(obj) or {}).items()):
                 earlier = attributes.get(name, _NONE)
                 if value is not earlier and (isinstance(value, _jax.Tracer) or _holds_dropped_state(value)):
