@@ -449,6 +449,27 @@ def test_second_gradient_of_a_loop_in_a_scan(scan, strategy):
     np.testing.assert_allclose(second(strategy), second(None), rtol=2e-4)
 
 
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_second_derivative_of_slots_with_a_rule_that_reads_a_traced_value(mode):
+    """JAX leaves such a value as a constant in the body of the loop that it differentiates."""
+
+    def loss(x, width, checkpoint):
+        @jax.custom_jvp
+        def sine(x):
+            return width * jnp.sin(x)
+
+        sine.defjvp(lambda primals, tangents: (sine(*primals), width * jnp.cos(primals[0]) * tangents[0]))
+        return statetx.fori_loop(0, 3, lambda i, c: jnp.sin(c) + sine(c), x, checkpoint=checkpoint).sum()
+
+    def second(checkpoint, x, width):
+        gradient = jax.grad(functools.partial(loss, width=width, checkpoint=checkpoint))
+        return jax.jvp(gradient, (x,), (x,))[1] if mode == "forward" else jax.grad(lambda x: total(gradient(x)))(x)
+
+    x, width = jnp.array([0.8, 0.1, -0.5]), jnp.float32(0.8)
+    actual, expected = (jax.jit(functools.partial(second, c))(x, width) for c in (Slots(2), None))
+    np.testing.assert_allclose(actual, expected, rtol=2e-4)
+
+
 LOOPS_OF_A_NUMBER = {
     "scan, slots": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint=Slots(3))[0],
     "scan, size": lambda step, h: statetx.scan(lambda h, _: (step(h), None), h, None, 9, checkpoint=Budget("1MiB"))[0],

@@ -25,7 +25,7 @@ from .derivative import (
     DifferentiableLoop,
     Differentiated,
     floats_of,
-    jvp_of,
+    jvp_of_loop,
     linear_in_tangents,
     whole,
     with_derivative,
@@ -159,7 +159,9 @@ class LoopOfSlots(DifferentiableLoop):
         # is differentiated as such. The rule calls `sweep`, not `store`, whose `while` loops have no reverse mode: a
         # derivative of the rule differentiates the outputs, too.
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
-            return sweep(*args), self.step.without_zeros(tangents, jvp_of(self._nested, args, tangents)[1])
+            return sweep(*args), self.step.without_zeros(
+                tangents, jvp_of_loop(self.step, self._nested, args, tangents)[1]
+            )
 
         sweep = whole(with_derivative(store, derivative), self.step.name)
         return sweep
@@ -192,7 +194,7 @@ class LoopOfSlots(DifferentiableLoop):
 
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
             # `by_nesting` computes the stored carries again.
-            return jvp_of(by_nesting, *without_stored(args, tangents))
+            return jvp_of_loop(self.step, by_nesting, *without_stored(args, tangents))
 
         return whole(with_derivative(by_schedule, derivative), self.step.name)
 

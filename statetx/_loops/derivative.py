@@ -195,20 +195,28 @@ def linear_in_tangents(
         return reverse(primals, stored, diff_indices, cts)
 
     types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
-    diff, num = list(tangents.values()), len(leaves)
+    diff, num, step = list(tangents.values()), len(leaves), note.loop.step
     linear, operands = jvp, []
-    has_rules = _jax.has_users_rule(note.loop.step.body.jaxpr)
-    if has_rules and not _jax.is_eager():
-        # JAX runs `jvp` when it lowers the program. What a rule reads is a value of the running trace: it becomes a
-        # residual.
-        run = lambda *xs: jvp(list(xs[:num]), list(xs[num:]))
-        avals = [_jax.abstract(x) for x in (*leaves, *diff)]
-        body = Body.close(*_jax.stage(run, avals, traced_for="scan", name=note.loop.step.name))
+    if _reads_late(step):  # JAX runs `jvp` when it lowers the program
+        body = _with_reads(step, lambda *xs: jvp(list(xs[:num]), list(xs[num:])), [*leaves, *diff])
         linear, operands = lambda res, ts: body(res[num:], *res[:num], *ts), body.operands
-    residuals, rules_of = [*leaves, *operands], note.loop.step.name if has_rules else None
+    residuals, rules_of = [*leaves, *operands], step.name if _jax.has_users_rule(step.body.jaxpr) else None
     return _jax.linear_call(
         linear, lambda res, cts: transpose(res[:num], cts), residuals, diff, types, rules_of=rules_of
     )
+
+
+def _reads_late(step: LoopStep) -> bool:
+    """Whether the step has derivative rules that may read a value of the running trace."""
+    return _jax.has_users_rule(step.body.jaxpr) and not _jax.is_eager()
+
+
+def _with_reads(step: LoopStep, fun: Callable, args: Sequence[Any]) -> Body:
+    """The equations of a derivative of the step, whose operands are what its rules read.
+
+    JAX leaves such a value as a constant in a nested jaxpr, such as a loop's body, where it outlives its trace.
+    """
+    return Body.close(*_jax.stage(fun, list(map(_jax.abstract, args)), traced_for="scan", name=step.name))
 
 
 def whole(fun: Callable, name: str) -> Callable:
@@ -276,6 +284,24 @@ def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, l
     floats, out_tangents, others = jax.jvp(of_leaves, diff_leaves, list(tangents.values()), has_aux=True)
     remaining = iter(floats)
     return out_tree.unflatten([next(remaining) if x is None else x for x in others]), out_tangents
+
+
+def jvp_of_loop(step: LoopStep, fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:
+    """`jvp_of` a function that runs the step in loops."""
+    if not _reads_late(step):
+        return jvp_of(fun, args, tangents)
+    leaves, treedef = jax.tree.flatten(args)
+    diff, num = list(tangents.values()), len(leaves)
+    out_tree: Any = None
+
+    def run(*xs: Any) -> list[Any]:
+        nonlocal out_tree
+        out = jvp_of(fun, treedef.unflatten(xs[:num]), dict(zip(tangents, xs[num:], strict=True)))
+        outs, out_tree = jax.tree.flatten(out)
+        return outs
+
+    body = _with_reads(step, run, [*leaves, *diff])
+    return out_tree.unflatten(body(body.operands, *leaves, *diff))
 
 
 def without_stored(args: tuple, tangents: dict[int, Any]) -> tuple[tuple, dict[int, Any]]:
