@@ -47,6 +47,8 @@ class Cell:
     def value(self) -> Any:
         if self._value is DEAD:
             raise StateAccessError("a cell without a value")
+        if isinstance(self._value, (dict, list)):  # it may be changed in place, which is a write that no one sees
+            self.is_weak_open |= self._world.has_read_open
         self._world.has_read_open |= self.is_weak_open
         return self._value
 
