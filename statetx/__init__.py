@@ -135,8 +135,8 @@ if _TYPE_CHECKING:
     from .transforms.while_loop import fori_loop as fori_loop
     from .transforms.while_loop import while_loop as while_loop
 
-# What is listed above for type checkers is loaded when it is first asked for: an import costs little more than JAX's
-# own.
+# The imports above are for type checkers. A name is loaded on first use: importing statetx costs little more than
+# importing JAX.
 _PUBLIC = {
     ".training.optimizer": "Optimizer",
     "._lift.rules": "Broadcast Carry First Last Mean Split",

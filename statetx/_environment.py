@@ -19,7 +19,7 @@ def flag(name: str) -> bool:
     """Whether a variable is set to a word that means yes; False if it is not set.
 
     Raises:
-        ValueError: the word means neither yes nor no. It is not guessed: what it switches on has a cost in every call.
+        ValueError: the word means neither yes nor no. It is not guessed, for the switch costs time in every call.
     """
     is_on = switch(os.environ.get(name, ""))
     if is_on is None:

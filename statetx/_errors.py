@@ -31,8 +31,8 @@ def printable(text: str) -> str:
 class Explained(Exception):
     """An exception whose message ends with the address of its explanation: a heading of docs/errors.md.
 
-    The address is added when the message is read: ``args`` keeps what the exception was made with, so that copies and
-    pickles are equal to the original.
+    The address is added when the message is read: ``args`` keeps the arguments unchanged, so that copies and pickles
+    are equal to the original.
     """
 
     def __str__(self) -> str:

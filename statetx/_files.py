@@ -1,4 +1,4 @@
-"""Files: what is read may come from anybody, and what is written is there as a whole or not at all."""
+"""Files: reads of untrusted contents, and atomic writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check_regular(status: os.stat_result) -> None:
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write a file that the user has named: what is there stays until the new content is complete.
+    """Write a file that the user has named: the old content stays until the new one is complete.
 
     A link stays, and the file that it leads to is replaced. A pipe or a device, such as /dev/stdout, is written to.
 
@@ -67,7 +67,7 @@ def write(path: Path, content: bytes | str) -> None:
 
 
 def replace(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Put a new file in a place, whatever is there: another process sees all of the old or all of the new one."""
+    """Create or replace a file atomically: another process sees all of the old or all of the new one."""
     temporary = os.path.join(os.path.dirname(path), f".statetx-{secrets.token_hex(8)}.part")
     try:
         with open(temporary, "xb") as file:

@@ -46,7 +46,7 @@ def verified(fields: dict[str, Any], check: Check) -> dict[str, Any]:
     """The fields of a record without the checksum.
 
     Raises:
-        ValueError: the checksum is not that of the fields, or a field has another type or range.
+        ValueError: the checksum does not match the fields, or a field has another type or range.
     """
     fields = dict(fields)
     if fields.pop(_CHECKSUM, None) != _digest(fields):
@@ -63,9 +63,9 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 
 def whole(least: int = 0, most: int = 2**63 - 1) -> Check:
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         if type(x) is not int or not least <= x <= most:
-            _refuse(x, at, f"a whole number from {least} to {most}")
+            _refuse(x, path, f"a whole number from {least} to {most}")
 
     return check
 
@@ -73,44 +73,44 @@ def whole(least: int = 0, most: int = 2**63 - 1) -> Check:
 def real(least: float = -math.inf, most: float = math.inf, *, is_finite: bool = True) -> Check:
     """A number; NaN is none, and infinity only if `is_finite` is False."""
 
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         is_number = isinstance(x, float) or (type(x) is int and abs(x) < 2**63)
         if not is_number or not least <= x <= most or (is_finite and math.isinf(x)):
-            _refuse(x, at, f"a number from {least} to {most}")
+            _refuse(x, path, f"a number from {least} to {most}")
 
     return check
 
 
-def text(x: Any, at: str) -> None:
+def text(x: Any, path: str) -> None:
     if type(x) is not str:
-        _refuse(x, at, "text")
+        _refuse(x, path, "text")
 
 
-def flag(x: Any, at: str) -> None:
+def flag(x: Any, path: str) -> None:
     if type(x) is not bool:
-        _refuse(x, at, "true or false")
+        _refuse(x, path, "true or false")
 
 
 def one_of(*values: Any) -> Check:
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         if not any(type(x) is type(value) and x == value for value in values):
-            _refuse(x, at, f"one of {', '.join(map(repr, values))}")
+            _refuse(x, path, f"one of {', '.join(map(repr, values))}")
 
     return check
 
 
 def optional(check: Check) -> Check:
-    return lambda x, at: None if x is None else check(x, at)
+    return lambda x, path: None if x is None else check(x, path)
 
 
 def many(item: Check, least: int = 0) -> Check:
     """A list of any length of at least `least`."""
 
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         if not isinstance(x, (list, tuple)) or len(x) < least:
-            _refuse(x, at, f"a list of at least {least} items" if least else "a list")
+            _refuse(x, path, f"a list of at least {least} items" if least else "a list")
         for i, value in enumerate(x):
-            item(value, f"{at}[{i}]")
+            item(value, f"{path}[{i}]")
 
     return check
 
@@ -118,11 +118,11 @@ def many(item: Check, least: int = 0) -> Check:
 def row(*items: Check) -> Check:
     """A list of exactly these items."""
 
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         if not isinstance(x, (list, tuple)) or len(x) != len(items):
-            _refuse(x, at, f"a list of {len(items)} items")
+            _refuse(x, path, f"a list of {len(items)} items")
         for i, (item, value) in enumerate(zip(items, x, strict=True)):
-            item(value, f"{at}[{i}]")
+            item(value, f"{path}[{i}]")
 
     return check
 
@@ -130,21 +130,21 @@ def row(*items: Check) -> Check:
 def headed(head: Check, item: Check, least: int = 0) -> Check:
     """A list that begins with one item, and has at least `least` others."""
 
-    def check(x: Any, at: str) -> None:
-        many(lambda *_: None, 1 + least)(x, at)
-        head(x[0], f"{at}[0]")
+    def check(x: Any, path: str) -> None:
+        many(lambda *_: None, 1 + least)(x, path)
+        head(x[0], f"{path}[0]")
         for i, value in enumerate(x[1:], 1):
-            item(value, f"{at}[{i}]")
+            item(value, f"{path}[{i}]")
 
     return check
 
 
 def either(first: Check, second: Check) -> Check:
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         try:
-            first(x, at)
+            first(x, path)
         except ValueError:
-            second(x, at)
+            second(x, path)
 
     return check
 
@@ -152,29 +152,29 @@ def either(first: Check, second: Check) -> Check:
 def mapping(value: Check) -> Check:
     """An object with any names."""
 
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         if not isinstance(x, dict):
-            _refuse(x, at, "an object")
+            _refuse(x, path, "an object")
         for name, item in x.items():
-            text(name, f"a name in {at or 'it'}")
-            value(item, f"{at}.{brief(name)}" if at else brief(name))
+            text(name, f"a name in {path or 'it'}")
+            value(item, f"{path}.{brief(name)}" if path else brief(name))
 
     return check
 
 
-def record(needed: Mapping[str, Check], other: Mapping[str, Check] | None = None) -> Check:
-    """An object with these names, perhaps with the other ones, and with no more."""
-    other = other or {}
+def record(needed: Mapping[str, Check], optional_fields: Mapping[str, Check] | None = None) -> Check:
+    """An object with the needed names, perhaps with the optional ones, and with no more."""
+    optional_fields = optional_fields or {}
 
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         if not isinstance(x, dict):
-            _refuse(x, at, "an object")
-        prefix = f"{at}." if at else ""
+            _refuse(x, path, "an object")
+        prefix = f"{path}." if path else ""
         for name in needed:
             if name not in x:
                 raise ValueError(f"{prefix}{name} is missing")
         for name, value in x.items():
-            item = needed.get(name) or other.get(name)
+            item = needed.get(name) or optional_fields.get(name)
             if item is None:
                 raise ValueError(f"{prefix}{brief(name)} is not a field")
             item(value, f"{prefix}{name}")
@@ -185,11 +185,11 @@ def record(needed: Mapping[str, Check], other: Mapping[str, Check] | None = None
 def decoded_by(decode: Callable[[Any], Any]) -> Check:
     """Whatever a function takes that raises ValueError for all else."""
 
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         try:
             decode(x)
         except ValueError as e:
-            raise ValueError(f"{at}: {e.args[0]}") from e
+            raise ValueError(f"{path}: {e.args[0]}") from e
 
     return check
 
@@ -200,5 +200,5 @@ def metadata(cls: type) -> dict[str, Any]:
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
-def _refuse(x: Any, at: str, what: str) -> None:
-    raise ValueError(f"{at or 'it'} must be {what}, got {brief(x)}")
+def _refuse(x: Any, path: str, what: str) -> None:
+    raise ValueError(f"{path or 'it'} must be {what}, got {brief(x)}")

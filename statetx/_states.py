@@ -73,7 +73,7 @@ class Kind(Protocol):
     def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         """One store that gives each state its value."""
         stores = [self.store(state, value) for state, value in zip(states, values, strict=True)]
-        # A `deque` of length 0 consumes the map in C: one call in which Python handles no signal (decision 18).
+        # A `deque` of length 0 consumes the map in C: Python handles no signal during the call (decision 18).
         return collections.deque, itertools.starmap(operator.call, stores), 0
 
     def check_free(self, states: Sequence[Any]) -> None:
@@ -140,7 +140,7 @@ class Kind(Protocol):
         return []
 
     def close(self, frame: Any) -> list[Store]:
-        """Stores that undo those of `open`, and end whatever was opened after it and left open."""
+        """Stores that undo `open`'s, and end whatever was opened after it and left open."""
         return []
 
     # -- of libraries that have these --
@@ -273,16 +273,16 @@ def class_options(cls: type) -> dict[str, Any]:
 
 def unjitted(fun: Any) -> Callable | None:
     """The user's function that the ``jit`` of a library of states has made `fun` of; None if none has."""
-    found = (kind.unjitted(fun) for kind in kinds())
-    return next((user for user in found if user is not None), None)
+    functions = (kind.unjitted(fun) for kind in kinds())
+    return next((user for user in functions if user is not None), None)
 
 
 def jax_traced(traced: Any) -> Any:
     """JAX's traced function, of one that the ``jit`` of a library of states has traced; others are returned
     unchanged.
     """
-    found = (kind.jax_traced(traced) for kind in kinds())
-    return next((inner for inner in found if inner is not None), traced)
+    results = (kind.jax_traced(traced) for kind in kinds())
+    return next((inner for inner in results if inner is not None), traced)
 
 
 def holds_other_arrays(args: tuple) -> bool:
@@ -313,11 +313,11 @@ def call_site() -> str:
 
 
 def user_stacklevel() -> int:
-    """The ``stacklevel`` by which a warning from the caller of this function points at the user's line."""
+    """The ``stacklevel`` that makes a warning from the caller of this function point at the user's line."""
     return _user_frame()[1]
 
 
-# Python's own frames between those of a library: a cached property, a context manager, an import.
+# Python's own frames between a library's: a cached property, a context manager, an import.
 _BETWEEN = (functools.__file__, contextlib.__file__, "<frozen importlib")
 
 

@@ -118,7 +118,7 @@ class Column(NamedTuple):
 
     Attributes:
         code: whether they are code, for HTML.
-        rank: a table wider than the terminal loses its columns of the highest rank first, those of rank 0 never.
+        rank: a table wider than the terminal loses its columns of the highest rank first, columns of rank 0 never.
         below: whether a lost column's cells go below their row.
     """
 
@@ -182,11 +182,11 @@ class Table(Printed):
         """Drop the columns of the highest ranks until it fits; then shorten the widest text to its end."""
         texts = [[c.name for c in self.columns], *([cell.text for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        shown = list(range(len(widths)))
-        excess = lambda: sum(widths[i] + 2 for i in shown) - 2 - width
-        while excess() > 0 and (rank := max(self.columns[i].rank for i in shown)):
-            shown = [i for i in shown if self.columns[i].rank < rank]
-        lefts = [i for i in shown if self.columns[i].align == "left"]
+        columns = list(range(len(widths)))
+        excess = lambda: sum(widths[i] + 2 for i in columns) - 2 - width
+        while excess() > 0 and (rank := max(self.columns[i].rank for i in columns)):
+            columns = [i for i in columns if self.columns[i].rank < rank]
+        lefts = [i for i in columns if self.columns[i].align == "left"]
         if lefts and excess() > 0:
             widest = max(lefts, key=lambda i: widths[i])
             widths[widest] = min(max(widths[widest] - excess(), _LEAST_WIDTH), widths[widest])
@@ -195,12 +195,12 @@ class Table(Printed):
             text = text if len(text) <= widths[i] else f"…{text[1 - widths[i] :]}"
             return Piece(text.rjust(widths[i]) if self.columns[i].align == "right" else text.ljust(widths[i]), style)
 
-        yield _spaced(cell(i, self.columns[i].name, "bold") for i in shown)
-        yield _spaced(Piece("-" * widths[i], "dim") for i in shown)
-        below = [i for i, column in enumerate(self.columns) if column.below and i not in shown]
+        yield _spaced(cell(i, self.columns[i].name, "bold") for i in columns)
+        yield _spaced(Piece("-" * widths[i], "dim") for i in columns)
+        below = [i for i, column in enumerate(self.columns) if column.below and i not in columns]
         for row in self.rows:
             yield _spaced(
-                cell(i, row[i].text, f"{row[i].style or self.columns[i].style} {row[i].color}".strip()) for i in shown
+                cell(i, row[i].text, f"{row[i].style or self.columns[i].style} {row[i].color}".strip()) for i in columns
             )
             if lost := "  ".join(row[i].text for i in below if row[i].text):
                 yield from folded([Piece(f"    {lost}", "dim")], width, 0)

@@ -217,7 +217,7 @@ class _Word(str):
 
 
 MOST_BYTES = 2**63 - 1
-"""The largest size that is accepted: what XLA counts bytes with."""
+"""The largest size that is accepted: XLA counts bytes in 64 bits."""
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "": 1}
 

@@ -235,9 +235,7 @@ def container_key(x: Any, leaf_key: Callable[[Any], Hashable]) -> Hashable:
 
 
 def _attributes(x: Any, leaf_key: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
-    """A key for what a container has beside its items: attributes of the user's class, and the options of one of
-    Python's.
-    """
+    """A key for a container beside its items: attributes of the user's class, options of Python's."""
     if type(x) in _WITHOUT_ATTRIBUTES:
         return ()
     attributes = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in _OPTIONS if hasattr(x, name)}}

@@ -47,22 +47,22 @@ def assert_memory(
     gradient: bool | None = None,
     **kwargs: Any,
 ) -> None:
-    """Check what a function takes when it is compiled: at most a size, or no more than a file says.
+    """Check the memory of a compiled function: at most a size, or no more than a file says.
 
     Nothing is computed and no state changes. With ``target="h100"`` it is compiled for a device that need not be there,
     such as in CI.
 
-    The file has what each program took when it was saved: with ``STATETX_UPDATE_MEMORY=1`` in the environment, this
-    function writes it, and compares nothing; `python -m statetx memory module:fun --save memory.json` does the same. It
-    is JSON, to be kept under version control. A file has many programs, by name and device. What grew is named by owner
-    and line: a renamed variable or another order is no difference.
+    The file has the memory of each program at the time of saving: with ``STATETX_UPDATE_MEMORY=1`` in the environment,
+    this function writes it, and compares nothing; `python -m statetx memory module:fun --save memory.json` does the
+    same. It is JSON, to be kept under version control. A file has many programs, by name and device. A part that grew
+    is named by owner and line: a renamed variable or another order is no difference.
 
     Args:
         fun: as for `memory_profile`: a function, a jitted one, or a program that is compiled already.
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
         at_most: bytes, or a size such as ``"3GiB"``, of one device: arguments, outputs and temporaries.
         against: the file.
-        tolerance: by how much the peak may grow, relative to that of the file: ``0.01``, ``"1%"``.
+        tolerance: by how much the peak may grow, relative to the file's: ``0.01``, ``"1%"``.
         gradient: as for `memory_profile`.
         target: a `Target` or the name of one, for which it is compiled; by default the devices of this machine.
 
@@ -86,16 +86,16 @@ def assert_memory(
         )
     most, allowed = None if at_most is None else parse_bytes(at_most), read_tolerance(tolerance)
     profile = memory_profile(fun, *args, gradient=gradient, **kwargs)
-    now = MemoryBaseline.of(profile)
-    if most is not None and now.peak_bytes > most:
-        raise AssertionError(_above(profile, now, most))
+    figures = MemoryBaseline.of(profile)
+    if most is not None and figures.peak_bytes > most:
+        raise AssertionError(_above(profile, figures, most))
     if against is None:
         return
-    key = key_of(profile.name, now)
+    key = key_of(profile.name, figures)
     if _environment.flag(UPDATE):
-        save(against, key, now)
+        save(against, key, figures)
         return
-    difference = Difference(profile.name, find(against, key), now, allowed)
+    difference = Difference(profile.name, find(against, key), figures, allowed)
     if difference.is_regression:
         raise AssertionError(
             f"{difference}\n"
@@ -104,14 +104,14 @@ def assert_memory(
         )
 
 
-def _above(profile: MemoryProfile, now: MemoryBaseline, most: int) -> str:
+def _above(profile: MemoryProfile, figures: MemoryBaseline, most: int) -> str:
     """The message that a program takes more than a size."""
-    over = format_bytes(now.peak_bytes - most)
-    parts = "\n".join(f"  {part}: {format_bytes(part.num_bytes)}" for part in now.parts[:5])
+    over = format_bytes(figures.peak_bytes - most)
+    parts = "\n".join(f"  {part}: {format_bytes(part.num_bytes)}" for part in figures.parts[:5])
     changes = [f"{c.text.rstrip('.')} (predicted: {format_bytes(c.saved_bytes)} less)" for c in profile.changes[:2]]
     fix = "; or ".join([*changes, "statetx.memory_profile(...) shows all that is alive"])
     return (
-        f"{profile.name} on {now.device} takes {format_bytes(now.peak_bytes)} at its peak, {over} more than "
+        f"{profile.name} on {figures.device} takes {format_bytes(figures.peak_bytes)} at its peak, {over} more than "
         f"{format_bytes(most)}. The largest parts:\n{parts}\n"
         f"Fix: {fix}."
     )

@@ -38,12 +38,11 @@ def _has(module: str) -> bool:
 
 
 def load_jax() -> None:
-    """Import JAX, and keep it from looking for devices whose compilers are installed on a machine without these
-    devices.
+    """Import JAX, and keep it from looking for absent devices whose compilers are installed.
 
     It would print a traceback for CUDA, and messages of libtpu, whenever it starts. Nothing changes where JAX has
     started, where ``JAX_PLATFORMS`` is set, where a package for another kind of device is installed, or where the
-    devices are there.
+    devices are present.
     """
     installed = {name for name in _DEVICE_FILES if is_installed(name)} if sys.platform == "linux" else set()
     absent = {name for name in installed if not is_visible(name)}
@@ -55,7 +54,7 @@ def load_jax() -> None:
     jax.config.update("jax_platforms", ",".join([*present, "cpu"]))
     topologies = importlib.import_module("jax.experimental.topologies")
     with quiet_stderr(), contextlib.suppress(NotImplementedError):
-        # JAX loads the plugins when a topology is asked for first, and CUDA's prints that there is no driver.
+        # JAX loads the plugins when a topology is asked for first, and CUDA's complains of the missing driver.
         topologies.get_topology_desc(platform="no such platform")
 
 
@@ -69,8 +68,8 @@ def _other_plugins() -> bool:
         plugins = importlib.import_module("jax_plugins")
     except ModuleNotFoundError:
         return False
-    found = {path.name for folder in plugins.__path__ for path in pathlib.Path(folder).iterdir() if path.is_dir()}
-    return any(not name.startswith(("xla_cuda", "_")) for name in found)
+    folders = {path.name for folder in plugins.__path__ for path in pathlib.Path(folder).iterdir() if path.is_dir()}
+    return any(not name.startswith(("xla_cuda", "_")) for name in folders)
 
 
 def _has_started() -> bool:
@@ -82,8 +81,7 @@ def _has_started() -> bool:
 class _Silence:
     """Standard error sent to a file while blocks of any threads run: the first redirects it, the last one restores it.
 
-    A compiler may end the process. A shell waits for that, and then shows what the file has: nothing in the process
-    could.
+    A compiler may end the process. A shell waits for that, and then shows the file: nothing in the process could.
     """
 
     def __init__(self) -> None:
@@ -109,7 +107,7 @@ class _Silence:
             os.dup2(self._written, 2)
 
     def leave(self) -> str:
-        """Restore standard error after the last block. Returns what has been written since the first began."""
+        """Restore standard error after the last block. Returns the text written since the first began."""
         with self._lock:
             self._depth -= 1
             if self._saved < 0:

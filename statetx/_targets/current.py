@@ -1,8 +1,8 @@
 """The device that programs are compiled for: the only module that asks JAX for its backend and its devices.
 
-`statetx.target` replaces the machine's devices for a block, ``STATETX_TARGET`` for a process. What is decided by
-device, wherever it is decided, asks here. The target is part of JAX's cache keys (``jax.make_user_context``), so
-nothing traced or compiled for one device is used for another.
+`statetx.target` replaces the machine's devices for a block, ``STATETX_TARGET`` for a process. Every decision by device
+asks here. The target is part of JAX's cache keys (``jax.make_user_context``), so nothing traced or compiled for one
+device is used for another.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def bind(fun: F) -> F:
 
 
 def kept(chosen: Target | None) -> contextlib.AbstractContextManager[Any]:
-    """The block of what `current` was before. Where it still is, JAX's caches stay as they are."""
+    """The block of an earlier `current`. If that is still in force, JAX's caches stay unchanged."""
     return contextlib.nullcontext() if current() == chosen else target(chosen)
 
 
 def as_target(device: Target | str | os.PathLike[str] | None) -> Target | None:
-    """The `Target` of an argument ``target=``; its compiler is there, or `TargetError` is raised."""
+    """The `Target` of an argument ``target=``; without its compiler, raises `TargetError`."""
     if device is None:
         return None
     chosen = device if isinstance(device, Target) else Target(device)
@@ -96,8 +96,10 @@ def takes_target(fun: F) -> F:
     """
     signature = inspect.signature(fun)
     parameters = list(signature.parameters.values())
-    at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
-    own = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Target | str | None")
+    index = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
+    parameter = inspect.Parameter(
+        "target", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Target | str | None"
+    )
 
     @functools.wraps(fun)
     def with_target(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +110,7 @@ def takes_target(fun: F) -> F:
             del kwargs["target"]  # our default
         return fun(*args, **kwargs)
 
-    parameters = [*parameters[:at], own, *parameters[at:]]
+    parameters = [*parameters[:index], parameter, *parameters[index:]]
     with_target.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return cast("F", with_target)
 
@@ -204,8 +206,8 @@ def environment() -> tuple[Any, ...]:
 
 def _versions(platform_name: str) -> tuple[str, ...]:
     names = ("libtpu",) if platform_name == "tpu" else ("jax-cuda12-plugin", "jax-cuda13-plugin")
-    found = []
+    versions = []
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return tuple(found)
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return tuple(versions)

@@ -33,11 +33,11 @@ from .absent import CUDA_PLUGINS, cuda_plugin, is_installed, is_visible, quiet_s
 _DEVICES = pathlib.Path(__file__).with_name("devices.toml")
 
 
-def short_text(x: Any, at: str) -> None:
+def short_text(x: Any, path: str) -> None:
     """Check a name: a file of a target goes into messages and into XLA's text."""
-    text(x, at)
+    text(x, path)
     if len(x) > 200 or not x.isprintable() or set(x) & set('{}"\\'):
-        raise ValueError(f"{at} must be a short name, got {brief(x)}")
+        raise ValueError(f"{path} must be a short name, got {brief(x)}")
 
 
 # Upper bounds keep the numbers of a damaged file away from XLA, which allocates by some of them.
@@ -45,11 +45,11 @@ def short_text(x: Any, at: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A kind of device; each figure with the check of what a file has for it.
+    """A kind of device; each figure with the check of its value in a file.
 
     Attributes:
         kind: JAX's name of it, ``device_kind``.
-        memory_bytes: what a program may use; of a GPU all, of which JAX reserves a part for programs, see
+        memory_bytes: the memory for programs; of a GPU all memory: JAX reserves a part for programs, see
             `statetx.Target.memory_bytes`.
         source: where the figures come from.
     """
@@ -67,7 +67,7 @@ class Gpu(Spec):
 
     Attributes:
         capability: major and minor number of the compute capability.
-        cores: number of streaming multiprocessors; the figures "per core" are those of one.
+        cores: number of streaming multiprocessors; the figures "per core" are of one.
         memory_bandwidth: bytes per second.
     """
 
@@ -220,13 +220,13 @@ def _flags_for(platform_name: str) -> contextlib.AbstractContextManager[None]:
     """Hide flags of other platforms in ``XLA_FLAGS``: a compiler ends the process at one that it does not know, and
     reads them once.
     """
-    others = tuple(f"--xla_{name}_" for name in ("cpu", "gpu", "tpu") if name != platform_name)
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(others)]
+    prefixes = tuple(f"--xla_{name}_" for name in ("cpu", "gpu", "tpu") if name != platform_name)
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(prefixes)]
     return _variable("XLA_FLAGS", " ".join(flags)) if "XLA_FLAGS" in os.environ else contextlib.nullcontext()
 
 
 def _start(device: Any, platform_name: str) -> None:
-    """Compile a program, so that what is missing shows here: ``exp`` needs CUDA's mathematical functions."""
+    """Compile a program, so that a missing part shows here: ``exp`` needs CUDA's mathematical functions."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if platform_name == "gpu" else None
     jax.jit(lambda x: jnp.exp(x @ x.T)).lower(x).compile(options)
@@ -254,15 +254,15 @@ def _register_cuda() -> None:
 @contextlib.contextmanager
 def _variable(name: str, value: str = "1") -> Iterator[None]:
     """Set a variable of the environment."""
-    before = os.environ.get(name)
+    old_value = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if old_value is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = old_value
 
 
 def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -273,8 +273,7 @@ def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
     bounds = [2 if n % 2 == 0 else 1 for n in shape[:2]] + [1]
     if bounds != [2, 2, 1]:
         options["chips_per_host_bounds"] = bounds
-    # Of a TPU that is there one process is the owner, and libtpu locks a file. Where none is there, any number of
-    # processes compile.
+    # A TPU belongs to one process, and libtpu locks a file. Without a TPU any number of processes compile.
     is_shared = contextlib.nullcontext() if is_visible("tpu") else _variable("ALLOW_MULTIPLE_LIBTPU_LOAD")
     with is_shared:
         return tuple(topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices)
@@ -284,7 +283,7 @@ def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 class _KernelFiles:
-    """The files of one process in which XLA:GPU keeps kernels; they go when it ends."""
+    """The files in which XLA:GPU keeps the kernels of one process; they go when it ends."""
 
     def __init__(self, process: int):
         self._folder = tempfile.mkdtemp(prefix="statetx-kernels-")

@@ -20,7 +20,7 @@ from .._typing import public
 from . import plugins
 from .plugins import CHECKS, Cpu, Gpu, Spec, Tpu, make_spec, short_text, table
 
-_FRACTION = 0.75  # of a GPU's memory: what JAX reserves for programs
+_FRACTION = 0.75  # of a GPU's memory, reserved by JAX for programs
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -219,7 +219,7 @@ class Target:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Everything that what is compiled for the target depends on."""
+        """The part of a cache key for programs compiled for the target."""
         return (self._spec, self._hosts, self._shape)
 
     def __eq__(self, other: object) -> bool:
@@ -244,7 +244,7 @@ _FIELDS = record(
         "platform": one_of(*CHECKS),
         "hosts": whole(1, _MOST_DEVICES),
         "shape": many(whole(1, _MOST_DEVICES), 1),
-        "device": lambda x, at: None,  # its fields depend on the platform
+        "device": lambda x, path: None,  # its fields depend on the platform
     }
 )
 
@@ -257,7 +257,7 @@ def _check(fields: dict[str, Any]) -> None:
         raise ValueError(f"shape must be {dimensions} numbers of devices, got {brief(fields['shape'])}")
 
 
-_NUM_CHIPS = (1, 4, 8, 16, 32, 64, 128, 256)  # of the grids that a number of chips stands for
+_NUM_CHIPS = (1, 4, 8, 16, 32, 64, 128, 256)  # a number of chips has a default grid
 
 
 def _default_grid(spec: Tpu, num: int) -> tuple[int, ...] | None:

@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the options; those of the process if None.
+        argv: the options; the process's if None.
 
     Returns:
         The exit status: 0; 1 if the user's code fails, nothing makes it fit, no plan keeps the budget, or the memory
@@ -287,11 +287,11 @@ def _fail(message: str, status: int) -> int:
 
 def _users_part(error: Exception) -> TracebackType | None:
     """The traceback from the first frame that is neither ours nor the import system's."""
-    own = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    package = os.path.dirname(os.path.abspath(__file__)) + os.sep
     first = error.__traceback__
     while first is not None:
         file = first.tb_frame.f_code.co_filename
-        if not (file.startswith(own) or "importlib" in file):
+        if not (file.startswith(package) or "importlib" in file):
             break
         first = first.tb_next
     # A syntax error in the user's file has no frame of it, but names the line.
@@ -318,23 +318,23 @@ def _memory(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..memory.measure import memory_profile
 
     profile = memory_profile(target.fun, *target.args, gradient=options.gradient, **target.kwargs)
-    now = baseline.MemoryBaseline.of(profile)
-    key = baseline.key_of(profile.name, now)
-    shown, is_failed = str(profile), False
+    figures = baseline.MemoryBaseline.of(profile)
+    key = baseline.key_of(profile.name, figures)
+    report, is_failed = str(profile), False
     if options.against is not None:
         try:
-            before = baseline.find(options.against, key)
+            saved = baseline.find(options.against, key)
         except ValueError as e:
             raise BadInput(f"--against: {e}") from None
-        difference = baseline.Difference(profile.name, before, now, baseline.read_tolerance(options.tolerance))
-        shown = "\n".join(difference.annotations()) if options.format == "github" else str(difference)
+        difference = baseline.Difference(profile.name, saved, figures, baseline.read_tolerance(options.tolerance))
+        report = "\n".join(difference.annotations()) if options.format == "github" else str(difference)
         is_failed = difference.is_regression
     return Output(
-        shown,
+        report,
         {
             "html": profile.to_html,
             "json": lambda path: _write_json(path, profile.to_dict()),
-            "save": lambda path: _save(path, key, now),
+            "save": lambda path: _save(path, key, figures),
         },
         is_failed,
     )
@@ -354,11 +354,11 @@ def _check_against(options: argparse.Namespace) -> None:
         raise BadInput(f"--against: {e}") from None
 
 
-def _save(path: str, key: str, now: MemoryBaseline) -> None:
+def _save(path: str, key: str, figures: MemoryBaseline) -> None:
     from ..memory.baseline import save
 
     try:
-        save(path, key, now)
+        save(path, key, figures)
     except ValueError as e:
         raise BadInput(f"--save: {e}") from None
 
@@ -389,8 +389,8 @@ def _report(target: UserFunction, options: argparse.Namespace) -> Output:
 def _plan(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..planner.planner import plan
 
-    made = plan(target.fun, *target.args, budget=options.budget, of=options.of, **target.kwargs)
-    return Output(str(made), {"html": _html_writer(made), "json": made.save})
+    result = plan(target.fun, *target.args, budget=options.budget, of=options.of, **target.kwargs)
+    return Output(str(result), {"html": _html_writer(result), "json": result.save})
 
 
 def _targets() -> str:
@@ -401,11 +401,11 @@ def _targets() -> str:
     rows, reasons = [], {}
     for name, spec in table().items():
         device = Target(name)
-        here = "yes"
+        availability = "yes"
         if device.missing:
             reasons.setdefault(device.missing, len(reasons) + 1)
-            here = f"no ({reasons[device.missing]})"
-        texts = (name, device.kind, format_bytes(device.memory_bytes), here, spec.source)
+            availability = f"no ({reasons[device.missing]})"
+        texts = (name, device.kind, format_bytes(device.memory_bytes), availability, spec.source)
         rows.append([Cell(text) for text in texts])
     columns = [
         Column("target"),
@@ -425,15 +425,15 @@ def _explain(name: str) -> str:
     """Print the entry of an error on the errors page, else the signature and the docstring of a public name."""
     import statetx
 
-    found: Any = statetx
+    value: Any = statetx
     for part in name.removeprefix("statetx.").split("."):
-        known = [n for n in dir(found) if not n.startswith("_")]
-        if part not in known:
-            raise BadInput(f"help: statetx has no {name}.{suggestion(part, known)}")
-        found = getattr(found, part)
-    if isinstance(found, type) and issubclass(found, Exception) and (section := _section(found.__name__)):
-        return f"{found.__name__}: {inspect.getdoc(found)}\n\n{section}"
-    return "\n".join(pydoc.plain(pydoc.render_doc(found)).splitlines()[2:])
+        names = [n for n in dir(value) if not n.startswith("_")]
+        if part not in names:
+            raise BadInput(f"help: statetx has no {name}.{suggestion(part, names)}")
+        value = getattr(value, part)
+    if isinstance(value, type) and issubclass(value, Exception) and (section := _section(value.__name__)):
+        return f"{value.__name__}: {inspect.getdoc(value)}\n\n{section}"
+    return "\n".join(pydoc.plain(pydoc.render_doc(value)).splitlines()[2:])
 
 
 def _section(error: str) -> str:
@@ -443,9 +443,9 @@ def _section(error: str) -> str:
         pathlib.Path(__file__).parents[2] / "docs" / "errors.md",
     ):
         if path.is_file():
-            _, heading, rest = path.read_text(encoding="utf-8").partition(f"\n## {error}\n")
-            # Without what is for the generator of the site.
-            text = re.sub(r"^(:::.*\n(?: +.*\n)*|```.*\n)", "", rest.split("\n## ")[0] + "\n", flags=re.M)
+            _, heading, body = path.read_text(encoding="utf-8").partition(f"\n## {error}\n")
+            # Without the directives for the site's generator.
+            text = re.sub(r"^(:::.*\n(?: +.*\n)*|```.*\n)", "", body.split("\n## ")[0] + "\n", flags=re.M)
             return text.strip() if heading else ""
     return ""
 
@@ -462,12 +462,12 @@ def _html_writer(result: Any) -> Writer:
     """A page with the tables that a notebook shows."""
     name = escape(result.name)
     main = f'<section class="card statetx">{result._html()}</section>'
-    made = page(
+    content = page(
         f"statetx: {result.name}",
         main,
         header=f'<p class="eyebrow">{type(result).__name__}</p><h1><code>{name}</code></h1>',
     )
-    return lambda path: _files.write(path, made)
+    return lambda path: _files.write(path, content)
 
 
 _RUN = {"memory": _memory, "fit": _fit, "residuals": _residuals, "report": _report, "plan": _plan}

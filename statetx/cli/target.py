@@ -189,8 +189,8 @@ def _from_factory(result: Any, name: str, args: tuple, kwargs: dict[str, Any], h
         raise BadInput(f"the factory {name} has to return {forms}, and returned {brief(result)}")
     if has_shapes:
         raise BadInput(f"the factory {name} returned the arguments, too: leave out --shapes")
-    fun, made_args, *rest = result
-    made_kwargs = rest[0] if rest else {}
+    fun, made_args, *keywords = result
+    made_kwargs = keywords[0] if keywords else {}
     if not isinstance(made_args, (tuple, list)) or not isinstance(made_kwargs, dict):
         types = ", ".join(type(x).__name__ for x in result[1:])
         raise BadInput(f"the factory {name} has to return a tuple of arguments and a dict of keywords, not {types}")

@@ -38,10 +38,10 @@ class NotAnArray:
     __slots__ = ()
 
     def __dir__(self) -> list[str]:
-        """List attributes, without those of arrays, which only raise an error."""
-        own = getattr(self, "__dict__", {})
+        """List attributes, without an array's, which only raise an error."""
+        attributes = getattr(self, "__dict__", {})
         absent = [name for name in _ATTRIBUTES if isinstance(inspect.getattr_static(type(self), name), _ArrayAttribute)]
-        return sorted({*super().__dir__()} - ({*absent} - own.keys()))
+        return sorted({*super().__dir__()} - ({*absent} - attributes.keys()))
 
 
 def _refuse(state: Any, *args: Any, **options: Any) -> Any:
@@ -65,8 +65,8 @@ def _refuse_conversion(state: Any, dtype: Any = None, copy: bool | None = None) 
 
 
 def _equal(state: Any, other: Any) -> Any:
-    """``==``: identity, to which Python falls back. A string or None is compared, too: a list of names and states may
-    be searched.
+    """``==``: identity, as by default in Python. A string or None is compared, too: a list of names and states may be
+    searched.
     """
     if not (isinstance(other, numbers.Number) or is_array(other)):
         return NotImplemented
@@ -149,7 +149,7 @@ def _used_as_array(state: Any) -> str:
 
 
 def _name_in_caller(state: Any) -> str:
-    """The expression by which the nearest caller outside libraries reaches the state: ``h``, ``self.w``,
+    """The expression of the state in the nearest caller outside libraries: ``h``, ``self.w``,
     ``layers[0]``.
     """
     paths = sysconfig.get_paths()

@@ -4,7 +4,7 @@ Every access of a Variable's value, by `get_value`, `set_value`, ``[...]``, ``+=
 own transforms, goes through one slot, ``_raw_value``. This module replaces that slot, once and for good, by a property
 that reports to the frames of the thread; if no frame is open it costs one lookup in a dict that is mostly empty.
 
-nnx allows writes of a Variable, and of a module's attributes, only under the trace in which they were made, recorded in
+nnx allows writes of a Variable, and of a module's attributes, only under the trace that made them, recorded in
 ``_trace_state``. This slot, too, is replaced by a property: inside a frame, Variables and modules made before the frame
 may be written, since the frame restores the old value; `_frames.check_write` refuses a write that would leave a tracer.
 
@@ -262,7 +262,7 @@ class _Nnx(_frames.WatchedKind):
         if frame is None:
             assert type(_trace.__get__(state)) is _FrameTraceState, "only Variables made in a frame are invalidated"
             return stores
-        # `TraceState` records the current trace, but from now on the Variable belongs to that of the enclosing frame.
+        # `TraceState` records the current trace, but from now on the Variable belongs to the enclosing frame's.
         with _jax.in_trace(frame.trace):
             home = _FrameTraceState(frame, self.site_of(state))
         return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _CreatedRef(state))]

@@ -205,7 +205,7 @@ def _short(structure: str) -> str:
 def reading(location: str) -> Iterator[None]:
     """While a manifest is used: raise one error for whatever it lacks or has in place of something else.
 
-    Its checksum finds damage. What has the right checksum, and other contents than `describe` writes, is forged.
+    Its checksum finds damage. A file with the right checksum, and other contents than `describe` writes, is forged.
     """
     try:
         yield
@@ -290,7 +290,7 @@ def refuse_local(live: Mapping[str, LiveState]) -> None:
 
 # -- the arrays --------------------------------------------------------------------------------------------------------
 #
-# The checksum of an array is the same for every sharding. tensorstore, by which orbax writes arrays, lacks some small
+# The checksum of an array is the same for every sharding. Orbax writes arrays by tensorstore, which lacks some small
 # dtypes: their entries are saved as bytes.
 
 

@@ -1,6 +1,4 @@
-"""The steps of a directory: what a `Checkpointer` has written there. Whatever else is there is not ours: it is no step,
-and stays.
-"""
+"""The steps of a directory, written by a `Checkpointer`. Other files in it are no steps, and stay."""
 
 from __future__ import annotations
 
@@ -68,15 +66,13 @@ class Latest:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         links = [os.path.islink(os.path.join(self.directory, str(c.step))) for c in checkpoints]
-        own = [c.step for c, is_link in zip(checkpoints, links, strict=True) if not is_link]
-        last = own if self.num is None else own[-self.num :]
+        own_steps = [c.step for c, is_link in zip(checkpoints, links, strict=True) if not is_link]
+        last = own_steps if self.num is None else own_steps[-self.num :]
         return [is_link or c.step in last for c, is_link in zip(checkpoints, links, strict=True)]
 
 
 def irregular(path: str) -> str | None:
-    """A file of a step that is neither a file nor a folder, such as a pipe, for which a reader waits; None if there is
-    none.
-    """
+    """A file of a step that is neither a regular file nor a folder, such as a pipe, which blocks a reader; or None."""
     for folder, _, files in os.walk(path):
         for name in files:
             file = os.path.join(folder, name)

@@ -295,7 +295,7 @@ def _as_directory(directory: str | os.PathLike) -> str:
             f"Checkpointer: the directory must be a path, got {brief(directory)}.\n"
             f"Fix: the directory comes first: Checkpointer('checkpoints', model)."
         )
-    # `lexists`, since a broken link is there and is not a directory.
+    # `lexists`, since a broken link exists and is not a directory.
     path = os.path.abspath(directory)
     ancestors = [path]
     while not os.path.lexists(ancestors[-1]):
@@ -340,7 +340,7 @@ def _states_of(obj: Any) -> dict[str, Any]:
     states: dict[str, Any] = {}
     if all(_states.kind_of(leaf) is not None for leaf in leaves.values()):
         for path, state in leaves.items():
-            if not any(state is other for other in states.values()):
+            if not any(state is unique for unique in states.values()):
                 states[path] = state
 
     else:

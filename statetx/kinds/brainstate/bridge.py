@@ -24,7 +24,7 @@ class Bridge:
     """
 
     is_undo = False
-    is_kept = True  # brainstate keeps what it stages for other calls
+    is_kept = True  # brainstate keeps its staged programs for other calls
     differentiates_states = False
 
     def __init__(self, stack: brainstate.StateTraceStack):
@@ -155,7 +155,7 @@ def install() -> None:
 
 
 def _install_retracing() -> None:
-    """Trace a function that brainstate has traced again where plans and reports rewrite what they differentiate.
+    """Trace a function that brainstate has traced again where plans and reports rewrite the program to differentiate.
 
     `jax.jit` has a user context for that. ``brainstate.transform.jit`` keeps the programs that it has traced itself, by
     the types of the arguments: `_jax.cache_key_context` becomes a part of its keys.

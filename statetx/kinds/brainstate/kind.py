@@ -84,7 +84,7 @@ class _Brainstate(_frames.WatchedKind):
         state = effect.state
         store = self.store(state, effect.value)
         if effect.created:
-            # The trace in which the state was made has ended.
+            # The trace that made the state has ended.
             trace_state = (operator.setitem, vars(state), "_trace_state", StateJaxTracer())
             return [trace_state, store]
         # Hooks ran when the body was traced, and are part of its values: report to the watchers only. They have been

@@ -98,7 +98,7 @@ def view_of(state: State, level: int) -> View:
         view.__dict__.update(attributes, native=state, _level=level, _name=state.name, _backup=None)
         state._view = weakref.ref(
             view
-        )  # a strong reference would make a cycle, and keep what a transform leaves behind until it is collected
+        )  # a strong reference would make a cycle, and keep a transform's leftovers until it is collected
     elif level < view._level:  # the view was made inside a transform that it has outlived
         view.__dict__["_level"] = level
     return view
@@ -159,8 +159,8 @@ class TraceObserver(brainstate.StateTraceStack):
         Nothing is written until the transform publishes it, and then it is noted again: see decision 3.
         """
         stacks = [
-            (operator.setitem, flags, slice(None), before + [False] * (len(flags) - len(before)))
-            for flags, before in self.written
+            (operator.setitem, flags, slice(None), earlier + [False] * (len(flags) - len(earlier)))
+            for flags, earlier in self.written
             if flags
         ]
         return [*stacks, *((operator.setitem, vars(state), "_been_writen", False) for state in self.unwritten)]
@@ -275,8 +275,8 @@ def install() -> None:
         if isinstance(innermost, TraceObserver) and innermost.frame.is_undo:
             state, kind = (self.native, NATIVE) if isinstance(self, View) else (self, innermost.kind)
             access = innermost.frame.accesses.get(id(state))
-            # A transform ends its staging by giving back what the call has read. Any other value is a write, which
-            # brainstate reports as a read.
+            # A transform ends its staging by restoring the values that the call has read. Any other value is a write,
+            # which brainstate reports as a read.
             if access is None or value is not access.value_in_body:
                 innermost.frame.touch(state, kind, writing=True)
         restore_value(self, value)
