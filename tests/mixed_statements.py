@@ -343,6 +343,8 @@ class Statements:
 
     def draw(self, scope: Scope) -> tuple[list[Statement], Scope]:
         views = [v for v in scope.views if v.cell.sort == "rng" and scope.can_write(v)]
+        if scope.varying:  # all examples share the count of an nnx.Rngs
+            views = [v for v in views if v.cell.kind != "nnx"]
         if not views:
             return [], scope
         view, name, shape = self.pick(views), self.fresh("v"), self.pick(((), (SIZE,)))
