@@ -246,7 +246,7 @@ def without_objects(
 ) -> tuple[Policy, tuple[frozenset[StateRef], ...]]:
     """The policy, and the states that its filters have selected, without the filters that hold objects of the user.
 
-    What is cached by such a policy would keep a model alive.
+    A cache with such a policy among its keys would keep a model alive.
     """
     held = [atom for atom in policy.atoms() if isinstance(atom, States) and _holds_objects(atom.filter)]
     if not held:

@@ -1,6 +1,6 @@
 """Apply a policy to a staged function: decide which values to save, and edit the equations accordingly.
 
-A policy of this package judges each value of the function as it was staged (`survey`). The values to save or offload
+A policy of this package judges each value of the staged function (`survey`). The values to save or offload
 are marked (`mark`).
 """
 
@@ -53,7 +53,7 @@ def apply(
         PolicyError: the policy names a value that does not occur, or a memory that the devices do not have.
     """
     jaxpr = _jax.without_remat3(jaxpr)
-    # JAX asks its own policies about every equation, so one that saves everything would save what is decoded, too: it
+    # JAX asks its own policies about every equation, so one that saves everything would save decoded values, too: it
     # judges the values of the function instead, as in a combination.
     judges = any(format is not None for format in inputs_stored_as)
     jaxpr, jax_policy = _apply(policy, jaxpr, origins, name, is_ordered, judges=judges)
@@ -79,7 +79,7 @@ def _apply(
 ) -> tuple[Jaxpr, Any]:
     if policy == nothing:
         return jaxpr, None
-    # Without marks: each would be an equation to stage, only to save what JAX's own policy saves.
+    # Without marks: each would be an equation to stage, and JAX's own policy saves the same values.
     if policy == everything and not judges:
         return jaxpr, jax.checkpoint_policies.everything_saveable
     if isinstance(policy, Marks):
@@ -193,8 +193,8 @@ def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -
 
 
 def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredType | None]:
-    """Exact format in which a loop can store each of the first results of a step between steps; None to
-    store it unchanged.
+    """Exact storage format, between steps of a loop, for each of the first results of a step; None to store it
+    unchanged.
 
     A policy that stores values as bits asks for it: for booleans, for results that are proved to be 0 or 1 whatever the
     carry before the step is, and for those that the policy stores so because it selects their names.

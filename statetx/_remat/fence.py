@@ -76,7 +76,7 @@ def contains_loop(jaxpr: Jaxpr) -> bool:
 
 def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
     """Whether a function can be lowered as a branch."""
-    # Collectives may be in it, such as those of a weight's cotangent in shard_map: all devices take the branch.
+    # It may contain collectives, as for a weight's cotangent in shard_map: all devices take the branch.
     is_plain = not _jax.has_side_effects(jaxpr) and all(map(has_known_sizes, (*ctx.avals_in, *ctx.avals_out)))
     return is_plain and any(map(_has_bits, ctx.avals_in))
 
@@ -115,15 +115,15 @@ _jax.set_remat_lowering(_lower)
 _MAX_AWAITED = 64  # of the arrays that a value waits for: an entry of each is read
 
 
-def _lower_hold(ctx: Any, x: Any, *others: Any, **_: Any) -> list[Any]:
+def _lower_hold(ctx: Any, x: Any, *awaited: Any, **_: Any) -> list[Any]:
     """Lower a value that waits for others. XLA on CPUs starts early across a barrier, so it selects the value by an
     index that the others determine.
     """
     aval, *other_avals = ctx.avals_in
     is_one_cpu = _jax.platforms(ctx) == ("cpu",) and _jax.num_devices(ctx) == 1
-    with_bits = [(y, a) for y, a in zip(others, other_avals, strict=True) if has_known_sizes(a) and _has_bits(a)]
+    with_bits = [(y, a) for y, a in zip(awaited, other_avals, strict=True) if has_known_sizes(a) and _has_bits(a)]
     if not (is_one_cpu and has_known_sizes(aval) and _has_bits(aval) and with_bits):
-        return [_jax.with_sharding(ctx, hlo.OptimizationBarrierOp([x, *others]).results[0], aval)]
+        return [_jax.with_sharding(ctx, hlo.OptimizationBarrierOp([x, *awaited]).results[0], aval)]
     number = _int32(2)
     for y, a in with_bits[:: -(-len(with_bits) // _MAX_AWAITED)]:
         number = hlo.or_(number, _bits_of_entry(y, a))

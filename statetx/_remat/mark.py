@@ -6,7 +6,7 @@ the policy cannot tell one value from another. A value to save therefore passes 
 derivative rules read the result of the operation itself (``exp``, ``tanh``, a maximum). Such a rule is made to read the
 marked result; else saving it would not spare its recomputation.
 
-A value that is stored in fewer bits passes through other primitives (`_jax.store`), of which the codes are marked.
+A value that is stored in fewer bits passes through other primitives (`_jax.store`): its codes are marked.
 
 Rematerialized functions nest. Each has a region number, greater than the numbers of all functions within it, and writes
 it on its marks. So a function saves what its own policy selects, at any depth, and nothing that the inner policies
@@ -53,7 +53,7 @@ class StoredLabel:
 
     Attributes:
         type: the format.
-        what: the label of what is stored: `SAVE` or `offload`.
+        what: the label of the stored value: `SAVE` or `offload`.
         is_ordered: whether the forward pass waits until the value is encoded.
     """
 

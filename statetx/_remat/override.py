@@ -49,7 +49,7 @@ class VisitedRegion:
 
 
 class Override(threading.local):
-    """The settings that replace those of every rematerialized function in this thread.
+    """Settings that replace every rematerialized function's own in this thread.
 
     Attributes:
         policy: replaces the policy of each function; None to keep it.
@@ -157,8 +157,8 @@ _jax.undo_checkpoints(lambda name: override.leaves_plain(f"{name} under jax.chec
 
 # -- the order of gradients ------------------------------------------------------------------------------------------
 
-# Two gradients may not depend on each other, such as those of the two networks of a GAN that are taken before either is
-# updated. XLA would run them in turns, and the values of both would be in memory together.
+# Two gradients may not depend on each other, such as a GAN's, taken for both networks before either is updated. XLA
+# would run them in turns, and the values of both would be in memory together.
 
 
 class GradientOrder:
@@ -183,9 +183,9 @@ class GradientOrder:
 
 # -- rewritten gradients ---------------------------------------------------------------------------------------------
 
-# One place for every gradient: `jax.grad`, `jax.value_and_grad` and `jax.vjp`, those of other libraries (flax's and
-# optax's call JAX's), and those of statetx. The function is staged when JAX calls it, and the rewritten equations are
-# differentiated instead.
+# One place for every gradient: of `jax.grad`, `jax.value_and_grad` and `jax.vjp`, of other libraries (flax and optax
+# call JAX's), and of statetx. The function is staged when JAX calls it, and the rewritten equations are differentiated
+# instead.
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def rewritten_by(rewriter: Rewriter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unobserved(rewriter: Rewriter | None = None) -> Iterator[None]:
-    """Tell no observer of what is differentiated in this block; a rewriter may be in its place."""
+    """Hide the derivatives in this block from the observer; a rewriter may replace it."""
     observer, override.observer = override.observer, None
     try:
         with override.rewrite_gradients(rewriter):
@@ -246,7 +246,7 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
         out = fun(*jax.tree.unflatten(in_tree, tracers))
         leaves, out_tree = jax.tree.flatten(out)
 
-        # Auxiliary outputs come last, and get no cotangents. What is not a pair is JAX's to refuse.
+        # Auxiliary outputs come last, and get no cotangents. JAX refuses an output that is no pair.
         is_pair = has_aux and isinstance(out, (tuple, list)) and len(out) == 2
         num_out = sum(map(is_traced, jax.tree.leaves(out[0] if is_pair else out)))
         return pack(leaves, [])
@@ -271,7 +271,7 @@ def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> An
 
 
 def _in_order_of_reading(body: Body, arrays: Sequence[Any]) -> tuple[Body, list[Any]]:
-    """Return the function with its arrays in the order in which it reads them.
+    """Return the function with its arrays in the order of its reads.
 
     brainstate differentiates with respect to a dict whose keys are addresses of states: the order of its values differs
     from process to process, and a stored plan would not fit.
@@ -290,10 +290,10 @@ def _reading_order(jaxpr: _jax.Jaxpr) -> list[int]:
     only, then the others.
     """
     number = {v: i for i, v in enumerate(jaxpr.invars)}
-    found: dict[int, None] = {}
+    read_order: dict[int, None] = {}
 
     def read(atoms: Sequence[Any]) -> None:
-        found.update(dict.fromkeys(number[v] for v in atoms if isinstance(v, _jax.Var) and v in number))
+        read_order.update(dict.fromkeys(number[v] for v in atoms if isinstance(v, _jax.Var) and v in number))
 
     for eqn in jaxpr.eqns:
         row, operands = row_of(eqn), eqn.invars
@@ -301,5 +301,5 @@ def _reading_order(jaxpr: _jax.Jaxpr) -> list[int]:
             operands = [operands[i] for i in _reading_order(_jax.open_jaxpr(eqn.params[row.jaxpr])[0])]
         read(operands)
     read(jaxpr.outvars)
-    others = [i for i in range(len(jaxpr.invars)) if i not in found]
-    return [*found, *sorted(others, key=lambda i: str(jaxpr.invars[i].aval))]
+    unread = [i for i in range(len(jaxpr.invars)) if i not in read_order]
+    return [*read_order, *sorted(unread, key=lambda i: str(jaxpr.invars[i].aval))]

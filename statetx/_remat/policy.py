@@ -265,9 +265,8 @@ class Or(Policy):
     _binding: ClassVar[int] = 0
 
     def judge(self, value: Value) -> Verdict:
-        # Decisions are ordered save > offload > recompute, each unchanged > in fewer bits, so the algebra is that of a
-        # lattice: `Or` and `And` are associative and commutative. With equal decisions the left operand's memories
-        # count.
+        # Decisions are ordered save > offload > recompute, each unchanged > in fewer bits, and form a lattice: `Or` and
+        # `And` are associative and commutative. With equal decisions the left operand's memories count.
         return max(self.a.judge(value), self.b.judge(value), key=lambda v: v.rank)
 
     def __repr__(self) -> str:

@@ -29,9 +29,9 @@ class Rewriter:
     Attributes:
         inner: rewrites the functions that the function itself differentiates; None to leave them.
         keeps_policies: whether rematerialized functions inside keep their policies, since nothing is replaced.
-        is_used_once: whether it is made for one trace. What it builds then must not stay in the table of structures,
-            where it would keep the arrays of the trace alive.
-        keeps_order: whether it sees the inputs in their own order, and not in that in which they are read.
+        is_used_once: whether it is made for one trace. Its functions then must not stay in the table of structures,
+            where they would keep the arrays of the trace alive.
+        keeps_order: whether it sees the inputs in their own order, not in the order of the reads.
     """
 
     inner: Rewriter | None = None
@@ -67,9 +67,7 @@ class Observer(Rewriter):
     is_used_once = True
 
     def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
-        """Note a call ``run(operands, *args)``, whose first results, of types `outputs`, are those of the user's
-        function.
-        """
+        """Note a call ``run(operands, *args)``: its first results, of types `outputs`, are the user's function's."""
         raise NotImplementedError
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Callable:
@@ -106,7 +104,7 @@ class Observed(Rewriter):
 
 
 class Seen(Observer):
-    """Notes what the functions return.
+    """Notes the types of the functions' outputs.
 
     Attributes:
         outputs: the types, for each function that is differentiated, in order.
@@ -127,8 +125,8 @@ class Seen(Observer):
 class Marker(Observer):
     """Names the equations of each function that is differentiated, by a ``jax.named_scope``: `marks_in` finds them.
 
-    An observer that notes what it sees must be another one for each trace, and JAX keeps what it has traced for each.
-    This one stays: what JAX has traced before is marked.
+    JAX caches traces by observer. An observer that takes notes must be a new one for each trace; this one is always
+    the same, so that a cached trace has its marks.
     """
 
     def observing(self, body: Any, num_out: int, replacement: Callable) -> Callable:
@@ -143,16 +141,16 @@ def marks_in(jaxpr: _jax.Jaxpr) -> set[bool]:
     """Tell of the functions that `MARKER` has seen differentiated in a jaxpr: True if one returns scalars alone, False
     if one does not.
     """
-    found: set[bool] = set()
+    marks: set[bool] = set()
     pending, visited = [jaxpr], set()
     while pending:
         inner = pending.pop()
         if id(inner) not in visited:
             visited.add(id(inner))
             scopes = {_jax.scope(eqn) for eqn in inner.eqns}
-            found |= {is_scalar for is_scalar, mark in _MARKS.items() if any(mark in scope for scope in scopes)}
+            marks |= {is_scalar for is_scalar, mark in _MARKS.items() if any(mark in scope for scope in scopes)}
             pending += [nested for eqn in inner.eqns for nested in _jax.inner_jaxprs(eqn)]
-    return found
+    return marks
 
 
 def _are_scalars(types: Iterable[Any]) -> bool:

@@ -117,7 +117,7 @@ def as_stored_type(name: Any, what: str) -> StoredType:
 
 
 def _num_parts(aval: Any) -> int:
-    """Number of parts in which the type splits the last axis over devices."""
+    """Number of shards along the last axis, by the type's sharding."""
     sharding = getattr(aval, "sharding", None)
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) != len(aval.shape) or not aval.shape:
         return 1
@@ -175,10 +175,10 @@ def of_steps(jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[b
     inputs, carries = list(operands), slice(num_consts, num_consts + num_carry)
     while True:
         outs = _outputs(jaxpr, inputs)
-        kept = [a and b for a, b in zip(inputs[carries], outs, strict=False)]
-        if kept == inputs[carries]:
+        stable = [a and b for a, b in zip(inputs[carries], outs, strict=False)]
+        if stable == inputs[carries]:
             return inputs, outs
-        inputs[carries] = kept
+        inputs[carries] = stable
 
 
 def is_bits(atom: Any) -> bool:
@@ -203,8 +203,8 @@ def _proved(eqn: Any, operands: Sequence[bool]) -> list[bool]:
     if name == "integer_pow":
         return [operands[0] and eqn.params["y"] > 0]
     if name == "sub":  # 1 - x
-        one = eqn.invars[0]
-        return [operands[1] and isinstance(one, Literal) and bool(np.all(np.asarray(one.val) == 1))]
+        minuend = eqn.invars[0]
+        return [operands[1] and isinstance(minuend, Literal) and bool(np.all(np.asarray(minuend.val) == 1))]
 
     if row.runs is Runs.NOT or row.jaxpr not in eqn.params:
         return [False] * num

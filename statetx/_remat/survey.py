@@ -1,7 +1,7 @@
 """List the values that a staged function computes, for policies to judge.
 
 JAX asks its policies about equations that differentiation and vmap have rewritten. The policies of this package judge
-the function as it was staged, at every depth: jitted, rematerialized and mapped functions, loops, branches, and the
+the staged function, at every depth: jitted, rematerialized and mapped functions, loops, branches, and the
 rules of custom derivatives, whose equations replace their functions under differentiation. JAX policies are asked about
 the same places.
 """
@@ -147,7 +147,7 @@ class Survey:
             result_names = [names.get(v, NONE) for v in eqn.outvars]
             is_call = eqn.primitive.name in CALLS and not _jax.is_storing(eqn)
 
-            # The jaxprs within. A call's results are those of its jaxpr, with the names that they have here.
+            # The jaxprs within. A call's results are its jaxpr's, with the names that they have here.
             inner_results: list[_ValueProvenance] = []
             self._enclosing.append(eqn)
             # A loop's or branch's results are values of their own, stacked or chosen; only a call's result is the

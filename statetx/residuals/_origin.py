@@ -144,8 +144,7 @@ class ProvenanceFinder:
             elif name == "cond":
                 level, atom = self._branch_value(level, i, eqn, n)
             elif _jax.encoded_as(eqn):
-                # From here on the value that the codes stand for. An input of a region is encoded in it, but not
-                # computed.
+                # From here on the value behind the codes. An input of a region is encoded in it, but not computed.
                 provenance.stored_as, provenance.encoder = _jax.encoded_as(eqn), (*level.address, i)
                 atom = eqn.invars[0]
                 provenance.aval = atom.aval

@@ -1,7 +1,7 @@
-"""A call as equations, traced once, of which the reports are views; and its forward and backward pass.
+"""A call as equations, traced once for all reports; and its forward and backward pass.
 
 The function is staged once, with every argument, state and constant as an input: `TracedCall`. Nothing else runs the
-user's Python. What is compiled evaluates these equations. ``jax.vjp`` returns its pullback as a pytree whose leaves are
+user's Python. Compiled programs evaluate these equations. ``jax.vjp`` returns its pullback as a pytree whose leaves are
 the residuals: `Passes` stages ``jax.vjp`` of the equations, with these leaves as additional outputs.
 """
 
@@ -114,7 +114,7 @@ class Passes:
 
     @functools.cached_property
     def backward(self) -> Jaxpr:
-        """Rematerialized regions and loops stand in it as equations, other calls are inlined."""
+        """Equations of the backward pass: rematerialized regions and loops whole, other calls inlined."""
         avals = [v.aval for v in self.residuals], [v.aval for v in self.forward.outvars[: self.num_out]]
         name = f"backward of {self.name}"
         jaxpr, consts = backward_pass(self._pullback, *avals, traced_for="statetx.residuals", name=name)
@@ -137,7 +137,7 @@ class TracedInput(NamedTuple):
 
 
 class TracedCall:
-    """A call of a function as equations: what it computes from the arrays of its arguments and its states.
+    """A call of a function as equations, from the arrays of its arguments and its states.
 
     No array is computed and no state changes.
 
@@ -150,11 +150,11 @@ class TracedCall:
         types: the inputs, with arrays of other types.
 
     Attributes:
-        body: the inputs are its operands and `inputs`, the outputs those of the function and the values of the states
-            that it writes or creates.
+        body: the inputs are its operands and `inputs`, the outputs the function's and the values of the states that it
+            writes or creates.
         outputs: the types of the function's outputs.
         num_results: the number of all that the call returns.
-        inputs: the arrays of the arguments, then those of the states in the order of their first reads.
+        inputs: the arrays of the arguments, then of the states in the order of their first reads.
         wanted: which arrays of the arguments are differentiated.
         takes_gradients: whether it differentiates functions.
         is_step: whether it is a training step, which takes gradients itself, and no loss.
@@ -196,7 +196,7 @@ class TracedCall:
 
         paths, argument_name = Paths(fun, args, kwargs), argument_names(fun, args)
         origins = [InputOrigin("argument", argument_name(keys)) for keys, _ in dynamic]
-        # What a recorder notes, JAX does not take from its caches. `MARKER` fills them with one trace.
+        # A recorder bypasses JAX's caches. `MARKER` fills them with one trace.
         self._recorder = recorder = _GradientRecorder()
         observer = recorder if has_passes else MARKER
         lifting = _InspectedReads(self._targets, paths, recorder, types)
@@ -249,8 +249,8 @@ class TracedCall:
         of_states = self.body.jaxpr.invars[len(self.body.jaxpr.invars) - lifting.num_variables :]
         for state, num in writes:
             read = lifting.inputs.get(id(state))
-            before = [] if read is None else [of_states[i] for i in read.variables]
-            if self.body.jaxpr.outvars[first : first + num] != before:
+            old_variables = [] if read is None else [of_states[i] for i in read.variables]
+            if self.body.jaxpr.outvars[first : first + num] != old_variables:
                 changed += range(first, first + num)
             first += num
         return changed
@@ -262,15 +262,15 @@ class TracedCall:
 
     def retraced(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Trace again, for arrays of any types: the user's Python runs for them."""
-        given = {(id(i.state), i.index): x for i, x in zip(self.inputs, arrays, strict=True)}
+        by_state = {(id(i.state), i.index): x for i, x in zip(self.inputs, arrays, strict=True)}
         inputs = [i._replace(array=x) for i, x in zip(self.inputs, arrays, strict=True)]
         traced = TracedCall(*self._call, types=inputs)
         # A state that was not read before has its own value.
-        return traced([given.get((id(i.state), i.index), i.array) for i in traced.inputs])
+        return traced([by_state.get((id(i.state), i.index), i.array) for i in traced.inputs])
 
     def passes(self, *, may_be_step: bool = True) -> list[Passes]:
-        """The forward and backward pass; of a training step those of the different functions that it differentiates,
-        unless `may_be_step` is False.
+        """The forward and backward pass; for a training step one pair for each different function that it
+        differentiates, unless `may_be_step` is False.
         """
         if may_be_step and self._all_inputs and self.is_step:
             return self._recorder.passes(f"gradient in {short_name(self.name)}")
@@ -291,12 +291,12 @@ def _observed_by(observer: Observer) -> Iterator[None]:
     """Tell an observer of the functions that are differentiated in this block, also of those that a rewriter around it
     replaces, such as a `budget`.
     """
-    around = override.rewriter
+    rewriter = override.rewriter
     with rewritten_by(observer):
-        if around is None or isinstance(around, Observer):
+        if rewriter is None or isinstance(rewriter, Observer):
             yield
             return
-        with rewritten_by(around):
+        with rewritten_by(rewriter):
             yield
 
 
@@ -332,8 +332,8 @@ class _InspectedReads(Lifting):
         of_state: dict[int, list[Any]] = {}
         for i in types or ():
             of_state.setdefault(id(i.state), []).append(_jax.abstract(i.array))
-        rest = {key: iter(avals) for key, avals in of_state.items()}
-        other_type = lambda state, aval: next(rest.get(id(state), iter(())), aval)
+        remaining = {key: iter(avals) for key, avals in of_state.items()}
+        other_type = lambda state, aval: next(remaining.get(id(state), iter(())), aval)
         super().__init__(is_array, None if types is None else other_type)
         self._targets, self._paths, self._recorder = targets, paths, recorder
 
@@ -355,8 +355,8 @@ class _GradientRecorder(Observer):
     """Keeps the equations of the functions that are differentiated.
 
     Attributes:
-        origins: by id, arguments and values of states, and what each is.
-        outputs: the types of what each function returns.
+        origins: by id, arguments and values of states, each with its origin.
+        outputs: the types of each function's outputs.
     """
 
     def __init__(self) -> None:
@@ -365,7 +365,7 @@ class _GradientRecorder(Observer):
         self._found: dict[Any, tuple[Any, ...]] = {}
 
     def note(self, values: Sequence[Any], origins: Sequence[InputOrigin]) -> None:
-        """Note what values are; one that is noted already keeps its origin."""
+        """Note the origins of values; a value that has one keeps it."""
         for x, origin in zip(values, origins, strict=True):
             self.origins.setdefault(id(x), (x, origin))
 
@@ -388,16 +388,16 @@ class _GradientRecorder(Observer):
         return entry[1] if entry is not None else InputOrigin("constant" if is_closed_over else "argument")
 
     def passes(self, name: str) -> list[Passes]:
-        """Passes of the functions that differ; beside scalars not those of arrays, which an integrator in the loss
-        differentiates.
+        """Passes of the different functions; if some have scalar outputs, of these only: an integrator in the loss
+        differentiates the others.
         """
-        found = list(self._found.values())
+        recorded = list(self._found.values())
         of_scalars = [
-            (jaxpr, floats, *rest)
-            for jaxpr, floats, *rest in found
+            (jaxpr, floats, *inputs)
+            for jaxpr, floats, *inputs in recorded
             if all(jaxpr.outvars[i].aval.shape == () for i in floats)
         ]
-        return [Passes(name, *one) for one in of_scalars or found]
+        return [Passes(name, *fields) for fields in of_scalars or recorded]
 
 
 def _leaf_paths(part: Partition, path: str) -> list[str]:

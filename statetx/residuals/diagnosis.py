@@ -71,7 +71,7 @@ def not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
     most of the memory.
     """
     # Blocks of a list are counted together: `layers.0.attn` and `layers.1.attn` are two of `layers.*.attn`.
-    kept: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     modules: dict[str, set[str]] = {}
     for row in residuals:
         blocks = row.module.split(", ")
@@ -79,16 +79,16 @@ def not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
             continue
         for block in blocks:
             family = re.sub(r"\.\d+(?=\.|$)", ".*", block)
-            kept[family] = kept.get(family, 0) + row.nbytes // len(blocks)
+            sizes[family] = sizes.get(family, 0) + row.nbytes // len(blocks)
             modules.setdefault(family, set()).add(block)
-    largest = sorted(kept, key=lambda family: (-kept[family], family))[:3]
+    largest = sorted(sizes, key=lambda family: (-sizes[family], family))[:3]
     listed = ", ".join(
-        f"{f} ({format_bytes(kept[f])}{f' in {len(modules[f])} blocks' * (len(modules[f]) > 1)})" for f in largest
+        f"{f} ({format_bytes(sizes[f])}{f' in {len(modules[f])} blocks' * (len(modules[f]) > 1)})" for f in largest
     )
     computed = [row for row in residuals if row.primitive]
     half = sum(row.nbytes for row in computed) / 2
     how = "Put @statetx.remat on the methods of its repeated blocks"
-    if sum(kept[family] for family in largest) < half:
+    if sum(sizes[family] for family in largest) < half:
         by_function = Residuals(name, computed).by("function")
         listed = ", ".join(f"{f} ({format_bytes(n)})" for f, n in list(by_function.items())[:1] if f and n >= half)
         if linen := _linen_module(computed):
@@ -108,12 +108,12 @@ def not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
 def _linen_module(residuals: Sequence[Residual]) -> str | None:
     """The class of flax.linen modules whose methods compute most of these residuals; None if none of them is of any."""
     find = functools.cache(module_with_method)
-    kept: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for row in residuals:
         module = find(row.function, row.source.rpartition(":")[0])
         if module is not None:
-            kept[module] = kept.get(module, 0) + row.nbytes
-    return max(kept, key=lambda module: kept[module], default=None)
+            sizes[module] = sizes.get(module, 0) + row.nbytes
+    return max(sizes, key=lambda module: sizes[module], default=None)
 
 
 def diagnose(

@@ -70,11 +70,11 @@ class FwdBwd(Printed):
                 yield from ([Piece(title, "bold")], [Piece("-" * width, "dim")], *_fitted(lines, width), [])
             return
         half = (width - 3) // 2  # three columns are the separator's
-        left, right = (
+        forward, backward = (
             [[Piece(title, "bold")], [Piece("-" * half, "dim")], *_fitted(lines, half)]
             for title, lines in self._passes()
         )
-        for a, b in itertools.zip_longest(left, right, fillvalue=[]):
+        for a, b in itertools.zip_longest(forward, backward, fillvalue=[]):
             yield [*a, Piece(" " * (half - sum(len(piece.text) for piece in a))), Piece(" | ", "dim"), *b]
 
     def _passes(self) -> list[tuple[str, list[Line]]]:
@@ -277,7 +277,7 @@ class Printer:
     # -- the two passes --
 
     def forward(self) -> list[Line]:
-        # A function may be given far more than it reads, such as a dict of which it uses one item.
+        # A function may be given far more than it reads, such as a whole dict for one item.
         read = {a for e in self._forward.eqns for a in e.invars if not isinstance(a, Literal)}
         read.update(a for a in self._forward.outvars if not isinstance(a, Literal))
         inputs = [v for v in self._forward.invars if v in read]
@@ -406,8 +406,8 @@ def _shorten(text: str) -> str:
 def _contraction(eqn: Any) -> str:
     """The dimension numbers of a product in the notation of ``jnp.einsum``: ``ab,bc->ac``."""
     (contracted_l, contracted_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
-    # Each dimension of the left operand has a letter; a joined dimension of the right one has that of its partner. The
-    # result has batch dimensions first, then the others of both operands, as XLA orders them.
+    # Each dimension of the left operand has a letter; a joined dimension of the right one has its partner's letter.
+    # The result has batch dimensions first, then the others of both operands, as XLA orders them.
     letters = iter(_ALPHABET)
     lhs = [next(letters) for _ in eqn.invars[0].aval.shape]
     joined = dict(zip((*contracted_r, *batch_r), (*contracted_l, *batch_l), strict=True))

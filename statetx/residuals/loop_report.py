@@ -1,4 +1,4 @@
-"""Reports on loops with stored carries: what is kept, how often the steps run, and what other policies would give.
+"""Reports on loops with stored carries: stored bytes and runs of the steps, also under other policies.
 
 A gradient has an equation for each loop that it differentiates, with a note of the loop and of its differentiated
 inputs. So the loops are found in the program that is traced, and counted as they run there.
@@ -44,10 +44,10 @@ class LoopRow:
             would give.
         length: the number of steps.
         slots: how many carries there is room for, in nested loops the sum of their lengths; 0 if the loop stays plain.
-        carry_bytes, residual_bytes: of a carry, and of what a step keeps for its derivative.
-        is_mixed: whether slots hold what steps keep, too.
-        runs: how often a gradient runs each step, in the mean. Of steps whose residuals are kept this includes what the
-            policy makes run again.
+        carry_bytes, residual_bytes: of a carry, and of a step's residuals.
+        is_mixed: whether slots hold residuals, too.
+        runs: how often a gradient runs each step, in the mean. Of steps whose residuals are kept this includes the
+            parts that the policy recomputes.
         carry_runs: the same if slots held carries only.
         is_fixed: whether the loop always takes `length` steps. A `while_loop` takes as many as its condition says, and
             has a row for each of several numbers.
@@ -122,16 +122,15 @@ def loop_report(
 ) -> LoopReport:
     """Report on the loops in a gradient that store carries: bytes, and how often the gradient runs each step.
 
-    For each loop with ``checkpoint=`` slots, a size or ``"auto"``: bytes of a carry, and of what a step keeps for its
-    derivative; the number of slots; runs of each step. Where slots hold what steps keep, fewer bytes of it mean fewer
-    runs: further rows say what other policies would give. Nothing runs, and no state changes; a loop with a size is
-    compiled, as its gradient would be.
+    For each loop with ``checkpoint=`` slots, a size or ``"auto"``: bytes of a carry, and of a step's residuals; the
+    number of slots; runs of each step. Where slots hold residuals, smaller ones mean fewer runs: further rows show
+    other policies. Nothing runs, and no state changes; a loop with a size is compiled, as its gradient would be.
 
     Listed are `scan`, `fori_loop` and `while_loop` with such a strategy if they are differentiated, also within
     `Truncated` and in the steps of one another, in the order of the backward pass; loops that stay plain come first. A
-    loop that runs several times is listed once. Not listed are loops with `Levels` or `Lengths` of your own; those that
-    ``"auto"`` and sizes choose on GPUs have a row. The counts are those of a first derivative in reverse mode; a
-    program that differentiates it again runs steps more often.
+    loop that runs several times is listed once. Not listed are loops with `Levels` or `Lengths` of your own; if
+    ``"auto"`` or a size has chosen them, on GPUs, they have a row. The counts hold for a first derivative in reverse
+    mode; a program that differentiates it again runs steps more often.
 
     The number of steps of a `while_loop` is known only when it runs. So it has rows for some numbers of steps, up to
     ``max_steps=``. Its slots hold carries only, whatever a policy keeps, so that no other policies are listed.
@@ -143,11 +142,11 @@ def loop_report(
         *args, **kwargs: its arguments.
         policies: a policy for steps, or a sequence of them, to compare with a loop's own; ``()`` for no comparison.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated,
-            arrays that `fun` closes over never. What is differentiated determines what steps keep, and so the runs. Of
-            a step it is known.
+            arrays that `fun` closes over never. The differentiated values determine the residuals of a step, and so
+            the runs. For a training step they are known.
 
     Returns:
-        `LoopReport`. Under ``vmap`` bytes are those of all examples.
+        `LoopReport`. Under ``vmap`` bytes are for all examples.
 
     Raises:
         PolicyError: `policies` is neither a policy nor a sequence of policies.
@@ -155,7 +154,7 @@ def loop_report(
         ValueError: `argnums` asks for an argument that was not given.
 
     Source:
-        Griewank and Walther 2000; Maddison 2024, arXiv 2305.09568. The counts are those of the compiled program.
+        Griewank and Walther 2000; Maddison 2024, arXiv 2305.09568. The counts are the compiled program's.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx
@@ -210,9 +209,9 @@ def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
             yield from _rows_of_while(note, step)
             return
         yield _row(note, step, is_own=True)
-        others = [policy for policy in policies if policy != step.policy]
+        other_policies = [policy for policy in policies if policy != step.policy]
         with override(suppress_warnings=True):  # the user has chosen none of them
-            rows = [_row(note, step.with_length(step.length, policy), is_own=False) for policy in others]
+            rows = [_row(note, step.with_length(step.length, policy), is_own=False) for policy in other_policies]
         yield from rows
 
 

@@ -94,7 +94,7 @@ class ArrayProgram:
         gradient: whether it returns the float outputs, then the others with the values of states, then the gradients of
             the float outputs with respect to the float inputs; else one list of outputs and values of states.
         fixed: which arrays of the arguments are not differentiated.
-        retraces: whether the user's Python runs again, for a rewriter of what it differentiates.
+        retraces: whether the user's Python runs again, for a rewriter of its derivatives.
 
     Attributes:
         inputs: the states by path, then the arguments; `arrays` and `names` are theirs, `states` the names of states.
@@ -119,8 +119,8 @@ class ArrayProgram:
         self.donated = tuple(sorted(number[id(call.inputs[i - first])] for i in donated if i >= first))
 
     def _results(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        given = {id(i): x for i, x in zip(self.inputs, arrays, strict=True)}
-        in_order = [given[id(i)] for i in self._call.inputs]
+        by_input = {id(i): x for i, x in zip(self.inputs, arrays, strict=True)}
+        in_order = [by_input[id(i)] for i in self._call.inputs]
         types = [v.aval for v in self._call.body.jaxpr.invars[self._call.body.num_operands :]]
         is_same = not self._retraces and [_jax.abstract(x) for x in in_order] == types
         return self._call(in_order) if is_same else self._call.retraced(in_order)
@@ -190,7 +190,7 @@ class MemoryReport(Tabular):
             memory of the compiled programs (temporary, arguments, outputs, peak) is per device.
         is_step: whether the function is a training step, which takes gradients itself; else the rows are of the
             function with its derivative.
-        notes: what the function checkpoints, each a heading and a text.
+        notes: on the function's checkpoints, each a heading and a text.
     """
 
     name: str
@@ -303,8 +303,8 @@ def memory_report(
             `remat`, no ``jax.checkpoint``, loops without their ``checkpoint=``. If it has none, the report says so,
             names the blocks worth it, and shows the rematerialization of a loss as a whole.
         *args, **kwargs: its arguments.
-        policies: a policy that replaces those of the rematerialized functions, or a sequence of them, one after the
-            other; by default the functions have their own. In a sequence None is a policy, too.
+        policies: a policy that replaces the rematerialized functions' own, or a sequence of them, one after the other;
+            by default the functions have their own. In a sequence None is a policy, too.
         gradient: whether the derivative of `fun` is compiled. By default it is, unless `fun` is a training step (as in
             `plan`).
         compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on
@@ -376,8 +376,8 @@ def memory_report(
         )
     num_devices = max([len(x.sharding.device_set) for x in baseline.arrays if isinstance(x, _jax.ArrayImpl)], default=1)
     notes = _notes(visited_regions, undone) if is_wrapped or undone else []
-    found = tuple(dict.fromkeys(diagnoses))
-    return MemoryReport(name, tuple(rows), found, num_devices, takes_gradients, tuple(notes))
+    unique = tuple(dict.fromkeys(diagnoses))
+    return MemoryReport(name, tuple(rows), unique, num_devices, takes_gradients, tuple(notes))
 
 
 class _TracedRow(NamedTuple):
@@ -396,7 +396,8 @@ def _traced_row(
     is_step = call.is_step if gradient is None else not gradient
     program = ArrayProgram(call, not is_step)
     if unjitted(fun) is not fun:
-        # The program donates what the jitted function donates; origins are known without it. Regions are listed once.
+        # The program donates the jitted function's donated arguments; origins are known without it. Regions are listed
+        # once.
         with override(override.policy, is_off=override.is_off, suppress_warnings=True):
             call = TracedCall("memory_report", unjitted(fun), args, kwargs, has_passes=True)
     residuals = residuals_of(call, may_be_step=not gradient)
@@ -406,7 +407,7 @@ def _traced_row(
 
 
 def _notes(regions: Sequence[VisitedRegion], undone: Sequence[str]) -> list[tuple[str, str]]:
-    """Notes on what the rows have checkpointed."""
+    """Notes on the rows' checkpoints."""
     functions = collections.Counter(f"remat({short_name(region.name)})" for region in regions)
     listed = ", ".join(
         f"{text} ({n} times)" if n > 1 else text for text, n in (functions + collections.Counter(undone)).items()

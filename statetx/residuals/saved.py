@@ -34,7 +34,7 @@ def saved_residuals(
 
     Without `argnums` and `wrt` it is differentiated with respect to every float in its arguments and every float array
     of the states that it reads, including data, which a training step does not differentiate. With either, as in
-    `grad`: ``wrt=statetx.Param`` lists the residuals of ``grad(fun, wrt=statetx.Param)``, and ``argnums=0`` those of
+    `grad`: ``wrt=statetx.Param`` lists the residuals of ``grad(fun, wrt=statetx.Param)``, and ``argnums=0`` of
     ``grad(fun)``. Of a training step, which takes gradients itself (as in `plan`), the residuals of these are listed;
     each function that it differentiates once.
 
@@ -91,9 +91,9 @@ def traced_to_differentiate(
 
 def residuals_of(call: TracedCall, *, may_be_step: bool = True) -> Residuals:
     """The residuals of a call; `may_be_step` as of `TracedCall.passes`."""
-    found = call.passes(may_be_step=may_be_step)
-    name = found[0].name if len(found) == 1 else f"{len(found)} gradients in {short_name(call.name)}"
-    return Residuals(name, [row for passes in found for row in _rows(passes)])
+    passes = call.passes(may_be_step=may_be_step)
+    name = passes[0].name if len(passes) == 1 else f"{len(passes)} gradients in {short_name(call.name)}"
+    return Residuals(name, [row for each in passes for row in _rows(each)])
 
 
 def _rows(passes: Passes) -> Iterator[Residual]:
@@ -148,7 +148,7 @@ def _row(
     # A state belongs to its own module.
     if source.origin == "state":
         nearest_states = [source.path]
-    # What is stored of an input is another array.
+    # The stored form of an input is another array.
     origin = "intermediate" if provenance.stored_as else source.origin
     file, line, function = ("", 0, "") if provenance.eqn is None else user_line(provenance.eqn)
 

@@ -27,14 +27,13 @@ class Residual:
         primitive: the operation that computes it.
         source: ``file:line`` of the user's code that computes it, `function` the function of this line.
         module: the modules of the states that it was last computed from, separated by commas: the states that the
-            operation reads, or else those of its latest operand (as in ``policies.path``). For a state, the state's
-            module.
+            operation reads, or else its latest operand's (as in ``policies.path``). For a state, the state's module.
         flops: floating-point operations to compute it from the inputs and the other residuals.
         why: the reasons for saving it: "policy of f", "input of f" (of a rematerialized function f), "not
             rematerialized" (an operation outside such functions reads it), "not read" (the pullback holds it unused).
         memory: the memory that it is offloaded to; "" if it stays where it was computed.
         stored_as: the format that it is stored in, in fewer bits (`Policy.stored_as`); "" if unchanged. Then `nbytes`
-            are the bytes of what is stored, and the value is no argument or state but a copy of it.
+            are the stored bytes, and the value is no argument or state but a copy of it.
     """
 
     shape: tuple[int, ...]
@@ -189,18 +188,18 @@ def _counted(row: Residual) -> str:
 
 
 def _type(row: Residual) -> str:
-    """The type of what is stored, and the dtype that it stands for."""
+    """The stored type, and the dtype of the value."""
     return f"{row.type} for {short_dtype(row.dtype)}" if row.stored_as else row.type
 
 
 def in_fewer_bits(residuals: Iterable[Residual], num: int = 3) -> str:
-    """The types of values that are stored in fewer bits, those of most bytes first; empty if there are none."""
+    """The types of values that are stored in fewer bits, by bytes, most first; empty if there are none."""
     counts: collections.Counter[str] = collections.Counter()
     for row in sorted(residuals, key=lambda row: -row.nbytes):
         if row.stored_as:
             counts[_type(row)] += row.times
-    shown = [f"{n} x {type_}" if n > 1 else type_ for type_, n in counts.items()]
-    return ", ".join([*shown[:num], *([f"and {len(shown) - num} more types"] if len(shown) > num else [])])
+    texts = [f"{n} x {type_}" if n > 1 else type_ for type_, n in counts.items()]
+    return ", ".join([*texts[:num], *([f"and {len(texts) - num} more types"] if len(texts) > num else [])])
 
 
 def _from(row: Residual) -> str:
