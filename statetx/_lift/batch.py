@@ -27,7 +27,7 @@ def common_length(
     *,
     lacking: str,
     differing: str,
-    given: tuple[str, Any] | None = None,
+    option: tuple[str, Any] | None = None,
     needed_by: str | None = None,
 ) -> Any:
     """The length of all arrays along their axes; None if no array has one.
@@ -38,7 +38,7 @@ def common_length(
         names: the names of the arrays, for messages.
         lacking: the fix for an array without its axis.
         differing: the fix for arrays of different lengths.
-        given: an option that gives the length, and its value.
+        option: an option that gives the length, and its value.
         needed_by: what depends on the length, so that it cannot be symbolic (``jax.export``); None if it can.
 
     Raises:
@@ -62,10 +62,10 @@ def common_length(
             f"{call}: {describe(firsts[symbolic])} has the symbolic length {symbolic} along axis "
             f"{axes[firsts[symbolic]]}. {needed_by} depends on it.\nFix: export with a constant length."
         )
-    lengths = [*firsts, *(() if given is None or given[1] in firsts else (given[1],))]
+    lengths = [*firsts, *(() if option is None or option[1] in firsts else (option[1],))]
     if len(lengths) > 1:
         texts = [f"{describe(n)} has {length} along axis {axes[n]}" for length, n in [*firsts.items()][:8]]
-        texts += [] if given is None else [f"{given[0]}={given[1]}"]
+        texts += [] if option is None else [f"{option[0]}={option[1]}"]
         is_raw_key = any(np.shape(arrays[n]) == (2,) and arrays[n].dtype == jnp.uint32 for n in firsts.values())
         hint = " A key of jax.random.PRNGKey is an array of length 2: use jax.random.key." if is_raw_key else ""
         raise ValueError(f"{call}: the arrays differ in length: {', '.join(texts)}.\nFix: {differing}.{hint}")
@@ -153,9 +153,9 @@ def batch_along(
         raise ValueError(f"{call}: no argument holds an array to be split.\nFix: {missing}.")
 
     def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        moved = iter([jnp.moveaxis(x, 0, a) if a else x for x, a in zip(leaves, leaf_axes, strict=True)])
-        given = {key: part.combine([next(moved) for _ in range(part.num_dynamic)]) for key, part in parts.items()}
-        return tuple([given.get(i, x) for i, x in enumerate(args)]), {k: given.get(k, x) for k, x in kwargs.items()}
+        arrays = iter([jnp.moveaxis(x, 0, a) if a else x for x, a in zip(leaves, leaf_axes, strict=True)])
+        values = {key: part.combine([next(arrays) for _ in range(part.num_dynamic)]) for key, part in parts.items()}
+        return tuple([values.get(i, x) for i, x in enumerate(args)]), {k: values.get(k, x) for k, x in kwargs.items()}
 
     leaves = [jnp.moveaxis(x, a, 0) if a else x for x, a in zip(leaves, leaf_axes, strict=True)]
     return Batch(leaves, arguments, are_keys, size, mask)
@@ -168,7 +168,7 @@ class BatchArguments:
         name: the transform, for messages.
         fun: the function.
         argnums, argnames: its arguments that do, by position and by name; all if neither is given.
-        others: ``number of positional arguments -> positions`` of those that do not, if neither is given.
+        unbatched: ``number of positional arguments -> positions`` of the others, if neither is given.
     """
 
     def __init__(
@@ -177,20 +177,20 @@ class BatchArguments:
         fun: Callable,
         argnums: Indices | None,
         argnames: Names,
-        others: Callable[[int], Sequence[int]] = lambda num: (),
+        unbatched: Callable[[int], Sequence[int]] = lambda num: (),
     ):
         self._name = f"{name}({name_of(fun)})"
         self._fun = fun
         self._batched = StaticArguments(fun, () if argnums is None else argnums, argnames, role="")
         self._is_default = argnums is None and not self._batched
-        self._others = others
+        self._others = unbatched
 
     def of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
         """The batch of a call. Raises as `batch_along`."""
         mask, names = self._batched.mask(len(args)), self._batched.names
         if self._is_default:
-            others = self._others(len(args))
-            mask, names = [i not in others for i in range(len(args))], set(kwargs)
+            unbatched = self._others(len(args))
+            mask, names = [i not in unbatched for i in range(len(args))], set(kwargs)
         axes: Axes = {key: 0 for key in (*(i for i, flag in enumerate(mask) if flag), *names)}
         return batch_along(
             self._name,

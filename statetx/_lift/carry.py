@@ -1,9 +1,9 @@
 """Types of loop carries: promotion of weak types, and errors for drift.
 
 One compiled body serves every step, so a value must enter and leave a step with the same type. Only the weak type of a
-Python number (``State(0.0)``, ``jnp.full(shape, 0.0)``) may change, as in `jax.lax`: if the body returns or writes
-another dtype to which it promotes, the initial value is converted and the body is staged again. This may change further
-weak leaves, so it is repeated until none changes. Each staging makes a weak leaf strong, which bounds the number of
+Python number (``State(0.0)``, ``jnp.full(shape, 0.0)``) may change, as in `jax.lax`: if it promotes to the dtype that
+the body returns or writes, the initial value is converted and the body is staged again. This may change further weak
+leaves, so it is repeated until none changes. Each staging makes a weak leaf strong, which bounds the number of
 stagings; two are enough unless leaves depend on each other. If only the weakness differs nothing is staged again: the
 result has the type that leaves a step, also as in `jax.lax`.
 
@@ -69,8 +69,8 @@ def settle(
         The body, the carry with promoted leaves, and `enter`.
 
     Raises:
-        CarryTypeError: a leaf leaves a step with a type that differs from the type it enters with and to which it does
-            not promote.
+        CarryTypeError: a leaf enters a step with one type and leaves it with another, and the first does not promote
+            to the second.
     """
     promoted: dict[int, tuple[Any, PyTree]] = {}  # by id of the state; holds the state, so that its id stays its own
 

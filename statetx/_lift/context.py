@@ -4,7 +4,7 @@ same.
 A loop or a region is compiled alone to measure its memory. The memory of one device depends on three things that its
 equations do not show: every enclosing `jax.vmap`, the enclosing `jax.shard_map`, and the shardings of its inputs. Types
 of inputs show shardings along explicit axes. Shardings along automatic axes are known to arrays only, so
-`note_shardings` records them for the tracers that stand for arrays. A value computed on automatic axes has no sharding
+`note_shardings` records them for the tracers of arrays. A value computed on automatic axes has no sharding
 before the whole program is compiled: it is left open, and the compiler propagates the other shardings to it. Where it
 cannot, the value counts as unsharded, so the measured memory is an upper bound.
 """
@@ -66,7 +66,7 @@ class TraceContext:
         shard_map.
 
         Args:
-            more: further shardings, such as those of the inputs of an enclosing program.
+            more: further shardings, such as of the inputs of an enclosing program.
         """
         shardings = (*self.shardings, *(() if self.manual else more))
         return max((_num_automatic(s.mesh) for s in shardings if s is not None), default=1)
@@ -79,7 +79,7 @@ class TraceContext:
         return TraceContext((*self.maps, (axis, tuple(is_mapped))), tuple(shardings), self.manual)
 
     def for_other_inputs(self) -> TraceContext:
-        """Return the context for a piece with other inputs, all of which count as mapped."""
+        """Return the context for a piece with other inputs, which all count as mapped."""
         maps = tuple([(axis, ()) for axis, _ in self.maps])
         return TraceContext(maps, (), self.manual)
 
@@ -177,26 +177,22 @@ def close_over(fun: Callable, inputs: Sequence[Any], constants: Mapping[int, Any
     num = len(inputs)
 
     def with_constants(*arrays: Any) -> Any:
-        rest = iter(arrays)
+        remaining = iter(arrays)
         # Not NumPy arrays, which a traced index does not index.
-        return fun(*(jnp.asarray(constants[i]) if i in constants else next(rest) for i in range(num)))
+        return fun(*(jnp.asarray(constants[i]) if i in constants else next(remaining) for i in range(num)))
 
     return with_constants, [x for i, x in enumerate(inputs) if i not in constants]
 
 
 def _type(aval: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Any:
-    """The `jax.ShapeDtypeStruct` that stands for an argument of ``jax.jit``; it drops a sharding that does not divide
-    the shape.
-    """
+    """The `jax.ShapeDtypeStruct` of an argument for ``jax.jit``, without a sharding that does not divide the shape."""
     if sharding is not None and not divides(sharding, shape):
         sharding = None
     return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
 
 
 def _in_memory(aval: Any, sharding: NamedSharding | None, is_sharded: bool) -> jax.sharding.Sharding | None:
-    """The sharding of an input, in the memory that its type names: a type alone stands for an array in the device's
-    memory.
-    """
+    """The sharding of an input, in the memory that its type names: without one JAX takes the device's memory."""
     kind = _jax.memory_of(aval)
     if not kind or (sharding is None and is_sharded):  # one of several devices: which, is not known
         return sharding
@@ -248,7 +244,7 @@ _noted_shardings: dict[int, tuple[weakref.ref, NamedSharding]] = {}
 
 
 def note_shardings(tracers: Sequence[Any], values: Sequence[Any]) -> None:
-    """Record for each tracer the sharding of the value that it stands for, if it has one."""
+    """Record for each tracer the sharding of its value, if it has one."""
     for tracer, value in zip(tracers, values, strict=False):
         sharding = sharding_of(value)
         if sharding is not None and isinstance(tracer, _jax.Tracer) and tracer.ndim == len(sharding.spec):

@@ -1,10 +1,10 @@
-"""Derivative rules that run late: JAX runs those of staged equations when it differentiates these, after the call that
-staged them.
+"""Derivative rules that run late: JAX runs them when it differentiates staged equations, after the call that staged
+these.
 
-What such a rule reads then may have changed since, or lack what the staged function itself has written. `watched` sees
-what the rules read and refuses a state that the function writes; `are_current` tells whether the states still hold what
-was read. A Ref that a rule closes over is read when the rule runs, like a state: JAX cannot close over one in a branch,
-nor discharge one in a `custom_jvp`.
+A state that such a rule reads may have changed since, or lack a write of the staged function itself. `watched` notes
+the rules' reads and refuses a state that the function writes; `are_current` tells whether the states still hold the
+values read. A Ref that a rule closes over is read when the rule runs, like a state: JAX cannot close over one in a
+branch, nor discharge one in a `custom_jvp`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def running_rule() -> RuleWatch | None:
 
 @dataclasses.dataclass(eq=False)
 class RuleWatch:
-    """Runs one derivative rule and notes what it reads; see `watched`.
+    """Runs one derivative rule and notes its reads; see `watched`.
 
     Attributes:
         reads: each state that the rule has read, with the leaves of its value.
@@ -72,8 +72,8 @@ class RuleWatch:
         self.enter()
 
     def enter(self) -> None:
-        """Note the traces in which a Ref may be read for the equations that are bound now: those of calls that end with
-        nothing but the call around.
+        """Note the traces that may read a Ref for the equations bound now: the traces of calls that end only when the
+        enclosing call does.
 
         In a loop of JAX in a call, say, a Ref has values of its own, which the trace of the call does not know.
         """
@@ -95,7 +95,7 @@ class RuleWatch:
         frame = _RuleFrame(self, on_read=on_read)
         out = frame.run(rule, *args)
         _frames.publish(frame.effects)
-        if not is_backward:  # of other rules JAX may have kept what they gave earlier
+        if not is_backward:  # JAX may have cached other rules' earlier outputs
             self.check_kept()
         return out
 
@@ -106,7 +106,7 @@ class RuleWatch:
             self._refuse_differentiated(state, kind, tracers, _jax.current_trace(), is_backward=False)
 
     def explicit(self, jaxpr: Any, consts: list[Any]) -> tuple[Any, list[Any]]:
-        """The equations that a rule gave, in which the Refs that it reads are values, if they can be read now."""
+        """A rule's equations, with values in place of the Refs that it reads, if these can be read now."""
         if not _jax.has_made_refs():
             return jaxpr, consts
         body = Body.close(jaxpr, consts)  # nested equations may hold a Ref
@@ -125,7 +125,7 @@ class RuleWatch:
             return False
         while frame is not None and frame.trace is not home:
             frame = frame.parent
-        return frame is not None or home is _jax.eager_trace  # else a trace of JAX's own, such as that of `jax.jit`
+        return frame is not None or home is _jax.eager_trace  # else a trace of JAX's own, such as `jax.jit`'s
 
     def _read_ref(self, ref: Any, kind: Kind) -> Any:
         with _jax.in_trace(_trace_of(_enclosing_frame())):
@@ -172,13 +172,13 @@ class RuleWatch:
 def watched(
     name: str, body: Body, effects: Sequence[Effect], *, is_framed: bool = True
 ) -> tuple[Body, list[RuleWatch]]:
-    """The body, in which each derivative rule of a user runs through a `RuleWatch`; and the watches, more of them once
-    rules have run.
+    """Let each derivative rule of a user in a body run through a `RuleWatch`; return the body and the watches, more of
+    them once rules have run.
 
     Args:
         name: the call that was staged, for messages.
-        effects: what it writes. The rules must not read these states.
-        is_framed: whether to see what the rules read of states other than Refs.
+        effects: its writes. The rules must not read these states.
+        is_framed: whether to note the rules' reads of states other than Refs.
     """
     if not _jax.has_users_rule(body.jaxpr):
         return body, []
@@ -231,10 +231,10 @@ def named_rules(frame: Frame) -> Iterator[None]:
         yield
     except jax.errors.UnexpectedTracerError as e:
         rule = _jax.failed_rule(e)
-        found = [_states.describe(state, kind, value=value) for state, kind, value in _differentiated_in(frame)]
-        if rule is None or not found:
+        descriptions = [_states.describe(state, kind, value=value) for state, kind, value in _differentiated_in(frame)]
+        if rule is None or not descriptions:
             raise
-        raise differentiated_error(frame.name, f"the derivative rule {rule}", " or ".join(found)) from e
+        raise differentiated_error(frame.name, f"the derivative rule {rule}", " or ".join(descriptions)) from e
 
 
 Held = list[tuple[Any, Kind, list[weakref.ref]]]
@@ -256,12 +256,12 @@ def refuse_kept(name: str, held: Held, residuals: Iterable[Any]) -> None:
 
     Args:
         held: `held_by_derivatives` of the call.
-        residuals: what the derivative keeps. The trace around it may have such values as constants, too.
+        residuals: the derivative's residuals. The trace around it may have such values as constants, too.
     """
     if not held:
         return
-    kept = [*residuals, *_jax.constants_of(_jax.staging_trace(_jax.current_trace()))]
-    ended = {id(x) for x in kept if isinstance(x, _jax.Tracer) and not _jax.is_live(x._trace)}
+    values = [*residuals, *_jax.constants_of(_jax.staging_trace(_jax.current_trace()))]
+    ended = {id(x) for x in values if isinstance(x, _jax.Tracer) and not _jax.is_live(x._trace)}
     for state, kind, tracers in held:
         if any(id(tracer()) in ended for tracer in tracers):
             raise differentiated_error(name, "a derivative rule", _states.describe(state, kind))
@@ -276,7 +276,7 @@ def _differentiated_in(frame: Frame) -> Iterator[tuple[Any, Kind, Any]]:
 
 
 def are_current(watches: Sequence[RuleWatch]) -> bool:
-    """Whether the states that rules have read hold now what was read."""
+    """Whether the states that rules have read still hold the same values."""
     return all(
         not kind.is_invalidated(state)
         and _is_same(leaves, kind.read(state) if kind.is_watched else _jax.ref_buffer(state))

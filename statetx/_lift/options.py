@@ -87,8 +87,8 @@ def with_checked_options(
                 raise TypeError(_unknown(transform.__name__, sorted(kwargs.keys() - accepted), options, hints or {}))
             if fix is None:
                 _refuse_arrays(transform.__name__, args, positional)
-            given = {name: args[i] for name, i in flags.items() if i < len(args)}
-            check_flags(transform.__name__, **given, **{name: kwargs[name] for name in flags if name in kwargs})
+            by_position = {name: args[i] for name, i in flags.items() if i < len(args)}
+            check_flags(transform.__name__, **by_position, **{name: kwargs[name] for name in flags if name in kwargs})
 
         @functools.wraps(transform)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -102,9 +102,7 @@ def with_checked_options(
 
 
 def check_flags(transform: str, error: type[Exception] = TypeError, /, **flags: Any) -> None:
-    """Raise if an option that is True or False is something else. None counts as False, and 0 and 1 as what they equal
-    in Python.
-    """
+    """Raise if an option that is True or False is something else. None counts as False, 0 as False and 1 as True."""
     for name, value in flags.items():
         if isinstance(value, (bool, np.bool_, NoneType)) or (type(value) is int and value in (0, 1)):
             continue
@@ -168,9 +166,9 @@ def _fix_of_call(transform: str, fun: Any) -> str:
 
 
 def _unknown(transform: str, unknown: list[str], options: list[str], hints: Mapping[str, str]) -> str:
-    known = [f"{transform} has no {name}=: {hints[name]}." for name in unknown if name in hints]
-    if known:
-        return " ".join(known)
+    explanations = [f"{transform} has no {name}=: {hints[name]}." for name in unknown if name in hints]
+    if explanations:
+        return " ".join(explanations)
     hint = "".join(suggestion(name, options) for name in unknown)
     return f"{transform} got unexpected options: {', '.join(unknown)}.{hint} It has {', '.join(options)}."
 
@@ -220,8 +218,8 @@ def notes_shapes(inspection: F) -> F:
             return inspection(fun, *args, **kwargs)
         except Exception as e:
             if callable(fun) and not isinstance(e, StatetxError):
-                given = {name: x for name, x in kwargs.items() if name not in options}
-                for note in _notes_of_arguments(inspection.__name__, fun, args, given):
+                keywords = {name: x for name, x in kwargs.items() if name not in options}
+                for note in _notes_of_arguments(inspection.__name__, fun, args, keywords):
                     if note not in getattr(e, "__notes__", ()):  # one inspection may call another
                         e.add_note(note)
             raise

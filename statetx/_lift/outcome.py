@@ -71,7 +71,7 @@ def publish_leaves(
 
 
 def is_traced(x: Any) -> bool:
-    """Whether a leaf must cross the transform: a tracer, or another stand-in for an array while tracing."""
+    """Whether a leaf must cross the transform: a tracer, or another abstract array."""
     if isinstance(x, (_jax.Tracer, *_jax.LITERALS)):
         return True
     return is_array(x) and not isinstance(x, (jax.Array, np.ndarray, np.generic))

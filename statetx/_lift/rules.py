@@ -62,8 +62,8 @@ class Split(Rule):
 
 @public
 class Mean(Rule):
-    """Take the mean: each part reads the value from before the call, and the state then holds the mean of what the
-    parts wrote.
+    """Take the mean: each part reads the value from before the call, and the state then holds the mean of the parts'
+    values.
 
     A rule of ``states=`` in `microbatch`, for running statistics: the mean of the parts' updates is one update. Parts
     count with their weights, by default their sizes. Leaves that are not floats take the value of the last part.
@@ -72,14 +72,14 @@ class Mean(Rule):
 
 @public
 class First(Rule):
-    """Keep what the first part wrote; each part reads the value from before the call. A rule of ``states=`` in
+    """Keep the first part's value; each part reads the value from before the call. A rule of ``states=`` in
     `microbatch`.
     """
 
 
 @public
 class Last(Rule):
-    """Keep what the last part wrote; each part reads the value from before the call. A rule of ``states=`` in
+    """Keep the last part's value; each part reads the value from before the call. A rule of ``states=`` in
     `microbatch`.
     """
 
@@ -179,11 +179,11 @@ class Rules:
             f"Fix: map the states by {call}states={{{_filter_for(held, paths)}: {axis}}}); {otherwise}."
         )
 
-    def size_of_mapped(self, *others: Any) -> int | None:
-        """The length of the mapped axis of the first mapped state that the function or `others` hold; None if none
-        does.
+    def size_of_mapped(self, *objects: Any) -> int | None:
+        """The length of the mapped axis of the first mapped state that the function or `objects` hold; None without
+        one.
         """
-        for state in [*self.path.held.values(), *held_states(others)] if self._rules else ():
+        for state in [*self.path.held.values(), *held_states(objects)] if self._rules else ():
             axis, kind = self(state), _states.kind_of(state)
             if isinstance(axis, int) and kind is not None:
                 shapes = [jnp.shape(x) for x in jax.tree.leaves(kind.get(state))]

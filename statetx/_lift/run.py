@@ -40,7 +40,7 @@ class FramedRun:
     Attributes:
         name: the transform, for messages.
         fun: the user's function.
-        has_aux: whether `fun` returns a pair, of which JAX differentiates the first.
+        has_aux: whether `fun` returns a pair, and JAX differentiates its first item only.
         targets: the states that JAX differentiates, too.
         out: the structure of the output: see `flat`.
     """
@@ -61,7 +61,7 @@ class FramedRun:
         Args:
             args, kwargs: the arguments, with JAX's tracers in them.
             state_values: the values of `targets`, from JAX.
-            diff_args: the arguments that JAX has flattened, in which written states would be lost.
+            diff_args: the arguments that JAX has flattened: writes to states in them would be lost.
         """
         targets = self.targets
         frame = frame_for(self.name, self.fun, on_read=targets and targets.on_read(state_values))

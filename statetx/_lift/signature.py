@@ -57,16 +57,16 @@ class StaticArguments:
         from_end = {i + num_args for i in self._from_end}
         return [i in self.positions or i in from_end for i in range(num_args)]
 
-    def refuse_overlap(self, other: StaticArguments) -> None:
+    def refuse_overlap(self, donated: StaticArguments) -> None:
         """Raise if an argument is in both sets, as static and as donated."""
-        overlap = sorted(self.names & other.names) or sorted(
-            (self.positions & other.positions) | (self._from_end & other._from_end)
+        overlap = sorted(self.names & donated.names) or sorted(
+            (self.positions & donated.positions) | (self._from_end & donated._from_end)
         )
         if overlap:
             raise StaticArgumentError(
-                f"Argument {overlap[0]!r} is both {self._role} and {other._role}d: {self._describe()}. A static "
+                f"Argument {overlap[0]!r} is both {self._role} and {donated._role}d: {self._describe()}. A static "
                 f"argument has no "
-                f"memory to donate.\nFix: leave it out of {other._role}_argnums and {other._role}_argnames."
+                f"memory to donate.\nFix: leave it out of {donated._role}_argnums and {donated._role}_argnames."
             )
 
     def filters_of_states(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stage a function: trace it to equations, in which states and Refs are inputs and outputs.
+"""Stage a function: trace it to equations, with states and Refs as inputs and outputs.
 
 One of the two ways to carry states through a transform. Transforms that need the function as a jaxpr use it (`remat`,
 `jit`, loops and branches). The other way, `run`, runs the function under JAX's transform. `InputNames` are the names of
@@ -103,9 +103,9 @@ class InputNames(Sequence[str]):
         """Add the fix to JAX's error about a value that is traced, for the arguments and states that it has named."""
         # JAX may have asked for other names before, in errors that the function has caught.
         # Its text ends with "... depends on the value of the argument x", or "... of the arguments x and y".
-        before, _, after = str(error).rpartition("of the argument")
+        prefix, _, names = str(error).rpartition("of the argument")
         named = [
-            pair for pair in self._named if not before or re.search(rf"[s ,]{re.escape(pair[0])}(?![\w\[])", after)
+            pair for pair in self._named if not prefix or re.search(rf"[s ,]{re.escape(pair[0])}(?![\w\[])", names)
         ]
         if self.fun is None or not named:
             return
@@ -137,15 +137,13 @@ class InputNames(Sequence[str]):
             error.add_note(f"Fix: {fix}.")
 
     def explain_call(self, error: TypeError, traced_for: str, leaves: Sequence[Any]) -> None:
-        """Add to Python's error what the body of a loop, or a branch, is called with, if it does not take these
-        arguments.
-        """
+        """Add to Python's error the arguments of the body of a loop, or of a branch, if it does not take them."""
         if traced_for not in _CALLED_WITH or self.fun is None or self.arguments is None:
             return
         args, kwargs = self.arguments(leaves[: self.num_arguments])
         with contextlib.suppress(ValueError):  # of a builtin
             try:
-                # Not the function that a wrapper has in itself: it takes what the wrapper gives it.
+                # Not the function inside of a wrapper, which may call it with other arguments.
                 inspect.signature(self.fun, follow_wrapped=False).bind(*args, **kwargs)
             except TypeError:
                 error.add_note(f"{name_of(self.fun)} is called with {_CALLED_WITH[traced_for]}.")
@@ -305,9 +303,7 @@ def close_derivative(jaxpr: Any, consts: list[Any]) -> Body:
 
 
 def with_read_refs(body: Body, read: Callable[[Any, Kind], Any] = _read) -> Body:
-    """The body, in which the Refs that it closes over are values, read now by `read`; the body itself if it
-    writes one.
-    """
+    """The body with values, read now by `read`, for the Refs that it closes over; the body itself if it writes one."""
     if not _jax.touches_refs(body.jaxpr, body.operands):
         return body
     explicit, effects = _with_explicit_refs(body.jaxpr, body.operands, None, read)
@@ -334,8 +330,8 @@ def _with_explicit_refs(
         for i in refs:
             dynamic, part = partition(values[i])
             lifting.add(consts[i], _states.kind_of_state(consts[i]), part, dynamic, [_jax.abstract(values[i])])
-        others = [i for i in range(len(variables)) if i not in set(refs)]
-        variables = [variables[i] for i in (*others, *refs)]
+        positions = [i for i in range(len(variables)) if i not in set(refs)]
+        variables = [variables[i] for i in (*positions, *refs)]
         values = [v for v, r in zip(values, is_ref, strict=True) if not r]
     body = Body.close(_jax.rebuild(pure, invars=variables, outvars=pure.outvars), ())
     return Body(body.jaxpr, [*body.operands, *values]), effects

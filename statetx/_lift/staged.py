@@ -136,11 +136,11 @@ class Staged:
             )
 
     def publish(self, leaves: Mapping[int, Sequence[Any]], refs: Sequence[Effect] = ()) -> None:
-        """Store the written values, in the order in which the function wrote them.
+        """Store the written values, in the order of the writes.
 
         Args:
             leaves: by id of the state, of each written state and of `refs`.
-            refs: effects of one array each, beside those of the function.
+            refs: effects of one array each, beside the function's.
         """
         effects = [*self.effects, *refs]
         publish_leaves(effects, [*self.values, *[ARRAY] * len(refs)], [x for e in effects for x in leaves[id(e.state)]])
@@ -186,9 +186,9 @@ class SortedStates(NamedTuple):
     Attributes:
         shared: the same in every step.
         carried: passed from step to step.
-        split: keys of which each step gets its own.
-        mapped: of which each step gets a slice, with the axis.
-        others: written states that every step reads as they were before the loop, with their rules.
+        split: keys, split so that each step gets its own.
+        mapped: sliced by step, with the axis.
+        others: written states whose old value every step reads, with their rules.
     """
 
     shared: list[Input]
@@ -202,7 +202,7 @@ def sort_states(staged: Staged, rules: Rules, fix: str) -> SortedStates:
     """Sort the states of the body of a loop by their rules.
 
     Args:
-        fix: what the error for a `Broadcast` state that the body writes says to declare.
+        fix: the declaration to use instead, for the error about a `Broadcast` state that the body writes.
 
     Raises:
         StateAccessError: the body wrote a `Broadcast` state that is not random.

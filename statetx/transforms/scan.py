@@ -219,7 +219,7 @@ def _resolve_length(
         names,
         lacking="close over it in the body",
         differing="give arrays of equal length, and close over the others in the body",
-        given=None if length is None else ("length", length),
+        option=None if length is None else ("length", length),
     )
     if found is None:
         found = rules.size_of_mapped(*others)

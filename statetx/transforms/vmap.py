@@ -155,7 +155,7 @@ class Vmap(Wrapper, made_by=vmap):
             lacking="give None for it in in_axes, so that every example gets the whole argument",
             differing="give arrays of equal length along these axes, or None in in_axes for arguments that all "
             "examples share",
-            given=None if size is None else ("axis_size", size),
+            option=None if size is None else ("axis_size", size),
         )
         if length is not None:
             return size
