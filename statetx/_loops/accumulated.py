@@ -9,8 +9,8 @@ again. The derivative of the loop is then
 which is linear in the tangents, so JAX transposes it: reverse mode multiplies the gradients by the cotangent of s. It
 is the derivative in forward mode, too, and may be differentiated again.
 
-All other outputs, and sums whose turns depend on what former turns have computed, have the derivative of a loop of
-rematerialized turns. JAX removes its equations where nothing reads these tangents, such as those of auxiliary outputs.
+All other outputs, and sums whose turns depend on the results of former turns, have the derivative of a loop of
+rematerialized turns. JAX removes its equations where nothing reads these tangents, as for auxiliary outputs.
 
 Both kinds of derivative add up the gradients of constants in a wider type, if one is given.
 """
@@ -41,10 +41,9 @@ class Accumulated(Strategy):
     """A loop over the parts of a batch, one of whose carries may be a sum over its turns.
 
     Args:
-        index: the position of the sum among the carries, None without one. A turn adds to it what does not depend on
-            it.
-        weight: of a turn, a factor of what it adds; None if the first of xs is the weight.
-        dtype: in which floats of fewer bits are added up; None for their own.
+        index: the position of the sum among the carries, None without one. A turn's summand does not depend on it.
+        weight: of a turn, a factor of its summand; None if the first of xs is the weight.
+        dtype: the type for sums of floats of fewer bits; None for their own.
     """
 
     index: int | None
@@ -62,13 +61,13 @@ class Accumulated(Strategy):
 
 
 class TurnsAgain(DifferentiableLoop):
-    """A loop whose derivative is that of rematerialized turns.
+    """A loop whose derivative rematerializes its turns.
 
-    One equation, so that JAX does not take it apart when it separates what a derivative knows from what it does not: it
+    One equation, so that JAX does not take it apart when it separates known from unknown values of a derivative: it
     would drop the rematerialized regions of a turn's backward pass, which is known.
 
     Args:
-        dtype: in which the gradients of constants with fewer bits are added up; None for their own.
+        dtype: the type for sums of gradients of constants with fewer bits; None for their own.
     """
 
     def __init__(self, step: LoopStep, dtype: Any):
@@ -88,22 +87,24 @@ class TurnsAgain(DifferentiableLoop):
         constants, carry, xs = primals
         wide = [constants[i].astype(dtypes[i]) for i in widened]
         wide_tangents = {n: tangents[i].astype(dtypes[i]) for n, i in enumerate(widened)}
-        others = {i + len(wide): t for i, t in tangents.items() if i not in widened}
+        narrow_tangents = {i + len(wide): t for i, t in tangents.items() if i not in widened}
         key = tuple(widened), _jax.trace_context()
         if key not in self._nested:
             self._nested[key] = nested(self._with_wide(widened, wide), (self.length,))
-        return jvp_of(self._nested[key], ([*wide, *constants], carry, xs), wide_tangents | others)
+        return jvp_of(self._nested[key], ([*wide, *constants], carry, xs), wide_tangents | narrow_tangents)
 
     def _with_wide(self, indices: Sequence[int], wide: Sequence[Any]) -> LoopStep:
-        """The step with further constants, `wide`, from which the constants at `indices` have their tangents."""
+        """The step with further constants, `wide`, which give the constants at `indices` their tangents."""
         step, num = self.step, len(indices)
         if not indices:
             return step
 
         def run(*args: Any) -> list[Any]:
             inputs = list(args[num:])
-            own = [with_tangent_of(inputs[i], x.astype(inputs[i].dtype)) for i, x in zip(indices, args, strict=False)]
-            return _jax.evaluate(self.body, (), replaced(inputs, indices, own))
+            constants = [
+                with_tangent_of(inputs[i], x.astype(inputs[i].dtype)) for i, x in zip(indices, args, strict=False)
+            ]
+            return _jax.evaluate(self.body, (), replaced(inputs, indices, constants))
 
         avals = [*map(_jax.abstract, wide), *(v.aval for v in self.body.invars)]
         body = Body.close(*_jax.stage(run, avals, traced_for="statetx.microbatch", name=step.name))
@@ -132,7 +133,7 @@ class AccumulatedLoop(TurnsAgain):
         # A loop that was traced under other settings, such as x64 or a mesh, is another one.
         key = diff_indices, _jax.trace_context()
         turns = self._gradients.get(key) or _Gradients(self.step, self._strategy, index, diff_indices, primals)
-        if not turns.operands:  # what a derivative rule closes over may be another value next time
+        if not turns.operands:  # a derivative rule may close over another value next time
             self._gradients[key] = turns
         carry, ys, gradients = turns(primals)
         outs = [*carry, *ys]
@@ -155,7 +156,7 @@ class AccumulatedLoop(TurnsAgain):
     def _is_sum(self, diff_carry: Sequence[int]) -> bool:
         """Whether a turn adds a scalar that no carry influences which has a tangent."""
         index, num_constants = self._index, self.num_constants
-        if self.step.avals[index].shape:  # mapped over examples, each of which has gradients of its own
+        if self.step.avals[index].shape:  # mapped over examples: each has gradients of its own
             return False
         has_tangent = [False] * len(self.body.invars)
         for i in diff_carry:
@@ -261,7 +262,7 @@ class _Gradients:
 
 
 def sum_dtype(x: Any, dtype: Any) -> Any:
-    """The dtype in which to add up arrays of the type of `x`: `dtype` for real floats of fewer bits, else their own."""
+    """The dtype for sums of arrays of the type of `x`: `dtype` for real floats of fewer bits, else their own."""
     is_narrow = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     return dtype if is_narrow and jnp.finfo(x.dtype).bits < jnp.finfo(dtype).bits else x.dtype
 
@@ -269,8 +270,8 @@ def sum_dtype(x: Any, dtype: Any) -> Any:
 # -- parts that are left out of an output ----------------------------------------------------------------------------
 
 # A part of weight 0 adds nothing to a mean, and its cotangent is 0. JAX multiplies this 0 with the derivatives of the
-# part. Where they are NaN or infinite, as those of a mean over nothing, 0/0, the products are NaN. So the tangents of
-# the part's inputs, and with them its cotangents, are replaced by 0, too.
+# part. Where they are NaN or infinite, as for a mean over nothing, 0/0, the products are NaN. So the tangents of the
+# part's inputs, and with them its cotangents, are replaced by 0, too.
 
 
 def with_left_out(
@@ -301,8 +302,8 @@ def with_left_out(
         copy = _jax.rebuild(body.jaxpr, invars=body.jaxpr.invars, outvars=[outvars[n] for n in positions])
         of_copy = _masked(_jax.without_dead_code(copy), inputs, is_left_out(group))
         # Under `jax.vmap` both values must be mapped if one is.
-        own = [jnp.where(is_left_out(group), outs[n], outs[n]) for n in positions]
-        outs = replaced(outs, positions, list(map(with_tangent_of, own, of_copy)))
+        values = [jnp.where(is_left_out(group), outs[n], outs[n]) for n in positions]
+        outs = replaced(outs, positions, list(map(with_tangent_of, values, of_copy)))
     return outs
 
 

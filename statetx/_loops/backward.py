@@ -1,6 +1,4 @@
-"""A step in two parts: forward, which returns what is kept for the derivative (residuals), and backward, which reads
-them.
-"""
+"""A step in two parts: forward, which returns the residuals, and backward, which reads them."""
 
 from __future__ import annotations
 
@@ -31,9 +29,9 @@ class BackwardStep:
         diff_constants, diff_carry, diff_xs: the differentiated inputs.
 
     Attributes:
-        residual_avals: the types of the residuals in slots. What the backward part can have without them is not among
-            them: constants, the element of xs, what is computed from constants alone, and what cheap operations compute
-            from the residuals (see `smallest_residuals`).
+        residual_avals: the types of the residuals in slots. Not among them are constants, the element of xs, values
+            computed from constants alone, and values that cheap operations compute from the residuals (see
+            `smallest_residuals`).
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class BackwardStep:
         jaxpr, consts = _jax.stage(self._differentiated, avals, traced_for="scan", name=f"{step.name}, forward")
         self._body = body = close_derivative(jaxpr, consts)
 
-        # The leaves of the pullback are read from what is known without the step, and from what is stored.
+        # The leaves of the pullback come from values that are known without the step, and from the stored ones.
         first_carry, first_x = (
             body.num_operands + step.num_constants,
             body.num_operands + step.num_constants + step.num_carry,
@@ -57,14 +55,14 @@ class BackwardStep:
         self._leaves = outvars[step.num_carry :]
         leaves = list(dict.fromkeys(v for v in self._leaves if isinstance(v, _jax.Var)))
         self._inputs = [*invars[:first_carry], *invars[first_x:]]
-        known = {*self._inputs, *_computed_from(body.jaxpr, invars[:first_carry])}
+        at_hand = {*self._inputs, *_computed_from(body.jaxpr, invars[:first_carry])}
 
         # A leaf of the carry among the residuals is stored as slots store it.
         carry_avals = [row.stored for row in step.rows]
         carries = {v: i for i, v in enumerate(invars[first_carry:first_x]) if step.rows[i].format is not None}
         stored_type = lambda v: carry_avals[carries[v]] if v in carries else v.aval
         cost = lambda v: row_bytes(stored_type(v), carry_avals)
-        self._stored = smallest_residuals(body.jaxpr, [v for v in leaves if v not in known], known, cost)
+        self._stored = smallest_residuals(body.jaxpr, [v for v in leaves if v not in at_hand], at_hand, cost)
         self._carries = {n: carries[v] for n, v in enumerate(self._stored) if v in carries}
         self.residual_avals = list(map(stored_type, self._stored))
         self._forward = _part(body.jaxpr, [*outvars[: step.num_carry], *self._stored])
@@ -140,8 +138,8 @@ class BackwardStep:
         return replaced(residuals, list(self._carries), values)
 
     def backward(self, constants: list, x: list, residuals: list, ct_carry: list, ct_ys: list) -> tuple:
-        """The cotangents of the differentiated constants, carries and elements, from those of the next carry and the
-        float ys.
+        """The cotangents of the differentiated constants, carries and elements, for cotangents of the next carry and
+        the float ys.
         """
         inputs = [*self._body.operands, *constants, *x, *residuals]
         values = dict(zip([*self._inputs, *self._stored], inputs, strict=True))
@@ -152,10 +150,10 @@ class BackwardStep:
 
 
 def starts_early(step: LoopStep) -> bool:
-    """Whether XLA:CPU would allocate much of what a step reads and writes at the start of the program around it.
+    """Whether XLA:CPU would allocate much of a step's operands and results at the start of the program around it.
 
-    It starts whatever is ready: the buffers that loops in the step fill, and what is computed from constants alone,
-    such as a layer's weights from those of all layers.
+    It starts whatever is ready: the buffers that loops in the step fill, and values computed from constants alone, such
+    as a layer's weights from the stacked ones.
     """
     if contains_loop(step.body.jaxpr):
         return True
@@ -170,10 +168,10 @@ def starts_early(step: LoopStep) -> bool:
 
 def _computed_from(jaxpr: Any, inputs: Sequence[Any]) -> set:
     """The variables that equations compute from these inputs alone."""
-    known, computed = set(inputs), set()
+    available, computed = set(inputs), set()
     for eqn in jaxpr.eqns:
-        if not eqn.effects and all(v in known for v in eqn.invars if isinstance(v, _jax.Var)):
-            known.update(eqn.outvars)
+        if not eqn.effects and all(v in available for v in eqn.invars if isinstance(v, _jax.Var)):
+            available.update(eqn.outvars)
             computed.update(eqn.outvars)
     return computed
 
@@ -185,22 +183,21 @@ def _part(jaxpr: Any, outvars: Sequence[Any]) -> Any:
 
 # -- a minimum cut ---------------------------------------------------------------------------------------------------
 
-# The smallest set of values from which the backward part of a step can have its residuals again, by cheap operations
-# only.
+# The smallest set of values that determines the residuals of a step by cheap operations only.
 #
 # The derivative of a nonlinear function is often another function of the same value: of a membrane potential v it wants
 # the spike and the surrogate derivative, of a gate ``sigmoid(a)`` and ``sigmoid(a) (1 - sigmoid(a))``. To keep v or a
-# is enough. In the graph of a step's values such a set separates the residuals from what is expensive (products, random
-# numbers) or gone (the carry before the step): a minimum vertex cut, found as a maximum flow (Ford and Fulkerson 1956;
-# augmenting paths of Edmonds and Karp 1972).
+# is enough. In the graph of a step's values such a set separates the residuals from expensive values (products, random
+# numbers) and lost ones (the carry before the step): a minimum vertex cut, found as a maximum flow (Ford and Fulkerson
+# 1956; augmenting paths of Edmonds and Karp 1972).
 
 
 _MOST_VALUES = 2000  # of a graph: a larger one keeps its residuals unchanged
 _MOST_COMPUTED_AGAIN = 0.25  # of the operations of a step
 
 
-def smallest_residuals(jaxpr: Any, residuals: Iterable[Any], known: set, cost: Callable[[Any], int]) -> list[Any]:
-    """The variables to keep so that `residuals` can be computed from them and from the `known` ones by cheap equations.
+def smallest_residuals(jaxpr: Any, residuals: Iterable[Any], available: set, cost: Callable[[Any], int]) -> list[Any]:
+    """The variables to keep so that cheap equations can compute `residuals` from them and from the `available` ones.
 
     Args:
         cost: of keeping the value of a variable.
@@ -224,7 +221,7 @@ def smallest_residuals(jaxpr: Any, residuals: Iterable[Any], known: set, cost: C
         if eqn is None or not _is_cheap(eqn):
             connect("source", (v, "in"), float("inf"))
             continue
-        for operand in dict.fromkeys(x for x in eqn.invars if isinstance(x, _jax.Var) and x not in known):
+        for operand in dict.fromkeys(x for x in eqn.invars if isinstance(x, _jax.Var) and x not in available):
             connect((operand, "out"), (v, "in"), float("inf"))
             if operand not in seen:
                 seen[operand] = None
@@ -237,46 +234,46 @@ def smallest_residuals(jaxpr: Any, residuals: Iterable[Any], known: set, cost: C
     reaching, pending = {"sink"}, ["sink"]
     while pending:
         node = pending.pop()
-        for other in capacities[node]:
-            if other not in reaching and capacities[other][node] > 0:
-                reaching.add(other)
-                pending.append(other)
+        for neighbor in capacities[node]:
+            if neighbor not in reaching and capacities[neighbor][node] > 0:
+                reaching.add(neighbor)
+                pending.append(neighbor)
     cut = [v for v in seen if (v, "out") in reaching and (v, "in") not in reaching]
     # Where cheap operations are most of the step, to run them again is nearly a run of the step.
-    again = sum(map(flops, needed_equations(jaxpr, residuals, {*known, *cut})))
-    return cut if again <= _MOST_COMPUTED_AGAIN * sum(map(flops, jaxpr.eqns)) else residuals
+    num_flops = sum(map(flops, needed_equations(jaxpr, residuals, {*available, *cut})))
+    return cut if num_flops <= _MOST_COMPUTED_AGAIN * sum(map(flops, jaxpr.eqns)) else residuals
 
 
 # Not by SciPy, whose `maximum_flow` counts in int32: of an edge of 8 GiB it makes a flow of 0, without an error (1.17).
 def _saturate(capacities: dict[Any, dict[Any, float]]) -> None:
-    """Send a maximum flow from source to sink: what is left of the capacities stays."""
+    """Send a maximum flow from source to sink, and leave the residual capacities."""
     while True:
-        before, pending = {"source": "source"}, collections.deque(["source"])
-        while pending and "sink" not in before:
+        predecessors, pending = {"source": "source"}, collections.deque(["source"])
+        while pending and "sink" not in predecessors:
             node = pending.popleft()
-            for other, capacity in capacities[node].items():
-                if capacity > 0 and other not in before:
-                    before[other] = node
-                    pending.append(other)
-        if "sink" not in before:
+            for neighbor, capacity in capacities[node].items():
+                if capacity > 0 and neighbor not in predecessors:
+                    predecessors[neighbor] = node
+                    pending.append(neighbor)
+        if "sink" not in predecessors:
             return
         path, node = [], "sink"
         while node != "source":
-            path.append((before[node], node))
-            node = before[node]
+            path.append((predecessors[node], node))
+            node = predecessors[node]
         amount = min(capacities[a][b] for a, b in path)
         for a, b in path:
             capacities[a][b] -= amount
             capacities[b][a] += amount
 
 
-def needed_equations(jaxpr: Any, outvars: Iterable[Any], known: set) -> list[Any]:
-    """The equations that compute some variables from the `known` ones, in order."""
-    needed, eqns = {v for v in outvars if v not in known}, []
+def needed_equations(jaxpr: Any, outvars: Iterable[Any], available: set) -> list[Any]:
+    """The equations that compute some variables from the `available` ones, in order."""
+    needed, eqns = {v for v in outvars if v not in available}, []
     for eqn in reversed(jaxpr.eqns):
         if any(v in needed for v in eqn.outvars):
             eqns.append(eqn)
-            needed.update(v for v in eqn.invars if isinstance(v, _jax.Var) and v not in known)
+            needed.update(v for v in eqn.invars if isinstance(v, _jax.Var) and v not in available)
     return eqns[::-1]
 
 

@@ -113,7 +113,7 @@ def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
 
 
 def _is_plain(body: Body, num_constants: int, num_carry: int) -> bool:
-    """Whether `jax.lax` would make a loop of a body as it is: ``(constants, carry, xs) -> (carry, ys)``."""
+    """Whether `jax.lax` would make a loop of the unchanged body: ``(constants, carry, xs) -> (carry, ys)``."""
     # `jax.lax.scan` makes a carry a constant if the body returns it in its own place, and keeps ys that are elements
     # of xs out of the loop. All other forwarded inputs it leaves in the body.
     handed_on = _handed_on(body.jaxpr)

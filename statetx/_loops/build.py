@@ -65,7 +65,7 @@ def resolve_strategy(name: str, checkpoint: Any, unroll: Any) -> Strategy | None
             f"{name}: unroll={unroll!r} and checkpoint={checkpoint!r} do not go together; give one of them."
         )
     strategy = as_strategy(name, checkpoint)
-    # A truncation is part of what the loop computes.
+    # A truncation changes the gradients: it is no matter of memory alone.
     is_plain = strategy.truncation is None and override.leaves_plain(f"{name} with checkpoint={checkpoint!r}")
     return None if is_plain else strategy
 

@@ -2,7 +2,7 @@
 
 The forward sweep stores the carry before some steps (`schedule`), and `reverse_steps` reverses them. They may keep
 residuals in free slots (`rows`), if that saves runs. The loops of a reversal have no reverse mode of their own, so
-higher derivatives are those of `nested` loops.
+higher derivatives use `nested` loops.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _reads_weights(step: LoopStep, backward: BackwardStep) -> bool:
 
 
 def runs_with_rerun(schedule: Schedule, step: BackwardStep) -> float:
-    """Runs of the body, with what the backward part runs again for steps whose residuals are kept."""
+    """Runs of the body, with the recomputation in the backward part for steps whose residuals are kept."""
     # A step that is differentiated at once has all its values at hand, whatever its policy says.
     num_kept = schedule.length - schedule.num_leaves
     return schedule.num_runs + (step.rerun * num_kept if num_kept else 0)
@@ -174,7 +174,7 @@ class LoopOfSlots(DifferentiableLoop):
         plan = self.plan(diff_indices, settings)
 
         # Two programs with the same values. The `while` loops of the schedule have no reverse mode, so a derivative
-        # of the reversal is that of the nested loops' pullback, which JAX can reverse again.
+        # of the reversal is the nested loops' pullback's, which JAX can reverse again.
         def by_schedule(primals: tuple, pools: list, cts: list) -> list:
             return _Reversal(self, plan, primals, diff_indices).run(pools, _expanded(cts, has_ct))
 
@@ -266,7 +266,7 @@ class _Reversal:
         self._float_ys = [i for i, a in enumerate(self._step.y_avals) if is_float(a)]
 
     def run(self, pools: list, cts: list) -> list:
-        """The cotangents of the inputs, from those of the loop's float outputs; None for a zero one."""
+        """The cotangents of the inputs, for cotangents of the loop's float outputs; None for a zero one."""
         avals = self._step.avals
         ct_carry = dict(zip(self._float_carry, cts, strict=False))
         self._ct_ys = cts[len(self._float_carry) :]
@@ -293,8 +293,8 @@ class _Reversal:
     def _advance(self, first: Any, end: Any, carry: list) -> list:
         schedule = self._plan.schedule
         mean_length = Fraction(schedule.num_ahead, schedule.num_leaves)
-        one = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]
-        return _jax.counted_fori_loop(first, end, one, carry, mean_length)
+        step = lambda i, c: self._step(self._constants, c, self._loop.element(self._xs, i))[0]
+        return _jax.counted_fori_loop(first, end, step, carry, mean_length)
 
     def _forward(self, i: Any, carry: list) -> tuple[list, list]:
         return self._plan.step.forward(self._constants, carry, self._loop.element(self._xs, i))
@@ -345,17 +345,17 @@ class _Reversal:
         return jax.lax.dynamic_index_in_dim(ct, index, 0, keepdims=False)
 
 
-def _expanded(values: list, is_given: tuple[bool, ...]) -> list:
-    """The values in the places where one is given, None in others."""
+def _expanded(values: list, is_present: tuple[bool, ...]) -> list:
+    """The values in the places where `is_present`, None in others."""
     remaining = iter(values)
-    return [next(remaining) if given else None for given in is_given]
+    return [next(remaining) if present else None for present in is_present]
 
 
 def _buffer(length: int, aval: Any, number: int) -> Any:
     """An array to be written in place.
 
     The number must differ between buffers that are alive together. Otherwise XLA makes them as copies of one buffer,
-    which is then alive as long as they are.
+    and keeps that alive as long.
     """
     buffer = _jax.empty(length, aval)
     return buffer + jnp.asarray(number, aval.dtype) if is_float(aval) and number else buffer

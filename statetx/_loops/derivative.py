@@ -112,25 +112,25 @@ class Differentiated:
     """The note of a loop that a program differentiates; also a callback of `_jax.notify_of_vmap`.
 
     Attributes:
-        loop: what is differentiated, with its `step`.
+        loop: the differentiated loop, with its `step`.
         diff_indices: the differentiated inputs of the step.
-        around: the transforms that the derivative runs under.
+        context: the transforms that the derivative runs under.
     """
 
     loop: Any
     diff_indices: tuple[int, ...]
-    around: TraceContext
+    context: TraceContext
 
     @classmethod
     def here(cls, loop: Any, diff_indices: Iterable[int], **options: Any) -> Differentiated:
         return cls(loop, tuple(diff_indices), TraceContext(manual=_jax.enclosing_shard_map()), **options)
 
     def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> Differentiated:
-        return dataclasses.replace(self, around=self.around.with_vmap(axis, is_mapped))
+        return dataclasses.replace(self, context=self.context.with_vmap(axis, is_mapped))
 
 
 def with_notice(values: Sequence[Any], callback: Callable) -> list[Any]:
-    """The values, of which the smallest depends on an equation with `callback`, see `_jax.notify_of_vmap`."""
+    """Make the smallest of the values depend on an equation with `callback`, see `_jax.notify_of_vmap`."""
     if not values:
         return []
     n = min(range(len(values)), key=lambda i: num_bytes(values[i]))
@@ -172,8 +172,8 @@ def linear_in_tangents(
     """The tangents of a loop's float outputs, as a linear map of `tangents` whose transpose is a reversal.
 
     For the loop ``y = f(x)`` and the Jacobian J of f at x, forward mode applies J to the tangents by ``jax.jvp`` of
-    `forward`, which stores nothing. Reverse mode applies the transpose of J to cotangents by `reverse`, from what the
-    forward sweep has stored.
+    `forward`, which stores nothing. Reverse mode applies the transpose of J to cotangents by `reverse`, from the values
+    stored by the forward sweep.
 
     Args:
         tangents: the nonzero ones, by leaf of `primals`.
@@ -212,7 +212,7 @@ def _reads_late(step: LoopStep) -> bool:
 
 
 def _with_reads(step: LoopStep, fun: Callable, args: Sequence[Any]) -> Body:
-    """The equations of a derivative of the step, whose operands are what its rules read.
+    """The equations of a derivative of the step, with the values that its rules read as operands.
 
     JAX leaves such a value as a constant in a nested jaxpr, such as a loop's body, where it outlives its trace.
     """
@@ -259,7 +259,7 @@ def nonzero_tangents(tangents: Any) -> dict[int, Any]:
 
 
 def tangents_of(out: Any, floats: Iterable[Any]) -> Any:
-    """The tangents of an output, given those of its first float leaves; None, and further ones, are zero."""
+    """The tangents of an output from `floats`, its first float leaves' tangents; None, and further ones, are zero."""
     leaves, treedef = jax.tree.flatten(out)
     remaining = iter(floats)
     tangents = [next(remaining, None) if is_float(x) else None for x in leaves]
@@ -281,9 +281,9 @@ def jvp_of(fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, l
         return [x for x in outs if is_float(x)], [None if is_float(x) else x for x in outs]
 
     diff_leaves = [leaves[i] for i in tangents]
-    floats, out_tangents, others = jax.jvp(of_leaves, diff_leaves, list(tangents.values()), has_aux=True)
+    floats, out_tangents, aux = jax.jvp(of_leaves, diff_leaves, list(tangents.values()), has_aux=True)
     remaining = iter(floats)
-    return out_tree.unflatten([next(remaining) if x is None else x for x in others]), out_tangents
+    return out_tree.unflatten([next(remaining) if x is None else x for x in aux]), out_tangents
 
 
 def jvp_of_loop(step: LoopStep, fun: Callable, args: tuple, tangents: dict[int, Any]) -> tuple[Any, list[Any]]:
@@ -305,10 +305,9 @@ def jvp_of_loop(step: LoopStep, fun: Callable, args: tuple, tangents: dict[int, 
 
 
 def without_stored(args: tuple, tangents: dict[int, Any]) -> tuple[tuple, dict[int, Any]]:
-    """The arguments ``(primals, stored, cotangents)`` of a reversal and their tangents, without those of `stored`.
+    """Drop `stored` and its tangents from the arguments ``(primals, stored, cotangents)`` of a reversal.
 
-    What the forward sweep has stored are functions of the primals. A function that computes them again has no such
-    argument.
+    The stored values are functions of the primals. A function that computes them again has no such argument.
     """
     primals, stored, cts = args
     num, num_stored = len(jax.tree.leaves(primals)), len(jax.tree.leaves(stored))

@@ -40,8 +40,7 @@ def scan(
         ]
         leaves = [_states.kind_of_state(x).get(x) if _states.is_array_state(x) else jnp.asarray(x) for x in leaves]
 
-        # A Ref among xs stands for its slices: each step gets a Ref of its own, whose last value is stacked back at
-        # the end.
+        # A Ref among xs is sliced, too: each step gets a Ref of its own, whose last value is stacked back at the end.
         carry, ys, slices = init, [], []
         segments = _EagerSegments(truncation)
         taking_part = _Mapped(fun, length, rules, segments)
@@ -127,7 +126,7 @@ class _EagerSegments:
         self._carried |= {id(effect.state): effect for effect in effects}
 
     def before_step(self, carry: PyTree) -> PyTree:
-        """The carry for the next step. Where a segment begins, its gradient and those of the written states stop."""
+        """The carry for the next step. Where a segment begins, its gradient and the written states' stop."""
         is_start = self._length is not None and self._done > 0 and self._done % self._length == 0
         self._done += 1
         if not is_start:
@@ -203,7 +202,7 @@ class _Mapped:
         return value
 
     def finish(self) -> None:
-        """Store what the steps left in these states."""
+        """Store the steps' last values in these states."""
         self._rules.check_paths()
         effects = []
         for effect, values in self._left.values():
@@ -220,5 +219,5 @@ class _Mapped:
     def _slice_left(self, effect: Effect, values: dict[int, Any], i: int, axis: int) -> Any:
         if i in values:
             return values[i]
-        before = effect.kind.get(effect.state)
-        return jax.tree.map(lambda x: jax.lax.index_in_dim(jnp.asarray(x), i, axis, keepdims=False), before)
+        old_value = effect.kind.get(effect.state)
+        return jax.tree.map(lambda x: jax.lax.index_in_dim(jnp.asarray(x), i, axis, keepdims=False), old_value)

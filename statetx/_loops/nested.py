@@ -33,8 +33,8 @@ def nested(step: LoopStep, lengths: Sequence[int], *, offload: bool = False, kee
 
     Args:
         offload: whether the outermost loop stores its carries in the host's memory.
-        keeps_all: whether what the step's policy saves is stored for all steps, rather than for those of one inner
-            loop.
+        keeps_all: whether the values saved by the step's policy are stored for all steps, rather than for one inner
+            loop's.
     """
     run = _Nested(step, lengths, offload, keeps_all)
 
@@ -83,26 +83,25 @@ class _Nested:
         if offload:
             self._policies[0] = _OffloadedCarries(self._policies[0])
 
-        # The leaves of the carry that are stored in another format, and those of them whose first value may not have
-        # it.
+        # The leaves of the carry that are stored in another format, and the ones whose first value may not fit it.
         rows = [] if offload else step.rows
         self._formats = {n: row.format for n, row in enumerate(rows) if row.format is not None}
         self._firsts = [n for n in self._formats if not rows[n].is_exact_first]
 
-        # A region has a number of its own for the codes of its carry: a region around it saves those of its own turns.
+        # A region has a number of its own for the codes of its carry: a region around it saves its own turns' codes.
         assert is_ours or not (self._formats or step.fence), "what another policy saves would be lost"
         number = max(Survey(jaxpr).regions, default=-1) + 1 if self._formats or step.fence else 0
         self._numbers = [number + len(lengths) - 1 - i for i in range(len(lengths))]
         if self._formats:
             self._policies = [_saving(p, n) for p, n in zip(self._policies, self._numbers, strict=True)]
 
-        # JAX's policy of the whole loop, if it is a fenced region. It saves the outermost carries, and what the step
-        # saves if that is for all steps: then it shares the step's number.
+        # JAX's policy of the whole loop, if it is a fenced region. It saves the outermost carries, and with
+        # `keeps_all` the step's saved values: then it shares the step's number.
         self.policy: KeepMarked | None = None
         if step.fence is not None and not offload:
             is_shared = policy is not None and (keeps_all or len(lengths) == 1)
-            own = policy if is_shared else KeepMarked(number + len(lengths))
-            self.policy = _saving(own, self._numbers[0]) if self._formats else own
+            saved_by_step = policy if is_shared else KeepMarked(number + len(lengths))
+            self.policy = _saving(saved_by_step, self._numbers[0]) if self._formats else saved_by_step
 
     def all_levels(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
         """Run the loop."""
@@ -116,17 +115,17 @@ class _Nested:
     def level(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         """Run `length` steps by the loop of level `i`."""
         turn_length = math.prod(self._lengths[i + 1 :])
-        num_turns, rest = divmod(length, turn_length)
+        num_turns, num_remaining = divmod(length, turn_length)
         turns = functools.partial(self._turns, i, constants, num_turns)
         turn = functools.partial(self._turn, i, constants)
-        if not rest:
+        if not num_remaining:
             return turns(carry, xs)
         # Shorter than one turn: a `scan` of no steps would still have a body to trace.
         if num_turns == 0:
             return turn(length, carry, xs)
 
-        remainder = lambda carry, xs: turn(rest, self._stored(i, carry), xs)
-        return one_after_the_other(turns, remainder, rest, carry, xs, reverse=self._step.reverse)
+        remainder = lambda carry, xs: turn(num_remaining, self._stored(i, carry), xs)
+        return one_after_the_other(turns, remainder, num_remaining, carry, xs, reverse=self._step.reverse)
 
     def _turn(self, i: int, constants: list, length: int, carry: list, xs: list) -> tuple[list, list]:
         is_step = i == len(self._lengths) - 1
@@ -150,16 +149,16 @@ class _Nested:
 
     @property
     def _num_flags(self) -> int:
-        """The leaves before those of the step's carry: whether there was no step yet, if that counts."""
+        """Number of leaves before the step's carry: 1, a flag of the first step, if some format needs it; else 0."""
         return 1 if self._firsts else 0
 
     def _in_formats(self, i: int, constants: list, carry: list) -> list:
         """The carry that a turn of level `i` starts from, in the turn, stored in the formats of its leaves."""
         carry, flags = list(carry), self._num_flags
         for n, format in self._formats.items():
-            known = (carry[0], constants[self._firsts.index(n)]) if n in self._firsts else None
+            constant = (carry[0], constants[self._firsts.index(n)]) if n in self._firsts else None
             params = {"region": self._numbers[i], "what": SAVE, "is_ordered": False}
-            carry[flags + n] = _jax.store(carry[flags + n], format, known, **params)
+            carry[flags + n] = _jax.store(carry[flags + n], format, constant, **params)
         return carry
 
     def _turns(self, i: int, constants: list, num_turns: int, carry: list, xs: list) -> tuple[list, list]:
@@ -197,14 +196,14 @@ class _Nested:
 
 
 def _saving(policy: KeepMarked | None, number: int) -> KeepMarked:
-    """The policy that also saves what is marked with a number."""
+    """The policy that also saves the values marked with a number."""
     return KeepMarked(number) if policy is None else KeepMarked(policy.region, policy.others | {number})
 
 
 def one_after_the_other(
     first: Callable, second: Callable, num_second: int, carry: list, xs: list, *, reverse: bool
 ) -> tuple[list, list]:
-    """Run two loops ``(carry, xs) -> (carry, ys)``, of which the second has the last `num_second` steps."""
+    """Run two loops ``(carry, xs) -> (carry, ys)``; the second has the last `num_second` steps."""
     # In reverse a loop begins at the end of xs: its last steps have the first elements.
     boundary = num_second if reverse else -num_second
     low, high = [x[:boundary] for x in xs], [x[boundary:] for x in xs]

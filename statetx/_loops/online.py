@@ -1,8 +1,8 @@
 """A loop of unknown length that is reversed from a bounded number of slots.
 
 The first carries fill the slots. From then on the forward sweep decides after every `_distance` steps whether to store
-the carry, and in place of which stored one: as a reversal that began at the next decision would have the fewest runs.
-The reversal knows the number of steps and continues as in `checkpointed`, with the slots that become free. Slots hold
+the carry, and which stored one to replace: so that a reversal from the next decision on would have the fewest runs. The
+reversal knows the number of steps and continues as in `checkpointed`, with the slots that become free. Slots hold
 carries only, in the formats of `rows`.
 
 A carry that was not stored, or dropped, is lost, so that the loop can run more steps than the optimum for a known
@@ -44,7 +44,7 @@ from .rows import SlotMemory
 from .schedule import Filled, Places, reverse_steps
 from .step import LoopStep
 
-# Of the schedule's table, which plans for as many runs of a step ahead of its reversal as it has columns.
+# Sizes of the schedule's table. Its columns bound the runs of a step ahead of its reversal.
 _MOST_ENTRIES, _LEAST_COLUMNS = 1024, 64
 
 
@@ -60,7 +60,7 @@ class _SlotPositions(NamedTuple):
     """Slot i is row ``rows[i]`` of the pools, and holds the carry before step ``positions[i]``. Positions rise from 0,
     which is in row 0.
 
-    Row `free` is for the present carry: its slot is the last then. The number of slots stands for none.
+    Row `free` is for the present carry: its slot is the last then. It is the number of slots if no row is free.
     """
 
     rows: Any
@@ -131,8 +131,8 @@ def _dropped(splits: schedule.SplitTable, positions: Any, count: Any) -> Any:
     # beta(s, r).
     limits = splits.rows[None, :0:-1]
     beyond = xp.maximum(xp.stack([segment, following, segment + following])[..., None] - limits, 0)
-    segment, following, both = beyond.sum(-1, np.float32)
-    return 1 + (both - segment + xp.cumsum(segment - following)).argmin()
+    segment, following, merged = beyond.sum(-1, np.float32)
+    return 1 + (merged - segment + xp.cumsum(segment - following)).argmin()
 
 
 def _distance(count: Any) -> Any:
@@ -202,7 +202,7 @@ class OnlineLoop:
         return outs, tangents_of(outs, self.step.without_zeros(note.diff_indices, out_tangents))
 
     def _reverse(self, primals: tuple, stored: StoredOnline, diff_indices: tuple[int, ...], cts: list) -> list:
-        """Cotangents of the inputs at `diff_indices`, from those of the float outputs; None for a zero one."""
+        """Cotangents of the inputs at `diff_indices`, for cotangents of the float outputs; None for a zero one."""
         first = len(primals[0])
         first_carry = first + len(primals[1])
         diff_constants = tuple(i - first for i in diff_indices if i < first_carry)
@@ -250,7 +250,7 @@ class OnlineLoop:
 
         def to_store(loop: tuple[_OnlineSweep, _SlotPositions, list]) -> tuple[_OnlineSweep, _SlotPositions, list]:
             """Store the carry, and run until one is to be stored again. The pools pass through this loop only: XLA
-            copies what a loop carries.
+            copies the carry of a loop.
             """
             sweep, slots, pools = loop
             pools = self._memory.write(pools, slots.free, sweep.carry)
@@ -301,8 +301,8 @@ class OnlineLoop:
         if not any(row.format for row in step.rows):
             return bind.compiled(reverse)
 
-        # Codes have no tangents, but what they stand for may, such as spikes with a surrogate derivative. So a
-        # derivative of the reversal is that of another sweep and reversal, whose slots hold carries unchanged.
+        # Codes have no tangents, but the decoded values may, such as spikes with a surrogate derivative. So a
+        # derivative of the reversal differentiates another sweep and reversal, whose slots hold carries unchanged.
         unchanged = type(self)(self._test, step.with_unchanged_carries(), self.slots, self.max_steps)
 
         def reverse_unchanged(primals: tuple, ct_carry: list) -> tuple[list, list]:

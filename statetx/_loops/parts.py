@@ -1,7 +1,7 @@
 """The loop over the parts of a batch: outputs are reduced as the loop goes, states take part by their rules.
 
 A `Turns` is the loop over consecutive parts of equal size. A batch that does not divide evenly has two of them, one
-after the other; `Progress` passes from the first to the second what is left to do with each state and output.
+after the other; `Progress` passes the intermediate states and outputs from the first to the second.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ REDUCTIONS = ("mean", "sum", "first", "last", "concat", "stack")
 """How an output of the parts becomes one output."""
 
 _KEPT = {Mean: "mean", First: "first", Last: "last", Broadcast: "last"}
-"""For the rules of states that each part reads as they were before the call: which of the parts' writes is kept."""
+"""For the rules of states whose old value each part reads: which of the parts' writes is kept."""
 
 
 class EqualParts(NamedTuple):
-    """Parts of equal size: `num` of them, the first of which begins at example `start` of the batch.
+    """Parts of equal size: `num` of them, from example `start` of the batch on.
 
     Attributes:
         is_interleaved: whether part k has every `num`-th example, beginning with the k-th, in place of consecutive
@@ -84,7 +84,7 @@ class Progress:
 
 
 class _PartResult(NamedTuple):
-    """A value that each part computes: a leaf of the output, or of what a state holds after the call.
+    """A value that each part computes: a leaf of the output, or of a state's new value.
 
     Attributes:
         key: its number for an output, ``(id of the state, number)`` for a state.
@@ -125,7 +125,7 @@ class Turns:
         rules: of the states.
         reductions: for each output leaf, one of `REDUCTIONS`.
         share: the weight of each of these parts in a mean; None if the loop gets weights.
-        dtype: in which floats of fewer bits are added up; None for their own.
+        dtype: the type for sums of floats of fewer bits; None for their own.
     """
 
     def __init__(self, staged: Staged, rules: Rules, reductions: Sequence[str], share: float | None, dtype: Any):
@@ -133,13 +133,13 @@ class Turns:
         self._share = share
         self._dtype = dtype
         states = sort_states(staged, rules, "Carry, Mean, First or Last, or give the axis of the batch")
-        self._shared, self._carried, self._split, self._mapped, kept = states
-        self._kept = [i for i, _ in kept]
+        self._shared, self._carried, self._split, self._mapped, states_by_rule = states
+        self._kept = [i for i, _ in states_by_rule]
         self._sliced = [i for i, _ in self._mapped if id(i.state) in staged.written]
 
         outputs = zip(reductions, staged.out_avals, strict=True)
         results = [_PartResult(n, how, aval) for n, (how, aval) in enumerate(outputs)]
-        for i, rule in kept:
+        for i, rule in states_by_rule:
             for n, (x, aval) in enumerate(zip(i.values, i.avals, strict=True)):
                 is_mean = rule is Mean and is_float(aval)
                 how = "last" if rule is Mean and not is_mean else _KEPT[rule]

@@ -1,10 +1,10 @@
-"""Slots: memory for some carries, whose free part holds what steps keep for their derivatives (residuals).
+"""Slots: memory for some carries, whose free part holds residuals of steps.
 
 The slots are arrays of rows, *pools*: one for each type among the leaves of the carry. A carry takes as many rows of a
 pool as it has leaves of that type; carries fill a pool from the front, slot by slot, and residuals from the back, step
 by step. A leaf of the carry may be stored in an exact format, eight 0s and 1s to a byte: its pool then has rows of
-codes. A policy knows what a step returns, and nothing of the carry before the first step: this one is in slot 0, and is
-taken from where the caller has it.
+codes. A policy knows the results of a step, but not the carry before the first one: that belongs to slot 0, and is read
+from the caller's array.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CarryRow:
 
     @functools.cached_property
     def stored(self) -> Any:
-        """The type of what is stored."""
+        """The type of the stored leaf."""
         return self.aval if self.format is None else _type_of(self.format.encode, self.aval)
 
     def encode(self, x: Any) -> Any:
@@ -83,7 +83,7 @@ class CarryRow:
 
 
 def _type_of(encode: Callable, aval: Any) -> Any:
-    # Traced, for what the type says about devices.
+    # Traced, for the sharding in the type.
     jaxpr, _ = _jax.stage(lambda x: [encode(x)], [aval], traced_for="scan", name="encode")
     return jaxpr.outvars[0].aval
 
@@ -128,11 +128,11 @@ class SlotMemory:
             places.append(None if pool is None else (pool, rows[pool]))
             if pool is not None:
                 rows[pool] += 1
-        others = [i for i, aval in enumerate(self._residual_avals) if places[i] is None and not _jax.is_link(aval)]
-        pack = self._packed(others, rows) if others else None
+        unplaced = [i for i, aval in enumerate(self._residual_avals) if places[i] is None and not _jax.is_link(aval)]
+        pack = self._packed(unplaced, rows) if unplaced else None
         if pack is not None:
             rows[pack.pool] += pack.num_rows
-        return None if others and pack is None else _ResidualLayout(places, rows, pack)
+        return None if unplaced and pack is None else _ResidualLayout(places, rows, pack)
 
     def _leaf(self, slots: int) -> int:
         """The last step keeps nothing: it is differentiated at once."""
@@ -152,7 +152,7 @@ class SlotMemory:
         pools = [i for i in range(len(self._pool_avals)) if holds(i)]
         if not pools:
             return None
-        # The pool in which they take the smallest part of a slot.
+        # The pool whose slots they fill the least.
         num_rows = {
             i: math.ceil(sum(_entries(self._pool_avals[i], a) for a in avals) / self._pool_avals[i].size) for i in pools
         }

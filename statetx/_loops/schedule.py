@@ -1,19 +1,18 @@
 """Schedule of the reversal of a loop with a bounded number of slots, and the reversal itself.
 
-A slot holds the state (the carry) before some step, or, while nothing else needs it, what steps keep for their
-derivatives (residuals). To reverse `l` steps of which the first state is at hand, with `s` slots free for them, that of
-the first state included:
+A slot holds the state (the carry) before some step, or, while nothing else needs it, residuals of steps. To reverse `l`
+steps from a known first state, with `s` slots free for them, the first state's included:
 
 - If ``l <= m_s``, they are a *leaf*: run them once, keep the residuals of all but the last in the free slots, and
   reverse them without another run. A leaf of m steps keeps m - 1 residuals, since the last step is differentiated at
   once, and its first state needs no slot while the leaf is reversed: ``m_s = 1 + floor(s S / R)``, for S bytes of a
   carry and R bytes of residuals.
 - Otherwise *split* them: advance `i` steps, store the state there, reverse the last `l - i` steps with the ``s - 1``
-  slots that are left, then the first `i` with all `s` again. This runs `i` steps ahead of their reversal.
+  remaining slots, then the first `i` with all `s` again. This runs `i` steps ahead of their reversal.
 
-Leaves end a branch of the splits and nothing else does: to keep residuals first and to split what is left is never
-better than to split first and to keep later, when the slots are free. The runs of the body ahead of the reversal, a(l,
-s), are therefore
+Only leaves end a branch of the splits: to keep residuals first and to split the remaining steps is never better than to
+split first and to keep later, when the slots are free. The runs of the body ahead of the reversal, a(l, s), are
+therefore
 
     a(l, s) = 0 if l <= m_s, else min over i of  i + a(l - i, s - 1) + a(i, s).
 
@@ -34,11 +33,11 @@ binomial schedule (Griewank and Walther 2000, Algorithm 799: revolve), which is 
 arXiv 2305.09568, stores both) the table errs upward, since the runs of a segment are not quite convex in its length: by
 0.01% in the mean, and at most 3% in short loops.
 
-In JAX the forward sweep is over before a cotangent exists: what follows the loop is one step more, the last to be
-reached and the first to be reversed. The sweep stores carries only, with c slots the states before segments of n_c,
-..., n_1 steps, each of which is reversed with as many slots as its number says. Each of the n steps runs once in the
-sweep and once to be differentiated: ``2 n`` runs and the sum of ``a(n_s, s)``; in the binomial schedule this is
-``t(n + 1, c) + n`` with ``t(l, s) = r l - beta(s + 1, r - 1)``.
+In JAX the forward sweep is over before a cotangent exists: the program after the loop counts as one step more, the last
+to be reached and the first to be reversed. The sweep stores carries only, with c slots the states before segments of
+n_c, ..., n_1 steps; segment n_s is reversed with s slots. Each of the n steps runs once in the sweep and once to be
+differentiated: ``2 n`` runs and the sum of ``a(n_s, s)``; in the binomial schedule this is ``t(n + 1, c) + n`` with
+``t(l, s) = r l - beta(s + 1, r - 1)``.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def repetitions(length: int, slots: int) -> int:
 
 
 def slots_for(length: int, runs_ahead: int) -> int:
-    """The least number of slots for a loop of `length` steps, none of which runs more often than this ahead of its
+    """The least number of slots for a loop of `length` steps if no step may run more often than this ahead of its
     reversal.
     """
     slots = 1
@@ -104,11 +103,11 @@ class SplitTable(NamedTuple):
     Attributes:
         rows: ``L_s(t)`` at ``[s, column of t]``, int32, at most the loop's length. Column 0 holds the leaves, ``m_s``;
             the last one is for every t beyond the others.
-        before: for each column the one of the largest threshold up to ``t - 1``.
+        lower: for each column the one of the largest threshold up to ``t - 1``.
     """
 
     rows: Any
-    before: Any
+    lower: Any
 
     def split(self, length: Any, slots: Any) -> Any:
         """Steps to advance before the next state is stored; 0 for a leaf. For numbers and NumPy as well as for traced
@@ -117,18 +116,18 @@ class SplitTable(NamedTuple):
         xp: Any = np if isinstance(self.rows, np.ndarray) else jnp
         row = self.rows[slots]
         column = (row < length).sum()
-        advance = xp.minimum(row[self.before[column]], length - self.rows[slots - 1, column - 1])
+        advance = xp.minimum(row[self.lower[column]], length - self.rows[slots - 1, column - 1])
         return xp.where(column > 0, xp.maximum(advance, 1), 0)
 
 
 class Schedule(NamedTuple):
-    """Order in which a loop is reversed.
+    """Order of the reversal of a loop.
 
     Attributes:
         splits: of its segments.
         segments: the lengths of the segments between the states that the forward sweep stores. The first is reversed
             with all slots, each further one with one slot less.
-        num_ahead: runs of steps ahead of their reversal, those of the forward sweep excluded.
+        num_ahead: runs of steps ahead of their reversal, without the forward sweep's.
         num_leaves: how many leaves are reversed; the others of the steps are kept.
     """
 
@@ -171,25 +170,25 @@ def table(length: int, leaves: Sequence[int], per_unit: int, columns: int = _MOS
     """
     m = np.minimum(np.asarray(leaves, np.int64), max(length, 1))
     slots, kappa = len(m) - 1, _kappas(m)
-    rows, before = [m], [0]
+    rows, lower = [m], [0]
 
     while slots > 1 and rows[-1][1:].sum() < length and len(rows) < columns:
-        t, lower = 1 + (len(rows) - 1) / per_unit, max(0, len(rows) - per_unit)
+        t, lower_column = 1 + (len(rows) - 1) / per_unit, max(0, len(rows) - per_unit)
         splits = t + _EPSILON >= kappa
-        rows.append(np.minimum(_chains(splits, np.where(splits, rows[lower], m)), length))
-        before.append(lower)
+        rows.append(np.minimum(_chains(splits, np.where(splits, rows[lower_column], m)), length))
+        lower.append(lower_column)
 
     # For longer segments the last part is as long as the thresholds allow.
     rows.append(np.where(np.arange(slots + 1) > 0, length, m))
-    before.append(len(rows) - 1)
-    return SplitTable(np.stack(rows, 1).astype(np.int32), np.asarray(before, np.int32))
+    lower.append(len(rows) - 1)
+    return SplitTable(np.stack(rows, 1).astype(np.int32), np.asarray(lower, np.int32))
 
 
-_EPSILON = 1e-7  # by which thresholds that are equal may differ
+_EPSILON = 1e-7  # equal thresholds may differ so much
 
 
 def _kappas(m: np.ndarray) -> np.ndarray:
-    """The thresholds from which on a leaf is split; infinite for the first, which has no slot."""
+    """The least thresholds at which a leaf is split; infinite for the first, which has no slot."""
     kappa, sums = np.full(len(m), np.inf), np.concatenate([[0], np.cumsum(m)])
     for s in range(1, len(m)):
         # Entry i is for j = s - i.
@@ -211,13 +210,13 @@ def _by_table(length: int, splits: SplitTable) -> Schedule:
     column = int((sums[-1] < length).sum())
 
     # All segments but one are as long as this threshold or the one before it allows.
-    segments, left = [], length
+    segments, num_left = [], length
     for s in range(slots, 0, -1):
-        if left == 0:
+        if num_left == 0:
             break
-        others = sums[s - 2, column - 1] if s > 1 and column else 0
-        segments.append(int(min(rows[s, column], left - others)))
-        left -= segments[-1]
+        least_remaining = sums[s - 2, column - 1] if s > 1 and column else 0
+        segments.append(int(min(rows[s, column], num_left - least_remaining)))
+        num_left -= segments[-1]
     num_ahead, num_leaves = runs_of(splits, [(n, slots - i) for i, n in enumerate(segments)])
     return Schedule(splits, tuple(segments), num_ahead, num_leaves)
 
@@ -227,7 +226,7 @@ def runs_of(splits: SplitTable, segments: Iterable[tuple[int, int]]) -> tuple[in
 
     Segments of just ``L_s(t)`` steps recur: both of their parts are of this kind, and one part of any other.
     """
-    known: dict[tuple[int, int], tuple[int, int]] = {}
+    counted: dict[tuple[int, int], tuple[int, int]] = {}
 
     def count(segment: tuple[int, int]) -> tuple[int, int]:
         pending = [segment]
@@ -235,18 +234,18 @@ def runs_of(splits: SplitTable, segments: Iterable[tuple[int, int]]) -> tuple[in
             length, slots = pending[-1]
             advance = int(splits.split(length, slots)) if slots else 0
             if advance == 0:
-                known[pending.pop()] = 0, 1
+                counted[pending.pop()] = 0, 1
             elif slots == 1:  # the last steps are split off one by one, until a leaf is left
                 times = length - int(splits.rows[1, 0])
-                known[pending.pop()] = times * length - times * (times + 1) // 2, times + 1
+                counted[pending.pop()] = times * length - times * (times + 1) // 2, times + 1
             else:
                 parts = (advance, slots), (length - advance, slots - 1)
-                if new := [part for part in parts if part not in known]:
+                if new := [part for part in parts if part not in counted]:
                     pending += new
                 else:
-                    (ahead, leaves), (rest_ahead, rest_leaves) = (known[part] for part in parts)
-                    known[pending.pop()] = advance + ahead + rest_ahead, leaves + rest_leaves
-        return known[segment]
+                    (ahead, leaves), (rest_ahead, rest_leaves) = (counted[part] for part in parts)
+                    counted[pending.pop()] = advance + ahead + rest_ahead, leaves + rest_leaves
+        return counted[segment]
 
     counts = [count(segment) for segment in segments]
     return sum(ahead for ahead, _ in counts), sum(leaves for _, leaves in counts)
@@ -258,9 +257,8 @@ def runs_of(splits: SplitTable, segments: Iterable[tuple[int, int]]) -> tuple[in
 def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
     """The lengths of nested loops, outermost first, which store the fewest states: the least sum.
 
-    Their product is at most `length`; what it lacks is less than the product of all but the first. Lengths that divide
-    what they are of are preferred where the sum is no more than a twentieth larger: a remainder costs a copy of its
-    part.
+    Their product is at most `length`; the remainder is less than the product of all but the first. Divisors are
+    preferred where the sum is no more than a twentieth larger: a remainder costs a copy of its part.
     """
     if levels == 1 or length < 4:
         return (length,)
@@ -270,18 +268,18 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
     low, high = max(1, int(ideal * 0.7)), min(length, int(ideal * 1.45) + 2)
 
     def states(inner: int) -> float:
-        rest = (levels - 1) * inner ** (1 / (levels - 1))  # if they are equal
-        return (length // inner + (length % inner > 0) + rest) * (1.05 if length % inner else 1)
+        inner_sum = (levels - 1) * inner ** (1 / (levels - 1))  # if they are equal
+        return (length // inner + (length % inner > 0) + inner_sum) * (1.05 if length % inner else 1)
 
-    rest = nested_lengths(min(range(low, high + 1), key=states), levels - 1)
-    return (length // math.prod(rest), *rest)
+    inner_lengths = nested_lengths(min(range(low, high + 1), key=states), levels - 1)
+    return (length // math.prod(inner_lengths), *inner_lengths)
 
 
 # -- the reversal by a schedule ----------------------------------------------------------------------------------------
 
 # The forward sweep has stored the carry before some steps. The reversal runs forward from the nearest stored carry and
-# stores carries again in the slots that have become free, until what is left before the last reversed step is a leaf.
-# It is a nest of loops without a branch, in which the body stands at four places,
+# stores carries again in the slots that have become free, until the steps before the last reversed one are a leaf. It
+# is a nest of loops without a branch, with the body at four places,
 #
 #     while steps are left:
 #         while they are not a leaf:
@@ -291,8 +289,8 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
 #         at once: the last step of the leaf
 #         for all steps of the leaf but the last, in reverse: pull
 #
-# so the size of the compiled program depends on neither length nor slots. `keep` stores what a step leaves for its
-# derivative in the free slots, `pull` differentiates it from there, and `at once` does both without storing.
+# so the size of the compiled program depends on neither length nor slots. `keep` stores a step's residuals in the free
+# slots, `pull` differentiates it from there, and `at once` does both without storing.
 
 
 class Filled(NamedTuple):
@@ -322,7 +320,7 @@ class Filled(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Functions to call at the four places where the body stands.
+    """Functions to call at the four places of the body.
 
     Attributes:
         advance: ``(first step, end step, carry) -> carry``, before the end step.
@@ -339,13 +337,13 @@ class Places(NamedTuple):
 
 class _Outer(NamedTuple):
     """Between two leaves: the slots up to `top` hold carries before steps that are still to be reversed, the first
-    `left` ones.
+    `num_left` ones.
     """
 
     pools: list
     positions: Any
     top: Any
-    left: Any
+    num_left: Any
     result: Any
     num_ahead: Any  # runs ahead of the reversal, so far
 
@@ -354,7 +352,7 @@ class _Inner(NamedTuple):
     """State on the way to a leaf: `carry` is the carry before step `step`, which belongs to slot `top`.
 
     If it is not in this slot yet, ``positions[top]`` is not valid yet. `advance` is how far it goes from there; 0 if
-    what is left is a leaf.
+    the remaining steps are a leaf.
     """
 
     pools: list
@@ -389,10 +387,10 @@ def reverse_steps(
         The result, and the number of steps run ahead of their reversal.
     """
 
-    def split(step: Any, left: Any, top: Any) -> Any:
-        return filled.splits.split(left - step, slots.num - top)
+    def split(step: Any, num_left: Any, top: Any) -> Any:
+        return filled.splits.split(num_left - step, slots.num - top)
 
-    def approach(inner: _Inner, left: Any) -> _Inner:
+    def approach(inner: _Inner, num_left: Any) -> _Inner:
         """Store the carry, and run as far as the schedule says."""
         # A carry that has just been read from its slot is written back: cheaper than a branch, or a select.
         pools = slots.write(inner.pools, filled.row(inner.top), inner.carry)
@@ -400,30 +398,30 @@ def reverse_steps(
         step, top = inner.step + inner.advance, inner.top + 1
         carry = places.advance(inner.step, step, inner.carry)
         num_ahead = inner.num_ahead + inner.advance
-        return _Inner(pools, positions, top, step, carry, split(step, left, top), num_ahead)
+        return _Inner(pools, positions, top, step, carry, split(step, num_left, top), num_ahead)
 
     def one_leaf(outer: _Outer) -> _Outer:
         # The last slot in use holds the latest stored carry, since positions rise and all later steps are reversed.
-        step, left = outer.positions[outer.top], outer.left
+        step, num_left = outer.positions[outer.top], outer.num_left
         start = _Inner(
             outer.pools,
             outer.positions,
             outer.top,
             step,
             slots.read(outer.pools, filled.row(outer.top), first),
-            split(step, left, outer.top),
+            split(step, num_left, outer.top),
             outer.num_ahead,
         )
-        inner = jax.lax.while_loop(lambda i: i.advance > 0, lambda i: approach(i, left), start)
+        inner = jax.lax.while_loop(lambda i: i.advance > 0, lambda i: approach(i, num_left), start)
         pools, carry, result = inner.pools, inner.carry, outer.result
         if places.keep is None:
-            result, left = places.at_once(inner.step, carry, result), left - 1
+            result, num_left = places.at_once(inner.step, carry, result), num_left - 1
         else:
-            pools, result, left = reverse_kept(inner.step, left, pools, carry, result)
-        return _Outer(pools, inner.positions, inner.top - 1, left, result, inner.num_ahead)
+            pools, result, num_left = reverse_kept(inner.step, num_left, pools, carry, result)
+        return _Outer(pools, inner.positions, inner.top - 1, num_left, result, inner.num_ahead)
 
-    def reverse_kept(first: Any, left: Any, pools: list, carry: list, result: Any) -> tuple[list, Any, Any]:
-        """Reverse the steps of a leaf, from `first` to ``left - 1``: the pools, the result, and how many steps are
+    def reverse_kept(first: Any, num_left: Any, pools: list, carry: list, result: Any) -> tuple[list, Any, Any]:
+        """Reverse the steps of a leaf, from `first` to ``num_left - 1``: the pools, the result, and how many steps are
         left.
         """
         keep, pull = places.keep, places.pull
@@ -438,11 +436,11 @@ def reverse_steps(
             result, n = loop[0], loop[1] - 1
             return pull(first + n, slots.kept(pools, n), result), n
 
-        # What follows a loop is computed from its counter. With ``left - 1`` for `last`, what `at_once` computes from
-        # its number alone, such as its element of xs, would be there, and take memory, while steps are kept. With
-        # `first` for the steps left XLA would not see that the pools are written again only after the pulls, and copy
-        # them.
-        is_kept = lambda loop: _counted(loop[0] < left - 1, mean_kept)
+        # `last` is the loop's counter. With ``num_left - 1`` in its place, XLA would compute the values that `at_once`
+        # needs from the number alone, such as its element of xs, while steps are kept, and they would take memory.
+        # With `first` for the steps left XLA would not see that the pools are written again only after the pulls, and
+        # copy them.
+        is_kept = lambda loop: _counted(loop[0] < num_left - 1, mean_kept)
         last, pools, carry = jax.lax.while_loop(is_kept, keep_one, (first, pools, carry))
         result = places.at_once(last, carry, result)
         # Found by trial: with the number first XLA left a gap as large as a leaf of the carry in one of 26 programs
@@ -459,9 +457,9 @@ def reverse_steps(
     # Inside a shard_map that checks types, and on an explicit mesh, a carry must have from the start the type it has
     # after a turn.
     num_ahead = _jax.varying_like(jnp.int32(0), filled.top)
-    left = _jax.varying_like(jnp.int32(num_steps), filled.top)
-    outer = _Outer(pools, _jax.replicated(filled.positions), filled.top, left, init, num_ahead)
-    outer = jax.lax.while_loop(lambda o: _counted(o.left > 0, num_leaves), one_leaf, outer)
+    num_left = _jax.varying_like(jnp.int32(num_steps), filled.top)
+    outer = _Outer(pools, _jax.replicated(filled.positions), filled.top, num_left, init, num_ahead)
+    outer = jax.lax.while_loop(lambda o: _counted(o.num_left > 0, num_leaves), one_leaf, outer)
     return outer.result, outer.num_ahead
 
 

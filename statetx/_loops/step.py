@@ -1,4 +1,4 @@
-"""One step of a loop: its equations, what it saves, and how it is mapped."""
+"""One step of a loop: its equations, its policy, and its batching."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LoopStep:
         exact_first: the leaves of the carry whose formats give back the carry before the first step, too. Booleans need
             not be named.
         fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on
-            CPUs allocates what it writes (cotangents of xs, residuals of a turn) at the start of the program if nothing
-            holds it back.
+            CPUs allocates its results (cotangents of xs, residuals of a turn) at the start of the program if nothing
+            holds them back.
     """
 
     body: Body
@@ -113,8 +113,8 @@ class LoopStep:
         """Tell for each output of the loop whether its tangent may be nonzero, if the body's inputs at `diff_indices`
         have one.
         """
-        given, jaxpr = set(diff_indices), self.body.jaxpr
-        flags = [i in given for i in range(len(jaxpr.invars))]
+        diff_set, jaxpr = set(diff_indices), self.body.jaxpr
+        flags = [i in diff_set for i in range(len(jaxpr.invars))]
         of_inputs, of_outs = _jax.steps_with_tangents(jaxpr, flags, self.num_constants, self.num_carry)
         carry = of_inputs[self.num_constants : self.num_constants + self.num_carry]
         return [*carry, *of_outs[self.num_carry :]]
@@ -163,12 +163,12 @@ class LoopStep:
         return self._with(formats=[None] * self.num_carry)
 
     def _with(self, **changes: Any) -> LoopStep:
-        """The step with other fields, and what has been found on demand."""
-        found = {
+        """The step with other fields, and with those computed on demand."""
+        computed = {
             "marks": vars(self).get("marked", self.marks),
             "formats": vars(self).get("carry_formats", self.formats),
         }
-        return dataclasses.replace(self, **(found | changes))
+        return dataclasses.replace(self, **(computed | changes))
 
     def mapped(self, axis: Any, is_mapped: Sequence[bool]) -> MappedStep:
         """The step for all examples of a `jax.vmap` at once.

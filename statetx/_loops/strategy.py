@@ -53,7 +53,7 @@ class Strategy:
 
     @property
     def step_policy(self) -> Policy:
-        """The policy for the values of a step, perhaps that of another strategy within this one."""
+        """The policy for the values of a step, perhaps of another strategy within this one."""
         return self.policy
 
     def build(self, step: LoopStep) -> Callable:
@@ -71,7 +71,7 @@ class Strategy:
         )
 
     def for_layers(self, num: int, policy: Policy) -> Strategy:
-        """The strategy for a stack of `num` layers, of which nothing is measured."""
+        """The strategy for a stack of `num` layers, without measurements."""
         return self
 
     def for_refs(self) -> Strategy:
@@ -87,8 +87,7 @@ class Strategy:
     def with_policy(self, policy: Policy) -> Strategy:
         """The strategy with another ``policy=``."""
         new = copy.copy(self)
-        # Not by `dataclasses.replace`, which calls the constructor: that of `Lengths` takes its lengths by position
-        # only.
+        # Not by `dataclasses.replace`, which calls the constructor: `Lengths` takes its lengths by position only.
         object.__setattr__(new, "policy", as_value_policy(policy))
         return new
 
@@ -207,18 +206,18 @@ class Levels(Strategy):
 
     Args:
         num: how deep; 1 is each step rematerialized, and stores T carries.
-        policy: what a step keeps of what it computes, besides its carry; nothing by default. With ``stored_as("bits")``
-            the loops also store the leaves of the carry as bits that are 0 or 1, as `Slots` does.
+        policy: the values that a step keeps, besides its carry; nothing by default. With ``stored_as("bits")`` the
+            loops also store the leaves of the carry as bits that are 0 or 1, as `Slots` does.
         offload: whether the outermost loop stores its carries in the host's memory, unchanged. Such a loop has no
             second derivative in reverse mode: JAX has none of values that a policy offloads.
-        keep: how long what the policy saves is kept: "turn", for the steps of an innermost loop, while these are
+        keep: how long the policy's values are kept: "turn", for the steps of an innermost loop, while these are
             reversed; or "loop", for all steps from the forward pass on. Then the steps run again only to find their
             carries. Of a recurrent layer whose products are kept, that is elementwise work: fewer bytes than carries
             and products of all steps, at hardly more operations.
 
     Memory:
-        ``sum(lengths)`` carries and what one step computes; with ``keep="loop"`` what the policy saves of T steps more.
-        A length without suitable divisors leaves a remainder, for which the parts of `xs` and `ys` are copied once.
+        ``sum(lengths)`` carries and the values of one step; with ``keep="loop"`` also the policy's values of T steps.
+        A length without suitable divisors leaves a remainder, whose parts of `xs` and `ys` are copied once.
 
     Raises:
         PolicyError: `num` is not a whole number of at least 1, `keep` is neither "turn" nor "loop", or it is "loop"
@@ -264,10 +263,10 @@ class Levels(Strategy):
 @recorded(headed(one_of("turn", "loop"), whole(1), 1))
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
 class Lengths(Strategy):
-    """`Levels` with lengths of one's own, outermost first.
+    """`Levels` with lengths that you choose, outermost first.
 
     Args:
-        *lengths: their product is the loop's length, or less: what it lacks must be less than the product of all but
+        *lengths: their product is the loop's length, or less: the remainder must be less than the product of all but
             the first, and is run as one more, shorter, turn of the outermost loop.
         policy, offload, keep: as in `Levels`.
 
@@ -323,25 +322,24 @@ class Lengths(Strategy):
 @recorded(row(whole(1)))
 @dataclasses.dataclass(frozen=True, repr=False)
 class Slots(Strategy):
-    """Store `num` carries at a time, and run steps again from the nearest; keep what steps compute in the slots that
-    are free.
+    """Store `num` carries at a time, and run steps again from the nearest; keep residuals of steps in free slots.
 
     With carries only this is the binomial schedule, the fewest runs of the body that this number of slots allows: with
-    ``r`` the least for which ``C(num + r, num) > T``, no step is run more than r + 1 times: 3 times with ``num`` about
-    ``sqrt(2 T)``, and 8 times for a million steps with 20 slots. In the reversal slots become free. Where that saves
-    more than 3% of the runs, they hold what steps keep for their derivatives, so that these are not run again: 1,000
-    steps with 20 slots take 2.8 runs a step instead of 3.75 if a step keeps as many bytes as a carry has (see `runs`).
-    The memory is the same. The compiled program's size depends on neither T nor `num`.
+    ``r`` the least number such that ``C(num + r, num) > T``, no step is run more than r + 1 times: 3 times with ``num``
+    about ``sqrt(2 T)``, and 8 times for a million steps with 20 slots. In the reversal slots become free. Where that
+    saves more than 3% of the runs, they hold residuals of steps, so that these are not run again: 1,000 steps with 20
+    slots take 2.8 runs a step instead of 3.75 if a step keeps as many bytes as a carry has (see `runs`). The memory is
+    the same. The compiled program's size depends on neither T nor `num`.
 
     Args:
         num: how many carries there is room for, the first one included.
-        policy: what a step keeps of what it computes while it is differentiated; by default what it needs, less what
+        policy: the values that a step keeps while it is differentiated; by default its residuals, without those that
             cheap operations compute again from the rest. With ``stored_as("bits")`` slots also hold the leaves of the
             carry as bits that are booleans, or that each step computes as 0 or 1: proved, or selected by name.
 
     Memory:
-        `num` carries, as slots store them, and what a step computes. Cotangents of `xs`, and `ys`, have the
-        loop's length, as always.
+        `num` carries, as slots store them, and the values of one step. Cotangents of `xs`, and `ys`, have the loop's
+        length, as always.
 
     Raises:
         PolicyError: `num` is not a whole number of at least 1.
@@ -385,13 +383,13 @@ class Slots(Strategy):
     def runs(self, length: int, *, carry_bytes: float = 1, residual_bytes: float | None = None) -> int:
         """Number of runs of the step in a gradient, if a step keeps `residual_bytes` for its derivative.
 
-        Free slots hold what steps keep where this saves more than 3% of the runs. The count is that of the compiled
-        program if a step's values have the types of the carry's leaves; `statetx.loop_report` has the bytes and the
-        count of a given loop.
+        Free slots hold residuals where this saves more than 3% of the runs. The count is the compiled program's if a
+        step's values have the types of the carry's leaves; `statetx.loop_report` has the bytes and the count of a
+        given loop.
 
         Args:
             length: of the loop.
-            carry_bytes, residual_bytes: of a carry, and of what a step keeps. Only their ratio counts. Without
+            carry_bytes, residual_bytes: of a carry, and of a step's residuals. Only their ratio counts. Without
                 `residual_bytes` slots hold carries only.
 
         Raises:
@@ -405,13 +403,13 @@ class Slots(Strategy):
         length = as_count("Slots.runs: length", length, 0)
         of_carry = _exact_bytes("Slots.runs: carry_bytes", carry_bytes)
         of_residuals = None if residual_bytes is None else _exact_bytes("Slots.runs: residual_bytes", residual_bytes)
-        before = self.num_runs(length)
+        with_carries = self.num_runs(length)
         if of_residuals is None:
-            return before
+            return with_carries
         ratio = of_carry / of_residuals if of_residuals else length
         num = max(1, min(self.num, length))
         mixed = schedule.schedule(length, tuple([1 + int(s * ratio) for s in range(num + 1)])).num_runs
-        return mixed if mixed < WORTH_MIXING * before else before
+        return mixed if mixed < WORTH_MIXING * with_carries else with_carries
 
     def num_runs(self, length: int) -> int:
         """Runs of the loop and of its reversal if slots hold carries only, which is an upper bound (see `runs`)."""

@@ -1,8 +1,8 @@
 """Truncated back-propagation through time: loops whose gradients stop between segments of equal length.
 
-A loop of known length is a scan over segments, of which each is one rematerialized region: the forward sweep stores the
-carry at the start of each segment, and the backward pass runs the segments again, one at a time. No cotangent passes
-from a segment to the one before it.
+A loop of known length is a scan over segments. Each segment is one rematerialized region: the forward sweep stores the
+carry at its start, and the backward pass runs the segments again, one at a time. No cotangent passes from a segment to
+the one before it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .strategy import Lengths, Levels, Strategy, set_counts, set_options
 @public
 @dataclasses.dataclass(frozen=True, repr=False)
 class Truncated(Strategy):
-    """Stop gradients every `num` steps: truncated back-propagation through time. Values are those of the plain loop.
+    """Stop gradients every `num` steps: truncated back-propagation through time. Values are the plain loop's.
 
     The only strategy that changes gradients. Step 0 is the first that runs, and segments are the steps
     ``[0, num), [num, 2 num), ...``; the last one may be shorter. Between two segments the values of the carry and of
@@ -101,8 +101,8 @@ class Truncated(Strategy):
         return bind.compiled(_TruncatedLoop(step, self).run)
 
     def num_runs(self, length: int) -> int:
-        num, rest = divmod(length, self.num)
-        lengths = [self.num] * num + [rest] * bool(rest)
+        num, num_remaining = divmod(length, self.num)
+        lengths = [self.num] * num + [num_remaining] * bool(num_remaining)
         in_segments = sum(n if self.checkpoint is None else self.within(n).num_runs(n) for n in lengths)
         # A segment that is a region runs once more: in the forward sweep, where nothing of it is saved.
         return in_segments + (length if self.has_regions(length) else 0)
@@ -130,19 +130,19 @@ class _TruncatedLoop:
         self._has_regions = strategy.has_regions(step.length)
 
     def run(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
-        num, rest = divmod(self._step.length, self._length)
-        if num == 0 or (num == 1 and not rest):
+        num, num_remaining = divmod(self._step.length, self._length)
+        if num == 0 or (num == 1 and not num_remaining):
             return self._segment(self._step.length)(constants, carry, xs)
-        if not rest:
+        if not num_remaining:
             return self._whole(num, constants, carry, xs)
 
         def remainder(carry: list, xs: list) -> tuple[list, list]:
-            outs = self._segment(rest)(constants, _stopped(carry), xs)
+            outs = self._segment(num_remaining)(constants, _stopped(carry), xs)
             self._step.tick(self._step.length)
             return outs
 
-        whole = functools.partial(self._whole, num, constants)
-        return one_after_the_other(whole, remainder, rest, carry, xs, reverse=self._step.reverse)
+        segments = functools.partial(self._whole, num, constants)
+        return one_after_the_other(segments, remainder, num_remaining, carry, xs, reverse=self._step.reverse)
 
     def _whole(self, num: int, constants: list, carry: list, xs: list) -> tuple[list, list]:
         """Run `num` segments of full length."""

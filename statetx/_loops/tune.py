@@ -33,7 +33,7 @@ from .strategy import Levels, Slots, Strategy
 
 Diff = tuple[int, ...] | None  # the differentiated inputs of a loop; None for all floats
 SHORT = 64  # steps, below which a schedule gains nothing
-_SLACK = 2**10  # bytes by which a program around the loop may differ from the loop's own
+_SLACK = 2**10  # bytes of difference between the program around the loop and the loop's own
 _SMALL = 2**22  # bytes that are not worth a second run of anything
 
 
@@ -53,7 +53,7 @@ class Budget(Strategy):
         policy: as in `Slots`.
 
     Memory:
-        What counts is what XLA reserves for the gradient of the loop alone, beyond its inputs and outputs.
+        The budget bounds the bytes that XLA reserves for the gradient of the loop alone, beyond its inputs and outputs.
 
     Raises:
         PolicyError: at the call, the size is malformed. When the gradient is built, not even one slot fits; the message
@@ -116,7 +116,7 @@ class LoopOfLevels(DifferentiableLoop):
 
 
 class Sized(DifferentiableLoop):
-    """A loop of which sizes choose how it is reversed."""
+    """A loop whose reversal is chosen by sizes."""
 
     keeps_steps = True  # if it stays plain
 
@@ -150,12 +150,12 @@ class Sized(DifferentiableLoop):
             return with_notice(args, _BudgetWatch.here(loop, diff_indices, sized=self, chosen=chosen))
         return args if isinstance(chosen, Slots) else with_notice(args, Differentiated.here(loop, diff_indices))
 
-    def _choice(self, around: TraceContext, diff_indices: Diff = None) -> Slots | Levels | None:
+    def _choice(self, context: TraceContext, diff_indices: Diff = None) -> Slots | Levels | None:
         """Choose the reversal of the loop; None if it stays plain."""
         is_budget = isinstance(self._strategy, Budget)
-        key = around, diff_indices if is_budget else None
+        key = context, diff_indices if is_budget else None
         if key not in self._chosen:
-            self._chosen[key] = self._fit(*key) if is_budget else self._choose(around)
+            self._chosen[key] = self._fit(*key) if is_budget else self._choose(context)
         return self._chosen[key]
 
     def _loop(self, chosen: Slots | Levels | None) -> Callable:
@@ -167,14 +167,14 @@ class Sized(DifferentiableLoop):
 
     # -- "auto" --
 
-    def _choose(self, around: TraceContext) -> Slots | Levels | None:
+    def _choose(self, context: TraceContext) -> Slots | Levels | None:
         """The fewest slots with no more runs than `schedule.slots_for` two runs ahead; None for a loop that keeps
         little.
 
-        With that many carries, and nothing else, each step runs at most three times: ahead of its reversal twice, of
-        which the forward sweep is one, and once for its residuals.
+        With that many carries, and nothing else, each step runs at most three times: in the forward sweep, once more
+        ahead of its reversal, and once for its residuals.
         """
-        step, num_examples = self.step, around.num_examples
+        step, num_examples = self.step, context.num_examples
         backward = differentiated_by_all(step)
         num_bytes_of_step = (
             sum(map(device_bytes, [*backward.residual_avals, *(row.stored for row in step.rows)])) * num_examples
@@ -192,7 +192,7 @@ class Sized(DifferentiableLoop):
 
     # -- a number of bytes --
 
-    def _fit(self, around: TraceContext, diff_indices: Diff) -> Slots | Levels | None:
+    def _fit(self, context: TraceContext, diff_indices: Diff) -> Slots | Levels | None:
         """The fewest runs of steps within the budget, as compiled, on GPUs without slots if that fits; None if the
         plain loop fits.
         """
@@ -206,25 +206,25 @@ class Sized(DifferentiableLoop):
             )
         fastest = [None, *([Levels(2), Levels(3)] if _waits_for_loops() else [])]
         for chosen in fastest:
-            if self._temporary(chosen, around, diff_indices) <= budget:
+            if self._temporary(chosen, context, diff_indices) <= budget:
                 return chosen
-        least = self._temporary(Slots(1), around, diff_indices)
+        least = self._temporary(Slots(1), context, diff_indices)
         if least > budget:
             raise PolicyError(
-                f"{step.name}: the gradient of this loop{_over(around)} needs {format_bytes(least + _SLACK)} with "
+                f"{step.name}: the gradient of this loop{_over(context)} needs {format_bytes(least + _SLACK)} with "
                 f"one slot, "
                 f"more than the budget of {format_bytes(budget + _SLACK)}.\n"
                 f"Fix: allow that much; or let a step compute less: give policy=, or rematerialize in it."
             )
 
         # A linear model: bytes = least + (slots - 1) * carry, where a compiled program gives `least`. XLA adds copies
-        # that no model knows: each choice is compiled, and what it exceeds the budget by is taken off what the model
-        # may spend. Without that check 9 of 17 budgets held.
-        carry = max(1, sum(device_bytes(row.stored) for row in step.rows) * around.num_examples)
+        # that no model knows: each choice is compiled, and its excess over the budget is taken off the model's
+        # allowance. Without that check 9 of 17 budgets held.
+        carry = max(1, sum(device_bytes(row.stored) for row in step.rows) * context.num_examples)
         allowed = budget
         for _ in range(6):
             slots = Slots(min(1 + (allowed - least) // carry, step.length))
-            over = self._temporary(slots, around, diff_indices) - budget
+            over = self._temporary(slots, context, diff_indices) - budget
             if over <= 0:
                 return slots
             # A sixteenth more than the excess, or the next choice may be the same one.
@@ -238,26 +238,26 @@ class Sized(DifferentiableLoop):
         assert isinstance(self._strategy, Budget)
         return self._strategy.bytes - _SLACK
 
-    def _temporary(self, chosen: Slots | Levels | None, around: TraceContext, diff_indices: Diff) -> int:
-        key = chosen, around, diff_indices
+    def _temporary(self, chosen: Slots | Levels | None, context: TraceContext, diff_indices: Diff) -> int:
+        key = chosen, context, diff_indices
         if key not in self._bytes:
-            self._bytes[key] = temporary_bytes(self.step, self._loop(chosen), around, diff_indices)
+            self._bytes[key] = temporary_bytes(self.step, self._loop(chosen), context, diff_indices)
         return self._bytes[key]
 
-    def check(self, chosen: Slots | Levels | None, around: TraceContext, diff_indices: Diff) -> None:
+    def check(self, chosen: Slots | Levels | None, context: TraceContext, diff_indices: Diff) -> None:
         """Raise unless the budget is kept by a loop that has been mapped since its strategy was decided."""
-        # Decided for as many or more: what was compiled then says enough.
+        # Compiled for as many examples or more: that is enough.
         if any(
-            key[0] == chosen and key[2] == diff_indices and _covers(key[1].maps, around.maps)
+            key[0] == chosen and key[2] == diff_indices and _covers(key[1].maps, context.maps)
             for key, size in self._bytes.items()
             if size <= self._budget
         ):
             return
-        needed = self._temporary(chosen, around, diff_indices)
+        needed = self._temporary(chosen, context, diff_indices)
         if needed > self._budget:
             raise PolicyError(
                 f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this "
-                f"loop{_over(around)} needs "
+                f"loop{_over(context)} needs "
                 f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit, a loop or a "
                 f"rematerialized function, which trace once, so "
                 f"that the examples could not be counted.\n"
@@ -269,20 +269,20 @@ class Sized(DifferentiableLoop):
 
 @dataclasses.dataclass(frozen=True)
 class _BudgetWatch(Differentiated):
-    """Checks a budget whenever the gradient is mapped: `around` is what it runs under until now."""
+    """Checks a budget whenever the gradient is mapped: `context` has its enclosing transforms so far."""
 
     sized: Sized
     chosen: Slots | Levels | None
 
     def __call__(self, axis: Any, is_mapped: Sequence[bool]) -> Differentiated:
         watch = super().__call__(axis, is_mapped)
-        self.sized.check(self.chosen, watch.around, watch.diff_indices)
+        self.sized.check(self.chosen, watch.context, watch.diff_indices)
         return watch
 
 
 def _waits_for_loops() -> bool:
-    """Whether XLA waits for the device before each turn of a loop of unknown length, of which a schedule of slots is
-    made (decision 47).
+    """Whether XLA waits for the device before each turn of a loop of unknown length, as in a schedule of slots
+    (decision 47).
     """
     return current.platform() == "gpu"
 
@@ -290,22 +290,22 @@ def _waits_for_loops() -> bool:
 # -- maps around a loop ------------------------------------------------------------------------------------------
 
 
-def _over(around: TraceContext) -> str:
-    return f", mapped over {around.num_examples} examples," if around.maps else ""
+def _over(context: TraceContext) -> str:
+    return f", mapped over {context.num_examples} examples," if context.maps else ""
 
 
-def _covers(maps: Sequence[Map], others: Sequence[Map]) -> bool:
-    """Whether the first of `maps` map all that `others` do, over as many examples or more."""
-    return len(others) <= len(maps) and all(
-        axis.size >= other.size and all(a or not b for a, b in zip(is_mapped, is_other, strict=True))
-        for (axis, is_mapped), (other, is_other) in zip(maps, others, strict=False)
+def _covers(maps: Sequence[Map], needed: Sequence[Map]) -> bool:
+    """Whether the first of `maps` map all that `needed` do, over as many examples or more."""
+    return len(needed) <= len(maps) and all(
+        axis.size >= needed_axis.size and all(a or not b for a, b in zip(is_mapped, is_needed, strict=True))
+        for (axis, is_mapped), (needed_axis, is_needed) in zip(maps, needed, strict=False)
     )
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------
 
 
-def temporary_bytes(step: LoopStep, loop: Callable, around: TraceContext, diff_indices: Diff) -> int:
+def temporary_bytes(step: LoopStep, loop: Callable, context: TraceContext, diff_indices: Diff) -> int:
     """Bytes that XLA reserves on a device for the gradient of a loop, beyond its inputs and outputs."""
     of_steps = lambda aval: _jax.stacked_type(aval, step.length)
     avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
@@ -320,7 +320,7 @@ def temporary_bytes(step: LoopStep, loop: Callable, around: TraceContext, diff_i
         outs, pull = jax.vjp(run, *[leaves[i] for i in floats])
         return outs, pull(cts)
 
-    return around.program(gradient, [*avals, *ct_avals]).cost.temp_bytes
+    return context.program(gradient, [*avals, *ct_avals]).cost.temp_bytes
 
 
 def differentiated_by_all(step: LoopStep) -> BackwardStep:

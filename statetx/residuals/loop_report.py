@@ -175,7 +175,7 @@ def loop_report(
     call = TracedCall("loop_report", fun, args, kwargs, argnums=argnums, traces_numbers=argnums is not None)
     loops: dict[Any, Differentiated] = {}
     for note in _notes(call, may_be_step=argnums is None):
-        loops.setdefault((note.loop, note.diff_indices, note.around.num_examples), note)
+        loops.setdefault((note.loop, note.diff_indices, note.context.num_examples), note)
     return LoopReport(call.name, tuple(row for note in loops.values() for row in _rows(note, compared)))
 
 
@@ -204,7 +204,7 @@ def _notes_in(jaxpr: _jax.Jaxpr) -> list[Differentiated]:
 def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
     step: LoopStep = note.loop.step
     # Steps may use the names of axes.
-    with note.around.bind_axes():
+    with note.context.bind_axes():
         if isinstance(note.loop, online.OnlineLoop):
             yield from _rows_of_while(note, step)
             return
@@ -246,7 +246,7 @@ def _rows_of_while(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
 
 def _facts(note: Differentiated, step: LoopStep, backward: BackwardStep | None = None) -> dict[str, Any]:
     backward = backward or BackwardStep(step, *step.sorted_indices(note.diff_indices))
-    of_all = lambda avals: sum(map(device_bytes, avals)) * note.around.num_examples
+    of_all = lambda avals: sum(map(device_bytes, avals)) * note.context.num_examples
     return {
         "loop": step.name,
         "policy": "-" if step.policy is None else repr(step.policy),
