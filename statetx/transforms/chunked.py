@@ -1,7 +1,7 @@
 """`chunked`: compute a loss in chunks along an axis, so that one chunk of its largest values exists at a time.
 
-The chunks are the parts of a `microbatch` whose batch lies along any axis. A scalar loss is differentiated chunk by
-chunk as it is computed (`statetx._loops.accumulated`), so that no chunk runs twice.
+The chunks are the parts of a `microbatch` whose batch may have any axis. A scalar loss is differentiated chunk by chunk
+in the forward pass (`statetx._loops.accumulated`), so that no chunk runs twice.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def chunked(
     """Compute a loss in chunks along an axis of its arguments, forward and backward, one chunk at a time.
 
     For a cross entropy over a large vocabulary, whose logits are the largest array of a language model: the product
-    with the embedding belongs into `loss`, and the axis is that of the tokens. A scalar loss is differentiated chunk by
-    chunk as it is computed, and the gradients are added up in one buffer: no logits are stored, and none are computed
+    with the embedding belongs into `loss`, and the axis is the tokens'. A scalar loss is differentiated chunk by chunk
+    in the forward pass, and the gradients are added up in one buffer: no logits are stored, and none are computed
     twice.
 
     Args:
-        loss: a function whose outputs are arrays. It is called with chunks of its positional arguments. What it reads
-            in another way (states, keyword arguments, its closure) is whole for every chunk, such as the embedding.
+        loss: a function whose outputs are arrays. It is called with chunks of its positional arguments. States, keyword
+            arguments and its closure are whole for every chunk, such as the embedding.
         axis: the axis of the chunks in every array among the positional arguments; or for each positional argument its
             axis, or None for one that is passed whole.
         size: elements of a chunk along the axis, at most. ``ceil(length / size)`` chunks, whose sizes differ by at most
@@ -53,7 +53,7 @@ def chunked(
             over the true entries of a mask needs ``weight=lambda hidden, labels, mask: mask.sum()``.
         states: from filters to rules for the states that they select, as in `microbatch`.
         interleave: whether a chunk has every n-th element, as in `microbatch`; for an axis that is sharded.
-        accumulate: the dtype in which half-precision sums, means and gradients are added up, as in `microbatch`.
+        accumulate: the dtype for sums of half-precision outputs and gradients, as in `microbatch`.
 
     Returns:
         A function of the same arguments, with the same output to within rounding.

@@ -254,16 +254,16 @@ class _FinalValue(NamedTuple):
 
 
 def _promoted_dtypes(name: str, finals: list[_FinalValue]) -> list[Any]:
-    """Dtype to which the branches promote each leaf of a written state; None if their dtypes are equal.
+    """Promoted dtype of each leaf of a written state over the branches; None if their dtypes are equal.
 
     Raises:
         CarryTypeError: the branches end with different types that do not promote.
     """
     first = finals[0].partition
-    for other in finals[1:]:
-        part = other.partition
+    for final in finals[1:]:
+        part = final.partition
         if (part.treedef, part.mask, part.static) != (first.treedef, first.mask, first.static):
-            raise _type_mismatch(name, [finals[0], other])
+            raise _type_mismatch(name, [finals[0], final])
 
     dtypes = []
     for n in range(first.num_dynamic):
@@ -277,7 +277,7 @@ def _promoted_dtypes(name: str, finals: list[_FinalValue]) -> list[Any]:
 
 
 def _promoted_dtype(finals: Sequence[_FinalValue], leaf: int) -> Any:
-    """The dtype to which one leaf promotes over all branches; None if there is none, or the shapes differ."""
+    """The promoted dtype of one leaf over all branches; None without one, or if the shapes differ."""
     avals = [x.avals[leaf] for x in finals]
     if all(a.shape == avals[0].shape and a.dtype == avals[0].dtype for a in avals):
         return avals[0].dtype
@@ -290,7 +290,7 @@ def _promoted_dtype(finals: Sequence[_FinalValue], leaf: int) -> Any:
 
 
 def _type_mismatch(name: str, pair: Sequence[_FinalValue], n: int | None = None) -> CarryTypeError:
-    """The error for two branches, at least one of which writes, that differ in leaf `n` or, if None, in the
+    """The error for two branches, one of them or both with a write, that differ in leaf `n` or, if None, in the
     structure.
     """
     a, b = sorted(pair, key=lambda final: final.effect is not None)

@@ -278,8 +278,7 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
 
         Args:
             values: a dict from `values`, or the new values from a call.
-            args: the function's arguments, which tell the models that the paths begin at. Without them the states are
-                those of the last call.
+            args: the function's arguments, which tell the models that the paths begin at. By default the last call's.
 
         Raises:
             StateAccessError: a path that the function does not have.
@@ -333,7 +332,7 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
                 f"The first argument of a functionalized {name_of(self.__wrapped__)} must be the dict from "
                 f".values(*args), got {type(values).__name__}."
             )
-        # A path such as "model.w" means the state of this call's model, not that of an earlier call's.
+        # A path such as "model.w" means the state of this call's model, not of an earlier call's.
         leaves = jax.tree.leaves((args, kwargs), is_leaf=_states.is_opaque)
         if not (self._states_by_path.keys() >= values.keys() and not any(map(has_parts, leaves))):
             self._states_by_path |= Paths(self.__wrapped__, args, kwargs).items()

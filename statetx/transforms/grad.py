@@ -57,8 +57,8 @@ First = Literal[0] | None
 
 
 class Gradient(Protocol[P, G_co]):
-    """The type of ``grad(fun)`` and of ``value_and_grad(fun)``: gradients are as the first argument, those of numbers
-    arrays.
+    """The type of ``grad(fun)`` and of ``value_and_grad(fun)``: gradients are as the first argument, with arrays for
+    numbers.
 
     Only Any, the type of an argument without annotation, is a Never.
     """
@@ -237,7 +237,7 @@ class Derivative(Wrapper):
 
     Attributes:
         of_jax: JAX's transform.
-        frame_name: the name of the frames in which the function runs, for messages.
+        frame_name: the name of the function's frames, for messages.
         argnums: as the user gave it, or its default.
     """
 
@@ -300,7 +300,7 @@ class Derivative(Wrapper):
         return result, run.finish(leaves), combine, structure
 
     def check_output(self, out: PyTree) -> None:
-        """Raise for an output for which JAX's error would not name the function."""
+        """Raise for an output if JAX's error would not name the function."""
         raise NotImplementedError
 
     def split_leaves(self, result: Any) -> tuple[Any, list]:

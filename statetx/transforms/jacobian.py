@@ -247,10 +247,10 @@ class Jacfwd(Derivative, made_by=jacfwd):
     def check_output(self, out: PyTree) -> None:
         # States, and integers, have errors of their own.
         leaves = jax.tree.leaves(out)
-        others = [x for x in leaves if not is_array_or_number(x) and _states.kind_of(x) is None]
+        opaque = [x for x in leaves if not is_array_or_number(x) and _states.kind_of(x) is None]
         flags = [x for x in leaves if is_array_or_number(x) and jnp.issubdtype(jnp.result_type(x), bool)]
-        if others or flags or (not leaves and self.of_jax is jax.jacrev):
-            got = type_str((others or flags)[0]) if leaves else "no output"
+        if opaque or flags or (not leaves and self.of_jax is jax.jacrev):
+            got = type_str((opaque or flags)[0]) if leaves else "no output"
             raise FunctionError(
                 f"{self.frame_name}({name_of(self.__wrapped__)}) requires outputs that are numbers, but got {got}.\n"
                 f"Fix: return numbers, and anything else as auxiliary data, with has_aux=True."

@@ -81,7 +81,7 @@ def map(
     check_whole("map", "batch_size", batch_size, 1)
     # As in `jax.lax.map`: the elements that fill no batch are one smaller batch at the end.
     lengths = {len(x) for x in jax.tree.leaves(xs)}
-    if len(lengths) != 1:  # the scan says what is wrong
+    if len(lengths) != 1:  # the scan raises the error
         return loop(f, xs)
     (length,) = lengths
     num_batched = length // batch_size * batch_size

@@ -1,4 +1,4 @@
-"""`microbatch`: run a function on the parts of a batch, one after the other, and reduce what it returns.
+"""`microbatch`: run a function on the parts of a batch, one after the other, and reduce its outputs.
 
 The function is staged once for each size of a part. Its outputs are accumulated as the loop goes, so that a gradient
 function needs the memory of one part and of one gradient. A loss, too, has a gradient of that kind: see
@@ -62,16 +62,16 @@ def microbatch(
     """Split a batch into parts, run a function on one part after the other, and take the mean of its outputs.
 
     Also called gradient accumulation. For functions that return gradients, and for losses: the gradients of a loss in
-    parts (``jax.grad``, `grad`) are accumulated, too, and no part is computed again. The memory is that of one part,
-    and of one set of gradients.
+    parts (``jax.grad``, `grad`) are accumulated, too, and no part is computed again. The memory is one part's, and one
+    set of gradients.
 
     Args:
         fun: a function whose outputs are arrays: ``statetx.value_and_grad(loss)``, ``jax.grad(loss)``, a loss, an
             evaluation.
         num: the number of parts. Sizes differ by one where it does not divide the batch; each part counts with its size
             in a mean. ``"fit"``, the default with `budget`: the fewest parts whose compiled program keeps the budget.
-            What was compiled to choose it is stored on disk (`STATETX_CACHE`): the second run of a script only stages
-            these programs.
+            The measurements of the compiled candidates are stored on disk (`STATETX_CACHE`): the second run of a
+            script only stages these programs.
         budget: bytes, such as ``"2GiB"``, or ``"device"``: for arguments, outputs and temporaries of the function as
             compiled alone, with its gradient if it is a loss.
         argnums: positions of the arguments that hold the batch along the first axis of their arrays. By default all,
@@ -80,10 +80,10 @@ def microbatch(
         argnames: the same by name.
         states: from filters to rules for the states that they select. Filters are tried in order.
 
-            - `Carry`, the default for states that `fun` writes: as a loop would leave it. Each part reads what the
-              previous part wrote.
-            - `Mean`, `First`, `Last`: each part reads the value from before the call; the mean of what the parts wrote,
-              or what one part wrote, remains.
+            - `Carry`, the default for states that `fun` writes: as a loop would leave it. Each part reads the previous
+              part's value.
+            - `Mean`, `First`, `Last`: each part reads the value from before the call; the mean of the parts' values, or
+              one part's value, remains.
             - `Split`, for random states: each part has a key of its own, and the state advances once. `Broadcast`: all
               parts share the draws.
             - an axis: the state has a value for each example along it; a part reads and writes the values of its own
@@ -96,9 +96,9 @@ def microbatch(
             0 is left out; the mean is 0 if all are.
         interleave: whether a part has every ``num``-th example in place of consecutive ones. A batch that is sharded
             along its first axis stays on its devices then. By default only if the batch is known to be sharded so.
-        accumulate: the dtype in which sums and means, and gradients of a loss in parts, are added up where their own
-            has fewer bits: bfloat16, float16 and float8. They are rounded to their own once, after the last part. None
-            adds them up in their own.
+        accumulate: the dtype for sums, means and gradients of a loss in parts where their own has fewer bits: bfloat16,
+            float16 and float8. They are rounded to their own once, after the last part. None adds them up in their
+            own.
         target: the device that `budget` is for, if not this machine's: see `statetx.Target`.
 
     Returns:
@@ -183,7 +183,7 @@ class Microbatch(Partwise, made_by=microbatch):
         self._num = _check_num(self._options["num"], self._budget)
         argnums, argnames = self._options["argnums"], self._options["argnames"]
         self._batch = BatchArguments("microbatch", fun, argnums, argnames, functools.partial(_diff_argnums, fun))
-        self._fits = Programs(_MAX_FITS)  # what was chosen for the budget, by what the choice depends on
+        self._fits = Programs(_MAX_FITS)  # the choices for the budget
 
     def batch_of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
         return self._batch.of(args, kwargs)
@@ -200,7 +200,7 @@ class Microbatch(Partwise, made_by=microbatch):
 
     def _fit(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         batch = self.batch_of(args, kwargs)
-        # A flag, or what a state holds, may change the program as types of arguments do.
+        # A flag, or the value of a state, may change the program as types of arguments do.
         touched = trace_states(self.__wrapped__)(*args, **kwargs)
         values = [_states.kind_of_state(row.state).read(row.state) for row in touched if not row.created]
         arrays, part = partition((args, kwargs, values), is_argument)
@@ -355,9 +355,9 @@ class _PartwiseCall:
         there are such.
         """
         out = staged.outs[1]
-        given = self.options["reduce"]
-        reduce = "mean" if given is None else given
-        if given is None and out.treedef == ARRAY.treedef and staged.out_avals[0].shape:
+        reduction = self.options["reduce"]
+        reduce = "mean" if reduction is None else reduction
+        if reduction is None and out.treedef == ARRAY.treedef and staged.out_avals[0].shape:
             raise StateValueError(
                 f"{self.name} is for a loss, and {name_of(self.fun)} returns {type_str(staged.out_avals[0])} for a "
                 f"part, not a number.\n"
@@ -369,7 +369,7 @@ class _PartwiseCall:
             reductions = jax.tree.leaves(jax.tree.broadcast(reduce, skeleton))
         except ValueError as e:
             raise StateValueError(
-                f"{self.name}: reduce={brief(given)} is not a tree prefix of the output, "
+                f"{self.name}: reduce={brief(reduction)} is not a tree prefix of the output, "
                 f"{jax.tree.structure(skeleton)}.\n"
                 f'Fix: give a word for each part of the output, as in reduce=(("mean", "concat"), "mean") for '
                 f"((loss, outputs), gradients)."
@@ -380,11 +380,11 @@ class _PartwiseCall:
                     f'{self.name}: reduce="concat" is for outputs with a value for each example, and an output of a '
                     f'part is {type_str(aval)}.\nFix: reduce="stack" for one value for each part, or "mean", "sum".'
                 )
-        for how, aval, other in zip(reductions, staged.out_avals, larger or staged.out_avals, strict=True):
-            if how != "concat" and aval.shape != other.shape:
+        for how, aval, larger_aval in zip(reductions, staged.out_avals, larger or staged.out_avals, strict=True):
+            if how != "concat" and aval.shape != larger_aval.shape:
                 raise StateValueError(
                     f"{self.name}: {self.num} parts of {self.batch.size} examples are not equal, and an output is "
-                    f"{type_str(other)} for the larger ones and {type_str(aval)} for the others; reduce={how!r} "
+                    f"{type_str(larger_aval)} for the larger ones and {type_str(aval)} for the others; reduce={how!r} "
                     f"needs equal shapes.\n"
                     f'Fix: reduce="concat" for outputs with a value for each example, or a number of parts that '
                     f"divides the batch."

@@ -97,8 +97,8 @@ def remat(
             ``jax.checkpoint_policies``, the name of either, or any callable policy as in JAX. A callable must be
             hashable and always give the same answer: as in ``jax.checkpoint``, its answer may be cached. Or a plan for
             the whole function: a `statetx.Plan`, or ``"fit:2GiB"`` to make a plan for a budget.
-        inputs_stored_as: the format in which to store the arguments between forward and backward pass: ``"bits"``, if
-            all are 0 or 1 (spikes, masks), ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``; see
+        inputs_stored_as: the format of the stored arguments between forward and backward pass: ``"bits"``, if all are
+            0 or 1 (spikes, masks), ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``; see
             `Policy.stored_as`. Or a tuple prefix of the (non-static) arguments with a format or None for each. None
             stores them unchanged.
         prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. A bool, or
@@ -187,8 +187,8 @@ class Remat(Wrapper, made_by=remat):
             raise TypeError(f"remat: methods= is for classes, but {name_of(fun)} is a {type(fun).__name__}.")
         return _remat_object(fun, options) if is_object(fun) else as_decorator(cls, fun, options)
 
-    def __init__(self, fun: Callable, **given: Any):
-        super().__init__(fun, **given)
+    def __init__(self, fun: Callable, **options_given: Any):
+        super().__init__(fun, **options_given)
         options = self._options
         self._policy = as_policy(options["policy"])
         self._inputs_stored_as = check_formats(options["inputs_stored_as"])
@@ -374,8 +374,8 @@ class _OperandOrigins:
 
 
 class _OwnValues:
-    """Gives each state a value of its own, as it has in the program that a plan was made for: JAX would make one
-    operand of an array in two states.
+    """Gives each state a value of its own, as in a plan's program: JAX would make one operand of an array in two
+    states.
     """
 
     def __init__(self) -> None:
@@ -384,13 +384,13 @@ class _OwnValues:
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
         leaves, part = partition(value)
-        own = list(leaves)
+        copies = list(leaves)
         with _jax.in_trace(self._trace):
             for n, x in enumerate(leaves):
                 if id(x) in self._read:
-                    own[n] = jnp.copy(x)
+                    copies[n] = jnp.copy(x)
                 self._read[id(x)] = x
-        return value if all(map(operator.is_, own, leaves)) else part.combine(own)
+        return value if all(map(operator.is_, copies, leaves)) else part.combine(copies)
 
 
 def _remat_class(cls: type, methods: Names, options: dict[str, Any]) -> type:

@@ -185,8 +185,8 @@ def _rules(layers: Any, **options: Any) -> dict[Filter, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Checked:
-    """A filter of which `remat_scan` has checked the path globs, so that `scan` need not. A copy of the loop copies it,
-    and the states in it.
+    """A filter with path globs that `remat_scan` has checked, so that `scan` need not. A copy of the loop copies it,
+    with the states in it.
     """
 
     filter: Filter

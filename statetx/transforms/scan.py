@@ -202,7 +202,7 @@ def _as_number(argument: str, value: Any) -> int:
 
 
 def _resolve_length(
-    xs: Sequence[Any], names: Callable[[], list[str]], length: int | None, rules: Rules, others: Sequence[Any]
+    xs: Sequence[Any], names: Callable[[], list[str]], length: int | None, rules: Rules, objects: Sequence[Any]
 ) -> int:
     if length is not None:
         _check_known("length", length)
@@ -212,7 +212,7 @@ def _resolve_length(
                 f"Fix: several arrays are one argument, a pytree: statetx.scan(body, init, (xs, ys))."
             )
         length = _as_number("length", length)
-    found = common_length(
+    size = common_length(
         "scan",
         xs,
         [0] * len(xs),
@@ -221,15 +221,15 @@ def _resolve_length(
         differing="give arrays of equal length, and close over the others in the body",
         option=None if length is None else ("length", length),
     )
-    if found is None:
-        found = rules.size_of_mapped(*others)
-    if found is None:
+    if size is None:
+        size = rules.size_of_mapped(*objects)
+    if size is None:
         raise ValueError(
             "scan: give length=, or xs with at least one array.\n"
             "Fix: xs comes third, after the first carry: statetx.scan(body, init, xs). A body "
             "without a carry is for statetx.map(f, xs)."
         )
-    return found
+    return size
 
 
 class ScanLoop:
@@ -250,8 +250,8 @@ class ScanLoop:
         self._length = length
         self._num_carry = num_carry
         states = sort_states(body, rules, "Carry, or give an axis to stack its writes along")
-        self._broadcast, self._carried, self._split, self._mapped, others = states
-        self._repeated = [i for i, _ in others]  # random states with the same draws in every step
+        self._broadcast, self._carried, self._split, self._mapped, states_by_rule = states
+        self._repeated = [i for i, _ in states_by_rule]  # random states with the same draws in every step
         self._stacked = [(i, axis) for i, axis in self._mapped if id(i.state) in body.written]
         self._body = self._arrange()
 

@@ -136,7 +136,7 @@ class ShardMap(Wrapper, made_by=shard_map):
 
         def body(tracers: list, state_values: list) -> dict[str, list]:
             frame = frame_for(
-                "shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True, outer_trace=outside
+                "shard_map", fun, on_read=devices.on_read(state_values), frees_cycles=True, outer_trace=enclosing
             )
             out = frame.run(call, fun, args_part.combine(tracers), {})
             _frames.refuse_created(frame.effects, call_name)
@@ -146,7 +146,7 @@ class ShardMap(Wrapper, made_by=shard_map):
             devices.add_effects(frame.effects, groups)
             return groups.pack()
 
-        outside = _jax.current_trace()
+        enclosing = _jax.current_trace()
         groups = OutputGroups([_REPLICATED, *out_specs, *(spec for _, spec in self._rules)])
         in_specs = (specs, devices.state_specs)
         _jax.name_function(body, "shard_map", place_of(fun), [*names, *devices.names()])
@@ -255,7 +255,7 @@ class _Devices:
 
 
 class _SpecChecks:
-    """Checks of specs and of devices, whose errors name what the user wrote: JAX sees other arguments than the user's.
+    """Checks of specs and of devices, whose errors name the user's arguments: JAX sees others.
 
     Args:
         name: the call, for messages.
@@ -310,9 +310,9 @@ class _SpecChecks:
         if not isinstance(x, jax.Array) or isinstance(x, _jax.Tracer) or not isinstance(self._mesh, jax.sharding.Mesh):
             return
         if x.committed and x.sharding.device_set != set(self._mesh.devices.flat):
-            held, wanted = sorted(d.id for d in x.sharding.device_set), [d.id for d in self._mesh.devices.flat]
+            held, needed = sorted(d.id for d in x.sharding.device_set), [d.id for d in self._mesh.devices.flat]
             raise ValueError(
-                f"{self._name}: {name()} is committed to the devices {held}, and the mesh has the devices {wanted}.\n"
+                f"{self._name}: {name()} is committed to the devices {held}, and the mesh has the devices {needed}.\n"
                 f"Fix: place it on the mesh, by jax.device_put(x, jax.NamedSharding(mesh, {spec}))."
             )
 

@@ -53,7 +53,7 @@ def stack(
         layers share already is left unchanged.
 
     State:
-        Writes the states of the first layer; those of the other layers are only read.
+        Writes the states of the first layer; the other layers' are only read.
 
     Raises:
         StateValueError: the layers differ in structure, in the type of a state's value, or in a plain attribute, which
@@ -286,8 +286,8 @@ def _annotate(stacked: Sequence[Any], values: Sequence[PyTree], axis: int, chang
 def _stack_values(values: list[PyTree], path: str, axis: int) -> PyTree:
     partitions = [partition(value, is_array_or_number) for value in values]
     leaves, part = partitions[0]
-    for i, (other_leaves, other) in enumerate(partitions[1:], 1):
-        is_same_structure = other.treedef == part.treedef and other.mask == part.mask and other.static == part.static
+    for i, (other_leaves, second) in enumerate(partitions[1:], 1):
+        is_same_structure = second.treedef == part.treedef and second.mask == part.mask and second.static == part.static
         if not is_same_structure or any(_type(a) != _type(b) for a, b in zip(leaves, other_leaves, strict=True)):
             raise StateValueError(
                 f"stack: the layers' states {path!r} differ in type: layer 0 has {tree_type_str(values[0])}, layer {i} "
@@ -315,13 +315,13 @@ _LABELS = frozenset({"name", "_name"})  # may differ: they identify a layer
 _INERT = (type(threading.Lock()), type(threading.RLock()))  # hold no data that a layer could compute with
 
 
-def _check_alike(first: Any, other: Any, which: str) -> dict[int, Any]:
+def _check_alike(first: Any, second: Any, which: str) -> dict[int, Any]:
     """Raise if two layers differ in anything but states; returns the other's state by id of the first's."""
     partners: dict[int, Any] = {}
     path_of_partner: dict[int, str] = {}  # from id of the other's state to its path
     seen: set[tuple[int, int]] = set()
     alive: list[Any] = []  # objects made on access must outlive the comparison, since Python reuses their ids
-    pending = [("", first, other)]
+    pending = [("", first, second)]
     while pending:
         path, a, b = pending.pop()
         is_label = path.rpartition(".")[2] in _LABELS

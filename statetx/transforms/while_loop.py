@@ -207,7 +207,7 @@ def fori_loop(
         if _jax.is_jit_disabled():
             first = part.combine([jnp.asarray(x) for x in carry])
             return eager.fori_loop(range(lower, upper), body_fun, first, strategy and strategy.truncation)
-    # A counter of traced bounds has the dtype to which both promote.
+    # A counter of traced bounds has their promoted dtype.
     start = lower if is_static else jnp.asarray(lower + 0 * upper)
 
     def step(i: Any, *xs: Any) -> tuple[Any, Any]:

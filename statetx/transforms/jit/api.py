@@ -152,8 +152,8 @@ def jit(
 class Jit(Wrapper[P, R], made_by=jit):
     """A compiled function; made by `jit`."""
 
-    def __init__(self, fun: Callable, **given: Any):
-        super().__init__(fun, **given)
+    def __init__(self, fun: Callable, **options_given: Any):
+        super().__init__(fun, **options_given)
         options = self._options
         if not isinstance(options["compiler_options"], (Mapping, NoneType)):
             raise TypeError(
@@ -215,7 +215,7 @@ class Jit(Wrapper[P, R], made_by=jit):
     def _stage(self, call: Call, tried: Sequence[StagedProgram], *, is_run: bool = True) -> StagedProgram:
         program = StagedProgram(self, call, tried)
         created = program.created
-        # A call that is only inspected, or within another trace, such as that of a report, says nothing of later ones.
+        # A call that is only inspected, or within another trace, such as a report's, says nothing of later ones.
         if is_run and created.is_second and _frames.is_idle():
             earlier = [p.created for p in tried if p.created.is_awaiting() and p.is_for(call)]
             self.cache.say_second(self._name(), created, earlier)
@@ -335,7 +335,7 @@ class Compiled(_Stage):
     """A program compiled ahead of time; as ``jax.stages.Compiled``.
 
     A call with arguments of the compiled types reads and writes states as the jitted function does, and never compiles.
-    If the function creates states, the first two calls run its Python, as those of the jitted function.
+    If the function creates states, the first two calls run its Python, as with the jitted function.
     """
 
     @functools.cached_property

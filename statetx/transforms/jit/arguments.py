@@ -1,7 +1,7 @@
 """`CallReader`: turns the arguments of a call of a jitted function into one value, a `Call`.
 
-A `Call` has the arrays, split into kept and donated ones, and the key by which programs are looked up: the structure
-and types of the arguments, the static ones, and the modes of the libraries of states.
+A `Call` has the arrays, split into kept and donated ones, and the key to look up programs: the structure and types of
+the arguments, the static ones, and the modes of the libraries of states.
 """
 
 from __future__ import annotations

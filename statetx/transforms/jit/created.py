@@ -7,7 +7,7 @@ One rule decides (decision 16):
     If a staging has created states that live on, the next call stages once more, and the program of that staging is
     kept.
 
-The second staging finds the states of the first call where the third would find those of the second. So the kept
+The second staging finds the states of the first call where the third would find the second's. So the kept
 program reads and writes *places*, attributes and items of objects: a state that the staging replaced at a place is read
 from its successor there (`PlacesOfObjects.successors`), and a call puts the created states back where others have
 replaced them (`CreatedStates.stores`).
@@ -73,7 +73,7 @@ class Place:
         return self._is_item and isinstance(owner, list) and self._name >= len(owner)
 
     def stores(self) -> list[Store]:
-        """Put the object back, unless it is there or nobody can look at the place any more."""
+        """Put the object back, unless it is in place or nobody can look at the place any more."""
         owner = self._owner()
         if owner is None or self.is_in_place():
             return []
@@ -133,11 +133,11 @@ def _states_in(obj: Any) -> dict[int, Any]:
 
 
 class PlacesOfObjects:
-    """The places that a call of a function may change, with what they hold before it.
+    """The places that a call of a function may change, with their contents before it.
 
     Attributes:
         changed: the places that hold a created state after the call, and did not before.
-        successors: by id, for a state that the call has replaced at its place, the state that is there now.
+        successors: by id, for a state that the call has replaced at its place, the new state.
         moved: states of earlier calls that took the place of another one.
     """
 
@@ -151,22 +151,22 @@ class PlacesOfObjects:
         self.moved: list[Any] = []
 
     def compare(self, created: dict[int, Any]) -> None:
-        """Find what the call has changed; `created` are the states that it made, by id."""
+        """Find the places that the call has changed; `created` are the states that it made, by id."""
         changes = [(place, old) for place, old in self._changes() if place.states]
         seen: set[int] = set()
         pairs = [pair for place, old in changes for pair in self._pairs(old, place.obj, seen)]
         self.successors = {id(old): new for old, new in pairs if id(new) in created}
-        moved = [(old, new) for old, new in pairs if id(new) in self.successors]
-        self.successors = {id(old): new for old, new in moved} | self.successors
-        self.moved = [new for _, new in moved]
+        moved_pairs = [(old, new) for old, new in pairs if id(new) in self.successors]
+        self.successors = {id(old): new for old, new in moved_pairs} | self.successors
+        self.moved = [new for _, new in moved_pairs]
         current = created.keys() | map(id, self.moved)
         self.changed = [place for place, _ in changes if place.states.keys() & current]
 
     def _changes(self) -> Iterator[tuple[Place, Any]]:
         """The places that hold another object than before, which comes second."""
-        for owner, read, before in self._owners:
+        for owner, read, old_contents in self._owners:
             for name, new in read().items():
-                old = before.get(name, _NONE)
+                old = old_contents.get(name, _NONE)
                 if new is not old:
                     yield Place(owner, name, new, is_item=read.func is not _attributes), old
 
@@ -182,8 +182,8 @@ class PlacesOfObjects:
                 yield old, new
                 continue
             for owner, read in _readers(new):
-                before = self._before.get(id(old), {}) if owner is new else {}
-                pending += [(before[name], x) for name, x in read().items() if name in before]
+                old_contents = self._before.get(id(old), {}) if owner is new else {}
+                pending += [(old_contents[name], x) for name, x in read().items() if name in old_contents]
 
 
 # -- of one program -------------------------------------------------------------------------------------------
@@ -278,8 +278,8 @@ class CreatedStates:
         self.states = [(e.state, e.kind) for e in effects if e.created]
         if self.states:
             state, kind = self.states[0]
-            others = f" and {len(self.states) - 1} more" * (len(self.states) > 1)
-            self.summary = f"{type(state).__name__} (at {kind.site_of(state)}){others}"
+            more = f" and {len(self.states) - 1} more" * (len(self.states) > 1)
+            self.summary = f"{type(state).__name__} (at {kind.site_of(state)}){more}"
         places: dict[int, list[Place]] = {}
         for place in self._places.values():
             for key in place.states:
@@ -289,8 +289,8 @@ class CreatedStates:
         self._check(ids | {id(i.state) for i in inputs})
 
     def _check(self, ids: set[int]) -> None:
-        found = [_placed_by_id.get(key) for key in ids]
-        self._read = [placed for placed in found if placed is not None and placed.is_in_place()]
+        placed_states = [_placed_by_id.get(key) for key in ids]
+        self._read = [placed for placed in placed_states if placed is not None and placed.is_in_place()]
 
     def successor(self, state: Any) -> Any:
         """The state that later calls read in place of one that the staged call has read."""

@@ -127,7 +127,7 @@ class StagedProgram:
         out_part = self.outcome.out
         acceptance = self._acceptance
 
-        # JAX calls `inner` again for other types or settings, for which the staged equations may be wrong: raise
+        # JAX calls `inner` again for other types or settings: the staged equations may be wrong then, so raise
         # `Restage`.
         def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[PyTree, list]:
             values = [*kept, *donated]
@@ -153,7 +153,7 @@ class StagedProgram:
         output_shardings = self._shardings.out_shardings
         shardings = {} if output_shardings is None else {"out_shardings": (None, output_shardings)}
 
-        # Programs of a function that creates states differ in these states only. They share what JAX compiles.
+        # Programs of a function that creates states differ in these states only. They share the compiled program.
         self._body = Body(jaxpr, operands)
         self._signature = (
             operand_tree,
@@ -459,9 +459,9 @@ def _is_deleted(value: PyTree) -> bool:
     return any(isinstance(x, _jax.ArrayImpl) and x.is_deleted() for x in jax.tree.leaves(value))
 
 
-def _copy_aliased(donated: list, others: PyTree) -> list:
+def _copy_aliased(donated: list, operands: PyTree) -> list:
     """The arrays to be donated; copies of those that are also another operand: JAX must not donate an aliased array."""
-    seen = {id(x) for x in jax.tree.leaves(others)}
+    seen = {id(x) for x in jax.tree.leaves(operands)}
 
     def copy_if_aliased(x: Any) -> Any:
         if id(x) in seen and isinstance(x, jax.Array):
