@@ -1,9 +1,13 @@
-"""Counters of runs and compilations, markers, and features of the installed JAX."""
+"""Counters of runs and compilations, comparisons, programs as the planner reads them, and features of the installed
+JAX.
+"""
 
 import contextlib
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 REMAT3 = getattr(jax.config, "jax_remat3", False)  # not every JAX has it
@@ -49,6 +53,36 @@ def equations(jaxpr):
         yield eqn
         for inner in jex_core.jaxprs_in_params(eqn.params):
             yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def temp_bytes(fun, *args):
+    """Temporary bytes of the jitted function."""
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def assert_near(found, expected, rtol=1e-5):
+    """Trees of arrays are equal up to a fraction of their entries and of the largest of each array."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
+
+
+def assert_same_gradients(planned, plain, *args, rtol=1e-5):
+    assert_near(planned(*args), plain(*args), rtol)
+
+
+def staged(fun, *args):
+    """The equations of a function as the planner reads them."""
+    from statetx._equations.structure import Body
+    from statetx.planner._program.flat import flatten
+
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    return flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr)
+
+
+def flat(fun, *args):
+    from statetx.planner._program.flat import Flat
+
+    return Flat(staged(fun, *args))
 
 
 def in_turn(cases, num=2):

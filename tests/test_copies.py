@@ -5,11 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from helpers import decided
+from helpers import decided, flat
 from statetx import _jax
-from statetx._equations.structure import Body
 from statetx._lift.context import TraceContext
-from statetx.planner._program import flat as _parts
 from statetx.planner._search.capture import Recorded
 from statetx.planner._search.lattice import Lattice, cost_of
 from statetx.planner._search.layout import Analysis
@@ -32,11 +30,6 @@ def residual(ws, x):
     for a, b in ws:
         x = x + jnp.cos(x @ a) @ b
     return (x**2).mean()
-
-
-def flat(fun, *args):
-    jaxpr = jax.make_jaxpr(fun)(*args)
-    return _parts.Flat(_parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr))
 
 
 def names(program, variables):

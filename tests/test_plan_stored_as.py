@@ -15,13 +15,11 @@ import pytest
 from jax import lax
 
 import statetx
-from helpers import decided
+from helpers import decided, flat
 from statetx import _jax
-from statetx._equations.structure import Body
 from statetx._loops.strategy import Lengths, Slots
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
-from statetx.planner._program import flat as _parts
 from statetx.planner._program.values import KEEP, InFormat
 from statetx.planner._search.layout import Analysis, front_of
 from statetx.planner._treatments import UNPLANNED, rewrite
@@ -67,11 +65,6 @@ def masked(ws, x):
     return (x**2).mean()
 
 
-def flat(fun, *args):
-    jaxpr = jax.make_jaxpr(fun)(*args)
-    return _parts.Flat(_parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr))
-
-
 def gradient_of(fun, *args):
     return jax.jit(jax.grad(fun)).lower(*args).compile()
 
@@ -114,8 +107,9 @@ def test_what_bits_take_is_what_remat_takes_with_them():
         return (x.mean(0) ** 2).sum()
 
     declared = statetx.remat(layer, inputs_stored_as=("bits", None))
-    by_hand = gradient_of(lambda ws, x: loss(declared, ws, x), WS, SPIKES).memory_analysis().temp_size_in_bytes
-    assert spiking_planner().ends()[0] <= 1.02 * by_hand
+    ws = WS[:3]
+    by_hand = gradient_of(lambda ws, x: loss(declared, ws, x), ws, SPIKES).memory_analysis().temp_size_in_bytes
+    assert planner(spiking, ws, SPIKES).ends()[0] <= 1.02 * by_hand
 
 
 @pytest.mark.slow
@@ -239,11 +233,12 @@ def dropped(ws, x):
     return (x**2).mean()
 
 
-def test_plans_under_strict_promotion():
+@pytest.mark.parametrize("num", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_plans_under_strict_promotion(num):
     with jax.numpy_dtype_promotion("strict"):
-        plan = planner(dropped, FEW, X).plan(0.8)
-        assert any("as bits" in line for line in plan.groups)
-        assert_equal(dropped, plan.apply(dropped), FEW, X)
+        plan = planner(dropped, WS[:num], X).plan(0.8)
+        assert num == 2 or any("as bits" in line for line in plan.groups)
+        assert_equal(dropped, plan.apply(dropped), WS[:num], X)
 
 
 # -- formats that round ----------------------------------------------------------------------------------------------
@@ -427,6 +422,7 @@ def test_small_leaves_are_no_choice():
     assert all(planner(fun, W, CURRENTS).plan(fraction).loops[0].count("as bits") == 0 for fraction in (0.3, 0.6))
 
 
+@pytest.mark.slow
 def test_a_stored_plan_of_a_loop_stores_the_same(tmp_path):
     plan = delayed_planner().plan(int(1.15 * delayed_planner(()).ends()[0]))
     plan.save(tmp_path / "plan.json")

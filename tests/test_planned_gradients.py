@@ -2,18 +2,15 @@
 values.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import grad as bound_grad
 
 import statetx
+from helpers import assert_near, temp_bytes
 from statetx import _jax
-from statetx._remat.override import rewritten_by
 from statetx.planner._search.capture import capture
 
 D = 32
@@ -48,11 +45,6 @@ FEW = WS[:2]
 def total_bytes(fun, *args):
     memory = jax.jit(fun).lower(*args).compile().memory_analysis()
     return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-
-
-def assert_same(planned, plain, rtol=1e-5):
-    for a, b in zip(jax.tree.leaves(planned), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
 
 
 # -- which gradients are seen ----------------------------------------------------------------------------------------
@@ -115,8 +107,8 @@ def test_planned_step_keeps_the_budget_and_its_values(step):
     assert plan.is_step and plan.extra_flops > 0
     assert total_bytes(plan.apply(step), FEW, X) == plan.total_bytes <= plan.budget_bytes
     assert plan.budget_bytes == pytest.approx(0.8 * plan.unplanned_total_bytes, abs=2)
-    assert_same(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
-    assert_same(plan.apply(step)(FEW, X), step(FEW, X))  # in eager code too
+    assert_near(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
+    assert_near(plan.apply(step)(FEW, X), jax.jit(step)(FEW, X))  # in eager code too
 
 
 def test_auxiliary_output_has_no_cotangent():
@@ -164,9 +156,9 @@ def test_small_gradients_are_left_alone():
 
     captured = capture(step, (FEW, X), {}, None)
     assert len(captured.gradients) == len(captured.ignored) == 1
-    plan = statetx.plan(step, FEW, X, budget=0.8)
+    plan = statetx.plan(step, FEW, X, budget=0.8, time_limit=0)
     assert plan.extra_flops > 0
-    assert_same(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
+    assert_near(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
 
 
 def test_written_state_in_a_gradient_of_jax_still_leaks():
@@ -203,7 +195,7 @@ def test_states_of_a_planned_step_are_written_once():
         optimizer.update(grads)
         return value
 
-    plan = statetx.plan(step, X, budget=0.85)
+    plan = statetx.plan(step, X, budget=0.85, time_limit=0)
     assert plan.extra_flops > 0 and calls.value == 0
     planned = plan.apply(step)
     first, second = planned(X), planned(X)
@@ -212,7 +204,7 @@ def test_states_of_a_planned_step_are_written_once():
 
 # -- several gradients -----------------------------------------------------------------------------------------------
 
-GENERATOR, CRITIC = weights(1, 2), weights(2, 1)
+GENERATOR, CRITIC = weights(1, 1), weights(2, 1)
 
 
 def critic_loss(critic, generator, z, x):
@@ -236,7 +228,7 @@ def test_two_networks_share_the_budget_of_the_step():
     assert len(captured.gradients) == 2
     plan = statetx.plan(adversarial, *args, budget=0.65)
     assert total_bytes(plan.apply(adversarial), *args) == plan.total_bytes <= plan.budget_bytes
-    assert_same(jax.jit(plan.apply(adversarial))(*args), jax.jit(adversarial)(*args))
+    assert_near(jax.jit(plan.apply(adversarial))(*args), jax.jit(adversarial)(*args))
 
     # Both gradients are rematerialized: neither alone takes the step that far.
     for program in plan._fields["programs"]:
@@ -272,7 +264,7 @@ def test_flax_with_optax():
     plan = statetx.plan(step, *args, budget=0.9)
     assert plan.extra_flops > 0
     assert total_bytes(plan.apply(step), *args) == plan.total_bytes <= plan.budget_bytes
-    assert_same(jax.jit(plan.apply(step))(*args), jax.jit(step)(*args))
+    assert_near(jax.jit(plan.apply(step))(*args), jax.jit(step)(*args))
 
 
 def test_flax_gradient_of_a_module():
@@ -291,10 +283,6 @@ def test_flax_gradient_of_a_module():
 # -- a budget around gradients ---------------------------------------------------------------------------------------
 
 
-def temp_bytes(fun, *args):
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
 @statetx.remat(policy="fit")
 def first_half(ws, x):
     return network(ws, x)
@@ -306,34 +294,35 @@ def second_half(ws, x):
 
 
 def halves(ws, x):
-    return (second_half(ws[2:], first_half(ws[:2], x)) ** 2).mean()
+    return (second_half(ws[1:], first_half(ws[:1], x)) ** 2).mean()
 
 
 def test_functions_share_a_budget():
-    budget = int(0.7 * temp_bytes(jax.grad(loss), WS, X))
+    budget = int(0.7 * temp_bytes(jax.grad(loss), FEW, X))
 
     @statetx.budget(budget)
     def step(ws, x):
         return jax.grad(halves)(ws, x)
 
-    assert temp_bytes(step, WS, X) <= budget
-    assert_same(jax.jit(step)(WS, X), jax.jit(jax.grad(loss))(WS, X))
+    assert temp_bytes(step, FEW, X) <= budget
+    assert_near(jax.jit(step)(FEW, X), jax.jit(jax.grad(loss))(FEW, X))
 
     # Each with the whole budget to itself, the halves take more together.
     half = lambda: statetx.remat(network, policy=f"fit:{budget // 1024}KiB")
-    alone = lambda ws, x: (half()(ws[2:], half()(ws[:2], x)) ** 2).mean()
-    assert temp_bytes(jax.grad(alone), WS, X) > budget
+    alone = lambda ws, x: (half()(ws[1:], half()(ws[:1], x)) ** 2).mean()
+    assert temp_bytes(jax.grad(alone), FEW, X) > budget
 
 
 def test_budget_is_that_of_the_block_and_thread():
+    traced = lambda: jax.eval_shape(jax.grad(halves), FEW, X)
     with pytest.raises(statetx.PolicyError, match=r"no statetx.budget\(...\) is around the gradient"):
-        jax.grad(halves)(WS, X)
+        traced()
     with statetx.budget("1GiB"):
-        jax.grad(halves)(WS, X)
+        traced()
     with pytest.raises(statetx.PolicyError):
-        jax.jit(jax.grad(halves))(WS, X)
+        traced()
     with statetx.budget("1KiB"), pytest.raises(statetx.PlanError, match="keeps the budget of 1.0 KiB"):
-        jax.grad(halves)(WS, X)
+        traced()
     with pytest.raises(statetx.PlanError, match="is not a size"), statetx.budget("fast"):
         pass
 
@@ -346,11 +335,11 @@ def test_jitted_function_is_traced_again_under_a_budget():
         traces.append(None)
         return jax.grad(loss)(ws, x)
 
-    gradient(WS, X)
+    gradient(FEW, X)
     for _ in range(2):
         with statetx.budget("1GiB"):
-            gradient(WS, X)
-    gradient(WS, X)
+            gradient(FEW, X)
+    gradient(FEW, X)
     assert len(traces) == 2
 
 
@@ -361,4 +350,3 @@ def test_nothing_is_rewritten_outside_of_a_block():
         pass
     assert str(step(WS, X)) == before
     assert not _jax.in_backward_pass()
-    assert functools.partial(rewritten_by) is not None

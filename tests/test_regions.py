@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx._equations.structure import Body
+from helpers import flat
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program import cuts as _cuts
-from statetx.planner._program import flat as _parts
 from statetx.planner._search.lattice import Lattice
 from statetx.planner._search.layout import Analysis
 from statetx.planner._treatments.treatment import Settings
@@ -32,11 +31,6 @@ def loss(ws, x, block=block):
     for w in ws:
         x = block(w, x)
     return (x**2).mean()
-
-
-def flat(fun, *args):
-    jaxpr = jax.make_jaxpr(fun)(*args)
-    return _parts.Flat(_parts.flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr))
 
 
 def lattice(program, diff_indices=(0,), formats=()):
@@ -114,7 +108,17 @@ def test_periods_also_begin_behind_the_product():
     assert late.count == 5, "the first product is in no period"
 
 
-@pytest.mark.parametrize("is_marked", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_cheapest_regions_in_little_memory_begin_with_activations():
+    fun, ws, x = layers(6)
+    program = flat(fun, ws, x)
+    choices = [family.choose(7 * x.nbytes) for family in lattice(program, range(len(ws))).families]
+    layout, _ = min((c for c in choices if c is not None), key=lambda c: sum(option.cost for option in c[1]))
+    starts = [program.jaxpr.eqns[region.start].primitive.name for region in layout.regions]
+    assert "sin" in starts[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_marked", [False, True])
 def test_plans_begin_regions_with_activations(is_marked):
     """A region of n layers that begins with the activation runs n - 1 products again, one that begins with the product
     all n.

@@ -10,13 +10,14 @@ import optax
 import pytest
 
 import statetx
+from helpers import temp_bytes
 from statetx._equations.compiled import Cost
 from statetx.planner import Planner
 from statetx.planner._program import flat as _parts
 from statetx.planner._search import candidates as _shorter
 from statetx.planner._search.capture import capture
 
-LAYERS = 14
+LAYERS = 12
 X = jnp.ones((64, 16))
 WS = [jnp.eye(16) * (1 + 0.01 * i) for i in range(LAYERS)]
 ADAM = optax.adam(1e-3)
@@ -53,10 +54,6 @@ def flat(fun, *args):
     return _parts.Flat(capture(fun, args, {}, 0).gradients[0].flat)
 
 
-def temp_bytes(fun, *args):
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
 @pytest.mark.parametrize(
     "fun, gradient",
     [(loss, jax.value_and_grad(loss)), pytest.param(step, step, marks=pytest.mark.slow)],
@@ -68,11 +65,7 @@ def test_memory_is_extrapolated_to_the_byte(long, fun, gradient):
     assert plan.unplanned_flops == statetx.measure(gradient, WS, X, gradient=False).flops
     assert "no remat" not in [name for name, _, _ in plan.measured()]
     assert plan.temp_bytes <= plan.budget_bytes == int(0.6 * plan.unplanned_bytes)
-
-
-def test_candidates_predicted_to_take_too_much_are_not_compiled(long):
-    plan = statetx.plan(loss, WS, X, budget=0.4, of="temporaries", argnums=0)
-    assert plan.temp_bytes <= plan.budget_bytes and len(plan.measured()) <= 12
+    assert len(plan.measured()) <= 12, "candidates predicted to take too much are not compiled"
 
 
 def test_layers_left_out_take_no_memory_in_a_step(long):
@@ -100,7 +93,7 @@ def test_baseline_that_may_fit_is_compiled(long):
 
 
 def test_long_baseline_without_equal_periods_is_compiled_near_the_budget_only(long):
-    planner = Planner(skipping, WS, X, of="temporaries", argnums=0)
+    planner = Planner(skipping, WS[:7], X, of="temporaries", argnums=0)
     candidates, peak = planner._search.candidates, planner._search.candidates.baseline_peak
     for part in (0.4, 0.6):  # of the memory by the model; others are compiled from a quarter on
         with contextlib.suppress(statetx.PlanError):
