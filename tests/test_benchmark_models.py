@@ -73,12 +73,14 @@ _SLOW = {
     "LSTM seq2seq (flax.linen)",
     "LoRA (flax.nnx)",
     "gradient accumulation (equinox)",
+    "diffusion U-Net",
+    "flash attention, bfloat16",
+    "EI network (brainstate)",
+    "state space, S5",
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW or n == "diffusion U-Net")) for n in SMALL]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in SMALL])
 def test_model_has_finite_gradients_with_marked_blocks_and_without(harness, name):
     make = harness.MODELS[name]
     model, marked = make(**SMALL[name]), make(statetx.remat, **SMALL[name])
@@ -96,7 +98,11 @@ def test_model_has_finite_gradients_with_marked_blocks_and_without(harness, name
 
 
 @pytest.mark.parametrize(
-    "name", ["graph network", pytest.param("GAN (haiku)", marks=pytest.mark.slow), "gradient accumulation (equinox)"]
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW))
+        for n in ("graph network", "GAN (haiku)", "gradient accumulation (equinox)")
+    ],
 )
 def test_step_of_a_model_changes_its_parameters(harness, name):
     model = harness.MODELS[name](**SMALL[name])

@@ -187,7 +187,7 @@ def test_slots_of_the_laws_hold_residuals(make):
 
 
 @pytest.mark.parametrize(
-    "make, nesting", cases(NATIVE, [(remat,), (remat, grad), (remat, scan, grad, jit)], [(remat,)])
+    "make, nesting", in_turn(cases(NATIVE, [(remat,), (remat, grad), (remat, scan, grad, jit)], [(remat,)]))
 )
 def test_law_in_float32(make, nesting):
     check_law(make, nesting, 1, tolerance=1e-4)
@@ -197,7 +197,7 @@ def test_law_in_float32(make, nesting):
 CHECKED: list[Nesting] = [(remat, jit), (remat, scan, grad, jit)]
 
 
-@pytest.mark.parametrize("make, nesting", cases(NATIVE, CHECKED, [(remat, jit)]))
+@pytest.mark.parametrize("make, nesting", in_turn(cases(NATIVE, CHECKED, [(remat, jit)]), 3))
 def test_law_under_the_checks_of_jax(make, nesting):
     with jax.enable_checks(True):
         check_law(make, nesting, 1, tolerance=1e-4)

@@ -424,7 +424,7 @@ def long_named(x):
     return [
         statetx.memory_profile(loss, x),
         statetx.memory_report(loss, x),
-        statetx.explain_oom(loss, x, limit="64KiB"),
+        statetx.explain_oom(loss, x, limit="64KiB", time_limit=0),
         statetx.loop_report(loss, x),
         statetx.trace_states(loss)(x),
     ]

@@ -204,12 +204,12 @@ def loop_in_a_stage(layer, scan):
     [
         pytest.param(layers_in_a_loop, "remat", marks=pytest.mark.slow),
         (layers_in_a_plain_loop, "remat"),
-        (layers_in_a_stage, "remat"),
+        pytest.param(layers_in_a_stage, "remat", marks=pytest.mark.slow),
         (loop_in_a_stage, "slots"),
     ],
 )
 def test_changes_inside_of_loops_and_rematerialized_functions_take_what_they_take_by_hand(make, action):
-    args = [jnp.eye(32)] * 5, jax.ShapeDtypeStruct((512, 32), F32)
+    args = [jnp.eye(32)] * 3, jax.ShapeDtypeStruct((512, 32), F32)
     by_hand = make(layer, functools.partial(statetx.scan, checkpoint=policies.Slots(8)))
     if action == "remat":
         by_hand = make(statetx.remat(layer), statetx.scan)
