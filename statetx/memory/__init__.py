@@ -1,1 +1,1 @@
-"""The memory of a compiled program, buffer by buffer: what is alive at the peak, who made it, and what to change."""
+"""The memory of a compiled program, buffer by buffer: live buffers at the peak, their owners, and changes to save."""

@@ -1,8 +1,8 @@
 """Changes of the program that would lower the peak, with the bytes that each would save.
 
-A change shortens the lifetimes of some buffers. What it saves is predicted from the timeline: the peak now, less the
-peak of the timeline without the buffers in the steps in which the changed program would not hold them. The prediction
-leaves out that XLA may fuse and place the changed program otherwise.
+A change shortens the lifetimes of some buffers. Its saving is predicted from the timeline: the present peak, less the
+peak of the timeline with the shorter lifetimes. The prediction leaves out that XLA may fuse and place the changed
+program otherwise.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _NUM_PARTS = 8  # of a value that is computed in parts
 
 
 class AdvisedTimeline(Timeline):
-    """A timeline and what would lower its peak: what the views show."""
+    """A timeline with changes that would lower its peak, for the views."""
 
     @functools.cached_property
     def changes(self) -> tuple[Change, ...]:
         """The changes that are worth it, the largest saving first; of two with the same target the better one."""
-        found = (c.change for c in candidates(self))
-        return tuple(sorted(found, key=lambda c: (-c.saved_bytes, c.action, c.target)))
+        changes = (c.change for c in candidates(self))
+        return tuple(sorted(changes, key=lambda c: (-c.saved_bytes, c.action, c.target)))
 
     @functools.cached_property
     def at_peak(self) -> tuple[Group, ...]:
@@ -79,26 +79,26 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
         _rows,
     ]
     least = min(_LEAST_SHARE * profile.peak_bytes, max(missing, 1))
-    found = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
+    advised = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
     if to_try:
         at_peak = set(profile.alive(profile.peak_step))
         held = lambda c: sum(b.num_bytes for b in c.buffers & at_peak)
-        edits = {c.edit for c in found}
-        others = [
+        edits = {c.edit for c in advised}
+        unadvised = [
             *_remat(profile),
             *_stacked(profile),
             *_stacked_bits(profile),
             *bodies(profile, "recomputed"),
             *checkpoints(profile, "recomputed"),
         ]
-        others = [c for c in others if c.edit not in edits]
-        others = sorted((c for c in others if held(c) >= _MUCH * profile.peak_bytes), key=held, reverse=True)
-        unpredicted = [c._replace(change=c.change._replace(saved_bytes=0)) for c in others[:_MOST_TRIED]]
-        return [*found, *unpredicted, *in_parts(profile, _NUM_PARTS)]
+        unadvised = [c for c in unadvised if c.edit not in edits]
+        unadvised = sorted((c for c in unadvised if held(c) >= _MUCH * profile.peak_bytes), key=held, reverse=True)
+        unpredicted = [c._replace(change=c.change._replace(saved_bytes=0)) for c in unadvised[:_MOST_TRIED]]
+        return [*advised, *unpredicted, *in_parts(profile, _NUM_PARTS)]
     # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where
     # no other change does a quarter of it.
-    most = max((c.change.saved_bytes for c in found), default=0)
-    return found + [c for c in in_parts(profile, _NUM_PARTS) if c.change.saved_bytes >= max(4 * most, least)]
+    most = max((c.change.saved_bytes for c in advised), default=0)
+    return advised + [c for c in in_parts(profile, _NUM_PARTS) if c.change.saved_bytes >= max(4 * most, least)]
 
 
 # -- arguments and constants -----------------------------------------------------------------------------------------
@@ -119,13 +119,13 @@ def _donations(profile: Timeline) -> Iterable[ChangeCandidate]:
         if free[b.type] and not any(o.allocation == b.allocation for o in profile.buffers if o.kind == "output"):
             free[b.type].pop()
             taken["states" if b.kind == "state" else argument_of(b.owner)].append(b)
-    for target, found in taken.items():
+    for target, buffers in taken.items():
         how = "donate_states=True" if target == "states" else f"donate_argnames={target!r}"
         what = "the states that the step writes" if target == "states" else f"the argument {target}"
         text = f"Donate {what}: statetx.jit(step, {how}). An output takes their memory."
-        num_bytes = sum(b.num_bytes for b in found)
-        edit = Donate(frozenset(b.owner for b in found))
-        yield ChangeCandidate(Change("donate", target, text, num_bytes), frozenset(found), edit)
+        num_bytes = sum(b.num_bytes for b in buffers)
+        edit = Donate(frozenset(b.owner for b in buffers))
+        yield ChangeCandidate(Change("donate", target, text, num_bytes), frozenset(buffers), edit)
 
 
 def argument_of(path: str) -> str:
@@ -159,13 +159,13 @@ def _remat(profile: Timeline) -> Iterable[ChangeCandidate]:
     backward pass only.
     """
     history = _History(profile)
-    known: set[frozenset[Buffer]] = set()
+    proposed: set[frozenset[Buffer]] = set()
     for function in _functions(profile, (b.start for b in history.kept)):
         calls = Calls(profile, function)
         freed, gaps = history.freed(function, calls)
-        if frozenset(freed) in known:  # a function that does nothing but call another one, in a loop perhaps
+        if frozenset(freed) in proposed:  # a function that does nothing but call another one, in a loop perhaps
             continue
-        known.add(frozenset(freed))
+        proposed.add(frozenset(freed))
         saved = saving(profile, gaps)
         times = f" ({calls.num} calls)" if calls.num > 1 else ""
         if saves := _saved_by_policy(profile, freed):
@@ -189,10 +189,10 @@ def _stacked(profile: Timeline) -> Iterable[ChangeCandidate]:
     for b in profile.buffers:
         if b.stacked is not None and b.kind in ("residual", "recomputed"):
             by_function[b.function].append(b)
-    for function, found in by_function.items():
-        loop, file = found[0].stacked, found[0].source.rpartition(":")[0]
+    for function, buffers in by_function.items():
+        loop, file = buffers[0].stacked, buffers[0].source.rpartition(":")[0]
         text = f"Rematerialize {function} with @statetx.remat{_at(function, file)}, in the {loop}."
-        yield ChangeCandidate(Change("remat", function, text, 0), frozenset(found), Rematerialize(function))
+        yield ChangeCandidate(Change("remat", function, text, 0), frozenset(buffers), Rematerialize(function))
 
 
 def _at(function: str, file: str) -> str:
@@ -212,7 +212,7 @@ def _is_freed_already(profile: Timeline, b: Buffer, function: str) -> bool:
 
 
 def _saved_by_policy(profile: Timeline, freed: Sequence[Buffer]) -> list[Buffer]:
-    """The results that policies save, if they are most of what is freed at the peak; empty if they are not.
+    """The results that policies save, if they are most of the bytes freed at the peak; else empty.
 
     The counters of a rematerialized function have its region, too: a few bytes are no reason to change a policy.
     """
@@ -229,15 +229,15 @@ def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
     for each after its last read in the forward pass.
     """
     bits, history = _bits_kept(profile), _History(profile)
-    known: set[frozenset[Buffer]] = set()
+    proposed: set[frozenset[Buffer]] = set()
     for function in _functions(profile, {r for b in bits for r in b.readers}):
         calls = Calls(profile, function)
-        found = frozenset(b for b in bits if any(calls.of(r) not in (None, calls.of(b.start)) for r in b.readers))
-        if not found or found in known:
+        inputs = frozenset(b for b in bits if any(calls.of(r) not in (None, calls.of(b.start)) for r in b.readers))
+        if not inputs or inputs in proposed:
             continue
-        known.add(found)
+        proposed.add(inputs)
         freed, gaps = history.freed(function, calls)
-        for b in found:
+        for b in inputs:
             backward = [r for r in b.readers if is_backward(profile, r, b)]
             forward = [r for r in b.readers if r < min(backward, default=0)]
             if backward:
@@ -247,13 +247,13 @@ def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
             if backward and forward and any(profile.steps[r].is_recomputed for r in backward):
                 # A region that stores bits runs as a whole, so that nothing of it is reserved before.
                 gaps.append(Gap(b.start, min(forward) - 1, b.num_bytes))
-        readers = (profile.steps[r] for b in found for r in b.readers)
+        readers = (profile.steps[r] for b in inputs for r in b.readers)
         file = next((f.file for step in readers for f in step.frames if f.function == function), "")
-        yield from _storing_bits(function, file, found, saving(profile, gaps), freed, calls.num)
+        yield from _storing_bits(function, file, inputs, saving(profile, gaps), freed, calls.num)
 
 
 def _stacked_bits(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """Propose it for functions in the body of a loop, which stacks what they keep: which of them reads the zeros and
+    """Propose it for functions in the body of a loop, which stacks their residuals: which of them reads the zeros and
     ones is not known.
     """
     by_function: dict[str, list[Buffer]] = defaultdict(list)
@@ -261,8 +261,8 @@ def _stacked_bits(profile: Timeline) -> Iterable[ChangeCandidate]:
         if b.stacked is not None:
             for function in {b.function, *profile.steps[b.start].stack}:
                 by_function[function].append(b)
-    for function, found in by_function.items():
-        yield from _storing_bits(function, found[0].source.rpartition(":")[0], found, 0)
+    for function, buffers in by_function.items():
+        yield from _storing_bits(function, buffers[0].source.rpartition(":")[0], buffers, 0)
 
 
 def _bits_kept(profile: Timeline) -> list[Buffer]:
@@ -270,38 +270,38 @@ def _bits_kept(profile: Timeline) -> list[Buffer]:
 
 
 def _storing_bits(
-    function: str, file: str, found: Iterable[Buffer], saved: int, freed: Iterable[Buffer] = (), num_calls: int = 1
+    function: str, file: str, buffers: Iterable[Buffer], saved: int, freed: Iterable[Buffer] = (), num_calls: int = 1
 ) -> Iterable[ChangeCandidate]:
     if module_with_method(function, file) is not None:  # `flax.linen.remat` stores no bits
         return
-    times, types = f" ({num_calls} calls)" if num_calls > 1 else "", ", ".join(sorted({b.type for b in found}))
+    times, types = f" ({num_calls} calls)" if num_calls > 1 else "", ", ".join(sorted({b.type for b in buffers}))
     text = (
         f"Store the zeros and ones that {function}{times} takes ({types}) as bits: "
         f"@statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
     )
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
-    yield ChangeCandidate(Change("bits", function, text, saved), frozenset([*found, *freed]), StoreBits(function))
+    yield ChangeCandidate(Change("bits", function, text, saved), frozenset([*buffers, *freed]), StoreBits(function))
 
 
 def _most_ended(buffers: Sequence[Buffer]) -> int:
-    """The step by which nine tenths of the bytes are not alive any more.
+    """The step at which at most a tenth of the bytes is still alive.
 
     XLA fuses small chains of derivatives into much later steps, which the barrier around a rematerialized function
     prevents.
     """
-    left = sum(b.num_bytes for b in buffers) / 10
+    remaining_bytes = sum(b.num_bytes for b in buffers) / 10
     for b in sorted(buffers, key=lambda b: -b.end):
-        left -= b.num_bytes
-        if left <= 0:
+        remaining_bytes -= b.num_bytes
+        if remaining_bytes <= 0:
             return b.end
     return buffers[0].end
 
 
 class _History:
-    """Operands from which each buffer of a program is computed.
+    """Operands of each buffer of a program.
 
     Attributes:
-        kept: what a change of the user's may shorten: residuals, and what regions compute again; no stacks of loops.
+        kept: buffers that a change of the user's may shorten: residuals and recomputed values; no stacks of loops.
     """
 
     def __init__(self, profile: Timeline):
@@ -311,7 +311,7 @@ class _History:
         for b in profile.buffers:
             for r in b.readers:
                 self._read_at[r].append(b)
-        # What XLA itself computes again has no region.
+        # Values that XLA itself recomputes have no region.
         is_kept = lambda b: b.kind == "residual" or (b.kind == "recomputed" and b.region)
         self.kept = [b for b in profile.buffers if is_kept(b) and b.stacked is None]
 
@@ -325,26 +325,25 @@ class _History:
                 by_call[call].append(b)
         freed: list[Buffer] = []
         gaps: list[Gap] = []
-        for inside in by_call.values():
-            backward = [r for b in inside for r in b.readers if is_backward(profile, r, b)]
+        for residuals in by_call.values():
+            backward = [r for b in residuals for r in b.readers if is_backward(profile, r, b)]
             if not backward:
                 continue
-            begin, end = min(backward), _most_ended(inside)
-            for b in inside:
+            begin, end = min(backward), _most_ended(residuals)
+            for b in residuals:
                 last = max([b.start, *(r for r in b.readers if r < begin)])
                 gaps.append(Gap(last + 1, b.end, b.num_bytes))
                 freed.append(b)
-            # Of a loop, all is computed again before the first derivative, and XLA keeps what it fuses in one
-            # repetition alone.
-            num_bytes = sum(b.num_bytes for b in inside)
-            gaps.append(Gap(begin, end, -(num_bytes if calls.has_loop else self.recomputed_bytes(inside, function))))
+            # A loop is computed again as a whole before the first derivative, and XLA fuses within one repetition only.
+            num_bytes = sum(b.num_bytes for b in residuals)
+            gaps.append(Gap(begin, end, -(num_bytes if calls.has_loop else self.recomputed_bytes(residuals, function))))
         return freed, gaps
 
     def recomputed_bytes(self, residuals: Sequence[Buffer], function: str) -> int:
         """Bytes that the backward pass of a call holds of these, if it computes them again.
 
-        XLA fuses what it computes elementwise into the operation that reads it. So memory is taken by the results of
-        other operations, and by values that other operations read.
+        XLA fuses elementwise operations into the reading one. So memory is taken by the results of other operations,
+        and by values that other operations read.
         """
         held: set[Buffer] = set()
         for b in residuals:
@@ -355,7 +354,7 @@ class _History:
         return min(sum(b.num_bytes for b in held), sum(b.num_bytes for b in residuals))
 
     def _add_sources(self, b: Buffer, function: str, held: set[Buffer], seen: set[Buffer]) -> None:
-        """Add the results of operations that XLA does not fuse, from which `b` is computed elementwise."""
+        """Add the sources of `b` behind its elementwise operations: results of operations that XLA does not fuse."""
         if b in seen or function not in self.steps[b.start].stack:
             return
         seen.add(b)
@@ -368,9 +367,7 @@ class _History:
 
 
 def _is_fused(primitive: str) -> bool:
-    """Whether XLA computes it inside the operation that reads it. What has no row of its own is such an operation of
-    the compiler.
-    """
+    """Whether XLA computes it inside the operation that reads it. Its own operations have no primitive, and are so."""
     return primitive == "" or primitive in FUSED
 
 
@@ -381,14 +378,14 @@ def _functions(profile: Timeline, steps: Iterable[int]) -> list[str]:
         for n, function in enumerate(reversed(profile.steps[step].stack)):
             depth[function] = max(depth.get(function, 0), n)
     stacks = [set(s.stack) for s in profile.steps if s.stack]
-    whole = set.intersection(*stacks) if stacks else set()  # the profiled function and its callers
-    return sorted((f for f in depth if f not in whole), key=lambda f: (-depth[f], f))
+    outermost = set.intersection(*stacks) if stacks else set()  # the profiled function and its callers
+    return sorted((f for f in depth if f not in outermost), key=lambda f: (-depth[f], f))
 
 
 def _leaves(profile: Timeline, b: Buffer, calls: Calls) -> bool:
     """Whether other calls or functions read it in the forward pass: then it stays, as their input."""
-    own = calls.of(b.start)
-    return any(calls.of(r) != own for r in b.readers if not is_backward(profile, r, b))
+    own_call = calls.of(b.start)
+    return any(calls.of(r) != own_call for r in b.readers if not is_backward(profile, r, b))
 
 
 # -- values in parts
@@ -410,8 +407,8 @@ def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
             or b.stacked is not None
         ):
             continue
-        same = [x for x in profile.buffers if (x.type, x.kind, x.function) == (b.type, b.kind, b.function)]
-        gaps = [Gap(x.start, x.end, x.num_bytes - x.num_bytes // _NUM_PARTS) for x in same]
+        alike = [x for x in profile.buffers if (x.type, x.kind, x.function) == (b.type, b.kind, b.function)]
+        gaps = [Gap(x.start, x.end, x.num_bytes - x.num_bytes // _NUM_PARTS) for x in alike]
         where = b.function or b.owner
         condition = f"{where} computes each of the {size:,} entries along axis 0 of {b.type} independently"
         text = (
@@ -419,7 +416,7 @@ def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
             f"batch_size={-(-size // _NUM_PARTS)})."
         )
         change = Change("microbatch", where, text, saving(profile, gaps), condition)
-        yield ChangeCandidate(change, frozenset(same), Predicted("only you know whether its rows are independent"))
+        yield ChangeCandidate(change, frozenset(alike), Predicted("only you know whether its rows are independent"))
 
 
 def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
@@ -428,7 +425,7 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
     """
     if not any(step.phase == "backward" for step in profile.steps):
         return
-    # What nothing reads is working memory of a library, which does not grow with the batch.
+    # A buffer without readers is working memory of a library, which does not grow with the batch.
     temporary = [b for b in profile.buffers if b.kind in ("residual", "recomputed", "working memory") and b.readers]
     shapes = {b: shape_of(b.type) for b in profile.buffers}
     leading = _leading_axes(profile)
@@ -441,16 +438,16 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
     # nearly all is the batch.
     num_bytes = {size: sum(b.num_bytes for b in scaling(size)) for size in leading}
     size = max((n for n in leading if num_bytes[n] >= 0.9 * max(num_bytes.values())), default=0)
-    found = scaling(size) if size else []
-    if not found:
+    buffers = scaling(size) if size else []
+    if not buffers:
         return
     num = next((n for n in range(num, size + 1) if size % n == 0), 0)
     if not num:
         return
-    gaps = [Gap(b.start, b.end, b.num_bytes - b.num_bytes // num) for b in found]
+    gaps = [Gap(b.start, b.end, b.num_bytes - b.num_bytes // num) for b in buffers]
     # Gradients are added up from the first part on. As outputs they have their memory for the whole time already.
     inputs = {b.type for b in profile.buffers if b.kind in ("state", "argument")}
-    gradients = [b for b in temporary if b.phase == "backward" and b.type in inputs and b not in set(found)]
+    gradients = [b for b in temporary if b.phase == "backward" and b.type in inputs and b not in set(buffers)]
     gaps += [Gap(0, b.start - 1, -b.num_bytes) for b in gradients]
     condition = f"axis 0 of {', '.join(leading[size])} holds {size:,} independent examples (not steps in time)"
     text = (
@@ -459,14 +456,14 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
     )
     change = Change("microbatch", "batch", text, saving(profile, gaps), condition)
     edit = InParts(frozenset(leading[size]), size, num)
-    yield ChangeCandidate(change, frozenset(found), edit, lambda: next(iter(in_parts(profile, 2 * num)), None))
+    yield ChangeCandidate(change, frozenset(buffers), edit, lambda: next(iter(in_parts(profile, 2 * num)), None))
 
 
 def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
     """The arguments by the size of their first axis, if that may be an axis of examples.
 
-    An axis as long as a loop is probably what a scan runs over: time, or layers. An argument with a gradient or an
-    update of its type is probably a parameter.
+    An axis as long as a loop is probably a scan's: time, or layers. An argument with a gradient or an update of its
+    type is probably a parameter.
     """
     is_update = lambda b: b.kind == "output" and b.phase != "forward" and not profile.gradient
     updated = {b.type for b in profile.buffers if is_update(b)}

@@ -77,8 +77,8 @@ class Assembly:
         return next(iter(self.names.loops(instruction)), None)
 
     def buffers(self) -> tuple[Buffer, ...]:
-        found = [x for x in lifetimes(self.program, self.schedule, self.flow) if x.num_bytes]
-        buffers = [*(self._buffer(group) for group in self._merged(found)), *self._fused_constants()]
+        nonempty = [x for x in lifetimes(self.program, self.schedule, self.flow) if x.num_bytes]
+        buffers = [*(self._buffer(group) for group in self._merged(nonempty)), *self._fused_constants()]
         return tuple(sorted(buffers, key=lambda b: (b.start, -b.num_bytes, b.name)))
 
     def _fused_constants(self) -> Iterator[Buffer]:
@@ -87,8 +87,8 @@ class Assembly:
         """
         last, place = len(self.schedule.order) - 1, 0
         for fusion in self.schedule.order:
-            inside = self.program.computations[fusion.called[0]].instructions if fusion.opcode == "fusion" else ()
-            for constant in inside:
+            instructions = self.program.computations[fusion.called[0]].instructions if fusion.opcode == "fusion" else ()
+            for constant in instructions:
                 if constant.opcode != "constant":
                     continue
                 num_bytes = -(-math.prod(shape_of(constant.type)) * bits_of(constant.type) // 8)
@@ -103,12 +103,12 @@ class Assembly:
 
     # -- one buffer from the values that are the same array, at the places of a loop's carry or a branch's result
 
-    def _merged(self, found: Iterable[Lifetime]) -> list[list[Lifetime]]:
+    def _merged(self, all_lifetimes: Iterable[Lifetime]) -> list[list[Lifetime]]:
         """Values of one carry or result in one place of memory, if there is no gap between their lifetimes."""
-        same = self._same_array()
+        leaders = self._same_array()
         by_place: dict[tuple, list[Lifetime]] = defaultdict(list)
-        for x in found:
-            by_place[x.allocation, x.offset, x.num_bytes, same.get(x.value, x.value)].append(x)
+        for x in all_lifetimes:
+            by_place[x.allocation, x.offset, x.num_bytes, leaders.get(x.value, x.value)].append(x)
         groups = []
         for members in by_place.values():
             members.sort(key=lambda x: x.start)
@@ -123,7 +123,7 @@ class Assembly:
         return groups
 
     def _same_array(self) -> dict[int, int]:
-        """Map each value that flows through a loop or branch to one value that stands for all of them."""
+        """Map each value that flows through a loop or branch to one representative of them."""
         leader: dict[int, int] = {}
 
         def find(v: int) -> int:
@@ -180,7 +180,7 @@ class Assembly:
         )
 
     def _of_slice(self, slice_: Instruction, stack: Origin) -> Origin:
-        """The origin of what a loop stacks: of the operation that computes a slice, or the loop's carry."""
+        """The origin of a stack: the operation that computes a slice, or the loop's carry."""
         while slice_.opcode in ("copy", "bitcast") and slice_.operands:
             slice_ = self.program.instructions[slice_.operands[0]]
         slice_ = self.names.element(slice_)
@@ -257,17 +257,17 @@ class Assembly:
         function reads.
         """
         instruction = self.program.instructions[number]
-        if found := common_parent(self._inputs_read(instruction)):
-            return found
+        if module := common_parent(self._inputs_read(instruction)):
+            return module
         if depth == 6 or instruction.opcode in ("parameter", "while", "conditional"):
             return ""
         function = self.names.origin(instruction).function
         # The latest operand first: of a residual connection the layer's result, and not the stream that all layers
         # share.
         for operand in sorted(instruction.operands, key=lambda o: -self.schedule.step.get(o, -1)):
-            other = self.program.instructions[operand]
-            if self.names.origin(other).function in (function, "") and (found := self._module(operand, depth + 1)):
-                return found
+            source = self.program.instructions[operand]
+            if self.names.origin(source).function in (function, "") and (module := self._module(operand, depth + 1)):
+                return module
         return ""
 
     def _inputs_read(self, instruction: Instruction) -> list[str]:

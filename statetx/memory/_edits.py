@@ -1,8 +1,8 @@
-"""Changes as edits of the staged program: what a user would write, as decisions for parts of what is differentiated,
-donation, and parts of a batch.
+"""Changes of the user's code as edits of the staged program: decisions for parts of a derivative, donation, and parts
+of a batch.
 
-An edit is a frozen value. `Trials` compiles a program with some of them. A `ChangeCandidate` has one, and what it saves
-by the timeline of a profile; those of loops are here: a rematerialized body, and strategies that keep fewer carries.
+An edit is a frozen value. `Trials` compiles a program with some of them. A `ChangeCandidate` has one, and its saving by
+the timeline of a profile; the candidates for loops are here: a rematerialized body, and strategies with fewer carries.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Rematerialize(Edit):
     function: str
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
-        found = [i for i in _calls(program.jaxpr, self.function) if _is_allowed(program, i)]
-        return dict.fromkeys(found, _SAVES_NOTHING)
+        intervals = [i for i in _calls(program.jaxpr, self.function) if _is_allowed(program, i)]
+        return dict.fromkeys(intervals, _SAVES_NOTHING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,10 @@ class StoreBits(Edit):
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
         calls = Rematerialize(self.function).decisions(program) or SaveLess(self.function).decisions(program)
         is_bits = reader(program.jaxpr)
-        found = {i: _inputs_as_bits(program.blocks.get(i) or program.part(*i), is_bits) for i in calls}
-        if not any(found.values()):
+        inputs_by_call = {i: _inputs_as_bits(program.blocks.get(i) or program.part(*i), is_bits) for i in calls}
+        if not any(inputs_by_call.values()):
             return {}
-        return {i: Decision(inputs) for i, inputs in found.items()}
+        return {i: Decision(inputs) for i, inputs in inputs_by_call.items()}
 
 
 def _inputs_as_bits(part: Part, is_bits: Callable[[Any], bool]) -> Saved:
@@ -80,11 +80,11 @@ class Checkpoint(Edit):
     strategy: Strategy | None = None
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
-        found = [i for i in program.loops if self._is_at(program.jaxpr.eqns[i])]
+        positions = [i for i in program.loops if self._is_at(program.jaxpr.eqns[i])]
         saved, strategy = (
             (frozenset(), Lengths(self.loop.length or 1)) if self.strategy is None else (None, self.strategy)
         )
-        return dict.fromkeys([(i, i + 1) for i in found], Decision(saved, (CheckpointedLoop(strategy),)))
+        return dict.fromkeys([(i, i + 1) for i in positions], Decision(saved, (CheckpointedLoop(strategy),)))
 
     def _is_at(self, eqn: Any) -> bool:
         file, line, _ = user_line(eqn)
@@ -98,12 +98,12 @@ class SaveLess(Edit):
     function: str
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
-        found = [i for i, eqn in enumerate(program.jaxpr.eqns) if eqn.primitive.name in REMAT and self._is_in(eqn)]
-        return {(i, i + 1): _SAVES_NOTHING for i in found}
+        positions = [i for i, eqn in enumerate(program.jaxpr.eqns) if eqn.primitive.name in REMAT and self._is_in(eqn)]
+        return {(i, i + 1): _SAVES_NOTHING for i in positions}
 
     def _is_in(self, eqn: Any) -> bool:
-        inside = (eqn, *_jax.open_jaxpr(eqn.params["jaxpr"])[0].eqns)
-        names = (call for e in inside for call in calls_of(str(e.source_info.name_stack)))
+        eqns = (eqn, *_jax.open_jaxpr(eqn.params["jaxpr"])[0].eqns)
+        names = (call for e in eqns for call in calls_of(str(e.source_info.name_stack)))
         return any(name.rpartition("~")[0] == self.function for name in names)
 
 
@@ -141,8 +141,8 @@ class InParts(Edit):
 
 
 def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
-    """The equations from the first to the last of each outermost call of a function; without those of gradients inside,
-    which are edited where they are taken.
+    """The equations from the first to the last of each outermost call of a function; gradients inside are left out, and
+    edited where they are taken.
     """
     bounds: dict[tuple[str, ...], list[int]] = {}
     stacks = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
@@ -161,10 +161,10 @@ def _is_allowed(program: Flat, interval: Interval) -> bool:
 
 
 class ChangeCandidate(NamedTuple):
-    """A change, and the buffers that it shortens. Candidates are listed by what they cost in time, the cheapest first.
+    """A change, and the buffers that it shortens. Candidates are listed by their cost in time, the cheapest first.
 
     Attributes:
-        edit: the change of the staged program, with which it is tried.
+        edit: the change of the staged program, for the trial.
         stronger: makes the same change with a number that saves more; None if there is none.
     """
 
@@ -223,17 +223,17 @@ def with_bodies(candidates: Sequence[ChangeCandidate]) -> list[ChangeCandidate]:
     """Add a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it
     can be tried.
     """
-    found = list(candidates)
+    extended = list(candidates)
     for c in candidates:
         edit = c.edit
-        if isinstance(edit, Checkpoint) and edit.strategy and Checkpoint(edit.loop) not in [x.edit for x in found]:
+        if isinstance(edit, Checkpoint) and edit.strategy and Checkpoint(edit.loop) not in [x.edit for x in extended]:
             change = Change("remat", str(edit.loop), _text_of_body(edit.loop), c.change.saved_bytes - 1)
-            found.append(ChangeCandidate(change, c.buffers, Checkpoint(edit.loop), lambda c=c: c))
-    return found
+            extended.append(ChangeCandidate(change, c.buffers, Checkpoint(edit.loop), lambda c=c: c))
+    return extended
 
 
 def checkpoints(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandidate]:
-    """Checkpoint a loop: some carries are kept, and one step's residuals, or those of an inner loop, are recomputed at
+    """Checkpoint a loop: some carries are kept, and the residuals of one step, or of an inner loop, are recomputed at
     a time.
     """
     for loop, stacks in _stacks(profile, kind).items():

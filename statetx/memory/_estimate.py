@@ -32,7 +32,7 @@ _NOTE = (
 
 
 class _EstimatedValue(NamedTuple):
-    """A value of a jaxpr that has memory of its own, with that of its views.
+    """A value of a jaxpr that has memory of its own, with its views.
 
     Attributes:
         equation: the index of the equation that computes it.
@@ -142,9 +142,7 @@ def _steps(jaxpr: Jaxpr) -> Iterator[Step]:
         file, line, function = user_line(eqn)
         name, source = eqn.primitive.name, f"{file}:{line}" if file else ""
         frames = (_jax.StackFrame(function, file, line, 0),) if file else ()
-        loop = (
-            Loop("scan", eqn.params["length"], source) if name == "scan" else None
-        )  # the step stands for those of its body
+        loop = Loop("scan", eqn.params["length"], source) if name == "scan" else None  # one step for its whole body
         yield Step(name, name, phase, source, loop, frames=frames, calls=calls_of(str(eqn.source_info.name_stack)))
 
 

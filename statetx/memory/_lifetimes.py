@@ -1,6 +1,6 @@
-"""Lifetimes: the first and the last step in which each value of a compiled program is alive.
+"""Lifetimes: the first and the last live step of each value of a compiled program.
 
-The schedule is made flat: what a loop, a conditional or a call runs stands before the instruction that runs it, once. A
+The schedule is made flat: the body of a loop, a conditional or a call comes once, before its instruction. A
 value lives from the step that defines it to the last step that reads it at any of its places: a tuple, a
 get-tuple-element, a loop's carry and the result of a branch are places of the values that they hold, not copies. XLA
 assigns memory by the same rule (``HloLiveRange`` in xla/hlo/utils), so two values that share memory never live at the
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .._jax.buffers import CompiledProgram, Computation, Instruction
 
-# What these return is an operand or part of one; they need no memory and read nothing.
+# These return an operand or part of one; they need no memory and read nothing.
 FORWARDS = {"tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier", "domain", "add-dependency"}
 _CALLS = {"call", "conditional", "while", "async-start"}
 
@@ -32,7 +32,7 @@ class Lifetime(NamedTuple):
 
 
 class FlatSchedule:
-    """The instructions of a program in the order in which they run.
+    """The instructions of a program in order of execution.
 
     Attributes:
         order: all scheduled instructions; those that a loop, call or conditional runs precede it.
@@ -128,7 +128,7 @@ class Flow:
         """
         of, operands = self.places.get, instruction.operands
         match instruction.opcode:
-            case "async-start":  # (operands, results of what it runs, ...)
+            case "async-start":  # (operands, results of its computation, ...)
                 held = {(0, n, *index): v for n, o in enumerate(operands) for index, v in of(o, {}).items()}
                 return held | {(1, *index): v for index, v in of(self._root(instruction.called[0]), {}).items()}
             case "copy-start":  # (copy, operand, ...)
@@ -194,7 +194,7 @@ def _spans(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -> tupl
     read = readers(schedule, flow)
     for value, done in _overwritten(program, schedule, flow):
         read[value] = [n for n in read[value] if n not in done]
-    ends = {value: max(found, default=starts[value]) for value, found in read.items()}
+    ends = {value: max(steps, default=starts[value]) for value, steps in read.items()}
     ends = {value: max(start, ends.get(value, 0)) for value, start in starts.items()}
     for computation, (_, end) in schedule.span.items():
         for values in flow.places[program.computations[computation].root].values():
@@ -231,18 +231,18 @@ def _overwritten(program: CompiledProgram, schedule: FlatSchedule, flow: Flow) -
 
 def readers(schedule: FlatSchedule, flow: Flow) -> dict[int, list[int]]:
     """The steps that read each value."""
-    found: dict[int, list[int]] = defaultdict(list)
+    steps: dict[int, list[int]] = defaultdict(list)
     for instruction in schedule.order:
         if instruction.opcode in FORWARDS - {"get-tuple-element"}:
             continue
-        now = _time_of_use(instruction, schedule)
+        step = _time_of_use(instruction, schedule)
         for operand in instruction.operands:
             for index, values in flow.places.get(operand, {}).items():
                 if instruction.opcode == "get-tuple-element" and index:
                     continue  # it reads the table of pointers only
                 for value in values:
-                    found[value].append(now)
-    return found
+                    steps[value].append(step)
+    return steps
 
 
 def _time_of_use(instruction: Instruction, schedule: FlatSchedule) -> int:

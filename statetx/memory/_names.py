@@ -3,7 +3,7 @@ instruction.
 
 XLA keeps the name stack of the operation, such as
 ``jit(step)/transpose(jvp(Block))/checkpoint/rematted_computation/dot_general``, and the user's stack of functions and
-lines. A fusion has those of its last operation.
+lines. A fusion has its last operation's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ADDED = re.compile(
     r"shard_map|scan|core_call|vmap\(\)|jvp\(\)|transpose\(\)|xla_call|statetx_differentiates_\w+"
 )
 _CALLED = re.compile(r"closed_call|eval_jaxpr")  # the body of a scan; its name is the second one since JAX 0.11.2
-# What XLA itself computes again, on GPUs and TPUs, in a program that would not fit
+# Names of operations that XLA itself recomputes, on GPUs and TPUs, in a program that would not fit
 # (xla/hlo/transforms/simplifiers/hlo_rematerialization.cc).
 AGAIN = re.compile(r"\.remat\d*(\.|$)")
 _CONVERTS = ("bitcast", "reshape", "convert", "copy")
@@ -84,17 +84,17 @@ class InstructionNames:
         """Origin of the operation that computes its result; of its operand or its first reader if it has no name of
         its own.
         """
-        found = self._origins.get(instruction.id)
-        if found is None:
-            found = self._origins[instruction.id] = self._find(instruction)
-        return found
+        origin = self._origins.get(instruction.id)
+        if origin is None:
+            origin = self._origins[instruction.id] = self._find(instruction)
+        return origin
 
     def _find(self, instruction: Instruction) -> Origin:
         named = next(self._named(instruction), None)
         if named is None:
             return NOWHERE._replace(phase=self._phase(instruction, ""))
-        found = _origin(named.op_name, named.frames)
-        region = next((r for r in reversed(found.scopes.split("/")) if r in self._regions), found.region)
+        origin = _origin(named.op_name, named.frames)
+        region = next((r for r in reversed(origin.scopes.split("/")) if r in self._regions), origin.region)
         phase = self._phase(instruction, instruction.op_name or named.op_name)
         if (
             instruction.opcode == "tuple" and not instruction.op_name
@@ -103,19 +103,19 @@ class InstructionNames:
             phase = max((self.origin(i).phase for i in elements), key=get_args(Phase).index)
         is_again = self._is_again(instruction)
         if is_again:
-            phase = "backward"  # the name stack is that of the first computation
-        return found._replace(
+            phase = "backward"  # the name stack is the first computation's
+        return origin._replace(
             region=region,
             phase=phase,
-            is_recomputed=found.is_recomputed or is_again,
-            primitive=self._product(instruction) or _not_copied(instruction, found.primitive),
+            is_recomputed=origin.is_recomputed or is_again,
+            primitive=self._product(instruction) or _not_copied(instruction, origin.primitive),
         )
 
     def _is_again(self, instruction: Instruction) -> bool:
         """Whether XLA itself computes it again for the backward pass.
 
-        What it computes again before the turn is a residual like any other, if the backward pass reads it: often it is
-        only moved.
+        A value recomputed before the turn is a residual like any other, if the backward pass reads it: often it is only
+        moved.
         """
         return self.schedule.step.get(instruction.id, 0) >= self.turn and AGAIN.search(instruction.name) is not None
 
@@ -123,10 +123,10 @@ class InstructionNames:
         """The primitive of a product of matrices or a convolution, which may carry the name of a transposition next to
         it.
         """
-        inside = [instruction]
+        instructions = [instruction]
         if instruction.opcode == "fusion":
-            inside = list(self.program.computations[instruction.called[0]].instructions)
-        return next(filter(None, map(product_of, inside)), "")
+            instructions = list(self.program.computations[instruction.called[0]].instructions)
+        return next(filter(None, map(product_of, instructions)), "")
 
     def _phase(self, instruction: Instruction, op_name: str) -> Phase:
         if "transpose(" in op_name:
@@ -147,8 +147,8 @@ class InstructionNames:
         if instruction.op_name and instruction.frames:
             yield instruction
         if instruction.opcode == "fusion":
-            inside = self.program.computations[instruction.called[0]].instructions
-            yield from (i for i in reversed(inside) if i.op_name and i.frames)
+            instructions = self.program.computations[instruction.called[0]].instructions
+            yield from (i for i in reversed(instructions) if i.op_name and i.frames)
         if instruction.op_name:
             yield instruction
         if depth < 3:
@@ -159,7 +159,7 @@ class InstructionNames:
                     yield from self._named(user, 3)
 
     def _passed_on(self, instruction: Instruction) -> list[Instruction]:
-        """The first operand of an instruction, or of an element of a tuple what the tuple has there."""
+        """The first operand of an instruction; for an element of a tuple, the tuple's operand."""
         operands = [self.program.instructions[i] for i in instruction.operands[:1]]
         if instruction.opcode == "get-tuple-element" and operands[0].opcode == "tuple":
             return [self.program.instructions[operands[0].operands[instruction.index]]]
@@ -170,17 +170,17 @@ class InstructionNames:
         return [self._loop(c) for c in self.schedule.callers(instruction) if c.opcode == "while"]
 
     def _loop(self, instruction: Instruction) -> Loop:
-        found = self._loops.get(instruction.id)
-        if found is None:
+        loop = self._loops.get(instruction.id)
+        if loop is None:
             body = self.program.computations[instruction.called[0]].instructions
             depth = instruction.op_name.count("/while") or 1
             is_scan = any(i.op_name.split("/while/body")[depth:][:1] and _CALLED.search(i.op_name) for i in body)
             _, source = innermost(instruction.frames)
             name = "scan" if is_scan or instruction.trip_count is not None else "while_loop"
-            found = self._loops[instruction.id] = Loop(
+            loop = self._loops[instruction.id] = Loop(
                 name, instruction.trip_count, source, _library(instruction.frames[:1])
             )
-        return found
+        return loop
 
     def stacking(self, instruction: Instruction) -> Instruction | None:
         """Instruction that computes the slice of a stack that this one writes in each step of a loop, if it does."""
@@ -216,8 +216,8 @@ class InstructionNames:
             fusion, index = self.program.instructions[instruction.operands[0]], (instruction.index,)
         if fusion.opcode != "fusion":
             return self._before_conversion(instruction, None, _REARRANGES)
-        found = self._before_conversion(self._result(fusion, index), fusion, _REARRANGES)
-        return instruction if found.computation == fusion.called[0] else found
+        source = self._before_conversion(self._result(fusion, index), fusion, _REARRANGES)
+        return instruction if source.computation == fusion.called[0] else source
 
     def _result(self, fusion: Instruction, index: Sequence[int]) -> Instruction:
         """The instruction inside a fusion that computes its result, or of several the one of this index."""
@@ -245,7 +245,7 @@ class InstructionNames:
         return instruction
 
     def _argument(self, instruction: Instruction) -> Instruction:
-        """Operand that a parameter of a call stands for; anything else unchanged.
+        """Operand of a call behind its parameter; anything else unchanged.
 
         On GPUs a loop's slice that is only copied into a stack is written by an asynchronous call, beside other
         operations.
@@ -272,9 +272,7 @@ class InstructionNames:
 
 
 def stored_as(op_name: str) -> str:
-    """The format in which an operation stores a value in fewer bits (`statetx._jax.store`); "" for any other
-    operation.
-    """
+    """The format of an operation that stores a value in fewer bits (`statetx._jax.store`); "" for any other."""
     match = re.search(r"statetx_encode_(\w+)", op_name)
     return match[1] if match else ""
 
@@ -284,21 +282,21 @@ def _turn(schedule: FlatSchedule) -> tuple[int, int]:
     with most operations.
 
     XLA moves some steps of either pass into the other: zeros that gradients are added to come early, for example. So
-    the turn is where most steps of the forward pass are before it and most of the backward pass behind it. What no
-    gradient differentiates, such as an optimizer, is in neither pass: it would count as a forward pass of its own,
-    longer than that of the model.
+    the turn is where most steps of the forward pass are before it and most of the backward pass behind it. Steps that
+    no gradient differentiates, such as an optimizer's, are in neither pass: they would count as a forward pass of their
+    own, longer than the model's.
     """
     passes = [0 if i.opcode in FORWARDS or i.opcode == "constant" else _pass(i.op_name) for i in schedule.order]
     num = len(passes)
     backward = [n for n, p in enumerate(passes) if p < 0]
     if not backward:
         return num, num
-    before = [0, *itertools.accumulate(passes)]
-    return max(range(num + 1), key=lambda n: (before[n], -n)), backward[-1]
+    sums = [0, *itertools.accumulate(passes)]
+    return max(range(num + 1), key=lambda n: (sums[n], -n)), backward[-1]
 
 
 def _pass(op_name: str) -> int:
-    """-1 in a backward pass, 1 in the forward pass of what is differentiated, 0 elsewhere."""
+    """-1 in a backward pass, 1 in the forward pass of a derivative, 0 elsewhere."""
     return -1 if "transpose(" in op_name else int("jvp(" in op_name)
 
 
@@ -311,8 +309,8 @@ def _not_copied(instruction: Instruction, primitive: str) -> str:
 
 def _origin(op_name: str, frames: Sequence[StackFrame]) -> Origin:
     function, source = innermost(frames)
-    found = _parsed(op_name)
-    return found._replace(
+    parsed = _parsed(op_name)
+    return parsed._replace(
         function=function,
         source=source,
         frames=_of_user(tuple(frames)),
@@ -339,9 +337,9 @@ def _parsed_without_numbers(op_name: str) -> Origin:
     primitive = parts[-1] if len(parts) > 1 and "(" not in parts[-1] else ""
     is_recomputed = "rematted_computation" in parts
     region = ""
-    for before, part in zip(["", *parts], parts, strict=False):
+    for enclosing, part in zip(["", *parts], parts, strict=False):
         if part == "checkpoint" or re.fullmatch(r"remat\d*", part):
-            region = _unwrapped(before) or "checkpoint"
+            region = _unwrapped(enclosing) or "checkpoint"
     # An einsum names its operations after its formula.
     scopes = [_unwrapped(p) for p in parts[:-1] if not _ADDED.fullmatch(p) and "->" not in p]
     distinct = [s for n, s in enumerate(scopes) if s and s not in scopes[:n]]

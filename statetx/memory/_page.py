@@ -1,6 +1,6 @@
 """A profile, or two of them, as one HTML page without external resources.
 
-The tables are HTML, so that they are there without JavaScript. The timeline and the list of buffers are drawn by the
+The tables are HTML, and need no JavaScript. The timeline and the list of buffers are drawn by the
 scripts beside this file, from columns of integers in JSON, small enough for a page that opens at once: names, owners
 and lines are indices into one table of strings, which ``page_model.js`` reads.
 """
@@ -32,8 +32,8 @@ _SCRIPTS = ("page_model.js", "page.js", "page_timeline.js", "page_list.js")
 # Okabe and Ito, for the color-blind.
 _PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#c9b800")
 
-# The layers of the timeline by kind. What the program holds from its first to its last step is gray, so that colors
-# belong to what changes. Vermilion stays free for what grows.
+# The layers of the timeline by kind. Kinds that live from the first to the last step are gray, so that colors belong
+# to the others. Vermilion stays free for growth.
 _KIND_COLORS: dict[Kind, str] = {
     "state": "#7f7f7f",
     "argument": "#b0b0b0",
@@ -45,7 +45,7 @@ _KIND_COLORS: dict[Kind, str] = {
 }
 
 
-def to_html(profile: AdvisedTimeline, other: AdvisedTimeline | None = None) -> str:
+def to_html(profile: AdvisedTimeline, second: AdvisedTimeline | None = None) -> str:
     """A page with a timeline to zoom, a list of the buffers to filter, and what to change.
 
     Args:
@@ -55,8 +55,8 @@ def to_html(profile: AdvisedTimeline, other: AdvisedTimeline | None = None) -> s
     Returns:
         The page. Of very many buffers the smallest are merged, and the page says below which size.
     """
-    profiles = [profile] if other is None else [profile, other]
-    labels = [""] if other is None else ["before", "after"]
+    profiles = [profile] if second is None else [profile, second]
+    labels = [""] if second is None else ["before", "after"]
     data = {
         "profiles": [
             encode(p, MAX_LISTED // len(profiles)) | {"label": label} for p, label in zip(profiles, labels, strict=True)
@@ -127,15 +127,15 @@ def _cards(profiles: Sequence[AdvisedTimeline], labels: Sequence[str]) -> Iterat
 
 def _of_one(profile: AdvisedTimeline) -> Iterator[str]:
     yield f'<div class="card">{_parts(profile)}</div>'
-    shown = table(profile)
-    if shown.notes:
-        yield _card(Table("What to change" if profile.changes else "Notes", (), (), shown.notes))
-    yield _card(dataclasses.replace(shown, notes=()))
+    whole_table = table(profile)
+    if whole_table.notes:
+        yield _card(Table("What to change" if profile.changes else "Notes", (), (), whole_table.notes))
+    yield _card(dataclasses.replace(whole_table, notes=()))
 
 
-def _card(shown: Table) -> str:
-    untitled = dataclasses.replace(shown, title="")
-    return f'<section class="card statetx"><h2>{escape(shown.title)}</h2>{untitled._html()}</section>'
+def _card(section: Table) -> str:
+    untitled = dataclasses.replace(section, title="")
+    return f'<section class="card statetx"><h2>{escape(section.title)}</h2>{untitled._html()}</section>'
 
 
 def _parts(profile: AdvisedTimeline) -> str:
@@ -161,14 +161,14 @@ def _kind_bar(profile: AdvisedTimeline) -> str:
     totals = Counter(sums((g.kind, g.num_bytes) for g in profile.at_peak if g.kind != "constant"))
     parts = [(kind, totals[kind], f"background:{_KIND_COLORS[kind]}") for kind in KINDS if totals[kind]]
     parts += [("unused", profile.unused_bytes, "")] if profile.unused_bytes > 0 else []
-    whole = max(sum(n for _, n, _ in parts), 1)
+    total = max(sum(n for _, n, _ in parts), 1)
     bars = "".join(
-        f'<span class="{kind}" style="width:{100 * n / whole:.2f}%;{css}" title="{kind}: {n:,} bytes"></span>'
+        f'<span class="{kind}" style="width:{100 * n / total:.2f}%;{css}" title="{kind}: {n:,} bytes"></span>'
         for kind, n, css in parts
     )
     keys = "".join(
         f'<li><i class="swatch {kind}" style="{css}"></i>{kind} <b>{_size(n)}</b> <span '
-        f'class="dim">{escape(percent(n, whole))}</span></li>'
+        f'class="dim">{escape(percent(n, total))}</span></li>'
         for kind, n, css in parts
     )
     return f'<div class="bar" aria-hidden="true">{bars}</div><ul class="keys">{keys}</ul>'
@@ -213,7 +213,7 @@ def encode(profile: AdvisedTimeline, num_listed: int) -> dict[str, Any]:
         "loops": [span._replace(text=clipped(span.text))._asdict() for span in loop_spans(steps)],
         "buffers": {name: column(map(text, buffers)) for name, text in _BUFFER_TEXTS.items()}
         | {
-            # Most buffers have the name of the step that writes them, for which the empty string stands.
+            # Most buffers have the name of the step that writes them, written as the empty string.
             "name": column(b.name if steps[b.start].name != b.name else "" for b in buffers),
             "bytes": [b.num_bytes for b in buffers],
             "start": [b.start for b in buffers],
@@ -300,11 +300,11 @@ def loop_spans(steps: Sequence[Step]) -> list[LoopSpan]:
         open_ = open_[: level + 1]
         open_[level][2] = n
 
-    found: list[LoopSpan] = []
-    around: list[int] = []  # last steps
+    loops: list[LoopSpan] = []
+    last_steps: list[int] = []  # last steps
     for loop, first, last in spans:
-        while around and around[-1] < last:
-            around.pop()
-        found.append(LoopSpan(str(loop), first, last, len(around)))
-        around.append(last)
-    return found
+        while last_steps and last_steps[-1] < last:
+            last_steps.pop()
+        loops.append(LoopSpan(str(loop), first, last, len(last_steps)))
+        last_steps.append(last)
+    return loops

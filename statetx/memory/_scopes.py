@@ -28,10 +28,10 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _MOST_IN_A_LINE = 3  # products of one line of a function without a loop: the query, the key and the value of a layer
-_numbers = itertools.count()  # of all calls of the process: JAX keeps what it traces, with the numbers
+_numbers = itertools.count()  # of all calls of the process: JAX caches traces with the numbers
 _definitions: dict[tuple[str, str], int] = {}  # lines of the functions that were numbered, by name and file
 _num_arrays: dict[str, int] = {}  # by name, how many arrays such a function takes as arguments
-# Part of the keys of JAX's caches: what was traced without numbers is traced again.
+# Part of the keys of JAX's caches: a function traced without numbers is traced again.
 _context: Any = jax.make_user_context(None)
 
 
@@ -56,7 +56,7 @@ def numbered_calls() -> Iterator[None]:
         elif event == "return" and opened and opened[-1][0] is frame:  # by an exception, too
             opened.pop()[1].__exit__(None, None, None)
 
-    # No structure has the numbers of another: in the table, what is built for it would never be found again.
+    # No structure has the numbers of another: an entry of the table would never be found again.
     with _context("numbered"), table.bypassed():
         sys.setprofile(note)
         try:
@@ -113,11 +113,11 @@ class Calls:
         products: Counter[Any] = Counter()
         called: dict[Any, set[str]] = defaultdict(set)
         original: dict[str, int] = {}
-        again: list[tuple[int, int]] = []  # steps that XLA itself runs again, with those that they repeat
+        repeated: list[tuple[int, int]] = []  # steps that XLA itself runs again, with those that they repeat
         for n, step in enumerate(profile.steps):
             first = original.setdefault(AGAIN.split(step.name)[0], n)
             if first != n and AGAIN.search(step.name):
-                again.append((n, first))
+                repeated.append((n, first))
             elif (step.is_recomputed or step.phase == "forward") and (call := _call_of(step, function)) is not None:
                 number = numbers.setdefault((step.is_recomputed, call), len(numbers))
                 self._number[n] = number
@@ -126,7 +126,7 @@ class Calls:
                 for inner in step.calls[len(call) : len(call) + 1]:  # by its line in the function
                     line = next((f.line for f in reversed(step.frames) if f.function == function), 0)
                     called[number, inner.rpartition("~")[0], line].add(inner)
-        self._number |= {n: self._number[first] for n, first in again if first in self._number}
+        self._number |= {n: self._number[first] for n, first in repeated if first in self._number}
         forward = {self._number[n] for n in self._number if not profile.steps[n].is_recomputed}
         self.num = len(forward or set(self._number.values()))
         self.has_loop = max(products.values(), default=0) > _MOST_IN_A_LINE or any(len(c) > 1 for c in called.values())

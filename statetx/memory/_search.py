@@ -24,12 +24,12 @@ class Remedy(NamedTuple):
     """A change, and the program after it and all changes before it.
 
     Attributes:
-        change: what to do. If it was compiled, its ``saved_bytes`` are those of the compiled program.
+        change: the change. If it was compiled, its ``saved_bytes`` are the compiled program's.
         saved_bytes: the saving of all changes so far.
-        needed_bytes: what the program needs after them.
+        needed_bytes: the program's peak after them.
         fits: whether this is within the limit.
-        is_compiled: whether the program with this change, and those of the changes before it that are compiled, was
-            compiled; else the saving is predicted.
+        is_compiled: whether the program was compiled with this change and the compiled changes before it; else the
+            saving is predicted.
         why_predicted: why it was not compiled; empty if it was, or if nothing was.
         added_operations: of the program with the compiled changes so far, relative to the unchanged step; None if it is
             not compiled.
@@ -66,7 +66,7 @@ TOOLS = {
 
 
 class RemedySearch:
-    """Finds changes with which a program fits.
+    """Finds changes that make a program fit.
 
     Args:
         available: bytes for the program; None if unknown.
@@ -87,25 +87,25 @@ class RemedySearch:
     ):
         self._profile, self._available, self._trials, self._tell = profile, available, trials, tell
         self._needed = profile.peak_bytes + profile.constant_bytes
-        self._alone: dict[str, str] = {}  # what each tool does alone, by action
+        self._alone: dict[str, str] = {}  # the effect of each tool alone, by action
         missing = float("inf") if available is None else self._needed - available
-        found = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
+        advised = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
         # An array that is passed as an argument may have no other copy on the device.
-        found = [c for c in found if c.change.action != "argument"] if trials is None else with_bodies(found)
-        self._candidates = sorted(found, key=lambda c: -c.change.saved_bytes)
+        advised = [c for c in advised if c.change.action != "argument"] if trials is None else with_bodies(advised)
+        self._candidates = sorted(advised, key=lambda c: -c.change.saved_bytes)
         self.unused: tuple[Unused, ...] = ()
         self.tried: tuple[Remedy, ...] = ()
 
     def run(self) -> tuple[Remedy, ...]:
         chosen: list[ChangeCandidate] = []
-        left, remedies = self._candidates, []
+        untried, remedies = self._candidates, []
         if self._trials is not None:
             tried = self._try_alone(self._trials)
             chosen = self._cheapest(tried) or self._together(self._trials, tried)
             compiled = [t.candidate for t in tried]
-            left = [c for c in left if c not in compiled and c.change.saved_bytes > 0]
+            untried = [c for c in untried if c not in compiled and c.change.saved_bytes > 0]
             remedies = list(self._compiled(self._trials, chosen))
-        remedies += self._predicted(remedies, {b for c in chosen for b in c.buffers}, left)
+        remedies += self._predicted(remedies, {b for c in chosen for b in c.buffers}, untried)
         used = {r.change.action for r in remedies}
         why = {a: self._alone.get(a, none) for a, (_, none) in TOOLS.items() if a not in used}
         if self._profile.gradient and "donate" in why:
@@ -126,7 +126,7 @@ class RemedySearch:
         return trials.cost(*(c.edit for c in chosen))
 
     def _try_alone(self, trials: Trials) -> list[_Tried]:
-        found = []
+        compiled = []
         for c in self._candidates:
             cost = self._cost(trials, [c])
             if cost is None and not c.change.saved_bytes:  # nothing is predicted of it
@@ -134,15 +134,15 @@ class RemedySearch:
             if cost is None:
                 why = f"predicted {format_bytes(c.change.saved_bytes)} less, not tried: {trials.why_not(c.edit)}"
             else:
-                found.append(tried := _Tried(c, self._remedy(trials, c.change, self._needed, cost)))
+                compiled.append(tried := _Tried(c, self._remedy(trials, c.change, self._needed, cost)))
                 why = tried.text
             self._alone.setdefault(c.change.action, why)
-        self.tried = tuple(t.alone for t in found)
-        return found
+        self.tried = tuple(t.alone for t in compiled)
+        return compiled
 
-    def _remedy(self, trials: Trials, change: Change, before: int, cost: Cost) -> Remedy:
+    def _remedy(self, trials: Trials, change: Change, needed_before: int, cost: Cost) -> Remedy:
         needed, operations = self._of(cost), trials.added_operations(cost)
-        change = change._replace(saved_bytes=before - needed, is_least=False)
+        change = change._replace(saved_bytes=needed_before - needed, is_least=False)
         return Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
 
     def _cheapest(self, tried: Sequence[_Tried]) -> list[ChangeCandidate]:
@@ -179,7 +179,7 @@ class RemedySearch:
         return chosen if with_parts is None else self._without_needless(trials, with_parts, tried)
 
     def _in_parts(self, trials: Trials, chosen: Sequence[ChangeCandidate], needed: int) -> list[ChangeCandidate] | None:
-        """Choose the fewest parts that suffice: what a part takes is taken to be in proportion to its size."""
+        """Choose the fewest parts that suffice, on the assumption that memory is in proportion to a part's size."""
         best, num = None, 2
         while num <= _MOST_PARTS and (c := next(iter(in_parts(self._profile, num)), None)) is not None:
             cost = self._cost(trials, [*chosen, c])
@@ -193,8 +193,8 @@ class RemedySearch:
             if self._fits(cost) or self._available is None:
                 break
             of_batch = (needed - self._of(cost)) * num / (num - 1)
-            left = self._available - (needed - of_batch)
-            num = max(2 * num, 2 ** (max(2, int(of_batch / left)) - 1).bit_length()) if left > 0 else 2 * num
+            for_batch = self._available - (needed - of_batch)
+            num = max(2 * num, 2 ** (max(2, int(of_batch / for_batch)) - 1).bit_length()) if for_batch > 0 else 2 * num
         return best
 
     def _without_needless(
@@ -203,31 +203,31 @@ class RemedySearch:
         """Drop the changes that cost operations and are not needed, the most expensive first."""
         operations = {t.candidate.change.target: t.operations for t in tried}
         for c in sorted(chosen, key=lambda c: -operations.get(c.change.target, 0)):
-            rest = [x for x in chosen if x is not c]
-            if rest and operations.get(c.change.target, 0) > 0.001 and self._fits(self._cost(trials, rest)):
-                chosen = rest
+            fewer = [x for x in chosen if x is not c]
+            if fewer and operations.get(c.change.target, 0) > 0.001 and self._fits(self._cost(trials, fewer)):
+                chosen = fewer
         return list(chosen)
 
     def _compiled(self, trials: Trials, chosen: Sequence[ChangeCandidate]) -> Iterator[Remedy]:
-        before = self._needed
+        needed = self._needed
         for n, c in enumerate(chosen, 1):
             cost = self._cost(trials, chosen[:n])
             if cost is None:  # the time is over: only the whole was compiled
                 continue
-            yield self._remedy(trials, c.change, before, cost)
-            before = self._of(cost)
+            yield self._remedy(trials, c.change, needed, cost)
+            needed = self._of(cost)
 
     # -- predicted ---------------------------------------------------------------------------------------------------
 
     def _predicted(
-        self, before: Sequence[Remedy], freed: set[Buffer], left: Sequence[ChangeCandidate]
+        self, compiled: Sequence[Remedy], freed: set[Buffer], untried: Sequence[ChangeCandidate]
     ) -> Iterator[Remedy]:
         """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their
         savings do not add up.
         """
-        saved = before[-1].saved_bytes if before else 0
+        saved = compiled[-1].saved_bytes if compiled else 0
         freed = set(freed)
-        for change, buffers, edit, _ in left:
+        for change, buffers, edit, _ in untried:
             if freed & buffers or (self._available is not None and self._needed - saved <= self._available):
                 continue
             freed |= buffers

@@ -1,6 +1,4 @@
-"""Text of a profile: its first line, a sparkline, the table of what is alive at the peak, and two profiles side by
-side.
-"""
+"""Text of a profile: its first line, a sparkline, the table of live buffers at the peak; and of two profiles."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from .._text import format_bytes, short_path
 from ._advice import AdvisedTimeline
 from .buffer import Buffer, Change, Group, Kind, Loop
 
-_MAX_ROWS = 12  # of the table, without the rows for what is not shown
+_MAX_ROWS = 12  # of the table, without the rows for the rest
 _MAX_CHANGES = 5
 _SPARKLINE_WIDTH = 60
 
@@ -73,9 +71,9 @@ def rows_at_peak(profile: AdvisedTimeline) -> list[PeakRow]:
 
 def _rows(groups: Sequence[Group]) -> list[PeakRow]:
     """One row; a group that takes more than the others together has a row of its own."""
-    largest, *rest = sorted(groups, key=lambda g: -g.num_bytes)
-    if rest and largest.num_bytes > sum(g.num_bytes for g in rest):
-        return [_row([largest]), *_rows(rest)]
+    largest, *smaller = sorted(groups, key=lambda g: -g.num_bytes)
+    if smaller and largest.num_bytes > sum(g.num_bytes for g in smaller):
+        return [_row([largest]), *_rows(smaller)]
     return [_row(groups)]
 
 
@@ -126,7 +124,7 @@ def headline(profile: AdvisedTimeline) -> str:
 
 
 def _sentence(change: Change) -> str:
-    """Sentence with an open parenthesis, in which its share may follow."""
+    """Sentence with an open parenthesis, for its share."""
     least = "at least " if change.is_least else ""
     return f"{change.text.rstrip('.')}: {least}{format_bytes(change.saved_bytes)} less (predicted"
 
@@ -194,7 +192,7 @@ def _line_of(rows: Sequence[PeakRow]) -> str:
 
 
 def _constants(profile: AdvisedTimeline) -> str:
-    """The constants of the program, of which the largest is named."""
+    """The constants of the program, with the name of the largest."""
     text = f"{format_bytes(profile.constant_bytes)} of constants, which XLA's figures leave out"
     constants = [b for b in profile.buffers if b.kind == "constant"]
     if not constants:
@@ -206,13 +204,13 @@ def _constants(profile: AdvisedTimeline) -> str:
     return f"{text}; the largest is {description} ({format_bytes(b.num_bytes)})"
 
 
-def percent(part: int, whole: int) -> str:
-    share = 100 * part / max(whole, 1)
+def percent(part: int, total: int) -> str:
+    share = 100 * part / max(total, 1)
     return "<1%" if 0 < share < 0.5 else f"{share:.0f}%"
 
 
 def kinds_line(profile: AdvisedTimeline) -> str:
-    """The bytes of each kind at the peak, and of what is unused."""
+    """The bytes of each kind at the peak, and the unused ones."""
     sizes = _parts_of_peak(profile).items()
     parts = [f"{name} {format_bytes(n)} ({percent(n, profile.peak_bytes)})" for name, n in sizes]
     return "At the peak: " + ", ".join(parts) if parts else ""
@@ -228,7 +226,7 @@ def unused_parts(profile: AdvisedTimeline) -> dict[str, int]:
     """The parts of ``profile.unused_bytes``."""
     unwritten = min(sum(b.num_bytes for b in unwritten_outputs(profile)), max(profile.unused_bytes, 0))
     gaps = profile.unused_bytes - unwritten
-    # Buffers that are estimated from the equations can be more than what the program reserves.
+    # Buffers that are estimated from the equations can exceed the program's reservation.
     label = "unused (gaps between buffers)" if gaps > 0 else "more than the program reserves"
     label = label if profile.buffers else "not told"
     return {name: n for name, n in ((UNWRITTEN, unwritten), (label, gaps)) if n}
@@ -280,14 +278,14 @@ def sparkline(profile: AdvisedTimeline) -> str:
 
 
 def _phases(profile: AdvisedTimeline, columns: Sequence[tuple[int, int]]) -> list[str]:
-    """The phase of each column: that of most steps around it, of the column with the peak the phase of the peak.
+    """The phase of each column: of most steps around it, or of the peak for the column with the peak.
 
     XLA schedules single operations of one pass within the other.
     """
-    around, peak = len(profile.steps) // 12, profile.peak_step
+    margin, peak = len(profile.steps) // 12, profile.peak_step
     phases: list[str] = []
     for first, end in columns:
-        near = [step.phase for step in profile.steps[max(first - around, 0) : end + around]]
+        near = [step.phase for step in profile.steps[max(first - margin, 0) : end + margin]]
         phases.append(profile.steps[peak].phase if first <= peak < end else Counter(near).most_common(1)[0][0])
     return phases
 
@@ -310,17 +308,17 @@ _COLORS |= {"recomputed": "yellow", "working memory": "yellow"}
 
 
 def table(profile: AdvisedTimeline) -> Table:
-    """Table of what is alive at the peak, by owner and line; below it the changes that the column "change" counts.
+    """Table of the live buffers at the peak, by owner and line; below it the changes that the column "change" counts.
 
     The rows sum to ``profile.peak_bytes``: one is for the groups that are not shown, and the last ones for unused
     memory.
     """
     rows = rows_at_peak(profile)
-    shown, rest = (rows[:_MAX_ROWS], rows[_MAX_ROWS:]) if len(rows) > _MAX_ROWS + 1 else (rows, [])
-    changes = _numbered(profile, shown)
-    cells = [_cells(row, profile, changes) for row in shown]
-    if rest:
-        cells.append(_total(sum(row.num_bytes for row in rest), f"{len(rest)} more groups", profile))
+    listed, unlisted = (rows[:_MAX_ROWS], rows[_MAX_ROWS:]) if len(rows) > _MAX_ROWS + 1 else (rows, [])
+    changes = _numbered(profile, listed)
+    cells = [_cells(row, profile, changes) for row in listed]
+    if unlisted:
+        cells.append(_total(sum(row.num_bytes for row in unlisted), f"{len(unlisted)} more groups", profile))
     cells += [_total(n, name, profile) for name, n in unused_parts(profile).items()]
 
     title = f"Alive at the peak of {profile.name}, {format_bytes(profile.peak_bytes)}"
@@ -328,7 +326,7 @@ def table(profile: AdvisedTimeline) -> Table:
 
 
 def _numbered(profile: AdvisedTimeline, rows: Sequence[PeakRow]) -> dict[Change, int]:
-    """The changes to list, the best ones and those of the rows, with their numbers in ``profile.changes``."""
+    """The changes to list, the best ones and the rows' own, with their numbers in ``profile.changes``."""
     of_rows = [row.change for row in rows if row.change is not None]
     every = {change: n for n, change in enumerate(dict.fromkeys([*profile.changes, *of_rows]), 1)}
     return {change: every[change] for change in (*profile.changes[:_MAX_CHANGES], *of_rows)}
@@ -371,14 +369,14 @@ def _notes(profile: AdvisedTimeline, changes: dict[Change, int]) -> list[tuple[s
 def lines(profile: AdvisedTimeline, width: int, prose: int) -> Iterator[Line]:
     """The first line, the timeline, and the table."""
     paragraph = lambda text: folded([Piece(printable(text))], prose, 0)
-    shown = table(profile)
+    whole_table = table(profile)
     yield from (*paragraph(headline(profile)), [])
     yield from (*([Piece(line)] for line in sparkline(profile).splitlines()), [])
     if by_kind := kinds_line(profile):
         yield from (*paragraph(by_kind), [])
-    yield from dataclasses.replace(shown, notes=())._lines(width, prose)
-    if shown.notes:
-        yield from ([], *dataclasses.replace(shown, title="", rows=())._lines(width, prose))
+    yield from dataclasses.replace(whole_table, notes=())._lines(width, prose)
+    if whole_table.notes:
+        yield from ([], *dataclasses.replace(whole_table, title="", rows=())._lines(width, prose))
 
 
 def html(profile: AdvisedTimeline) -> str:
@@ -409,31 +407,31 @@ def to_dict(profile: AdvisedTimeline) -> dict[str, Any]:
 
 
 def _key(buffer: Buffer) -> tuple[Any, ...]:
-    """Key without the size: a group has a smaller copy of a buffer of which a part is reused at the peak."""
+    """Key without the size: if a part of a buffer is reused at the peak, its group has a smaller copy."""
     return buffer.name, buffer.type, buffer.start, buffer.allocation, buffer.offset
 
 
 # -- two profiles ----------------------------------------------------------------------------------------------------
 
 
-def compare(before: AdvisedTimeline, after: AdvisedTimeline) -> Table:
+def compare(old_profile: AdvisedTimeline, new_profile: AdvisedTimeline) -> Table:
     """Two profiles side by side: the peak, XLA's figures, and kinds and owners at the peak with their difference.
 
     Args:
-        before: the profile of the program as it was.
-        after: the profile of the changed program.
+        old_profile: of the unchanged program.
+        new_profile: of the changed program.
     """
-    rows = [_difference("peak", before.peak_bytes, after.peak_bytes, style="bold")]
+    rows = [_difference("peak", old_profile.peak_bytes, new_profile.peak_bytes, style="bold")]
     for parts in (_xla_parts, _kind_parts, _owner_parts):
-        old, new = parts(before), parts(after)
+        old, new = parts(old_profile), parts(new_profile)
         names = sorted({**old, **new}, key=lambda name: -max(old.get(name, 0), new.get(name, 0)))
         if parts is _owner_parts:  # those that differ most
             names = [name for name in names if old.get(name) != new.get(name)]
             names = sorted(names, key=lambda name: -abs(new.get(name, 0) - old.get(name, 0)))[:_MAX_ROWS]
         rows += [_difference(name, old.get(name, 0), new.get(name, 0)) for name in names]
 
-    names = before.name if before.name == after.name else f"{before.name} and {after.name}"
-    sizes = f"{format_bytes(before.peak_bytes)} before, {format_bytes(after.peak_bytes)} after"
+    names = old_profile.name if old_profile.name == new_profile.name else f"{old_profile.name} and {new_profile.name}"
+    sizes = f"{format_bytes(old_profile.peak_bytes)} before, {format_bytes(new_profile.peak_bytes)} after"
     columns = [Column("bytes"), *(Column(name, "right") for name in ("before", "after", "difference", "relative"))]
     return Table(f"Peak of {names}: {sizes}", columns, rows)
 
@@ -456,15 +454,15 @@ def _owner_parts(profile: AdvisedTimeline) -> dict[str, int]:
     return sums((f"  {row.kind}, {row.owner}", row.num_bytes) for row in rows_at_peak(profile))
 
 
-def _difference(name: str, before: int, after: int, style: str = "") -> list[Cell]:
-    change = after - before
+def _difference(name: str, old_bytes: int, new_bytes: int, style: str = "") -> list[Cell]:
+    change = new_bytes - old_bytes
     sign = "-" if change < 0 else "+"
-    relative = f"{100 * change / before:+.0f}%" if before else "new" if after else ""
+    relative = f"{100 * change / old_bytes:+.0f}%" if old_bytes else "new" if new_bytes else ""
     color = "" if not change else "green" if change < 0 else "red"
     return [
         Cell(name, style=style),
-        Cell(format_bytes(before), hint=f"{before:,} B"),
-        Cell(format_bytes(after), hint=f"{after:,} B"),
+        Cell(format_bytes(old_bytes), hint=f"{old_bytes:,} B"),
+        Cell(format_bytes(new_bytes), hint=f"{new_bytes:,} B"),
         Cell(f"{sign}{format_bytes(abs(change))}" if change else "0 B", color, style=style),
         Cell(relative, color),
     ]

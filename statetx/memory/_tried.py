@@ -54,7 +54,7 @@ class Trials:
     """
 
     def __init__(self, call: TracedCall, *, gradient: bool, time_limit: float, constant_bytes: int = 0):
-        # Each program is traced again, with the edits of what it differentiates.
+        # Each program is traced again, with the edits of its derivatives.
         self._arrays = ArrayProgram(call, gradient, retraces=True)
         self._constant_bytes = constant_bytes
         self._end = time.monotonic() + time_limit
@@ -67,16 +67,17 @@ class Trials:
         """
         key, begin = frozenset(edits), time.monotonic()
         if key not in self._costs:
-            left = self._end - begin
-            if left <= 0 or self._longest > left:  # another compilation would probably end after the time limit
+            remaining = self._end - begin
+            # Another compilation would probably end after the time limit.
+            if remaining <= 0 or self._longest > remaining:
                 return None
             try:
                 self._costs[key] = self._compiled(edits)
             except NotTried as e:
                 self._costs[key] = NotTried(str(e))  # without the frames of the compilation
             self._longest = max(self._longest, time.monotonic() - begin)
-        found = self._costs[key]
-        return None if isinstance(found, NotTried) else found
+        cost = self._costs[key]
+        return None if isinstance(cost, NotTried) else cost
 
     def why_not(self, *edits: Edit) -> str:
         """Why the program with these edits was not compiled."""
@@ -94,7 +95,7 @@ class Trials:
     def _compiled(self, edits: Sequence[Edit]) -> Cost:
         try:
             program = self._program(edits)
-        # A loop, or a derivative rule of the user's, does not allow what the changed program asks of it.
+        # A loop, or a derivative rule of the user's, may not allow the change.
         except (StatetxError, TypeError, ValueError, NotImplementedError) as e:
             raise NotTried(_first_line(e)) from e
         try:
@@ -128,15 +129,15 @@ class Trials:
         rewriter: _Edited = _Edited(edits, keeps_order=not arrays.states)
         if in_parts := next((e for e in edits if isinstance(e, InParts)), None):
             rewriter = self._in_parts(rewriter, in_parts)
-        given = {name for e in edits if isinstance(e, Donate) for name in e.inputs}
-        donated = {*arrays.donated, *(i for i, name in enumerate(arrays.names) if name in given)}
+        donated_names = {name for e in edits if isinstance(e, Donate) for name in e.inputs}
+        donated = {*arrays.donated, *(i for i, name in enumerate(arrays.names) if name in donated_names)}
         run, args = arrays.run, arrays.arrays
         if AsArguments() in edits:
             with rewritten_by(rewriter):
-                jaxpr, found = captured(run, args)
-            if not found:
+                jaxpr, constants = captured(run, args)
+            if not constants:
                 raise NotTried("the step closes over no array")
-            donated, args = {i + len(found) for i in donated}, [*map(_jax.abstract, found), *args]
+            donated, args = {i + len(constants) for i in donated}, [*map(_jax.abstract, constants), *args]
             run = lambda *xs: _jax.evaluate(jaxpr, (), xs)
         with rewritten_by(rewriter):
             program = Program(run, args, full_device_options(), sorted(donated), estimates=True)
@@ -145,7 +146,7 @@ class Trials:
         return program
 
     def _in_parts(self, rewriter: _Edited, edit: InParts) -> _EditedInParts:
-        """A rewriter with the gradients of one part, for which the step is traced with a batch of its size."""
+        """A rewriter with the gradients of one part, from a trace of the step with a batch of its size."""
         of_part = [
             jax.ShapeDtypeStruct((edit.size // edit.num, *x.shape[1:]), x.dtype)
             if i.state is None and argument_of(i.origin.path) in edit.arguments and x.shape[:1] == (edit.size,)
@@ -185,7 +186,7 @@ class _Edited(Rewriter):
 
     Args:
         keeps_order: as in `Rewriter`. A function takes arguments in their order, and states, which it closes over, in
-            that in which it reads them.
+            the order of its reads.
 
     Attributes:
         gradients: the functions, in the order of the trace; without those inside of others.
@@ -196,9 +197,7 @@ class _Edited(Rewriter):
 
     @property
     def inner(self) -> Rewriter | None:
-        """Editor of gradients inside of a gradient, of which the same calls are changed; only the outer one is
-        noted.
-        """
+        """Editor of gradients inside of a gradient: the same calls are changed, and only the outer one is noted."""
         inner = copy.copy(self)
         inner.gradients = []
         return inner
@@ -224,27 +223,27 @@ class _Edited(Rewriter):
         return body if jaxpr is body.jaxpr else as_planned(Body(jaxpr, []))
 
     def _edited_inside(self, x: Any, *, is_step: bool) -> Any:
-        """The step of a loop, or what a rematerialized function computes."""
+        """The step of a loop, or the body of a rematerialized function."""
         jaxpr, constants = _jax.open_jaxpr(x)
         edited = jaxpr if constants else self._edited_jaxpr(jaxpr, is_step=is_step)
         return x if edited is jaxpr else _jax.closed_like(x, edited)
 
     def _edited_jaxpr(self, jaxpr: Jaxpr, *, is_step: bool = False) -> Jaxpr:
         flat = flatten(jaxpr)
-        inside = {
+        editors = {
             e: functools.partial(self._edited_inside, is_step=e.primitive.name not in REMAT)
             for e in flat.eqns
             if _has_body(e)
         }
-        eqns = [_jax.map_jaxprs(inside[e], e) if e in inside else e for e in flat.eqns]
+        eqns = [_jax.map_jaxprs(editors[e], e) if e in editors else e for e in flat.eqns]
         is_same = all(a is b for a, b in zip(eqns, flat.eqns, strict=True))
         program = Flat(flat if is_same else _jax.with_equations(flat, eqns), opens_blocks=False)
         decided: dict[Interval, tuple[Edit, Decision]] = {}
         for edit in self._edits:
-            own = edit.decisions(program)
-            if own and not any(a < d and c < b for a, b in own for c, d in decided):
+            decisions = edit.decisions(program)
+            if decisions and not any(a < d and c < b for a, b in decisions for c, d in decided):
                 self._found.add(edit)
-                decided |= {span: (edit, decision) for span, decision in own.items()}
+                decided |= {span: (edit, decision) for span, decision in decisions.items()}
         if not decided:
             return jaxpr if is_same else program.jaxpr
         bounds = sorted({0, len(program), *itertools.chain.from_iterable(decided)})
@@ -293,10 +292,10 @@ class _InStep(Part):
 
 
 def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part:
-    """A part that takes what a call of the function takes, in this order: XLA orders by it what it runs.
+    """A part with the inputs of a call of the function, in its order: XLA's schedule depends on it.
 
-    Parameters come before what is computed, as functions and methods mostly have them: in their own order, if they are
-    arguments; in that in which the function reads them, if it has them from elsewhere.
+    Parameters come before computed values, as functions and methods mostly have them: in their own order, if they are
+    arguments; in the order of the function's reads, if it has them from elsewhere.
     """
     number = {v: n for n, v in enumerate(program.jaxpr.invars)}
     for eqn in program.jaxpr.eqns[: span[0]]:  # a parameter of another dtype or form is one
@@ -323,7 +322,7 @@ class _EditedInParts(_Edited):
         self.gradients = of_part.gradients
 
     @property
-    def inner(self) -> None:  # what a part differentiates inside is edited already
+    def inner(self) -> None:  # gradients inside of a part are edited already
         return None
 
     @property
@@ -346,8 +345,8 @@ class _EditedInParts(_Edited):
             num, values = len(operands), [*operands, *args]
 
             def of_part(*batch: Any) -> list[Any]:
-                rest = iter(batch)
-                xs = [next(rest) if split else x for x, split in zip(values, inputs, strict=True)]
+                remaining = iter(batch)
+                xs = [next(remaining) if split else x for x, split in zip(values, inputs, strict=True)]
                 return list(part.edited(xs[:num], *xs[num:]))
 
             return microbatch(of_part, self._num, reduce=how)(
@@ -357,12 +356,12 @@ class _EditedInParts(_Edited):
         return run
 
 
-def _splits(whole: Sequence[Any], part: Sequence[Any], num: int) -> list[bool] | None:
+def _splits(batch: Sequence[Any], part: Sequence[Any], num: int) -> list[bool] | None:
     """Values that have examples along their first axis, by the types of the whole batch and of a part; None if others
     differ.
     """
     types = lambda some: [(v.aval.shape, v.aval.dtype) for v in some]
-    pairs = list(itertools.zip_longest(types(whole), types(part)))
+    pairs = list(itertools.zip_longest(types(batch), types(part)))
     splits = [a != b for a, b in pairs]
     is_split = lambda a, b: a and b and a[0][:1] == (b[0][0] * num,) and (a[0][1:], a[1]) == (b[0][1:], b[1])
     ok = all(b and b[0] and is_split(a, b) for (a, b), split in zip(pairs, splits, strict=True) if split)

@@ -25,7 +25,7 @@ TOLERANCE = 0.01  # of the peak before: compilers of one release differ by less
 _VERSION = 1
 _MAX_BYTES = 2**26  # of a file
 _MAX_ROWS = 10  # that a message lists
-UNUSED = "unused"  # the kind of what the program reserves beside what is alive
+UNUSED = "unused"  # the kind of reserved memory without a live buffer
 _PACKAGES = ("statetx", "jax", "jaxlib", "brainstate", "flax", "equinox", "optax", "haiku")
 
 
@@ -33,7 +33,7 @@ class PeakPart(NamedTuple):
     """Part of the peak with one role, of one owner and function. Layers of a model count together.
 
     Attributes:
-        source: the line that makes the largest of it, ``file:line``; no part of what is compared.
+        source: the line that makes the largest of it, ``file:line``; not compared.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class MemoryBaseline:
         device: that it is compiled for: the name of a target, or of the backend here.
         peak_bytes, argument_bytes, output_bytes, alias_bytes, temp_bytes, constant_bytes: as in `AdvisedTimeline`.
         versions: of the libraries that may change it.
-        parts: what is alive at the peak and the constants, the largest first.
+        parts: the live memory at the peak and the constants, the largest first.
     """
 
     device: Annotated[str, text]
@@ -97,7 +97,7 @@ _FILE = record({"version": one_of(_VERSION), "programs": mapping(record(_records
 
 
 def _parts(profile: AdvisedTimeline) -> tuple[PeakPart, ...]:
-    found: dict[tuple[str, str, str], list[Any]] = {}
+    groups_by_key: dict[tuple[str, str, str], list[Any]] = {}
     constants = grouped(b for b in profile.buffers if b.kind == "constant")
     unused, unwritten = unused_parts(profile), grouped(unwritten_outputs(profile))
     if sum(g.num_bytes for g in unwritten) == unused.get(UNWRITTEN):
@@ -105,9 +105,9 @@ def _parts(profile: AdvisedTimeline) -> tuple[PeakPart, ...]:
     else:  # they count in part
         unwritten = ()
     for group in (*profile.at_peak, *unwritten, *constants):
-        found.setdefault((group.kind, family(group.owner), group.function), []).append(group)
+        groups_by_key.setdefault((group.kind, family(group.owner), group.function), []).append(group)
     parts = []
-    for key, groups in found.items():
+    for key, groups in groups_by_key.items():
         largest = max(groups, key=lambda g: g.num_bytes)
         parts.append(PeakPart(*key, short_path(largest.source), sum(g.num_bytes for g in groups)))
     parts += [PeakPart(UNUSED, name, "", "", num_bytes) for name, num_bytes in unused.items()]
@@ -176,9 +176,9 @@ def find(path: str | os.PathLike[str], key: str) -> MemoryBaseline:
     """
     programs = load(path)
     if key not in programs:
-        known = ", ".join(sorted(programs)) or "none"
+        names = ", ".join(sorted(programs)) or "none"
         raise ValueError(
-            f"{os.fspath(path)} has no program {key!r}; it has {known}.\n"
+            f"{os.fspath(path)} has no program {key!r}; it has {names}.\n"
             f"Fix: add it, by `python -m statetx memory ... --save {os.fspath(path)}` or by {UPDATE}=1 in the test."
         )
     return programs[key]
@@ -216,8 +216,8 @@ class Difference:
 
     def grown(self) -> list[Growth]:
         """The parts that take more, those that grew most first."""
-        before = {part.key: part.num_bytes for part in self.before.parts}
-        grown = [Growth(p, before.get(p.key, 0)) for p in self.after.parts if p.num_bytes > before.get(p.key, 0)]
+        old_bytes = {part.key: part.num_bytes for part in self.before.parts}
+        grown = [Growth(p, old_bytes.get(p.key, 0)) for p in self.after.parts if p.num_bytes > old_bytes.get(p.key, 0)]
         return sorted(grown, key=lambda g: g.before - g.part.num_bytes)
 
     def __str__(self) -> str:
@@ -284,11 +284,11 @@ def read_tolerance(tolerance: float | str) -> float:
     """
     try:
         if isinstance(tolerance, str):
-            found = float(tolerance.removesuffix("%")) / (100 if tolerance.endswith("%") else 1)
+            number = float(tolerance.removesuffix("%")) / (100 if tolerance.endswith("%") else 1)
         else:
-            found = float(tolerance)
+            number = float(tolerance)
     except (TypeError, ValueError):
-        found = -1.0
-    if not 0 <= found < float("inf"):
+        number = -1.0
+    if not 0 <= number < float("inf"):
         raise ValueError(f"tolerance={tolerance!r} is not a relative difference, such as 0.01 or '1%'.")
-    return found
+    return number

@@ -48,10 +48,10 @@ class Buffer:
         name: the instruction of the compiled program that writes it.
         num_bytes: its size.
         type: as in ``f32[32,64]``.
-        start, end: the first and the last step in which it is alive; indices into ``MemoryProfile.steps``.
+        start, end: its first and last live step; indices into ``MemoryProfile.steps``.
         kind: "argument" and "state" enter the program and "output" leaves it. A "residual" is written in the forward
-            pass and read in the backward pass. What a rematerialized region computes again is "recomputed". A
-            "constant" is part of the program. All else is "working memory".
+            pass and read in the backward pass. A value that a rematerialized region computes again is "recomputed".
+            A "constant" is part of the program. All else is "working memory".
         phase: of the step that writes it: "forward", "backward", or "update" after both (and in a program without
             gradient "forward").
         owner: the path of the state or the argument; else the module, a path such as ``net.blocks.0``, if the
@@ -60,11 +60,11 @@ class Buffer:
         source: the line of it, ``file:line``; empty if unknown.
         primitive: the operation that computes it, as in ``dot_general``; "carry" of a loop's carry.
         region: the rematerialized function that it belongs to; empty outside of them.
-        loop: the innermost loop that it lies in, or None.
+        loop: the innermost loop around it, or None.
         stacked: the loop that stacks it, one slice a step; or None.
         allocation, offset: its place: two buffers may share a place one after the other.
         readers: the steps that read it.
-        stored_as: the format of what is stored in fewer bits (`Policy.stored_as`); empty for any other array.
+        stored_as: the format of an array stored in fewer bits (`Policy.stored_as`); empty for any other.
         is_bits: whether it is boolean, or made of booleans: its entries are 0 or 1.
     """
 
@@ -90,7 +90,7 @@ class Buffer:
 
     @property
     def shown_type(self) -> str:
-        """The type, and the format of what is stored in fewer bits: ``u8[32,8] (bits)``."""
+        """The type, and the format if it is stored in fewer bits: ``u8[32,8] (bits)``."""
         return f"{self.type} ({self.stored_as})" if self.stored_as else self.type
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,10 +137,10 @@ class Change(NamedTuple):
 
     Attributes:
         action: "remat", "policy", "donate", "slots", "store", "bits", "microbatch" or "argument".
-        target: the owner of what it saves.
+        target: the owner of the saved bytes.
         text: what to do, in one sentence.
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
-        condition: what must hold of the program, part of `text`: else the change gives other results. Empty for a
+        condition: a condition on the program, part of `text`: if it fails, the change gives other results. Empty for a
             change that keeps them.
         is_least: whether it may save more: the compiled program does not tell the size of a carry.
     """
@@ -173,15 +173,15 @@ class Group(NamedTuple):
 
 
 def shape_of(type_: str) -> tuple[int, ...]:
-    """The shape of an array, by its type as in ``f32[2,3]``; empty for what is no array."""
+    """The shape of an array, by its type as in ``f32[2,3]``; empty for other types."""
     sizes = type_.partition("[")[2].rstrip("]").split(",")
     return tuple(map(int, sizes)) if all(size.isdigit() for size in sizes) else ()
 
 
 def bits_of(type_: str) -> int:
     """The bits of an entry, by the type of the array."""
-    found = re.search(r"\d+", type_.partition("[")[0])
-    return int(found[0]) if found else 8
+    digits = re.search(r"\d+", type_.partition("[")[0])
+    return int(digits[0]) if digits else 8
 
 
 def replacements(buffers: Iterable[Buffer]) -> list[tuple[Buffer, Buffer, int]]:
@@ -192,13 +192,13 @@ def replacements(buffers: Iterable[Buffer]) -> list[tuple[Buffer, Buffer, int]]:
     buffers = list(buffers)
     for b in buffers:
         ending[b.allocation, b.end].append(b)
-    found = []
+    pairs = []
     for b in buffers:
         for a in ending.get((b.allocation, b.start), ()):
             shared = min(a.offset + a.num_bytes, b.offset + b.num_bytes) - max(a.offset, b.offset)
             if a is not b and a.start < b.start and shared > 0:
-                found.append((a, b, shared))
-    return found
+                pairs.append((a, b, shared))
+    return pairs
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
@@ -264,13 +264,13 @@ class Timeline:
         """The buffers alive at a step, without constants, the largest first.
 
         If one replaces another in place in this step, the new one is listed: sizes sum to ``timeline[step]`` unless
-        only part of the memory is reused, where the old one is listed with what is left of it.
+        only part of the memory is reused: then the old one is listed with the rest.
         """
-        found = {id(b): b for b in self._counted() if b.start <= step <= b.end}
+        live = {id(b): b for b in self._counted() if b.start <= step <= b.end}
         for a, b, shared in self._replacements:
-            if b.start == step and id(a) in found:
-                found[id(a)] = dataclasses.replace(a, num_bytes=found[id(a)].num_bytes - shared)
-        return sorted((b for b in found.values() if b.num_bytes > 0), key=lambda b: (-b.num_bytes, b.start, b.name))
+            if b.start == step and id(a) in live:
+                live[id(a)] = dataclasses.replace(a, num_bytes=live[id(a)].num_bytes - shared)
+        return sorted((b for b in live.values() if b.num_bytes > 0), key=lambda b: (-b.num_bytes, b.start, b.name))
 
 
 def grouped(buffers: Iterable[Buffer]) -> list[Group]:
@@ -280,17 +280,17 @@ def grouped(buffers: Iterable[Buffer]) -> list[Group]:
         members[b.kind, b.owner, b.function, b.source, b.region, b.stacked].append(b)
     groups = [
         Group(
-            num_bytes=sum(b.num_bytes for b in found),
+            num_bytes=sum(b.num_bytes for b in group),
             kind=key[0],
             owner=key[1],
             function=key[2],
             source=key[3],
             region=key[4],
-            types=tuple(dict.fromkeys(b.type for b in found)),
-            buffers=tuple(found),
+            types=tuple(dict.fromkeys(b.type for b in group)),
+            buffers=tuple(group),
             change=None,
         )
-        for key, found in members.items()
+        for key, group in members.items()
     ]
     return sorted(groups, key=lambda g: (-g.num_bytes, KINDS.index(g.kind), g.owner, g.source))
 
@@ -307,19 +307,18 @@ class Gap(NamedTuple):
 
 
 def saving(profile: Timeline, gaps: Iterable[Gap]) -> int:
-    """Bytes by which the peak of the timeline falls with these gaps."""
+    """Bytes that these gaps take off the peak of the timeline."""
     change = np.zeros(len(profile.steps) + 1, np.int64)
     for gap in gaps:
         if gap.start <= gap.end:
             change[gap.start] -= gap.num_bytes
             change[gap.end + 1] += gap.num_bytes
-    after = profile.timeline + np.cumsum(change)[:-1]
-    return int(profile.timeline.max() - after.max())
+    new_timeline = profile.timeline + np.cumsum(change)[:-1]
+    return int(profile.timeline.max() - new_timeline.max())
 
 
 def is_backward(profile: Timeline, n: int, b: Buffer) -> bool:
-    """Whether a reader of a buffer is in the backward pass. What a recomputation reads is needed there only if it is a
-    residual.
+    """Whether a reader of a buffer is in the backward pass. A recomputation counts only if it reads a residual.
 
     XLA moves some steps of the backward pass into the forward pass: these do not count.
     """

@@ -1,4 +1,4 @@
-"""`memory_profile`: what is alive in a compiled program at each of its steps, and who made it."""
+"""`memory_profile`: the live buffers of a compiled program at each of its steps, with their owners."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class MemoryProfile(Printed, AdvisedTimeline):
 
     Attributes:
         name: of the function.
-        buffers: all buffers, in the order of their first step; those of zero bytes are left out.
+        buffers: all buffers, in the order of their first step; empty ones are left out.
         steps: the schedule of the compiled program.
         argument_bytes, output_bytes, alias_bytes, temp_bytes: XLA's own figures. Outputs that reuse the memory of an
             argument (donation) count in the first three.
         constant_bytes: of the constants in the program, which XLA's figures leave out.
         num_devices: that the program runs on.
         backend: "cpu", "gpu" or "tpu".
-        backward_step: the first step of the backward pass, of several gradients that of the largest; the number of
-            steps if there is none.
+        backward_step: the first step of the backward pass, of several gradients the largest's; the number of steps if
+            there is none.
         gradient: whether the program has the gradient of a loss among its outputs, and not a step that updates its
             arguments.
-        note: what the profile lacks on this backend; empty if nothing.
+        note: the missing parts of the profile on this backend; empty if it is complete.
     """
 
     def _lines(self, width: int, prose: int) -> Iterator[Line]:
@@ -133,9 +133,9 @@ def memory_profile(
     """Compile a function, and show what fills its memory at each step of the compiled program.
 
     Nothing is computed and no state changes. XLA's own buffer assignment gives each buffer's size and place, its
-    schedule the first and last step in which the buffer is alive, and its metadata the function and the line.
+    schedule the buffer's first and last live step, and its metadata the function and the line.
 
-    On GPUs XLA writes the buffer assignment of what it compiles to a temporary folder. A program that is compiled
+    On GPUs XLA writes the buffer assignment of each compilation to a temporary folder. A program that is compiled
     already has none there, nor has one of a backend that writes none: the result has XLA's totals then, no buffers, and
     a ``note`` that says so.
 
@@ -249,7 +249,7 @@ def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram
             except jax.errors.JaxRuntimeError as e:
                 if is_out_of_memory(e):
                     raise
-        # Its compiler knows no option to write what it compiles.
+        # Its compiler knows no option to write its programs.
         return compile_to_measure(stage, options), None
 
 
@@ -265,7 +265,7 @@ def _tells(environment: Any) -> bool:
 
 
 class _TracedProgram(NamedTuple):
-    """A program to compile, and what is known of it.
+    """A program to compile, with its inputs.
 
     Attributes:
         stage: JAX's lowered or compiled stage.
@@ -322,8 +322,8 @@ def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str
     is_state = lambda x: _states.kind_of(x) is not None and not _states.is_array_state(x)
     name = argument_names(fun, args)
     leaves = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_state)[0]
-    found = [(keys, jax.tree_util.tree_flatten_with_path(x)[0]) for keys, x in leaves if is_state(x)]
-    return frozenset(name((*keys, *inner)) for keys, values in found for inner, _ in values)
+    states = [(keys, jax.tree_util.tree_flatten_with_path(x)[0]) for keys, x in leaves if is_state(x)]
+    return frozenset(name((*keys, *inner)) for keys, values in states for inner, _ in values)
 
 
 def _of_call(call: TracedCall, gradient: bool) -> _TracedProgram:
@@ -336,7 +336,7 @@ def _of_call(call: TracedCall, gradient: bool) -> _TracedProgram:
 
 
 def _output_names(call: TracedCall, program: ArrayProgram) -> tuple[str, ...]:
-    """Names of what a program with its gradient returns; empty for new values of states, which their modules name."""
+    """Names of the outputs of a program with its gradient; empty for new values of states, which their modules name."""
     num_floats = sum(map(is_float, call.outputs))
     first = ["output"] if num_floats == 1 else [f"output {n}" for n in range(num_floats)]
     gradients = [f"gradient of {program.names[i]}" for i in program.diff_indices]

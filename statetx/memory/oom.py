@@ -47,7 +47,7 @@ class Alternative(NamedTuple):
 
     Attributes:
         text: how to make and use it; or why there is none.
-        needed_bytes: what the planned program needs; None without a plan.
+        needed_bytes: the peak of the planned program; None without a plan.
         added_operations: relative to the unchanged step.
     """
 
@@ -64,12 +64,12 @@ class OutOfMemory(Tabular):
 
     Attributes:
         name: of the step.
-        profile: what is alive at the peak; ``profile.note`` says so where it is an estimate.
-        limit_bytes: what the device has; None if unknown.
+        profile: the memory profile; ``profile.note`` says so where it is an estimate.
+        limit_bytes: the memory of the device; None if unknown.
         limit_source: who says so: "limit=", "the device" or "the error"; empty if unknown.
         other_bytes: arrays on the device that the step neither takes nor returns; of a given limit, those that it
             closes over.
-        requested_bytes: what the allocation that failed asked for; None if the error does not say.
+        requested_bytes: the size of the failed allocation; None if the error does not say.
         remedies: changes that together make it fit, the cheapest first; all that help if they do not suffice.
         unused: the tools that are not among them, with the reasons; nothing unless changes were compiled.
         tried: the changes that were compiled alone, used or not.
@@ -116,13 +116,13 @@ class OutOfMemory(Tabular):
         """Lists, dicts, numbers and text, for ``json.dump``; without the profile, which has its own."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "profile"}
         told = lambda some: [r._asdict() | {"change": r.change._asdict()} for r in some]
-        made = {
+        lists = {
             "remedies": told(self.remedies),
             "tried": told(self.tried),
             "unused": [u._asdict() for u in self.unused],
             "plan": None if self.plan is None else self.plan._asdict(),
         }
-        return fields | {"needed_bytes": self.needed_bytes, "short_bytes": self.short_bytes} | made
+        return fields | {"needed_bytes": self.needed_bytes, "short_bytes": self.short_bytes} | lists
 
     def _table(self) -> Table:
         rows = [(row.num_bytes, row.kind, *_owner_and_line(row)) for row in rows_at_peak(self.profile)]
@@ -236,11 +236,11 @@ def explain_oom(
     progress: bool = False,
     **kwargs: Any,
 ) -> OutOfMemory:
-    """Explain why a step ends with ``RESOURCE_EXHAUSTED``: what it needs, what the device has, and what makes it fit.
+    """Explain why a step ends with ``RESOURCE_EXHAUSTED``: its memory, the device's, and changes that make it fit.
 
     The step, or a loss with its gradient, is compiled and not run. No state changes. A change is tried before it is
     told: the program with it is compiled, alone and together with others, the cheapest first, until it fits. Changes
-    that cannot be tried, and those for which the time does not suffice, are predicted from the lifetimes of the
+    that cannot be tried, or not within the time limit, are predicted from the lifetimes of the
     buffers, and say so: savings of changes that free different buffers are added, so that the sum is too large where
     the peak moves to another place.
 
@@ -248,13 +248,13 @@ def explain_oom(
         step: the function that failed, or would: a training step, which differentiates inside, or a loss.
         *args, **kwargs: its arguments: arrays, also deleted or donated ones, or ``jax.ShapeDtypeStruct``.
         error: the exception, or its text: it names the bytes asked for, and on TPUs the memory of the device.
-        limit: the memory of the device, in bytes or as ``"16GiB"``. By default what the first local device tells, then
-            what the error says. CPUs tell none.
+        limit: the memory of the device, in bytes or as ``"16GiB"``. By default as the first local device tells, or
+            else the error. CPUs tell none.
         gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless
             it is a training step. False for an evaluation.
         time_limit: seconds for compiling the changes and for a plan; then the best so far is told. 0 for predictions
             alone, None for no limit.
-        progress: whether to show what is tried (with rich).
+        progress: whether to show the trials (with rich).
 
     Returns:
         `OutOfMemory`, which prints. Where the compiler itself runs out of memory, its profile is an estimate from the
@@ -333,10 +333,10 @@ def _planned(
             f"statetx.plan finds none: constants take {constants} of {format_bytes(report.available_bytes)}"
         )
     try:
-        made = plan(step, *args, budget=budget, time_limit=seconds, **kwargs)
+        result = plan(step, *args, budget=budget, time_limit=seconds, **kwargs)
     except StatetxError as e:
         return Alternative(f"statetx.plan finds none within {format_bytes(budget)}: {str(e).splitlines()[0]}")
-    needed, added = made.total_bytes + report.profile.constant_bytes, made.extra_flops
+    needed, added = result.total_bytes + report.profile.constant_bytes, result.extra_flops
     return Alternative(
         f"statetx.plan({report.name}, ..., budget={budget}).apply({report.name}) takes {format_bytes(needed)} "
         f"(compiled, {100 * added:+.1f}% operations) without a change of the code.",
@@ -374,8 +374,8 @@ def _read_error(text: str) -> _Told:
 
 
 def _first_size(patterns: Iterable[str], text: str) -> int | None:
-    found = next(filter(None, (re.search(pattern, text, re.IGNORECASE) for pattern in patterns)), None)
-    return None if found is None else _bytes_of(found[1], found[2])
+    match = next(filter(None, (re.search(pattern, text, re.IGNORECASE) for pattern in patterns)), None)
+    return None if match is None else _bytes_of(match[1], match[2])
 
 
 def _bytes_of(number: str, prefix: str) -> int:
