@@ -466,7 +466,8 @@ def test_second_derivative_of_slots_with_a_rule_that_reads_a_traced_value(mode):
         return jax.jvp(gradient, (x,), (x,))[1] if mode == "forward" else jax.grad(lambda x: total(gradient(x)))(x)
 
     x, width = jnp.array([0.8, 0.1, -0.5]), jnp.float32(0.8)
-    actual, expected = (jax.jit(functools.partial(second, c))(x, width) for c in (Slots(2), None))
+    actual = jax.jit(functools.partial(second, Slots(2)))(x, width)
+    expected = jax.jit(lambda x: second(None, x, width))(x)  # jax 0.12 cannot trace the width here
     np.testing.assert_allclose(actual, expected, rtol=2e-4)
 
 
