@@ -183,7 +183,7 @@ def record(needed: Mapping[str, Check], optional_fields: Mapping[str, Check] | N
 
 
 def decoded_by(decode: Callable[[Any], Any]) -> Check:
-    """Whatever a function takes that raises ValueError for all else."""
+    """Any value that `decode` accepts: it raises ValueError for others."""
 
     def check(x: Any, path: str) -> None:
         try:

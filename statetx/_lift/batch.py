@@ -126,7 +126,7 @@ def batch_along(
     Args:
         call: the call, for messages.
         lacking, differing: see `common_length`.
-        missing: the fix for a call in which no argument holds an array.
+        missing: the fix for a call without an array.
 
     Raises:
         ValueError: the arguments disagree in the number of examples, or have none.

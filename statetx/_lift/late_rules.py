@@ -222,8 +222,7 @@ def differentiated_error(name: str, rule: str, what: str) -> StateAccessError:
 
 @contextlib.contextmanager
 def named_rules(frame: Frame) -> Iterator[None]:
-    """Within the call of a frame: JAX's error for a derivative rule that uses a value being differentiated names the
-    states that hold one.
+    """Name the states in JAX's error for a derivative rule that uses a value being differentiated, for a frame's call.
 
     The rule need not have read them through the frame, which sees the first read of a state only.
     """

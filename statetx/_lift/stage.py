@@ -179,7 +179,7 @@ class Input:
 
 @dataclasses.dataclass(eq=False)
 class Lifting:
-    """While a function is staged, turn the value of each state that it reads into inputs of the trace.
+    """Turns the value of each state that a staged function reads into inputs of the trace.
 
     Attributes:
         is_dynamic: whether a leaf of a value becomes an input; other leaves are unchanged.

@@ -235,7 +235,7 @@ class LoopOfSlots(DifferentiableLoop):
 
 
 class _Cotangents(NamedTuple):
-    """After the steps from some step on have been reversed.
+    """State of a reversal after the steps from some step on.
 
     Attributes:
         carry: cotangents of the differentiated carries before that step.

@@ -230,7 +230,7 @@ def _for_pool(rows: Any) -> Any:
 
 
 def row_bytes(aval: Any, carry_avals: Sequence[Any]) -> int:
-    """About how many bytes of slots a residual takes; too many for one that fits into no row."""
+    """Approximate bytes of a residual in slots; too many for one that fits into no row."""
     if _jax.is_link(aval):
         return 0
     if any(_type(aval) == _type(a) for a in carry_avals):

@@ -336,8 +336,8 @@ class Places(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """Between two leaves: the slots up to `top` hold carries before steps that are still to be reversed, the first
-    `num_left` ones.
+    """State between two leaves: the slots up to `top` hold carries before steps that are still to be reversed, the
+    first `num_left` ones.
     """
 
     pools: list

@@ -73,7 +73,7 @@ def refuse_unfinished(out: Any, returned: Callable[[], str] = lambda: "The funct
 
 
 def hidden_tracer(obj: Any, is_left: Callable[[Any], bool]) -> tuple[str, Any] | None:
-    """The path to a tracer inside an object for which `is_left` holds, and the tracer; None if there is none."""
+    """The path to a tracer inside an object that satisfies `is_left`, and the tracer; None if there is none."""
     if not has_parts(obj) or _states.kind_of(obj) is not None:
         return None
     pending = [(obj, "")]

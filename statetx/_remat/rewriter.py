@@ -85,7 +85,7 @@ class Observer(Rewriter):
 
 
 class Observed(Rewriter):
-    """Another rewriter, under an observer; equal to another one of the same two."""
+    """A rewriter under an observer; equal to another one of the same two."""
 
     def __init__(self, rewriter: Rewriter, observer: Observer):
         self._rewriter, self._observer = rewriter, observer

@@ -254,7 +254,7 @@ class _Tried(NamedTuple):
 
     @property
     def price(self) -> tuple[float, int]:
-        """Added operations for a byte; after all others those that save nothing alone, by their predictions."""
+        """Sort key: added operations for a byte; changes that save nothing alone come last, by their predictions."""
         if self.saved_bytes <= 0:
             return float("inf"), -self.candidate.change.saved_bytes
         return max(round(self.operations, 3), 0.0) / self.saved_bytes, -self.saved_bytes

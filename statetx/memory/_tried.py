@@ -80,7 +80,7 @@ class Trials:
         return None if isinstance(cost, NotTried) else cost
 
     def why_not(self, *edits: Edit) -> str:
-        """Why the program with these edits was not compiled."""
+        """Reason why the program with these edits was not compiled."""
         return str(self._costs.get(frozenset(edits), "the time was over"))
 
     @functools.cached_property

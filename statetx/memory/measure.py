@@ -91,7 +91,7 @@ class MemoryProfile(Printed, AdvisedTimeline):
         return Comparison(self, after)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as lists, dicts, numbers and text, for ``json.dump``."""
+        """The profile as lists, dicts, numbers and text, for ``json.dump``."""
         return _show.to_dict(self)
 
     def to_html(self, path: str | PathLike[str], *, after: MemoryProfile | None = None) -> None:

@@ -203,7 +203,7 @@ def _short(structure: str) -> str:
 
 @contextlib.contextmanager
 def reading(location: str) -> Iterator[None]:
-    """While a manifest is used: raise one error for whatever it lacks or has in place of something else.
+    """Raise one error for all that a manifest lacks, or has in place of something else, while it is used.
 
     Its checksum finds damage. A file with the right checksum, and other contents than `describe` writes, is forged.
     """

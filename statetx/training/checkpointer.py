@@ -181,7 +181,7 @@ class Checkpointer:
             ) from e
 
     def _clean(self) -> None:
-        """Before the first save, remove the files of unfinished ones."""
+        """Remove the files of unfinished saves, before the first save."""
         if not self._has_saved:
             # Cleaning waits for the first save: a reader must not remove the files that another program is writing. And
             # a manager cleans in the background, and waits for that in `save` only.

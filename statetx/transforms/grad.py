@@ -83,7 +83,7 @@ class GradOptions(TypedDict, total=False):
 
 
 class ValueOptions(GradOptions, total=False):
-    """With the option that `value_and_grad` has besides: its auxiliary data is a part of the value."""
+    """`GradOptions` with `has_aux`: the auxiliary data of `value_and_grad` is a part of its value."""
 
     has_aux: bool
 
