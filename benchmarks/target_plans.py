@@ -49,10 +49,9 @@ import statetx
 from statetx._targets import current, plugins
 from statetx.planner import Planner
 from statetx.planner._program.values import InFormat
-from statetx.planner._search.inner import PLAIN
-from statetx.planner._treatments import TREATMENTS
-from statetx.planner._treatments.copies import Copies
+from statetx.planner._treatments import PLAIN, TREATMENTS
 from statetx.planner._treatments.groups import Groups, InGroups
+from statetx.planner._treatments.inputs import Copies
 from statetx.planner._treatments.loops import CheckpointedLoop
 from statetx.planner._treatments.treatment import Decision
 

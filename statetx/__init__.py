@@ -90,7 +90,7 @@ if _TYPE_CHECKING:
     from .memory.measure import MemoryProfile as MemoryProfile
     from .memory.measure import memory_profile as memory_profile
     from .memory.oom import explain_oom as explain_oom
-    from .planner._plan.plan import Plan as Plan
+    from .planner._plan import Plan as Plan
     from .planner.batches import max_batch as max_batch
     from .planner.fit import budget as budget
     from .planner.planner import plan as plan
@@ -148,7 +148,7 @@ _PUBLIC = {
     ".memory.measure": "MemoryProfile memory_profile",
     ".memory.oom": "explain_oom",
     ".planner.batches": "max_batch",
-    ".planner._plan.plan": "Plan",
+    ".planner._plan": "Plan",
     ".planner.planner": "plan",
     ".planner.fit": "budget",
     ".residuals.fwd_bwd": "print_fwd_bwd",

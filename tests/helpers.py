@@ -106,7 +106,7 @@ def decided(saved=None, *, loop=None, fenced=False, carries=(), stored=(), input
     stored types.
     """
     from statetx.planner._program.values import INPUT, KEEP, InFormat
-    from statetx.planner._treatments.copies import Copies
+    from statetx.planner._treatments.inputs import Copies
     from statetx.planner._treatments.loops import CheckpointedLoop
     from statetx.planner._treatments.treatment import Decision
 

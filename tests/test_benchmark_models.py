@@ -12,7 +12,7 @@ import pytest
 
 import statetx
 from statetx.planner import Planner
-from statetx.planner._search.inner import PLAIN, InnerGradients
+from statetx.planner._treatments import PLAIN, InnerGradients
 
 for library in ("flax", "haiku", "equinox", "optax", "brainstate", "brainpy.state", "braintools"):
     pytest.importorskip(library)

@@ -10,9 +10,9 @@ from statetx import _jax
 from statetx._lift.context import TraceContext
 from statetx.planner._search.capture import Recorded
 from statetx.planner._search.lattice import Lattice, cost_of
-from statetx.planner._search.layout import Analysis
-from statetx.planner._treatments import rewrite
-from statetx.planner._treatments.copies import Derived
+from statetx.planner._treatments import TREATMENTS, rewrite
+from statetx.planner._treatments.inputs import Derived
+from statetx.planner._treatments.treatment import Settings
 
 X = jnp.linspace(0, 1, 256 * 64).reshape(256, 64)
 WS = [(jnp.full((64, 64), 0.01 * (i + 1)), jnp.full((64, 64), 0.02)) for i in range(4)]
@@ -95,7 +95,7 @@ def test_copies_take_less_memory_and_compute_the_same():
 
 def test_paths_that_copy_are_cheaper_by_the_model():
     program = flat(stream, WS, X)
-    families = Lattice(program, range(9), 1, Analysis()).families
+    families = Lattice(program, range(9), 1, Settings(treatments=TREATMENTS)).families
     assert len(families) == 2
     limit = 1.3 * families[0].least_peak()
     reference, copying = families[0].choose(limit), families[-1].choose(limit)

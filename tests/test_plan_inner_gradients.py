@@ -13,7 +13,7 @@ import pytest
 import statetx
 from statetx._equations.structure import Body
 from statetx.planner import Plan, Planner
-from statetx.planner._search.inner import PLAIN, VARIANTS, InnerGradients
+from statetx.planner._treatments import PLAIN, VARIANTS, InnerGradients
 
 WIDTH, POINTS, LAYERS = 16, 1024, 3
 DATA = np.random.default_rng(0)

@@ -20,7 +20,7 @@ import statetx
 from statetx import _jax
 from statetx._equations import compiled
 from statetx.planner import Planner, _budget, _store
-from statetx.planner._plan.record import PLAN
+from statetx.planner._record import PLAN
 
 KEY = "0" * 64
 X = jnp.ones((128, 32))

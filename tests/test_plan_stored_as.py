@@ -21,8 +21,8 @@ from statetx._loops.strategy import Lengths, Slots
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program.values import KEEP, InFormat
-from statetx.planner._search.layout import Analysis, front_of
-from statetx.planner._treatments import UNPLANNED, rewrite
+from statetx.planner._search.layout import front_of
+from statetx.planner._treatments import TREATMENTS, UNPLANNED, rewrite
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.groups import Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
@@ -395,7 +395,7 @@ def test_a_loop_without_bits_has_the_options_of_one_without_formats():
         _, parts, n = loop_part(fun, *args)
         part, num = parts[n], len(parts[n].invars)
         flags = [True] * num, [True] * num, [True] * len(part.outvars)
-        return front_of(part, *flags, Analysis(settings=Settings(formats))).options
+        return front_of(part, *flags, Settings(formats, treatments=TREATMENTS)).options
 
     def recurrent(w, xs):
         return lax.scan(lambda h, x: (jnp.sin(h @ w + x), None), xs[0], xs)[0].sum()

@@ -36,14 +36,13 @@ from statetx.planner import Planner
 from statetx.planner._budget import read_amount
 from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _parts
-from statetx.planner._program.derivative import derivative_of
-from statetx.planner._program.fingerprint import fingerprint
-from statetx.planner._program.values import KEEP, ON_HOST
+from statetx.planner._program.flat import fingerprint
+from statetx.planner._program.values import KEEP, ON_HOST, derivative_of
 from statetx.planner._search import candidates as _candidate
 from statetx.planner._search import lattice as _lattice
 from statetx.planner._search import layout as _layout
 from statetx.planner._search import search as _search
-from statetx.planner._search import timing as _timing
+from statetx.planner._search import whole as _timing
 from statetx.planner._treatments import rewrite
 from statetx.planner._treatments import treatment as _treatment
 from statetx.planner._treatments.graph import Graph

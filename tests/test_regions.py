@@ -16,7 +16,7 @@ from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program import cuts as _cuts
 from statetx.planner._search.lattice import Lattice
-from statetx.planner._search.layout import Analysis
+from statetx.planner._treatments import TREATMENTS
 from statetx.planner._treatments.treatment import Settings
 
 X = jnp.ones((256, 64))
@@ -34,7 +34,7 @@ def loss(ws, x, block=block):
 
 
 def lattice(program, diff_indices=(0,), formats=()):
-    return Lattice(program, diff_indices, 1, Analysis(settings=Settings(formats)))
+    return Lattice(program, diff_indices, 1, Settings(formats, treatments=TREATMENTS))
 
 
 def test_layers_are_found_and_the_loss_is_cut_off():

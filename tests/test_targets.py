@@ -20,7 +20,7 @@ import statetx
 from statetx import Target, TargetError
 from statetx._targets import absent, current, plugins
 from statetx._targets.plugins import CHECKS, Gpu, table
-from statetx.planner._search import timing as _timing
+from statetx.planner._search import whole as _timing
 
 SOURCES = pathlib.Path(statetx.__file__).parent
 

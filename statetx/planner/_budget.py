@@ -38,7 +38,7 @@ class ByteBudget(NamedTuple):
 
     def fixed_bytes(self, whole: Any) -> int:
         """Bytes of it that arguments and outputs of a program (`_search.whole.Whole`) take."""
-        return whole.fixed().bytes if self.of == STEP else 0
+        return whole.fixed().fixed_bytes if self.of == STEP else 0
 
     def num_bytes(self, whole: Any) -> int:
         """Bytes of it for a program."""
@@ -135,14 +135,12 @@ def impossible(name: str, budget: ByteBudget, budget_bytes: int, fixed: Any, con
     constants = f" Its constants, which do not count, take {format_bytes(constant_bytes)}." if constant_bytes else ""
     return PlanError(
         f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: arguments take "
-        f"{format_bytes(fixed.argument_bytes)} and outputs "
-        f"{format_bytes(fixed.output_bytes)}{donated}, which no plan changes, so none was searched "
-        f"for.{constants}{unit_question(budget.amount)}\n"
-        f"Fix: allow more than {format_bytes(fixed.bytes)}; make the arguments smaller (a smaller batch, bfloat16, "
-        f"more devices)"
-        f"{'' if fixed.alias_bytes else ', or plan the jitted step that donates them'}; or count temporaries alone, "
-        f"of='temporaries'.",
-        smallest_bytes=fixed.bytes,
+        f"{format_bytes(fixed.argument_bytes)} and outputs {format_bytes(fixed.output_bytes)}{donated}, which no plan "
+        f"changes, so none was searched for.{constants}{unit_question(budget.amount)}\n"
+        f"Fix: allow more than {format_bytes(fixed.fixed_bytes)}; make the arguments smaller (a smaller batch, "
+        f"bfloat16, more devices){'' if fixed.alias_bytes else ', or plan the jitted step that donates them'}; "
+        f"or count temporaries alone, of='temporaries'.",
+        smallest_bytes=fixed.fixed_bytes,
     )
 
 

@@ -29,7 +29,7 @@ from .._environment import switch
 from .._equations.compiled import Program
 from .._records import Check
 from .._targets import current
-from ._plan.record import PEAK, VERSION
+from ._record import PEAK, VERSION
 
 _MAX_BYTES = 64 * 2**20  # of all stored plans together
 _MAX_ENTRY = 32 * 2**20  # of one of them, not compressed

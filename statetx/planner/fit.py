@@ -20,7 +20,7 @@ from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float
 from ._budget import ByteBudget, read_amount, read_time_limit
-from ._plan.plan import Plan
+from ._plan import Plan
 from ._program.flat import closed_over_by_rules, flatten, of_device
 from ._search.capture import Recorded
 from ._search.search import Options

@@ -22,15 +22,15 @@ from .._targets import current
 from .._text import format_bytes, suggestion
 from . import _store
 from ._budget import STEP, TEMPORARIES, ByteBudget, impossible, no_plan, read_time_limit
-from ._plan.plan import Plan
-from ._plan.record import OBJECTIVES, PLAN, are_decisions_for, fields_of
-from ._plan.show import described
-from ._program.fingerprint import full_fingerprint
+from ._plan import Plan
+from ._program.flat import full_fingerprint
 from ._program.values import read_formats
+from ._record import OBJECTIVES, PLAN, are_decisions_for, fields_of
 from ._search.capture import Captured, Recorded, variants
 from ._search.search import Options
-from ._search.timing import Timer, refuse_unknown_times
-from ._search.whole import Choice, Whole, fixed_above, whole_of
+from ._search.several import AnyWhole, whole_of
+from ._search.whole import Timer, fixed_above, refuse_unknown_times
+from ._show import described
 from ._treatments import TREATMENTS
 from ._treatments.treatment import Treatment
 
@@ -131,11 +131,11 @@ def plan(
 
 
 def _for_target(method: F) -> F:
-    """Let a method of `Planner` run for the target that the planner was made for."""
+    """Let a method of `Planner` run for the target that the planner was made for, and within its program."""
 
     @functools.wraps(method)
     def run(self: Planner, *args: Any, **kwargs: Any) -> Any:
-        with current.kept(self._target):
+        with current.kept(self._target), self._captured.context.bind_axes():
             return method(self, *args, **kwargs)
 
     return cast("F", run)
@@ -210,13 +210,13 @@ class Planner:
         return planner
 
     @functools.cached_property
-    def _wholes(self) -> list[Whole]:
+    def _wholes(self) -> list[AnyWhole]:
         """Programs with these results; last the one without rematerialization of inner gradients.
 
         They are analyzed and compiled only when something is asked that the store does not have.
         """
 
-        def start(captured: Captured) -> Whole:
+        def start(captured: Captured) -> AnyWhole:
             is_plain = captured is self._captured
             note = "" if is_plain else f", inner gradients with policy {captured.variant!r}"
             report = lambda text: self._report(text + note)
@@ -225,7 +225,7 @@ class Planner:
         return [start(captured) for captured in (*self._variants[1:], self._captured)]
 
     @property
-    def _whole(self) -> Whole:
+    def _whole(self) -> AnyWhole:
         return self._wholes[-1]
 
     @property
@@ -280,14 +280,14 @@ class Planner:
         found = [(whole, choice) for whole, choice in choices if choice is not None]
         return self._as_plan(self._fields(*_cheapest(found), budget_)) if found else None
 
-    def _choose(self, budget: ByteBudget) -> tuple[Whole, Choice]:
+    def _choose(self, budget: ByteBudget) -> tuple[AnyWhole, Any]:
         """The best choice, and the program that it is for: of which variant."""
         if len(self._wholes) == 1:
             return self._whole, self._best_of(self._whole, budget)
         if isinstance(budget.amount, float):  # a fraction is one of the memory without a plan
             self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
             budget = ByteBudget(budget.num_bytes(self._whole), budget.of)
-        choices: list[tuple[Whole, Choice]] = []
+        choices: list[tuple[AnyWhole, Any]] = []
         errors: list[PlanError] = []
         wholes = sorted(self._wholes, key=lambda whole: whole.total_cost())
         for whole, following in itertools.zip_longest(wholes, wholes[1:]):
@@ -304,14 +304,14 @@ class Planner:
             raise min(errors, key=lambda e: e.smallest_bytes or 0)
         return _cheapest(choices) if self._timer is None else self._timer.faster(choices)
 
-    def _best_of(self, whole: Whole, budget: ByteBudget) -> Choice:
+    def _best_of(self, whole: AnyWhole, budget: ByteBudget) -> Any:
         with whole.time_left.running():
             choice = _fit(whole, budget, self.name)
             return choice if self._timer is None else self._timer.fastest(whole, choice, budget.left(whole))
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def _fields(self, whole: Whole, choice: Choice, budget: ByteBudget) -> dict[str, Any]:
+    def _fields(self, whole: AnyWhole, choice: Any, budget: ByteBudget) -> dict[str, Any]:
         of_call = {"name": self.name, "of": budget.of, "budget_bytes": budget.num_bytes(self._whole)}
         fields = fields_of(whole, choice, self._whole, self._options, **of_call)
         return fields if self._timer is None else fields | self._timer.fields(choice)
@@ -356,7 +356,7 @@ class Planner:
             self._report = lambda text: None
 
 
-def _cheapest(choices: Sequence[tuple[Whole, Choice]]) -> tuple[Whole, Choice]:
+def _cheapest(choices: Sequence[tuple[AnyWhole, Any]]) -> tuple[AnyWhole, Any]:
     return min(choices, key=lambda pair: _total_cost(*pair))
 
 
@@ -375,12 +375,12 @@ def _warn_if_expensive(plan: Plan) -> Plan:
     return plan
 
 
-def _total_cost(whole: Whole, choice: Choice) -> float:
+def _total_cost(whole: AnyWhole, choice: Any) -> float:
     # What a choice adds is relative to its own program, which may rematerialize gradients inside of the loss.
     return whole.total_cost() + choice.added_cost
 
 
-def _fit(whole: Whole, budget: ByteBudget, name: str) -> Choice:
+def _fit(whole: AnyWhole, budget: ByteBudget, name: str) -> Any:
     """The cheapest choice within a budget.
 
     Raises:

@@ -28,7 +28,7 @@ from .._treatments import UNPLANNED, rewrite
 from .._treatments.treatment import Option
 from .._tuned import TUNED
 from .lattice import Choice
-from .layout import Layout
+from .layout import Layout, Waits
 
 ProgramOf = Callable[[Jaxpr, dict[str, Any]], Program]
 """``(jaxpr, compiler_options) -> Program`` makes the program to compile for a rewritten one: with its gradient, or the
@@ -63,9 +63,16 @@ class Candidate:
     compiled: Cost
     predicted_bytes: float
 
+    waits = Waits.FOR_NOTHING
+
     @property
     def temp_bytes(self) -> int:
         return self.compiled.temp_bytes
+
+    @property
+    def candidates(self) -> tuple[Candidate]:
+        """This one: a program with one gradient is a choice of one candidate."""
+        return (self,)
 
 
 class Candidates:

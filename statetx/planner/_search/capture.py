@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ... import _jax
-from ..._equations.compiled import Program, donated_inputs
+from ..._equations.compiled import Cost, Program, donated_inputs
 from ..._equations.differentiate import with_pullback
 from ..._equations.structure import Body
 from ..._errors import PlanError
@@ -25,11 +25,9 @@ from ..._remat.rewriter import Rewriter, Seen, is_training_step
 from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
 from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
-from .._program.fingerprint import fingerprint, full_fingerprint, rules_of
-from .._program.flat import flatten, is_on_devices, of_device
-from .._treatments import as_planned
+from .._program.flat import fingerprint, flatten, full_fingerprint, is_on_devices, of_device, rules_of
+from .._treatments import VARIANTS, InnerGradients, as_planned
 from .._tuned import TUNED
-from .inner import VARIANTS, InnerGradients
 
 _EMBEDDED = 2**20  # bytes of a constant, at most
 
@@ -162,22 +160,6 @@ class _Replace(Rewriter):
         return body if planned is None else as_planned(planned)
 
 
-class Fixed(NamedTuple):
-    """The bytes that no plan changes: of arguments and outputs, on one device.
-
-    Attributes:
-        alias_bytes: of the outputs, those in the memory of donated arguments.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        return self.argument_bytes + self.output_bytes - self.alias_bytes
-
-
 @dataclasses.dataclass(frozen=True)
 class CapturedStep:
     """A training step.
@@ -253,6 +235,11 @@ class Captured:
         return self.step.compiled_with(by_key, compiler_options)
 
     @property
+    def context(self) -> TraceContext:
+        """The transforms around its gradient, if it takes one."""
+        return self.gradients[0].context if self.num_taken == 1 else TraceContext()
+
+    @property
     def is_step(self) -> bool:
         """Whether it is a step of the user."""
         return self.step is not None and not self.is_loss
@@ -270,7 +257,7 @@ class Captured:
         return num_bytes(list(program.constants.values()))
 
     @functools.cached_property
-    def fixed(self) -> Fixed:
+    def fixed(self) -> Cost:
         """The bytes of arguments and outputs, by their types: an estimate, which the compiled program corrects."""
         program = self.gradients[0] if self.step is None else self.step.program
         differentiated = program.diff_indices if self.step is None else ()
@@ -295,7 +282,7 @@ class Captured:
                 free.remove(_type(aval))
                 alias_bytes += size
         argument_bytes = sum(size for v, size in zip(jaxpr.invars, sizes, strict=True) if v in used)
-        return Fixed(argument_bytes, output_bytes, alias_bytes)
+        return Cost(0, 0.0, argument_bytes, output_bytes, 0, alias_bytes)
 
 
 def _bytes_on_device(aval: Any, sharding: Any) -> int:

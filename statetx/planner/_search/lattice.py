@@ -24,9 +24,9 @@ from ..._jax import Jaxpr, Literal
 from ..._lift.context import device_bytes
 from .._program.cuts import candidates
 from .._program.flat import Flat, Interval, Part, cotangent_variables, differentiated_variables
-from .._treatments.treatment import Option, PathVariant, front
+from .._treatments.treatment import Option, Settings, front
 from .._tuned import TUNED
-from .layout import Analysis, Front, Layout, OptionTable, Region, front_of
+from .layout import Front, Layout, OptionTable, Region, front_of
 
 _MAX_STATES = 256  # pairs of bytes and cost that the dynamic program follows
 _NUM_SOLVERS = 2
@@ -52,13 +52,13 @@ class Lattice:
         families: all regions; then variants of all regions, for each treatment that has such, where these are better.
     """
 
-    def __init__(self, program: Flat, diff_indices: Sequence[int], num_out: int, analysis: Analysis):
+    def __init__(self, program: Flat, diff_indices: Sequence[int], num_out: int, settings: Settings):
         self.program = program
         self.regions: dict[Interval, Region] = {}
         # Integer programs are solved in threads, while Python analyzes other regions: the solver releases the GIL.
         pool = concurrent.futures.ThreadPoolExecutor(_NUM_SOLVERS, "statetx-solver")
         self._start = lambda find: pool.submit(find).result
-        self._analysis, self._is_late = analysis, analysis.deadline
+        self._settings, self._is_late = settings, settings.deadline
         self._fronts: dict[Any, Front] = {}
         jaxpr = program.jaxpr
         self._computed = {v for e in jaxpr.eqns for v in e.outvars}
@@ -74,8 +74,8 @@ class Lattice:
             if not self._is_late():
                 self.region(*interval)
         self.families = [Family(program, self.regions)]
-        for kind in analysis.treatments:
-            variant = kind.paths(jaxpr, analysis.settings, self._parts_of)
+        for kind in settings.treatments:
+            variant = kind.paths(jaxpr, settings, self._parts_of)
             if variant is not None and not self._is_late():
                 self._add_family(variant)
 
@@ -90,14 +90,14 @@ class Lattice:
             key = (part.key, is_computed, is_differentiated, has_cotangent)
             if key not in self._fronts:
                 flags = is_computed, is_differentiated, has_cotangent
-                self._fronts[key] = front_of(part, *flags, self._analysis, self._start)
+                self._fronts[key] = front_of(part, *flags, self._settings, self._start)
             self.regions[start, end] = Region(start, end, part, self._fronts[key], *self._lifetimes.bytes(start, end))
         return self.regions[start, end]
 
     def _parts_of(self, front: Front) -> list[Part]:
         return [region.part for region in self.regions.values() if region.front is front]
 
-    def _add_family(self, variant: PathVariant) -> None:
+    def _add_family(self, variant: Any) -> None:
         """Add the paths through variants of the regions, if some of them are better."""
         with_cotangent = self._differentiated & self._with_cotangent
         lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, variant.unheld)

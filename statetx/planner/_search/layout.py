@@ -15,13 +15,13 @@ import numpy as np
 from ... import _frames, _jax
 from ..._equations.compiled import Program, compile_together
 from ..._jax import Jaxpr
-from ..._lift.context import TraceContext, device_bytes
+from ..._lift.context import device_bytes
 from ..._tree import is_float
 from .._program.flat import Flat, Part
-from .._treatments import TREATMENTS, rewrite
+from .._treatments import rewrite
 from .._treatments.graph import Graph
 from .._treatments.loops import steps_of
-from .._treatments.treatment import Decision, Option, Settings, Treatment, pareto_front
+from .._treatments.treatment import Decision, Option, Settings, pareto_front
 
 _FREE = Option(0, 0, 0.0, Decision())
 
@@ -162,32 +162,12 @@ def measure(pairs: Sequence[tuple[Front, Option]], is_late: Callable[[], bool]) 
     return any([front.measure(option) for front, option in pairs if not is_late()])
 
 
-class Analysis(NamedTuple):
-    """Settings of the analysis of the parts of a program.
-
-    Attributes:
-        policies: the stock policies.
-        offload: whether values may be stored in host memory.
-        deadline: whether time is up.
-        context: the transforms and shardings that the program runs under.
-        settings: of proposals.
-        treatments: that make proposals.
-    """
-
-    policies: Sequence[Any] = ()
-    offload: bool = False
-    deadline: Callable[[], bool] = lambda: False
-    context: TraceContext = TraceContext()
-    settings: Settings = Settings()
-    treatments: Sequence[type[Treatment]] = TREATMENTS
-
-
 def front_of(
     part: Part,
     is_computed: Sequence[bool],
     is_differentiated: Sequence[bool],
     has_cotangent: Sequence[bool],
-    analysis: Analysis,
+    settings: Settings,
     start: Callable[[FindOptions], FindOptions] = lambda find: find,
 ) -> Front:
     """The front of a part.
@@ -196,7 +176,7 @@ def front_of(
         start: takes a function that solves integer programs, and returns one that waits for its result.
     """
     # Without tangents or cotangents the part has no backward pass, and saves nothing for it.
-    free, policies, settings, offload = [_FREE], analysis.policies, analysis.settings, analysis.offload
+    free, policies, offload = [_FREE], settings.policies, settings.offload
     if not any(is_differentiated) or not any(has_cotangent):
         return Front(free, free * len(policies))
 
@@ -212,8 +192,8 @@ def front_of(
         # No value of a step is offloaded: the model of loops of loops does not count what is fetched for a turn.
         offload = False
     flags = is_computed, is_differentiated, has_cotangent
-    graph = Graph(part.jaxpr, *flags, analysis.context, settings.formats, part.eqn is not None)
-    found = [kind.expanding(part, graph, settings) for kind in analysis.treatments]
+    graph = Graph(part.jaxpr, *flags, settings.context, settings.formats, part.eqn is not None)
+    found = [kind.expanding(part, graph, settings) for kind in settings.treatments]
     expands = [expand for expand in found if expand is not None]
 
     def expand(steps: Sequence[Option]) -> list[Option]:
@@ -223,7 +203,7 @@ def front_of(
     if _jax.forbidden_effects(part.jaxpr):  # JAX does not rematerialize an equation whose side effect would run again
         return Front([baseline], [baseline] * len(policies), None, lambda steps: expand(steps)[:1])
     stock = [graph.by_policy(policy) for policy in policies]
-    find_front = start(graph.front_finder(offload, analysis.deadline))
+    find_front = start(graph.front_finder(offload, settings.deadline))
     return Front(lambda: [baseline, *find_front(), *stock], stock, graph, expand)
 
 

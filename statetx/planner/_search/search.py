@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -17,15 +17,16 @@ from ..._targets import current
 from ..._text import format_bytes
 from ...residuals.diagnosis import BASELINE
 from .._budget import TimeLeft
-from .._program.flat import Flat, flatten
+from .._program.flat import Flat
 from .._program.values import Formats
 from .._treatments import TREATMENTS
 from .._treatments.treatment import Option, Settings, Treatment
 from .._tuned import TUNED
-from .candidates import STOCK, Baseline, Candidate, Candidates, ProgramOf, is_long, predicted_bytes
-from .capture import Recorded
+from .candidates import STOCK, Baseline, Candidate, Candidates, is_long, predicted_bytes
+from .capture import Captured
 from .lattice import Choice, Family, Lattice, cost_of
-from .layout import Analysis, Layout, measure
+from .layout import Layout, measure
+from .whole import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +45,12 @@ class Options:
     treatments: tuple[type[Treatment], ...] = TREATMENTS
 
 
-class Search:
+class Search(Whole):
     """The search for the plan of one gradient, shared by all budgets.
 
     Args:
-        gradient: the function to differentiate.
+        captured: a program with one gradient, in which every candidate is compiled as it will run.
         report: called with a description of each step.
-        program_of: see `ProgramOf`.
         time_left: the time that it may take.
         compile_baseline: whether the baseline is compiled in any case, beside the analysis; otherwise only where it may
             be the answer, or is asked for.
@@ -65,17 +65,18 @@ class Search:
 
     def __init__(
         self,
-        gradient: Recorded,
+        captured: Captured,
         options: Options,
         report: Callable[[str], None],
-        program_of: ProgramOf,
-        *,
         time_left: TimeLeft,
+        *,
         compile_baseline: bool = False,
         has_others: bool = False,
     ):
-        self._time_left = time_left
-        self.jaxpr = flatten(gradient.jaxpr)
+        super().__init__(captured, time_left)
+        (gradient,) = captured.gradients
+        self.searches, self.jaxpr = [self], gradient.flat
+        program_of = lambda jaxpr, options: captured.program([jaxpr], options)
         self.lacks_regions = False
         self._budget: float = float("inf")  # of the fit under way
 
@@ -87,19 +88,14 @@ class Search:
         report("analyzing the program")
         # The fence keeps loops from allocating what their backward passes write before it is their turn; it takes a
         # copy of a cotangent.
-        settings = Settings(options.formats, is_alone=len(program.loops) < 2 and not has_others)
+        is_alone = len(program.loops) < 2 and not has_others
         # Operations have no exchange rate with transfers: offloading is free, and limited by memory alone. Without host
         # memory nothing is offloaded; the values are saved or recomputed.
         offload = options.offload and _jax.HOST_MEMORY in current.memory_kinds()
-        analysis = Analysis(
-            [as_policy(p) for p in STOCK],
-            offload,
-            self._is_late_for_regions,
-            gradient.context,
-            settings,
-            options.treatments,
-        )
-        self.lattice = Lattice(program, gradient.diff_indices, gradient.num_out, analysis)
+        policies = [as_policy(p) for p in STOCK]
+        of_program = options.treatments, policies, gradient.context, self._is_late_for_regions
+        settings = Settings(options.formats, is_alone, offload, *of_program)
+        self.lattice = Lattice(program, gradient.diff_indices, gradient.num_out, settings)
         layout, _ = self.lattice.stock_layout
         unplanned = layout, [front.baseline for front in layout.fronts]
         report_candidate = lambda text: report(text + self._best_so_far())
@@ -116,18 +112,18 @@ class Search:
 
     def is_late(self) -> bool:
         """Whether the time is up: as long as no candidate keeps the budget, twice the time."""
-        return self._time_left.is_over(2.0 if self.candidates.best(self._budget) is None else 1.0)
+        return self.time_left.is_over(2.0 if self.candidates.best(self._budget) is None else 1.0)
 
     def _is_late_for_regions(self) -> bool:
         """Whether the time for the analysis is up. A plan of the regions found until then beats none."""
-        is_late = self._time_left.is_over(0.5)
+        is_late = self.time_left.is_over(0.5)
         self.lacks_regions |= is_late
         return is_late
 
     def _is_late_for_parts(self) -> bool:
         """Whether the time to measure parts is up: half of it, as long as no plan is compiled, which takes longest."""
         is_first = all(c.name == BASELINE for c in self.candidates)
-        return self._time_left.is_over(0.5 if is_first else 1.0)
+        return self.time_left.is_over(0.5 if is_first else 1.0)
 
     # -- fitting ---------------------------------------------------------------------------------------------------
 
@@ -273,6 +269,25 @@ class Search:
         fits = "" if best.temp_bytes <= self._budget else ", above the budget"
         return f"; best so far {format_bytes(best.temp_bytes)}{fits}, {percent:+.1f}% of a forward pass"
 
+    # -- its memory ------------------------------------------------------------------------------------------------
+
+    def choices(self) -> Iterable[Candidate]:
+        return self.candidates
+
+    def has_baseline(self) -> bool:
+        return self.baseline.known is not None
+
+    def unplanned_bytes(self) -> int:
+        return self.candidates.unplanned_bytes
+
+    @property
+    def unplanned_flops(self) -> int:
+        return self.baseline.flops_without_remat
+
+    def predict(self, choice: Candidate) -> float:
+        """Temporary bytes of a choice, predicted from all others."""
+        return predicted_bytes(choice.peak, [c for c in self.candidates if c is not choice])
+
     def smallest_bytes(self) -> int:
         """The least temporary bytes reached. A small program may take the least without rematerialization."""
         least = self.candidates.smallest().temp_bytes
@@ -317,10 +332,6 @@ class Search:
         baseline_bytes = float(self.candidates.unplanned_bytes)
         return [*(point for point in points if point[0] < baseline_bytes), (baseline_bytes, min(least, 0.0))]
 
-    def total_cost(self) -> float:
-        """The cost of the baseline with its gradient."""
-        return max(1e-30, self.baseline.flops)
-
     # -- stock policies --------------------------------------------------------------------------------------------
 
     @property
@@ -347,12 +358,13 @@ class Search:
                 found.append((name, num_bytes, sum(o.cost for o in options), True))
         return found
 
-    def stock_candidates(self) -> list[Candidate]:
-        """The stock policies, compiled as far as there is time."""
+    def stock_choices(self, temp_bytes: float = math.inf) -> list[Candidate]:
+        """The stock policies that keep a number of temporary bytes, compiled as far as there is time."""
         choices = self._stock.items()
-        return [
+        found = [
             self.candidates.measure(*c, name) for name, c in choices if self.candidates.find(*c) or not self.is_late()
         ]
+        return [candidate for candidate in found if candidate.temp_bytes <= temp_bytes]
 
     # -- the corrected model ---------------------------------------------------------------------------------------
 

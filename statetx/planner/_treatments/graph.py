@@ -24,8 +24,21 @@ from ..._jax import Jaxpr, Var
 from ..._lift.context import TraceContext, device_bytes
 from ..._remat import decide, mark
 from ..._tree import is_float
-from .._program.derivative import BackwardPass, ForwardPass, derivative_of, without_identities
-from .._program.values import KEEP, ON_HOST, Address, Formats, InFormat, Way, labels_of, smallest, values_of
+from .._program.values import (
+    KEEP,
+    ON_HOST,
+    Address,
+    BackwardPass,
+    Formats,
+    ForwardPass,
+    InFormat,
+    Way,
+    derivative_of,
+    labels_of,
+    smallest,
+    values_of,
+    without_identities,
+)
 from .._tuned import TUNED
 from .treatment import Decision, Option, Saved, pareto_front
 

@@ -25,8 +25,8 @@ from ..._records import headed, many, one_of, record, row, whole
 from ..._remat.atoms import Marks
 from .._program.flat import Part
 from .._tuned import TUNED
-from .copies import instead_of_constant
 from .graph import Graph
+from .inputs import instead_of_constant
 from .loops import Carries, CheckpointedLoop, OfSteps
 from .treatment import SAVED, Decision, Facts, Option, Settings, Treatment, saved_as, undominated
 

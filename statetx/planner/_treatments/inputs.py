@@ -1,18 +1,291 @@
-"""StoredInputs of a region in fewer bits: no region has them in memory, but each holds what it reads itself, if that is
-smaller.
+"""Values that a region computes again from what earlier regions keep, in place of keeping them: the inputs of the
+region.
+
+A residual stream ``x + norm(conv(...))`` is cheap to compute from the products before it, and these are kept anyway
+where the backward pass reads them. A region that copies reads the kept values instead of the stream: it has copies of
+the cheap equations between them. Its input then only carries the cotangent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
+from ... import _jax
+from ..._equations.primitives import flops, size
 from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
-from .._program.flat import Part
-from .._program.values import INPUT, Address, InFormat, smallest_of_variables
+from ..._records import one_of
+from ..._tree import is_float
+from .._program.flat import Part, is_linear, last_reads
+from .._program.values import INPUT, KEEP, Address, InFormat, smallest_of_variables
+from .._tuned import TUNED
 from .graph import Graph
-from .treatment import Option, PartsOf, Settings, Treatment
+from .treatment import Decision, Option, PartsOf, Settings, Treatment
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies(Treatment):
+    """A region computes inputs again from what earlier regions keep, where that is cheap."""
+
+    name = "copies"
+    CHECK = one_of(True)
+
+    def to_json(self) -> bool:
+        return True
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Copies:
+        return cls()
+
+    @classmethod
+    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> _CopyingPaths | None:
+        found = Derived(program)
+        return _CopyingPaths(found, parts_of) if found.sources else None
+
+    @classmethod
+    def prepare(
+        cls, jaxpr: Jaxpr, parts: Sequence[Part], decisions: Sequence[Decision]
+    ) -> tuple[list[Part], list[Decision]]:
+        """Let parts that copy read sources in place of derived values, and let others output these sources."""
+        found = Derived(jaxpr)
+        replaced = [
+            found.in_order(part.invars) if decision.get(cls) is not None else []
+            for part, decision in zip(parts, decisions, strict=True)
+        ]
+        read = {source for values in replaced for v in values for source in found.sources[v]}
+        new_parts, new_decisions, start = [], [], 0
+        for part, decision, values in zip(parts, decisions, replaced, strict=True):
+            end = start + (1 if part.eqn is not None else len(part.jaxpr.eqns))
+            computed = [v for e in jaxpr.eqns[start:end] for v in e.outvars if v in read and v not in part.outvars]
+            if values or computed:
+                part, decision = _with_copies(found, part, decision, jaxpr.eqns[start:end], values, computed)
+            new_parts.append(part)
+            new_decisions.append(decision)
+            start = end
+        return new_parts, new_decisions
+
+
+class _CopyingPaths:
+    """Paths where all regions copy."""
+
+    def __init__(self, found: Derived, parts_of: PartsOf):
+        self._found, self._parts_of = found, parts_of
+        self.unheld = found.sources.keys()
+        self._copying = functools.cache(self._make)
+
+    def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int] | None:
+        inputs = self._inputs(part)
+        kept, derived = self._found.addresses(start, end)
+        if inputs or kept:
+            if part.eqn is not None or len(part.jaxpr.eqns) != end - start:
+                return None
+            front = self._copying(front, kept, derived)
+        return None if front is None else (front, sum(device_bytes(v.aval) for v in inputs))
+
+    def _make(self, front: Any, kept: frozenset[Address], derived: frozenset[Address]) -> Any:
+        """The options of a region that computes inputs again, saves in any case what others compute theirs from, and
+        none of the derived.
+        """
+        graph = front.graph
+        if graph is None or not kept <= graph.sites.keys():
+            return None
+        saved: dict[Any, Any] = {}
+        for decision in (option.decision for option in front.steps):
+            values = dict(decision.saved or ())
+            if decision.saved is not None and not any(way.is_read_early for way in values.values()):
+                values = {a: way for a, way in values.items() if a not in derived} | dict.fromkeys(kept, KEEP)
+                saved[frozenset(values.items())] = values
+        cost = self._mean_cost(front)
+        options = [graph.option(values) for values in saved.values()]
+        options = [o._replace(cost=o.cost + cost, decision=Decision(o.decision.saved, (Copies(),))) for o in options]
+        return front.replaced(options) if options else None
+
+    def _inputs(self, part: Part) -> list[Any]:
+        return self._found.in_order([v for v in part.invars if not isinstance(v, Literal)])
+
+    def _mean_cost(self, front: Any) -> float:
+        """The cost of the copies in the regions of a front, which share one number so that equal periods stay equal."""
+        costs = [sum(map(flops, self._found.copied(self._inputs(part)))) for part in self._parts_of(front)]
+        return 2 * sum(costs) / len(costs)  # in the forward pass and in the recomputation
+
+
+class Derived:
+    """The values of a flat program that can be copied.
+
+    A value is *derived* if cheap equations compute it from program inputs and from *sources*. A source is a value that
+    the backward pass reads anyway: the result of an expensive equation that something reads nonlinearly, the result of
+    a reduction, or a sum whose terms are not read otherwise.
+
+    Attributes:
+        sources: for each value that is computed again rather than kept, what its copy reads besides inputs of the
+            program.
+    """
+
+    def __init__(self, jaxpr: Jaxpr):
+        self._jaxpr = jaxpr
+        self._equation = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
+        self._is_cheap = [_is_cheap(e) for e in jaxpr.eqns]
+        self._small = self._small_values()
+        self._needed = self._needed_values()
+        self.sources: dict[Any, frozenset[Any]] = {}
+        self._depths: dict[Any, int] = {}
+        plain: set[Any] = set()  # neither derived nor sources
+        for eqn, is_cheap in zip(jaxpr.eqns, self._is_cheap, strict=True):
+            self._classify(eqn, is_cheap, plain)
+        self._last_reads = last_reads(jaxpr)
+        self._last_copies: dict[Any, int] = {}  # the last equation that reads something derived from a source
+        for v, sources in self.sources.items():
+            for source in sources:
+                self._last_copies[source] = max(self._last_copies.get(source, -1), self._last_reads.get(v, -1))
+
+    def _classify(self, eqn: Any, is_cheap: bool, plain: set[Any]) -> None:
+        operands = _variables(eqn)
+        is_plain = not is_cheap or any(v in plain for v in operands)
+        terms = [self.sources.get(v, frozenset([v])) for v in self._large(eqn)]
+        is_sum = bool(terms) and all(term != frozenset().union(*terms) for term in terms)
+        depth = max((self._depths.get(v, 0) for v in operands), default=0) + is_sum
+        if is_plain or depth > TUNED.reduced // 2 or any(_is_reduced(eqn, v) for v in eqn.outvars):
+            plain.update(v for v in eqn.outvars if is_plain and v not in self._needed)
+            return
+        direct = frozenset(v for v in operands if v in self._equation and v not in self.sources)
+        sources = direct.union(*(self.sources[v] for v in operands if v in self.sources))
+        for v in eqn.outvars:
+            self.sources[v], self._depths[v] = sources, depth
+
+    def _small_values(self) -> set[Any]:
+        small: set[Any] = set()
+        for is_cheap, eqn in zip(self._is_cheap, self._jaxpr.eqns, strict=True):
+            computed_of_small = is_cheap and all(v in small for v in _variables(eqn))
+            small.update(v for v in eqn.outvars if computed_of_small or _is_reduced(eqn, v))
+        return small
+
+    def _large(self, eqn: Any) -> list[Any]:
+        """The operands that the program computes and that are not small."""
+        return [v for v in dict.fromkeys(_variables(eqn)) if v in self._equation and v not in self._small]
+
+    def _needed_values(self) -> set[Any]:
+        """Values that the backward pass reads: those that are read nonlinearly, also beyond linear equations that read
+        nothing else.
+        """
+        needed: set[Any] = set()
+        for eqn in reversed(self._jaxpr.eqns):
+            if not is_linear(eqn):
+                needed.update(_variables(eqn))
+            elif len(large := self._large(eqn)) == 1 and any(v in needed for v in eqn.outvars):
+                needed.update(large)
+        return needed
+
+    def addresses(self, start: int, end: int) -> tuple[frozenset[Address], frozenset[Address]]:
+        """Addresses in an interval of equations: the sources that values derived for later equations read, and its
+        derived outputs.
+        """
+        kept, derived = set(), set()
+        for i in range(start, end):
+            for n, v in enumerate(self._jaxpr.eqns[i].outvars):
+                if self._last_copies.get(v, -1) >= end:
+                    kept.add((i - start, n))
+                if v in self.sources and self._last_reads.get(v, -1) >= end:
+                    derived.add((i - start, n))
+        return frozenset(kept), frozenset(derived)
+
+    def in_order(self, variables: Sequence[Any]) -> list[Any]:
+        """The derived ones among some variables."""
+        return sorted({v for v in variables if v in self.sources}, key=self._equation.__getitem__)
+
+    def copied(self, values: Sequence[Any]) -> list[Any]:
+        """The equations between the sources and some derived values, in order."""
+        stack, indices = list(values), set()
+        while stack:
+            i = self._equation[stack.pop()]
+            if i not in indices:
+                indices.add(i)
+                stack += [v for v in _variables(self._jaxpr.eqns[i]) if v in self.sources]
+        return [self._jaxpr.eqns[i] for i in sorted(indices)]
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if isinstance(v, Var)]
+
+
+def _is_cheap(eqn: Any) -> bool:
+    if eqn.effects or (eqn.primitive.name != "custom_jvp_call" and any(True for _ in _jax.inner_jaxprs(eqn))):
+        return False
+    # A product has twice its inner dimension.
+    return flops(eqn) <= 2 * TUNED.reduced * sum(size(v) for v in (*eqn.invars, *eqn.outvars))
+
+
+def _is_reduced(eqn: Any, v: Any) -> bool:
+    largest = max((device_bytes(u.aval) for u in _variables(eqn)), default=0)
+    return TUNED.reduced * device_bytes(v.aval) <= largest
+
+
+@jax.custom_jvp
+def instead(x: Any, copy: Any) -> Any:
+    """The copy of a value, with the value's tangent. Second derivatives take that of the copy, which is computed from
+    what is differentiated.
+    """
+    return copy
+
+
+@instead.defjvp
+def _instead_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    # Not `instead(*primals)`: a region that computes the copy again would keep the value for it.
+    return primals[1], tangents[0]
+
+
+@jax.custom_jvp
+def instead_of_constant(x: Any, copy: Any) -> Any:
+    """Replace as `instead` does, for a copy that is computed from constants: second derivatives take the value's
+    tangent, too.
+    """
+    return copy
+
+
+@instead_of_constant.defjvp
+def _instead_of_constant_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return instead_of_constant(*primals), tangents[0]
+
+
+def _with_copies(
+    found: Derived,
+    part: Part,
+    decision: Decision,
+    eqns: Sequence[Any],
+    values: Sequence[Any],
+    more_outs: Sequence[Any],
+) -> tuple[Part, Decision]:
+    """A region that copies some of its inputs and has more outputs."""
+    first: list[Any] = []
+    copy_of: dict[Any, Any] = {}
+    for eqn in found.copied(values):
+        outvars = [Var(v.aval) for v in eqn.outvars]
+        first.append(_reading(eqn, copy_of).replace(outvars=outvars))
+        copy_of.update(zip(eqn.outvars, outvars, strict=True))
+    inputs = {v: Var(v.aval) if is_float(v.aval) else copy_of[v] for v in values}
+    for v in values:
+        if is_float(v.aval):
+            avals = [v.aval, copy_of[v].aval]
+            jaxpr, _ = _jax.stage(lambda *xs: [instead(*xs)], avals, traced_for="statetx.plan", name="copy")
+            first += _jax.spliced(jaxpr, [v, copy_of[v]], [inputs[v]], like=eqns[0])
+    all_eqns = [*first, *(_reading(eqn, inputs) for eqn in eqns)]
+    defined = {v for e in all_eqns for v in e.outvars}
+    invars = list(dict.fromkeys(v for e in all_eqns for v in _variables(e) if v not in defined))
+    outvars = [*(v for e in eqns for v in e.outvars if v in {*part.outvars}), *more_outs]
+    jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=all_eqns)
+    return Part(jaxpr, invars, outvars), decision.after(len(first))
+
+
+def _reading(eqn: Any, replaced: dict[Any, Any]) -> Any:
+    """An equation that reads other variables."""
+    return eqn.replace(invars=[a if isinstance(a, Literal) else replaced.get(a, a) for a in eqn.invars])
+
+
+# -- inputs in fewer bits -------------------------------------------------------------------------------------------
 
 
 class StoredInputs(Treatment):

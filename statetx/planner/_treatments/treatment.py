@@ -8,12 +8,13 @@ know of it: its proposals, how it changes the program, its text, its record and 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence, Set
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from ... import _jax
 from ..._jax import Jaxpr
+from ..._lift.context import TraceContext
 from ..._records import Check, either, many, one_of, optional, record, row, whole
 from ..._remat import decide, mark
 from ..._remat.mark import RULE
@@ -50,32 +51,25 @@ def saved_as(addresses: Set[Address] | Sequence[Address], way: Way = KEEP) -> Sa
 
 
 class Settings(NamedTuple):
-    """Settings that proposals depend on.
+    """Settings that the options of regions depend on.
 
     Attributes:
         formats: in which values may be held.
         is_alone: whether nothing that is differentiated beside a part has a loop.
+        offload: whether values may be held in host memory.
+        treatments: that make proposals.
+        policies: the stock policies.
+        context: the transforms and shardings that the program runs under.
+        deadline: whether the time for the analysis is up.
     """
 
     formats: Formats = ()
     is_alone: bool = True
-
-
-class PathVariant(Protocol):
-    """Variants of all regions.
-
-    Attributes:
-        unheld: the values of the program that are not in memory between regions: each region makes or holds what it
-            reads.
-    """
-
-    unheld: Set[Any]
-
-    def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int] | None:
-        """The options of a region as a `Front`, and bytes beside its cotangents in its backward pass; None if it has no
-        variant.
-        """
-        ...
+    offload: bool = False
+    treatments: Sequence[type[Treatment]] = ()
+    policies: Sequence[Any] = ()
+    context: TraceContext = TraceContext()
+    deadline: Callable[[], bool] = lambda: False
 
 
 PartsOf = Callable[[Any], Sequence[Part]]
@@ -112,8 +106,13 @@ class Treatment:
         return None
 
     @classmethod
-    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> PathVariant | None:
-        """Variants of all regions of a program, which are of use together only; None for none."""
+    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> Any:
+        """Variants of all regions of a program, which are of use together only; None for none.
+
+        An object with `unheld`, the values of the program that are not in memory between regions, since each region
+        makes or holds what it reads; and ``front(start, end, part, front)``, the options of a region as a `Front`, and
+        bytes beside its cotangents in its backward pass, or None if it has no variant.
+        """
         return None
 
     # -- in a stored plan --

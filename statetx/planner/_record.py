@@ -9,23 +9,22 @@ import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated, Any
 
-from ..._errors import PlanError
-from ..._jax import Jaxpr
-from ..._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
-from .._budget import STEP, TEMPORARIES
-from .._program.fingerprint import digest_of, fingerprint
-from .._program.flat import Flat, Part
-from .._program.values import KEEP, ON_HOST, InFormat, Way
-from .._search.candidates import Candidate
-from .._search.capture import Recorded
-from .._search.inner import VARIANTS, InnerGradients
-from .._search.layout import Waits
-from .._search.search import Options, Search
-from .._search.whole import Choice, Whole
-from .._treatments.treatment import Decision, Facts
+from .._errors import PlanError
+from .._jax import Jaxpr
+from .._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
+from ._budget import STEP, TEMPORARIES
+from ._program.flat import Flat, Part, digest_of, fingerprint
+from ._program.values import KEEP, ON_HOST, InFormat, Way
+from ._search.candidates import Candidate
+from ._search.capture import Recorded
+from ._search.layout import Waits
+from ._search.search import Options, Search
+from ._search.several import AnyWhole
+from ._treatments import VARIANTS, InnerGradients
+from ._treatments.treatment import Decision, Facts
 
 
-def fields_of(whole: Whole, choice: Choice, unplanned: Whole, options: Options, **of_call: Any) -> dict[str, Any]:
+def fields_of(whole: AnyWhole, choice: Any, unplanned: AnyWhole, options: Options, **of_call: Any) -> dict[str, Any]:
     """The fields of a plan, as JSON values: what it takes and costs, and how to rewrite each gradient of the program.
 
     Args:
@@ -58,7 +57,7 @@ def fields_of(whole: Whole, choice: Choice, unplanned: Whole, options: Options, 
         "stock_policies": [[n, b, c / total_cost, is_predicted] for n, b, c, is_predicted in whole.stock_policies()],
         "unplanned_bytes": unplanned.unplanned_bytes(),
         "unplanned_is_compiled": unplanned.has_baseline(),
-        "unplanned_flops": unplanned.unplanned_flops(),
+        "unplanned_flops": unplanned.unplanned_flops,
     }
 
 

@@ -9,23 +9,23 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..._environment import require
-from ..._equations.primitives import flops
-from ..._files import write_figure
-from ..._jax import Jaxpr
-from ..._lift.context import device_bytes
-from ..._remat.survey import Site
-from ..._tables import Cell, Column, Table
-from ..._text import format_bytes, format_flops, format_seconds, short_path, type_str
-from ...residuals._trace import user_line
-from ...residuals.diagnosis import BASELINE
-from ...residuals.table import see_profile
-from .._budget import STEP
-from .._program.flat import Part
-from .._program.values import InFormat, Way, values_of
-from .._treatments.loops import steps_of
-from .._treatments.treatment import Decision
-from .record import PlanResult, PlanRow, parts_of
+from .._environment import require
+from .._equations.primitives import flops
+from .._files import write_figure
+from .._jax import Jaxpr
+from .._lift.context import device_bytes
+from .._remat.survey import Site
+from .._tables import Cell, Column, Table
+from .._text import format_bytes, format_flops, format_seconds, short_path, type_str
+from ..residuals._trace import user_line
+from ..residuals.diagnosis import BASELINE
+from ..residuals.table import see_profile
+from ._budget import STEP
+from ._program.flat import Part
+from ._program.values import InFormat, Way, values_of
+from ._record import PlanResult, PlanRow, parts_of
+from ._treatments.loops import steps_of
+from ._treatments.treatment import Decision
 
 _MAX_ROWS = 16  # of the printed table
 _MAX_GROUPS = 6

@@ -10,21 +10,20 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Never, ParamSpec, TypeVar, cast
 
-from ... import _files, _records
-from ..._equations.structure import Body
-from ..._errors import FunctionError, PlanError
-from ..._remat.override import rewritten_by
-from ..._remat.rewriter import Rewriter
-from ..._tables import Table, Tabular
-from ..._text import brief, format_bytes
-from ..._typing import public
-from ...transforms.remat import Remat
-from .._budget import STEP
-from .._program.fingerprint import digest_of, fingerprint
-from .._program.flat import flatten, of_device
-from .._treatments import as_planned, rewrite
-from . import show
-from .record import PLAN, VERSION, PlanResult, parts_of
+from .. import _files, _records
+from .._equations.structure import Body
+from .._errors import FunctionError, PlanError
+from .._remat.override import rewritten_by
+from .._remat.rewriter import Rewriter
+from .._tables import Table, Tabular
+from .._text import brief, format_bytes
+from .._typing import public
+from ..transforms.remat import Remat
+from . import _show
+from ._budget import STEP
+from ._program.flat import digest_of, fingerprint, flatten, of_device
+from ._record import PLAN, VERSION, PlanResult, parts_of
+from ._treatments import as_planned, rewrite
 
 _MAX_BYTES = 2**28  # of a file
 
@@ -195,10 +194,10 @@ class Plan(PlanResult, Tabular, Rewriter):
         Returns:
             The matplotlib figure.
         """
-        return show.plot(self, path)
+        return _show.plot(self, path)
 
     def _table(self) -> Table:
-        return show.table(self)
+        return _show.table(self)
 
     def __repr__(self) -> str:
         counted = self.total_bytes if self.of == STEP else self.temp_bytes
