@@ -37,6 +37,8 @@ step that takes it.
 
 Compiled = TypeVar("Compiled", bound=Any)  # a `Candidate`, or a choice of one for each gradient
 
+Result = TypeVar("Result")
+
 STOCK = ("everything", "dots", "dots_without_batch_dims", "nothing")
 
 
@@ -99,24 +101,23 @@ class Candidates:
     ):
         self._program_of, self._report = program_of, report
         self._baseline, self._unplanned = baseline, unplanned
-        self._baseline_candidate: Candidate | None = None
+        self._baselines: dict[Cost, Candidate] = {}  # as compiled with fast options, and exactly
         self._others: dict[Any, Candidate] = {}  # by `_key`
 
         layout, options = unplanned
         self._baseline_key, self.baseline_peak = _key(layout, options), layout.peak(options)
 
     def __iter__(self) -> Iterator[Candidate]:
-        first = [] if self._baseline_candidate is None else [self._baseline_candidate]
-        return iter([*first, *self._others.values()])
+        return iter([*self._with_cost(self._baseline.compiled), *self._others.values()])
 
     def __len__(self) -> int:
-        return len(self._others) + (self._baseline_candidate is not None)
+        return len(self._others) + (self._baseline.compiled is not None)
 
     def find(self, layout: Layout, options: Sequence[Option]) -> Candidate | None:
         """The candidate of a choice; None if it is not compiled."""
         key = _key(layout, options)
-        if self._baseline_candidate is not None and key == self._baseline_key:
-            return self._baseline_candidate
+        if key == self._baseline_key:
+            return next(self._with_cost(self._baseline.compiled), None)
         return self._others.get(key)
 
     def measure(self, layout: Layout, options: Sequence[Option], name: str = "plan") -> Candidate:
@@ -125,7 +126,7 @@ class Candidates:
         if known is not None:
             return known
         if _key(layout, options) == self._baseline_key:  # the model, which said that it takes too much, was wrong
-            return self._note_baseline(self._baseline.compile_exactly())
+            return next(self._with_cost(self._baseline.compile_exactly()))
         peak = layout.peak(options)
         predicted = self.predict(peak)
         self._report(f"compiling candidate {len(self) + 1}")
@@ -150,23 +151,17 @@ class Candidates:
 
     def known(self) -> list[Candidate]:
         """The candidates, and the baseline if it is extrapolated."""
-        cost = None if self._baseline.compiled is not None else self._baseline.extrapolated
-        return list(self) if cost is None else [self._candidate_of_baseline(cost), *self]
+        return [*self._with_cost(self._baseline.known), *self._others.values()]
 
     # -- the baseline ------------------------------------------------------------------------------------------------
 
     def compile_baseline(self) -> Candidate:
         """Compile the baseline, unless it is compiled."""
-        return self._note_baseline(self._baseline.compile())
-
-    def confirm_baseline(self) -> None:
-        """Compile the baseline again where it may be the answer, without the options that may change its memory."""
-        self._note_baseline(self._baseline.compile_exactly())
+        return next(self._with_cost(self._baseline.compile()))
 
     def baseline_bytes(self) -> int:
         """Temporary bytes of the baseline: by its program, or extrapolated for a long one."""
-        known = self._baseline.known
-        return self.compile_baseline().temp_bytes if known is None else known.temp_bytes
+        return (self._baseline.known or self._baseline.compile()).temp_bytes
 
     @property
     def unplanned_bytes(self) -> int:
@@ -174,14 +169,13 @@ class Candidates:
         known = self._baseline.known
         return int(self.predict(self.baseline_peak)) if known is None else known.temp_bytes
 
-    def _note_baseline(self, compiled: Cost) -> Candidate:
-        if self._baseline_candidate is None or self._baseline_candidate.compiled is not compiled:
-            self._baseline_candidate = self._candidate_of_baseline(compiled)
-        return self._baseline_candidate
-
-    def _candidate_of_baseline(self, compiled: Cost) -> Candidate:
-        peak = self.baseline_peak
-        return Candidate(BASELINE, *self._unplanned, peak, 0.0, 0.0, compiled, predicted_bytes(peak, list(self)))
+    def _with_cost(self, cost: Cost | None) -> Iterator[Candidate]:
+        """The baseline, if it has a cost."""
+        if cost is not None:
+            if cost not in self._baselines:
+                peak, predicted = self.baseline_peak, predicted_bytes(self.baseline_peak, [*self._others.values()])
+                self._baselines[cost] = Candidate(BASELINE, *self._unplanned, peak, 0.0, 0.0, cost, predicted)
+            yield self._baselines[cost]
 
 
 def _key(layout: Layout, options: Sequence[Option]) -> tuple[Any, ...]:
@@ -245,7 +239,6 @@ class Baseline:
         self._program_of, self._report = program_of, report
         self._jaxpr = _without_remat(program)
         self.compiled: Cost | None = None
-        self._compiling: concurrent.futures.Future[Cost] | None = None
 
         # Whether `compiled` is what users' compilation gives, once it is there.
         self._is_exact = fast_compile_options() == memory_analysis_options()
@@ -295,27 +288,23 @@ class Baseline:
     @property
     def is_started(self) -> bool:
         """Whether its compilation has begun."""
-        return self._compiling is not None
+        return "_compiling" in vars(self)
 
     def start(self) -> None:
         """Start to compile it, unless shorter versions tell its cost."""
         if self._shorter is None:
-            self._start()
+            _ = self._compiling
 
-    def _start(self) -> None:
-        # In a thread, while Python analyzes the regions: XLA releases the GIL. For a large program this compilation
-        # takes longest, since the whole is one region.
-        if self._compiling is None:
-            program = self._program  # traced here: the thread only compiles
-            pool = concurrent.futures.ThreadPoolExecutor(1)
-            self._compiling = pool.submit(lambda: program.cost)
-            pool.shutdown(wait=False)
+    @functools.cached_property
+    def _compiling(self) -> concurrent.futures.Future[Cost]:
+        # While Python analyzes the regions: for a large program this compilation takes longest, since the whole is one
+        # region. Traced here: the thread only compiles.
+        program = self._program
+        return _in_thread(lambda: program.cost)
 
     def compile(self) -> Cost:
         """Compile it, unless it is compiled."""
         if self.compiled is None:
-            self._start()
-            assert self._compiling is not None
             if not self._compiling.done():
                 self._report("compiling the baseline")
             self.compiled = self._compiling.result()
@@ -328,6 +317,14 @@ class Baseline:
             self.compiled = self._program_of(self._jaxpr, memory_analysis_options()).cost
             self._is_exact = True
         return self.compiled
+
+
+def _in_thread(run: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+    """Run a function that compiles in a thread: XLA releases the GIL."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    future = pool.submit(run)
+    pool.shutdown(wait=False)
+    return future
 
 
 def _contains_remat(jaxpr: Jaxpr) -> bool:
@@ -355,9 +352,7 @@ class Shorter:
     def __init__(self, program: Flat, run: Run, program_of: Callable[[Jaxpr], Program]):
         self._count = run.count
         self._programs = [program_of(_shortened(program.jaxpr, run, count)) for count in _COUNTS]
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._costs = pool.submit(lambda: [program.cost for program in self._programs])
-        pool.shutdown(wait=False)
+        self._costs = _in_thread(lambda: [program.cost for program in self._programs])
 
     @functools.cached_property
     def flops(self) -> int | None:

@@ -142,12 +142,12 @@ class Search(Whole):
         # not compiled.
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= (1 + TUNED.scatter) * budget:
-                self.candidates.confirm_baseline()
+                self.baseline.compile_exactly()
         elif self.baseline.is_started or self._may_baseline_keep(budget):
             self.candidates.compile_baseline()
             budget = self._budget = budget_of()
             if self.candidates.baseline_bytes() <= budget:
-                self.candidates.confirm_baseline()
+                self.baseline.compile_exactly()
 
         budget = self._improve(budget_of)
         found = self.candidates.best(budget)
@@ -305,7 +305,7 @@ class Search(Whole):
     def fraction_of_baseline(self, fraction: float) -> int:
         """A fraction of the baseline's temporary bytes."""
         if fraction > 0.99:  # the baseline may be the answer, and fast compilation may be off by a few hundred bytes
-            self.candidates.confirm_baseline()
+            self.baseline.compile_exactly()
         return int(fraction * self.candidates.baseline_bytes())
 
     def curve(self, num: int = 20) -> list[tuple[float, float]]:
