@@ -75,8 +75,7 @@ def read_amount(argument: Any) -> int | float:
     if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
             f"budget={brief(argument)} is not a size; use 2**31, '2GiB', 'device' or a fraction of the memory "
-            f"without a plan, such "
-            f"as 0.5."
+            f"without a plan, such as 0.5."
         )
     is_fraction = value < 1 or (value == 1 and not isinstance(amount, numbers.Integral))
     return value if is_fraction else int(value)
@@ -111,8 +110,7 @@ def device_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     raise PlanError(
         f"budget='device': {devices[0].device_kind} does not tell its memory.\n"
-        f"Fix: give the size, as in budget='16GiB', or set "
-        f"STATETX_DEVICE_MEMORY=16GiB."
+        f"Fix: give the size, as in budget='16GiB', or set STATETX_DEVICE_MEMORY=16GiB."
     )
 
 

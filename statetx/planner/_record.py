@@ -13,7 +13,7 @@ from .._errors import PlanError
 from .._jax import Jaxpr
 from .._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
 from ._budget import STEP, TEMPORARIES
-from ._program.flat import Flat, Part, digest_of, fingerprint
+from ._program.flat import Flat, Part, digest_of
 from ._program.values import KEEP, ON_HOST, InFormat, Way
 from ._search.candidates import Candidate
 from ._search.capture import Recorded
@@ -74,7 +74,7 @@ def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[
         "decisions": [decision.to_json() for decision in numbers],
         "last_input": None if waits is Waits.FOR_NOTHING else layout.first_read(),
         "is_sequential": waits is Waits.FOR_GRADIENTS,
-        "equations": fingerprint(search.jaxpr),
+        "equations": list(search.captured.gradients[0].lines),
     }
 
 
@@ -250,8 +250,7 @@ class PlanResult(Attributes):
         except ValueError as e:
             raise PlanError(
                 f"Plan: its fields are not those of a plan: {e}.\n"
-                f"Fix: make it by statetx.plan(fun, *args, budget=...), or read "
-                f"it by Plan.load(path)."
+                f"Fix: make it by statetx.plan(fun, *args, budget=...), or read it by Plan.load(path)."
             ) from e
         self._show, self._fields = show, fields
         vars(self).update((name, fields[name]) for name in ATTRIBUTES)

@@ -70,8 +70,7 @@ class Fit(Rewriter):
         if self.budget is None:
             raise PolicyError(
                 f"remat({name}, policy='fit') has no budget: no statetx.budget(...) is around the gradient.\n"
-                f"Fix: write "
-                f"`with statetx.budget('2GiB'):` around it, or give the function a budget of its own, "
+                f"Fix: write `with statetx.budget('2GiB'):` around it, or give the function a budget of its own, "
                 f"policy='fit:2GiB'."
             )
         # Memory depends on the vmaps and shardings around the call, so each of them has a plan of its own.

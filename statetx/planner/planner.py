@@ -365,10 +365,10 @@ def _warn_if_expensive(plan: Plan) -> Plan:
     if not plan.complete and plan.extra_flops > 0.5:
         warnings.warn(
             f"plan({plan.name}): the time limit ended the search. The best plan until then takes "
-            f"{1 + plan.extra_flops:.1f} times the operations of the program "
-            f"without a plan; one that takes fewer within the budget of {format_bytes(plan.budget_bytes)} may "
-            f"exist.\nFix: give the search more time, time_limit=300, or None for no "
-            f"limit; for policy='fit:...' as policy=statetx.planner.Fit(..., time_limit=300).",
+            f"{1 + plan.extra_flops:.1f} times the operations of the program without a plan; one that takes fewer "
+            f"within the budget of {format_bytes(plan.budget_bytes)} may exist.\nFix: give the search more time, "
+            f"time_limit=300, or None for no limit; for policy='fit:...' as "
+            f"policy=statetx.planner.Fit(..., time_limit=300).",
             PolicyWarning,
             stacklevel=_states.user_stacklevel(),
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -390,31 +391,20 @@ def repetition(program: Flat) -> Run | None:
 def _equal_periods(program: Flat, run: Run) -> Run:
     """The longest stretch of equal periods in a run."""
     best, length = Run(run.start, run.period, 0), 0
-    wirings = _wirings(program.jaxpr, run)
-    keys = [program.part(start, start + run.period).key for start in run.boundaries[:-1]]
-    for k, key in enumerate(keys):
+    parts = [program.part(*period) for period in itertools.pairwise(run.boundaries)]
+
+    # The values that each reads of this run, by number, relative to its own.
+    values = [v for e in program.jaxpr.eqns[run.start :] for v in e.outvars]
+    number = dict(zip(values, itertools.count()))
+    size = sum(len(e.outvars) for e in program.jaxpr.eqns[run.start :][: run.period])
+    reads = [[number[v] - k * size if v in number else None for v in part.invars] for k, part in enumerate(parts)]
+    for k, part in enumerate(parts):
         # The first of the stretch may read other values: those from before it.
-        is_equal = length > 0 and key == keys[k - 1] and (length == 1 or wirings[k] == wirings[k - 1])
+        is_equal = length > 0 and part.key == parts[k - 1].key and (length == 1 or reads[k] == reads[k - 1])
         length = length + 1 if is_equal else 1
         if length > best.count:
             best = Run(run.boundaries[k + 1] - length * run.period, run.period, length)
     return best
-
-
-def _wirings(jaxpr: Jaxpr, run: Run) -> list[list[Any]]:
-    """Sources of the operands of each period, relative to it."""
-    positions = {v: (i, j) for i, e in enumerate(jaxpr.eqns) for j, v in enumerate(e.outvars)}
-
-    def source(atom: Any, start: int) -> Any:
-        if isinstance(atom, Literal):
-            return None
-        i, j = positions.get(atom, (-1, 0))
-        return (i - start, j) if i >= run.start else (atom.aval.shape, atom.aval.dtype) if i < 0 else atom
-
-    return [
-        [source(a, start) for e in jaxpr.eqns[start : start + run.period] for a in e.invars]
-        for start in run.boundaries[:-1]
-    ]
 
 
 def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:

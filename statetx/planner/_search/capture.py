@@ -25,7 +25,7 @@ from ..._remat.rewriter import Rewriter, Seen, is_training_step
 from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
 from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
-from .._program.flat import fingerprint, flatten, full_fingerprint, is_on_devices, of_device, rules_of
+from .._program.flat import flatten, full_fingerprint, is_on_devices, of_device, rules_of
 from .._treatments import VARIANTS, InnerGradients, as_planned
 from .._tuned import TUNED
 
@@ -60,7 +60,7 @@ class Recorded:
     @functools.cached_property
     def lines(self) -> tuple[str, ...]:
         """The fingerprint."""
-        return tuple(fingerprint(self.flat))
+        return self.key[:-1]
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
@@ -356,8 +356,7 @@ def capture(
     if not diff_indices or not any(is_float(v.aval) for v in function.jaxpr.outvars[: function.num_out]):
         raise PlanError(
             f"{name_of(fun)} has no float output, or no float argument or state, so there is nothing to "
-            f"differentiate; and it "
-            f"takes no gradient itself."
+            f"differentiate; and it takes no gradient itself."
         )
     is_outermost = not function.context.maps and function.context.manual is None
     if is_outermost and is_on_devices(function.jaxpr):

@@ -84,12 +84,10 @@ class Lattice:
         if (start, end) not in self.regions:
             part = self.program.part(start, end)
             variables = [None if isinstance(v, Literal) else v for v in part.invars]
-            is_computed = tuple(v in self._computed for v in variables)
-            is_differentiated = tuple(v in self._differentiated for v in variables)
-            has_cotangent = tuple(v in self._with_cotangent for v in part.outvars)
-            key = (part.key, is_computed, is_differentiated, has_cotangent)
+            of_inputs = [tuple(v in found for v in variables) for found in (self._computed, self._differentiated)]
+            flags = *of_inputs, tuple(v in self._with_cotangent for v in part.outvars)
+            key = (part.key, *flags)
             if key not in self._fronts:
-                flags = is_computed, is_differentiated, has_cotangent
                 self._fronts[key] = front_of(part, *flags, self._settings, self._start)
             self.regions[start, end] = Region(start, end, part, self._fronts[key], *self._lifetimes.bytes(start, end))
         return self.regions[start, end]

@@ -75,13 +75,13 @@ class Search(Whole):
     ):
         super().__init__(captured, time_left)
         (gradient,) = captured.gradients
-        self.searches, self.jaxpr = [self], gradient.flat
+        self.searches = [self]
         program_of = lambda jaxpr, options: captured.program([jaxpr], options)
         self.lacks_regions = False
         self._budget: float = float("inf")  # of the fit under way
 
         # The baseline, whose regions all stay unchanged, compiles in a thread while the others are analyzed.
-        program = Flat(self.jaxpr)
+        program = Flat(gradient.flat)
         self.baseline = Baseline(program, program_of, report)
         if compile_baseline:
             self.baseline.start()

@@ -306,7 +306,6 @@ def pareto_front(options: Sequence[Option]) -> list[Option]:
 # -- Pareto fronts: what no other undercuts, or equals, in all criteria -----------------------------------------------
 
 _BLOCK = 64  # rows
-_NUM_BINS = 1024
 
 
 def undominated(items: Sequence[Item], *criteria: Callable[[Item], float]) -> list[Item]:
@@ -317,8 +316,7 @@ def undominated(items: Sequence[Item], *criteria: Callable[[Item], float]) -> li
 def front(first: np.ndarray, second: np.ndarray, *others: np.ndarray) -> np.ndarray:
     """The rows on the front of these criteria, by ascending first criterion; of equal ones the first row."""
     if not others:
-        rows = _below_lower_bins(first, second)
-        order = rows[np.lexsort((second[rows], first[rows]))]
+        order = np.lexsort((second, first))
         ordered = second[order]
         return order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])[: len(order)]]
 
@@ -333,19 +331,6 @@ def front(first: np.ndarray, second: np.ndarray, *others: np.ndarray) -> np.ndar
         kept.append(block)
         rows = rows[~_dominates(criteria, block, rows).any(0)]
     return np.concatenate(kept)
-
-
-def _below_lower_bins(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The rows with less in the second criterion than every row of a lower interval of the first: to sort a few rows
-    instead of many.
-    """
-    if len(first) <= _NUM_BINS:
-        return np.arange(len(first))
-    low, high = first.min(), first.max()
-    bins = ((first - low) * (_NUM_BINS / max(high - low, 1e-30))).astype(int)
-    least = np.full(_NUM_BINS + 2, np.inf)
-    np.minimum.at(least, bins + 1, second)
-    return np.flatnonzero(second < np.minimum.accumulate(least)[bins])
 
 
 def _dominates(criteria: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
