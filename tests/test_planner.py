@@ -1320,5 +1320,19 @@ def test_zeros_of_a_sharded_program_are_made_in_shards():
     devices = jax.local_devices()
     mesh = jax.sharding.Mesh(devices, ("d",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
-    x = _timing._zero((8 * len(devices), 3), jnp.dtype("bfloat16"), sharding)
+    x = jax.ShapeDtypeStruct((8 * len(devices), 3), "bfloat16", sharding=sharding)
+    (x,) = _timing._zeros(jax.jit(lambda x: 2 * x).lower(x).compile())
     assert x.sharding == sharding and x.dtype == "bfloat16" and not x.any()
+
+
+def test_an_argument_that_the_program_does_not_use_is_timed_too():
+    plan = statetx.plan(
+        lambda w, x, unused: (jnp.tanh(x @ w) ** 2).mean(),
+        jnp.eye(8),
+        jnp.ones((64, 8)),
+        1.0,
+        argnums=0,
+        budget=1.0,
+        objective="time",
+    )
+    assert plan.seconds > 0

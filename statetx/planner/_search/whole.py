@@ -228,6 +228,6 @@ def _zeros(program: Any) -> list[Any]:
     """Arguments for a compiled program, each made on its own devices: one may have no room for the whole array. What
     the program does not use has no sharding.
     """
-    infos, shardings = jax.tree.leaves(program.args_info), jax.tree.leaves(program.input_shardings)
-    pairs = zip(infos, shardings, strict=True)
+    shardings = jax.tree.leaves(program.input_shardings, is_leaf=lambda s: s is None)
+    pairs = zip(jax.tree.leaves(program.args_info), shardings, strict=True)
     return [jax.device_put(jax.lax.full(x.shape, 0, x.dtype, sharding=s), s) for x, s in pairs]
