@@ -20,8 +20,8 @@ from effects_columns import COLUMNS, KINDS, Boom, Column, states_of
 from effects_table import ROWS, Case, Row
 
 import statetx
+from helpers import publish_all_but_one
 from statetx import _frames
-from statetx._lift.outcome import Outcome
 
 TOLERANCE = 2e-3  # of differences in float32
 
@@ -186,13 +186,6 @@ def test_variable_created_under_a_custom_rule_is_missed(rule):
 
 
 # -- the table can fail ----------------------------------------------------------------------------------------
-
-
-def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):
-    num = len(self.effects) - 1
-    if num >= 0:
-        self.effects, self.values = self.effects[:num], self.values[:num]
-        publish(self, leaves, live=live)
 
 
 BREAKAGES = {

@@ -22,9 +22,8 @@ from mixed_syntax import source
 from random_mixed import check, check_seed, check_threads, reduce
 
 import statetx
-from helpers import undo_the_owner_only
+from helpers import publish_all_but_one, undo_the_owner_only
 from statetx._jax import check_edits, marks
-from statetx._lift.outcome import Outcome
 from statetx._loops.rows import SlotMemory
 
 NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
@@ -89,13 +88,6 @@ def test_mixed_programs_in_two_threads_at_length(first):
 
 
 # -- the search can fail ---------------------------------------------------------------------------------------
-
-
-def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):
-    num = len(self.effects) - 1
-    if num >= 0:
-        self.effects, self.values = self.effects[:num], self.values[:num]
-        publish(self, leaves, live=live)
 
 
 BREAKAGES = {
