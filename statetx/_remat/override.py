@@ -74,29 +74,26 @@ class Override(threading.local):
     observer: Observer | None = None
 
     @contextlib.contextmanager
-    def _set(self, *settings: Any, key: Hashable) -> Iterator[None]:
-        previous = self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter
-        self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter = settings
+    def _set(self, key: Hashable, **settings: Any) -> Iterator[None]:
+        """Replace these settings in this block. Under equal keys, blocks share what JAX has traced."""
+        previous = {name: getattr(self, name) for name in settings}
         try:
+            vars(self).update(settings)
             # jax.jit must not reuse a trace that it made under other settings, nor any where what stays plain is noted.
             noted = object() if self.undone is not None else None
             with _jax.cache_key_context((key, noted)):
                 yield
         finally:
-            self.policy, self.is_off, self.suppress_warnings, self.visited_regions, self.rewriter = previous
+            vars(self).update(previous)
 
     @contextlib.contextmanager
     def __call__(
-        self,
-        policy: Policy | Rewriter | None = None,
-        *,
-        is_off: bool = False,
-        suppress_warnings: bool = False,
-        rewriter: Rewriter | None = None,
+        self, policy: Policy | Rewriter | None = None, *, is_off: bool = False, suppress_warnings: bool = False
     ) -> Iterator[list[VisitedRegion]]:
         """Override the settings in this block; gives the list of the regions called in it."""
         regions: list[VisitedRegion] = []
-        with self._set(policy, is_off, suppress_warnings, regions, rewriter, key=object()):
+        settings = {"policy": policy, "is_off": is_off, "suppress_warnings": suppress_warnings, "rewriter": None}
+        with self._set(object(), visited_regions=regions, **settings):
             yield regions
 
     def replacing(
@@ -105,27 +102,25 @@ class Override(threading.local):
         """Replace the policies and the rewriter in this block. No regions are listed, so that equal blocks share what
         JAX has traced.
         """
-        return self._set(policy, False, True, [], rewriter, key=("policies", policy, rewriter))
+        settings = {"policy": policy, "is_off": False, "suppress_warnings": True, "rewriter": rewriter}
+        return self._set(("policies", policy, rewriter), visited_regions=[], **settings)
 
     @contextlib.contextmanager
     def nothing_checkpointed(self) -> Iterator[list[str]]:
         """Rematerialize nothing in this block, not in loops, and nothing under ``jax.checkpoint`` either; gives the
         list of these.
         """
-        previous, self.undone = self.undone, []
-        try:
-            with self(is_off=True, suppress_warnings=True):
-                yield self.undone
-        finally:
-            self.undone = previous
+        undone: list[str] = []
+        with self._set(object(), undone=undone), self(is_off=True, suppress_warnings=True):
+            yield undone
 
-    def rewrite_gradients(self, rewriter: Rewriter | None) -> contextlib.AbstractContextManager[None]:
+    def rewrite_gradients(self, rewriter: Rewriter | None, **settings: Any) -> contextlib.AbstractContextManager[None]:
         """Rewrite each function that is differentiated in reverse mode in this block and thread.
 
-        Equal rewriters share the programs that JAX has traced.
+        Equal rewriters share the programs that JAX has traced, whatever the other `settings`.
         """
-        settings = (self.policy, self.is_off, self.suppress_warnings, self.visited_regions)
-        return self._set(*settings, rewriter, key=("gradients", rewriter, *settings[:3]))
+        key = "gradients", rewriter, self.policy, self.is_off, self.suppress_warnings
+        return self._set(key, rewriter=rewriter, **settings)
 
     def note(
         self,
@@ -188,35 +183,21 @@ class GradientOrder:
 # instead.
 
 
-@contextlib.contextmanager
-def rewritten_by(rewriter: Rewriter) -> Iterator[None]:
+def rewritten_by(rewriter: Rewriter) -> contextlib.AbstractContextManager[None]:
     """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by
     `Rewriter.inner`.
 
     An observer around the block sees them, too.
     """
-    previous = override.gradient_order, override.observer
-    override.gradient_order = GradientOrder()
-    if isinstance(rewriter, Observer):
-        override.observer = rewriter
-    elif override.observer is not None:
-        rewriter = Observed(rewriter, override.observer)
-    try:
-        with override.rewrite_gradients(rewriter):
-            yield
-    finally:
-        override.gradient_order, override.observer = previous
+    observer = rewriter if isinstance(rewriter, Observer) else override.observer
+    if observer is not None and observer is not rewriter:
+        rewriter = Observed(rewriter, observer)
+    return override.rewrite_gradients(rewriter, gradient_order=GradientOrder(), observer=observer)
 
 
-@contextlib.contextmanager
-def unobserved(rewriter: Rewriter | None = None) -> Iterator[None]:
+def unobserved(rewriter: Rewriter | None = None) -> contextlib.AbstractContextManager[None]:
     """Hide the derivatives in this block from the observer; a rewriter may replace it."""
-    observer, override.observer = override.observer, None
-    try:
-        with override.rewrite_gradients(rewriter):
-            yield
-    finally:
-        override.observer = observer
+    return override.rewrite_gradients(rewriter, observer=None)
 
 
 def _replace(fun: Callable, has_aux: bool) -> Callable:
