@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -92,7 +92,8 @@ class Strategy:
         return new
 
     def __repr__(self) -> str:
-        first, *options = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        first, *options = sorted(fields, key=lambda field: field.kw_only)
         value = getattr(self, first.name)
         show = size_literal if first.name == "bytes" else repr
         args = [", ".join(map(show, value if isinstance(value, tuple) else (value,)))]
@@ -170,25 +171,6 @@ def _exact_bytes(name: str, value: Any) -> Fraction:
     return Fraction(int(value) if isinstance(value, numbers.Integral) else float(value))
 
 
-def _check_offload(strategy: Strategy, step: LoopStep) -> None:
-    if strategy.offload and _jax.HOST_MEMORY not in current.memory_kinds():
-        raise PolicyError(f"{step.name}: {strategy!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
-
-
-def _check_keep(strategy: Any) -> None:
-    if strategy.keep not in ("turn", "loop"):
-        raise PolicyError(f'{type(strategy).__name__}: keep must be "turn" or "loop", got {strategy.keep!r}.')
-
-
-def _nested(strategy: Any, step: LoopStep, lengths: Sequence[int]) -> Callable:
-    _check_offload(strategy, step)
-    if strategy.keep == "loop" and step.policy is None:
-        raise PolicyError(
-            f'{step.name}: {strategy!r} keeps nothing without a policy. Fix: give policy=, or leave keep="loop" out.'
-        )
-    return nested(step, lengths, offload=strategy.offload, keeps_all=strategy.keep == "loop")
-
-
 def set_options(strategy: Any) -> None:
     """Check `policy` and `offload` of a frozen strategy, and make the policy one for values."""
     check_flags(type(strategy).__name__, PolicyError, offload=strategy.offload)
@@ -197,7 +179,36 @@ def set_options(strategy: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Levels(Strategy):
+class NestedLoops(Strategy):
+    """Base of the strategies of loops in loops, `Levels` and `Lengths`."""
+
+    policy: Policy = dataclasses.field(default=None, kw_only=True)
+    offload: bool = dataclasses.field(default=False, kw_only=True)
+    keep: str = dataclasses.field(default="turn", kw_only=True)
+
+    def __post_init__(self) -> None:
+        set_options(self)
+        if self.keep not in ("turn", "loop"):
+            raise PolicyError(f'{type(self).__name__}: keep must be "turn" or "loop", got {self.keep!r}.')
+
+    def lengths_for(self, length: int) -> tuple[int, ...]:
+        """The lengths of the loops of a loop of so many steps, outermost first."""
+        raise NotImplementedError
+
+    def build(self, step: LoopStep) -> Callable:
+        self.check(step.name, "steps", step.length)
+        if self.offload and _jax.HOST_MEMORY not in current.memory_kinds():
+            raise PolicyError(f"{step.name}: {self!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
+        keeps_all = self.keep == "loop"
+        if keeps_all and step.policy is None:
+            raise PolicyError(
+                f'{step.name}: {self!r} keeps nothing without a policy. Fix: give policy=, or leave keep="loop" out.'
+            )
+        return nested(step, self.lengths_for(step.length), offload=self.offload, keeps_all=keeps_all)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Levels(NestedLoops):
     """Loops in loops, `num` deep, each rematerialized, of lengths that store the fewest carries.
 
     Two levels of T steps store about ``2 sqrt(T)`` carries, d levels about ``d T**(1/d)``; each step is run d + 1 times
@@ -238,21 +249,13 @@ class Levels(Strategy):
     """
 
     num: int = 2
-    policy: Policy = dataclasses.field(default=None, kw_only=True)
-    offload: bool = dataclasses.field(default=False, kw_only=True)
-    keep: str = dataclasses.field(default="turn", kw_only=True)
 
     def __post_init__(self) -> None:
         set_counts(self, "num")
-        set_options(self)
-        _check_keep(self)
+        super().__post_init__()
 
     def lengths_for(self, length: int) -> tuple[int, ...]:
-        """The lengths of the loops of a loop of so many steps, outermost first."""
         return tuple(schedule.nested_lengths(length, self.num))
-
-    def build(self, step: LoopStep) -> Callable:
-        return _nested(self, step, self.lengths_for(step.length))
 
     def num_runs(self, length: int) -> int:
         # Once in the forward sweep, and once for each level whose turns are rematerialized: level i runs the steps of
@@ -262,7 +265,7 @@ class Levels(Strategy):
 
 @recorded(headed(one_of("turn", "loop"), whole(1), 1))
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
-class Lengths(Strategy):
+class Lengths(NestedLoops):
     """`Levels` with lengths that you choose, outermost first.
 
     Args:
@@ -277,27 +280,19 @@ class Lengths(Strategy):
     """
 
     lengths: tuple[int, ...]
-    policy: Policy = None
-    offload: bool = False
-    keep: str = "turn"
 
     def __init__(self, *lengths: int, policy: Policy = None, offload: bool = False, keep: str = "turn"):
         if not lengths:
             raise PolicyError("Lengths: give at least one length.")
         object.__setattr__(self, "lengths", tuple([as_count("Lengths: a length", n) for n in lengths]))
-        object.__setattr__(self, "policy", policy)
-        object.__setattr__(self, "offload", offload)
-        object.__setattr__(self, "keep", keep)
-        set_options(self)
-        _check_keep(self)
+        super().__init__(policy=policy, offload=offload, keep=keep)
 
     @property
     def num_steps(self) -> int:
         return math.prod(self.lengths)
 
-    def build(self, step: LoopStep) -> Callable:
-        self.check(step.name, "steps", step.length)
-        return _nested(self, step, self.lengths)
+    def lengths_for(self, length: int) -> tuple[int, ...]:
+        return self.lengths
 
     def num_runs(self, length: int) -> int:
         return (len(self.lengths) + 1) * length
