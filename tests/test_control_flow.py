@@ -279,7 +279,7 @@ def test_mistakes_in_loops():
         (
             lambda: statetx.while_loop(lambda x: jax.random.uniform(rng.next()) < x, lambda x: x, 0.5),
             statetx.StateAccessError,
-            "condition .* wrote RngState 'rng' at .*random draw",
+            "condition .* wrote RngState 'rng' \\(key.*made at .*\\) at .*random draw",
         ),
         (lambda: statetx.while_loop(lambda x: x < 1, lambda x: (x, x), 0.5), statetx.CarryTypeError, "structure"),
         (

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax, _states
-from .._errors import StateValueError
+from .._errors import StateAccessError, StateValueError
+from .._frames import Effect
 from .._objects.paths import Paths, as_predicate, check_paths
 from .._objects.walk import held_states
 from .._text import brief
@@ -177,6 +178,13 @@ class Rules:
             f"{self.name}: {argument} holds states, which are not sliced like arrays. Each call would get the whole "
             f"value of {_states.describe(state, path=paths.get(id(state)))}.\n"
             f"Fix: map the states by {call}states={{{_filter_for(held, paths)}: {axis}}}); {otherwise}."
+        )
+
+    def error_of_write(self, effect: Effect, fix: str) -> StateAccessError:
+        """The error for a write to a `Broadcast` state; `fix` says what to declare."""
+        return StateAccessError(
+            f"{self.name}: {_states.describe(effect.state, effect.kind, self.path(effect.state))} is declared "
+            f"Broadcast and was written at {effect.site}.\nFix: declare it {fix}."
         )
 
     def size_of_mapped(self, *objects: Any) -> int | None:

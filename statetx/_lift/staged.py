@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _jax, _states
+from .. import _jax
 from .._equations.structure import Body
-from .._errors import StateAccessError, StateValueError
+from .._errors import StateValueError
 from .._frames import Effect, refuse_created
 from .._states import kind_of
 from .._tree import ARRAY, Partition, is_array_or_number, is_key, partition
@@ -220,10 +220,7 @@ def sort_states(staged: Staged, rules: Rules, fix: str) -> SortedStates:
         elif rule is None or rule is Carry:
             states.carried.append(read)
         elif effect is not None and rule is Broadcast and not read.kind.is_random(read.state):
-            raise StateAccessError(
-                f"{staged.name}: {_states.describe(read.state, read.kind, rules.path(read.state))} is declared "
-                f"Broadcast and was written at {effect.site}.\nFix: declare it {fix}."
-            )
+            raise rules.error_of_write(effect, fix)
         else:
             states.others.append((read, rule))
     return states

@@ -18,7 +18,10 @@ from .._frames import Effect, publish, refuse_created
 from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import frame_for, run_eagerly
 from .._lift.wrapper import name_of
-from .._tree import is_array_or_number, partition
+from .._objects.opaque import refuse_unfinished
+from .._objects.paths import Paths
+from .._text import type_str
+from .._tree import is_array, is_array_or_number, partition
 from .._typing import PyTree
 
 
@@ -95,14 +98,33 @@ def branch(name: str, fun: Callable, operands: tuple) -> PyTree:
     return _call(name, fun, operands)[0]
 
 
+def as_pair(out: Any, fun: Callable) -> tuple[PyTree, PyTree]:
+    """The carry and the output that the body of a scan returns."""
+    refuse_unfinished(out)
+    if not (isinstance(out, (tuple, list)) and len(out) == 2):
+        items = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+        got = type_str(out) if is_array(out) else f"{type(out).__name__}{items}"
+        raise TypeError(
+            f"scan: the body {name_of(fun)} must return a pair (carry, y), got {got}.\n"
+            "Fix: return carry, y; without outputs, return carry, None."
+        )
+    return out[0], out[1]
+
+
+def refuse_writes(test: Callable, effects: Iterable[Effect]) -> None:
+    """Raise if the condition of a while loop has written a state."""
+    for effect in effects:
+        what = _states.describe(effect.state, effect.kind, Paths(test)(effect.state))
+        raise StateAccessError(
+            f"while_loop: the condition {name_of(test)} wrote {what} at {effect.site}. A random draw is a write too.\n"
+            f"Fix: write it in the body and let the condition read it."
+        )
+
+
 def _holds(test: Callable, val: PyTree) -> bool:
     frame = frame_for("while_loop", test)
     result = frame.run(test, val)
-    for effect in frame.effects:
-        raise StateAccessError(
-            f"while_loop: the condition {name_of(test)} wrote {_states.describe(effect.state, effect.kind)} at "
-            f"{effect.site}. A random draw is a write too.\nFix: write it in the body and let the condition read it."
-        )
+    refuse_writes(test, frame.effects)
     return bool(result)
 
 
@@ -158,12 +180,7 @@ class _Mapped:
 
     def step(self, i: int, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         frame = frame_for("scan", self._fun, on_read=lambda state, kind, value: self._value(i, state, kind, value))
-        out = frame.run(self._fun, carry, x)
-        if not (isinstance(out, (tuple, list)) and len(out) == 2):
-            raise TypeError(
-                f"scan: the body {name_of(self._fun)} must return a pair (carry, y), got {type(out).__name__}."
-            )
-
+        carry, y = as_pair(frame.run(self._fun, carry, x), self._fun)
         refuse_created(frame.effects, frame.name)
 
         # Carried states take their new value at once, for the next step to read. The others keep the old one until
@@ -172,18 +189,14 @@ class _Mapped:
         for effect in frame.effects:
             rule = self._rules(effect.state)
             if rule is Broadcast and not effect.kind.is_random(effect.state):
-                raise StateAccessError(
-                    f"scan: {_states.describe(effect.state, effect.kind, self._rules.path(effect.state))} is declared "
-                    f"Broadcast and was written at {effect.site}.\nFix: declare it Carry, or give an axis to stack its "
-                    f"writes along."
-                )
+                raise self._rules.error_of_write(effect, "Carry, or give an axis to stack its writes along")
             if isinstance(rule, int) or rule in (Split, Broadcast):
                 self._left.setdefault(id(effect.state), (effect, {}))[1][i] = effect.value
             else:
                 carried.append(effect)
         publish(carried)
         self._segments.note(carried)
-        return out[0], out[1]
+        return carry, y
 
     def _value(self, i: int, state: Any, kind: Any, value: Any) -> Any:
         rule = self._rules(state)

@@ -23,11 +23,10 @@ from .._lift.carry import flatten_carry, leaf_names, settle
 from .._lift.options import check_flags, check_whole
 from .._lift.rules import Broadcast, Carry, Rules, Split
 from .._lift.staged import Staged, sort_states
-from .._lift.wrapper import check_callable, name_of
+from .._lift.wrapper import check_callable
 from .._loops import eager
 from .._loops.build import make_loop, resolve_strategy
 from .._loops.strategy import Strategy
-from .._objects.opaque import refuse_unfinished
 from .._text import type_str
 from .._tree import as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -139,16 +138,8 @@ def scan(
 
     def call(*leaves: Any) -> tuple[Any, Any, list]:
         x = [ref_kinds[n].new(leaf) if n in refs else leaf for n, leaf in enumerate(leaves[len(carry) :])]
-        out = f(*arguments([*leaves[: len(carry)], *x])[0])
-        refuse_unfinished(out)
-        if not (isinstance(out, (tuple, list)) and len(out) == 2):
-            items = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
-            got = type_str(out) if is_array(out) else f"{type(out).__name__}{items}"
-            raise TypeError(
-                f"scan: the body {name_of(f)} must return a pair (carry, y), got {got}.\n"
-                "Fix: return carry, y; without outputs, return carry, None."
-            )
-        return out[0], out[1], [ref_kinds[n].get(x[n]) for n in refs]
+        out = eager.as_pair(f(*arguments([*leaves[: len(carry)], *x])[0]), f)
+        return *out, [ref_kinds[n].get(x[n]) for n in refs]
 
     def stage(carry: list, enter: Callable) -> Staged:
         avals = [*map(_jax.abstract, carry), *x_avals]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._equations.structure import Body, table
-from .._errors import PolicyError, StateAccessError
+from .._errors import PolicyError
 from .._lift.carry import flatten_carry, settle
 from .._lift.options import check_flags, check_whole
 from .._lift.rules import Rules
@@ -22,7 +22,6 @@ from .._loops import bind, eager, online
 from .._loops.build import as_strategy, refuse_effects, resolve_strategy
 from .._loops.step import LoopStep
 from .._loops.strategy import Strategy
-from .._objects.paths import Paths
 from .._text import type_str
 from .._tree import is_array_or_number
 from .scan import ScanLoop
@@ -234,13 +233,7 @@ def fori_loop(
 
 
 def _check_test(test: Staged) -> None:
-    if test.effects:
-        effect = test.effects[0]
-        raise StateAccessError(
-            f"while_loop: the condition {name_of(test.fun)} wrote {type(effect.state).__name__} "
-            f"{Paths(test.fun)(effect.state)!r} at {effect.site}. A random draw is a write too.\n"
-            f"Fix: write it in the body and let the condition read it."
-        )
+    eager.refuse_writes(test.fun, test.effects)
     if len(test.out_avals) != 1 or test.out_avals[0].shape != () or test.out_avals[0].dtype != bool:
         got = ", ".join(type_str(a) for a in test.out_avals) or "nothing"
         raise TypeError(f"while_loop: the condition {name_of(test.fun)} must return a scalar bool, got {got}.")
