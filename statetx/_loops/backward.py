@@ -41,25 +41,22 @@ class BackwardStep:
         self._diff = diff_constants, diff_carry, diff_xs
         self.diff_xs = diff_xs
         self._float_ys = [i for i, a in enumerate(step.y_avals) if is_float(a)]
-        self._num_constants, self._num_carry = step.num_constants, step.num_carry
         avals = [*step.constant_avals, *step.avals, *step.x_avals]
         jaxpr, consts = _jax.stage(self._differentiated, avals, traced_for="scan", name=f"{step.name}, forward")
         self._body = body = close_derivative(jaxpr, consts)
 
         # The leaves of the pullback come from values that are known without the step, and from the stored ones.
-        first_carry, first_x = (
-            body.num_operands + step.num_constants,
-            body.num_operands + step.num_constants + step.num_carry,
-        )
         invars, outvars = body.jaxpr.invars, body.jaxpr.outvars
+        constants, carry, xs = step.sort(invars[body.num_operands :])
+        constants = [*invars[: body.num_operands], *constants]
         self._leaves = outvars[step.num_carry :]
         leaves = list(dict.fromkeys(v for v in self._leaves if isinstance(v, _jax.Var)))
-        self._inputs = [*invars[:first_carry], *invars[first_x:]]
-        at_hand = {*self._inputs, *_computed_from(body.jaxpr, invars[:first_carry])}
+        self._inputs = [*constants, *xs]
+        at_hand = {*self._inputs, *_computed_from(body.jaxpr, constants)}
 
         # A leaf of the carry among the residuals is stored as slots store it.
         carry_avals = [row.stored for row in step.rows]
-        carries = {v: i for i, v in enumerate(invars[first_carry:first_x]) if step.rows[i].format is not None}
+        carries = {v: i for i, v in enumerate(carry) if step.rows[i].format is not None}
         stored_type = lambda v: carry_avals[carries[v]] if v in carries else v.aval
         cost = lambda v: row_bytes(stored_type(v), carry_avals)
         self._stored = smallest_residuals(body.jaxpr, [v for v in leaves if v not in at_hand], at_hand, cost)
@@ -78,7 +75,7 @@ class BackwardStep:
 
     def _differentiated(self, *values: Any) -> list:
         diff_constants, diff_carry, diff_xs = self._diff
-        constants, carry, x = self._sort(values)
+        constants, carry, x = self._step.sort(values)
 
         def run(constant_values: list, carry_values: list, x_values: list) -> tuple[tuple[list, list], list]:
             last, y = self._step.saving(
@@ -117,14 +114,10 @@ class BackwardStep:
         unchanged = BackwardStep(step.with_length(step.length, None), *self._diff)
         return max(0, self.flops - unchanged.flops) / max(1, count(step.body.jaxpr))
 
-    def _sort(self, values: Sequence[Any]) -> tuple[list, list, list]:
-        first, last = self._num_constants, self._num_constants + self._num_carry
-        return list(values[:first]), list(values[first:last]), list(values[last:])
-
     def forward(self, constants: list, carry: list, x: list) -> tuple[list, list]:
         """The next carry, and the residuals."""
         outs = _jax.evaluate(self._forward, (), (*self._body.operands, *constants, *carry, *x))
-        return outs[: self._num_carry], outs[self._num_carry :]
+        return outs[: self._step.num_carry], outs[self._step.num_carry :]
 
     def encoded(self, residuals: list) -> list:
         """The residuals of a step of the loop as slots hold them, of the types `residual_avals`."""

@@ -45,7 +45,8 @@ class DifferentiableLoop:
 
     def __call__(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
         args = [_jax.as_array(x) for x in (*constants, *carry, *xs)]
-        return self._split(_jax.call_loop(self, args))
+        outs = _jax.call_loop(self, args)
+        return outs[: self.num_carry], outs[self.num_carry :]
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         """The loop's outputs, and the tangents of the float ones; `tangents` by leaf of the arguments."""
@@ -70,7 +71,7 @@ class DifferentiableLoop:
         return None
 
     def run(self, args: list) -> list:
-        carry, ys = self._plain(*self._sort(args))
+        carry, ys = self._plain(*self.step.sort(args))
         return [*carry, *ys]
 
     def jaxpr_for(self, avals: Sequence[Any]) -> Any:
@@ -82,7 +83,7 @@ class DifferentiableLoop:
         return self._jaxprs[key]
 
     def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
-        (carry, ys), out_tangents = self.derivative(self._sort(args), tangents)
+        (carry, ys), out_tangents = self.derivative(self.step.sort(args), tangents)
         return [*carry, *ys], self.step.without_zeros(tangents, out_tangents)
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
@@ -95,13 +96,6 @@ class DifferentiableLoop:
         parts = zip(args, axes, mapped.in_axes, strict=True)
         args = [x if target is None else _jax.with_batch_axis(x, axis, target, axis_data) for x, axis, target in parts]
         return _jax.call_loop(loop, [*mapped.consts, *args]), mapped.out_axes
-
-    def _sort(self, args: list) -> tuple[list, list, list]:
-        first, last = self.step.num_constants, self.step.num_constants + self.step.num_carry
-        return args[:first], args[first:last], args[last:]
-
-    def _split(self, outs: list) -> tuple[list, list]:
-        return outs[: self.step.num_carry], outs[self.step.num_carry :]
 
 
 # -- notes of differentiated loops -------------------------------------------------------------------------------

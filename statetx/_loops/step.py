@@ -109,6 +109,11 @@ class LoopStep:
         leaves = enumerate(zip(self.avals, self.carry_formats, strict=True))
         return [CarryRow(aval, format, n in self.exact_first) for n, (aval, format) in leaves]
 
+    def sort(self, values: Sequence[Any]) -> tuple[list, list, list]:
+        """Split a list for all inputs of the body: the part of the constants, of the carry, of xs."""
+        first, last = self.num_constants, self.num_constants + self.num_carry
+        return list(values[:first]), list(values[first:last]), list(values[last:])
+
     def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
         """Tell for each output of the loop whether its tangent may be nonzero, if the body's inputs at `diff_indices`
         have one.
@@ -180,12 +185,7 @@ class LoopStep:
         # Policies of statetx judge staged equations, so the saved values are marked before the equations are mapped.
         jaxpr, policy = self.marked
 
-        num_before, num_after = self.num_constants, self.num_constants + self.num_carry
-        constants, carry, x = (
-            list(is_mapped[:num_before]),
-            list(is_mapped[num_before:num_after]),
-            list(is_mapped[num_after:]),
-        )
+        constants, carry, x = self.sort(is_mapped)
         while True:  # a fixed point: a carry is mapped if its first value is, or its value after some step
             # As JAX's own rule for `scan` (`_scan_batching_rule`). A carry that is mapped stays so: instantiated,
             # even if a step returns a value that all examples share.

@@ -311,12 +311,10 @@ def temporary_bytes(step: LoopStep, loop: Callable, context: TraceContext, diff_
     avals: list[Any] = [*step.constant_avals, *step.avals, *map(of_steps, step.x_avals)]
     floats = [i for i, a in enumerate(avals) if is_float(a)] if diff_indices is None else diff_indices
     ct_avals = [a for a in (*step.avals, *map(of_steps, step.y_avals)) if is_float(a)]
-    num_before_xs = step.num_constants + step.num_carry
 
     def gradient(*inputs: Any) -> Any:
         leaves, cts = list(inputs[: len(avals)]), list(inputs[len(avals) :])
-        args = leaves[: step.num_constants], leaves[step.num_constants : num_before_xs], leaves[num_before_xs:]
-        run = lambda *xs: floats_of(loop, args, dict(zip(floats, xs, strict=True)))
+        run = lambda *xs: floats_of(loop, step.sort(leaves), dict(zip(floats, xs, strict=True)))
         outs, pull = jax.vjp(run, *[leaves[i] for i in floats])
         return outs, pull(cts)
 
