@@ -216,22 +216,16 @@ def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
 
 
 def _row(note: Differentiated, step: LoopStep, *, is_own: bool) -> LoopRow:
-    loop = note.loop
+    loop, backward = note.loop, None
+    counts: dict[str, Any] = {"slots": 0, "runs": 1.0, "carry_runs": 1.0}
     if isinstance(loop, LoopOfLevels):
-        slots, runs = sum(loop.levels.lengths_for(step.length)), loop.levels.num_runs(step.length) / step.length
-        return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=slots, runs=runs, carry_runs=runs)
-    if not isinstance(loop, LoopOfSlots):
-        return LoopRow(**_facts(note, step), is_own=is_own, length=step.length, slots=0, runs=1.0, carry_runs=1.0)
-    plan = (loop if is_own else loop.with_step(step)).plan(note.diff_indices, _jax.trace_context())
-    return LoopRow(
-        **_facts(note, step, plan.step),
-        is_own=is_own,
-        length=step.length,
-        slots=loop.slots,
-        is_mixed=plan.is_mixed,
-        runs=loop.runs_a_step(plan),
-        carry_runs=loop.runs_a_step(),
-    )
+        runs = loop.levels.num_runs(step.length) / step.length
+        counts = {"slots": sum(loop.levels.lengths_for(step.length)), "runs": runs, "carry_runs": runs}
+    elif isinstance(loop, LoopOfSlots):
+        plan = (loop if is_own else loop.with_step(step)).plan(note.diff_indices, _jax.trace_context())
+        backward, runs, carry_runs = plan.step, loop.runs_a_step(plan), loop.runs_a_step()
+        counts = {"slots": loop.slots, "runs": runs, "carry_runs": carry_runs, "is_mixed": plan.is_mixed}
+    return LoopRow(**_facts(note, step, backward), **counts, is_own=is_own, length=step.length)
 
 
 def _rows_of_while(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
