@@ -11,9 +11,10 @@ from .. import _jax
 from .._atomic import new_lock
 from .._environment import require
 from .._equations.structure import Body, table
-from .._errors import EffectError, PolicyError
+from .._errors import PolicyError
 from .._lift.staged import Staged, body_with_key_data, loop_with_key_data, needs_key_data
 from .._lift.wrapper import name_of
+from .._remat import decide
 from .._remat.override import override
 from .._remat.policy import Policy
 from .._text import brief, suggestion
@@ -132,13 +133,10 @@ def make_loop(
 
 def refuse_effects(staged: Staged, body: Body, strategy: Strategy | None) -> None:
     """Raise if a strategy would repeat effects of the body that must not be repeated."""
-    for callback, place in _jax.forbidden_effects(body.jaxpr) if strategy is not None else ():
-        raise EffectError(
-            f"{staged.name}: the body {name_of(staged.fun)} calls {callback} at {place}, a host callback with effects, "
-            f"which would run again when a step is recomputed, as checkpoint={strategy!r} has it.\n"
-            f"Fix: call it outside the loop, or use jax.pure_callback if it only computes, or jax.debug.callback if it "
-            f"may run twice."
-        )
+    if strategy is not None:
+        caller = f"{staged.name}: the body {name_of(staged.fun)}"
+        when = f"a step is recomputed, as checkpoint={strategy!r} has it"
+        decide.refuse_effects(body.jaxpr, caller, when, "the loop")
 
 
 def _build(step: LoopStep, strategy: Strategy | None) -> Callable:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._equations.primitives import Runs, row_of
-from .._errors import PolicyError, PolicyWarning
+from .._errors import EffectError, PolicyError, PolicyWarning
 from .._jax import Jaxpr
 from .._targets import current
 from .._tree import is_float
@@ -66,6 +66,20 @@ def apply(
     return _with_inputs(jaxpr, jax_policy, labels)
 
 
+def refuse_effects(jaxpr: Jaxpr, caller: str, when: str, outside: str) -> None:
+    """Raise if equations that may run again have effects that must not be repeated.
+
+    Args:
+        caller, when, outside: who calls them, when they run again, and what to call them outside of, for the message.
+    """
+    for callback, place in _jax.forbidden_effects(jaxpr):
+        raise EffectError(
+            f"{caller} calls {callback} at {place}, a host callback with effects, which would run again when {when}.\n"
+            f"Fix: call it outside {outside}, or use jax.pure_callback if it only computes, or jax.debug.callback if "
+            f"it may run twice."
+        )
+
+
 def _with_inputs(jaxpr: Jaxpr, policy: Any, labels: Mapping[int, mark.StoredLabel]) -> tuple[Jaxpr, Any]:
     """Store inputs in fewer bits, too; `labels` are by the indices of the inputs."""
     if not labels:
@@ -98,9 +112,8 @@ def _apply(
         # Judged by the rule for all operands, since nobody knows yet which JAX will ask for. A rule that branches on
         # zero tangents may compute other values: these are recomputed.
         if decide(policy, rule.survey.sites):
-            labels[(*address, mark.RULE)] = functools.partial(
-                _labels_of_rule, policy, rule, is_ordered and len(address) == 1
-            )
+            ordered = is_ordered and len(address) == 1
+            labels[(*address, mark.RULE)] = functools.partial(_labels_of_rule, policy, rule, ordered)
     if any(isinstance(atom, Masks) for atom in policy.atoms()):
         for site in survey.sites:
             if _has_masks(site.eqn):
@@ -200,7 +213,8 @@ def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredT
     carry before the step is, and for those that the policy stores so because it selects their names.
     """
     results = jaxpr.outvars[:num]
-    if policy is None or not any(isinstance(a, Masks) or _is_exact(a) for a in policy.atoms()):
+    stores_bits = lambda a: isinstance(a, Masks) or (isinstance(a, StoredAs) and a.format.is_exact)
+    if policy is None or not any(map(stores_bits, policy.atoms())):
         return [None] * num
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     sites = {s.eqn.outvars[s.address[1]]: s for s in Survey(jaxpr).results if len(s.address) == 2}
@@ -213,7 +227,8 @@ def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredT
         while v in producers and producers[v].primitive in _SAME_VALUE:
             v = producers[v].invars[0]
         site = sites.get(v)
-        is_exact = site is not None and (site.value.is_bits or _stores_exactly(policy, site.value))
+        stored = None if site is None else policy.judge(site.value).stored
+        is_exact = site is not None and (site.value.is_bits or (stored is not None and stored.is_exact))
         return BITS if is_exact else None
 
     return [format(v) for v in results]
@@ -221,15 +236,6 @@ def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredT
 
 _SAME_VALUE = (_jax.name_primitive, _jax.mark_primitive, _jax.stored_primitive)
 """Operations that return their first operand."""
-
-
-def _is_exact(policy: Policy) -> bool:
-    return isinstance(policy, StoredAs) and policy.format.is_exact
-
-
-def _stores_exactly(policy: Policy, value: Value) -> bool:
-    format = policy.judge(value).stored
-    return format is not None and format.is_exact
 
 
 def _label(verdict: Verdict, policy: Policy, spaces: Sequence[str]) -> str:

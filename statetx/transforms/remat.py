@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._equations.structure import Body, table
-from .._errors import EffectError, StateAccessError
+from .._errors import StateAccessError
 from .._lift.late_rules import guarded
 from .._lift.options import broadcast_prefix, keeps_type, transform
 from .._lift.outcome import pack
@@ -210,9 +210,11 @@ class Remat(Wrapper, made_by=remat):
         arrays, args_part = partition((dyn_args, dyn_kwargs))
         arrays = [as_array(x) for x in arrays]
 
-        operand_origins, on_read = None, None
+        operand_origins, on_read, policies = None, None, contextlib.nullcontext()
         if isinstance(policy, Rewriter):
             on_read = _OwnValues().on_read
+            # What rewrites the whole function sees its inner regions with the policy `nothing`, whatever their own.
+            policies = override.replacing(nothing, policy.inner)
         elif policy.needs_states:
             operand_origins = _OperandOrigins(policy, Paths(fun, args, kwargs))
             on_read = operand_origins.on_read
@@ -235,10 +237,12 @@ class Remat(Wrapper, made_by=remat):
 
         avals = [_jax.abstract(x) for x in arrays]
         names = InputNames(fun, arguments)
-        with _inner_policies(policy):
+        with policies:
             staged, outcome, refs = stage(body, avals, traced_for="statetx.remat", names=names, read=read)
         staged = guarded(f"remat({name_of(fun)})", staged, outcome.add(refs).effects)
-        self._refuse_effects(staged)
+        is_plan = isinstance(self._policy, Rewriter) and self._policy.is_used_once
+        caller = f"{'plan' if is_plan else 'remat'}({name_of(fun)})"
+        decide.refuse_effects(staged.jaxpr, caller, "the function is recomputed", "the rematerialized function")
         refuse_linen_variables(short_name(name_of(fun)), fun, args, kwargs)
 
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
@@ -249,16 +253,6 @@ class Remat(Wrapper, made_by=remat):
             outs = region(staged.operands, *arrays)
         # A constant output comes back in the form that it had while tracing, which may not be a `jax.Array`.
         return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
-
-    def _refuse_effects(self, body: Body) -> None:
-        is_plan = isinstance(self._policy, Rewriter) and self._policy.is_used_once
-        for name, place in _jax.forbidden_effects(body.jaxpr):
-            raise EffectError(
-                f"{'plan' if is_plan else 'remat'}({name_of(self.__wrapped__)}) calls {name} at {place}, a host "
-                f"callback with effects, which would "
-                f"run again when the function is recomputed.\nFix: call it outside the rematerialized function, or use "
-                f"jax.pure_callback if it only computes, or jax.debug.callback if it may run twice."
-            )
 
     def _region(
         self,
@@ -340,15 +334,6 @@ class Remat(Wrapper, made_by=remat):
                 )
 
         return guard
-
-
-def _inner_policies(policy: PolicyValue | Rewriter) -> contextlib.AbstractContextManager:
-    """A policy that rewrites the whole function sees its inner regions with the policy `nothing`, whatever
-    their own.
-    """
-    if isinstance(policy, Rewriter):
-        return override.replacing(nothing, policy.inner)
-    return contextlib.nullcontext()
 
 
 class _OperandOrigins:
