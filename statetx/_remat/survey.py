@@ -257,7 +257,7 @@ def _inner(eqn: Any) -> Iterator[tuple[Jaxpr, int, _Enter]]:
     loop = _jax.loop_of(eqn)
     if loop is not None and loop.keeps_steps:
         yield loop.body, loop.length, functools.partial(_into_scan, loop.body, loop.num_constants, loop.num_carry)
-    for jaxpr in _entered_jaxprs(eqn):
+    for jaxpr in inner_jaxprs(eqn) if eqn.primitive.name in ENTERED else ():
         if eqn.primitive.name == "cond":
             yield jaxpr, 1, lambda operands: _without_sites(operands[1:])
         elif eqn.primitive.name == "scan":
@@ -283,10 +283,6 @@ def _without_sites(operands: Sequence[_ValueProvenance]) -> list[_ValueProvenanc
     # `names_in` does not enter loops and branches: a name that one gives to its input is not a name of the value
     # outside.
     return [p._replace(has_site=False) for p in operands]
-
-
-def _entered_jaxprs(eqn: Any) -> list[Jaxpr]:
-    return inner_jaxprs(eqn) if eqn.primitive.name in ENTERED else []
 
 
 def names_in(jaxpr: Jaxpr, out_names: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:

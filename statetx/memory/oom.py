@@ -287,19 +287,20 @@ def explain_oom(
         profile = estimate(step, args, kwargs, gradient)
 
     call = TracedCall("explain_oom", step, args, kwargs)
-    told = _read_error("\n".join(texts))
+    text = "\n".join(texts)
     limit_bytes, source, other_bytes = None if limit is None else parse_bytes(limit), "limit=", 0
     stats = current.memory_stats() if limit_bytes is None else None
     if stats and "bytes_limit" in stats:
         limit_bytes, source = stats["bytes_limit"], "the device"
         other_bytes = max(0, stats.get("bytes_in_use", 0) - _bytes_of_inputs(step, args, kwargs))
     elif limit_bytes is None:
-        limit_bytes, source = told.limit_bytes, "the error" if told.limit_bytes else ""
+        limit_bytes = _first_size(_CAPACITIES, text)
+        source = "the error" if limit_bytes else ""
 
     if limit is not None and profile.constant_bytes >= _LEAST_SHARE * (profile.peak_bytes + profile.constant_bytes):
         other_bytes = bytes_on_device(call.body.operands)
     name = short_name(getattr(step, "__name__", "") or name_of(step))
-    report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, told.requested_bytes, ())
+    report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, _first_size(_REQUESTS, text), ())
     trials, seconds = None, float("inf") if time_limit is None else time_limit
     if report.short_bytes and not profile.note and seconds:
         trials = Trials(
@@ -348,13 +349,6 @@ def _planned(
 # -- the device and the error ----------------------------------------------------------------------------------------
 
 
-class _Told(NamedTuple):
-    """Figures of an error."""
-
-    requested_bytes: int | None
-    limit_bytes: int | None
-
-
 _SIZE = r"([0-9][0-9.,]*) ?([KMGTP]?)(?:i?B|bytes?)?\b"
 
 # GPUs: "Out of memory while trying to allocate 12.30GiB.", or "... 8589934592 bytes."; "Out of memory allocating 123
@@ -367,10 +361,6 @@ _REQUESTS = (rf"allocate (?:request for )?{_SIZE}", rf"memory allocating {_SIZE}
 # 3.85G."; newer ones: "Ran out of memory on HBM, the total memory required for HLO temporaries (86.97G) exceeds
 # available HBM (15.75G)."
 _CAPACITIES = (rf"Used [0-9.,]+ ?[KMGTP]?(?:i?B)? of {_SIZE} hbm", rf"exceeds available HBM \({_SIZE}\)")
-
-
-def _read_error(text: str) -> _Told:
-    return _Told(_first_size(_REQUESTS, text), _first_size(_CAPACITIES, text))
 
 
 def _first_size(patterns: Iterable[str], text: str) -> int | None:

@@ -274,16 +274,14 @@ class TracedCall:
         """
         if may_be_step and self._all_inputs and self.is_step:
             return self._recorder.passes(f"gradient in {short_name(self.name)}")
-        is_wanted = [*self.wanted, *(self._is_target_state(i.state) for i in self.inputs[len(self.wanted) :])]
+        is_target = lambda i: self._all_inputs or (self._targets is not None and self._targets.is_target(i.state))
+        is_wanted = [*self.wanted, *map(is_target, self.inputs[len(self.wanted) :])]
         # Only floats have derivatives.
         jaxpr, first = self.body.jaxpr, self.body.num_operands
         chosen = [first + i for i, w in enumerate(is_wanted) if w and is_float(jaxpr.invars[first + i].aval)]
         floats = [i for i, v in enumerate(self.outputs) if is_float(v)]
         sources = [InputOrigin("constant")] * first + [i.origin for i in self.inputs]
         return [Passes(self.name, jaxpr, floats, chosen, sources)]
-
-    def _is_target_state(self, state: Any) -> bool:
-        return self._all_inputs or (self._targets is not None and self._targets.is_target(state))
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from .. import _jax, _states
-from .._errors import CreatedStateError, StateAccessError, StateValueError
-from .._frames import Effect, Frame
+from .._errors import StateAccessError, StateValueError
+from .._frames import Effect, Frame, refuse_created
 from .._lift.options import transform
 from .._lift.outcome import pack, partition_output
 from .._lift.run import RefValues, call, frame_for, run_eagerly
@@ -309,15 +309,10 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
             raise
         partition_output(out)  # refuses generators, and objects that hold tracers of an enclosing trace
 
+        refuse_created(frame.effects, f"functionalize({name_of(fun)})")
         new_values = dict(values)
         paths = {id(state): path for path, state in states.items()}
         for effect in frame.effects:
-            if effect.created:
-                raise CreatedStateError(
-                    f"{type(effect.state).__name__} made at {effect.site} was created inside "
-                    f"functionalize({name_of(fun)}) and outlived the call, which returns values and no states.\n"
-                    f"Fix: create the state before the call."
-                )
             path = paths.get(id(effect.state))
             value = _new_value(effect, path)
             if path is not None:

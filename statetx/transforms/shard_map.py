@@ -129,7 +129,7 @@ class ShardMap(Wrapper, made_by=shard_map):
             for x in values:
                 describe = lambda state=state: _states.describe(state, path=devices.paths(state))
                 places.check(describe, "states", spec, x)
-        out_specs = _specs_in(self._out_specs)
+        out_specs = [_REPLICATED if s is None else s for s in jax.tree.leaves(self._out_specs, is_leaf=_is_spec)]
         for spec in out_specs:
             places.check_spec(lambda: "the output", "out_specs", spec)
         outputs: list[tuple[str, Any, Any]] = []  # of each array: its name, spec and type
@@ -345,10 +345,6 @@ def _axes_of(spec: Iterable[Any]) -> list[Any]:
 
 def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec)
-
-
-def _specs_in(specs: Any) -> list[PartitionSpec]:
-    return [_REPLICATED if s is None else s for s in jax.tree.leaves(specs, is_leaf=_is_spec)]
 
 
 def _broadcast_specs(name: str, option: str, specs: Any, tree: PyTree) -> list[PartitionSpec]:
