@@ -93,7 +93,7 @@ class Strategy:
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        first, *options = sorted(fields, key=lambda field: field.kw_only)
+        first, *options = sorted(fields, key=lambda field: field.kw_only is True)
         value = getattr(self, first.name)
         show = size_literal if first.name == "bytes" else repr
         args = [", ".join(map(show, value if isinstance(value, tuple) else (value,)))]
