@@ -124,8 +124,8 @@ class Chunked(Partwise, made_by=chunked):
             missing="pass it by position",
         )
 
-    def parts_of(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
-        return self.__wrapped__, -(-batch.size // self._size)
+    def num_parts(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> int:
+        return -(-batch.size // self._size)
 
 
 def _check_axis(axis: Any) -> int | tuple[int | None, ...]:

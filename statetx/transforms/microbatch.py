@@ -158,19 +158,18 @@ class Partwise(Wrapper):
         call = f"{self.maker.__name__}({name_of(self.__wrapped__)})"
         if not batch.size:
             raise ValueError(f"{call}: the batch has no examples.")
-        fun, num = self.parts_of(batch, args, kwargs)
+        num = self.num_parts(batch, args, kwargs)
         if batch.size < num:
             raise ValueError(
                 f"{call}: {batch.size} examples cannot be split into {num} parts.\n"
                 f"Fix: give at most {batch.size} parts."
             )
-        return _PartwiseCall(self.maker.__name__, fun, batch, num, self._options).run(args, kwargs)
+        return _PartwiseCall(self.maker.__name__, self.__wrapped__, batch, num, self._options).run(args, kwargs)
 
     def batch_of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
         raise NotImplementedError
 
-    def parts_of(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
-        """The function that runs on each part, and the number of parts."""
+    def num_parts(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> int:
         raise NotImplementedError
 
 
@@ -188,8 +187,8 @@ class Microbatch(Partwise, made_by=microbatch):
     def batch_of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
         return self._batch.of(args, kwargs)
 
-    def parts_of(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
-        return self.__wrapped__, self.fit(*args, **kwargs).num if isinstance(self._num, str) else self._num
+    def num_parts(self, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> int:
+        return self.fit(*args, **kwargs).num if isinstance(self._num, str) else self._num
 
     def fit(self, /, *args: Any, **kwargs: Any) -> Any:
         """Choose the parts for arguments of these types, with ``num="fit"``. The result prints as text;
