@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -173,27 +172,25 @@ def _rules(layers: Any, **options: Any) -> dict[Filter, Any]:
     if isinstance(layers, Stack):  # the layers' own states come before rules for shared states
         rules[layers.is_stacked] = layers.axis
     if split_rngs is not None:
-        rules[_Checked(True if split_rngs is False else split_rngs, is_random=True)] = (
+        rules[_checked(True if split_rngs is False else split_rngs, is_random=True)] = (
             Split if split_rngs is not False else Broadcast
         )
-    rules |= {_Checked(options["carry"]): Carry, _Checked(options["broadcast"]): Broadcast}
+    rules |= {_checked(options["carry"]): Carry, _checked(options["broadcast"]): Broadcast}
     if not isinstance(layers, Stack):
         by_filter = axes if isinstance(axes, Mapping) else {Not(_is_random): axes}
-        rules |= {_Checked(filter): axis for filter, axis in by_filter.items()}
+        rules |= {_checked(filter): axis for filter, axis in by_filter.items()}
     return rules
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Checked:
+def _checked(filter: Filter, *, is_random: bool = False) -> Filter:
     """A filter with path globs that `remat_scan` has checked, so that `scan` need not. A copy of the loop copies it,
     with the states in it.
     """
+    return functools.partial(_selects, filter, is_random)
 
-    filter: Filter
-    is_random: bool = False
 
-    def __call__(self, path: str, state: Any) -> bool:
-        return as_predicate(self.filter)(path, state) and (not self.is_random or _is_random(path, state))
+def _selects(filter: Filter, is_random: bool, path: str, state: Any) -> bool:
+    return as_predicate(filter)(path, state) and (not is_random or _is_random(path, state))
 
 
 def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
