@@ -184,15 +184,7 @@ def _reasons(passes: Passes, provenance: Provenance, reading_regions: set[int]) 
 
 
 @_jax.api_boundary
-def print_saved_residuals(
-    fun: Callable[..., Any],
-    /,
-    *args: Any,
-    argnums: int | Sequence[int] | None = None,
-    wrt: PyTree | Filter = None,
-    has_aux: bool = False,
-    **kwargs: Any,
-) -> None:
+def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **options: Any) -> None:
     """Print the residuals of a function, one line for each; `saved_residuals` has the arguments and more detail.
 
     Example:
@@ -204,7 +196,7 @@ def print_saved_residuals(
         f32[4,4]  64 B  from the state w (Param)
         80 B in 2 values, 0 B of them intermediate
     """
-    print(lines(saved_residuals(fun, *args, argnums=argnums, wrt=wrt, has_aux=has_aux, **kwargs)))
+    print(lines(saved_residuals(fun, *args, **options)))
 
 
 # -- the cost of computing a value again -----------------------------------------------------------------------------
