@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,58 +120,55 @@ class Truncated(Strategy):
         return inner
 
 
-class _TruncatedLoop:
+class _TruncatedLoop(NamedTuple):
     """A loop of known length."""
 
-    def __init__(self, step: LoopStep, strategy: Truncated):
-        self._step = step
-        self._length = strategy.num
-        self._strategy = strategy
-        self._has_regions = strategy.has_regions(step.length)
+    step: LoopStep
+    strategy: Truncated
 
     def run(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
-        num, num_remaining = divmod(self._step.length, self._length)
+        num, num_remaining = divmod(self.step.length, self.strategy.num)
         if num == 0 or (num == 1 and not num_remaining):
-            return self._segment(self._step.length)(constants, carry, xs)
+            return self._segment(self.step.length)(constants, carry, xs)
         if not num_remaining:
             return self._whole(num, constants, carry, xs)
 
         def remainder(carry: list, xs: list) -> tuple[list, list]:
             outs = self._segment(num_remaining)(constants, _stopped(carry), xs)
-            self._step.tick(self._step.length)
+            self.step.tick(self.step.length)
             return outs
 
         segments = functools.partial(self._whole, num, constants)
-        return one_after_the_other(segments, remainder, num_remaining, carry, xs, reverse=self._step.reverse)
+        return one_after_the_other(segments, remainder, num_remaining, carry, xs, reverse=self.step.reverse)
 
     def _whole(self, num: int, constants: list, carry: list, xs: list) -> tuple[list, list]:
         """Run `num` segments of full length."""
-        segment = self._segment(self._length)
+        segment = self._segment(self.strategy.num)
 
         # The counter says which segment is the first, whose carry keeps its gradient: a first segment outside the
         # loop would be a second copy of the program.
         def body(loop: tuple[Any, list], xs: list) -> tuple[tuple[Any, list], list]:
             i, carry = loop
             carry, ys = segment(constants, _stopped(carry, unless=i == 0), xs)
-            self._step.tick((i + 1) * self._length)
+            self.step.tick((i + 1) * self.strategy.num)
             return (i + 1, carry), ys
 
-        xs = [x.reshape(num, self._length, *x.shape[1:]) for x in xs]
-        (_, carry), ys = jax.lax.scan(body, (jnp.int32(0), carry), xs, num, self._step.reverse)
-        return carry, [y.reshape(num * self._length, *y.shape[2:]) for y in ys]
+        xs = [x.reshape(num, self.strategy.num, *x.shape[1:]) for x in xs]
+        (_, carry), ys = jax.lax.scan(body, (jnp.int32(0), carry), xs, num, self.step.reverse)
+        return carry, [y.reshape(num * self.strategy.num, *y.shape[2:]) for y in ys]
 
     def _segment(self, length: int) -> Callable:
         """``(constants, carry, xs) -> (carry, ys)`` of one segment."""
-        inner, step = self._strategy.within(length), self._step.with_length(length, None)
+        inner, step = self.strategy.within(length), self.step.with_length(length, None)
         if inner is not None:
-            run = inner.build(self._step.with_length(length, inner.policy))
-        elif self._has_regions:
-            run = step.with_body(self._step.marked[0]).plain()
+            run = inner.build(self.step.with_length(length, inner.policy))
+        elif self.strategy.has_regions(self.step.length):
+            run = step.with_body(self.step.marked[0]).plain()
         else:
             run = step.plain()
-        if not self._has_regions:
+        if not self.strategy.has_regions(self.step.length):
             return run
-        policy = None if inner is not None else self._step.marked[1]
+        policy = None if inner is not None else self.step.marked[1]
         return lambda *args: rematerialized(run, policy, *args)
 
 
