@@ -78,12 +78,12 @@ def names(*chosen: str, missing: str = "raise") -> Policy:
         missing: the reaction to a name that no value of the function has: ``"raise"``, ``"warn"`` or ``"ignore"``. The
             other policies with names, patterns or filters have the same argument.
     """
-    return Names(_strings("names", chosen), _check_missing(missing))
+    return Names(_strings("names", chosen), missing=missing)
 
 
 def except_names(*chosen: str, missing: str = "raise") -> Policy:
     """Save every value that the function computes, except values with one of these names."""
-    return ExceptNames(_strings("except_names", chosen), _check_missing(missing))
+    return ExceptNames(_strings("except_names", chosen), missing=missing)
 
 
 def offload(*values: str | Policy, src: str = "device", dst: str = "pinned_host", otherwise: str = "raise") -> Policy:
@@ -122,7 +122,7 @@ def smaller_than(size: int | str) -> Policy:
 
 def primitives(*chosen: str, missing: str = "raise") -> Policy:
     """Save results of these primitives, by their names in a jaxpr: ``"conv_general_dilated"``, ``"exp"``."""
-    return Primitives(_strings("primitives", chosen), _check_missing(missing))
+    return Primitives(_strings("primitives", chosen), missing=missing)
 
 
 def path(pattern: str, *, missing: str = "raise") -> Policy:
@@ -133,21 +133,12 @@ def path(pattern: str, *, missing: str = "raise") -> Policy:
     are relative to the rematerialized function: ``"w"`` in a block's own method, ``"blocks.3.w"`` in the whole model's.
     """
     (pattern,) = _strings("path", (pattern,))
-    return Path(pattern, _check_missing(missing))
+    return Path(pattern, missing=missing)
 
 
 def states(filter: Filter, *, missing: str = "raise") -> Policy:
     """Save the results of operations on states that the filter selects, such as products with parameters."""
-    return States(filter, _check_missing(missing))
-
-
-def _check_missing(missing: str) -> str:
-    if missing not in ("raise", "warn", "ignore"):
-        raise PolicyError(
-            f"missing= must be 'raise', 'warn' or 'ignore', got "
-            f"{missing!r}.{suggestion(missing, ['raise', 'warn', 'ignore'])}"
-        )
-    return missing
+    return States(filter, missing=missing)
 
 
 def _strings(name: str, args: tuple) -> frozenset[str]:

@@ -29,9 +29,6 @@ class Everything(Policy):
         # Saving a view would store its operand a second time; recomputed from the saved operand it is free.
         return RECOMPUTE if value.is_view else SAVE
 
-    def __repr__(self) -> str:
-        return "everything"
-
 
 @frozen_policy
 class Nothing(Policy):
@@ -39,9 +36,6 @@ class Nothing(Policy):
 
     def judge(self, value: Value) -> Verdict:
         return RECOMPUTE
-
-    def __repr__(self) -> str:
-        return "nothing"
 
 
 @frozen_policy
@@ -70,16 +64,27 @@ class Masks(Policy):
             return RECOMPUTE
         return SAVE._replace(stored=BITS if BITS.shrinks(value.type) else None)
 
-    def __repr__(self) -> str:
-        return "masks"
 
+@frozen_policy
+class Selecting(Policy):
+    """Base of the policies with names, patterns or filters, which may match no value."""
 
-def _option(policy: Any) -> str:
-    return "" if policy.missing == "raise" else f", missing={policy.missing!r}"
+    missing: str = dataclasses.field(default="raise", kw_only=True)
+
+    def __post_init__(self) -> None:
+        known = ("raise", "warn", "ignore")
+        if self.missing not in known:
+            raise PolicyError(
+                f"missing= must be 'raise', 'warn' or 'ignore', got {self.missing!r}.{suggestion(self.missing, known)}"
+            )
+
+    @property
+    def _option(self) -> str:
+        return "" if self.missing == "raise" else f", missing={self.missing!r}"
 
 
 def _listed(policy: Any) -> str:
-    return ", ".join(map(repr, sorted(policy.chosen))) + _option(policy)
+    return ", ".join(map(repr, sorted(policy.chosen))) + policy._option
 
 
 def _unmatched(requested: Iterable[str], occurring: Iterable[str], what: str) -> str:
@@ -95,9 +100,8 @@ def _unmatched(requested: Iterable[str], occurring: Iterable[str], what: str) ->
 
 
 @frozen_policy
-class Names(Policy):
+class Names(Selecting):
     chosen: frozenset[str]
-    missing: str = "raise"
 
     def judge(self, value: Value) -> Verdict:
         return SAVE if value.names & self.chosen else RECOMPUTE
@@ -143,9 +147,8 @@ class Size(Policy):
 
 
 @frozen_policy
-class Primitives(Policy):
+class Primitives(Selecting):
     chosen: frozenset[str]
-    missing: str = "raise"
 
     def judge(self, value: Value) -> Verdict:
         return SAVE if value.primitive.name in self.chosen else RECOMPUTE
@@ -158,9 +161,8 @@ class Primitives(Policy):
 
 
 @frozen_policy
-class Path(Policy):
+class Path(Selecting):
     pattern: str
-    missing: str = "raise"
 
     @property
     def needs_states(self) -> bool:
@@ -182,17 +184,17 @@ class Path(Policy):
         )
 
     def __repr__(self) -> str:
-        return f"path({self.pattern!r}{_option(self)})"
+        return f"path({self.pattern!r}{self._option})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)  # the filter may not be hashable
-class States(Policy):
+class States(Selecting):
     """See `states`."""
 
     filter: Filter
-    missing: str = "raise"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         as_predicate(self.filter)  # raises if it is not a filter
 
     def selects(self, path: str, state: Any) -> bool:
@@ -224,7 +226,7 @@ class States(Policy):
         return hash((States, freeze(self.filter), self.missing))
 
     def __repr__(self) -> str:
-        return f"states({_filter_str(self.filter)}{_option(self)})"
+        return f"states({_filter_str(self.filter)}{self._option})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,6 +118,9 @@ class Policy:
     is_plain: ClassVar[bool] = False
     """Whether its name says that it saves everything or nothing, so that no warning does."""
 
+    def __repr__(self) -> str:
+        return type(self).__name__.lower()
+
     def judge(self, value: Value) -> Verdict:
         """Decide about one value."""
         raise NotImplementedError
