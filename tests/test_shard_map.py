@@ -369,7 +369,7 @@ def test_jit_names_the_state_that_is_on_other_devices_than_the_mesh():
     f = statetx.jit(statetx.shard_map(lambda x: h.value.sum() * x, mesh=mesh(), in_specs=P("d"), out_specs=P("d")))
     f(X)
     h.value = jax.device_put(X, jax.devices()[0])
-    with pytest.raises(ValueError, match=r"(?s)Got h of .*<lambda> with shape float32\[8\].*\nFix: place"):
+    with pytest.raises(ValueError, match=r"(?s)Got argument h of .*<lambda> with shape float32\[8\].*\nFix: place"):
         f(X)
     h.value = X
     assert f(X).shape == X.shape

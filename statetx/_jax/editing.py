@@ -196,16 +196,6 @@ def inlined(eqn: Any, outer: Any, *, same_line: bool, **changes: Any) -> Any:
     return eqn.replace(source_info=info.replace(traceback=outer_info.traceback) if same_line else info, **changes)
 
 
-def name_inputs(jitted: Any, operands: Sequence[Any], names: Sequence[str]) -> None:
-    """Name the inputs of a `jax.jit` function's program for `operands`, by tracing it now; JAX caches the trace."""
-    jaxpr, _ = open_jaxpr(jitted.trace(*operands).jaxpr)
-
-    # The lowering reads names from the cached trace, so changing them there costs nothing in later calls (decision
-    # 10).
-    closed_over = ("",) * (len(jaxpr.invars) - len(names))
-    jaxpr._debug_info = jaxpr.debug_info._replace(arg_names=(*closed_over, *names))
-
-
 def new_input(trace: Any, aval: Any) -> Any:
     """Add an argument to a trace of `stage` while its function is running; return the argument's tracer."""
     with source_info_util.user_context(None):

@@ -328,9 +328,8 @@ def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str
 
 def _of_call(call: TracedCall, gradient: bool) -> _TracedProgram:
     program = ArrayProgram(call, gradient)
-    jitted = jax.jit(program.run, donate_argnums=program.donated)
-    _jax.name_inputs(jitted, program.arrays, program.names)
-    lowered = lower(jitted.trace(*program.arrays))
+    run = _jax.name_function(lambda *arrays: program.run(*arrays), "jit", call.name, program.names)
+    lowered = lower(jax.jit(run, donate_argnums=program.donated).trace(*program.arrays))
     inputs = Inputs(frozenset(program.states), _output_names(call, program) if gradient else ())
     return _TracedProgram(short_name(call.name), lowered, inputs, gradient)
 

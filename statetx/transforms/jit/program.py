@@ -25,7 +25,7 @@ from ..._lift.late_rules import are_current, watched
 from ..._lift.outcome import Outcome, pack
 from ..._lift.run import frame_for
 from ..._lift.stage import Input, InputNames, Lifting, stage
-from ..._lift.wrapper import name_of
+from ..._lift.wrapper import name_of, place_of
 from ..._objects.paths import Paths, check_paths
 from ..._text import brief
 from ..._tree import is_array_or_number, partition
@@ -97,15 +97,14 @@ class StagedProgram:
         self.guards = [i for i in self.kept if i.partition.static]
 
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
-        self._init_compiled(owner, staged, arrays, jax.tree.structure(call.operand), tried)
-        operands = self.operands_of(call)
+        kept_values, donated_values, *_ = self.operands_of(call)
         states = [
             paths(i.state) + jax.tree_util.keystr(keys)
-            for i, value in zip(self._inputs(), [*operands[0], *operands[1]], strict=True)
+            for i, value in zip(self._inputs(), [*kept_values, *donated_values], strict=True)
             for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]
         ]
-        self.state_names, self._names = frozenset(states), [*states, *call.names()]
-        _jax.name_inputs(self.compiled, operands, self._names)
+        self.state_names = frozenset(states)
+        self._init_compiled(owner, staged, call, [*states, *call.names()], tried)
         self._init_writers()
 
         self._created_effects = [e for e in outcome.effects if e.created]
@@ -114,9 +113,9 @@ class StagedProgram:
         self.is_direct = is_simple and not (self.guards or self.donated or outcome.out.static or self.created)
 
     def _init_compiled(
-        self, owner: Any, staged: Body, arrays: list[Any], operand_tree: Any, tried: Sequence[StagedProgram]
+        self, owner: Any, staged: Body, call: Call, names: list[str], tried: Sequence[StagedProgram]
     ) -> None:
-        inputs = self._inputs()
+        inputs, arrays, operand_tree = self._inputs(), call.arrays, jax.tree.structure(call.operand)
         base = staged.num_operands + len(arrays)
         invars = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
         jaxpr = _jax.rebuild(staged.jaxpr, invars=invars, outvars=staged.jaxpr.outvars)
@@ -147,6 +146,7 @@ class StagedProgram:
 
         # JAX shows this name in profiles, logs and the compiled module.
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
+        _jax.name_function(inner, "jit", place_of(owner.__wrapped__), names)
         out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
         self._shardings = StateShardings(arrays, inputs, self.outcome, out_avals, names_mesh(jaxpr))
         acceptance.inputs, acceptance.shardings = inputs, self._shardings
@@ -246,7 +246,9 @@ class StagedProgram:
         try:
             return self.compiled(*operands)
         except ValueError as e:
-            _name_operands(e, self._names, operands)
+            if str(e).startswith("Received incompatible devices"):
+                fix = "place each state and argument on the devices of the mesh"
+                e.args = (f"{e}\nFix: {fix}, by jax.device_put(x, jax.NamedSharding(mesh, spec)).",)
             raise
 
     def out_info(self) -> Any:
@@ -437,22 +439,6 @@ def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:
         if new_aval.weak_type != aval.weak_type and (new_aval.shape, new_aval.dtype) == (aval.shape, aval.dtype):
             leaves[n] = _jax.with_weak_type(leaf, aval.weak_type)
     effect.value = part.combine(leaves)
-
-
-def _name_operands(error: ValueError, names: Sequence[str], operands: tuple) -> None:
-    """Let JAX's error about the devices of an operand name the state or the argument of the user."""
-    text = str(error)
-    if not text.startswith("Received incompatible devices"):
-        return
-    parameters = ("kept", "donated", "operand", "donated_args")  # of the function that JAX compiles
-    leaves = jax.tree_util.tree_flatten_with_path(operands)[0]
-    for (keys, _), name in zip(leaves, names, strict=True):
-        jax_name = parameters[keys[0].idx] + jax.tree_util.keystr(keys[1:])
-        text = text.replace(f"argument {jax_name} of ", f"{name} of ")
-    error.args = (
-        f"{text}\nFix: place each state and argument on the devices of the mesh, by jax.device_put(x, "
-        f"jax.NamedSharding(mesh, spec)).",
-    )
 
 
 def _is_deleted(value: PyTree) -> bool:
