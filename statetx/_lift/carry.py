@@ -210,7 +210,12 @@ def drift_error(
     )
 
 
-def leaf_names(part: Partition) -> list[str]:
-    """The path of each dynamic leaf in its tree: ``.ret``, ``['w'][0]``; empty for a lone leaf."""
-    keys = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_states.is_opaque)[0]
+def leaf_names(part: Partition, leaves: Sequence[Any] | None = None) -> list[str]:
+    """The path of each dynamic leaf in its tree: ``.ret``, ``['w'][0]``; empty for a lone leaf.
+
+    Args:
+        leaves: the dynamic leaves, for a container that takes nothing else.
+    """
+    tree = part.combine(range(part.num_dynamic) if leaves is None else leaves)
+    keys = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_states.is_opaque)[0]
     return [jax.tree_util.keystr(path) for (path, _), dynamic in zip(keys, part.mask, strict=True) if dynamic]

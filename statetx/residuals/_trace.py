@@ -23,6 +23,7 @@ from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import Body, table
 from .._jax import Jaxpr
+from .._lift.carry import leaf_names
 from .._lift.context import note_shardings
 from .._lift.options import notes_shapes
 from .._lift.outcome import partition_output
@@ -307,10 +308,9 @@ def unjitted(fun: Callable) -> Callable:
 
 def _state_inputs(lifting: Lifting, paths: Paths) -> Iterator[TracedInput]:
     for read in lifting.inputs.values():
-        kind = type(read.state).__name__
-        leaf_paths = _leaf_paths(read.partition, paths(read.state))
-        for n, (x, path) in enumerate(zip(read.values, leaf_paths, strict=True)):
-            yield TracedInput(x, InputOrigin("state", path, kind), read.state, n)
+        path, kind = paths(read.state), type(read.state).__name__
+        for n, (x, name) in enumerate(zip(read.values, leaf_names(read.partition, read.values), strict=True)):
+            yield TracedInput(x, InputOrigin("state", path + name, kind), read.state, n)
 
 
 class _InspectedReads(Lifting):
@@ -396,12 +396,6 @@ class _GradientRecorder(Observer):
             if all(jaxpr.outvars[i].aval.shape == () for i in floats)
         ]
         return [Passes(name, *fields) for fields in of_scalars or recorded]
-
-
-def _leaf_paths(part: Partition, path: str) -> list[str]:
-    """Paths of the dynamic leaves of a state's value."""
-    keys, _ = jax.tree_util.tree_flatten_with_path(part.combine(range(part.num_dynamic)), is_leaf=_states.is_opaque)
-    return [path + jax.tree_util.keystr(k) for (k, _), m in zip(keys, part.mask, strict=True) if m]
 
 
 # -- rematerialized regions ------------------------------------------------------------------------------------

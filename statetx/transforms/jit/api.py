@@ -249,7 +249,7 @@ class Jit(Wrapper[P, R], made_by=jit):
         """Return the output for arguments like these, with a ``jax.ShapeDtypeStruct`` for each array; no state
         changes.
         """
-        return self._program_for(args, kwargs)[0].out_info()
+        return self.trace(*args, **kwargs).out_info
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StagedProgram, Call]:
         call = self.read(args, kwargs)

@@ -20,6 +20,7 @@ from ..._equations.inline import inline
 from ..._equations.primitives import INLINED
 from ..._equations.structure import Body
 from ..._errors import ForeignStateError
+from ..._lift.carry import leaf_names
 from ..._lift.context import note_shardings
 from ..._lift.late_rules import are_current, watched
 from ..._lift.outcome import Outcome, pack
@@ -97,12 +98,7 @@ class StagedProgram:
         self.guards = [i for i in self.kept if i.partition.static]
 
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
-        kept_values, donated_values, *_ = self.operands_of(call)
-        states = [
-            paths(i.state) + jax.tree_util.keystr(keys)
-            for i, value in zip(self._inputs(), [*kept_values, *donated_values], strict=True)
-            for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]
-        ]
+        states = [paths(i.state) + name for i in self._inputs() for name in leaf_names(i.partition, i.values)]
         self.state_names = frozenset(states)
         self._init_compiled(owner, staged, call, [*states, *call.names()], tried)
         self._init_writers()
