@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.core
@@ -13,62 +13,16 @@ import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src.ad_util import Zero as _Zero
 from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching as _batching
-from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow.loops import scan_p, while_p
 
 from .._positions import function_of as _function_of
 from . import patches
 from .equations import ClosedJaxpr, Jaxpr, abstract, as_array, open_jaxpr, with_nonzero
-from .primitives import check_inside, identity
+from .primitives import call_primitive, identity
 from .versions import SCAN_HAS_TREES, packed, tree_of
 
-
-class CustomLoop(Protocol):
-    """The loop that `call_loop` runs: a function of arrays with its own rules.
-
-    Attributes:
-        body: the jaxpr of a step, ``(*constants, *carry, *x) -> (*carry, *y)``.
-        length: the number of steps.
-        num_constants, num_carry: the numbers of constants and carries, the first arguments in this order.
-        keeps_steps: whether its derivative may save values of every step, so that a policy may choose among them.
-    """
-
-    body: Jaxpr
-    length: int
-    num_constants: int
-    num_carry: int
-    keeps_steps: bool
-
-    def with_body(self, body: Jaxpr) -> CustomLoop: ...
-
-    def is_plain(self) -> bool:
-        """Whether its derivative is the plain loop's when no `vmap` encloses it."""
-        ...
-
-    def plain_args(self, args: list, diff_indices: tuple[int, ...]) -> list | None:
-        """The arguments at which to differentiate the plain loop instead, if that has the same derivative; else None.
-
-        Args:
-            diff_indices: the arguments with a nonzero tangent.
-        """
-        ...
-
-    def run(self, args: list) -> list: ...
-
-    def jaxpr_for(self, avals: Sequence[Any]) -> ClosedJaxpr:
-        """The loop as a closed jaxpr for arguments of these types."""
-        ...
-
-    def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
-        """The outputs, and the tangents of the float outputs, None for zero; `tangents` holds the nonzero ones by
-        argument index.
-        """
-        ...
-
-    def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
-        """Batch the loop for a `jax.vmap` over these axes of the arguments: the outputs and their batch axes."""
-        ...
+CustomLoop = Any
+"""A loop with rules of its own, which `call_loop` runs: a `DifferentiableLoop` of `_loops.derivative`."""
 
 
 def loop_of(eqn: Any) -> CustomLoop | None:
@@ -91,10 +45,6 @@ def call_loop(loop: CustomLoop, args: Sequence[Any]) -> list[Any]:
     A `jax.custom_jvp` would be too early: in a staged function its rule is traced once, without the enclosing `vmap`.
     """
     return _loop_p.bind(*args, jaxpr=loop.jaxpr_for([jax.typeof(x) for x in args]), loop=loop)
-
-
-_loop_p = _core.Primitive("statetx_loop")
-_loop_p.multiple_results = True
 
 
 def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
@@ -145,20 +95,19 @@ def _loop_transpose(cts: Any, *args: Any, jaxpr: ClosedJaxpr, loop: CustomLoop) 
     return [next(arg_cts) if i in linear else None for i in range(len(args))]
 
 
-_loop_p.def_impl(lambda *args, loop, jaxpr: loop.run(list(args)))
-# With effects, or JAX would take a loop with a debug callback for pure, and remove it when nothing reads its results.
-_loop_p.def_effectful_abstract_eval(lambda *_, loop, jaxpr: (jaxpr.out_avals, jaxpr.effects))
-_ad.primitive_jvps[_loop_p] = _loop_jvp
+_loop_p = call_primitive(
+    "statetx_loop",
+    lambda *args, loop, jaxpr: loop.run(list(args)),
+    # With effects, or JAX would take a loop with a debug callback for pure, and remove it when nothing reads its
+    # results.
+    lambda *_, loop, jaxpr: (jaxpr.out_avals, jaxpr.effects),
+    jvp=_loop_jvp,
+    batch=_loop_batch,
+    jaxpr_of=lambda *_, loop, jaxpr: jaxpr,
+    lowered=lambda *args, loop, jaxpr: _core.jaxpr_as_fun(jaxpr)(*args),
+)
 _ad.primitive_linearizations[_loop_p] = _loop_linearize
 _ad.primitive_transposes[_loop_p] = _loop_transpose
-_batching.fancy_primitive_batchers[_loop_p] = _loop_batch
-
-_mlir.register_lowering(
-    _loop_p,
-    _mlir.lower_fun(lambda *args, loop, jaxpr: _core.jaxpr_as_fun(jaxpr)(*args), multiple_results=True),
-)
-
-check_inside(_loop_p, lambda *_, loop, jaxpr: jaxpr)
 
 
 # -- the loops of JAX ---------------------------------------------------------------------------------------------

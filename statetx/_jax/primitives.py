@@ -42,18 +42,44 @@ def identity(name: str) -> Any:
     return primitive
 
 
-def check_inside(primitive: Any, jaxpr_of: Callable[..., ClosedJaxpr]) -> None:
-    """Let checkify check the jaxpr of a primitive; without a rule it does not look into a call that is one equation.
+def call_primitive(
+    name: str,
+    impl: Callable,
+    types: Callable,
+    *,
+    jvp: Callable,
+    batch: Callable,
+    jaxpr_of: Callable[..., ClosedJaxpr] | None = None,
+    lowered: Callable | None = None,
+) -> Any:
+    """A primitive of several results that calls a function.
 
     Args:
-        jaxpr_of: ``(*args, **params) -> jaxpr``, for its operands and parameters.
+        impl: ``(*args, **params) -> results``; so are `lowered`, what is compiled (by default `impl`), and `types`,
+            which gives the types of the results, and effects.
+        jvp, batch: its rules.
+        jaxpr_of: ``(*args, **params) -> jaxpr`` for checkify, which does not look into a call that is one equation; by
+            default that of `impl`.
     """
+    primitive = _core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(impl)
+    primitive.def_effectful_abstract_eval(types)
+    _ad.primitive_jvps[primitive] = jvp
+    _batching.fancy_primitive_batchers[primitive] = batch
+    _mlir.register_lowering(primitive, _mlir.lower_fun(lowered or impl, multiple_results=True))
 
-    def rule(*operands: Any, **params: Any) -> tuple[Any, list[Any]]:
+    def check(*operands: Any, **params: Any) -> tuple[Any, list[Any]]:
         context, (error, enabled_errors, *args) = operands[:NUM_CHECKIFY_CONTEXTS], operands[NUM_CHECKIFY_CONTEXTS:]
-        return _checkify.checkify_jaxpr(*context, jaxpr_of(*args, **params), enabled_errors, error, *args)
+        jaxpr = jaxpr_of(*args, **params) if jaxpr_of else jax.make_jaxpr(functools.partial(impl, **params))(*args)
+        return _checkify.checkify_jaxpr(*context, jaxpr, enabled_errors, error, *args)
 
-    _checkify.error_checks[primitive] = rule
+    _checkify.error_checks[primitive] = check
+    return primitive
+
+
+def _given_types(*_: Any, out_avals: Sequence[Any], **__: Any) -> tuple[list[Any], Any]:
+    return list(out_avals), _core.no_effects
 
 
 # -- the order of two gradients that do not depend on each other -----------------------------------------------------
@@ -216,24 +242,11 @@ def _deferred_batch(axis: Any, args: Any, dims: Any, *, fun: Callable, out_avals
     return outs, [0] * len(outs)
 
 
-_deferred_p = _core.Primitive("statetx_deferred")
-_deferred_p.multiple_results = True
-
-
 def _deferred_impl(*inputs: Any, fun: Callable, out_avals: Any) -> list[Any]:
     return fun(list(inputs))
 
 
-_deferred_p.def_impl(_deferred_impl)
-_deferred_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
-_ad.primitive_jvps[_deferred_p] = _deferred_jvp
-_batching.fancy_primitive_batchers[_deferred_p] = _deferred_batch
-_mlir.register_lowering(_deferred_p, _mlir.lower_fun(_deferred_impl, multiple_results=True))
-check_inside(_deferred_p, lambda *args, **params: jax.make_jaxpr(functools.partial(_deferred_impl, **params))(*args))
-
-
-_linear_p = _core.Primitive("statetx_linear")
-_linear_p.multiple_results = True
+_deferred_p = call_primitive("statetx_deferred", _deferred_impl, _given_types, jvp=_deferred_jvp, batch=_deferred_batch)
 
 
 def _linear_impl(*args: Any, fun: Callable, num_res: int, **_: Any) -> list[Any]:
@@ -295,13 +308,8 @@ def _linear_batch(
     return outs, [0] * len(outs)
 
 
-_linear_p.def_impl(_linear_impl)
-_linear_p.def_abstract_eval(lambda *_, out_avals, **__: list(out_avals))
-_ad.primitive_jvps[_linear_p] = _linear_jvp
+_linear_p = call_primitive("statetx_linear", _linear_impl, _given_types, jvp=_linear_jvp, batch=_linear_batch)
 _ad.primitive_transposes[_linear_p] = _linear_transpose
-_batching.fancy_primitive_batchers[_linear_p] = _linear_batch
-_mlir.register_lowering(_linear_p, _mlir.lower_fun(_linear_impl, multiple_results=True))
-check_inside(_linear_p, lambda *args, **params: jax.make_jaxpr(functools.partial(_linear_impl, **params))(*args))
 
 
 # -- a call that partial evaluation leaves whole ---------------------------------------------------------------------
@@ -314,10 +322,6 @@ check_inside(_linear_p, lambda *args, **params: jax.make_jaxpr(functools.partial
 def call_whole(jaxpr: ClosedJaxpr, args: list[Any]) -> list[Any]:
     """Call a closed jaxpr as one equation, differentiated and batched equation by equation, by the rules of each."""
     return _call_p.bind(*args, call_jaxpr=jaxpr)
-
-
-_call_p = _core.Primitive("statetx_call")
-_call_p.multiple_results = True
 
 
 def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
@@ -342,9 +346,11 @@ def _call_batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr) -> 
     return _call_p.bind(*args, call_jaxpr=mapped), list(out_dims)
 
 
-_call_p.def_impl(_call_impl)
-_call_p.def_effectful_abstract_eval(lambda *_, call_jaxpr: (call_jaxpr.out_avals, call_jaxpr.effects))
-_ad.primitive_jvps[_call_p] = _call_jvp
-_batching.fancy_primitive_batchers[_call_p] = _call_batch
-_mlir.register_lowering(_call_p, _mlir.lower_fun(_call_impl, multiple_results=True))
-check_inside(_call_p, lambda *_, call_jaxpr: call_jaxpr)
+_call_p = call_primitive(
+    "statetx_call",
+    _call_impl,
+    lambda *_, call_jaxpr: (call_jaxpr.out_avals, call_jaxpr.effects),
+    jvp=_call_jvp,
+    batch=_call_batch,
+    jaxpr_of=lambda *_, call_jaxpr: call_jaxpr,
+)

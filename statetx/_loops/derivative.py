@@ -31,9 +31,16 @@ from .step import LoopStep, MappedStep
 
 
 class DifferentiableLoop:
-    """A loop ``(constants, carry, xs) -> (carry, ys)``, which subclasses differentiate."""
+    """A loop ``(constants, carry, xs) -> (carry, ys)``, which subclasses differentiate.
 
-    keeps_steps = False  # see `_jax.CustomLoop`
+    Attributes:
+        body: the jaxpr of a step, ``(*constants, *carry, *x) -> (*carry, *y)``.
+        length: the number of steps.
+        num_constants, num_carry: the numbers of constants and carries, the first arguments in this order.
+        keeps_steps: whether its derivative may save values of every step, so that a policy may choose among them.
+    """
+
+    keeps_steps = False
 
     def __init__(self, step: LoopStep):
         self.step = step
@@ -59,15 +66,21 @@ class DifferentiableLoop:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.step.name})"
 
-    # -- see `_jax.CustomLoop` --
+    # -- called by the rules of the primitive --
 
     def with_body(self, body: _jax.Jaxpr) -> DifferentiableLoop:
         return self.with_step(self.step.with_body(body))
 
     def is_plain(self) -> bool:
+        """Whether its derivative is the plain loop's when no `vmap` encloses it."""
         return False
 
     def plain_args(self, args: list, diff_indices: tuple[int, ...]) -> list | None:
+        """The arguments at which to differentiate the plain loop instead, if that has the same derivative; else None.
+
+        Args:
+            diff_indices: the arguments with a nonzero tangent.
+        """
         return None
 
     def run(self, args: list) -> list:
@@ -75,6 +88,7 @@ class DifferentiableLoop:
         return [*carry, *ys]
 
     def jaxpr_for(self, avals: Sequence[Any]) -> Any:
+        """The loop as a closed jaxpr for arguments of these types."""
         # A jaxpr that was traced under other settings, such as x64 or a mesh, is another one.
         key = (tuple(avals), _jax.trace_context())
         if key not in self._jaxprs:
@@ -83,10 +97,14 @@ class DifferentiableLoop:
         return self._jaxprs[key]
 
     def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
+        """The outputs, and the tangents of the float outputs, None for zero; `tangents` holds the nonzero ones by
+        argument index.
+        """
         (carry, ys), out_tangents = self.derivative(self.step.sort(args), tangents)
         return [*carry, *ys], self.step.without_zeros(tangents, out_tangents)
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
+        """Batch the loop for a `jax.vmap` over these axes of the arguments: the outputs and their batch axes."""
         # JAX's caches go by the identity of the loop, a parameter of the primitive: equal maps get one mapped loop.
         key = (axis_data, *(axis is not None for axis in axes), _jax.trace_context())
         if key not in self._mapped:
