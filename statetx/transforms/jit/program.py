@@ -134,6 +134,7 @@ class StagedProgram:
                     raise Restage
             if not acceptance.note_traced(leaves, avals):
                 raise Restage
+            vars(inner).pop("__fun_debug_info__", None)  # a call of another structure has other names
             if _jax.is_eager():  # JAX looks for the operation that computed a NaN
                 outs = _jax.evaluate_checked(inline(jaxpr, calls=INLINED), (*operands, *leaves))
             else:
