@@ -256,7 +256,7 @@ class Policy:
 P = TypeVar("P", bound=Policy)
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def frozen_policy(cls: type[P]) -> type[P]:
     return dataclasses.dataclass(frozen=True, repr=False)(cls)
 
