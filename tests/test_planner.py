@@ -1337,3 +1337,9 @@ def test_an_argument_that_the_program_does_not_use_is_timed_too():
         objective="time",
     )
     assert plan.seconds > 0
+
+
+def test_memory_is_predicted_between_compiled_plans_though_it_is_not_monotone():
+    """A plan of a lower peak that takes more says nothing of the plans above the one that takes less."""
+    compiled = [SimpleNamespace(name="plan", peak=p, temp_bytes=t) for p, t in ((68, 48), (84, 36), (108, 48))]
+    assert [_candidate.predicted_bytes(peak, compiled) for peak in (34, 68, 84, 96, 108)] == [18, 36, 36, 42, 48]

@@ -206,9 +206,10 @@ def predicted_bytes(peak: float, candidates: Sequence[Candidate]) -> float:
 
 def _interpolate(points: Sequence[tuple[float, float]], peak: float) -> float:
     """Predict the bytes for a peak of the model from points (peak, measured bytes), in ascending order."""
-    # Piecewise linear, and proportional beyond both ends; a higher peak is never predicted to take less memory.
+    # Piecewise linear, and proportional beyond both ends; a lower peak is never predicted to take more memory than a
+    # higher one took: XLA's memory is not monotone, and what costs less than a plan that fits is sought above it.
     peaks, temps = np.array(points, float).T
-    temps = np.maximum.accumulate(temps)
+    temps = np.minimum.accumulate(temps[::-1])[::-1]
     if peak <= peaks[0]:
         return float(max(0.0, temps[0] + (peak - peaks[0]) * _slope(peaks[0], temps[0])))
     if peak >= peaks[-1]:
