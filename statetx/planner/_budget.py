@@ -32,8 +32,8 @@ class ByteBudget(NamedTuple):
     @classmethod
     def read(cls, amount: Any, of: Any = TEMPORARIES) -> ByteBudget:
         if of not in (STEP, TEMPORARIES):
-            known = [STEP, TEMPORARIES]
-            raise PlanError(f"of={of!r} must be 'step' or 'temporaries'.{suggestion(str(of), known)}")
+            accepted = [STEP, TEMPORARIES]
+            raise PlanError(f"of={of!r} must be 'step' or 'temporaries'.{suggestion(str(of), accepted)}")
         return cls(read_amount(amount), of)
 
     def fixed_bytes(self, whole: Any) -> int:
@@ -146,7 +146,7 @@ def no_plan(name: str, budget: ByteBudget, whole: Any, smallest_bytes: int) -> P
     """The error that no candidate for a program keeps a budget.
 
     Args:
-        smallest_bytes: that were reached, of what the budget counts.
+        smallest_bytes: the least bytes reached, counted as in the budget.
     """
     budget_bytes, fixed, is_late = budget.num_bytes(whole), whole.fixed(), not whole.is_complete()
     late = ", when the time limit ended the search" if is_late else ""
@@ -202,17 +202,17 @@ class TimeLeft:
         """Whether it has passed, or this part of it; a part above 1 is a multiple."""
         if self._seconds is None or self._left is None:
             return False
-        left = self._left - (0.0 if self._start is None else time.monotonic() - self._start)
-        return left <= (1 - part) * self._seconds
+        seconds_left = self._left - (0.0 if self._start is None else time.monotonic() - self._start)
+        return seconds_left <= (1 - part) * self._seconds
 
     def renew(self) -> None:
         """Give as much time as at first."""
         self._left = self._seconds
 
-    def pass_on(self, other: TimeLeft) -> None:
+    def pass_on(self, following: TimeLeft) -> None:
         """Let another search have what this one has not used, once it has ended."""
-        if self._left is not None and other._left is not None:
-            other._left += max(self._left, 0.0)
+        if self._left is not None and following._left is not None:
+            following._left += max(self._left, 0.0)
 
 
 def read_time_limit(time_limit: Any) -> float | None:

@@ -40,7 +40,7 @@ class Plan(PlanResult, Tabular, Rewriter):
 
     Attributes:
         name: the function's name.
-        of: what the budget counts: "step" or "temporaries".
+        of: the bytes that the budget counts: "step" or "temporaries".
         budget_bytes: the requested budget.
         argument_bytes, output_bytes: of the compiled program, which no plan changes.
         alias_bytes: of the outputs, those in the memory of donated arguments.
@@ -71,7 +71,7 @@ class Plan(PlanResult, Tabular, Rewriter):
 
     @functools.cached_property
     def _digest(self) -> str:
-        # What is shown follows from the decisions.
+        # The shown text follows from the decisions.
         decided = {name: value for name, value in self._fields.items() if name != "shown"}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 
@@ -153,7 +153,7 @@ class Plan(PlanResult, Tabular, Rewriter):
     # -- storage ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the plan to a file, as JSON. A file that is there is replaced once the plan is written."""
+        """Write the plan to a file, as JSON. An existing file is replaced once the plan is written."""
         _files.write(path, _records.dump(self._stored_fields(), indent=1))
 
     def _stored_fields(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Plan(PlanResult, Tabular, Rewriter):
     def plot(self, path: str | os.PathLike | None = None) -> Any:
         """Draw added operations over memory: the curve, the compiled programs, the budget. Needs matplotlib.
 
-        Memory is what the budget counts.
+        Memory counts as in the budget.
 
         Args:
             path: the image file to write; without it the caller shows the figure.

@@ -1,5 +1,5 @@
-"""The record of a plan, as stored in JSON: how to rewrite each gradient of its program, what it takes and costs; and
-the attributes of a plan, from the fields of its record.
+"""The record of a plan, as stored in JSON: how to rewrite each gradient of its program, its bytes and cost; and the
+attributes of a plan, from the fields of its record.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ._treatments.treatment import Decision, Facts
 
 
 def fields_of(whole: AnyWhole, choice: Any, unplanned: AnyWhole, options: Options, **of_call: Any) -> dict[str, Any]:
-    """The fields of a plan, as JSON values: what it takes and costs, and how to rewrite each gradient of the program.
+    """The fields of a plan, as JSON values: its bytes and cost, and how to rewrite each gradient of the program.
 
     Args:
-        unplanned: the program with which the plan is compared.
+        unplanned: the program that the plan is compared with.
         of_call: further fields: name and budget.
     """
     fixed, captured, total_cost = whole.fixed(), whole.captured, whole.total_cost()
@@ -99,10 +99,10 @@ def are_decisions_for(gradients: Sequence[Recorded], fields: Mapping[str, Any], 
 def parts_of(
     program: Jaxpr, fields: Mapping[str, Any], ways: Container[Way] | None = None
 ) -> tuple[Jaxpr, list[Part], list[Decision]]:
-    """Cut a flat program as a stored plan says: the program as it was cut, the parts, their decisions.
+    """Cut a flat program as a stored plan says: the cut program, the parts, their decisions.
 
     Args:
-        ways: in which values may be held; None for all.
+        ways: the allowed ways to hold values; None for all.
 
     Raises:
         PlanError: a decision is for another program than the equations are: a value that is not there, or is not 0 or 1
@@ -128,8 +128,8 @@ def parts_of(
     return flat.jaxpr, parts, [decisions[i] for i in numbers]
 
 
-def _damaged(at: str, what: str) -> PlanError:
-    return PlanError(f"The plan is damaged: {at} names {what}.\nFix: make a plan for this program.")
+def _damaged(path: str, what: str) -> PlanError:
+    return PlanError(f"The plan is damaged: {path} names {what}.\nFix: make a plan for this program.")
 
 
 # -- the fields -------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ PEAK: Check = record({"version": one_of(VERSION), "peak_bytes": _size})
 """The bytes of a compiled program."""
 
 
-# -- what a plan takes and costs --------------------------------------------------------------------------------------
+# -- the bytes and the cost of a plan ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ class PlanRow:
     price: float
 
     def rank(self) -> tuple[Any, ...]:
-        """The order in which rows are listed: saved values first, the largest first."""
+        """Sort key of rows: saved values first, the largest first."""
         is_saved = self.decision not in ("recompute", "unchanged")
         return (not is_saved, -self.bytes * self.times, -self.price)
 

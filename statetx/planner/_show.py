@@ -97,10 +97,10 @@ def _notes(plan: PlanResult) -> Iterator[str]:
     if len(plan.groups) > _MAX_GROUPS:
         yield f"And {len(plan.groups) - _MAX_GROUPS} more kinds of regions."
     yield from plan.loops
-    others = [*_stock_texts(plan)]
-    if others:
-        predicted = " (~: predicted, not compiled)" if any("~" in text for text in others) else ""
-        yield f"Compared with: {', '.join(others)}{predicted}."
+    stock_texts = [*_stock_texts(plan)]
+    if stock_texts:
+        predicted = " (~: predicted, not compiled)" if any("~" in text for text in stock_texts) else ""
+        yield f"Compared with: {', '.join(stock_texts)}{predicted}."
     if plan.is_sequential:
         yield "The gradients of the step are computed one after the other."
     if plan.inner is not None:
@@ -116,16 +116,16 @@ def _notes(plan: PlanResult) -> Iterator[str]:
 
 
 def _stock_texts(plan: PlanResult) -> Iterator[str]:
-    """The baseline, if it was compiled, and the stock policies: what they take and cost."""
-    found: dict[str, tuple[int, float, str]] = {}
+    """Bytes and cost of the baseline, if it was compiled, and of the stock policies."""
+    rows: dict[str, tuple[int, float, str]] = {}
     for name, temp_bytes, extra in plan.measured():
         if name != "plan":  # a stock policy may have been compiled for several cuts: the smallest counts
-            found[name] = min(found.get(name, (temp_bytes, extra, "")), (temp_bytes, extra, ""))
+            rows[name] = min(rows.get(name, (temp_bytes, extra, "")), (temp_bytes, extra, ""))
     for name, temp_bytes, extra, is_predicted in plan.stock_policies():
         # The model knows the unplanned program badly, and `everything` is nearly that.
         if not is_predicted or name != "everything":
-            found.setdefault(name, (temp_bytes, extra, "~" if is_predicted else ""))
-    for name, (temp_bytes, extra, mark) in found.items():
+            rows.setdefault(name, (temp_bytes, extra, "~" if is_predicted else ""))
+    for name, (temp_bytes, extra, mark) in rows.items():
         yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%"
 
 
@@ -142,20 +142,20 @@ def plot(plan: PlanResult, path: str | os.PathLike | None) -> Any:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     mib = 2.0**20
-    at = lambda points: ([_counted(plan, b) / mib for b, _ in points], [100 * x for _, x in points])
+    coordinates = lambda points: ([_counted(plan, b) / mib for b, _ in points], [100 * x for _, x in points])
 
     def annotate(text: str, point: Sequence[Any], **options: Any) -> None:
-        (x,), (y,) = at([point])
+        (x,), (y,) = coordinates([point])
         axes.annotate(text, (x, y), textcoords="offset points", xytext=(7, 6), **options)
 
-    axes.plot(*at(plan.curve()), color="#0072b2", label="model", zorder=1)
-    plans, others = ([row for row in plan.measured() if (row[0] == "plan") is is_plan] for is_plan in (True, False))
-    axes.scatter(*at([point for _, *point in plans]), s=22, color="#0072b2", label="plans, compiled")
-    axes.scatter(*at([point for _, *point in others]), marker="D", s=30, color="#e69f00")
-    for name, *point in others:
+    axes.plot(*coordinates(plan.curve()), color="#0072b2", label="model", zorder=1)
+    plans, other_rows = ([row for row in plan.measured() if (row[0] == "plan") is is_plan] for is_plan in (True, False))
+    axes.scatter(*coordinates([point for _, *point in plans]), s=22, color="#0072b2", label="plans, compiled")
+    axes.scatter(*coordinates([point for _, *point in other_rows]), marker="D", s=30, color="#e69f00")
+    for name, *point in other_rows:
         annotate(name, point, fontsize=8)
     this = plan.temp_bytes, plan.extra_flops
-    axes.scatter(*at([this]), s=90, facecolors="none", edgecolors="#d55e00", linewidths=2)
+    axes.scatter(*coordinates([this]), s=90, facecolors="none", edgecolors="#d55e00", linewidths=2)
     annotate("this plan", this, color="#d55e00")
 
     axes.axvline(plan.budget_bytes / mib, color="#999999", linestyle="--", linewidth=1, label="budget")
@@ -186,10 +186,10 @@ def described(programs: Sequence[tuple[Jaxpr, dict[str, Any]]]) -> dict[str, Any
         _, parts, decisions = parts_of(program, fields)
         pairs = list(zip(parts, decisions, strict=True))
         # Equal parts with equal decisions have equal rows: list them once, with their number.
-        same = collections.defaultdict(list)
+        ranges = collections.defaultdict(list)
         for part, decision in pairs:
-            same[part.key, decision].append(part)
-        for (_, decision), equal in same.items():
+            ranges[part.key, decision].append(part)
+        for (_, decision), equal in ranges.items():
             rows += _rows(equal[0], decision, len(equal))
         loops += [line for part, decision in pairs for t in decision.treatments if (line := t.line(part))]
         groups += _groups(pairs)
@@ -228,8 +228,8 @@ def _groups(pairs: Sequence[tuple[Part, Decision]]) -> Iterator[str]:
             continue
         # The same decision for a run of them is one line's worth of text.
         texts, first = [], 1
-        for decision, same in itertools.groupby(decisions):
-            last = first + len(list(same)) - 1
+        for decision, equal_decisions in itertools.groupby(decisions):
+            last = first + len(list(equal_decisions)) - 1
             texts.append(f"{first if first == last else f'{first}-{last}'} {_kept_text(part, decision)}")
             first = last + 1
         yield f"{len(decisions)} equal regions{place}: {'; '.join(texts)}"

@@ -130,8 +130,8 @@ def _remove_oldest(plans: pathlib.Path) -> None:
 def peak_bytes(program: Program) -> int:
     """Arguments, outputs and temporaries of a program. It is compiled only if its bytes are not stored.
 
-    They are found by what the compiler gets, its text and the options, so that those of another program cannot be taken
-    for them.
+    Their key is the compiler's input, the program's text and the options, so that another program's bytes cannot be
+    taken for them.
     """
     lowered = program.lowered
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()  # long, if arrays are constants of the program
@@ -144,7 +144,7 @@ def peak_bytes(program: Program) -> int:
 
 
 def key_of(*settings: Any) -> str:
-    """A digest of what a result depends on: these values, by their `repr`, and the versions of all code."""
+    """A digest of a result's inputs: these values, by their `repr`, and the versions of all code."""
     # Without addresses, which differ between processes.
     text = "\n".join(re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for value in (*_environment(), *settings))
     return hashlib.sha256(text.encode()).hexdigest()

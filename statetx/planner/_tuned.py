@@ -1,8 +1,8 @@
 """The tuned constants of the planner, all in one table.
 
 Not in it, since no plan depends on their exact values: the accuracy of numerical methods (states and bins of dynamic
-programs, limits of the solver, rounds of a measurement of time), of which twice as much gives the same plans; limits of
-what is stored or printed; and what `plan` and `max_batch` promise of their time and sizes.
+programs, limits of the solver, rounds of a measurement of time): twice as much gives the same plans; limits of stored
+and printed texts; and the promises of `plan` and `max_batch` on their time and sizes.
 """
 
 from __future__ import annotations

@@ -47,17 +47,17 @@ class BatchFit(Tabular):
 
     Usable as an integer, the number of examples, where one is an index or a size: ``jnp.zeros((fit, 3))``,
     ``range(fit)``, ``int(fit)``. Prints as text, in colors with ``rich.print``, as HTML in a notebook. Sizes in bytes
-    are those of one device.
+    are for one device.
 
     Attributes:
         name: of the function.
         size: the number of examples, of a batch in parts those in the largest part.
         budget_bytes: the budget.
-        total_bytes: what the compiled program takes: arguments, outputs and temporaries; of a step donated arguments
+        total_bytes: the bytes of the compiled program: arguments, outputs and temporaries; of a step donated arguments
             count once.
         tried: the number of examples, or of parts, and bytes of each program that was compiled, the smallest number
             first.
-        next_bytes: what the next larger batch takes; None if `limit` was reached, and for parts.
+        next_bytes: the bytes of the next larger batch; None if `limit` was reached, and for parts.
         num: the number of parts; None for `max_batch`.
     """
 
@@ -76,17 +76,17 @@ class BatchFit(Tabular):
 
     @property
     def bytes_per_example(self) -> int:
-        """Bytes by which a step grows with an example, between the smallest and the largest program that were compiled;
-        0 for parts.
+        """Bytes of a step for one more example, between the smallest and the largest program that were compiled; 0 for
+        parts.
         """
         (low, low_bytes), (high, high_bytes) = self.tried[0], self.tried[-1]
         return round((high_bytes - low_bytes) / (high - low)) if high > low and self.num is None else 0
 
     def _table(self) -> Table:
         total, budget = format_bytes(self.total_bytes), format_bytes(self.budget_bytes)
-        found = f"{self.size} examples fit, with {total} of {budget}."
+        headline = f"{self.size} examples fit, with {total} of {budget}."
         if self.num is not None:
-            found = f"{counted(self.num, 'part')} of {counted(self.size, 'example')}, {total} of {budget}."
+            headline = f"{counted(self.num, 'part')} of {counted(self.size, 'example')}, {total} of {budget}."
         most = max(1, *(n for _, n in self.tried))
         rows = [
             [Cell(str(num)), Cell(format_bytes(n), share=n / most), Cell("yes" if n <= self.budget_bytes else "no")]
@@ -97,7 +97,7 @@ class BatchFit(Tabular):
             fixed = max(self.total_bytes - each * self.size, 0)
             notes.append(("Each example:", f"about {format_bytes(each)}, and {format_bytes(fixed)} besides."))
         first = Column("examples" if self.num is None else "parts", "right")
-        return Table(f"{self.name}: {found}", [first, Column("bytes", "right"), Column("fits")], rows, notes)
+        return Table(f"{self.name}: {headline}", [first, Column("bytes", "right"), Column("fits")], rows, notes)
 
 
 # -- the largest batch -----------------------------------------------------------------------------------------------
@@ -193,10 +193,10 @@ def max_batch(
             smallest_bytes=by_index[1],
         )
     tried = tuple(sorted((i * multiple, n) for i, n in by_index.items()))
-    found = BatchFit(name, best * multiple, amount, by_index[best], tried, by_index.get(best + 1))
+    result = BatchFit(name, best * multiple, amount, by_index[best], tried, by_index.get(best + 1))
     if best < last or limit is not None:
-        return found
-    grows = found.bytes_per_example > 0 or len(tried) == 1
+        return result
+    grows = result.bytes_per_example > 0 or len(tried) == 1
     cause = (
         "Fix: give limit=, the largest size to consider, such as the number of examples that there are."
         if grows
@@ -204,7 +204,7 @@ def max_batch(
         f"arguments that the step computes with.\nFix: name the ones that hold the batch, or give limit=."
     )
     raise PlanError(
-        f"max_batch({name}): {found.size} examples fit, with {format_bytes(found.total_bytes)} of "
+        f"max_batch({name}): {result.size} examples fit, with {format_bytes(result.total_bytes)} of "
         f"{format_bytes(amount)}; no larger batch is tried without limit=.\n{cause}"
     )
 
@@ -234,17 +234,17 @@ def _programs(
     rules = Rules("max_batch", states or {}, step, RULES, args, kwargs)
 
     def of_arrays(types: list[Any], size: int) -> Program:
-        mask, of_batch, found = iter(batch.mask), iter(types), []
+        mask, of_batch, values = iter(batch.mask), iter(types), []
         for x, read in zip(program.arrays, program.inputs, strict=True):
             if read.state is None:
                 x = next(of_batch) if next(mask) else x
             elif states:
                 aval = part_type(rules, read.state, _jax.abstract(x), batch.size, size)
                 x = x if aval.shape == x.shape else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-            found.append(x)
+            values.append(x)
         rules.check_paths()
         with _jax.eval_context():
-            return program.for_types(found, options)
+            return program.for_types(values, options)
 
     return of_arrays
 
@@ -329,9 +329,7 @@ def _bytes(transform: str, budget: int | str, example: str) -> int:
 
 
 def _peak_bytes(transform: str, fun: Callable, program: Program, budget: int, of_batch: str, more: int = 0) -> int:
-    """The bytes of a compiled program. It is not compiled if its arguments, less those of its batch, fill the
-    budget.
-    """
+    """The bytes of a compiled program. It is not compiled if its arguments beside the batch fill the budget."""
     least = program.least_bytes - more
     if least >= budget:
         raise PlanError(
@@ -386,11 +384,11 @@ def largest(
     low, high, guess = 0, limit + 1, min(max(first, 1), limit)
     num_slow = 0
     while high - low > 1:
-        before = high - low
+        width = high - low
         tried[guess] = measure(guess)
         points[guess] = size(guess), tried[guess]
         low, high = (guess, high) if tried[guess] <= budget else (low, guess)
-        num_slow = num_slow + 1 if 2 * (high - low) > before and high <= limit else 0
+        num_slow = num_slow + 1 if 2 * (high - low) > width and high <= limit else 0
         if num_slow >= _MAX_SLOW:
             guess, num_slow = (low + high) // 2, 0
         else:
@@ -402,8 +400,8 @@ def largest(
 
 
 def _crossing(points: dict[int, tuple[float, int]], budget: int, low: int, high: int) -> float:
-    """The size at which the line through the two points next to the budget crosses it, if that lies in question; else
-    through the ends.
+    """The size at which the line through the two points next to the budget crosses it, if in question; else through the
+    ends.
     """
     nearest = sorted(sorted(points, key=lambda i: abs(points[i][1] - budget))[:2])
     for ends in (nearest, [low, high]):

@@ -37,8 +37,8 @@ class Fit(Rewriter):
 
     Args:
         budget: temporary bytes of that function's gradient, compiled on its own. Arguments and outputs of the function
-            do not count: in the program around it they are no arguments and outputs. None: that of the `statetx.budget`
-            around the gradient.
+            do not count: in the program around it they are no arguments and outputs. None: the one of the
+            `statetx.budget` around the gradient.
         offload, time_limit: as in `plan`.
     """
 
@@ -106,8 +106,8 @@ def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int
     """
     inputs = [*operands, *args]
     if any(map(_jax.is_differentiated, inputs)):
-        known = lambda x: isinstance(x, _jax.Tracer) and _jax.is_derivative_or_batching(x._trace)
-        return tuple(i for i, x in enumerate(inputs) if not known(x))
+        is_differentiated = lambda x: isinstance(x, _jax.Tracer) and _jax.is_derivative_or_batching(x._trace)
+        return tuple(i for i, x in enumerate(inputs) if not is_differentiated(x))
     return tuple(i for i, x in enumerate(operands) if not isinstance(x, _jax.Tracer))
 
 
@@ -126,8 +126,7 @@ def budget(
 
     Each function that `statetx.grad`, ``jax.grad`` or ``jax.vjp`` differentiates in the block is planned as a whole,
     when it is traced: rematerialized functions in it (``policy="fit"``, or any other policy) are the regions that the
-    plan chooses from, together with finer ones. So they share the budget, and each gets what is best for the whole,
-    whatever the others leave.
+    plan chooses from, together with finer ones. So they share the budget, by the best choice for the whole.
 
     Several gradients in the block, taken one after the other, have the whole budget each, because their memory is not
     in use at the same time. To plan them together with the rest of a training step, use `plan`.
@@ -154,7 +153,7 @@ def budget(
         >>> with statetx.budget("300KiB"):
         ...     grads = jax.grad(loss)(jnp.ones((64, 64)) / 64, jnp.ones((256, 64)))
     """
-    read_amount(size)  # a `Fit` without a size takes that of this block
+    read_amount(size)  # a `Fit` without a size takes this block's
     return SharedBudget(Fit(size, offload=offload, time_limit=time_limit))
 
 

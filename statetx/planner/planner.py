@@ -76,20 +76,20 @@ def plan(
             It may be jitted, and read and write states. Arguments other than arrays are static, as in `remat`.
         *args, **kwargs: example arguments; ``jax.ShapeDtypeStruct`` can replace an array.
         budget: a number of bytes, ``"2GiB"``, ``"device"`` for the memory of the device (``STATETX_DEVICE_MEMORY``
-            replaces what it reports), or, as a float up to 1, a fraction of the memory without a plan. On several
-            devices it is that of one.
+            replaces it), or, as a float up to 1, a fraction of the memory without a plan. On several devices it is for
+            one.
         of: what counts. ``"step"``: arguments, outputs and temporaries of the compiled program; an output in the memory
             of a donated argument counts once, so plan the jitted step if it donates. For a loss the program is its
-            gradient, whose outputs are the gradients. ``"temporaries"``: what the program takes beyond arguments and
+            gradient, whose outputs are the gradients. ``"temporaries"``: the program's bytes beyond arguments and
             outputs.
         objective: the cost to minimize: ``"flops"``, operations; or ``"time"``: the candidates of the fewest operations
             and the stock policies within the budget are run, and the fastest is taken. For a target, where nothing
             runs, XLA's estimates are compared: it has them for the H100 and the H200.
         offload: whether values may be stored in host memory, where the backend has it.
-        stored_as: formats in which values may be stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact,
-            and taken only for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``,
-            ``"float8_e4m3fn"`` and ``"float8_e5m2"`` round what the backward pass reads, and so the gradients. ``()``:
-            none.
+        stored_as: allowed formats for values stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact, and
+            taken only for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``,
+            ``"float8_e4m3fn"`` and ``"float8_e5m2"`` round the operands of the backward pass, and so the gradients.
+            ``()``: none.
         argnums: the arguments of a loss to differentiate; all by default. Float states are always differentiated.
         time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may
             take twice as long; if there is none then, or it adds more than a quarter of the operations, the cheapest
@@ -145,7 +145,7 @@ class Planner:
     """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
 
     The time limit is for each plan; by default there is none. The target is the one in force when the planner is made.
-    ``treatments=`` leaves some of those in `statetx.planner.TREATMENTS` out, to see what they are worth.
+    ``treatments=`` leaves some of `statetx.planner.TREATMENTS` out, to see their worth.
 
     Example:
         >>> import jax.numpy as jnp, statetx
@@ -185,10 +185,10 @@ class Planner:
             refuse_unknown_times()
         formats = read_formats(stored_as)
         with unobserved():
-            found = variants(fun, args, kwargs, argnums)
+            captured_variants = variants(fun, args, kwargs, argnums)
         limit = read_time_limit(time_limit)
         settings = Options(objective, offload, limit, formats, tuple(treatments))
-        self._set(found, short_name(name_of(fun)), of, settings, progress)
+        self._set(captured_variants, short_name(name_of(fun)), of, settings, progress)
 
     def _set(self, variants: list[Captured], name: str, of: str, options: Options, progress: bool = False) -> None:
         self._variants, self._captured, self.name, self._of = variants, variants[0], name, of
@@ -235,7 +235,7 @@ class Planner:
 
     @_for_target
     def ends(self) -> tuple[int, int]:
-        """The least bytes reached so far, and the baseline's, of what the budget counts."""
+        """The least bytes reached so far, and the baseline's, counted as in the budget."""
         ends = []
         for whole in self._wholes:
             with whole.time_left.running():
@@ -277,11 +277,11 @@ class Planner:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
         budget_ = ByteBudget(int(budget), self._of)
         choices = ((whole, whole.best(budget_.left(whole))) for whole in self._wholes)
-        found = [(whole, choice) for whole, choice in choices if choice is not None]
-        return self._as_plan(self._fields(*_cheapest(found), budget_)) if found else None
+        fitting = [(whole, choice) for whole, choice in choices if choice is not None]
+        return self._as_plan(self._fields(*_cheapest(fitting), budget_)) if fitting else None
 
     def _choose(self, budget: ByteBudget) -> tuple[AnyWhole, Any]:
-        """The best choice, and the program that it is for: of which variant."""
+        """The best choice, and the program that it is for: one of the variants."""
         if len(self._wholes) == 1:
             return self._whole, self._best_of(self._whole, budget)
         if isinstance(budget.amount, float):  # a fraction is one of the memory without a plan
@@ -291,7 +291,7 @@ class Planner:
         errors: list[PlanError] = []
         wholes = sorted(self._wholes, key=lambda whole: whole.total_cost())
         for whole, following in itertools.zip_longest(wholes, wholes[1:]):
-            # A program whose own operations are as many as those of a plan found before cannot be cheaper.
+            # A program with as many operations of its own as an earlier plan cannot be cheaper.
             is_beaten = choices and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0
             if self._timer is not None or not is_beaten:
                 try:
@@ -376,7 +376,7 @@ def _warn_if_expensive(plan: Plan) -> Plan:
 
 
 def _total_cost(whole: AnyWhole, choice: Any) -> float:
-    # What a choice adds is relative to its own program, which may rematerialize gradients inside of the loss.
+    # The added cost of a choice is relative to its own program, which may rematerialize gradients inside of the loss.
     return whole.total_cost() + choice.added_cost
 
 

@@ -1,13 +1,13 @@
 """Cuts of a program: the intervals of its equations that may become regions.
 
-They are a union, from which the dynamic program of `_search.lattice` takes a path from the first equation to the last:
+The dynamic program of `_search.lattice` takes a path through their union, from the first equation to the last:
 
 - the functions that the user rematerialized,
 - stretches between cuts that few bytes cross, and up to four neighboring ones merged,
 - the periods of a repeating program, such as its layers, and up to four of them merged.
 
-Where the periods begin is not unique. Of ``gelu(x @ w)`` the result of the product and that of the activation have
-equal bytes. A region that begins with a product runs it again, for the derivative of the activation behind it; one that
+Where the periods begin is not unique. Of ``gelu(x @ w)`` the results of the product and of the activation have equal
+bytes. A region that begins with a product runs it again, for the derivative of the activation behind it; one that
 begins with the activation need not run the product before. Conversely, a value that several regions read, such as a
 residual stream, should be the output of a region. So there are several *cuttings* of a program, each with periods of
 its own.
@@ -99,7 +99,7 @@ class _Cuts(NamedTuple):
         blocks: the user's functions; none if it is cut as if there were none.
         ends: where these begin or end, or loops.
         runs: where it repeats.
-        minima: cuts that few bytes cross, apart from `ends` and those of runs.
+        minima: cuts that few bytes cross, apart from `ends` and the runs' cuts.
         all: all cuts, in order.
     """
 
@@ -155,15 +155,15 @@ def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Interval
     for run in runs:
         # The rest of the program before and after the periods, such as the loss, merged with one of them: a value
         # between the two, such as the last activation, can then be computed again.
-        before = max((b for b in bounds if b < run.start), default=run.start)
-        after = min((b for b in bounds if b > run.boundaries[-1]), default=run.boundaries[-1])
-        lists.append(_small([(before, run.boundaries[1]), (run.boundaries[-2], after)]))
+        last_before = max((b for b in bounds if b < run.start), default=run.start)
+        first_after = min((b for b in bounds if b > run.boundaries[-1]), default=run.boundaries[-1])
+        lists.append(_small([(last_before, run.boundaries[1]), (run.boundaries[-2], first_after)]))
     lists.append(cuts.blocks)
 
     # Periods can be regions that have loops inside, such as layers that run through a sequence.
     periods = [i for run in runs for n in range(1, TUNED.merged + 1) for i in _merged_periods(run, n)]
-    others = [i for intervals in lists for i in intervals if i[0] < i[1] and _is_allowed(program, *i)]
-    return [*others, *periods]
+    allowed = [i for intervals in lists for i in intervals if i[0] < i[1] and _is_allowed(program, *i)]
+    return [*allowed, *periods]
 
 
 def _merged_periods(run: Run, number: int) -> list[Interval]:
@@ -186,8 +186,8 @@ def _is_allowed(program: Flat, start: int, end: int) -> bool:
 
 
 def _stock(program: Flat, runs: Sequence[Run], cuts: Sequence[int]) -> tuple[list[int], list[Interval]]:
-    """Regions on which the stock policies act: the user's functions; without such, the periods of structure; without
-    these, on the finest parts.
+    """Regions of the stock policies: the user's functions; without such, the periods of structure; without these, the
+    finest parts.
     """
     loops = [(i, i + 1) for i in program.loops]
     if program.blocks or any(_has_remat_inside(program, i) for i in program.loops):
@@ -209,8 +209,8 @@ def _minima(live: Sequence[int]) -> list[int]:
 
     # Cheap equations stay with the producers of their operands. A lesser dip does not separate regions.
     least_depth = TUNED.scatter * max(live, default=0)
-    _, found = find_peaks(np.negative(live), prominence=least_depth, plateau_size=1) if live else ((), {})
-    return found.get("right_edges", np.array([], int)).tolist()
+    _, properties = find_peaks(np.negative(live), prominence=least_depth, plateau_size=1) if live else ((), {})
+    return properties.get("right_edges", np.array([], int)).tolist()
 
 
 def _plateaus(live: Sequence[int]) -> list[int]:
@@ -243,10 +243,10 @@ def runs_of(
     runs = _repetitions(tokens, heavy, len(tokens) // 10, in_phase)
     inner: set[int] = set()
     for run in runs:
-        inside = tokens[run.start : run.start + run.period]
+        period_tokens = tokens[run.start : run.start + run.period]
         shifted = lambda start, *rest, by=run.start: in_phase(by + start, *rest)
-        for found in _repetitions(inside, heavy[run.start :], run.period // 2, shifted):
-            inner |= {b + k * run.period for b in found.boundaries for k in range(run.count)}
+        for inner_run in _repetitions(period_tokens, heavy[run.start :], run.period // 2, shifted):
+            inner |= {b + k * run.period for b in inner_run.boundaries for k in range(run.count)}
     return sorted(runs), inner
 
 
@@ -323,8 +323,8 @@ def _in_phase(
 def _with_period(cuts: Sequence[int], run: Run, ends: set[int]) -> list[int]:
     """Replace the cuts within a run by those that most of its periods have, except where the user's functions end."""
     first, last = run.start, run.boundaries[-1]
-    inside = [c for c in cuts if first <= c < last]
-    votes = collections.Counter((c - first) % run.period for c in inside)
+    run_cuts = [c for c in cuts if first <= c < last]
+    votes = collections.Counter((c - first) % run.period for c in run_cuts)
     common = [offset for offset, number in votes.items() if 2 * number >= run.count]
     regular = {first + k * run.period + offset for k in range(run.count) for offset in common}
-    return sorted({c for c in cuts if not first <= c < last} | regular | {c for c in inside if c in ends} | {first})
+    return sorted({c for c in cuts if not first <= c < last} | regular | {c for c in run_cuts if c in ends} | {first})

@@ -59,8 +59,8 @@ class Part:
         self.outvars = list(outvars)
         self.eqn = eqn
 
-        # The body of a loop alone does not determine its options: they depend on the length and on which inputs are
-        # carried, or 0 or 1.
+        # The options of a loop depend on more than its body: on the length, and on the inputs that are carried, or 0
+        # or 1.
         self.bit_carries = bit_carries
         loop_key = None
         if eqn is not None:
@@ -109,9 +109,9 @@ def _converts_weak_type(eqn: Any) -> bool:
     """Whether an equation changes nothing but a weak type, to the strong one of the same dtype."""
     if eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
         return False
-    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-    same = (before.shape, before.dtype, before.sharding) == (after.shape, after.dtype, after.sharding)
-    return same and before.weak_type and not after.weak_type
+    old_type, new_type = eqn.invars[0].aval, eqn.outvars[0].aval
+    is_same = (old_type.shape, old_type.dtype, old_type.sharding) == (new_type.shape, new_type.dtype, new_type.sharding)
+    return is_same and old_type.weak_type and not new_type.weak_type
 
 
 class Flat:
@@ -131,14 +131,14 @@ class Flat:
 
     def __init__(self, jaxpr: Jaxpr, *, opens_blocks: bool = True):
         self._calls = _CALLS if opens_blocks else _CALLS - REMAT
-        found: list[tuple[Any, ...]] = []
-        note = lambda eqn, *where: found.append((eqn, *where)) if eqn.primitive.name in REMAT else None
+        noted: list[tuple[Any, ...]] = []
+        note = lambda eqn, *where: noted.append((eqn, *where)) if eqn.primitive.name in REMAT else None
         self.jaxpr = whole = inline(jaxpr, calls=self._calls, deep=False, note=note)
         self._last_reads = last_reads(whole)
         self._parts: dict[tuple[int, int], Part] = {}
         self.blocks: dict[tuple[int, int], Part] = {}
         self.ends: set[int] = set()
-        for block in found:
+        for block in noted:
             self._add_block(*block)
         self.loops = [i for i, e in enumerate(whole.eqns) if is_loop(e)]
         outside = [i for i in self.loops if not any(start <= i < end for start, end in self.blocks)]
@@ -153,7 +153,7 @@ class Flat:
             original = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             literals = {v: a for v, a in zip(original.invars, operands, strict=True) if isinstance(a, Literal)}
             original = _jax.with_literals(original, literals) if literals else original
-            # Functions rematerialized inside of it are inlined, too: the plan decides what the whole keeps.
+            # Functions rematerialized inside of it are inlined, too: the plan decides for the whole.
             jaxpr = inline(original, calls=_CALLS, deep=False)
             variables = [a for a in operands if not isinstance(a, Literal)]
             self.blocks[start, end] = Part(jaxpr, variables, outs, original_jaxpr=original)
@@ -171,7 +171,7 @@ class Flat:
         return self._parts[start, end]
 
     def _loop(self, index: int) -> Part:
-        # Rematerialized functions are inlined too: the plan decides what a step saves.
+        # Rematerialized functions are inlined too: the plan decides for the step.
         eqn = self.jaxpr.eqns[index]
         body = inline(_jax.open_jaxpr(eqn.params["jaxpr"])[0], calls=self._calls, deep=False)
         num_constants, num_carry = _jax.scan_counts(eqn)
@@ -224,8 +224,8 @@ def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
 def closed_over_by_rules(jaxpr: Jaxpr) -> list[int]:
     """The inputs of a program, by number, that functions with a ``custom_vjp`` close over."""
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "custom_vjp_call"]
-    found = {v for eqn in eqns for v in eqn.invars[: _jax.num_closed_over(eqn)] if isinstance(v, Var)}
-    return [i for i, v in enumerate(jaxpr.invars) if v in found]
+    closed_over = {v for eqn in eqns for v in eqn.invars[: _jax.num_closed_over(eqn)] if isinstance(v, Var)}
+    return [i for i, v in enumerate(jaxpr.invars) if v in closed_over]
 
 
 def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[Any]:
@@ -234,9 +234,9 @@ def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[A
     # needs no derivative.
     variables = [v for eqn in jaxpr.eqns for v in eqn.outvars if is_float(v.aval) and not _jax.is_dropped(v)]
     every = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=variables, eqns=jaxpr.eqns)
-    given = [i in diff_indices for i in range(len(jaxpr.invars))]
-    flags = _frames.undone(_jax.outputs_with_tangents)(every, given)
-    return {v for v, flag in zip([*jaxpr.invars, *variables], [*given, *flags], strict=True) if flag}
+    is_diff = [i in diff_indices for i in range(len(jaxpr.invars))]
+    flags = _frames.undone(_jax.outputs_with_tangents)(every, is_diff)
+    return {v for v, flag in zip([*jaxpr.invars, *variables], [*is_diff, *flags], strict=True) if flag}
 
 
 def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
@@ -267,9 +267,8 @@ def run(
 
 # Where a gradient is taken around a `jax.shard_map`, the differentiated function has one equation, and its regions are
 # in the body of that. (A loss that is a shard_map is planned as the step that takes its gradient, `_search.capture`.)
-# JAX differentiates the body on its own: what the backward pass of a device reads is what the regions of the body save.
-# So the body is a program like any other, with the shapes of a device, and a rewritten one goes back into the
-# shard_map.
+# JAX differentiates the body on its own: the backward pass of a device reads the saved values of the body's regions. So
+# the body is a program like any other, with the shapes of a device, and a rewritten one goes back into the shard_map.
 
 Rewrite = Callable[[Any, Body, str, int], Callable]
 
@@ -281,10 +280,10 @@ def of_device(rewrite: Rewrite) -> Rewrite:
 
     @functools.wraps(rewrite)
     def rewrite_of_device(self: Any, body: Body, name: str, num_out: int) -> Callable:
-        found = _with_shard_map(body.jaxpr)
-        if found is None:
+        parts = _with_shard_map(body.jaxpr)
+        if parts is None:
             return rewrite(self, body, name, num_out)
-        program, eqn = found
+        program, eqn = parts
 
         # The outputs with a cotangent come first, as in every program to plan.
         with_cotangent = cotangent_variables(program, num_out)
@@ -348,14 +347,14 @@ def digest_of(lines: Sequence[str]) -> str:
 
 
 def fingerprint(jaxpr: Jaxpr) -> list[str]:
-    """A line for each equation of a flat program. Programs with equal equations have equal lines; what they return does
-    not count.
+    """A line for each equation of a flat program. Programs with equal equations have equal lines, whatever their
+    outputs.
     """
     return list(full_fingerprint(jaxpr)[:-1])
 
 
 def full_fingerprint(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[str, ...]:
-    """The fingerprint of a flat program, and a line for what it returns.
+    """The fingerprint of a flat program, and a line for its outputs.
 
     Args:
         has_rules: whether the rules of a ``custom_vjp`` count.

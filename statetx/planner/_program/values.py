@@ -1,9 +1,8 @@
 """The values of a region that a plan may save, and the ways to hold a value between the forward and the backward pass:
 in memory, on the host, or in fewer bits.
 
-Values are results of equations, and what the rule of a ``custom_vjp`` computes. What such a rule keeps for the
-derivative (the sums of a flash attention, say) is not a result of the function: without these values a plan could only
-run the whole function again.
+Values are results of equations, and values inside the rule of a ``custom_vjp``. The residuals of such a rule (the sums
+of a flash attention, say) are no results of the function: without them a plan could only run the whole function again.
 """
 
 from __future__ import annotations
@@ -64,12 +63,12 @@ def values_of(jaxpr: Jaxpr) -> Values:
 
 
 def _add_rule(i: int, rule: SurveyedRule, sites: dict[Address, Site], results: dict[Address, Site]) -> None:
-    found = [site for site in rule.survey.sites if len(site.address) == 4]  # (call, 0, equation, output)
-    if not found:
+    rule_sites = [site for site in rule.survey.sites if len(site.address) == 4]  # (call, 0, equation, output)
+    if not rule_sites:
         return
     jaxpr = _jax.rule_of(rule.eqn)
     number = {jaxpr.outvars[o]: n for n, o in enumerate(_jax.results_of_rule(rule.eqn, jaxpr))}
-    for site in found:
+    for site in rule_sites:
         *_, equation, output = site.address
         variable = jaxpr.eqns[equation].outvars[output]
         if variable in number:
@@ -96,13 +95,13 @@ class _OfRule:
 
 
 def labels_of(labels: Mapping[Address, Label]) -> dict[Address, Label]:
-    """Labels by address, those of values of one rule together."""
-    found: dict[Address, Label] = {a: label for a, label in labels.items() if len(a) == 2}
+    """Labels by address, with the values of one rule together."""
+    by_address: dict[Address, Label] = {a: label for a, label in labels.items() if len(a) == 2}
     of_rules: dict[int, list[tuple[Address, Label]]] = {}
     for address, label in sorted(labels.items(), key=lambda item: item[0]):
         if len(address) > 2:
             of_rules.setdefault(address[0], []).append((address[2:], label))
-    return found | {(i, RULE): _OfRule(tuple(inner)) for i, inner in of_rules.items()}
+    return by_address | {(i, RULE): _OfRule(tuple(inner)) for i, inner in of_rules.items()}
 
 
 # -- ways to hold them ----------------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ class Way:
     """A way to hold a value: in memory, and the base of the others.
 
     Attributes:
-        name: in a stored plan, and in what is printed.
+        name: in a stored plan, and in printed texts.
         is_read_early: whether all such values are in memory when the backward pass begins; else one at a time counts.
     """
 
@@ -220,7 +219,7 @@ def read_formats(stored_as: str | Sequence[str]) -> Formats:
 
 
 def smallest(aval: Any, formats: Formats, *, is_bits: bool) -> InFormat | None:
-    """The stored type in which a value takes the fewest bytes; None if none is smaller than the value.
+    """The stored type of the fewest bytes for a value; None if none is smaller than the value.
 
     Args:
         is_bits: whether the value is proved to be 0 or 1. Others are not stored as bits.
@@ -232,12 +231,12 @@ def smallest(aval: Any, formats: Formats, *, is_bits: bool) -> InFormat | None:
 
 def smallest_of_variables(jaxpr: Jaxpr, formats: Formats) -> dict[Any, InFormat]:
     """The variables of a program that can be stored in fewer bits, each with the type of the fewest bytes."""
-    found: dict[Any, InFormat] = {}
+    formats_by_variable: dict[Any, InFormat] = {}
     for site in Survey(jaxpr).results if formats else ():
         way = smallest(site.value.type, formats, is_bits=site.value.is_bits) if len(site.address) == 2 else None
         if way is not None:
-            found[jaxpr.eqns[site.address[0]].outvars[site.address[1]]] = way
-    return found
+            formats_by_variable[jaxpr.eqns[site.address[0]].outvars[site.address[1]]] = way
+    return formats_by_variable
 
 
 # -- the derivative of a region, whose values are residuals ---------------------------------------------------------
@@ -350,18 +349,18 @@ def _without(jaxpr: Jaxpr, is_identity: Callable[[Any], bool]) -> tuple[Jaxpr, C
 
 
 def without(eqns: Sequence[Any], is_identity: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Equations without those that are identities, and what is read instead of an atom."""
+    """Equations without identities, and a function from an atom to its replacement."""
     operands: dict[Any, Any] = {}
     read = lambda atom: atom if isinstance(atom, Literal) else operands.get(atom, atom)
-    kept = []
+    remaining = []
     for eqn in eqns:
         if any(read(a) is not a for a in eqn.invars):
             eqn = eqn.replace(invars=list(map(read, eqn.invars)))
         if is_identity(eqn):
             operands[eqn.outvars[0]] = eqn.invars[0]
         else:
-            kept.append(eqn)
-    return kept, read
+            remaining.append(eqn)
+    return remaining, read
 
 
 def _bind_literals(backward: Body, residuals: Sequence[Any]) -> Jaxpr:

@@ -85,7 +85,7 @@ class Candidates:
 
     Args:
         baseline: the program without rematerialization.
-        unplanned: the choice that stands for it.
+        unplanned: the choice for it.
         program_of: see `ProgramOf`.
         report: called with a description of each compilation.
 
@@ -123,9 +123,9 @@ class Candidates:
 
     def measure(self, layout: Layout, options: Sequence[Option], name: str = "plan") -> Candidate:
         """Compile a choice, unless it was compiled before."""
-        known = self.find(layout, options)
-        if known is not None:
-            return known
+        earlier = self.find(layout, options)
+        if earlier is not None:
+            return earlier
         if _key(layout, options) == self._baseline_key:  # the model, which said that it takes too much, was wrong
             return next(self._with_cost(self._baseline.compile_exactly()))
         peak = layout.peak(options)
@@ -167,8 +167,8 @@ class Candidates:
     @property
     def unplanned_bytes(self) -> int:
         """Temporary bytes of the baseline: as of `baseline_bytes` if these are known, else predicted."""
-        known = self._baseline.known
-        return int(self.predict(self.baseline_peak)) if known is None else known.temp_bytes
+        compiled = self._baseline.known
+        return int(self.predict(self.baseline_peak)) if compiled is None else compiled.temp_bytes
 
     def _with_cost(self, cost: Cost | None) -> Iterator[Candidate]:
         """The baseline, if it has a cost."""
@@ -242,7 +242,7 @@ class Baseline:
         self._jaxpr = _without_remat(program)
         self.compiled: Cost | None = None
 
-        # Whether `compiled` is what users' compilation gives, once it is there.
+        # Whether `compiled` will be the users' compilation.
         self._is_exact = fast_compile_options() == memory_analysis_options()
 
         run = repetition(program) if is_long(program) else None
@@ -360,8 +360,8 @@ class Shorter:
     def flops(self) -> int | None:
         """Operations of the whole program; None if they are not linear."""
         first, second, third = (program.flops for program in self._programs)
-        of_period, rest = divmod(third - second, _COUNTS[2] - _COUNTS[1])
-        is_linear = rest == 0 and third - second == second - first
+        of_period, remainder = divmod(third - second, _COUNTS[2] - _COUNTS[1])
+        is_linear = remainder == 0 and third - second == second - first
         return third + of_period * (self._count - _COUNTS[2]) if is_linear else None
 
     def cost(self) -> Cost | None:
@@ -371,8 +371,8 @@ class Shorter:
         if change < 0 or abs(third["temp_bytes"] - second["temp_bytes"] - change) > change / 1000:
             return None
         steps = (self._count - _COUNTS[2]) / (_COUNTS[1] - _COUNTS[0])
-        at = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))
-        return Cost(**{name: at(name) for name in third if third[name] is not None})
+        extrapolated = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))
+        return Cost(**{name: extrapolated(name) for name in third if third[name] is not None})
 
 
 def is_long(program: Flat) -> bool:
@@ -381,12 +381,10 @@ def is_long(program: Flat) -> bool:
 
 
 def repetition(program: Flat) -> Run | None:
-    """The largest number of equal periods, each of which reads the one before it as the others do; None if there are
-    few.
-    """
-    found = [_equal_periods(program, run) for run in runs_of(program, crossing_bytes(program.jaxpr), program.ends)[0]]
+    """The largest number of equal periods that all read their predecessor alike; None if there are few."""
+    runs = [_equal_periods(program, run) for run in runs_of(program, crossing_bytes(program.jaxpr), program.ends)[0]]
     # Fewer than all short versions have together are as soon compiled.
-    return max((r for r in found if r.count >= sum(_COUNTS)), key=lambda r: r.period * r.count, default=None)
+    return max((r for r in runs if r.count >= sum(_COUNTS)), key=lambda r: r.period * r.count, default=None)
 
 
 def _equal_periods(program: Flat, run: Run) -> Run:
@@ -413,18 +411,18 @@ def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
     last, end = run.boundaries[count - 1], run.boundaries[-1]
     replaced: dict[Any, Any] = {}
     for start in run.boundaries[count:-1]:
-        for kept, dropped in zip(jaxpr.eqns[last:][: run.period], jaxpr.eqns[start:], strict=False):
-            replaced.update(zip(dropped.outvars, kept.outvars, strict=True))
+        for last_eqn, dropped in zip(jaxpr.eqns[last:][: run.period], jaxpr.eqns[start:], strict=False):
+            replaced.update(zip(dropped.outvars, last_eqn.outvars, strict=True))
     read = lambda atom: atom if isinstance(atom, Literal) else replaced.get(atom, atom)
-    after = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns[end:]]
-    eqns = [*jaxpr.eqns[: last + run.period], *after]
+    following = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns[end:]]
+    eqns = [*jaxpr.eqns[: last + run.period], *following]
     shortened = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)
     unread = last_reads(jaxpr).keys() - last_reads(shortened).keys()
     return _differentiated(shortened, [i for i, v in enumerate(jaxpr.invars) if v in unread and is_float(v.aval)])
 
 
 def _differentiated(jaxpr: Jaxpr, inputs: Sequence[int]) -> Jaxpr:
-    """Return the program in which the gradient with respect to these inputs, which it does not read, is the inputs
+    """Return the program whose gradient with respect to these inputs, which it does not read, is the inputs
     themselves.
 
     A gradient of zeros would take memory in a training step: the more, the shorter the version.

@@ -64,7 +64,7 @@ class Recorded:
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
-        """The fingerprint, and what the program returns."""
+        """The fingerprint, with the program's outputs."""
         return full_fingerprint(self.flat)
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class Recorded:
 class _Recorder(Rewriter):
     """A policy that records the functions it is used on, and leaves them unchanged.
 
-    What it recorded is taken once (`take`): JAX's caches keep the recorder itself, which was part of the settings of a
+    Its records are taken once (`take`): JAX's caches keep the recorder itself, which was part of the settings of a
     trace.
     """
 
@@ -111,7 +111,7 @@ class _Recorder(Rewriter):
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
-            # Only the tracers of this call tell what is differentiated and mapped, so they are asked here and now.
+            # Only the tracers of this call tell which inputs are differentiated and mapped: ask them now.
             floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
             diff_indices = [i for i, x in floats if _jax.is_differentiated(x)]
             traced_floats = [i for i, x in floats if isinstance(x, _jax.Tracer)]
@@ -127,8 +127,8 @@ class _Recorder(Rewriter):
 
 
 class _InnerGradientRecorder(_Recorder):
-    """Recorder of functions that are differentiated, each of which becomes one equation: to differentiate them takes
-    the most time.
+    """Recorder of functions that are differentiated. Each becomes one equation: to differentiate them takes the most
+    time.
 
     Of one that consists of a shard_map, what runs on a device is recorded.
     """
@@ -211,7 +211,7 @@ class Captured:
     """A program to plan.
 
     Attributes:
-        gradients: the distinct functions to differentiate: the loss, or those of the step.
+        gradients: the distinct functions to differentiate: the loss, or the step's.
         num_taken: how many gradients of these functions the step takes.
         ignored: fingerprints of functions that the step differentiates and that take next to nothing.
         step: the step that differentiates them; None for a loss, unless it consists of a shard_map.
@@ -227,7 +227,7 @@ class Captured:
     is_loss: bool = False
 
     def program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
-        """The program that the budget is for, with these in place of its gradients; none for those of the user."""
+        """The program that the budget is for, with these in place of its gradients; none for the user's."""
         if self.step is None:
             (gradient,) = self.gradients
             return gradient.program(programs[0] if programs else gradient.jaxpr, compiler_options)
@@ -300,8 +300,7 @@ def _type(aval: Any) -> tuple[Any, ...]:
 
 
 def variants(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> list[Captured]:
-    """The program to plan, as by `capture`. If gradients are taken inside of what is differentiated, one for each
-    variant of these.
+    """The program to plan, as by `capture`. If gradients are taken inside of the loss, one for each variant of these.
 
     Their results are equal. The first is without rematerialization of inner gradients.
     """
@@ -309,11 +308,13 @@ def variants(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | 
     captured = capture(fun, args, kwargs, argnums, seen)
     if not seen.any:
         return [captured]
-    found = {}
+    by_gradients = {}
     for variant in VARIANTS:
-        other = capture(fun, args, kwargs, argnums, InnerGradients(variant))
-        found.setdefault(tuple(g.lines for g in other.gradients), dataclasses.replace(other, variant=variant))
-    return list(found.values())
+        program = capture(fun, args, kwargs, argnums, InnerGradients(variant))
+        by_gradients.setdefault(
+            tuple(g.lines for g in program.gradients), dataclasses.replace(program, variant=variant)
+        )
+    return list(by_gradients.values())
 
 
 def capture(
@@ -347,7 +348,7 @@ def capture(
         return Captured(gradients, ignored, step, num_taken=num_taken)
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
-    # `argnums` counts arguments as the user wrote them, each of which may be a tree of any number of arrays.
+    # `argnums` counts arguments as the user wrote them; an argument may be a tree of any number of arrays.
     in_argnums = []
     for n, arg in enumerate((*args, *kwargs.values())):
         in_argnums += [nums is None or n in nums] * len(partition(arg, is_array_or_type)[0])
@@ -370,8 +371,8 @@ def _is_step(function: Recorded, gradients: Sequence[Recorded]) -> bool:
 
 
 def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:
-    """A loss that consists of a shard_map: the step that computes its gradient, in which what runs on a device is
-    differentiated.
+    """A loss that consists of a shard_map: the step that computes its gradient, with the program of a device to
+    differentiate.
     """
     jaxpr = loss.jaxpr
     types = loss.context.types([v.aval for v in jaxpr.invars])
@@ -403,8 +404,8 @@ def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple
     distinct = {r.key: r for r in reversed(recorded)}
     sizes = {key: _value_bytes(r) for key, r in distinct.items()}
     least = TUNED.negligible * max(sizes.values())
-    kept = tuple(r for key, r in reversed(distinct.items()) if sizes[key] >= least)
-    return kept, tuple(r.lines for key, r in distinct.items() if sizes[key] < least)
+    large = tuple(r for key, r in reversed(distinct.items()) if sizes[key] >= least)
+    return large, tuple(r.lines for key, r in distinct.items() if sizes[key] < least)
 
 
 def _value_bytes(recorded: Recorded) -> int:
@@ -441,7 +442,7 @@ def _record(
     @functools.wraps(fun)
     def call(*arrays: Any) -> Any:
         call_args, call_kwargs = static.combine(arrays)
-        planned(*call_args, **call_kwargs)  # what it returns has been recorded
+        planned(*call_args, **call_kwargs)  # its outputs are recorded
 
     traced.__qualname__ = call.__qualname__ = name_of(fun)  # of an object, too, which has none of its own
     staged_jaxpr("plan", call, arrays, {})

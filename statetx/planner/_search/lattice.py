@@ -2,9 +2,9 @@
 program over the cut points.
 
 Nodes are cut points, arcs are regions with their options. A path from the first equation to the last is a partition
-with an option for each part. During the backward pass of a region are live: what regions before it output and saved,
-what it saved, and its own working set. So an arc has three numbers: the bytes that it adds for later regions, its peak
-above the bytes of earlier ones, and its cost. They add up along a path,
+with an option for each part. During the backward pass of a region are live: outputs and saved values of regions before
+it, its own saved values and its working set. So an arc has three numbers: the bytes that it adds for later regions, its
+peak above the bytes of earlier ones, and its cost. They add up along a path,
 
     bytes = b1 + b2,   peak = max(p1, b1 + p2),   cost = c1 + c2.
 """
@@ -66,11 +66,11 @@ class Lattice:
         self._with_cotangent = cotangent_variables(jaxpr, num_out)
         self._lifetimes = _Lifetimes(jaxpr, self._differentiated & self._with_cotangent)
 
-        found = candidates(program)
-        cuts, planned = found.stock
+        cut_candidates = candidates(program)
+        cuts, planned = cut_candidates.stock
         stock = [self.region(*interval) for interval in itertools.pairwise([*cuts, len(program)])]
         self.stock_layout = Layout(program, stock), [(r.start, r.end) in {*planned} for r in stock]
-        for interval in found.intervals:
+        for interval in cut_candidates.intervals:
             if not self._is_late():
                 self.region(*interval)
         self.families = [Family(program, self.regions)]
@@ -84,7 +84,7 @@ class Lattice:
         if (start, end) not in self.regions:
             part = self.program.part(start, end)
             variables = [None if isinstance(v, Literal) else v for v in part.invars]
-            of_inputs = [tuple(v in found for v in variables) for found in (self._computed, self._differentiated)]
+            of_inputs = [tuple(v in members for v in variables) for members in (self._computed, self._differentiated)]
             flags = *of_inputs, tuple(v in self._with_cotangent for v in part.outvars)
             key = (part.key, *flags)
             if key not in self._fronts:
@@ -101,25 +101,25 @@ class Lattice:
         lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, variant.unheld)
         regions = {}
         for (start, end), region in self.regions.items():
-            found = variant.front(start, end, region.part, region.front)
-            if found is not None:
+            result = variant.front(start, end, region.part, region.front)
+            if result is not None:
                 out_bytes, cotangent_bytes = lifetimes.bytes(start, end)
-                regions[start, end] = Region(start, end, region.part, found[0], out_bytes, cotangent_bytes + found[1])
+                regions[start, end] = Region(start, end, region.part, result[0], out_bytes, cotangent_bytes + result[1])
         family = Family(self.program, regions)
         if family.has_path() and _is_better(family, self.families[0]):
             self.families.append(family)
 
 
-def _is_better(family: Family, other: Family) -> bool:
+def _is_better(family: Family, original: Family) -> bool:
     """Whether the model finds clearly less memory in one family than in another, or clearly cheaper paths at some limit
     near its least memory.
     """
     least = family.least_peak()
-    if least < (1 - TUNED.scatter) * other.least_peak():
+    if least < (1 - TUNED.scatter) * original.least_peak():
         return True
     for n in (1, 2, 3):
         limit = math.exp(n * TUNED.drift) * least
-        choice, reference = family.choose(limit), other.choose(limit)
+        choice, reference = family.choose(limit), original.choose(limit)
         if choice and (reference is None or cost_of(choice) < (1 - TUNED.scatter) * cost_of(reference)):
             return True
     return False
@@ -157,13 +157,13 @@ class Family:
         # Greedy is exact here: fewer bytes at a node leave more room for every later region.
         least = {0: 0.0}
         for end, row in tables:
-            found = [
+            totals = [
                 least[start] + table.bytes[fitting].min()
                 for start, table in row
                 if start in least and (fitting := table.peaks <= limit - least[start]).any()
             ]
-            if found:
-                least[end] = min(found)
+            if totals:
+                least[end] = min(totals)
         return len(self._program) in least
 
     def choose(self, limit: float) -> Choice | None:
@@ -216,7 +216,7 @@ class _Lifetimes:
 
     Args:
         with_cotangent: the variables with a cotangent.
-        unheld: those that are not in memory between regions: each region makes or holds what it reads.
+        unheld: the variables that are not in memory between regions: each region makes or holds its operands.
     """
 
     def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any], unheld: Set[Any] = frozenset()):

@@ -44,7 +44,7 @@ class Front:
         steps: the attribute, or a function that returns it, called when it is first asked for.
         stock: the options of the stock policies for the equations.
         expand: maps options of the equations to options of the part.
-        compiled: backward bytes by what is held, as far as they are measured; shared by fronts of one graph.
+        compiled: measured backward bytes, by the held values; shared by fronts of one graph.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Front:
     # -- other fronts --
 
     def replaced(self, options: Sequence[Option]) -> Front:
-        """Other options of the same region; the last stands for the stock policies."""
+        """Other options of the same region; the last is for the stock policies."""
         return Front(options, options[-1:], self.graph, compiled=self._compiled)
 
     def changed(
@@ -115,9 +115,7 @@ class Front:
         return [] if self.graph is None else [self.graph.program(decision) for decision in new]
 
     def measure(self, option: Option) -> bool:
-        """Replace modeled backward bytes by those of the compiled backward pass. Returns whether anything was
-        measured.
-        """
+        """Replace modeled backward bytes by the compiled backward pass's. Returns whether anything was measured."""
         graph, new = self.graph, self._new(option)
         if graph is None or not new:
             return False
@@ -137,9 +135,7 @@ class Front:
 
     @functools.cached_property
     def _by_saved(self) -> dict[Any, Option]:
-        """The options of the equations, by what they save. A policy may save the same values as an option of the
-        front.
-        """
+        """The options of the equations, by their saved values. A policy may save the same as an option of the front."""
         return {o.decision.saved: o for o in (*self._modeled_steps, *self._modeled_stock)}
 
     def _corrected(self, modeled: Sequence[Option]) -> list[Option]:
@@ -148,8 +144,8 @@ class Front:
         It knows neither fusions nor the order of equations, and errs alike for all options of a part but the unchanged
         one.
         """
-        known = [saved for saved in self._measured if saved is not None]
-        error = sum(self._measured[s] for s in known) / max(1, sum(self._by_saved[s].backward_bytes for s in known))
+        keys = [saved for saved in self._measured if saved is not None]
+        error = sum(self._measured[s] for s in keys) / max(1, sum(self._by_saved[s].backward_bytes for s in keys))
         factor = max(1.0, error)
         every = [self._measured.get(o.decision.saved, int(factor * o.backward_bytes)) for o in modeled]
         return [o._replace(backward_bytes=num_bytes) for o, num_bytes in zip(modeled, every, strict=True)]
@@ -189,12 +185,12 @@ def front_of(
         is_differentiated, _ = find(part.jaxpr, is_differentiated, num_constants, num_carry)
         has_cotangent = [c or i < num_carry for i, c in enumerate(has_cotangent)]
 
-        # No value of a step is offloaded: the model of loops of loops does not count what is fetched for a turn.
+        # No value of a step is offloaded: the model of loops of loops does not count the fetches for a turn.
         offload = False
     flags = is_computed, is_differentiated, has_cotangent
     graph = Graph(part.jaxpr, *flags, settings.context, settings.formats, part.eqn is not None)
-    found = [kind.expanding(part, graph, settings) for kind in settings.treatments]
-    expands = [expand for expand in found if expand is not None]
+    all_expands = [kind.expanding(part, graph, settings) for kind in settings.treatments]
+    expands = [expand for expand in all_expands if expand is not None]
 
     def expand(steps: Sequence[Option]) -> list[Option]:
         return functools.reduce(lambda options, more: more(options), expands, list(steps))
@@ -229,8 +225,8 @@ class Region(NamedTuple):
 
     Attributes:
         out_bytes: its outputs that later equations read.
-        cotangent_bytes: live during its backward pass besides those of its outputs: the cotangents of values that it or
-            equations before it read, and equations after it too.
+        cotangent_bytes: live during its backward pass besides its outputs' cotangents: the cotangents of values that it
+            or equations before it read, and equations after it too.
     """
 
     start: int

@@ -34,7 +34,7 @@ class Options:
     """Options of a search, as in `plan`.
 
     Attributes:
-        formats: in which values may be held between the passes.
+        formats: the allowed storage formats of values between the passes.
         treatments: that make proposals.
     """
 
@@ -49,7 +49,7 @@ class Search(Whole):
     """The search for the plan of one gradient, shared by all budgets.
 
     Args:
-        captured: a program with one gradient, in which every candidate is compiled as it will run.
+        captured: a program with one gradient; every candidate is compiled in it, as it will run.
         report: called with a description of each step.
         time_left: the time that it may take.
         compile_baseline: whether the baseline is compiled in any case, beside the analysis; otherwise only where it may
@@ -59,7 +59,7 @@ class Search(Whole):
     Attributes:
         lattice: the regions, and the choice among them.
         baseline: the program without rematerialization.
-        candidates: what is compiled.
+        candidates: the compiled choices.
         lacks_regions: whether the time ended the analysis.
     """
 
@@ -150,9 +150,9 @@ class Search(Whole):
                 self.baseline.compile_exactly()
 
         budget = self._improve(budget_of)
-        found = self.candidates.best(budget)
+        first_best = self.candidates.best(budget)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
-        if found is None and not self.is_late():
+        if first_best is None and not self.is_late():
             self._measure_blocks()
         for family in self.lattice.families:
             if self.candidates.best(budget) is None and not self.is_late():
@@ -161,7 +161,7 @@ class Search(Whole):
                     self.candidates.measure(*least)
                     if family is self.lattice.families[0]:
                         self._try_saving_nothing(least[0])
-        if self.candidates.best(budget) not in (None, found):
+        if self.candidates.best(budget) not in (None, first_best):
             budget = self._improve(budget_of)
         if self.is_late():
             self._measure_last(budget)
@@ -188,25 +188,25 @@ class Search(Whole):
     def _most_promising(self, budget: int, best: Candidate | None) -> tuple[Layout, list[Option], str] | None:
         """The choice of the most expected gain, made of measured options; None if none is worth a compilation."""
         while True:
-            found = self._proposals(budget, best)
-            if not found:
+            proposals = self._proposals(budget, best)
+            if not proposals:
                 return None
-            layout, options, name = max(found, key=lambda x: x[0])[1]
+            layout, options, name = max(proposals, key=lambda x: x[0])[1]
             if not _measure_parts(layout, options, self._is_late_for_parts):
                 return layout, options, name
 
     def _proposals(self, budget: int, best: Candidate | None) -> list[tuple[float, tuple[Layout, list[Option], str]]]:
-        """Choices that are not compiled, each with the gain that is expected of it: what it spares, times the
-        probability that it keeps the budget.
+        """Choices that are not compiled, each with its expected gain: the cost that it spares, times the probability
+        that it keeps the budget.
         """
-        # What is surer than the cheapest by the model, and no plan should cost more than.
+        # The stock policies are surer than the cheapest choice by the model, and no plan should cost more.
         choices = [(*choice, name) for name, choice in self._stock.items()]
         guides = self.candidates.known()
         target = self._limit_for(budget, guides)
         for family in self.lattice.families:
             least = 0.0 if best is not None else 1.001 * family.least_peak() + 1
-            found = [family.choose(step * max(target, least)) for step in self._steps]
-            choices += [(*choice, "plan") for choice in found if choice is not None]
+            family_choices = [family.choose(step * max(target, least)) for step in self._steps]
+            choices += [(*choice, "plan") for choice in family_choices if choice is not None]
         proposals = []
         for layout, options, name in choices:
             cost = sum(o.cost for o in options)
@@ -345,26 +345,26 @@ class Search(Whole):
         }
 
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:
-        """Of each stock policy: name, temporary bytes, added cost, and whether these are predicted, since it was not
+        """Name, temporary bytes and added cost of each stock policy, and whether these are predicted, since it was not
         compiled.
         """
-        found = []
+        rows = []
         for name, (layout, options) in self._stock.items():
             candidate = self.candidates.find(layout, options)
             if candidate is not None:
-                found.append((name, candidate.temp_bytes, candidate.added_cost, False))
+                rows.append((name, candidate.temp_bytes, candidate.added_cost, False))
             else:
                 num_bytes = int(self.candidates.predict(layout.peak(options)))
-                found.append((name, num_bytes, sum(o.cost for o in options), True))
-        return found
+                rows.append((name, num_bytes, sum(o.cost for o in options), True))
+        return rows
 
     def stock_choices(self, temp_bytes: float = math.inf) -> list[Candidate]:
         """The stock policies that keep a number of temporary bytes, compiled as far as there is time."""
         choices = self._stock.items()
-        found = [
+        measured = [
             self.candidates.measure(*c, name) for name, c in choices if self.candidates.find(*c) or not self.is_late()
         ]
-        return [candidate for candidate in found if candidate.temp_bytes <= temp_bytes]
+        return [candidate for candidate in measured if candidate.temp_bytes <= temp_bytes]
 
     # -- the corrected model ---------------------------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ def _measure_parts(layout: Layout, options: Sequence[Option], is_late: Callable[
     pairs = [
         (front, option)
         for front, option, num_bytes in zip(layout.fronts, options, in_use, strict=True)
-        if num_bytes + option.backward_bytes >= peak  # its backward pass may take twice what the model says
+        if num_bytes + option.backward_bytes >= peak  # its backward pass may take twice the model's bytes
     ]
     return measure(pairs, is_late)
 

@@ -50,7 +50,7 @@ class Several(Whole):
         """The cheapest choice with at most these temporary bytes, which are asked again once something is compiled;
         None if none is found.
         """
-        # Bisection over the limit that all searches share: the choice of `low` keeps the budget, that of `high` does
+        # Bisection over the limit that all searches share: the choice of `low` keeps the budget, the one of `high` does
         # not.
         low, high, limit = 0.0, float("inf"), float(temp_bytes())
         tried: set[int] = set()
@@ -70,7 +70,7 @@ class Several(Whole):
             if self.is_late() or high - low <= TUNED.scatter * limit:
                 break
 
-            limit *= budget / max(choice.temp_bytes, 1)  # in proportion to what was measured
+            limit *= budget / max(choice.temp_bytes, 1)  # in proportion to the measurement
             is_bracketed = high < float("inf")
             limit = _clear_of_ends(limit, low, high) if is_bracketed else max(limit, low * (1 + TUNED.scatter))
             if limit < 1:
@@ -88,8 +88,8 @@ class Several(Whole):
         )
 
     def _compile_together(self, candidates: Sequence[Candidate]) -> Choice:
-        # Without an order XLA begins what a later gradient computes of the data beside an earlier gradient. The
-        # baseline and stock policies are as the user would write them.
+        # Without an order XLA begins a later gradient beside an earlier one. The baseline and stock policies are as the
+        # user would write them.
         is_planned = any(c.name == "plan" for c in candidates)
         return self._ordered(candidates) if is_planned else self._compile(candidates, Waits.FOR_NOTHING)
 
@@ -112,7 +112,9 @@ class Several(Whole):
 
     def stock_choices(self, temp_bytes: float) -> list[Choice]:
         # The same policy for all gradients.
-        by_gradient = [{c.name: c for c in found} for found in self._each(lambda search: search.stock_choices())]
+        by_gradient = [
+            {c.name: c for c in candidates} for candidates in self._each(lambda search: search.stock_choices())
+        ]
         names = [name for name in by_gradient[0] if all(name in by_name for by_name in by_gradient)]
         choices = [self._compile_together([by_name[name] for by_name in by_gradient]) for name in names]
         return [c for c in choices if c.temp_bytes <= temp_bytes]
@@ -145,8 +147,8 @@ class Several(Whole):
         """Bytes that the step takes besides its largest gradient, by the compiled choices other than this one."""
         # Without an order, gradients may be in memory together.
         waits = Waits.FOR_NOTHING if choice is None else choice.waits
-        others = [c for c in self._compiled.values() if c is not choice]
-        alike = [c for c in others if c.waits is waits] or others
+        other_choices = [c for c in self._compiled.values() if c is not choice]
+        alike = [c for c in other_choices if c.waits is waits] or other_choices
         return min((c.temp_bytes - max(x.temp_bytes for x in c.candidates) for c in alike), default=0.0)
 
     def ends(self) -> tuple[int, int]:
@@ -166,8 +168,8 @@ class Several(Whole):
         by_gradient = zip(*(search.stock_policies() for search in self.searches), strict=True)
         besides = int(self._besides())
         return [
-            (same[0][0], max(b for _, b, _, _ in same) + besides, sum(cost for _, _, cost, _ in same), True)
-            for same in by_gradient
+            (rows[0][0], max(b for _, b, _, _ in rows) + besides, sum(cost for _, _, cost, _ in rows), True)
+            for rows in by_gradient
         ]
 
     def curve(self) -> list[tuple[float, float]]:

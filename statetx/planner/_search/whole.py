@@ -1,4 +1,4 @@
-"""A program to plan, of which programs are compiled: what they take, which is the cheapest, and the fastest."""
+"""A program to plan: its compiled choices, their bytes, the cheapest of them, and the fastest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     Attributes:
         candidates: one for each gradient.
         compiled: the costs of the program that the budget is for.
-        waits: what each gradient waits for.
+        waits: the event that each gradient waits for.
     """
 
     candidates: tuple[Candidate, ...]
@@ -95,7 +95,7 @@ class Whole:
         return programs
 
     def fixed(self) -> Cost:
-        """A cost whose arguments and outputs are those of all plans: by XLA as soon as something is compiled."""
+        """A cost with the arguments and outputs of all plans: by XLA as soon as something is compiled."""
         compiled = next((choice.compiled for choice in self.choices()), None)
         return self.captured.fixed if compiled is None else compiled
 
@@ -139,7 +139,7 @@ _ROUNDS = 7
 
 
 def refuse_unknown_times() -> None:
-    """Refuse to compare times on a target of which XLA tells none.
+    """Refuse to compare times on a target if XLA tells none for it.
 
     Raises:
         TargetError: it is another than an H100 or an H200.

@@ -28,7 +28,7 @@ from .loops import CheckpointedLoop, loop_of
 from .treatment import Decision, Treatment
 
 TREATMENTS: tuple[type[Treatment], ...] = (Copies, StoredInputs, CheckpointedLoop, InGroups)
-"""All treatments, in the order in which they make proposals."""
+"""All treatments, in the order of their proposals."""
 
 UNPLANNED = Decision()
 """The decision to leave a part unchanged, without its bytes."""
@@ -101,8 +101,8 @@ def as_planned(planned: Body) -> Callable:
 def _replacement(part: Part, decision: Decision) -> Callable | None:
     """The function in place of a part; None for its own."""
     for treatment in decision.treatments:
-        if (found := treatment.replacement(part, decision)) is not None:
-            return found
+        if (replaced := treatment.replacement(part, decision)) is not None:
+            return replaced
     return loop_of(part, None, None) if part.eqn is not None else _region(part, decision)
 
 
@@ -130,8 +130,8 @@ VARIANTS = (PLAIN, "nothing", "dots")
 
 @dataclasses.dataclass(frozen=True)
 class InnerGradients(Rewriter):
-    """Rematerializes the blocks of functions that are differentiated, those of the user, else those of structure, and
-    the steps of their loops.
+    """Rematerializes the blocks of functions that are differentiated, the user's or else by structure, and the steps of
+    their loops.
 
     Attributes:
         variant: `PLAIN` to rematerialize nothing, else the name of a policy.
@@ -165,9 +165,9 @@ class InnerGradients(Rewriter):
         if part.eqn is not None:
             # Without a policy it has no rematerialization that the user gave to its steps, either.
             strategy = None if policy is None else Lengths(part.eqn.params["length"])
-            # With a fence: XLA unrolls loops of few steps, and would compute once what is to be computed again.
+            # With a fence: XLA unrolls loops of few steps, and would merge the recomputation with the first run.
             return loop_of(part, strategy, policy, fence="auto")
-        # What has side effects is not run again, as in the regions of plans.
+        # Side effects are not run again, as in the regions of plans.
         if policy is None or _jax.forbidden_effects(part.jaxpr):
             return None
         jaxpr, jax_policy = decide.apply(policy, part.jaxpr, (), name)

@@ -42,7 +42,7 @@ from .._program.values import (
 from .._tuned import TUNED
 from .treatment import Decision, Option, Saved, pareto_front
 
-_PLANNED = -1  # the region number of the planner's marks; those of policies count from 0
+_PLANNED = -1  # the region number of the planner's marks; policies' numbers count from 0
 
 
 class Graph:
@@ -54,7 +54,7 @@ class Graph:
         is_differentiated: for each input, whether it has a tangent.
         has_cotangent: for each output, whether it gets a cotangent.
         context: the transforms and shardings that the region runs under.
-        formats: in which saved values may be stored.
+        formats: the allowed storage formats of saved values.
         is_step: whether the region is a step of a loop. A loop stacks what its steps save, also if it stacks their
             outputs.
     """
@@ -125,7 +125,7 @@ class Graph:
         Points are missing after a `deadline`, in the front of a region with many values, which is sampled, and where
         `TUNED.options` or the limits of the solver end the enumeration. All of this errs towards more cost and
         memory: a plan may recompute more than it must, and a budget near the least memory may be refused. Bytes and
-        cost of each option are always those of its own set of values.
+        cost of each option always belong to its own set of values.
 
         Args:
             offload: whether values may be stored in host memory.
@@ -299,8 +299,8 @@ class Graph:
             saved = [v for v, address in self._address_of.items() if address in addresses]
 
         # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved
-        # values and inputs of the region are counted by `Layout.peak`. Those in fewer bits are arguments as they are
-        # stored.
+        # values and inputs of the region are counted by `Layout.peak`. Values in fewer bits are arguments in their
+        # stored form.
         computed = {v for e in recomputed for v in e.outvars}
         inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
@@ -364,7 +364,7 @@ class IntegerProgram:
         forward: the forward pass of the region.
         costs: of the equations that its residuals depend on, by number.
         address_of: the addresses of the variables that may be saved.
-        storages: for each address, and each way in which its value may be held, what that takes.
+        storages: the storage for each address and each way to hold its value.
     """
 
     def __init__(

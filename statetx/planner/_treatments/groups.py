@@ -73,7 +73,7 @@ class Groups(OfSteps):
     def build(self, step: LoopStep) -> Callable:
         def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
             part, num_added = _reading_whole(step, xs, self.differentiated)
-            whole = [lax.stop_gradient(x) if i in self.differentiated else x for i, x in enumerate(xs)]
+            stopped_xs = [lax.stop_gradient(x) if i in self.differentiated else x for i, x in enumerate(xs)]
             all_ys, start = [], 0
             for number, decision in self.groups:
                 # The first steps of a reversed loop read the last elements.
@@ -82,7 +82,7 @@ class Groups(OfSteps):
                 numbers = jnp.arange(first, end, dtype=jnp.int32)
                 slices = [xs[i][first:end] for i in self.differentiated]
                 call = _loop(part, number, decision.after(num_added))
-                carry, ys = call([*constants, *whole], carry, [numbers, *slices])
+                carry, ys = call([*constants, *stopped_xs], carry, [numbers, *slices])
                 all_ys.append(ys)
                 start = b
             if step.reverse:
@@ -119,15 +119,15 @@ def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[i
     """The step as a function of the whole xs and of its number:
     ``(*constants, *whole, *carry, number, *slices) -> (*carry, *y)``.
 
-    The slices are those of the differentiated xs. They only carry the cotangents: their values are not read. Returns
-    the step and the number of equations at its beginning that read the xs.
+    The slices are of the differentiated xs. They only carry the cotangents: their values are not read. Returns the step
+    and the number of equations at its beginning that read the xs.
     """
     jaxpr, num = step.body.jaxpr, step.num_constants + step.num_carry
     types = [*map(_jax.abstract, xs), _jax.abstract(jnp.int32(0)), *(step.x_avals[i] for i in differentiated)]
 
     def read(*inputs: Any) -> list[Any]:
-        whole, number, slices = inputs[: len(xs)], inputs[len(xs)], inputs[len(xs) + 1 :]
-        values = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in whole]
+        all_xs, number, slices = inputs[: len(xs)], inputs[len(xs)], inputs[len(xs) + 1 :]
+        values = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in all_xs]
         for i, x in zip(differentiated, slices, strict=True):
             values[i] = instead_of_constant(x, values[i])
         return values
@@ -136,8 +136,8 @@ def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[i
     assert not consts
     inputs = [Var(aval) for aval in types]
     eqns = _jax.spliced(reading, inputs, jaxpr.invars[num:], like=jaxpr.eqns[0]) if xs else []
-    before, carry = jaxpr.invars[: step.num_constants], jaxpr.invars[step.num_constants : num]
-    invars = [*before, *inputs[: len(xs)], *carry, *inputs[len(xs) :]]
+    constants, carry = jaxpr.invars[: step.num_constants], jaxpr.invars[step.num_constants : num]
+    invars = [*constants, *inputs[: len(xs)], *carry, *inputs[len(xs) :]]
     whole = _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
     changes = {"body": Body(whole, []), "num_constants": step.num_constants + len(xs)}
     part = dataclasses.replace(step, **changes, policy=None, marks=None, formats=step.carry_formats)
@@ -166,10 +166,10 @@ class InGroups(Treatment):
             # The first group is the one with the larger working set: in its backward pass the bytes of the other are
             # free again.
             first, second = sorted((one, other), key=lambda o: -o.backward_bytes)
-            before, after = _turn_of(first), _turn_of(second)
+            first_turn, second_turn = _turn_of(first), _turn_of(second)
             step = max(1, length // 32)  # lengths are often multiples of powers of two
-            for number in dict.fromkeys(n // before * before for n in range(step, length, step)):
-                if not (_are_turns(number, before) and _are_turns(length - number, after)):
+            for number in dict.fromkeys(n // first_turn * first_turn for n in range(step, length, step)):
+                if not (_are_turns(number, first_turn) and _are_turns(length - number, second_turn)):
                     continue
                 parts = (first, number), (second, length - number)
                 first_bytes, second_bytes = (

@@ -44,26 +44,26 @@ class Copies(Treatment):
 
     @classmethod
     def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> _CopyingPaths | None:
-        found = Derived(program)
-        return _CopyingPaths(found, parts_of) if found.sources else None
+        derived = Derived(program)
+        return _CopyingPaths(derived, parts_of) if derived.sources else None
 
     @classmethod
     def prepare(
         cls, jaxpr: Jaxpr, parts: Sequence[Part], decisions: Sequence[Decision]
     ) -> tuple[list[Part], list[Decision]]:
         """Let parts that copy read sources in place of derived values, and let others output these sources."""
-        found = Derived(jaxpr)
+        derived = Derived(jaxpr)
         replaced = [
-            found.in_order(part.invars) if decision.get(cls) is not None else []
+            derived.in_order(part.invars) if decision.get(cls) is not None else []
             for part, decision in zip(parts, decisions, strict=True)
         ]
-        read = {source for values in replaced for v in values for source in found.sources[v]}
+        read = {source for values in replaced for v in values for source in derived.sources[v]}
         new_parts, new_decisions, start = [], [], 0
         for part, decision, values in zip(parts, decisions, replaced, strict=True):
             end = start + (1 if part.eqn is not None else len(part.jaxpr.eqns))
             computed = [v for e in jaxpr.eqns[start:end] for v in e.outvars if v in read and v not in part.outvars]
             if values or computed:
-                part, decision = _with_copies(found, part, decision, jaxpr.eqns[start:end], values, computed)
+                part, decision = _with_copies(derived, part, decision, jaxpr.eqns[start:end], values, computed)
             new_parts.append(part)
             new_decisions.append(decision)
             start = end
@@ -73,9 +73,9 @@ class Copies(Treatment):
 class _CopyingPaths:
     """Paths where all regions copy."""
 
-    def __init__(self, found: Derived, parts_of: PartsOf):
-        self._found, self._parts_of = found, parts_of
-        self.unheld = found.sources.keys()
+    def __init__(self, derived: Derived, parts_of: PartsOf):
+        self._found, self._parts_of = derived, parts_of
+        self.unheld = derived.sources.keys()
         self._copying = functools.cache(self._make)
 
     def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int] | None:
@@ -226,8 +226,8 @@ def _is_reduced(eqn: Any, v: Any) -> bool:
 
 @jax.custom_jvp
 def instead(x: Any, copy: Any) -> Any:
-    """The copy of a value, with the value's tangent. Second derivatives take that of the copy, which is computed from
-    what is differentiated.
+    """The copy of a value, with the value's tangent. Second derivatives take the copy's tangent, which is computed from
+    the differentiated values.
     """
     return copy
 
@@ -298,7 +298,7 @@ class StoredInputs(Treatment):
 
 
 class _StoringPaths:
-    """Paths where each region holds what it reads."""
+    """Paths where each region holds its operands."""
 
     def __init__(self, unheld: dict[Any, InFormat]):
         self._ways = unheld

@@ -1,5 +1,5 @@
-"""Loops: how their carries are stored, at every step, in loops of loops or in slots; and the options of a loop from
-those of its step.
+"""Loops: storage of their carries, at every step, in loops of loops or in slots; and the options of a loop from its
+step's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OfSteps(Strategy):
         raise NotImplementedError
 
     def check_steps(self, part: Part, facts: Facts) -> None:
-        """Raise ValueError if these are for another loop than that of a part."""
+        """Raise ValueError if these are for another loop than a part's."""
 
 
 def steps_of(decision: Decision, length: int = 1) -> Iterator[tuple[int, Decision]]:
@@ -59,7 +59,7 @@ def steps_of(decision: Decision, length: int = 1) -> Iterator[tuple[int, Decisio
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointedLoop(Treatment):
-    """Storage of the carries of a loop. The saved values are those of each step.
+    """Storage of the carries of a loop. The saved values are per step.
 
     Attributes:
         is_fenced: whether the backward pass is kept from starting early (`_remat.fence`).
@@ -202,7 +202,7 @@ class LoopOptions:
         graph: one step with its derivative.
         is_alone: whether nothing that is differentiated beside it has a loop. The fence keeps loops from allocating
             what their backward passes write before it is their turn; it takes a copy of a cotangent.
-        formats: in which leaves of the carry may be stored. Only exact ones are.
+        formats: the allowed storage formats of leaves of the carry. Only exact ones are used.
     """
 
     def __init__(self, part: Part, graph: Graph, is_alone: bool, formats: Formats = ()):
@@ -217,9 +217,9 @@ class LoopOptions:
         types = [v.aval for v in self._step.invars[self._num_constants : self._first_x]]
         exact = tuple(f for f in formats if f.is_exact)
         ways = {n: way for n in part.bit_carries if (way := smallest(types[n], exact, is_bits=True)) is not None}
-        whole, in_bits = _CarryStorage(types), _CarryStorage(types, ways)
-        is_smaller = in_bits.num_bytes < (1 - TUNED.negligible) * whole.num_bytes
-        self._carries = [whole, in_bits] if is_smaller else [whole]
+        unchanged, in_bits = _CarryStorage(types), _CarryStorage(types, ways)
+        is_smaller = in_bits.num_bytes < (1 - TUNED.negligible) * unchanged.num_bytes
+        self._carries = [unchanged, in_bits] if is_smaller else [unchanged]
 
     def __call__(self, steps: Sequence[Option]) -> list[Option]:
         """The options; the last one applies the last step option to all steps alike, in one loop."""
@@ -271,7 +271,7 @@ class LoopOptions:
             Option(
                 outer * carry.num_bytes + self._length * kept_bytes,
                 inner * (of_step + kept_bytes + self._slice_bytes)
-                # while a step of a turn is reversed, with what is decoded for the turn and for the step
+                # while a step of a turn is reversed, with the decoded values of the turn and of the step
                 + step.backward_bytes
                 + 2 * carry.decoded_bytes
                 + self._sliced_bytes(outer * inner),
@@ -290,7 +290,7 @@ class LoopOptions:
         options, slots = [], 1
         while slots < length:
             # Of all runs as many as there are steps count as the forward pass, which the baseline has too. As many
-            # others compute what a step keeps, and the rest the carry alone.
+            # others compute a step's residuals, and the rest the carry alone.
             bytes_of_step = {"carry_bytes": carry.num_bytes, "residual_bytes": step.saved_bytes}
             num_reruns = Slots(slots).runs(length, **bytes_of_step) - length
             cost = length * max(self._graph.residual_cost, ahead_cost) + (num_reruns - length) * ahead_cost
@@ -325,13 +325,13 @@ class LoopOptions:
 
     def _carry_cost(self, saved: Iterable[Address]) -> float:
         """The cost of computing the carry from saved values and the carry before it."""
-        given = {v for address in saved if len(address) == 2 for v in self._values_at(address)}
+        saved_variables = {v for address in saved if len(address) == 2 for v in self._values_at(address)}
         carry = {v for v in self._step.outvars[: self._num_carry] if isinstance(v, Var)}
-        needed, cost = carry - given, 0.0
+        needed, cost = carry - saved_variables, 0.0
         for eqn in reversed(self._step.eqns):
             if any(v in needed for v in eqn.outvars):
                 cost += flops(eqn)
-                needed.update(v for v in eqn.invars if isinstance(v, Var) and v not in given)
+                needed.update(v for v in eqn.invars if isinstance(v, Var) and v not in saved_variables)
         return cost
 
     def _values_at(self, address: Address) -> Sequence[Any]:

@@ -35,7 +35,7 @@ from .._program.values import (
 )
 
 Saved = frozenset[tuple[Address, Way]]
-"""Values of a region, each with the way in which it is held."""
+"""Values of a region, each with the way to hold it."""
 
 T = TypeVar("T", bound="Treatment")
 Item = TypeVar("Item")
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
     """Settings that the options of regions depend on.
 
     Attributes:
-        formats: in which values may be held.
+        formats: the allowed storage formats of values.
         is_alone: whether nothing that is differentiated beside a part has a loop.
         offload: whether values may be held in host memory.
         treatments: that make proposals.
@@ -80,7 +80,7 @@ _RECORDED: dict[str, type[Treatment]] = {}
 
 
 class Treatment:
-    """Base of the treatments, which are frozen values. What a treatment does not override, it has no part in.
+    """Base of the treatments, which are frozen values. A treatment has no part in a method that it does not override.
 
     Attributes:
         name: in a stored plan.
@@ -100,8 +100,8 @@ class Treatment:
     def expanding(cls, part: Part, graph: Any, settings: Settings) -> Callable[[Sequence[Option]], list[Option]] | None:
         """A function from the options of a part, the unchanged one first, to more of them or others; None for none.
 
-        The last of its results stands for the last of what it gets. `graph` is the `Graph` of the part, or of a step of
-        a loop.
+        The last of its results replaces the last given option. `graph` is the `Graph` of the part, or of a step of a
+        loop.
         """
         return None
 
@@ -110,7 +110,7 @@ class Treatment:
         """Variants of all regions of a program, which are of use together only; None for none.
 
         An object with `unheld`, the values of the program that are not in memory between regions, since each region
-        makes or holds what it reads; and ``front(start, end, part, front)``, the options of a region as a `Front`, and
+        makes or holds its operands; and ``front(start, end, part, front)``, the options of a region as a `Front`, and
         bytes beside its cotangents in its backward pass, or None if it has no variant.
         """
         return None
@@ -125,7 +125,7 @@ class Treatment:
         raise NotImplementedError
 
     def check(self, part: Part, facts: Facts) -> None:
-        """Raise ValueError, with what is wrong, if it is for another part."""
+        """Raise ValueError, with the reason, if it is for another part."""
 
     # -- in the program --
 
@@ -144,7 +144,7 @@ class Treatment:
         """Return the decision as a user would write it."""
         return self
 
-    # -- in what is printed --
+    # -- in printed texts --
 
     def line(self, part: Part) -> str:
         """A line of its own."""
@@ -194,7 +194,7 @@ class Decision(NamedTuple):
         return self._replace(treatments=tuple(t.as_written() for t in self.treatments))
 
     def marked(self, jaxpr: Jaxpr) -> tuple[Jaxpr, Callable]:
-        """A region with marks on what it holds, and JAX's policy for these."""
+        """A region with marks on the held values, and JAX's policy for these."""
         inputs = {i: way.label(is_ordered=True) for i, way in self.inputs.items()}
         return decide.keep(jaxpr, self.labels(is_ordered=True), inputs)
 
@@ -209,9 +209,9 @@ class Decision(NamedTuple):
         return cls(saved, tuple(kind.from_json(fields[kind.name]) for kind in kinds))
 
     @staticmethod
-    def check(x: Any, at: str) -> None:
+    def check(x: Any, path: str) -> None:
         """Check a decision in a record."""
-        record({"saved": SAVED}, {name: kind.CHECK for name, kind in _RECORDED.items()})(x, at)
+        record({"saved": SAVED}, {name: kind.CHECK for name, kind in _RECORDED.items()})(x, path)
 
     def after(self, number: int) -> Decision:
         """The decision for a region that begins with more equations."""
@@ -225,7 +225,7 @@ class Facts:
 
     Args:
         program: flat, that they are for.
-        ways: in which values may be held; None for all.
+        ways: the allowed ways to hold values; None for all.
     """
 
     def __init__(self, program: Jaxpr, ways: Container[Way] | None = None):
@@ -234,7 +234,7 @@ class Facts:
         self._sites: dict[Any, Mapping[Address, Site]] = {}
 
     def check(self, part: Part, decision: Decision) -> None:
-        """Raise ValueError, with what is wrong, if a decision is for another part."""
+        """Raise ValueError, with the reason, if a decision is for another part."""
         if decision.is_unchanged:
             return
         if _jax.forbidden_effects(part.jaxpr):
@@ -279,7 +279,7 @@ class Facts:
 
 
 class Option(NamedTuple):
-    """A decision for a region, with what it takes.
+    """A decision for a region, with its bytes and cost.
 
     Attributes:
         saved_bytes: bytes held between the passes, beyond the region's inputs.
@@ -313,25 +313,25 @@ def undominated(items: Sequence[Item], *criteria: Callable[[Item], float]) -> li
     return [items[i] for i in front(*(np.array([value(item) for item in items], float) for value in criteria))]
 
 
-def front(first: np.ndarray, second: np.ndarray, *others: np.ndarray) -> np.ndarray:
+def front(first: np.ndarray, second: np.ndarray, *further: np.ndarray) -> np.ndarray:
     """The rows on the front of these criteria, by ascending first criterion; of equal ones the first row."""
-    if not others:
+    if not further:
         order = np.lexsort((second, first))
         ordered = second[order]
         return order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])[: len(order)]]
 
     # In this order a row is dominated if an earlier one is at most as large in each criterion but the first. In blocks:
-    # those of a block that stay drop most of the rows behind it.
-    order = np.lexsort((*others[::-1], second, first))
-    criteria = np.stack([second, *others])
-    kept, rows = [order[:0]], order
+    # the rows of a block that stay drop most of the rows behind it.
+    order = np.lexsort((*further[::-1], second, first))
+    criteria = np.stack([second, *further])
+    blocks, rows = [order[:0]], order
     while len(rows):
         block, rows = rows[:_BLOCK], rows[_BLOCK:]
         block = block[~np.triu(_dominates(criteria, block, block), 1).any(0)]
-        kept.append(block)
+        blocks.append(block)
         rows = rows[~_dominates(criteria, block, rows).any(0)]
-    return np.concatenate(kept)
+    return np.concatenate(blocks)
 
 
-def _dominates(criteria: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    return np.logical_and.reduce(criteria[:, rows, None] <= criteria[:, None, others])
+def _dominates(criteria: np.ndarray, rows: np.ndarray, further: np.ndarray) -> np.ndarray:
+    return np.logical_and.reduce(criteria[:, rows, None] <= criteria[:, None, further])
