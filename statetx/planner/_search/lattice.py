@@ -84,8 +84,9 @@ class Lattice:
         if (start, end) not in self.regions:
             part = self.program.part(start, end)
             variables = [None if isinstance(v, Literal) else v for v in part.invars]
-            of_inputs = [tuple(v in members for v in variables) for members in (self._computed, self._differentiated)]
-            flags = *of_inputs, tuple(v in self._with_cotangent for v in part.outvars)
+            is_computed = tuple(v in self._computed for v in variables)
+            is_differentiated = tuple(v in self._differentiated for v in variables)
+            flags = is_computed, is_differentiated, tuple(v in self._with_cotangent for v in part.outvars)
             key = (part.key, *flags)
             if key not in self._fronts:
                 self._fronts[key] = front_of(part, *flags, self._settings, self._start)
