@@ -317,7 +317,7 @@ def user_stacklevel() -> int:
     return _user_frame()[1]
 
 
-# Python's own frames between a library's: a cached property, a context manager, an import.
+# Frames of Python itself between frames of a library: a cached property, a context manager, an import.
 _BETWEEN = (functools.__file__, contextlib.__file__, "<frozen importlib")
 
 

@@ -55,7 +55,7 @@ def call_primitive(
     """A primitive of several results that calls a function.
 
     Args:
-        impl: ``(*args, **params) -> results``; so are `lowered`, what is compiled (by default `impl`), and `types`,
+        impl: ``(*args, **params) -> results``; so are `lowered`, the compiled version (by default `impl`), and `types`,
             which gives the types of the results, and effects.
         jvp, batch: its rules.
         jaxpr_of: ``(*args, **params) -> jaxpr`` for checkify, which does not look into a call that is one equation; by

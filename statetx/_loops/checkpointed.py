@@ -174,7 +174,7 @@ class LoopOfSlots(DifferentiableLoop):
         plan = self.plan(diff_indices, settings)
 
         # Two programs with the same values. The `while` loops of the schedule have no reverse mode, so a derivative
-        # of the reversal is the nested loops' pullback's, which JAX can reverse again.
+        # of the reversal differentiates the pullback of nested loops, which JAX can reverse again.
         def by_schedule(primals: tuple, pools: list, cts: list) -> list:
             return _Reversal(self, plan, primals, diff_indices).run(pools, _expanded(cts, has_ct))
 

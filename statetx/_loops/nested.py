@@ -33,8 +33,8 @@ def nested(step: LoopStep, lengths: Sequence[int], *, offload: bool = False, kee
 
     Args:
         offload: whether the outermost loop stores its carries in the host's memory.
-        keeps_all: whether the values saved by the step's policy are stored for all steps, rather than for one inner
-            loop's.
+        keeps_all: whether the values saved by the step's policy are stored for all steps, rather than for the steps of
+            one inner loop.
     """
     run = _Nested(step, lengths, offload, keeps_all)
 

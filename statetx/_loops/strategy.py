@@ -378,7 +378,7 @@ class Slots(Strategy):
     def runs(self, length: int, *, carry_bytes: float = 1, residual_bytes: float | None = None) -> int:
         """Number of runs of the step in a gradient, if a step keeps `residual_bytes` for its derivative.
 
-        Free slots hold residuals where this saves more than 3% of the runs. The count is the compiled program's if a
+        Free slots hold residuals where this saves more than 3% of the runs. The compiled program has this count if a
         step's values have the types of the carry's leaves; `statetx.loop_report` has the bytes and the count of a
         given loop.
 

@@ -30,7 +30,7 @@ from .strategy import Lengths, Levels, Strategy, set_counts, set_options
 @public
 @dataclasses.dataclass(frozen=True, repr=False)
 class Truncated(Strategy):
-    """Stop gradients every `num` steps: truncated back-propagation through time. Values are the plain loop's.
+    """Stop gradients every `num` steps: truncated back-propagation through time. Values do not change.
 
     The only strategy that changes gradients. Step 0 is the first that runs, and segments are the steps
     ``[0, num), [num, 2 num), ...``; the last one may be shorter. Between two segments the values of the carry and of

@@ -67,7 +67,7 @@ class Observer(Rewriter):
     is_used_once = True
 
     def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
-        """Note a call ``run(operands, *args)``: its first results, of types `outputs`, are the user's function's."""
+        """Note a call ``run(operands, *args)``; its first results, of types `outputs`, are results of the function."""
         raise NotImplementedError
 
     def rewrite(self, body: Any, name: str, num_out: int) -> Callable:

@@ -147,7 +147,7 @@ class Survey:
             result_names = [names.get(v, NONE) for v in eqn.outvars]
             is_call = eqn.primitive.name in CALLS and not _jax.is_storing(eqn)
 
-            # The jaxprs within. A call's results are its jaxpr's, with the names that they have here.
+            # The jaxprs within. A call has the results of its jaxpr, with the names that they have here.
             inner_results: list[_ValueProvenance] = []
             self._enclosing.append(eqn)
             # A loop's or branch's results are values of their own, stacked or chosen; only a call's result is the

@@ -38,7 +38,7 @@ class NotAnArray:
     __slots__ = ()
 
     def __dir__(self) -> list[str]:
-        """List attributes, without an array's, which only raise an error."""
+        """List attributes, but not the array attributes, which only raise an error."""
         attributes = getattr(self, "__dict__", {})
         absent = [name for name in _ATTRIBUTES if isinstance(inspect.getattr_static(type(self), name), _ArrayAttribute)]
         return sorted({*super().__dir__()} - ({*absent} - attributes.keys()))

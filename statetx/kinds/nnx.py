@@ -262,7 +262,7 @@ class _Nnx(_frames.WatchedKind):
         if frame is None:
             assert type(_trace.__get__(state)) is _FrameTraceState, "only Variables made in a frame are invalidated"
             return stores
-        # `TraceState` records the current trace, but from now on the Variable belongs to the enclosing frame's.
+        # `TraceState` records the current trace, but from now on the Variable belongs to the enclosing frame's trace.
         with _jax.in_trace(frame.trace):
             home = _FrameTraceState(frame, self.site_of(state))
         return [*stores, (_trace.__set__, state, home), frame.creation(state, self, _CreatedRef(state))]

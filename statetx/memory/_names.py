@@ -3,7 +3,7 @@ instruction.
 
 XLA keeps the name stack of the operation, such as
 ``jit(step)/transpose(jvp(Block))/checkpoint/rematted_computation/dot_general``, and the user's stack of functions and
-lines. A fusion has its last operation's.
+lines. A fusion has the names and lines of its last operation.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class InstructionNames:
             phase = max((self.origin(i).phase for i in elements), key=get_args(Phase).index)
         is_again = self._is_again(instruction)
         if is_again:
-            phase = "backward"  # the name stack is the first computation's
+            phase = "backward"  # the name stack comes from the first computation
         return origin._replace(
             region=region,
             phase=phase,

@@ -24,7 +24,7 @@ class Remedy(NamedTuple):
     """A change, and the program after it and all changes before it.
 
     Attributes:
-        change: the change. If it was compiled, its ``saved_bytes`` are the compiled program's.
+        change: the change. If it was compiled, its ``saved_bytes`` are measured.
         saved_bytes: the saving of all changes so far.
         needed_bytes: the program's peak after them.
         fits: whether this is within the limit.

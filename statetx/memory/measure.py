@@ -63,8 +63,8 @@ class MemoryProfile(Printed, AdvisedTimeline):
         constant_bytes: of the constants in the program, which XLA's figures leave out.
         num_devices: that the program runs on.
         backend: "cpu", "gpu" or "tpu".
-        backward_step: the first step of the backward pass, of several gradients the largest's; the number of steps if
-            there is none.
+        backward_step: the first step of the backward pass, of the largest gradient if there are several; the number of
+            steps if there is none.
         gradient: whether the program has the gradient of a loss among its outputs, and not a step that updates its
             arguments.
         note: the missing parts of the profile on this backend; empty if it is complete.

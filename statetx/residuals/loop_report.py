@@ -154,7 +154,7 @@ def loop_report(
         ValueError: `argnums` asks for an argument that was not given.
 
     Source:
-        Griewank and Walther 2000; Maddison 2024, arXiv 2305.09568. The counts are the compiled program's.
+        Griewank and Walther 2000; Maddison 2024, arXiv 2305.09568. The counts hold for the compiled program.
 
     Example:
         >>> import jax, jax.numpy as jnp, statetx

@@ -35,7 +35,7 @@ def chunked(
     """Compute a loss in chunks along an axis of its arguments, forward and backward, one chunk at a time.
 
     For a cross entropy over a large vocabulary, whose logits are the largest array of a language model: the product
-    with the embedding belongs into `loss`, and the axis is the tokens'. A scalar loss is differentiated chunk by chunk
+    with the embedding belongs into `loss`, and the axis counts tokens. A scalar loss is differentiated chunk by chunk
     in the forward pass, and the gradients are added up in one buffer: no logits are stored, and none are computed
     twice.
 

@@ -278,7 +278,8 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
 
         Args:
             values: a dict from `values`, or the new values from a call.
-            args: the function's arguments, which tell the models that the paths begin at. By default the last call's.
+            args: the function's arguments, which tell the models that the paths begin at. By default the arguments of
+                the last call.
 
         Raises:
             StateAccessError: a path that the function does not have.

@@ -62,8 +62,8 @@ def microbatch(
     """Split a batch into parts, run a function on one part after the other, and take the mean of its outputs.
 
     Also called gradient accumulation. For functions that return gradients, and for losses: the gradients of a loss in
-    parts (``jax.grad``, `grad`) are accumulated, too, and no part is computed again. The memory is one part's, and one
-    set of gradients.
+    parts (``jax.grad``, `grad`) are accumulated, too, and no part is computed again. It takes the memory of one part
+    and of one set of gradients.
 
     Args:
         fun: a function whose outputs are arrays: ``statetx.value_and_grad(loss)``, ``jax.grad(loss)``, a loss, an

@@ -115,7 +115,7 @@ class Front:
         return [] if self.graph is None else [self.graph.program(decision) for decision in new]
 
     def measure(self, option: Option) -> bool:
-        """Replace modeled backward bytes by the compiled backward pass's. Returns whether anything was measured."""
+        """Replace modeled backward bytes by measured ones, of the compiled backward pass; returns whether it did."""
         graph, new = self.graph, self._new(option)
         if graph is None or not new:
             return False

@@ -1,5 +1,5 @@
-"""Loops: storage of their carries, at every step, in loops of loops or in slots; and the options of a loop from its
-step's.
+"""Loops: storage of their carries, at every step, in loops of loops or in slots; and the options of a loop, from the
+options of its step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OfSteps(Strategy):
         raise NotImplementedError
 
     def check_steps(self, part: Part, facts: Facts) -> None:
-        """Raise ValueError if these are for another loop than a part's."""
+        """Raise ValueError if these are for another loop than the part."""
 
 
 def steps_of(decision: Decision, length: int = 1) -> Iterator[tuple[int, Decision]]:

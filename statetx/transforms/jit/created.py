@@ -7,7 +7,7 @@ One rule decides (decision 16):
     If a staging has created states that live on, the next call stages once more, and the program of that staging is
     kept.
 
-The second staging finds the states of the first call where the third would find the second's. So the kept
+The second staging finds the states of the first call, a third would find the states of the second. So the kept
 program reads and writes *places*, attributes and items of objects: a state that the staging replaced at a place is read
 from its successor there (`PlacesOfObjects.successors`), and a call puts the created states back where others have
 replaced them (`CreatedStates.stores`).
