@@ -1,5 +1,4 @@
-"""Values that a region computes again from what earlier regions keep, in place of keeping them: the inputs of the
-region.
+"""The inputs of regions: computed again from what earlier regions keep, or held in fewer bits.
 
 A residual stream ``x + norm(conv(...))`` is cheap to compute from the products before it, and these are kept anyway
 where the backward pass reads them. A region that copies reads the kept values instead of the stream: it has copies of
