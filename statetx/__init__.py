@@ -52,7 +52,6 @@ from ._errors import EffectError as EffectError
 from ._errors import ForeignStateError as ForeignStateError
 from ._errors import FunctionError as FunctionError
 from ._errors import GradientError as GradientError
-from ._errors import KeyReuseWarning as KeyReuseWarning
 from ._errors import PlanError as PlanError
 from ._errors import PolicyError as PolicyError
 from ._errors import PolicyWarning as PolicyWarning

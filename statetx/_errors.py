@@ -145,8 +145,3 @@ class PolicyWarning(Explained, UserWarning):
 @public
 class StagingWarning(Explained, UserWarning):
     """A jitted function is staged again in every call, because it returns states that it creates."""
-
-
-@public
-class KeyReuseWarning(Explained, UserWarning):
-    """A function uses the key that an `RngState` holds twice: the random numbers are the same."""

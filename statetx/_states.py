@@ -123,10 +123,6 @@ class Kind(Protocol):
         """Whether the state holds a random key that advances with every draw."""
         return False
 
-    def is_read_key(self, state: Any) -> bool:
-        """Whether the state holds a random key that has been read without a draw, so that two uses may be equal."""
-        return False
-
     def is_trainable(self, state: Any) -> bool:
         """Whether the library's class for weights says so: `Param`."""
         return False

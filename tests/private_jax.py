@@ -10,7 +10,7 @@ import pathlib
 
 FOLDER = pathlib.Path(__file__).parents[1] / "statetx" / "_jax"
 
-# Module below jax._src, or whole, then lines of ``names: what for | public way``.
+# Module below jax._src, then lines of ``names: what for | public way``.
 TABLE = """
 ad_checkpoint
     __name__: tells the operations of jax_remat3 from others of hijax | none
@@ -108,8 +108,6 @@ tree_util
     dispatch_registry: links as trees | jax.tree_util.register_pytree_node, which treats them as containers
 util
     register_cache: caches that jax.clear_caches clears | none
-jax.experimental.key_reuse._core
-    check_key_reuse_jaxpr: finds keys that are used twice | jax.debug_key_reuse, when a program runs
 jaxlib.mlir.ir
     RankedTensorType: types of lowered values | jax.interpreters.mlir.ir
 """
@@ -133,7 +131,6 @@ NEEDED = {
     "interpreters.batching.bdim_at_front": "x bdim size",
     "interpreters.batching.broadcast": "x sz axis mesh_axis",
     "interpreters.mlir.lower_fun": "fun multiple_results",
-    "jax.experimental.key_reuse._core.check_key_reuse_jaxpr": "jaxpr",
     "interpreters.partial_eval.dce_jaxpr": "jaxpr used_outputs instantiate",
     "lax.control_flow.loops._empty_array": "prefix length_spec aval",
     "lax.lax._convert_element_type": "operand new_dtype weak_type",
@@ -165,7 +162,7 @@ def used():
             if (
                 isinstance(node, ast.ImportFrom)
                 and not node.level
-                and str(node.module).startswith(("jax._src", "jaxlib", "jax.experimental.key_reuse"))
+                and str(node.module).startswith(("jax._src", "jaxlib"))
             ):
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}".removeprefix("jax._src.")
@@ -180,8 +177,8 @@ def used():
 
 
 def lookup(name):
-    """The object with a name below ``jax._src``, or with a whole name; None without one."""
-    module, _, attribute = (name if name.startswith(("jaxlib", "jax.")) else f"jax._src.{name}").rpartition(".")
+    """The object with a name below ``jax._src``, or of jaxlib; None without one."""
+    module, _, attribute = (name if name.startswith("jaxlib") else f"jax._src.{name}").rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute, None)
     except ImportError:

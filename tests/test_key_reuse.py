@@ -1,7 +1,6 @@
 """Loops that run steps again, with JAX's checker of key reuse on."""
 
 import contextlib
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -86,46 +85,6 @@ def test_two_uses_of_the_key_of_a_random_state_are_reported(wrap, is_drawn):
     key = rng.next if is_drawn else lambda: rng.value
     with checked(), contextlib.nullcontext() if is_drawn else pytest.raises(jax.errors.KeyReuseError):
         wrap(lambda: jax.random.normal(key()) + jax.random.normal(key()))()
-
-
-def reads_twice(rng, x):
-    return x * jax.random.normal(rng.value) + jax.random.normal(rng.value)
-
-
-def two_layers_read(rng, x):
-    layer = statetx.remat(lambda x: x * jax.random.normal(rng.value))
-    return statetx.grad(lambda x: layer(layer(x)))(x)
-
-
-def each_step_reads(rng, x):
-    return statetx.fori_loop(0, 3, lambda _, x: x * jax.random.normal(rng.value), x)
-
-
-def reads_and_draws(rng, x):
-    return x * jax.random.normal(rng.value) + jax.random.normal(rng.next())
-
-
-@pytest.mark.parametrize("fun", [reads_twice, two_layers_read, each_step_reads, reads_and_draws])
-def test_jitted_function_warns_of_the_line_that_uses_a_read_key_again(fun):
-    rng = statetx.RngState(0)
-    with pytest.warns(statetx.KeyReuseWarning, match=r"the second time at .*test_key_reuse.py:\d+(.|\n)*by .next\(\)"):
-        statetx.jit(lambda x: fun(rng, x))(1.0)
-
-
-@pytest.mark.parametrize("is_read", [True, False])
-def test_key_that_is_split_and_replaced_or_drawn_warns_not(is_read):
-    rng = statetx.RngState(0)
-
-    def draw():
-        if not is_read:
-            return rng.next()
-        key, rng.value = jax.random.split(rng.value)
-        return key
-
-    layer = statetx.remat(lambda x: x * jax.random.normal(draw()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        statetx.jit(statetx.grad(lambda x: layer(layer(x))))(1.0)
 
 
 @pytest.mark.parametrize("wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), statetx.jit], ids=["eager", "jit"])

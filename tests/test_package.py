@@ -22,13 +22,13 @@ SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
 Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError First
-ForeignStateError FunctionError GradientError KeyReuseWarning Last Mean MemoryProfile Not Optimizer Param Plan
-PlanError PolicyError PolicyWarning Residuals RngState Split Stack State StagingWarning StateAccessError
-StateFilterError StateTrace StateValueError StatetxError StaticArgumentError Target TargetError TraceLeakError
-Truncated budget cache_info checkpoint checkpoint_name chunked clear_cache cond eval_shape explain_oom fori_loop
-functionalize grad hessian jacfwd jacrev jit jvp linearize loop_report make_jaxpr map max_batch measure memory_profile
-memory_report microbatch plan policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan
-shard_map stack states switch target trace_states unstack value_and_grad vjp vmap while_loop
+ForeignStateError FunctionError GradientError Last Mean MemoryProfile Not Optimizer Param Plan PlanError PolicyError
+PolicyWarning Residuals RngState Split Stack State StagingWarning StateAccessError StateFilterError StateTrace
+StateValueError StatetxError StaticArgumentError Target TargetError TraceLeakError Truncated budget cache_info
+checkpoint checkpoint_name chunked clear_cache cond eval_shape explain_oom fori_loop functionalize grad hessian jacfwd
+jacrev jit jvp linearize loop_report make_jaxpr map max_batch measure memory_profile memory_report microbatch plan
+policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack states switch
+target trace_states unstack value_and_grad vjp vmap while_loop
 """.split()
 
 

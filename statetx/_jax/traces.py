@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from traceback import extract_tb
 from typing import Any
 
 import jax
@@ -67,19 +66,6 @@ def traceback_frame(traceback: Any, folders: tuple[str, ...]) -> tuple[str, int,
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(folders):
             return frame.file_name, frame.line_num, frame.function_name
-    return None
-
-
-def second_use_of_a_key(jaxpr: Any) -> str | None:
-    """``file:line`` where a jaxpr uses a random key again, found by JAX's checker; None if nowhere."""
-    from jax.experimental.key_reuse._core import check_key_reuse_jaxpr  # few programs need it
-
-    try:
-        check_key_reuse_jaxpr(jaxpr)
-    except jax.errors.KeyReuseError as error:
-        frames = extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
-        place = next((f for f in reversed(frames) if not f.filename.startswith(JAX_FOLDER)), None)
-        return "unknown place" if place is None else f"{place.filename}:{place.lineno}"
     return None
 
 

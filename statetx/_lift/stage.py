@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ import jax
 
 from .. import _jax, _states
 from .._equations.structure import Body
-from .._errors import KeyReuseWarning
 from .._frames import Effect
 from .._objects.paths import Paths, argument_names
 from .._states import Kind, kind_of_state
@@ -267,34 +265,12 @@ def stage(
         return leaves
 
     names.num_arguments, names.lifting = len(avals), lifting
-    name = name_of(names.fun)
-    jaxpr, consts = _jax.stage(run, avals, traced_for=traced_for, name=name, names=names)
+    jaxpr, consts = _jax.stage(run, avals, traced_for=traced_for, name=name_of(names.fun), names=names)
     body = Body.close(jaxpr, consts)  # first: a discharge renames the values that nested equations hold
-    if lifting is not None:
-        _warn_of_reused_keys(name, body, lifting)
     if _jax.touches_refs(body.jaxpr, body.operands):
         body, effects = _with_explicit_refs(body.jaxpr, body.operands, lifting, read)
         return body, aux, effects
     return body, aux, []
-
-
-def _warn_of_reused_keys(name: str, body: Body, lifting: Lifting) -> None:
-    """Warn, once a line, if a key that the function has read from a random state is used twice in its equations."""
-    read = [i for i in lifting.inputs.values() if i.kind.is_read_key(i.state)]
-    line = _jax.second_use_of_a_key(body.jaxpr) if read else None
-    if line is not None and line not in _warned:
-        _warned.add(line)
-        states = " or ".join(_states.describe(i.state, i.kind) for i in read)
-        warnings.warn(
-            f"{name} uses a random key twice, the second time at {line}: both uses draw the same numbers. "
-            f"It reads the key of {states} by .value, which draws nothing.\n"
-            f"Fix: draw a key for each use by .next(); for equal numbers on purpose, jax.random.clone(key).",
-            KeyReuseWarning,
-            stacklevel=_states.user_stacklevel(),
-        )
-
-
-_warned: set[str] = set()
 
 
 def close_derivative(jaxpr: Any, consts: list[Any]) -> Body:

@@ -180,16 +180,13 @@ class Param(State[A]):
     __slots__ = ()
 
 
-_value_of, _set_key = State.value.__get__, State.value.__set__  # of any state, without a note of the read
-
-
 @public
 class RngState(State[jax.Array]):
     """A state that holds a random key and advances with every draw.
 
     A rematerialized function sees the same draws when it is recomputed, and the key advances once. To read `value`
-    draws nothing: two random functions that get ``rng.value`` return the same numbers, which a jitted function
-    reports by a `KeyReuseWarning`.
+    draws nothing: two random functions that get ``rng.value`` return the same numbers. JAX's checker
+    (``jax.config.update("jax_debug_key_reuse", True)``) reports it.
 
     Args:
         key: an integer seed, a key of ``jax.random.key``, or a legacy ``uint32[2]`` key.
@@ -204,23 +201,10 @@ class RngState(State[jax.Array]):
         (3,)
     """
 
-    __slots__ = ("_is_read",)
-
-    _is_read: bool  # by `value`: the function that reads it may use one key twice
+    __slots__ = ()
 
     def __init__(self, key: int | jax.Array, *, name: str | None = None, **metadata: Any):
         super().__init__(_as_key(key), name=name, **metadata)
-        self._is_read = False
-
-    @property
-    def value(self) -> jax.Array:
-        """The key. To read it draws nothing; assign to it to replace it."""
-        self._is_read = True
-        return _value_of(self)
-
-    @value.setter
-    def value(self, value: jax.Array) -> None:
-        _set_key(self, value)
 
     if not TYPE_CHECKING:  # a checker would take every name for an attribute
 
@@ -230,7 +214,7 @@ class RngState(State[jax.Array]):
 
     def next(self) -> jax.Array:
         """Draw one key, of shape ``()``. Reads and writes the state."""
-        self.value, key = jax.random.split(_value_of(self))
+        self.value, key = jax.random.split(self.value)
         return key
 
     def split(self, n: int) -> jax.Array:
@@ -240,7 +224,7 @@ class RngState(State[jax.Array]):
                 f"{_states.describe(self)} cannot be split into {brief(n)} keys.\n"
                 f"Fix: split(n), with a whole number of at least 0."
             )
-        keys = jax.random.split(_value_of(self), n + 1)
+        keys = jax.random.split(self.value, n + 1)
         self.value = keys[0]
         return keys[1:]
 
@@ -324,7 +308,7 @@ class _Native(_frames.WatchedKind):
         return collections.deque, map(_set_value, states, values), 0
 
     def read(self, state: State) -> Any:
-        return _value_of(state)
+        return state.value
 
     def write(self, state: State, value: Any) -> None:
         state.value = value
@@ -354,9 +338,6 @@ class _Native(_frames.WatchedKind):
 
     def is_random(self, state: State) -> bool:
         return isinstance(state, RngState)
-
-    def is_read_key(self, state: State) -> bool:
-        return isinstance(state, RngState) and state._is_read
 
     def is_trainable(self, state: State) -> bool:
         return isinstance(state, Param)
