@@ -245,6 +245,19 @@ def test_vmap_draws_per_example():
     assert float(w[...]) == 2.0
 
 
+def test_draws_in_a_branch_of_some_examples():
+    drop, x = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), jnp.asarray([[-1.0], [1.0]])
+
+    def branch(x, rngs=None):
+        return statetx.cond(x.sum() > 0, lambda x: drop(x, rngs=rngs), jnp.zeros_like, x)
+
+    with pytest.raises(statetx.StateAccessError, match="draw before the branch that only some examples take"):
+        statetx.vmap(branch)(x)
+    assert int(drop.rngs.count[...]) == 0
+    out = statetx.vmap(lambda x: branch(x, drop.rngs()))(x)
+    assert out[0] == 0 and out[1] in (0, 2) and int(drop.rngs.count[...]) == 1
+
+
 def test_optimizer_step_compiled_once():
     optax = pytest.importorskip("optax")
     expected, actual = fresh(), fresh()

@@ -234,12 +234,15 @@ class _Examples:
         if not any(_jax.is_batched(x, self.trace) for x in leaves):
             return
         path = self._rules.path(effect.state)
+        counts = all(x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer) for x in leaves)
+        draws = " If it counts random draws, draw before the branch that only some examples take." if counts else ""
         raise StateAccessError(
             f"vmap({name_of(self._owner.__wrapped__)}) wrote a value that differs between the examples to "
             f"{_states.describe(effect.state, effect.kind, path, effect.value)}, at {effect.site}. One state cannot "
             "hold them all.\n"
             f"Fix: declare the axis along which it has one slice for each example, vmap(..., states={{{path!r}: 0}}), "
-            "or reduce the value over the examples first (jax.lax.pmean over an axis_name)."
+            "and give it a value with that axis if the function reads it; or reduce the value over the examples first "
+            f"(jax.lax.pmean over an axis_name).{draws}"
         )
 
 
