@@ -297,7 +297,7 @@ def run_pure(fun: Callable, *args: Any) -> Any:
     states = pure.states(*args)
     out, new = jax.jit(pure)(pure.values(*args), *args)
     for path, state in states.items():
-        state.value = new[path]
+        _states.kind_of_state(state).write(state, new[path])
     return out
 
 
