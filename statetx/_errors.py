@@ -138,7 +138,7 @@ class TargetError(StatetxError, ValueError):
 @public
 class PolicyWarning(Explained, UserWarning):
     """A rematerialization policy makes no difference, or names values that do not occur; a plan is expensive; or a
-    `budget` is around no code.
+    `budget` or `target` is around no code.
     """
 
 

@@ -12,7 +12,8 @@ TIERS = """
 _typing
 _errors
 _text _atomic _positions _environment _hooks
-_files _records _tables _spinner
+_unfinished
+_files _records _tables _spinner _blocks
 _targets
 _jax
 _states

@@ -1223,14 +1223,25 @@ mistake("budget(f, x)", TypeError, "budget takes 1 positional argument, got 2", 
 mistake("budget() of an array", statetx.FunctionError, "budget needs a function")(lambda: statetx.budget("1MiB")(X))
 
 
-@mistake(
-    "budget without with", statetx.PolicyWarning, "not entered", "with statetx.budget(size)", "@statetx.budget(size)"
-)
-def budget_alone():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        statetx.budget("1MiB")
-    raise caught[0].message
+for call, block in {
+    "budget('1MiB')": lambda: statetx.budget("1MiB"),
+    "target(None)": lambda: statetx.target(None),
+}.items():
+
+    @mistake(f"{call} without with", statetx.PolicyWarning, "not entered", f"with statetx.{call}", f"@statetx.{call}")
+    def block_alone(block=block):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            block()
+        raise caught[0].message
+
+    @mistake(
+        f"{call} above a coroutine", statetx.FunctionError, f"{call}: the function returned a coroutine", "call it in"
+    )
+    def block_of_a_coroutine(block=block):
+        async def run(): ...
+
+        block()(run)()
 
 
 # -- functionalize, remat of an object -------------------------------------------------------------------------------

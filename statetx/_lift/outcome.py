@@ -15,10 +15,11 @@ import numpy as np
 
 from .. import _frames, _jax, _states
 from .._frames import Effect
-from .._objects.opaque import refuse_hidden, refuse_unfinished
+from .._objects.opaque import refuse_hidden
 from .._objects.walk import held_states
 from .._tree import ARRAY, Partition, is_array, is_array_or_number, partition
 from .._typing import PyTree
+from .._unfinished import refuse_unfinished
 
 
 class Outcome:

@@ -17,11 +17,11 @@ from .. import _frames, _jax, _states
 from .._atomic import commit
 from .._equations.structure import Body
 from .._frames import Frame
-from .._objects.opaque import refuse_unfinished
 from .._objects.paths import Paths, reaches_unwatched
 from .._states import Kind
 from .._tree import Partition, is_array_or_number
 from .._typing import PyTree
+from .._unfinished import refuse_unfinished
 from .late_rules import Held, guarded, held_by_derivatives, named_rules, refuse_kept
 from .outcome import Outcome, pack, partition_output
 from .stage import InputNames, stage

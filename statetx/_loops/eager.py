@@ -18,11 +18,11 @@ from .._frames import Effect, publish, refuse_created
 from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import frame_for, run_eagerly
 from .._lift.wrapper import name_of
-from .._objects.opaque import refuse_unfinished
 from .._objects.paths import Paths
 from .._text import type_str
 from .._tree import is_array, is_array_or_number, partition
 from .._typing import PyTree
+from .._unfinished import refuse_unfinished
 
 
 def scan(

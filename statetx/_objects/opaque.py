@@ -14,22 +14,11 @@ from typing import Any
 import jax
 
 from .. import _jax, _states
-from .._errors import CreatedStateError, FunctionError, TraceLeakError
+from .._errors import CreatedStateError, TraceLeakError
+from .._unfinished import refuse_unfinished
 from .contents import children, has_parts
 
 _DEPTH = 5  # levels of attributes that are searched: a tracer hidden deeper is missed
-
-
-_ASYNC = "move the computation into a function without async, transform that, and call it in the coroutine"
-_UNFINISHED = {
-    types.GeneratorType: (
-        "generator",
-        "return all values at once, as a list, or transform the function that computes one of them",
-    ),
-    types.CoroutineType: ("coroutine", _ASYNC),
-    types.AsyncGeneratorType: ("asynchronous generator", _ASYNC),
-}
-"""Types of objects whose body runs after the call that made them: the name, and the fix."""
 
 
 def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "The function returned") -> None:
@@ -57,19 +46,6 @@ def refuse_hidden(leaves: Iterable[Any], returned: Callable[[], str] = lambda: "
         hidden = hidden_tracer(leaf, _jax.ends_with_current_trace)
         if hidden is not None:
             raise _leak(leaf, *hidden, returned())
-
-
-def refuse_unfinished(out: Any, returned: Callable[[], str] = lambda: "The function returned") -> None:
-    """Raise if a call returned a generator or a coroutine, whose body has not run."""
-    unfinished = _UNFINISHED.get(type(out))
-    if unfinished is not None:
-        if isinstance(out, types.CoroutineType):
-            out.close()  # else Python warns that it was never awaited
-        name, fix = unfinished
-        raise FunctionError(
-            f"{returned()} a {name} of {out.__qualname__}, whose body has not run: it would run when the trace has "
-            f"ended.\nFix: {fix}."
-        )
 
 
 def hidden_tracer(obj: Any, is_left: Callable[[Any], bool]) -> tuple[str, Any] | None:

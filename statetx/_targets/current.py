@@ -12,12 +12,13 @@ import functools
 import importlib.metadata
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
 from jax.extend.backend import get_backend
 
+from .._blocks import Block
 from .._errors import TargetError
 from .._text import brief
 from .target import Target
@@ -27,13 +28,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 _context: Any = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
-def target(device: Target | str | os.PathLike[str] | None, /) -> Iterator[Target | None]:
+def target(device: Target | str | os.PathLike[str] | None, /) -> Block[Target | None]:
     """Compile for a device that may not be here, in every call of the block that measures, profiles or plans.
 
     Inside, `plan`, `measure`, `memory_report`, `memory_profile`, `explain_oom`, `loop_report`, `max_batch`,
     `microbatch` with ``budget=`` and `saved_residuals` compile for the target, and what depends on the device is chosen
-    for it. Arrays stay where they are, and what runs, runs here.
+    for it. Arrays stay where they are, and what runs, runs here. Also a decorator of a function. A block belongs to its
+    thread, as those of JAX do: a coroutine does not wait inside of one.
 
     Args:
         device: a `Target`, the name of one, or None for the devices of this machine.
@@ -49,8 +50,9 @@ def target(device: Target | str | os.PathLike[str] | None, /) -> Iterator[Target
         16
     """
     chosen = as_target(device)
-    with _context(_HERE if chosen is None else chosen):
-        yield chosen
+    call = f"statetx.target({None if device is None else str(getattr(device, 'name', device))!r})"
+    setting = _HERE if chosen is None else chosen
+    return Block(call, "so that nothing is compiled for it", lambda: _context(setting), chosen)
 
 
 _HERE = "here"  # unlike None, it also takes the place of STATETX_TARGET

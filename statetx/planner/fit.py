@@ -4,17 +4,15 @@ of a block.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from .. import _jax, _states
+from .. import _jax
+from .._blocks import Block
 from .._equations.structure import Body
-from .._errors import PolicyError, PolicyWarning
+from .._errors import PolicyError
 from .._lift.context import TraceContext
 from .._lift.options import check_flags, with_checked_options
-from .._lift.wrapper import check_callable
 from .._remat.override import rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
@@ -25,8 +23,6 @@ from ._program.flat import closed_over_by_rules, flatten, of_device
 from ._search.capture import Recorded
 from ._search.search import Options
 from .planner import DEFAULT_TIME_LIMIT, Planner
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Fit(Rewriter):
@@ -121,8 +117,10 @@ def budget(
     *,
     offload: bool = False,
     time_limit: float | None = DEFAULT_TIME_LIMIT,
-) -> SharedBudget:
+) -> Block[None]:
     """Give everything that is differentiated in a block one budget of memory. Also a decorator of a function.
+
+    A block belongs to its thread, as those of JAX do: a coroutine does not wait inside of one.
 
     Each function that `statetx.grad`, ``jax.grad`` or ``jax.vjp`` differentiates in the block is planned as a whole,
     when it is traced: rematerialized functions in it (``policy="fit"``, or any other policy) are the regions that the
@@ -154,35 +152,5 @@ def budget(
         ...     grads = jax.grad(loss)(jnp.ones((64, 64)) / 64, jnp.ones((256, 64)))
     """
     read_amount(size)  # a `Fit` without a size takes this block's
-    return SharedBudget(Fit(size, offload=offload, time_limit=time_limit))
-
-
-class SharedBudget(contextlib.ContextDecorator):
-    """A block with a budget, or a decorator; made by `budget`. One that is neither warns when it is dropped."""
-
-    def __init__(self, rewriter: Fit):
-        self._rewriter, self._is_used = rewriter, False
-        self._entered: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._is_used = True
-        self._entered.append(rewritten_by(self._rewriter))
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        self._entered.pop().__exit__(*exc)
-
-    def __call__(self, fun: F) -> F:
-        self._is_used = True
-        check_callable("budget", fun)
-        return super().__call__(fun)
-
-    def __del__(self) -> None:
-        if not self._is_used:
-            warnings.warn(
-                "A statetx.budget was made and not entered, so that nothing is planned.\n"
-                "Fix: with statetx.budget(size): ..., around the code that takes gradients; or @statetx.budget(size) "
-                "above a function.",
-                PolicyWarning,
-                stacklevel=_states.user_stacklevel(),
-            )
+    rewriter = Fit(size, offload=offload, time_limit=time_limit)
+    return Block(f"statetx.budget({size!r})", "so that nothing is planned", lambda: rewritten_by(rewriter))
