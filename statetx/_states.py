@@ -326,6 +326,18 @@ def _user_frame() -> tuple[FrameType | None, int]:
     return frame, level
 
 
+def is_of_jax(error: BaseException) -> bool:
+    """Whether JAX or statetx has raised an error that is being handled, and no function of the user on the way there.
+
+    The text of an error does not tell: the user's own may have any.
+    """
+    folders = (PACKAGE, _jax.JAX_FOLDER, *_BETWEEN)
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(folders):
+        traceback = traceback.tb_next
+    return traceback is None
+
+
 def describe(state: Any, kind: Kind | None = None, path: str | None = None, value: Any = None) -> str:
     """Describe a state for a message: type, path or name, shape and dtype, and where it was made."""
     kind = kind or kind_of(state)

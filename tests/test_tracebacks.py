@@ -92,3 +92,84 @@ def test_traceback_is_whole_on_request():
         assert frames_of(*CALLS["jit of grad"])[1] > 5
     finally:
         jax.config.update("jax_traceback_filtering", before)
+
+
+# -- the user's errors pass unchanged ----------------------------------------------------------------------------------
+
+# As errors of JAX begin that statetx words anew.
+TEXTS = ["grad with NaN in batch 3", "jacrev requires a batch", "jacfwd with a gap", "out_specs: no such file"]
+TRANSFORMS = {
+    "grad": lambda f: statetx.grad(f)(X),
+    "value_and_grad": lambda f: statetx.value_and_grad(f)(X),
+    "jacfwd": lambda f: statetx.jacfwd(f)(X),
+    "jacrev": lambda f: statetx.jacrev(f)(X),
+    "hessian": lambda f: statetx.hessian(f)(X),
+    "vjp": lambda f: statetx.vjp(f, X),
+    "jvp": lambda f: statetx.jvp(f, (X,), (X,)),
+    "linearize": lambda f: statetx.linearize(f, X),
+    "vmap": lambda f: statetx.vmap(f)(X),
+    "jit": lambda f: statetx.jit(f)(X),
+    "remat": lambda f: jax.grad(statetx.remat(f))(X),
+    "scan": lambda f: statetx.scan(lambda c, x: (f(x), None), 0.0, X),
+    "map": lambda f: statetx.map(f, X),
+    "cond": lambda f: jax.jit(lambda x: statetx.cond(x[0] > 0, f, f, x))(X),
+    "while_loop": lambda f: statetx.while_loop(lambda c: c < 1, f, 0.0),
+    "microbatch": lambda f: statetx.microbatch(f, 5)(X),
+    "chunked": lambda f: statetx.chunked(f, size=1)(X),
+    "shard_map": lambda f: statetx.shard_map(
+        f,
+        mesh=jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=jax.P("x"),
+        out_specs=jax.P("x"),
+    )(X),
+    "functionalize": lambda f: statetx.functionalize(f)({}, X),
+    "measure": lambda f: statetx.measure(f, X),
+    "plan": lambda f: statetx.plan(f, X, budget="1GiB"),
+}
+
+
+def failing(error):
+    def fail(x):
+        raise error
+
+    fail.__name__ = fail.__qualname__ = r"C:\1\train.py" "\x1b[1m"  # once a template of `re.sub`
+    return fail
+
+
+def rule_failing(error):
+    @jax.custom_vjp
+    def fun(x):
+        return x.sum()
+
+    fun.defvjp(lambda x: (x.sum(), x), lambda x, ct: failing(error)(x))
+    return fun
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_error_of_the_user_passes_whatever_its_text(name, text):
+    made = (failing, rule_failing) if name in ("grad", "value_and_grad", "jacrev", "hessian") else (failing,)
+    for make in made:
+        for error in (ValueError(text), TypeError(text)):
+            with pytest.raises(type(error)) as caught:
+                TRANSFORMS[name](make(error))
+            assert caught.value is error and error.args == (text,)
+            assert make is rule_failing or error.__cause__ is None  # JAX itself adds one to an error of a rule
+            assert traceback.extract_tb(error.__traceback__)[-1].filename == __file__
+
+
+def test_error_of_jax_in_the_users_function_passes():
+    inner = jax.grad(lambda x: x, holomorphic=True)
+    for transform in (statetx.grad, statetx.jacrev):
+        with pytest.raises(TypeError, match=r"^grad with holomorphic=True requires"):
+            transform(lambda x: inner(x).sum())(X)
+
+
+def test_error_of_jax_names_the_transform_and_the_function():
+    with pytest.raises(TypeError, match=r"^hessian\(loss\) requires real-valued outputs"):
+        statetx.hessian(named(lambda x: x * 1j, "loss"))(X)
+
+
+def named(fun, name):
+    fun.__name__ = fun.__qualname__ = name
+    return fun

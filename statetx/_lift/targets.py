@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,12 +115,13 @@ def refuse_arguments(transform: str, fun: Callable, args: tuple, argnums: Sequen
 
 
 def refuse_types(error: Exception, transform: str, fun: Callable) -> None:
-    """Raise JAX's error about the types of a derivative with the user's transform and function in place of the
-    transform that JAX ran.
+    """Raise JAX's own error (`_states.is_of_jax`) about the types of a derivative with the user's transform and
+    function in place of the transform that JAX ran.
     """
-    message, num = re.subn(r"^(grad|jacfwd|jacrev) (?=requires|with)", f"{transform}({name_of(fun)}) ", str(error))
-    if num:
-        raise TypeError(message) from None
+    message = str(error)
+    ran = next((name for name in ("grad", "jacfwd", "jacrev") if message.startswith(f"{name} ")), None)
+    if ran is not None:
+        raise TypeError(f"{transform}({name_of(fun)}){message.removeprefix(ran)}") from None
 
 
 def state_argument_error(

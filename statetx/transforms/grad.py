@@ -287,8 +287,9 @@ class Derivative(Wrapper):
             run.explain(e)
             raise
         except (TypeError, ValueError, StateAccessError) as e:
-            refuse_arguments(name, fun, args, diff_argnums, allow_int=allow_int)
-            refuse_types(e, name, fun)
+            if _states.is_of_jax(e):
+                refuse_arguments(name, fun, args, diff_argnums, allow_int=allow_int)
+                refuse_types(e, name, fun)
             raise
 
         def combine(of_states: Any, of_args: Any) -> Any:

@@ -154,7 +154,7 @@ class ShardMap(Wrapper, made_by=shard_map):
         try:
             outs = run(leaves, devices.state_values)
         except ValueError as e:
-            if "out_specs" in str(e) and self._jax_options.get("check_vma", True):
+            if "out_specs" in str(e) and _states.is_of_jax(e) and self._jax_options.get("check_vma", True):
                 places.refuse_varying(outputs)
                 if devices.replicated_writes:
                     raise StateAccessError(devices.explain()) from e
