@@ -120,7 +120,7 @@ def refuse_types(error: Exception, transform: str, fun: Callable) -> None:
     """
     message = str(error)
     ran = next((name for name in ("grad", "jacfwd", "jacrev") if message.startswith(f"{name} ")), None)
-    if ran is not None:
+    if type(error) is TypeError and ran is not None:  # ours have types of their own
         raise TypeError(f"{transform}({name_of(fun)}){message.removeprefix(ran)}") from None
 
 
