@@ -29,6 +29,18 @@ def _nnx_kind() -> _Any:
     return KIND
 
 
+def _held_by_haiku() -> _Any:
+    from .kinds.haiku import held
+
+    return held()
+
+
+def _held_by_linen() -> _Any:
+    from .kinds.linen import held
+
+    return held()
+
+
 def _fit_policy(*args: _Any) -> _Any:
     from .planner.fit import Fit
 
@@ -42,6 +54,7 @@ def _fit_microbatch(*args: _Any) -> _Any:
 
 
 _hooks.foreign_kinds.update({"brainstate": _brainstate_kind, "flax.nnx": _nnx_kind})
+_hooks.holders += [_held_by_haiku, _held_by_linen]
 _hooks.policies["fit"] = _fit_policy
 _hooks.fits["microbatch"] = _fit_microbatch
 

@@ -10,6 +10,9 @@ from typing import Any
 foreign_kinds: dict[str, Callable[[], Any]] = {}
 """By library of states, imported or not: returns its kind."""
 
+holders: list[Callable[[], Any]] = []
+"""By library that holds variables while a call of its own runs: returns them, or None if none runs."""
+
 policies: dict[str, Callable[..., Any]] = {}
 """By the name in ``policy="name:argument"``: makes the policy."""
 

@@ -10,7 +10,7 @@ import os
 import sysconfig
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from .._atomic import Store, commit, locked
 from .._errors import StateValueError
 from .._states import Kind, call_site, describe, kinds, library_folders
 from .access import UNKNOWN, Access, Copy, Effect, check_write, is_leaf, is_writable, refuse_hidden_in
+from .foreign import Held, held_by_libraries, refuse_changes, undo_changes
 from .threads import _local, acquire, open_frames, ownership, set_current_frame
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class Frame:
     _kinds: list[Kind] = dataclasses.field(default_factory=list)
     _unchecked_writes: list[Access] = dataclasses.field(default_factory=list)
     _added: list[Effect] = dataclasses.field(default_factory=list)
+    _held: Sequence[Held] = ()  # what other libraries hold, at the start of the call
     _copies: dict[int, tuple[Any, Copy]] = dataclasses.field(default_factory=dict)  # by id of the container, kept alive
 
     def run(self, fun: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -83,6 +85,7 @@ class Frame:
             assert _local.frame is self, "a trace context was left open inside the call"
             if self._unchecked_writes:
                 self._check_writes()
+            refuse_changes(self.name, self._held)
             if self.frees_cycles and any(True for _ in self.created()):
                 gc.collect()
             self.effects = self._collect()
@@ -90,6 +93,7 @@ class Frame:
             return out
         except BaseException as e:
             self._abandon()
+            undo_changes(self._held)
             if type(e) is AttributeError and e.name == "value" and isinstance(e.obj, jax.Array):
                 if _REPLACED not in getattr(e, "__notes__", ()):  # an inner frame has added it
                     e.add_note(_REPLACED)
@@ -100,6 +104,7 @@ class Frame:
         self.trace = _jax.current_trace()
         self.thread = threading.get_ident()
         self._kinds = list(kinds())
+        self._held = () if self.is_undo else held_by_libraries()
         opening = [store for kind in self._kinds for store in kind.open(self)]
         commit(
             [

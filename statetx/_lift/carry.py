@@ -24,6 +24,7 @@ import numpy as np
 from .. import _jax, _states
 from .._errors import CarryTypeError, StateValueError
 from .._frames import Effect
+from .._frames.foreign import held_by_libraries, undo_changes
 from .._objects.paths import Paths
 from .._text import tree_type_str, type_str
 from .._tree import Partition, partition
@@ -77,6 +78,7 @@ def settle(
     def enter(state: Any, value: PyTree) -> PyTree:
         return promoted.get(id(state), (state, value))[1]
 
+    held = held_by_libraries()
     while True:
         body = stage(carry, enter)
         returned = body.outs[num_before]
@@ -93,6 +95,7 @@ def settle(
                 changed = True
         if not changed:
             break
+        undo_changes(held)  # the next run of the body shall give haiku's modules the same names
 
     _check_carry(body, part, body.avals[num_before : num_before + len(carry)], returned, out_avals)
     paths = Paths(body.fun)

@@ -1,41 +1,39 @@
-"""Modules of flax.linen in a rematerialized function: they hold variables that no frame watches."""
+"""Variables of flax.linen while an apply or init runs, and advice for its modules."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
-from .. import _jax
-from .._errors import TraceLeakError
-from .._objects.contents import children
+from .._frames.foreign import Held, nested_items, restoring
 
 
-def refuse_linen_variables(name: str, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise if a function that was staged for `remat` has written variables of a linen module: its tracers would stay
-    there.
+def held() -> Held | None:
+    """The variables of the apply or init of linen that runs in this thread; None if none runs."""
+    module = sys.modules.get("flax.linen.module")
+    context = getattr(module, "_context", None)
+    running = None if context is None else context.module_stack[-1]
+    if running is None or running.scope is None:
+        return None
+    # The modules of one apply or init keep their variables in the scope of the outermost one.
+    variables = running.scope.root._variables
 
-    Raises:
-        TraceLeakError: it names the module, the method and the variable.
-    """
-    for module in _bound_modules(fun, args, kwargs):
-        # The modules of one apply or init keep their variables in the scope of the outermost one.
-        variables = module.scope.root.mutable_variables()
-        for path, value in jax.tree_util.tree_leaves_with_path(variables):
-            if _jax.leaked_tracers(value, _jax.current_trace()):
-                cls = type(module).__name__
-                raise TraceLeakError(
-                    f"remat({name}) writes {jax.tree_util.keystr(path, simple=True, separator='.')!r}, a variable of "
-                    f"the flax.linen module {cls}.\n"
-                    "linen holds variables until its apply or init returns, and remat carries states only: a value "
-                    "computed inside would stay there.\n"
-                    "Fix: keep the variables in a statetx.State and call apply in the rematerialized function, as the "
-                    f"page 'From flax.linen' shows; or make the module with {flax_remat(cls)}."
-                )
+    def values() -> dict[str, Any]:
+        return {f"linen's variable {path!r}": x for path, x in nested_items(variables, ".").items()}
+
+    return Held(values, restoring(variables), _explain)
+
+
+def _explain(transform: str, variable: str) -> str:
+    del variable
+    theirs = f"; or use flax's nn.{transform}" if hasattr(sys.modules["flax.linen"], transform) else ""
+    return (
+        f", which linen holds until its apply or init returns. statetx carries its own states only: a value computed "
+        f"inside of {transform} would stay there, and break its next use.\n"
+        f"Fix: keep the variables in a statetx.State and call apply in the function given to {transform}, as the page "
+        f"'From flax.linen' shows{theirs}."
+    )
 
 
 def module_with_method(function: str, file: str) -> str | None:
@@ -61,15 +59,3 @@ def flax_remat(module: str) -> str:
         f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU it saves memory in loops "
         "only, as in nn.scan: XLA merges other recomputation with the first computation)"
     )
-
-
-def _bound_modules(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Modules under an apply or init whose variables the function may write: its own, those it closes over, its
-    arguments.
-    """
-    linen = sys.modules.get("flax.linen")
-    if linen is None:
-        return
-    for x in itertools.chain(args, kwargs.values(), (child for _, child in children(fun))):
-        if isinstance(x, linen.Module) and x.scope is not None:
-            yield x

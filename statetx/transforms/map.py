@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._frames.foreign import held_by_libraries, undo_changes
 from .._lift.options import check_whole, with_checked_options
 from .._lift.rules import Rules
 from .._lift.wrapper import check_callable
@@ -86,9 +87,10 @@ def map(
     (length,) = lengths
     num_batched = length // batch_size * batch_size
     batches = jax.tree.map(lambda x: x[:num_batched].reshape(-1, batch_size, *x.shape[1:]), xs)
-    batched = vmap(f)
+    batched, held = vmap(f), held_by_libraries()
     ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), loop(batched, batches))
     if num_batched == length:
         return ys
+    undo_changes(held)  # haiku's modules get the same names again
     last_ys = batched(jax.tree.map(lambda x: x[num_batched:], xs))
     return last_ys if num_batched == 0 else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, last_ys)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from .. import _hooks, _jax, _states
 from .._errors import FunctionError, StateAccessError, StateValueError, StaticArgumentError
+from .._frames.foreign import held_by_libraries, undo_changes
 from .._lift.batch import Batch, BatchArguments
 from .._lift.carry import settle
 from .._lift.options import keeps_type, transform
@@ -240,7 +241,9 @@ class _PartwiseCall:
         weights = self._weights(examples)
         progress = Progress()
         out_avals: list[Any] | None = None
+        held = held_by_libraries()
         for (parts, _), xs, w in zip(groups, examples, weights, strict=True):
+            undo_changes(held)  # haiku's modules get the same names in parts of each size
             staged = self._stage(parts, xs, rules)
             self._refuse_step(staged)
             share = None if w is not None else parts.size / self.batch.size

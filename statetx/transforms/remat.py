@@ -46,7 +46,6 @@ from .._states import Kind
 from .._text import brief, suggestion, type_str
 from .._tree import as_array, freeze, is_array, partition
 from .._typing import Filter, Indices, Names, Policy
-from ..kinds.linen import refuse_linen_variables
 
 T = TypeVar("T")
 
@@ -137,8 +136,8 @@ def remat(
             `inputs_stored_as`.
         StateAccessError: a state that `states` excludes was touched.
         EffectError: the function calls ``jax.experimental.io_callback``.
-        TraceLeakError: the function writes a variable of a module of flax.linen, which is no state; ``nn.remat``
-            carries variables.
+        TraceLeakError: the function changes a variable that a running call of haiku or flax.linen holds, which is no
+            state; ``hk.remat`` and ``nn.remat`` carry them.
 
     Callbacks:
         ``jax.debug.print`` and ``jax.debug.callback`` fire again in the recomputation, unless `policy` saves the values
@@ -243,7 +242,6 @@ class Remat(Wrapper, made_by=remat):
         is_plan = isinstance(self._policy, Rewriter) and self._policy.is_used_once
         caller = f"{'plan' if is_plan else 'remat'}({name_of(fun)})"
         decide.refuse_effects(staged.jaxpr, caller, "the function is recomputed", "the rematerialized function")
-        refuse_linen_variables(short_name(name_of(fun)), fun, args, kwargs)
 
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
         formats = self._resolve_formats(dyn_args, dyn_kwargs, args_part.mask)
