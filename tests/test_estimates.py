@@ -11,8 +11,9 @@ from statetx._jax.estimates import _Sum
 US = 1.0  # of each launch
 
 
-def kernel(microseconds, opcode="fusion"):
+def kernel(microseconds, opcode="fusion", tiled=None):
     costs = [{"name": "", "exec_time_us": 1000.0}, {"name": "sol", "exec_time_us": microseconds}]
+    costs += [] if tiled is None else [{"name": "indexing-cost-model", "exec_time_us": tiled}]
     return instruction(opcode, config=json.dumps({"reification_cost": costs}))
 
 
@@ -41,6 +42,8 @@ COMPUTATIONS = {
         ([kernel(3.0), instruction("call", UNKNOWN)], None),
         ([instruction("all-reduce-start"), instruction("all-reduce-done")], None),
         ([instruction("copy-start"), instruction("copy-done")], None),
+        ([kernel(0.01, tiled=160.0), kernel(0.01)], 160.01 + 2 * US),
+        ([kernel(60.0, tiled=800.0)], 60 + US),
         ([kernel(7.0, "all-reduce-start"), instruction("all-reduce-done")], 7 + US),
     ],
 )
