@@ -17,6 +17,7 @@ from ._text import brief
 Check = Callable[[Any, str], None]
 
 _CHECKSUM = "sha256"
+_MOST_LEVELS = 40  # of objects and lists in each other; a plan has 8
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -31,15 +32,27 @@ def parse(content: bytes) -> dict[str, Any]:
     """The fields of JSON text, with the checksum and not yet checked.
 
     Raises:
-        ValueError: it is not JSON, or not an object.
+        ValueError: it is not JSON, not an object, or nested so deeply that what checks, writes or prints it may fail.
     """
     try:
         fields = json.loads(content)
+        is_flat = _has_levels(fields, _MOST_LEVELS)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        is_flat = False
+    if not is_flat:
+        raise ValueError("it is nested too deeply")
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
     return fields
+
+
+def _has_levels(x: Any, most: int) -> bool:
+    """Whether at most so many containers of JSON are in each other."""
+    level = [x] if isinstance(x, (dict, list)) else []
+    for _ in range(most):
+        items = [item for held in level for item in (held.values() if isinstance(held, dict) else held)]
+        level = [item for item in items if isinstance(item, (dict, list))]
+    return not level
 
 
 def verified(fields: dict[str, Any], check: Check) -> dict[str, Any]:

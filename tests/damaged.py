@@ -168,6 +168,8 @@ def every_damage(fields, num, *, compress, seed=0):
     )
     for name, text in strange_texts(fields):
         yield name, put_bytes(pack(text))
+    for name in fields:
+        yield f"without {name}", put_bytes(pack(_records.dump({k: x for k, x in fields.items() if k != name})))
     if compress:
         yield "bomb", put_bytes(gzip.compress(bytes(2**28), 9))
         yield "two streams", put_bytes(good + good)

@@ -20,7 +20,7 @@ import statetx
 from statetx import _jax
 from statetx._equations import compiled
 from statetx.planner import Planner, _budget, _store
-from statetx.planner._record import PLAN
+from statetx.planner._record import STORED_PLAN
 
 KEY = "0" * 64
 X = jnp.ones((128, 32))
@@ -252,7 +252,7 @@ def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, da
     gradients, counts = {}, {"miss": 0, "plan": 0}
     for name, put in damaged.every_damage(fields, num, compress=True):
         put(path)
-        found = _store.load(key, PLAN)
+        found = _store.load(key, STORED_PLAN)
         if found is None or not planner._is_for_program(found, budget):
             counts["miss"] += 1
         else:
@@ -265,7 +265,7 @@ def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, da
                 assert jax.tree.all(jax.tree.map(np.allclose, gradients[gradient], expected)), name
         if not path.is_dir() or path.is_symlink():  # a folder is not ours
             _store.save(key, fields)
-            assert _store.load(key, PLAN) == fields, name
+            assert _store.load(key, STORED_PLAN) == fields, name
         damaged.clear(path)
     assert counts["miss"] > 0.7 * num and counts["plan"] and not [*folder.glob("**/.*")], counts
 
@@ -296,7 +296,7 @@ def test_damaged_entry_is_planned_again_and_replaced(folder, compilations):
         put(entry)
         compilations.clear()
         assert statetx.plan(loss, WS, X, budget=0.8, argnums=0).temp_bytes == first.temp_bytes and compilations
-        assert _store.load(key, PLAN) is not None
+        assert _store.load(key, STORED_PLAN) is not None
 
 
 FAR = 10**6
@@ -333,7 +333,7 @@ def test_entry_that_decides_about_what_is_not_there_is_a_miss(damaged_plan, chan
     decisions = program["decisions"]
     region = next(d for d in decisions if d["saved"] and "loop" not in d)
     change(program, region, next(d for d in decisions if "loop" in d))
-    PLAN(changed, "")
+    STORED_PLAN(changed, "")
     assert planner._is_for_program(fields, budget) and not planner._is_for_program(changed, budget)
 
 
@@ -346,7 +346,7 @@ def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
     for format, found in taken.items():
         for i, (*address, _) in enumerate(saved):
             decision["saved"] = [*saved[:i], [*address, format], *saved[i + 1 :]]
-            PLAN(changed, "")
+            STORED_PLAN(changed, "")
             found.append(planner._is_for_program(changed, budget))
     assert not any(taken["float8_e5m2"]) and not all(taken["bits"])
 
@@ -355,7 +355,7 @@ def test_entry_of_another_program_is_not_used(folder, compilations):
     """As after a collision of digests."""
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     (entry,) = entries(folder)
-    fields = _store.load(entry.name.partition(".")[0], PLAN)
+    fields = _store.load(entry.name.partition(".")[0], STORED_PLAN)
     fields["programs"][0]["equations"][0] = "sin v0"
     _store.save(entry.name.partition(".")[0], fields)
     compilations.clear()

@@ -187,20 +187,23 @@ class Attributes:
 
 ATTRIBUTES: dict[str, Check] = metadata(Attributes)
 
-PLAN: Check = record(
-    {
-        **ATTRIBUTES,
-        "version": one_of(VERSION),
-        "ignored": many(text),
-        "inner": optional(one_of(*VARIANTS)),
-        "programs": many(_program, 1),
-        "curve": many(row(_predicted, real())),
-        "measured": many(row(text, _size, real())),
-        "stock_policies": many(row(text, _predicted, real(), flag)),
-    },
-    {"timed": many(row(text, _size, real(0))), "shown": _shown},
-)
-"""A plan."""
+_needed: dict[str, Check] = {
+    **ATTRIBUTES,
+    "version": one_of(VERSION),
+    "ignored": many(text),
+    "inner": optional(one_of(*VARIANTS)),
+    "programs": many(_program, 1),
+    "curve": many(row(_predicted, real())),
+    "measured": many(row(text, _size, real())),
+    "stock_policies": many(row(text, _predicted, real(), flag)),
+}
+_timed = {"timed": many(row(text, _size, real(0)))}
+
+PLAN: Check = record({**_needed, "shown": _shown}, _timed)
+"""A plan, with the rows and lines that print it."""
+
+STORED_PLAN: Check = record(_needed, {**_timed, "shown": _shown})
+"""A plan in the store, next to the program that its rows are found in."""
 
 PEAK: Check = record({"version": one_of(VERSION), "peak_bytes": _size})
 """The bytes of a compiled program."""
@@ -246,7 +249,7 @@ class PlanResult(Attributes):
 
     def __init__(self, fields: dict[str, Any], show: Callable[[], dict[str, Any]] | None = None):
         try:
-            PLAN(fields, "")
+            (PLAN if show is None else STORED_PLAN)(fields, "")
         except ValueError as e:
             raise PlanError(
                 f"Plan: its fields are not those of a plan: {e}.\n"

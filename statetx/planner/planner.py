@@ -25,7 +25,7 @@ from ._budget import STEP, TEMPORARIES, ByteBudget, impossible, no_plan, read_ti
 from ._plan import Plan
 from ._program.flat import full_fingerprint
 from ._program.values import read_formats
-from ._record import OBJECTIVES, PLAN, are_decisions_for, fields_of
+from ._record import OBJECTIVES, STORED_PLAN, are_decisions_for, fields_of
 from ._search.capture import Captured, Recorded, variants
 from ._search.search import Options
 from ._search.several import AnyWhole, whole_of
@@ -250,7 +250,7 @@ class Planner:
         budget_ = ByteBudget.read(budget, self._of)
         key = self.key(budget_)
         is_valid = lambda fields: self._is_for_program(fields, budget_)
-        fields = _store.remembered(key, PLAN, lambda: self._found(budget_), is_valid)
+        fields = _store.remembered(key, STORED_PLAN, lambda: self._found(budget_), is_valid)
         return _warn_if_expensive(self._as_plan(fields))
 
     def _found(self, budget: ByteBudget) -> dict[str, Any]:
