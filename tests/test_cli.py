@@ -1,5 +1,6 @@
 """The command line: `python -m statetx`."""
 
+import inspect
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx.cli.main import main
+from statetx.cli.main import main, make_parser
 from statetx.cli.target import BadInput, parse_shapes
 
 HERE = pathlib.Path(__file__).parent
@@ -417,3 +418,112 @@ def test_fit_lists_what_was_compiled_and_tells_by_its_exit_status(tmp_path, monk
     assert main([*words, "1KiB"]) == 1
     assert main(words[:-1]) == 2
     assert "give --limit 16GiB, or --target h100" in capsys.readouterr().err
+
+
+def test_help_without_a_name_lists_all_names(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, err = run(capsys, "help")
+    assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= 80
+    lines = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    modules = {"policies", "testing"}
+    listed = {words[0] for words in lines}
+    assert {*statetx.__all__} - modules <= listed and "testing.assert_memory" in listed
+    headings = [line for line in out.splitlines() if line and not line.startswith(" ")]
+    assert headings[0] == "Errors and warnings" and len(headings) == len({*headings}) > 7
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (["every", "n", "layers"], "remat_scan"),
+        (["gradient", "accumulation"], "microbatch"),
+        (["profile", "memory"], "memory_profile"),
+        (["dead", "tracer"], "TraceLeakError"),
+        (["large", "vocabulary"], "chunked"),
+    ],
+)
+def test_help_finds_names_by_words(capsys, words, name):
+    status, out, _ = run(capsys, "help", *words)
+    found = [line.split()[0] for line in out.splitlines()[2:]]
+    assert status == 0 and name in found[:5] and len(found) <= 8
+
+
+def test_help_of_words_that_occur_nowhere(capsys):
+    assert run(capsys, "help", "qqqq", "zzzz") == (
+        2,
+        "",
+        "python -m statetx: error: help: statetx has no qqqq zzzz.\n",
+    )
+
+
+@pytest.mark.parametrize("name", ["explain_oom", "plan", "Optimizer", "policies.names", "vjp"])
+def test_signature_in_the_help_fits_the_terminal(capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "70")
+    status, out, _ = run(capsys, "help", name)
+    head = out.partition(" -> ")[0] if name == "plan" else out[: out.index("\n    ")]
+    assert status == 0 and "'Callable" not in out and max(map(len, head.splitlines())) <= 70
+    if name in ("explain_oom", "plan"):
+        scope = {}
+        exec(f"from __future__ import annotations\ndef {out.partition(' -> ')[0]}: ...", scope)  # as it stands there
+        found, own = inspect.signature(scope[name]), inspect.signature(getattr(statetx, name))
+        assert [(p.name, p.kind) for p in found.parameters.values()] == [
+            (p.name, p.kind) for p in own.parameters.values()
+        ]
+
+
+def test_each_command_has_examples_of_its_own(capsys):
+    whole = run(capsys, "--help")[1]
+    for command in ("memory", "fit", "residuals", "report", "plan", "targets", "help"):
+        examples = re.findall(r"python -m statetx (\w.*)", run(capsys, command, "--help")[1].partition("examples:")[2])
+        assert examples and all(example.split()[0] == command and example in whole for example in examples)
+
+
+# Parameters of the functions that no command has, and why.
+NO_OPTION = {
+    "progress": "on a terminal, always",
+    "error": "a command has none",
+    "compiler_options": "XLA_FLAGS",
+    "target": "of all commands: --target",
+}
+
+
+def test_commands_have_the_options_of_their_functions():
+    functions = {
+        "memory": statetx.memory_profile,
+        "fit": statetx.explain_oom,
+        "residuals": statetx.saved_residuals,
+        "report": statetx.memory_report,
+        "plan": statetx.plan,
+    }
+    for command, fun in functions.items():
+        options = vars(make_parser().parse_args([command, "train:loss", *(["--budget", "1"] * (command == "plan"))]))
+        named = {p.name for p in inspect.signature(fun).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        assert named - NO_OPTION.keys() <= options.keys(), command
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["plan", "--budget", "1GiB", "--time-limit", "-1"], "--time-limit: -1 is not a number of seconds"),
+        (["fit", "--time-limit", "soon"], "--time-limit: soon is not a number of seconds"),
+        (["residuals", "--argnums", "x"], "--argnums: x are no positions"),
+        (["plan", "--budget", "1GiB", "--objective", "bytes"], "--objective: invalid choice"),
+    ],
+)
+def test_options_are_checked_first(capsys, options, message):
+    command, *options = options
+    status, out, err = run(capsys, command, "nothing.py:loss", *options)
+    assert (status, out) == (2, "") and message in err
+
+
+def test_plan_has_the_options_of_the_function(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ["--objective", "flops", "--stored-as", "", "--time-limit", "30", "--argnums", "0", "--json", path]
+    status, _, err = run(capsys, "plan", *LOSS, "--budget", "1MiB", *words)
+    assert (status, err) == (0, "") and statetx.Plan.load(path).objective == "flops"
+
+
+def test_residuals_and_report_have_the_options_of_the_functions(capsys):
+    assert run(capsys, "residuals", *LOSS, "--argnums", "0")[0] == 0
+    status, out, _ = run(capsys, "report", *LOSS, "--policies", "nothing,dots")
+    assert status == 0 and "nothing" in out and "dots" in out

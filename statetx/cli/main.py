@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import inspect
 import json
 import os
-import pathlib
-import pydoc
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .. import _files
 from .._tables import Cell, Column, Table, page
-from .._text import format_bytes, suggestion
+from .._text import format_bytes
+from .help import show
 from .target import BadInput, UserFunction, load_target
 
 if TYPE_CHECKING:
@@ -38,19 +35,36 @@ _COMMANDS = {
     "report": "the memory of the compiled program with and without rematerialization",
     "plan": "which values to save and which to recompute, so that the program fits a budget",
 }
-_EXAMPLES = """\
-examples:
-  python -m statetx memory train:loss --shapes "f32[32,128], i32[32]"
-  python -m statetx memory train.py:step --factory --html memory.html
-  python -m statetx memory train.py:step --factory --target h100 --against memory.json
-  python -m statetx fit train.py:step --factory --target a100-40gb
-  python -m statetx residuals train:model.loss --shapes 'f32[8,64], {"mask": bool[8]}'
-  python -m statetx report train:loss --shapes "f32[32,128], key<fry>[]" --json report.json
-  python -m statetx plan train:loss --shapes "f32[32,128]" --budget 64MiB
-  python -m statetx plan train:loss --shapes "f32[32,128]" --target h100 --budget device
-  python -m statetx targets
-  python -m statetx help TraceLeakError
-
+_EXAMPLES = {
+    "memory": """\
+memory train:loss --shapes "f32[32,128], i32[32]"
+memory train.py:step --factory --html memory.html
+memory train.py:step --factory --target h100 --against memory.json
+""",
+    "fit": """\
+fit train.py:step --factory --target a100-40gb
+fit train:loss --shapes "f32[32,128]" --limit 16GiB --time-limit 300
+""",
+    "residuals": """\
+residuals train:model.loss --shapes 'f32[8,64], {"mask": bool[8]}'
+residuals train:loss --shapes "f32[32,128]" --argnums 0 --html residuals.html
+""",
+    "report": """\
+report train:loss --shapes "f32[32,128], key<fry>[]" --json report.json
+report train:loss --shapes "f32[32,128]" --policies nothing,dots
+""",
+    "plan": """\
+plan train:loss --shapes "f32[32,128]" --budget 64MiB
+plan train:loss --shapes "f32[32,128]" --target h100 --budget device --time-limit 300
+""",
+    "targets": "targets\n",
+    "help": """\
+help
+help TraceLeakError
+help every layer
+""",
+}
+_INPUTS = """\
 MODULE is a module that can be imported from here, or a path to a .py file; FUNCTION may be dotted (model.loss). Of a
 class that needs no arguments, a method is called on a new instance (Model.loss).
 
@@ -60,6 +74,13 @@ alone, to call with --shapes. Arrays in args may be jax.ShapeDtypeStruct: nothin
 exit status: 0; 1 if your code fails, nothing makes it fit, no plan keeps the budget, or the memory grew; 2 for
 bad input.
 """
+
+
+def _epilog(*names: str) -> str:
+    """The examples of these commands, and for those that take a function, how it is named."""
+    lines = [line for name in names for line in _EXAMPLES[name].splitlines()]
+    examples = "\n".join(["examples:", *(f"  python -m statetx {line}" for line in lines)])
+    return f"{examples}\n\n{_INPUTS}" if any(name in _COMMANDS for name in names) else examples
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,20 +98,24 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m statetx",
         description="See the memory of a JAX function before it runs. Functions may read and write states, or be "
         "plain JAX.",
-        epilog=_EXAMPLES,
+        epilog=_epilog(*_EXAMPLES),
         **style,
     )
     parser.add_argument("--version", action="version", version=f"statetx {statetx.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"Show {summary}.", epilog=_EXAMPLES, **style)
+        command = commands.add_parser(name, help=summary, description=f"Show {summary}.", epilog=_epilog(name), **style)
         _add_options(command, name)
     summary = "the devices that --target knows, and which can be compiled for here"
-    commands.add_parser("targets", help=summary, description=f"Show {summary}.", **style)
+    commands.add_parser("targets", help=summary, description=f"Show {summary}.", epilog=_epilog("targets"), **style)
     summary = "what an error means and how to mend it, or what a function does"
-    command = commands.add_parser("help", help=summary, description=f"Show {summary}.", **style)
+    command = commands.add_parser("help", help=summary, description=f"Show {summary}.", epilog=_epilog("help"), **style)
     command.add_argument(
-        "name", metavar="NAME", help="an error or another public name, such as TraceLeakError or remat"
+        "words",
+        nargs="*",
+        metavar="NAME",
+        help="an error or another public name, such as TraceLeakError or remat; or words to search for; without any, "
+        "all names are listed",
     )
     return parser
 
@@ -115,12 +140,28 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument(
             "--limit", metavar="SIZE", help="the memory of the device, such as 16GiB (default: what it tells)"
         )
+    if name in ("fit", "plan"):
         command.add_argument(
             "--time-limit",
-            type=float,
+            type=_seconds,
             default=60.0,
             metavar="SECONDS",
-            help="for trying changes; then the best so far is told (default: 60; 0: predictions alone)",
+            help="for compiling candidates; then the best so far is told (default: 60"
+            + ("; 0: predictions alone)" if name == "fit" else ")"),
+        )
+    if name in ("residuals", "plan"):
+        command.add_argument(
+            "--argnums",
+            type=_positions,
+            metavar="N,N",
+            help="the arguments to differentiate, such as 0,2 (default: all floats)",
+        )
+    if name == "residuals":
+        command.add_argument("--wrt", metavar="GLOB", help="the states to differentiate, by path, such as 'encoder.*'")
+        command.add_argument("--has-aux", action="store_true", help="FUNCTION returns a pair (outputs, auxiliary data)")
+    if name == "report":
+        command.add_argument(
+            "--policies", type=_names, metavar="NAME,NAME", help="policies to compare with, such as nothing,dots"
         )
     if name in ("memory", "fit", "report"):
         command.add_argument(
@@ -155,6 +196,42 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             choices=("step", "temporaries"),
             help="what counts: arguments, outputs and temporaries (step, the default), or temporaries only",
         )
+        command.add_argument(
+            "--objective",
+            default="flops",
+            choices=("flops", "time"),
+            help="what a plan shall cost least of: added operations (flops, the default), or time on this machine",
+        )
+        command.add_argument("--offload", action="store_true", help="values may be kept in the memory of the host")
+        command.add_argument(
+            "--stored-as",
+            type=_names,
+            default=("bits",),
+            metavar="FORMAT,FORMAT",
+            help="formats of fewer bits for saved values: bits (the default, exact), bfloat16, float8_e4m3fn, "
+            "float8_e5m2; '' for none",
+        )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return seconds
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _positions(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, _names(text)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} are no positions, such as 0,2") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,7 +278,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _execute(options: argparse.Namespace) -> int:
     if options.command in ("targets", "help"):
-        _print(_targets() if options.command == "targets" else _explain(options.name))
+        _print(_targets() if options.command == "targets" else show(options.words))
         return 0
     if options.command == "plan":
         _check_budget(options.budget, options.of)
@@ -377,19 +454,23 @@ def _fit(target: UserFunction, options: argparse.Namespace) -> Output:
 def _residuals(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..residuals.saved import saved_residuals
 
-    return _output(saved_residuals(target.fun, *target.args, **target.kwargs))
+    named = {"argnums": options.argnums, "wrt": options.wrt, "has_aux": options.has_aux}
+    return _output(saved_residuals(target.fun, *target.args, **named, **target.kwargs))
 
 
 def _report(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..residuals.measure import memory_report
 
-    return _output(memory_report(target.fun, *target.args, gradient=options.gradient, **target.kwargs))
+    named: dict[str, Any] = {"gradient": options.gradient}
+    named |= {} if options.policies is None else {"policies": options.policies}
+    return _output(memory_report(target.fun, *target.args, **named, **target.kwargs))
 
 
 def _plan(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..planner.planner import plan
 
-    result = plan(target.fun, *target.args, budget=options.budget, of=options.of, **target.kwargs)
+    names = ("budget", "of", "objective", "offload", "stored_as", "argnums", "time_limit")
+    result = plan(target.fun, *target.args, **{name: getattr(options, name) for name in names}, **target.kwargs)
     return Output(str(result), {"html": _html_writer(result), "json": result.save})
 
 
@@ -419,35 +500,6 @@ def _targets() -> str:
         "'h100:8', 'h100:2x8' (two hosts of eight), 'tpu v5e:2x4' (a grid of chips); or a file that Target.save wrote."
     )
     return str(Table("", columns, rows, [*notes, ("Several:", several)]))
-
-
-def _explain(name: str) -> str:
-    """Print the entry of an error on the errors page, else the signature and the docstring of a public name."""
-    import statetx
-
-    value: Any = statetx
-    for part in name.removeprefix("statetx.").split("."):
-        names = [n for n in dir(value) if not n.startswith("_")]
-        if part not in names:
-            raise BadInput(f"help: statetx has no {name}.{suggestion(part, names)}")
-        value = getattr(value, part)
-    if isinstance(value, type) and issubclass(value, Exception) and (section := _section(value.__name__)):
-        return f"{value.__name__}: {inspect.getdoc(value)}\n\n{section}"
-    return "\n".join(pydoc.plain(pydoc.render_doc(value)).splitlines()[2:])
-
-
-def _section(error: str) -> str:
-    """The part of docs/errors.md under the heading of an error; empty if there is none."""
-    for path in (
-        pathlib.Path(__file__).with_name("errors.md"),
-        pathlib.Path(__file__).parents[2] / "docs" / "errors.md",
-    ):
-        if path.is_file():
-            _, heading, body = path.read_text(encoding="utf-8").partition(f"\n## {error}\n")
-            # Without the directives for the site's generator.
-            text = re.sub(r"^(:::.*\n(?: +.*\n)*|```.*\n)", "", body.split("\n## ")[0] + "\n", flags=re.M)
-            return text.strip() if heading else ""
-    return ""
 
 
 def _output(result: Any) -> Output:

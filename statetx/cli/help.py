@@ -1,0 +1,209 @@
+"""``python -m statetx help``: public names by group, one of them in full, or those nearest to some words."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from .._text import suggestion, text_width
+from .target import BadInput
+
+_GROUPS = {
+    "Errors and warnings": ("._errors",),
+    "States": (".kinds", "._objects", "._states", "._lift.rules"),
+    "Rematerialization": (".transforms.remat", ".transforms.stack", "._loops"),
+    "Plans and budgets": (".planner",),
+    "Memory": (".memory", ".residuals"),
+    "Devices": ("._targets",),
+    "Training": (".training",),
+    "Transforms": (".transforms",),
+    "Others": ("",),
+}
+"""Groups of public names, by the beginning of the name of their module; the first that fits."""
+
+_MOST_FOUND = 8
+_UNTOLD = frozenset("a an and by do for how i in is my n of on or the to what".split())
+
+
+def show(words: list[str]) -> str:
+    """The help of these words of the command line.
+
+    Raises:
+        BadInput: no name and no text has them.
+    """
+    if not words:
+        return _all_names()
+    name = words[0].removeprefix("statetx.")
+    if len(words) == 1 and (value := _value_of(name)) is not None:
+        return _explained(name, value[0])
+    return _found(words)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def _value_of(name: str) -> tuple[Any] | None:
+    """A public object by its dotted name, in a tuple; None if there is none."""
+    import statetx
+
+    value: Any = statetx
+    for part in name.split("."):
+        if part.startswith("_") or part not in dir(value):
+            return None
+        value = getattr(value, part)
+    return (value,)
+
+
+def _groups() -> dict[str, list[str]]:
+    import statetx
+
+    groups: dict[str, list[str]] = {group: [] for group in _GROUPS}
+    for name in statetx.__all__:
+        value = getattr(statetx, name)
+        if inspect.ismodule(value):
+            continue
+        module = statetx._MODULE_OF.get(name) or value.__module__.removeprefix("statetx")
+        is_error = isinstance(value, type) and issubclass(value, Exception)
+        group = next(group for group, begins in _GROUPS.items() if module.startswith(begins))
+        groups["Errors and warnings" if is_error else group].append(name)
+    for name in ("policies", "testing"):
+        groups[f"statetx.{name}"] = [f"{name}.{item}" for item in getattr(statetx, name).__all__]
+    return {group: names for group, names in groups.items() if names}
+
+
+def _all_names() -> str:
+    lines = []
+    for group, names in _groups().items():
+        lines += [group, *_listed(names), ""]
+    return "\n".join(
+        [*lines, "One in full: python -m statetx help NAME", "By words: python -m statetx help every layer"]
+    )
+
+
+def _listed(names: list[str]) -> Iterator[str]:
+    """A line for each name, with the beginning of its docstring."""
+    most = max(map(len, names)) + 2
+    width = max(text_width() - most - 2, 20)
+    for name in names:
+        found = _value_of(name)
+        assert found is not None
+        yield f"  {name.ljust(most)}{textwrap.shorten(_summary(found[0]), width, placeholder='...')}".rstrip()
+
+
+def _summary(value: Any) -> str:
+    """The first paragraph of a docstring; empty for a value, such as a policy, whose class has only Python's own."""
+    if not isinstance(value, type) and (type(value).__doc__ or "").startswith(f"{type(value).__name__}("):
+        return ""
+    return " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _found(words: list[str]) -> str:
+    """The names of which the name, the docstring or the section of the errors page has most of the words."""
+    asked = {word for text in words for word in _words(text)} - _UNTOLD
+    names = [name for names in _groups().values() for name in names]
+    ranks = {}
+    for name in names:
+        parts = tuple(zip((4, 2, 1), _texts(name), strict=True))
+        hits = [max((weight for weight, part in parts if _has(part, word)), default=0) for word in asked]
+        ranks[name] = sum(map(bool, hits)), sum(hits)
+    most = max(num for num, _ in ranks.values())
+    hint = suggestion(words[0].removeprefix("statetx."), names) if len(words) == 1 else ""
+    if hint or not most:
+        raise BadInput(f"help: statetx has no {' '.join(words)}.{hint}")
+    nearest = sorted((name for name in ranks if ranks[name][0] == most), key=lambda name: -ranks[name][1])
+    return "\n".join([f"The nearest to {' '.join(words)}:", "", *_listed(nearest[:_MOST_FOUND])])
+
+
+def _texts(name: str) -> tuple[set[str], set[str], set[str]]:
+    """The words of a name, of the beginning of its docstring, and of all of its text."""
+    found = _value_of(name)
+    assert found is not None
+    text = inspect.getdoc(found[0]) or ""
+    return _words(name), _words(_summary(found[0])), _words(text + section(name))
+
+
+def _words(text: str) -> set[str]:
+    parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", text)
+    return {part.lower() for part in parts}
+
+
+def _has(words: set[str], asked: str) -> bool:
+    """Whether one of the words is the asked one, but for an ending: layer and layers, save and saved."""
+    stem = asked.rstrip("s") if len(asked) > 3 else asked
+    is_longer = lambda word: len(stem) > 2 and word.startswith(stem) and len(word) < len(stem) + 4
+    return asked in words or any(map(is_longer, words))
+
+
+# -- one name --------------------------------------------------------------------------------------------------------
+
+
+def _explained(name: str, value: Any) -> str:
+    """The entry of an error on the errors page, else the signature and the docstring of a public name."""
+    if isinstance(value, type) and issubclass(value, Exception) and (text := section(value.__name__)):
+        return f"{value.__name__}: {inspect.getdoc(value)}\n\n{text}"
+    if inspect.ismodule(value):
+        items = [item for item in getattr(value, "__all__", ()) if not inspect.ismodule(getattr(value, item))]
+        return "\n".join([f"{name}: {inspect.getdoc(value)}", "", *_listed([f"{name}.{item}" for item in items])])
+    if not (inspect.isroutine(value) or inspect.isclass(value)):
+        return f"{name}: {value!r}, of type {type(value).__name__}. {_summary(value)}".rstrip()
+    lines = [signature(name.rpartition(".")[2], value), textwrap.indent(inspect.getdoc(value) or "", "    ")]
+    for key, item in vars(value).items() if inspect.isclass(value) else ():
+        fun = getattr(item, "__func__", item)
+        if inspect.isfunction(fun) and not key.startswith("_"):
+            lines += ["", textwrap.indent(signature(key, fun), "    "), f"        {_summary(fun)}"]
+    return "\n".join(lines)
+
+
+class _Annotation:
+    """An annotation that prints as it stands in the source, without quotes."""
+
+    def __init__(self, annotation: Any):
+        self._text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def signature(name: str, fun: Any) -> str:
+    """The name and the parameters of a function; a line for each parameter if one line of the terminal is too short."""
+    try:
+        found = inspect.signature(fun)
+    except (TypeError, ValueError):  # a builtin
+        return f"{name}(...)"
+    bare = lambda annotation: annotation if annotation is found.empty else _Annotation(annotation)
+    parameters = [p.replace(annotation=bare(p.annotation)) for p in found.parameters.values()]
+    returned = bare(found.return_annotation)
+    line = f"{name}{found.replace(parameters=parameters, return_annotation=returned)}"
+    if len(line) <= text_width():
+        return line
+    texts: list[str] = []
+    kinds = [p.kind for p in parameters]
+    for p, following in zip(parameters, [*kinds[1:], None], strict=True):
+        if p.kind is p.KEYWORD_ONLY and "*" not in texts and p.VAR_POSITIONAL not in kinds:
+            texts.append("*")
+        texts.append(str(p))
+        if p.kind is p.POSITIONAL_ONLY and following is not p.POSITIONAL_ONLY:
+            texts.append("/")
+    end = "" if returned is found.empty else f" -> {returned!r}"
+    return "\n".join([f"{name}(", *(f"    {text}," for text in texts), f"){end}"])
+
+
+def section(error: str) -> str:
+    """The part of docs/errors.md under the heading of an error; empty if there is none."""
+    for path in (
+        pathlib.Path(__file__).with_name("errors.md"),
+        pathlib.Path(__file__).parents[2] / "docs" / "errors.md",
+    ):
+        if path.is_file():
+            _, heading, body = path.read_text(encoding="utf-8").partition(f"\n## {error}\n")
+            # Without the directives for the site's generator.
+            text = re.sub(r"^(:::.*\n(?: +.*\n)*|```.*\n)", "", body.split("\n## ")[0] + "\n", flags=re.M)
+            return text.strip() if heading else ""
+    return ""
