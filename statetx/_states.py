@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from . import _hooks, _jax
@@ -45,6 +46,9 @@ class Kind(Protocol):
 
     is_watched: bool = True
     """Whether frames see every read and write. The states of other kinds are found as constants of staged equations."""
+
+    advances_when_read: bool = False
+    """Whether a map advances a random state that it reads and does not write, as the library's own maps do."""
 
     is_array: bool = False
     """Whether the states are arrays to JAX: `vmap` maps them as arguments, `scan` slices them as ``xs``, their shape is
@@ -122,6 +126,11 @@ class Kind(Protocol):
     def is_random(self, state: Any) -> bool:
         """Whether the state holds a random key that advances with every draw."""
         return False
+
+    def split(self, key: Any, num: int) -> tuple[Any, Any]:
+        """Split the key of a state into `num` keys, for examples or steps, and the key that the state keeps."""
+        keys = jax.random.split(key, num + 1)
+        return keys[1:], keys[0]
 
     def is_trainable(self, state: Any) -> bool:
         """Whether the library's class for weights says so: `Param`."""

@@ -815,6 +815,27 @@ mistake("scan(xs=a state)", StateValueError, "xs[0] holds states", "states={Para
 mistake("map(xs=a state)", StateValueError, "map: xs holds states", "scan(", "states={Param: 0}")(
     lambda: statetx.map(lambda p: p.value, Param(X))
 )
+KEYS = jax.random.split(jax.random.key(0), 4)
+
+
+@mistake("vmap: a key for each example, Broadcast", StateAccessError, "rng", "declared Broadcast", "declare it Split")
+def vmap_broadcast_key():
+    rng = RngState(0, name="rng")
+    statetx.vmap(lambda key: setattr(rng, "value", key), states={RngState: Broadcast})(KEYS)
+
+
+@mistake("vmap: Split of an array", StateValueError, "'h'", "f32[4]", "not one random key", "Broadcast")
+def vmap_split():
+    h = State(X, name="h")
+    statetx.vmap(lambda x: x * h.value, states={State: statetx.Split})(X)
+
+
+@mistake("scan: Split of an array of keys", StateValueError, "'rng'", "key<fry>[4]", "not one random key", "an axis")
+def scan_split():
+    rng = RngState(KEYS, name="rng")
+    statetx.scan(lambda c, x: (c, rng.value), 0.0, X, states={RngState: statetx.Split})
+
+
 mistake("vmap(states={State: Carry})", StateValueError, "Carry", "an axis", "Split")(
     lambda: statetx.vmap(double, states={State: Carry})(X)
 )

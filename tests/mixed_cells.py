@@ -32,13 +32,14 @@ DEAD = Dead()
 
 
 class Cell:
-    """A state: a value, and whether it is a random key. A Ref's type is fixed."""
+    """A state: a value, and whether it is a random key, of which library. A Ref's type is fixed."""
 
-    def __init__(self, world: World, value: Any, is_random: bool = False, is_ref: bool = False):
+    def __init__(self, world: World, value: Any, is_random: bool = False, is_ref: bool = False, library: str = ""):
         self._world = world
         self._value = value
         self.is_random = is_random
         self.is_ref = is_ref
+        self.library = library
         self.is_weak_open = world.has_read_open  # whether nobody promises that its value is weak, or is not
         self.is_strengthened = False  # whether a loop has made a weak value strong
         world.add(self)

@@ -13,7 +13,8 @@ Laws defined here and nowhere else:
   written. As in `jax.lax`, a loop leaves a value as weak as its body leaves it, branches as weak as the first of them.
 - A cell made in the body of a loop or branch, or on the devices of a `shard_map`, may not outlive it. One made under a
   map and left behind holds a value for each example.
-- A map gives each example a random key of its own, and the key advances once, if the mapped function writes it at all.
+- A map gives each example a random key of its own, and the key advances once, if the mapped function writes it at all,
+  whatever it writes. brainstate's keys advance in two splits, the others in one.
 """
 
 from __future__ import annotations
@@ -389,9 +390,7 @@ class _Mapped:
         self._rules = [rule for _, rule in rules]
         self.cells = [cell for cell, _ in rules]
         self._before = [cell._value for cell in self.cells]
-        self._keys = [
-            jax.random.split(v, n + 1) if r == SPLIT else None for v, r in zip(self._before, self._rules, strict=True)
-        ]
+        self._keys = [jax.random.split(c._value, n + 1) if r == SPLIT else None for c, r in rules]
         self._entered: list[Any] = []
         self._left: list[dict[int, Any]] = [{} for _ in rules]
         self._is_written = [False for _ in rules]
@@ -411,7 +410,8 @@ class _Mapped:
             if not self._is_written[k]:
                 cell._value = self._before[k]
             elif self._keys[k] is not None:
-                cell._value = self._keys[k][0]
+                kept = self._keys[k][0]
+                cell._value = jax.random.split(kept)[1] if cell.library == "brainstate" else kept
             else:
                 cell._value = stack([self._left[k][i] for i in range(self._n)], self._rules[k])
                 cell.is_weak_open = True  # JAX stacks numbers to either

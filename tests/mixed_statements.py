@@ -115,7 +115,9 @@ class Statements:
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
-        self.rng_learners = random.Random(f"{seed}, learners")  # of its own: other programs stay what they are
+        # Of their own: other programs stay what they are.
+        self.rng_learners = random.Random(f"{seed}, learners")
+        self.rng_keys = random.Random(f"{seed}, keys")
         self.seed = seed
         self.calls = self.rng.choice((3, 4, 5, 6))
         self.compiled = self.rng.choice((0, 0, 1, 1, 1, 2, 2, 3))
@@ -349,7 +351,9 @@ class Statements:
             return [], scope
         view, name, shape = self.pick(views), self.fresh("v"), self.pick(((), (SIZE,)))
         line = f"{name} = jnp.tanh(jax.random.normal(draw({{place}}), {shape}))"
-        return [Do(line, view.cell, name=name, shape=shape)], scope.with_name(name, shape, view.maps)
+        key = self.rng_keys.choice((None, None, "jax.random.key(7)", "draw({place})"))
+        rekey = [] if key is None else [Do(f"rekey({{place}}, {key})", view.cell)]
+        return [*rekey, Do(line, view.cell, name=name, shape=shape)], scope.with_name(name, shape, view.maps)
 
     def made(self, scope: Scope, place: str) -> tuple[Make, View]:
         kind = self.pick(("statetx", "statetx", "brainstate", "nnx"))

@@ -187,7 +187,7 @@ class Plain(World):
 
             def __init__(self, kind: str, seed: int):
                 self.kind = kind
-                self.key = Cell(r, jax.random.key(seed), is_random=True)
+                self.key = Cell(r, jax.random.key(seed), is_random=True, library=kind)
                 self.count = Cell(r, jnp.uint32(0)) if kind == "nnx" else None
 
         def draw(rng: Any) -> jax.Array:
@@ -197,6 +197,9 @@ class Plain(World):
                 return key
             rng.key.value, key = jax.random.split(rng.key.value)
             return key
+
+        def rekey(rng: Any, key: jax.Array) -> None:
+            rng.key.value = key
 
         transforms = {name: getattr(r, name) for name in TRANSFORMS if hasattr(r, name)}
         return {
@@ -214,6 +217,7 @@ class Plain(World):
             "Cell": lambda value, **options: Cell(r, value, **options),
             "Rng": Rng,
             "draw": draw,
+            "rekey": rekey,
             "peek": lambda cell: cell.value,
             "only": lambda x: Only(x.key if isinstance(x, Rng) else x),
             "mesh": None,
@@ -261,6 +265,7 @@ class System(World):
             "bs_cond": transform.cond,
             "bs_for_loop": transform.for_loop,
             "draw": draw,
+            "rekey": rekey,
             "peek": self.read,
             "only": only,
             "mesh": mesh,
@@ -284,6 +289,13 @@ def draw(rng: Any) -> jax.Array:
     if isinstance(rng, statetx.RngState):
         return rng.next()
     return rng() if isinstance(rng, nnx.Rngs) else rng.split_key()
+
+
+def rekey(rng: Any, key: jax.Array) -> None:
+    if isinstance(rng, nnx.Rngs):
+        rng.default.key.set_value(key)
+    else:
+        rng.value = key
 
 
 def only(state: Any) -> Callable[[str, Any], bool]:

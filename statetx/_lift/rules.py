@@ -18,7 +18,9 @@ from .._errors import StateAccessError, StateValueError
 from .._frames import Effect
 from .._objects.paths import Paths, as_predicate, check_paths
 from .._objects.walk import held_states
-from .._text import brief
+from .._states import Kind
+from .._text import brief, type_str
+from .._tree import is_key
 from .._typing import Filter, public
 
 
@@ -53,7 +55,7 @@ class Broadcast(Rule):
 
 @public
 class Split(Rule):
-    """Give each step, or each example, a random key of its own. The state advances once.
+    """Give each step, or each example, a random key of its own. The state advances once, also if they set its key.
 
     A rule of ``states=`` in `scan` and `vmap`, for random states only (`RngState`, brainstate's ``RandomState``). The
     default for them in `vmap`. In `scan` the default is `Carry`: the steps draw one after the other, as a Python loop
@@ -146,6 +148,25 @@ class Rules:
             rule = next((rule for selects, rule in self._rules if selects(path, state)), None)
             self._rule_by_state[id(state)] = state, rule
         return self._rule_by_state[id(state)][1]
+
+    def split(self, state: Any, kind: Kind, leaves: Sequence[Any], num: int) -> tuple[list, list]:
+        """Split each array of the value of a `Split` state into keys for `num` examples or steps, and the key that the
+        state keeps.
+
+        Raises:
+            StateValueError: an array is not one random key.
+        """
+        for x in leaves:
+            if not (is_key(x) and x.ndim == 0) and not (x.dtype == jnp.uint32 and x.ndim == 1):
+                path = self.path(state)
+                raise StateValueError(
+                    f"{self.name}: {_states.describe(state, kind, path)} holds {type_str(x)}, which is not one random "
+                    f"key. Split gives each call a key of its own.\n"
+                    f"Fix: keep one key in the state; or declare another rule, states={{{path!r}: ...}}: an axis for "
+                    f"an array of keys, Broadcast for a value that all calls share."
+                )
+        pairs = [kind.split(x, num) for x in leaves]
+        return [keys for keys, _ in pairs], [key for _, key in pairs]
 
     def check_paths(self) -> None:
         """Raise if a path glob selects none of the states that the function touched, whose rules have been

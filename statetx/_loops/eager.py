@@ -19,8 +19,9 @@ from .._lift.rules import Broadcast, Rules, Split
 from .._lift.run import frame_for, run_eagerly
 from .._lift.wrapper import name_of
 from .._objects.paths import Paths
+from .._states import Kind
 from .._text import type_str
-from .._tree import is_array, is_array_or_number, partition
+from .._tree import Partition, is_array, is_array_or_number, partition
 from .._typing import PyTree
 from .._unfinished import refuse_unfinished
 
@@ -175,7 +176,7 @@ class _Mapped:
         self._segments = segments
         self._length = length
         self._rules = rules
-        self._keys: dict[int, Any] = {}
+        self._keys: dict[int, tuple[Partition, list, list]] = {}  # see `_split`
         self._left: dict[int, tuple[Effect, dict[int, Any]]] = {}  # what steps wrote
 
     def step(self, i: int, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
@@ -206,13 +207,16 @@ class _Mapped:
                 self._rules.slice_type(state, _jax.abstract(x), self._length)
             return part.combine([jax.lax.index_in_dim(jnp.asarray(x), i, rule, keepdims=False) for x in arrays])
         if rule is Split:
-            keys = self._keys.setdefault(id(state), None)
-            if keys is None:
-                # As in the compiled scan: key 0 is the state's next value, so the draws do not depend on whether the
-                # loop is compiled.
-                keys = self._keys[id(state)] = jax.random.split(value, self._length + 1)
-            return keys[1 + i]
+            part, keys, _ = self._split(state, kind, value)
+            return part.combine([k[i] for k in keys])
         return value
+
+    def _split(self, state: Any, kind: Kind, value: Any) -> tuple[Partition, list, list]:
+        """The structure of a split state's value before the loop, the keys of the steps, and the keys that it keeps."""
+        if id(state) not in self._keys:
+            leaves, part = partition(value)
+            self._keys[id(state)] = part, *self._rules.split(state, kind, leaves, self._length)
+        return self._keys[id(state)]
 
     def finish(self) -> None:
         """Store the steps' last values in these states."""
@@ -224,7 +228,10 @@ class _Mapped:
                 slices = [self._slice_left(effect, values, i, rule) for i in range(self._length)]
                 effect.value = jax.tree.map(lambda *xs, axis=rule: jnp.stack(xs, axis), *slices)
             else:
-                effect.value = self._keys[id(effect.state)][0] if rule is Split else list(values.values())[-1]
+                effect.value = list(values.values())[-1]
+                if rule is Split:  # whatever the steps wrote, which may not have read it
+                    part, _, kept = self._split(effect.state, effect.kind, effect.kind.get(effect.state))
+                    effect.value = part.combine(kept)
             effect.value_before = _frames.UNKNOWN
             effects.append(effect)
         publish(effects)

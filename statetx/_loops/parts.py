@@ -132,6 +132,7 @@ class Turns:
         self._staged = staged
         self._share = share
         self._dtype = dtype
+        self._rules = rules
         states = sort_states(staged, rules, "Carry, Mean, First or Last, or give the axis of the batch")
         self._shared, self._carried, self._split, self._mapped, states_by_rule = states
         self._kept = [i for i, _ in states_by_rule]
@@ -247,9 +248,8 @@ class Turns:
         """Keys of these parts, for each leaf of a split state."""
         keys = []
         for i in self._split:
-            all_keys = [jax.random.split(x, num + 1) for x in i.values]
-            progress.advanced[id(i.state)] = [k[0] for k in all_keys]
-            keys += [k[1 + progress.count :][: parts.num] for k in all_keys]
+            keys_of_parts, progress.advanced[id(i.state)] = self._rules.split(i.state, i.kind, i.values, num)
+            keys += [k[progress.count :][: parts.num] for k in keys_of_parts]
         return keys
 
     def _strategy(self, body: Body, is_weighted: bool) -> Strategy | None:

@@ -240,6 +240,7 @@ class ScanLoop:
         self._refs = refs
         self._length = length
         self._num_carry = num_carry
+        self._rules = rules
         states = sort_states(body, rules, "Carry, or give an axis to stack its writes along")
         self._broadcast, self._carried, self._split, self._mapped, states_by_rule = states
         self._repeated = [i for i, _ in states_by_rule]  # random states with the same draws in every step
@@ -274,9 +275,11 @@ class ScanLoop:
         `options`: see `make_loop`.
         """
         values = lambda inputs: [x for i in inputs for x in i.values]
-        # Of a split state's new keys, the first is its next value and the others go to the steps.
-        keys = [jax.random.split(x, self._length + 1) for x in values(self._split)]
-        mapped = [*(k[1:] for k in keys), *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values)]
+        splits = [self._rules.split(i.state, i.kind, i.values, self._length) for i in self._split]
+        mapped = [
+            *(k for keys, _ in splits for k in keys),
+            *(jnp.moveaxis(x, axis, 0) for i, axis in self._mapped for x in i.values),
+        ]
         carried = values([*self._carried, *self._repeated])
 
         constants = [*self._staged.operands, *values(self._broadcast), *values(self._repeated)]
@@ -284,7 +287,8 @@ class ScanLoop:
         loop = make_loop(self._staged, self._body, len(constants), num_carry, self._length, **options)
         carry, ys = loop(constants, [*carry, *carried], [*xs, *mapped])
         num_carry, num_stacked = self._num_carry, len(self._staged.out_vars) - self._num_carry
-        self._publish(carry[num_carry:], ys[num_stacked:], [k[0] for k in keys], ys[num_stacked - len(self._refs) :])
+        advanced = [key for _, kept in splits for key in kept]
+        self._publish(carry[num_carry:], ys[num_stacked:], advanced, ys[num_stacked - len(self._refs) :])
         return carry[:num_carry], ys[: num_stacked - len(self._refs)]
 
     def _publish(self, carried: list, stacked: list, advanced: list, slices: list) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._errors import StateAccessError, StateValueError
-from .._frames import Effect
+from .._frames import Effect, Frame
 from .._lift.batch import common_length
 from .._lift.options import broadcast_prefix, check_whole, keeps_type, transform
 from .._lift.outcome import OutputGroups
@@ -26,6 +26,7 @@ from .._lift.run import call, frame_for
 from .._lift.staged import is_loop_leaf
 from .._lift.wrapper import Wrapper, name_of
 from .._objects.paths import argument_names, leaf_names
+from .._states import Kind
 from .._text import brief, type_str
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -63,9 +64,10 @@ def vmap(
         A function of the batched arguments; each array of its output has the batch axis given by `out_axes`.
 
     State:
-        A split random state advances once. A broadcast state can be written if the value is the same for every example
-        (a counter, a mean over `axis_name`). States that the call creates and that outlive it are stacked along a new
-        leading axis, or along their axis in `states`; with `Broadcast` they keep the one value of all examples.
+        A split random state advances once, whatever the examples draw from it or set it to. A broadcast state can be
+        written if the value is the same for every example (a counter, a mean over `axis_name`). States that the call
+        creates and that outlive it are stacked along a new leading axis, or along their axis in `states`; with
+        `Broadcast` they keep the one value of all examples.
 
     Raises:
         StateAccessError: a write to a state that is not mapped differs between the examples.
@@ -119,11 +121,11 @@ class Vmap(Wrapper, made_by=vmap):
         examples = _Examples(self, rules)
 
         def body(tracers: list) -> dict[str, list]:
-            examples.trace = _jax.current_trace()
             mapped_tracers = iter(tracers)
             # Leaves that are not mapped bypass `jax.vmap`: a Python number stays a number, a Ref the user's own.
             dynamic = [next(mapped_tracers) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
-            frame = frame_for("vmap", fun, on_read=examples.on_read)
+            examples.frame = frame = frame_for("vmap", fun, on_read=examples.on_read)
+            examples.trace = _jax.current_trace()
 
             def run(args: tuple, kwargs: dict[str, Any]) -> Any:
                 out = call(fun, args, kwargs)
@@ -174,41 +176,59 @@ class _Examples:
     """One call of a mapped function: gives it the values of states, and collects its writes.
 
     Attributes:
+        frame: the frame of the call, and
         trace: JAX's trace of the map, set when the map begins.
     """
 
+    frame: Frame
     trace: Any
 
     def __init__(self, owner: Vmap, rules: Rules):
         self._owner = owner
         self._rules = rules
-        self._advanced: dict[int, Any] = {}  # the new keys of split random states
+        self._advanced: dict[int, Any] = {}  # by id, the next values of the split states that were read
 
-    def on_read(self, state: Any, kind: Any, value: Any) -> Any:
-        rule = self._rules(state)
-        if rule is None and kind.is_random(state):
-            rule = Split
+    def on_read(self, state: Any, kind: Kind, value: Any) -> Any:
+        rule = self._rule(state, kind)
         if rule is not Split and not isinstance(rule, int):
             return value
-        # The read may happen in an inner trace. The keys and slices are computed outside the map, on whole arrays.
+        if rule is Split:
+            keys, part = self._split(state, kind, value)
+            if kind.advances_when_read and (access := self.frame.accesses.get(id(state))) is not None:
+                self.frame.note_write(access)
+            return part.combine([_jax.batch_tracer(self.trace, x, 0) for x in keys])
+        arrays, part = partition(value)
+        for x in arrays:
+            self._rules.slice_type(state, _jax.abstract(x), _jax.batch_size(self.trace))
         with _jax.in_parent_trace(self.trace):
-            if not isinstance(rule, int):
-                keys = jax.random.split(value, _jax.batch_size(self.trace) + 1)
-                self._advanced[id(state)] = keys[0]
-                return _jax.batch_tracer(self.trace, keys[1:], 0)
-            arrays, part = partition(value)
-            for x in arrays:
-                self._rules.slice_type(state, _jax.abstract(x), _jax.batch_size(self.trace))
             return part.combine([_jax.batch_tracer(self.trace, jnp.asarray(x), rule) for x in arrays])
+
+    def _rule(self, state: Any, kind: Kind) -> Any:
+        """The rule of a state from before the call. Random states are split, whether the function reads them or not."""
+        rule = self._rules(state)
+        return Split if rule is None and kind.is_random(state) else rule
+
+    def _split(self, state: Any, kind: Kind, value: Any) -> tuple[list, Partition]:
+        """The examples' keys, for each array of the value. They are computed outside the map, on whole arrays: the read
+        may happen in an inner trace.
+        """
+        arrays, part = partition(value)
+        with _jax.in_parent_trace(self.trace):
+            keys, kept = self._rules.split(state, kind, arrays, _jax.batch_size(self.trace))
+        self._advanced[id(state)] = part.combine(kept)
+        return keys, part
 
     def add_effects(self, effects: Sequence[Effect], groups: OutputGroups) -> None:
         """Group the leaves of written values by axis: 0 for those with one slice for each example, None for those that
         all share.
         """
-        rules = [self._rules(effect.state) for effect in effects]
+        rules = [self._rules(e.state) if e.created else self._rule(e.state, e.kind) for e in effects]
         self._rules.check_paths()
         for effect, rule in zip(effects, rules, strict=True):
-            if id(effect.state) in self._advanced:  # the key after all of the examples' keys was computed by `on_read`
+            if rule is Split and not effect.created and not effect.kind.is_invalidated(effect.state):
+                # It advances once, whatever the examples have written. One that was not read is split here.
+                if id(effect.state) not in self._advanced:
+                    self._split(effect.state, effect.kind, effect.value_before)
                 groups.add_effect(effect, [], None, functools.partial(_first, self._advanced[id(effect.state)]))
                 continue
             axis = rule if isinstance(rule, int) else 0 if effect.created and rule is not Broadcast else None
@@ -234,6 +254,14 @@ class _Examples:
         if not any(_jax.is_batched(x, self.trace) for x in leaves):
             return
         path = self._rules.path(effect.state)
+        if effect.kind.is_random(effect.state):
+            raise StateAccessError(
+                f"vmap({name_of(self._owner.__wrapped__)}): "
+                f"{_states.describe(effect.state, effect.kind, path, effect.value)} was set to another key in each "
+                f"example, at {effect.site}, and is declared Broadcast: all examples share one.\n"
+                f"Fix: declare it Split, as random states are by default: each example has a key of its own, and the "
+                f"state advances once."
+            )
         counts = all(x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer) for x in leaves)
         draws = " If it counts random draws, draw before the branch that only some examples take." if counts else ""
         raise StateAccessError(

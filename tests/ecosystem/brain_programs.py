@@ -131,6 +131,62 @@ def recurrent_classifier(t: Transforms, size: Size) -> Program:
     return Program(train, (weights, optimizer))
 
 
+class LinearRecurrence(nn.Module):
+    """A linear recurrent unit: a diagonal complex recurrence over time, as an associative scan; one sequence at a time.
+
+    Source: Orvieto et al., "Resurrecting Recurrent Neural Networks for Long Sequences" (2023), equations 5 to 7.
+    """
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        radius, phase = jnp.sqrt(0.81 + 0.18 * rand(hidden)), 0.3 * rand(hidden)
+        weight = lambda *shape: brainstate.ParamState(brainstate.random.randn(*shape) / shape[-1] ** 0.5)
+        self.log_decay = brainstate.ParamState(jnp.log(-jnp.log(radius)))
+        self.log_phase = brainstate.ParamState(jnp.log(phase))
+        self.log_gain = brainstate.ParamState(0.5 * jnp.log(1 - radius**2))
+        self.b_real, self.b_imag = weight(hidden, width), weight(hidden, width)
+        self.c_real, self.c_imag = weight(width, hidden), weight(width, hidden)
+        self.skip, self.gate = weight(width), nn.Linear(width, 2 * width)
+        self.dropout = nn.Dropout(0.8)
+
+    def update(self, x: jax.Array) -> jax.Array:
+        decay = jnp.exp(-jnp.exp(self.log_decay.value) + 1j * jnp.exp(self.log_phase.value))
+        b = (self.b_real.value + 1j * self.b_imag.value) * jnp.exp(self.log_gain.value)[:, None]
+        c = self.c_real.value + 1j * self.c_imag.value
+        factors = jnp.broadcast_to(decay, (len(x), *decay.shape))
+        combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
+        _, h = jax.lax.associative_scan(combine, (factors, x @ b.T))
+        y = jax.nn.gelu((h @ c.T).real + self.skip.value * x)
+        value, gate = jnp.split(self.gate(y), 2, axis=-1)
+        return x + self.dropout(value * jax.nn.sigmoid(gate))
+
+
+def linear_recurrent_unit(t: Transforms, size: Size) -> Program:
+    """A classifier of sequences, each with a random key of its own: it is set in the function that `vmap` maps."""
+    block = LinearRecurrence(size.hidden, size.hidden)
+    net = nn.Sequential(nn.Linear(3, size.hidden), block, nn.LayerNorm(size.hidden), nn.Linear(size.hidden, 5))
+    weights = net.states(brainstate.ParamState)
+    optimizer = braintools.optim.Adam(lr=0.02)
+    optimizer.register_trainable_weights(weights)
+    xs, labels = rand(size.batch, size.steps, 3), jnp.arange(size.batch) % 5
+
+    def run(x, key):
+        brainstate.random.set_key(key)
+        return net(x).mean(0)
+
+    def loss():
+        with brainstate.environ.context(fit=True):
+            return cross_entropy(t.vmap(run)(xs, brainstate.random.split_key(size.batch)), labels)
+
+    @t.jit
+    def train():
+        value, grads = t.value_and_grad(loss, weights)()
+        optimizer.update(grads)
+        return value
+
+    return Program(train, (weights, optimizer, brainstate.random.DEFAULT))
+
+
 def image_classifier(t: Transforms, size: Size) -> Program:
     """Convolution, batch normalization, dropout; momentum and weight decay, the rate stepped between epochs."""
     net = nn.Sequential(
@@ -584,6 +640,7 @@ PROGRAMS: dict[str, Callable[[Transforms, Size], Program]] = {
     f.__name__: f
     for f in (
         recurrent_classifier,
+        linear_recurrent_unit,
         image_classifier,
         autoencoder,
         integrator,

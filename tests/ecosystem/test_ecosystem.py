@@ -34,10 +34,10 @@ def _settings_as_the_family_needs_them():
 
 
 def run(name, transforms):
-    """Outputs of three steps, the states after them, and how many programs XLA compiled in each step."""
+    """Outputs of four steps, the states after them, and how many programs XLA compiled in each step."""
     program = start(name, transforms)
     outputs, compiled = [], []
-    for _ in range(3):
+    for _ in range(4):
         with compilations() as events:
             outputs.append(jax.block_until_ready(program.step()))
         compiled.append(len(events))
@@ -63,7 +63,7 @@ def assert_equal_numbers(ours, theirs):
 
 
 # One of each family; the others are built alike and take longer.
-FAST = "delayed_network spiking_classifier trained_online".split()
+FAST = "linear_recurrent_unit delayed_network spiking_classifier trained_online".split()
 
 
 @pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])

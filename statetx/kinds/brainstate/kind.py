@@ -35,6 +35,7 @@ class _Brainstate(_frames.WatchedKind):
 
     name = "brainstate"
     base = brainstate.State
+    advances_when_read = True
     bookkeeping = frozenset("_trace_state _value _level _source_info _hooks_manager _name _been_writen _backup".split())
     folder = os.path.join(os.path.dirname(brainstate.__file__), "")
 
@@ -141,6 +142,11 @@ class _Brainstate(_frames.WatchedKind):
 
     def is_random(self, state: brainstate.State) -> bool:
         return isinstance(state, brainstate.random.RandomState)
+
+    def split(self, key: Any, num: int) -> tuple[Any, Any]:
+        # As `brainstate.transform.vmap`: `split_key(num)` for the examples, and then the key of a `split_key()`.
+        keys, key = super().split(key, num)
+        return keys, jax.random.split(key)[1]
 
     def is_trainable(self, state: brainstate.State) -> bool:
         return isinstance(state, brainstate.ParamState)
