@@ -63,7 +63,7 @@ def assert_equal_numbers(ours, theirs):
 
 
 # One of each family; the others are built alike and take longer.
-FAST = "linear_recurrent_unit delayed_network spiking_classifier trained_online".split()
+FAST = "delayed_network spiking_classifier trained_online".split()
 
 
 @pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])
