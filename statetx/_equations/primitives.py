@@ -53,6 +53,7 @@ class PrimitiveRow:
         is_inlined: a listing or the planner's graph may show its equations in its place.
         flops: operations of an equation; None: one for each entry of the largest result.
         is_linear: the result is linear in its float operands together, as a sum is.
+        is_elementwise: an entry of a result is a function of the entries of the operands at its place, and of numbers.
         bits: the operands that make a result of zeros and ones if they have no other entries, ``slice(0)`` if any do;
             None if the operands alone do not.
     """
@@ -69,6 +70,7 @@ class PrimitiveRow:
     is_inlined: bool = False
     flops: Callable[[Any], float] | None = None
     is_linear: bool = False
+    is_elementwise: bool = False
     bits: slice | None = None
 
 
@@ -189,8 +191,9 @@ TABLE: dict[str, PrimitiveRow] = {
         "rsqrt shift_left "
         "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor",
         fuses=True,
+        is_elementwise=True,
     ),
-    **_rows("integer_pow", fuses=True, flops=_power),
+    **_rows("integer_pow", fuses=True, flops=_power, is_elementwise=True),
     # The spike of braintools' surrogate gradients: a comparison.
     **_rows("heaviside_surrogate_gradient", fuses=True, bits=slice(0)),
     # Reductions: one operation an entry of the operand.
@@ -256,6 +259,13 @@ _set(
     "concatenate slice "
     "dynamic_slice pad rev copy gather scatter-add cumsum real imag select_n",
     is_linear=True,
+)
+
+
+# Others that have an entry of the result for each of the operands'.
+_set(f"name {_jax.mark_primitive.name} {_jax.note_primitive.name} reduce_precision", is_elementwise=True)
+_set(
+    "convert_element_type copy copy_p imag optimization_barrier pvary real select_n stop_gradient", is_elementwise=True
 )
 
 

@@ -181,6 +181,14 @@ def spliced(jaxpr: Jaxpr, sources: Sequence[Any], targets: Sequence[Any], like: 
     return [e.replace(outvars=[renamed.get(v, v) for v in e.outvars]) for e in eqns]
 
 
+def is_unplaced(eqn: Any) -> bool:
+    """Whether the equation of a ``jax.jit`` says nothing of shardings, layouts, donation or options of the compiler."""
+    params = eqn.params
+    is_unspecified = all(x is UNSPECIFIED for x in (*params["in_shardings"], *params["out_shardings"]))
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    return is_unspecified and not (any(params["donated_invars"]) or params["compiler_options_kvs"] or any(layouts))
+
+
 def with_scope(eqn: Any, name: str) -> Any:
     """Add a name to the equation's name stack; everything that JAX derives from the equation inherits it."""
     info = eqn.source_info

@@ -17,7 +17,7 @@ from jax._src.lax.control_flow.loops import scan_p, while_p
 
 from .._positions import function_of as _function_of
 from . import patches
-from .equations import ClosedJaxpr, Jaxpr, abstract, as_array, open_jaxpr, with_nonzero
+from .equations import ClosedJaxpr, Jaxpr, Var, abstract, as_array, open_jaxpr, with_nonzero
 from .primitives import call_primitive, identity
 from .versions import SCAN_HAS_TREES, packed, tree_of
 
@@ -104,7 +104,7 @@ _loop_p = call_primitive(
     jvp=_loop_jvp,
     batch=_loop_batch,
     jaxpr_of=lambda *_, loop, jaxpr: jaxpr,
-    lowered=lambda *args, loop, jaxpr: _core.jaxpr_as_fun(jaxpr)(*args),
+    lowered=lambda *args, loop, jaxpr: _core.jaxpr_as_fun(loop.lowered(jaxpr))(*args),
 )
 _ad.primitive_linearizations[_loop_p] = _loop_linearize
 _ad.primitive_transposes[_loop_p] = _loop_transpose
@@ -178,6 +178,26 @@ def with_scan_constants(eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any]) 
         consts, carry, xs = params["ft_in"].unpack()
         params["ft_in"] = packed((tree_of(len(constants) + len(list(consts))), carry, xs))
     return eqn.replace(params=params, invars=[*constants, *eqn.invars])
+
+
+def with_scan_operands(
+    eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
+) -> Any:
+    """Replace the body and all operands of a scan, as an equation with new results."""
+    params = {**eqn.params, "jaxpr": jaxpr}
+    if "num_carry" in params:
+        params |= {"num_consts": len(constants), "num_carry": len(carry)}
+    else:
+        sizes = [tree_of(len(values)) for values in (constants, carry, xs)]
+        ys = tree_of(len(jaxpr.out_avals) - len(carry))
+        ys = ys.filter_with_mask([True] * (len(jaxpr.out_avals) - len(carry)))
+        params |= {"ft_in": packed(tuple(sizes)), "ft_out": packed((sizes[1], ys))}
+    if "linear" in params:
+        params["linear"] = (False,) * (len(constants) + len(carry) + len(xs))
+    length, is_stacked = params["length"], [False] * len(carry) + [True] * (len(jaxpr.out_avals) - len(carry))
+    types = zip(jaxpr.out_avals, is_stacked, strict=True)
+    outvars = [Var(_core.unmapped_aval(length, 0, aval) if stacked else aval) for aval, stacked in types]
+    return eqn.replace(params=params, invars=[*constants, *carry, *xs], outvars=outvars, effects=jaxpr.effects)
 
 
 # -- loops with traced bounds whose number of runs is known

@@ -18,6 +18,7 @@ Both kinds of derivative add up the gradients of constants in a wider type, if o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,11 +26,13 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._equations.release import Release
 from .._equations.structure import Body
 from .._lift.stage import close_derivative
 from .._lift.staged import as_types
 from .._positions import replaced
 from .._tree import is_float
+from . import bind
 from .derivative import DifferentiableLoop, jvp_of
 from .nested import nested
 from .step import LoopStep
@@ -74,9 +77,22 @@ class TurnsAgain(DifferentiableLoop):
         super().__init__(step)
         self._dtype = dtype
         self._nested: dict[Any, Any] = {}  # by the constants whose gradients are widened
+        self._eager: dict[Any, Callable] = {}
 
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
         return TurnsAgain(step, self._dtype)
+
+    def run(self, args: list) -> list:
+        if not _jax.is_eager():
+            return super().run(args)
+        jaxpr = self.jaxpr_for([jax.typeof(x) for x in args])
+        if jaxpr not in self._eager:
+            self._eager[jaxpr] = bind.compiled(functools.partial(_jax.evaluate, self.lowered(jaxpr).jaxpr, ()))
+        return self._eager[jaxpr](args)
+
+    def lowered(self, jaxpr: Any) -> Any:
+        """The loop, whose turns add the gradients of each layer to the sums in the backward loop of the layers."""
+        return Release(())(jaxpr)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         avals = self.step.constant_avals

@@ -96,6 +96,10 @@ class DifferentiableLoop:
             self._jaxprs[key] = _jax.close(jaxpr, consts)
         return self._jaxprs[key]
 
+    def lowered(self, jaxpr: Any) -> Any:
+        """The closed jaxpr to compile for `jaxpr`, one of `jaxpr_for`."""
+        return jaxpr
+
     def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
         """The outputs, and the tangents of the float outputs, None for zero; `tangents` holds the nonzero ones by
         argument index.

@@ -24,7 +24,7 @@ from .._text import type_str
 from .._tree import Partition, is_float
 from .accumulated import Accumulated, sum_dtype, with_left_out
 from .build import make_loop
-from .strategy import Levels, Strategy
+from .strategy import Strategy
 
 REDUCTIONS = ("mean", "sum", "first", "last", "concat", "stack")
 """How an output of the parts becomes one output."""
@@ -261,9 +261,7 @@ class Turns:
             if is_loss and r.how in ("mean", "sum"):
                 weight = (None if is_weighted else self._share) if r.how == "mean" else 1.0
                 return Accumulated(1 + position, weight, self._dtype)
-        constants: list[Any] = [v.aval for v in body.jaxpr.invars[: body.num_operands + self._num_constants]]
-        is_widened = any(sum_dtype(a, self._dtype) != a.dtype for a in constants)
-        return Accumulated(None, dtype=self._dtype) if is_widened else Levels(1)
+        return Accumulated(None, dtype=self._dtype)
 
     def _note(self, parts: EqualParts, carry: list, ys: list, progress: Progress) -> None:
         progress.count += parts.num
