@@ -32,7 +32,11 @@ def loop_of(eqn: Any) -> CustomLoop | None:
 
 def with_body(eqn: Any, body: Jaxpr) -> Any:
     """Replace the loop body in an equation made by `call_loop`."""
-    loop = eqn.params["loop"].with_body(body)
+    return with_loop(eqn, eqn.params["loop"].with_body(body))
+
+
+def with_loop(eqn: Any, loop: CustomLoop) -> Any:
+    """Replace the loop in an equation made by `call_loop`."""
     # The settings of the equation: the edited loop is traced under the same ones as the loop was.
     with eqn.ctx.manager:
         jaxpr = loop.jaxpr_for([v.aval for v in eqn.invars])

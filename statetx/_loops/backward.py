@@ -32,6 +32,7 @@ class BackwardStep:
         residual_avals: the types of the residuals in slots. Not among them are constants, the element of xs, values
             computed from constants alone, and values that cheap operations compute from the residuals (see
             `smallest_residuals`).
+        plain_avals: the types of all values that a plain loop stores for a step.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class BackwardStep:
         leaves = list(dict.fromkeys(v for v in self._leaves if isinstance(v, _jax.Var)))
         self._inputs = [*constants, *xs]
         at_hand = {*self._inputs, *_computed_from(body.jaxpr, constants)}
+        self.plain_avals = [v.aval for v in leaves if v not in at_hand]
 
         # A leaf of the carry among the residuals is stored as slots store it.
         carry_avals = [row.stored for row in step.rows]

@@ -13,7 +13,7 @@ from .._environment import require
 from .._equations.structure import Body, table
 from .._errors import PolicyError
 from .._lift.staged import Staged, body_with_key_data, loop_with_key_data, needs_key_data
-from .._lift.wrapper import name_of
+from .._lift.wrapper import name_of, place_of, short_name
 from .._remat import decide
 from .._remat.override import override
 from .._remat.policy import Policy
@@ -22,7 +22,7 @@ from .._tree import is_integer
 from . import bind
 from .step import LoopStep
 from .strategy import Lengths, Slots, Strategy
-from .tune import Auto
+from .tune import Auto, count_in_plain_loop
 
 
 def as_strategy(name: str, checkpoint: Any) -> Strategy:
@@ -101,11 +101,14 @@ def make_loop(
 
     def build(body: Body) -> Callable:
         name = f"{staged.name}({name_of(staged.fun)})"
+        if strategy is None:
+            body = Body(count_in_plain_loop(body.jaxpr, length), body.operands)
         if strategy is None and title is None:
             return bind.scan(body, num_constants, num_carry, length=length, reverse=reverse, unroll=unroll)
         tick = Bars(title, length).tick if title else None
         policy = strategy and strategy.policy
         options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "on_tick": tick}
+        options["place"] = f"{staged.name} of {short_name(place_of(staged.fun))}"
         if not is_of_words:
             return _build(LoopStep(body, num_constants, num_carry, **options), strategy)
         step = LoopStep(body_with_key_data(body), num_constants, num_carry, **options)

@@ -71,6 +71,11 @@ class DifferentiableLoop:
     def with_body(self, body: _jax.Jaxpr) -> DifferentiableLoop:
         return self.with_step(self.step.with_body(body))
 
+    @property
+    def measured_step(self) -> LoopStep:
+        """The step to differentiate for what is known of every derivative: which tangents are zero, and sizes."""
+        return self.step
+
     def is_plain(self) -> bool:
         """Whether its derivative is the plain loop's when no `vmap` encloses it."""
         return False
@@ -105,7 +110,7 @@ class DifferentiableLoop:
         argument index.
         """
         (carry, ys), out_tangents = self.derivative(self.step.sort(args), tangents)
-        return [*carry, *ys], self.step.without_zeros(tangents, out_tangents)
+        return [*carry, *ys], self.measured_step.without_zeros(tangents, out_tangents)
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
         """Batch the loop for a `jax.vmap` over these axes of the arguments: the outputs and their batch axes."""

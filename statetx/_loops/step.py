@@ -31,7 +31,7 @@ class LoopStep:
         num_carry: how many carries.
         length: of the loop; `reverse` as in `jax.lax.scan`.
         policy: which values a rematerialized step saves.
-        name: of the function, for messages.
+        name: of the function, for messages; `place`: with its line.
         on_tick: called with the number of finished steps, and with the phase unless it is the forward sweep.
         marks: see `marked`; `formats`: see `carry_formats`. By default they are found on demand.
         exact_first: the leaves of the carry whose formats give back the carry before the first step, too. Booleans need
@@ -54,6 +54,7 @@ class LoopStep:
     formats: Sequence[StoredType | None] | None = None
     exact_first: Collection[int] = ()
     fence: str | None = None
+    place: str = ""
 
     def __post_init__(self) -> None:
         types = lambda variables: [v.aval for v in variables]

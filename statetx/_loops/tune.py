@@ -5,18 +5,25 @@ When the gradient is built, every `jax.vmap` inside the derivative has mapped th
 each `vmap` around it is found among the active traces, so that all examples count. Where JAX stages the derivative
 without the `vmap` around it (a jitted function, a loop or branch around), the strategy is part of the program when it
 is mapped. A budget that is exceeded then raises.
+
+Loops in loops are decided from the outermost in. ``"auto"`` counts what all steps keep, with the values of the loops in
+them. A loop that stays plain keeps the values of its loops in every step, so these count so many times (`times`). In
+a loop that stores carries they are there once, and may take what these carries take (`limit`).
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from .. import _jax
+from .._equations.primitives import REMAT
 from .._errors import PolicyError
 from .._lift.context import Map, TraceContext, device_bytes
 from .._remat.parse import as_value_policy
@@ -32,9 +39,11 @@ from .step import LoopStep
 from .strategy import Levels, Slots, Strategy
 
 Diff = tuple[int, ...] | None  # the differentiated inputs of a loop; None for all floats
-SHORT = 64  # steps, below which a schedule gains nothing
 _SLACK = 2**10  # bytes of difference between the program around the loop and the loop's own
 _SMALL = 2**22  # bytes that are not worth a second run of anything
+_LEAST_GAIN = 2  # times fewer bytes, or a loop stays plain: a few steps may keep little more than their carries
+
+_log = logging.getLogger("statetx")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,10 +93,21 @@ class Budget(Strategy):
 class Auto(Strategy):
     """``checkpoint="auto"``: slots by the sizes of the carry and of a step's residuals, chosen when the loop is
     differentiated; on GPUs `Levels`.
+
+    Attributes:
+        times: how many runs of the loop keep their values at a time, because of plain loops around it.
+        limit: bytes that the loop may keep; None for `_SMALL`. In a loop that stores carries, the bytes of these.
     """
 
+    times: int = 1
+    limit: int | None = None
+
     def build(self, step: LoopStep) -> Callable:
-        return step.plain() if step.length < SHORT else Sized(step, self)
+        return Sized(step, self)
+
+    @property
+    def allowed(self) -> int:
+        return (_SMALL if self.limit is None else self.limit) // self.times
 
     def for_refs(self) -> Strategy:
         return Levels(2)
@@ -115,6 +135,20 @@ class LoopOfLevels(DifferentiableLoop):
         return self._nested(constants, carry, xs)
 
 
+class Sizes(NamedTuple):
+    """Predicted bytes of a loop's gradient.
+
+    Attributes:
+        plain: what the plain loop keeps.
+        stored: what the loop keeps with the reversal that is chosen, while its first step is reversed.
+        step: the part of `stored` that one step takes.
+    """
+
+    plain: int
+    stored: int
+    step: int
+
+
 class Sized(DifferentiableLoop):
     """A loop whose reversal is chosen by sizes."""
 
@@ -122,13 +156,17 @@ class Sized(DifferentiableLoop):
 
     def __init__(self, step: LoopStep, strategy: Auto | Budget):
         super().__init__(step)
-        self._strategy = strategy
-        self._loops: dict[Slots | Levels | None, Callable] = {None: step.plain()}
+        self.strategy = strategy
+        self.sizes = Sizes(0, 0, 0)  # of "auto", once it has chosen
+        counting = step.with_body(count_in_plain_loop(self.body, step.length))
+        if counting.body.jaxpr is not self.body:
+            self._plain = counting.plain()
+        self._loops: dict[Slots | Levels | None, Callable] = {None: self._plain}
         self._chosen: dict[tuple[TraceContext, Diff], Slots | Levels | None] = {}
         self._bytes: dict[tuple[Slots | Levels | None, TraceContext, Diff], int] = {}
 
     def with_step(self, step: LoopStep) -> Sized:
-        return Sized(step, self._strategy)
+        return Sized(step, self.strategy)
 
     def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         leaves, treedef = jax.tree.flatten(primals)
@@ -146,49 +184,90 @@ class Sized(DifferentiableLoop):
     def _watched(self, args: list, chosen: Slots | Levels | None, diff_indices: tuple[int, ...]) -> list:
         """The arguments of the loop, with a note if it is a loop of JAX's, which checks a budget."""
         loop = self if chosen is None else self._loop(chosen)
-        if isinstance(self._strategy, Budget):
+        if isinstance(self.strategy, Budget):
             return with_notice(args, _BudgetWatch.here(loop, diff_indices, sized=self, chosen=chosen))
         return args if isinstance(chosen, Slots) else with_notice(args, Differentiated.here(loop, diff_indices))
 
     def _choice(self, context: TraceContext, diff_indices: Diff = None) -> Slots | Levels | None:
         """Choose the reversal of the loop; None if it stays plain."""
-        is_budget = isinstance(self._strategy, Budget)
-        key = context, diff_indices if is_budget else None
+        key = context, diff_indices
         if key not in self._chosen:
-            self._chosen[key] = self._fit(*key) if is_budget else self._choose(context)
+            choose = self._fit if isinstance(self.strategy, Budget) else self._choose
+            self._chosen[key] = choose(context, diff_indices)
         return self._chosen[key]
 
     def _loop(self, chosen: Slots | Levels | None) -> Callable:
         if chosen not in self._loops:
             assert chosen is not None
-            is_slots = isinstance(chosen, Slots)
-            self._loops[chosen] = chosen.build(self.step) if is_slots else LoopOfLevels(self.step, chosen)
+            step = self._step_within(chosen)
+            self._loops[chosen] = chosen.build(step) if isinstance(chosen, Slots) else LoopOfLevels(step, chosen)
         return self._loops[chosen]
 
     # -- "auto" --
 
-    def _choose(self, context: TraceContext) -> Slots | Levels | None:
+    def _choose(self, context: TraceContext, diff_indices: Diff) -> Slots | Levels | None:
         """The fewest slots with no more runs than `schedule.slots_for` two runs ahead; None for a loop that keeps
-        little.
+        little, or would keep much also with them.
 
         With that many carries, and nothing else, each step runs at most three times: in the forward sweep, once more
         ahead of its reversal, and once for its residuals.
         """
-        step, num_examples = self.step, context.num_examples
-        backward = differentiated_by_all(step)
-        num_bytes_of_step = (
-            sum(map(device_bytes, [*backward.residual_avals, *(row.stored for row in step.rows)])) * num_examples
-        )
-        if all(map(has_known_sizes, step.avals)) and step.length * num_bytes_of_step <= _SMALL:
+        assert isinstance(self.strategy, Auto)
+        measured, allowed = self.measured_step, self.strategy.allowed
+        backward = _differentiated(measured, diff_indices)
+        of_all = lambda avals: sum(map(device_bytes, avals)) * context.num_examples
+        plain, has_sizes = measured.length * of_all(backward.plain_avals), all(map(has_known_sizes, measured.avals))
+        if has_sizes and plain <= allowed:
             return None
-        if _waits_for_loops():
-            return Levels(2)
-        most = schedule.slots_for(step.length, 2)
-        limit = schedule.num_evaluations(step.length, most)
-        nums = range(1, most + 1)
-        # Runs fall with slots.
-        fits = lambda num: memory_for(num, step, backward)[1].num_runs <= limit
-        return Slots(nums[bisect.bisect_left(nums, True, key=fits)])
+        chosen = Levels(2) if _waits_for_loops() else _slots_for(measured, backward)
+        times = self.strategy.times
+        stored = _num_stored(chosen, self.length) * of_all([row.stored for row in measured.rows]) * times
+        plain *= times
+        if has_sizes and _LEAST_GAIN * (stored + of_all(backward.residual_avals)) > plain:
+            return None
+
+        # The same with the loops in the step as they will be.
+        inner_before, step = auto_loops(measured.body.jaxpr), self._step_within(chosen)
+        plain += sum(s.plain - (s.stored - s.step) for s in (x.sizes for x in inner_before)) * measured.length * times
+        inner = auto_loops(step.body.jaxpr)
+        of_step = of_all((_differentiated(step, diff_indices) if inner else backward).residual_avals)
+        of_step += max([loop.sizes.step for loop in inner], default=0)
+        self.sizes = Sizes(plain, stored + of_step, of_step)
+        if self.strategy.limit is None:
+            lengths = [*([times] if times > 1 else []), self.length, *([inner[0].length] if len(inner) == 1 else [])]
+            self._say(chosen, lengths)
+        return chosen
+
+    @functools.cached_property
+    def measured_step(self) -> LoopStep:  # type: ignore[override]
+        """The step with loops that are not logged: they are not yet decided."""
+        return self._with_limit(self.strategy.allowed) if isinstance(self.strategy, Auto) else self.step
+
+    def _with_limit(self, limit: int) -> LoopStep:
+        """The step, with loops in it that may keep so many bytes."""
+        return self.step.with_body(_with_auto(self.body, lambda _: Auto(limit=limit)))
+
+    def _step_within(self, chosen: Slots | Levels) -> LoopStep:
+        """The step of the loop with the chosen reversal."""
+        if isinstance(self.strategy, Budget):
+            return self.step
+        carry = sum(device_bytes(row.stored) for row in self.step.rows)
+        return self._with_limit(_num_stored(chosen, self.length) * carry)
+
+    def _say(self, chosen: Slots | Levels, lengths: Sequence[int]) -> None:
+        """Log once for a loop in the source what is chosen for it; `lengths` are of the loops around it and in it."""
+        place, sizes = self.step.place or self.step.name, self.sizes
+        if place in _said:
+            return
+        _said.add(place)
+        _log.warning(
+            '%s: checkpoint="auto": %s steps keep %s for the gradient; %r keeps %s (predicted).',
+            place,
+            " x ".join(map(str, lengths)),
+            format_bytes(sizes.plain),
+            chosen,
+            format_bytes(sizes.stored),
+        )
 
     # -- a number of bytes --
 
@@ -200,7 +279,7 @@ class Sized(DifferentiableLoop):
         symbolic = [type_str(aval) for aval in step.avals if not has_known_sizes(aval)]
         if symbolic:
             raise PolicyError(
-                f"{step.name}: checkpoint={self._strategy!r} needs the sizes of the carry, and {symbolic[0]} has a "
+                f"{step.name}: checkpoint={self.strategy!r} needs the sizes of the carry, and {symbolic[0]} has a "
                 f"symbolic dimension.\n"
                 f"Fix: give policies.Slots(n) or policies.Levels(n), or export with constant shapes."
             )
@@ -235,8 +314,8 @@ class Sized(DifferentiableLoop):
 
     @property
     def _budget(self) -> int:
-        assert isinstance(self._strategy, Budget)
-        return self._strategy.bytes - _SLACK
+        assert isinstance(self.strategy, Budget)
+        return self.strategy.bytes - _SLACK
 
     def _temporary(self, chosen: Slots | Levels | None, context: TraceContext, diff_indices: Diff) -> int:
         key = chosen, context, diff_indices
@@ -256,7 +335,7 @@ class Sized(DifferentiableLoop):
         needed = self._temporary(chosen, context, diff_indices)
         if needed > self._budget:
             raise PolicyError(
-                f"{self.step.name}: checkpoint={self._strategy!r} is exceeded: the gradient of this "
+                f"{self.step.name}: checkpoint={self.strategy!r} is exceeded: the gradient of this "
                 f"loop{_over(context)} needs "
                 f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit, a loop or a "
                 f"rematerialized function, which trace once, so "
@@ -278,6 +357,23 @@ class _BudgetWatch(Differentiated):
         watch = super().__call__(axis, is_mapped)
         self.sized.check(self.chosen, watch.context, watch.diff_indices)
         return watch
+
+
+_said: set[str] = set()  # the places of loops
+
+
+def _slots_for(step: LoopStep, backward: BackwardStep) -> Slots:
+    most = schedule.slots_for(step.length, 2)
+    limit = schedule.num_evaluations(step.length, most)
+    nums = range(1, most + 1)
+    # Runs fall with slots.
+    fits = lambda num: memory_for(num, step, backward)[1].num_runs <= limit
+    return Slots(nums[bisect.bisect_left(nums, True, key=fits)])
+
+
+def _num_stored(chosen: Slots | Levels, length: int) -> int:
+    """How many carries are stored at a time."""
+    return chosen.num if isinstance(chosen, Slots) else sum(chosen.lengths_for(length))
 
 
 def _waits_for_loops() -> bool:
@@ -321,9 +417,62 @@ def temporary_bytes(step: LoopStep, loop: Callable, context: TraceContext, diff_
     return context.program(gradient, [*avals, *ct_avals]).cost.temp_bytes
 
 
-def differentiated_by_all(step: LoopStep) -> BackwardStep:
-    """The step in two parts, differentiated with respect to all its float inputs."""
-    floats = [
-        [i for i, a in enumerate(avals) if is_float(a)] for avals in (step.constant_avals, step.avals, step.x_avals)
-    ]
-    return BackwardStep(step, *floats)
+def _differentiated(step: LoopStep, diff_indices: Diff) -> BackwardStep:
+    """The step in two parts."""
+    if diff_indices is None:
+        avals = [*step.constant_avals, *step.avals, *step.x_avals]
+        diff_indices = tuple([i for i, a in enumerate(avals) if is_float(a)])
+    return BackwardStep(step, *step.sorted_indices(diff_indices))
+
+
+# -- loops in loops ----------------------------------------------------------------------------------------------
+
+
+def auto_loops(jaxpr: _jax.Jaxpr) -> list[Sized]:
+    """The loops of ``"auto"`` in these equations, at any depth."""
+    found: list[Sized] = []
+
+    def note(loop: Sized) -> Sized:
+        found.append(loop)
+        return loop
+
+    _map_auto(jaxpr, note)
+    return found
+
+
+def count_in_plain_loop(jaxpr: _jax.Jaxpr, length: int) -> _jax.Jaxpr:
+    """The body of a plain loop of so many steps, whose loops of ``"auto"`` count the values of all of them."""
+    # A region keeps none of them.
+    change = lambda auto: dataclasses.replace(auto, times=auto.times * length)
+    return _with_auto(jaxpr, change, unless=lambda eqn: eqn.primitive.name in REMAT or _jax.loop_of(eqn) is not None)
+
+
+def _with_auto(
+    jaxpr: _jax.Jaxpr, change: Callable[[Auto], Auto], unless: Callable[[Any], bool] = lambda eqn: False
+) -> _jax.Jaxpr:
+    """Replace the strategies of the loops of ``"auto"``."""
+    return _map_auto(jaxpr, lambda loop: Sized(loop.step, change(loop.strategy)), unless)  # type: ignore[arg-type]
+
+
+def _map_auto(x: Any, change: Callable[[Sized], Sized], unless: Callable[[Any], bool] = lambda eqn: False) -> Any:
+    """Replace the loops of ``"auto"`` in a jaxpr, closed or not, those in their steps first.
+
+    Args:
+        unless: of other equations, which stay.
+
+    Returns:
+        `x` itself if nothing changes.
+    """
+
+    def changed(eqn: Any) -> Any:
+        loop = _jax.loop_of(eqn)
+        if isinstance(loop, Sized) and isinstance(loop.strategy, Auto):
+            body = _map_auto(loop.body, change, unless)
+            new = change(loop if body is loop.body else loop.with_body(body))  # type: ignore[arg-type]
+            return eqn if new is loop else _jax.with_loop(eqn, new)
+        with _jax.in_shard_maps(eqn):
+            return eqn if unless(eqn) else _jax.map_jaxprs(lambda inner: _map_auto(inner, change, unless), eqn)
+
+    jaxpr, _ = _jax.open_jaxpr(x)
+    eqns = [changed(eqn) for eqn in jaxpr.eqns]
+    return x if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else _jax.with_equations(x, eqns)
