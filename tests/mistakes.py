@@ -1135,6 +1135,9 @@ def adam(model):
     return statetx.Optimizer(optax.adam(1e-3), statetx.states(model, Param))
 
 
+mistake("Optimizer(tx)", StateFilterError, "no states", "Fix: Optimizer(tx, statetx.states(model, statetx.Param))")(
+    lambda: statetx.Optimizer(optax.adam(1e-3))
+)
 mistake("Optimizer(tx, model)", StateFilterError, "Block", "statetx.states(model, statetx.Param)")(
     lambda: statetx.Optimizer(optax.adam(1e-3), Block())
 )
@@ -1229,6 +1232,10 @@ for name in ("measure", "memory_profile", "memory_report", "saved_residuals", "e
     @mistake(f"{name}(loss, x.shape)", TypeError, f"{name} was given x=(4,)", "jax.ShapeDtypeStruct((4,), jnp.float32)")
     def shape_for_array(name=name):
         getattr(statetx, name)(Block(), X.shape)
+
+    @mistake(f"{name}(loss, (shape, dtype))", TypeError, f"{name} was given x[0]=(4,)", "jax.ShapeDtypeStruct((4,), ")
+    def shape_and_type_for_array(name=name):
+        getattr(statetx, name)(Block(), (X.shape, X.dtype))
 
 
 mistake("switch(1, f, g)", TypeError, "double", "[double, ...]")(lambda: statetx.switch(1, double, jnp.sin))

@@ -42,6 +42,63 @@ def parts(x, num):
     return np.array_split(x, num)  # 10 in 4 parts: 3, 3, 2, 2
 
 
+# -- a batch without examples ----------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A loss that writes a state."""
+
+    def __init__(self, loss):
+        self.w, self.runs, self.loss = statetx.Param(jnp.ones(5)), statetx.State(jnp.zeros(())), loss
+
+    def __call__(self, x):
+        self.runs.value += 1
+        return self.loss(x @ self.w.value)
+
+
+IN_PARTS = {
+    "microbatch": lambda f, **options: statetx.microbatch(f, 4, **options),
+    "interleave": lambda f, **options: statetx.microbatch(f, 4, interleave=True, **options),
+    "own dtype": lambda f, **options: statetx.microbatch(f, 4, accumulate=None, **options),
+    "fit": lambda f, **options: statetx.microbatch(f, budget="1GiB", **options),
+    "chunked": lambda f, **options: statetx.chunked(f, size=2, **options),
+}
+LOSSES = {"mean": jnp.mean, "sum": jnp.sum, "masked": lambda y: jnp.sum(y) / jnp.maximum(y.size, 1)}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
+def test_batch_without_examples_is_as_without_parts(name, loss, wrap):
+    # The mean of nothing is nan, and has gradients of zero: as the function alone.
+    found, expected = Counting(LOSSES[loss]), Counting(LOSSES[loss])
+    in_parts = IN_PARTS[name](found, reduce="sum" if loss == "sum" else "mean")
+    for derivative in (
+        lambda f, w: f,
+        lambda f, w: statetx.value_and_grad(f, wrt=w),
+        lambda f, w: statetx.grad(f, argnums=0, wrt=w),
+        lambda f, w: statetx.hessian(f, wrt=w),
+    ):
+        actual = wrap(derivative(in_parts, found.w))(X[:0])
+        assert_close(actual, derivative(expected, expected.w)(X[:0]))
+        assert found.runs.value == expected.runs.value > 0
+
+
+def test_outputs_of_a_batch_without_examples():
+    each = lambda x: (jnp.tanh(x), x.sum(), jnp.zeros(3))
+    reduce = ("concat", "stack", "last")
+    shapes = [y.shape for y in statetx.microbatch(each, 4, reduce=reduce)(X[:0])]
+    assert shapes == [(0, 5), (1,), (3,)]  # one part
+    assert statetx.chunked(jnp.tanh, axis=1, size=4, reduce="sum")(X[:, :0]).shape == (10, 0)
+    gradients = statetx.microbatch(jax.grad(sum_loss), 4, argnums=(1, 2), reduce="sum")(PARAMS, X[:0], Y[:0])
+    assert_close(gradients, jax.tree.map(jnp.zeros_like, PARAMS))
+    key = jax.random.key(0)
+    noisy = lambda x, key: (x + jax.random.normal(key, x.shape)).sum()
+    assert statetx.microbatch(noisy, 4)(X[:0], key) == 0
+    weighted = statetx.microbatch(lambda x: x.mean(), 4, weight=lambda x: x[:, 0].sum())
+    assert weighted(X[:0]) == 0  # all parts have the weight 0
+
+
 # -- values and gradients --------------------------------------------------------------------------------------------
 
 
@@ -861,8 +918,8 @@ def test_errors_name_the_fix():
         statetx.microbatch(lambda x: x.mean(), 3, reduce="concat")(X)
     with pytest.raises(statetx.StateValueError, match=r"4 parts of 10 examples are not equal.*f32\[3,5\].*f32\[2,5\]"):
         statetx.microbatch(jnp.sin, 4)(X)
-    with pytest.raises(ValueError, match="the batch has no examples"):
-        statetx.microbatch(lambda x: x.mean(), 1)(X[:0])
+    with pytest.raises(statetx.StaticArgumentError, match="accumulate=4 .*\nFix: num=4: the number of parts is num"):
+        statetx.microbatch(mean_loss, accumulate=4)
     with pytest.raises(ValueError, match="use jax.random.key"):
         statetx.microbatch(lambda x, k: x.mean(), 2)(X, jax.random.PRNGKey(0))
 

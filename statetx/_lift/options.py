@@ -234,10 +234,14 @@ def _notes_of_arguments(name: str, fun: Any, args: tuple, kwargs: Mapping[str, A
             f"{', '.join(parameters)})."
         )
     name_of_key = argument_names(fun, args)
-    keys = [(jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(n)) for n in range(len(args))]
-    keys += [(jax.tree_util.SequenceKey(1), jax.tree_util.DictKey(name)) for name in kwargs]
-    for key, x in zip(keys, (*args, *kwargs.values()), strict=True):
-        if isinstance(x, (tuple, list)) and x and all(map(is_integer, x)):
+    is_shape = lambda x: isinstance(x, (tuple, list)) and bool(x) and all(map(is_integer, x))
+    is_leaf = lambda x: is_shape(x) or _states.is_opaque(x)
+    try:
+        leaves = jax.tree_util.tree_flatten_with_path((args, dict(kwargs)), is_leaf=is_leaf)[0]
+    except Exception:  # a container that JAX cannot flatten: the error that gets these notes says so
+        return
+    for key, x in leaves:
+        if is_shape(x):
             yield (
                 f"{name} was given {name_of_key(key)}={x!r}, a {type(x).__name__} of integers.\n"
                 f"Fix: if it is the shape of an array, give jax.ShapeDtypeStruct({tuple(x)!r}, jnp.float32), or the "

@@ -70,6 +70,9 @@ def states(obj: Any, filter: Filter = True) -> dict[str, Any]:
     ways appears once, under the first path. Order and paths follow the definitions, the same in every run. Only a set
     has no order: its states are ordered by name, or by type and number.
 
+    The dict is a plain one, so that JAX takes it as a pytree: to replace an item changes no object. Write a state's
+    ``value``.
+
     Variables that methods would read if they were called, and weak references, do not belong to the object. A transform
     with a filter applies it to every state that the call touches, and includes these.
 

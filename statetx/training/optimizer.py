@@ -66,7 +66,7 @@ class Optimizer(Generic[S]):
         (5.0, 1.25, Array([ 0.25, -0.5 ], dtype=float32))
     """
 
-    def __init__(self, tx: Any, states: S):
+    def __init__(self, tx: Any, states: S = ()):  # type: ignore[assignment]  # the default has an error of its own
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             call = " Did you call it?" if inspect.isroutine(tx) else ""
             swapped = (
@@ -143,7 +143,12 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
         )
     leaves, treedef = flatten(states, is_leaf=_states.is_opaque)
     if not leaves:
-        raise StateFilterError("Optimizer got no states. Does the filter given to statetx.states select any?")
+        raise StateFilterError(
+            "Optimizer got no states, and would update nothing.\n"
+            "Cause: the argument states is left out; or the filter given to statetx.states selects none; or the object "
+            "holds none, such as a class in place of its instance.\n"
+            "Fix: Optimizer(tx, statetx.states(model, statetx.Param)); statetx.states(model) shows what the model has."
+        )
 
     seen: set[int] = set()
     for state in leaves:

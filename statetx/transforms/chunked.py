@@ -45,7 +45,7 @@ def chunked(
         axis: the axis of the chunks in every array among the positional arguments; or for each positional argument its
             axis, or None for one that is passed whole.
         size: elements of a chunk along the axis, at most. ``ceil(length / size)`` chunks, whose sizes differ by at most
-            one.
+            one. A length of 0 is one chunk.
         reduce: how the outputs of the chunks are combined: ``"mean"`` (each chunk counts with its size), ``"sum"``, or
             for parts of the output as in `microbatch`. The default, a mean, is for losses that are one number, and for
             tuples and dicts.

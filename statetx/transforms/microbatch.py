@@ -31,7 +31,7 @@ from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
 from .._targets import current
 from .._targets.target import Target
 from .._text import brief, suggestion, type_str
-from .._tree import ARRAY, is_argument, partition, whole_number
+from .._tree import ARRAY, is_argument, is_integer, partition, whole_number
 from .._typing import Filter, Indices, Names, PyTree
 from .abstract import eval_shape
 from .functionalize import trace_states
@@ -72,7 +72,7 @@ def microbatch(
         num: the number of parts. Sizes differ by one where it does not divide the batch; each part counts with its size
             in a mean. ``"fit"``, the default with `budget`: the fewest parts whose compiled program keeps the budget.
             The measurements of the compiled candidates are stored on disk (`STATETX_CACHE`): the second run of a
-            script only stages these programs.
+            script only stages these programs. A batch without examples is one part, as for `fun` alone.
         budget: bytes, such as ``"2GiB"``, or ``"device"``: for arguments, outputs and temporaries of the function as
             compiled alone, with its gradient if it is a loss.
         argnums: positions of the arguments that hold the batch along the first axis of their arrays. By default all,
@@ -156,13 +156,11 @@ class Partwise(Wrapper):
             with jax.disable_jit(False):  # parts are staged: only then their outputs' types are known
                 return self(*args, **kwargs)
         batch = self.batch_of(args, kwargs)
-        call = f"{self.maker.__name__}({name_of(self.__wrapped__)})"
-        if not batch.size:
-            raise ValueError(f"{call}: the batch has no examples.")
-        num = self.num_parts(batch, args, kwargs)
-        if batch.size < num:
+        num = self.num_parts(batch, args, kwargs) if batch.size else 1
+        if 0 < batch.size < num:
             raise ValueError(
-                f"{call}: {batch.size} examples cannot be split into {num} parts.\n"
+                f"{self.maker.__name__}({name_of(self.__wrapped__)}): {batch.size} examples cannot be split into "
+                f"{num} parts.\n"
                 f"Fix: give at most {batch.size} parts."
             )
         return _PartwiseCall(self.maker.__name__, self.__wrapped__, batch, num, self._options).run(args, kwargs)
@@ -233,6 +231,7 @@ class _PartwiseCall:
         self.dtype = _check_accumulate(self.transform, self.options["accumulate"])
         interleave = self.options["interleave"]
         self.is_interleaved = self.batch.is_sharded() if interleave is None else bool(interleave)
+        self.is_interleaved &= self.batch.size > 0
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         rules = Rules(self.transform, self.options["states"], self.fun, RULES, args, kwargs)
@@ -246,7 +245,7 @@ class _PartwiseCall:
             undo_changes(held)  # haiku's modules get the same names in parts of each size
             staged = self._stage(parts, xs, rules)
             self._refuse_step(staged)
-            share = None if w is not None else parts.size / self.batch.size
+            share = None if w is not None else parts.size / self.batch.size if self.batch.size else 1.0
             turns = Turns(staged, rules, self._reductions(staged, out_avals), share, self.dtype)
             out_avals = list(staged.out_avals)
             turns.run(parts, xs, w, self.num, progress)
@@ -453,10 +452,11 @@ def _check_accumulate(transform: str, dtype: Any) -> Any:
     except (TypeError, ValueError):
         checked = None
     if checked is None or not jnp.issubdtype(checked, jnp.floating):
-        raise StaticArgumentError(
-            f"{transform}: accumulate={brief(dtype)} is not a dtype of floats.\n"
-            f'Fix: accumulate="float32", or None to add up gradients in their own dtype.'
-        )
+        number = "num" if transform == "microbatch" else "size"
+        fix = 'accumulate="float32", or None to add up gradients in their own dtype'
+        if is_integer(dtype):
+            fix = f"{number}={dtype}: the number of {'parts' if number == 'num' else 'elements of a chunk'} is {number}"
+        raise StaticArgumentError(f"{transform}: accumulate={brief(dtype)} is not a dtype of floats.\nFix: {fix}.")
     return jax.dtypes.canonicalize_dtype(checked)
 
 
