@@ -69,7 +69,7 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
     "gradient of a state": has(lambda s: isinstance(s, Call) and "wrt=" in s.template and s.kind == "grad"),
     "policy": has(lambda s: isinstance(s, Call) and "policy=" in s.template),
     "values stored as bits": lambda p: ".stored_as('bits')" in source(p, "statetx"),
-    "derivative rule that reads a state": lambda p: "by_state(" in source(p, "statetx"),
+    "derivative rule that gets a state": lambda p: "by_state(" in source(p, "statetx"),
     "derivative rule beside a Ref": lambda p: "by_ref(" in source(p, "statetx"),
     "fence": has(lambda s: isinstance(s, Call) and "fence=" in s.template),
     "function called for two models": lambda p: "(k, " in source(p, "statetx"),

@@ -107,15 +107,19 @@ HALVES = jnp.asarray([256, 1, 1], jnp.bfloat16)  # 258; added up in bfloat16 one
 
 
 @jax.custom_jvp
-def by_state(x: Any) -> Any:
-    """A sine whose derivative rule reads a state."""
-    return WIDTH.value * jnp.sin(x)
+def scaled_sine(width: Any, x: Any) -> Any:
+    return width * jnp.sin(x)
 
 
-@by_state.defjvp
+@scaled_sine.defjvp
 def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    (x,), (t,) = primals, tangents
-    return by_state(x), WIDTH.value * jnp.cos(x) * t
+    (width, x), (of_width, t) = primals, tangents
+    return scaled_sine(width, x), width * jnp.cos(x) * t + of_width * jnp.sin(x)
+
+
+def by_state(x: Any) -> Any:
+    """A sine whose derivative rule gets the value of a state."""
+    return scaled_sine(WIDTH.value, x)
 
 
 @jax.custom_jvp

@@ -176,11 +176,6 @@ def loop_with_rules(eqn: Any) -> str | None:
     return eqn.params["rules_of"] if eqn.primitive is _linear_p else None
 
 
-def with_functions(eqn: Any, edit: Callable[[Callable], Callable]) -> Any:
-    """Edit the functions that an equation of `linear_call` calls."""
-    return eqn.replace(params={**eqn.params, **{key: edit(eqn.params[key]) for key in ("fun", "transpose")}})
-
-
 def deferred_call(fun: Callable[[list], list], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
     """Call ``fun(inputs)`` in a program that is traced to be looked at: the call is one equation, and so is its
     derivative.

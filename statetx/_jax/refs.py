@@ -16,7 +16,7 @@ from . import patches
 from .editing import map_jaxprs, rebuild, stage
 from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
 from .rules import _RULES, has_rule, num_unseen
-from .traces import Tracer, current_trace, eager_trace, is_eager, staging_trace
+from .traces import Tracer, is_eager
 
 _InternalRefEffect = _core.InternalMutableArrayEffect
 _internal_ref_effect = _core.internal_mutable_array_effect
@@ -54,14 +54,6 @@ def ref_value(ref: Any) -> Any:
     """The value of a Ref; if nothing is traced, without taking its buffer."""
     _, buffer = _buffer_of(ref)
     return ref[...] if buffer is None else _copy_to(buffer.sharding, buffer)
-
-
-def ref_buffer(ref: Any) -> Any:
-    """Array that holds the value of a Ref, another one after each write; None while operations are recorded, where a
-    Ref has another value.
-    """
-    is_recorded = staging_trace(current_trace()) is not eager_trace
-    return None if is_recorded or isinstance(ref, Tracer) else getattr(getattr(ref, "_refs", None), "_buf", None)
 
 
 def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:

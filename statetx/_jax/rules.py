@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FunctionType
@@ -20,7 +19,7 @@ from jax._src.interpreters import ad as _ad
 from . import patches
 from .editing import map_jaxprs, with_equations
 from .equations import Jaxpr, inner_jaxprs, open_jaxpr
-from .primitives import loop_with_rules, with_functions
+from .primitives import loop_with_rules
 from .traces import JAX_FOLDER
 
 
@@ -76,14 +75,10 @@ def rule_of(eqn: Any) -> Jaxpr:
     is_jvp = eqn.primitive.name == "custom_jvp_call"
     # One flag an operand: custom_jvp asks whether the tangent is zero, custom_vjp whether it is nonzero.
     rule, flags = eqn.params[_RULES[eqn.primitive.name]], (not is_jvp,) * num
-    was_inspected, _inspection.is_open = is_rule_inspected(), True
-    try:
-        with rule_kept(eqn):
-            jaxpr, consts, *_ = rule.call_wrapped(*flags)
-    finally:
-        _inspection.is_open = was_inspected
+    with rule_kept(eqn):
+        jaxpr, consts, *_ = rule.call_wrapped(*flags)
     if any(isinstance(x, jax.core.Tracer) for x in consts):
-        # The values that the rule has read belong to a trace that may end before JAX differentiates: let it read again.
+        # The values that the rule closes over belong to a trace that may end before JAX differentiates: run it again.
         fun = rule.f
         while fun is not None:
             for cache in _closed_over(fun):
@@ -91,14 +86,6 @@ def rule_of(eqn: Any) -> Jaxpr:
                     cache.pop(flags, None)
             fun = getattr(fun, "__wrapped__", None)
     return jaxpr
-
-
-_inspection = threading.local()
-
-
-def is_rule_inspected() -> bool:
-    """Whether a rule runs for `rule_of`, not since JAX differentiates."""
-    return getattr(_inspection, "is_open", False)
 
 
 def num_closed_over(eqn: Any) -> int:
@@ -171,18 +158,17 @@ def _rule_among(codes: Iterable[CodeType]) -> str | None:
     return None
 
 
-class Watch(Protocol):
-    """Records of the derivative rules of users that have run."""
+class Guard(Protocol):
+    """Runs the derivative rules of one function, and refuses what they may not touch."""
 
-    def __call__(self, rule: Callable, *args: Any, is_backward: bool = False) -> Any:
-        """Called in place of ``rule(*args)``; `is_backward` tells whether JAX runs it when it transposes."""
+    def __call__(self, rule: Callable, *args: Any) -> Any:
+        """Called in place of ``rule(*args)``."""
 
-    def check_kept(self) -> None:
-        """Called where JAX uses the rule's outputs again."""
+    def backward(self, rule: Callable, *args: Any) -> Any:
+        """Called in place of ``rule(*args)`` for the backward rule of a ``custom_vjp``."""
 
-    def explicit(self, jaxpr: Jaxpr, consts: list[Any]) -> tuple[Jaxpr, list[Any]]:
-        """Called with a rule's equations and the values that they close over; returns their replacements."""
-        ...
+    def check_equations(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None:
+        """Called with the equations of a rule."""
 
 
 def has_users_rule(jaxpr: Jaxpr) -> bool:
@@ -198,12 +184,11 @@ def is_users_rule(eqn: Any) -> bool:
     return derivative_rule(eqn.params[_RULES[eqn.primitive.name]]) is None
 
 
-def with_watched_rules(x: Any, watch_for: Callable[[str, Sequence[Any]], Watch]) -> Any:
-    """Let the users' derivative rules in a jaxpr, closed or not, run through a `Watch`, at any depth.
+def with_guarded_rules(x: Any, guard_for: Callable[[str], Guard]) -> Any:
+    """Let the users' derivative rules in a jaxpr, closed or not, run through a `Guard`, at any depth.
 
     Args:
-        watch_for: ``(place of the function that has the rule, watches that the rule runs through already) -> watch``.
-            JAX caches a rule's outputs, so that it may run through an earlier watch only.
+        guard_for: makes the guard for the place of a function that has a rule.
     """
     edited: dict[int, Any] = {}  # by id of a nested jaxpr: JAX's caches go by identity
 
@@ -214,58 +199,34 @@ def with_watched_rules(x: Any, watch_for: Callable[[str, Sequence[Any]], Watch])
         return edited[id(x)]
 
     def of_equation(eqn: Any) -> Any:
-        loop = loop_with_rules(eqn)
-        if loop is not None:
-            watch = watch_for(loop, ())
-            return with_functions(eqn, lambda fun: functools.partial(watch, fun, is_backward=True))
         if not has_rule(eqn):
             return map_jaxprs(edit, eqn)
         if not is_users_rule(eqn):
             return eqn
         key = _RULES[eqn.primitive.name]
-        place = eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
-        watch = watch_for(place, list(_watches(eqn.params[key].f)))
-        changes = {key: _watched_rule(eqn.params[key], watch, watch_for)}
+        guard = guard_for(eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info)
+        changes = {key: _guarded_rule(eqn.params[key], guard, guard_for)}
         if "bwd" in eqn.params:
-            changes["bwd"] = _watched_backward(eqn.params["bwd"], watch)
+            backward = eqn.params["bwd"]
+            run = functools.partial(guard.backward, backward.call_wrapped)
+            changes["bwd"] = _lu.wrap_init(run, debug_info=backward.debug_info)
         return eqn.replace(params={**eqn.params, **changes})
 
     return edit(x)
 
 
-def _watched_rule(rule: Any, watch: Watch, watch_for: Any) -> Any:
+def _guarded_rule(rule: Any, guard: Guard, guard_for: Callable[[str], Guard]) -> Any:
     results: dict[tuple[bool, ...], Any] = {}  # JAX's rule is cached, too: see `with_rule`
 
     @functools.wraps(rule.f)
-    def watched(*flags: bool) -> Any:
+    def guarded(*flags: bool) -> Any:
         if flags not in results:
-            jaxpr, consts, *extra = watch(rule.call_wrapped, *flags)
-            jaxpr, consts = watch.explicit(jaxpr, consts)
-            results[flags] = (
-                with_watched_rules(jaxpr, watch_for),
-                consts,
-                *extra,
-            )  # second derivatives run the rules in it
-        else:
-            watch.check_kept()
+            jaxpr, consts, *extra = guard(rule.call_wrapped, *flags)
+            guard.check_equations(jaxpr, consts)
+            results[flags] = with_guarded_rules(jaxpr, guard_for), consts, *extra  # second derivatives run rules in it
         return results[flags]
 
-    watched.watch = watch  # type: ignore[attr-defined]
-    return _lu.wrap_init(watched, debug_info=rule.debug_info)
-
-
-def _watched_backward(fun: Any, watch: Watch) -> Any:
-    run = functools.partial(watch, fun.call_wrapped, is_backward=True)
-    return _lu.wrap_init(run, debug_info=fun.debug_info)
-
-
-def _watches(fun: Any, depth: int = 6) -> Iterator[Watch]:
-    """The watches of a rule and of those that it wraps: JAX wraps it again wherever it binds the call again."""
-    if hasattr(fun, "watch"):
-        yield fun.watch
-    for inner in _closed_over(fun) if depth else ():
-        if isinstance(inner, _lu.WrappedFun):
-            yield from _watches(inner.f, depth - 1)
+    return _lu.wrap_init(guarded, debug_info=rule.debug_info)
 
 
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:

@@ -245,40 +245,6 @@ def derivatives_of(value: Any) -> Iterator[Any]:
             x = x.val if isinstance(x, _batching.BatchTracer) else x.primal
 
 
-# Equations of these keep the values that a derivative rule closes over as constants, and JAX cannot lower or
-# differentiate constants that belong to a derivative.
-_KEEPS_CONSTANTS = frozenset({"jit", "cond", "switch", "while_body", "while_cond", "custom_jvp fun"})
-
-
-def innermost_derivative(trace: Any) -> weakref.ref | None:
-    """A weak reference to the trace of the innermost derivative that a trace is in."""
-    return next((weakref.ref(t) for t in _parents(trace) if _is_derivative(t)), None)
-
-
-def is_derivative_of_rule(derivative: Any, bound_in: weakref.ref | None, trace: Any, is_backward: bool) -> bool:
-    """Whether a derivative rule cannot use values of `derivative`: JAX runs it for this derivative, or would keep the
-    values as constants.
-
-    Args:
-        bound_in: the innermost derivative where the equation with the rule was bound: the first that JAX takes of it.
-        trace: the trace of the rule's run. JAX does not link the traces of linearized loops to the ones around.
-    """
-    innermost = None if bound_in is None else bound_in()
-    if innermost is not None and _tag(innermost) is _tag(derivative):
-        return True
-    is_kept = has_loop = is_linearized_loop = False
-    for t in _parents(trace):
-        if _tag(t) is _tag(derivative):
-            break
-        name = (_traced_for(t) or "").removeprefix("statetx.")
-        is_kept |= name in _KEEPS_CONSTANTS or (name in _LOOP_BODIES and (is_backward or is_linearized_loop))
-        has_loop |= name in _LOOP_BODIES
-        is_linearized_loop |= has_loop and type(t).__name__ == "JaxprTrace"
-        if name == "microbatch":  # the equations of its derivative take constants as inputs
-            is_kept = has_loop = is_linearized_loop = False
-    return is_kept
-
-
 def is_run_outside(derivative: Any) -> bool:
     """Whether operations go to the trace around a derivative's, as in a derivative rule that JAX runs for it."""
     trace = _context.trace

@@ -130,7 +130,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
 
     transform = frame.name.partition("(")[0]
     staged, outcome, refs = stage(body, (), traced_for=f"statetx.{transform}", names=InputNames(fun), read=read)
-    staged = guarded(frame.name, staged, refs)
+    staged = guarded(frame.name, staged, [(access.state, access.kind) for access in frame.accesses.values()])
     if _jax.enclosing_shard_map() is not None:
         staged = Body(_jax.on_current_mesh(staged.jaxpr), staged.operands)
     outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]

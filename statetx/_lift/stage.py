@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -217,12 +218,20 @@ class Lifting:
 # -- staging -----------------------------------------------------------------------------------------------------------
 
 
-_CONVERSIONS = (
+CONVERSIONS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
 """JAX's errors for a traced value where Python needs a known one."""
+
+
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def has_ended(trace: Any) -> bool:
+    """Whether a trace was that of a `stage`, whose values are gone."""
+    return trace in _ended
 
 
 def _read(state: Any, kind: Kind) -> Any:
@@ -244,15 +253,16 @@ def stage(
     that the function closes over are discharged: their values are operands, or inputs of `lifting` if it is given, and
     the last value of each written Ref is a further output, one for each returned effect. `read` reads a Ref.
     """
-    aux = None
+    aux = trace = None
 
     def run(*tracers: Any) -> list[Any]:
-        nonlocal aux
+        nonlocal aux, trace
+        trace = _jax.current_trace()
         if lifting is not None:
-            lifting.trace = _jax.current_trace()
+            lifting.trace = trace
         try:
             leaves, aux = fun(*tracers)
-        except _CONVERSIONS as e:
+        except CONVERSIONS as e:
             names.explain(e, traced_for)
             raise
         except TypeError as e:
@@ -266,6 +276,7 @@ def stage(
 
     names.num_arguments, names.lifting = len(avals), lifting
     jaxpr, consts = _jax.stage(run, avals, traced_for=traced_for, name=name_of(names.fun), names=names)
+    _ended.add(trace)
     body = Body.close(jaxpr, consts)  # first: a discharge renames the values that nested equations hold
     if _jax.touches_refs(body.jaxpr, body.operands):
         body, effects = _with_explicit_refs(body.jaxpr, body.operands, lifting, read)

@@ -106,7 +106,8 @@ class Staged:
             body, avals, traced_for=traced_for, names=InputNames(fun, arguments), lifting=lifting
         )
         self.effects: list[Effect] = [*effects, *refs]
-        self._body = guarded(f"{name}({name_of(fun)})", staged, self.effects)
+        touched = [(i.state, i.kind) for i in lifting.inputs.values()]
+        self._body = guarded(f"{name}({name_of(fun)})", staged, touched)
         self.values += [ARRAY] * len(refs)
         self.inputs: dict[int, Input] = lifting.inputs
         self._num_added = lifting.num_variables

@@ -18,7 +18,7 @@ from .._objects.walk import Walk, held_states
 from .._text import brief, counted, suggestion, type_str
 from .._tree import flatten, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
-from .late_rules import differentiated_error, running_rule
+from .late_rules import differentiated_error
 from .wrapper import name_of
 
 
@@ -225,7 +225,7 @@ class Targets:
             i = self._positions.get(id(state))
             if i is None:
                 return value
-            if any(map(_jax.is_run_outside, _jax.derivatives_of(values[i][:1]))) and running_rule() is None:
+            if any(map(_jax.is_run_outside, _jax.derivatives_of(values[i][:1]))):
                 rule = _jax.running_rule()
                 if rule is not None:
                     name = f"the derivative of {name_of(self._fun)}"

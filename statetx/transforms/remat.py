@@ -228,8 +228,9 @@ class Remat(Wrapper, made_by=remat):
         def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
             return merge(*args_part.combine(leaves))
 
+        frame = frame_for("remat", fun, on_read=on_read, allow=guard)
+
         def body(*tracers: Any) -> tuple[list, Any]:
-            frame = frame_for("remat", fun, on_read=on_read, allow=guard)
             call_args, call_kwargs = arguments(tracers)
             out = frame.run(fun, *call_args, **call_kwargs)
             return pack(out, frame.effects)
@@ -238,7 +239,8 @@ class Remat(Wrapper, made_by=remat):
         names = InputNames(fun, arguments)
         with policies:
             staged, outcome, refs = stage(body, avals, traced_for="statetx.remat", names=names, read=read)
-        staged = guarded(f"remat({name_of(fun)})", staged, outcome.add(refs).effects)
+        outcome.add(refs)
+        staged = guarded(frame.name, staged, [(access.state, access.kind) for access in frame.accesses.values()])
         is_plan = isinstance(self._policy, Rewriter) and self._policy.is_used_once
         caller = f"{'plan' if is_plan else 'remat'}({name_of(fun)})"
         decide.refuse_effects(staged.jaxpr, caller, "the function is recomputed", "the rematerialized function")

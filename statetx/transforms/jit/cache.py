@@ -122,11 +122,7 @@ class ProgramCache:
         locked(self.lock, self._put_first, call, program)
 
     def _put_first(self, call: Call, program: StagedProgram) -> None:
-        other_programs = [
-            p
-            for p in self.of(call)
-            if p is not program and (p.created.can_run() or not p.is_for(call)) and not p.is_stale()
-        ]
+        other_programs = [p for p in self.of(call) if p is not program and (p.created.can_run() or not p.is_for(call))]
         self.programs.keep(call.key, [program, *other_programs[: _MAX_PROGRAMS - 1]])
 
     def say_second(self, name: str, created: CreatedStates, earlier: Sequence[CreatedStates]) -> None:

@@ -22,7 +22,7 @@ from ..._equations.structure import Body
 from ..._errors import ForeignStateError
 from ..._lift.carry import leaf_names
 from ..._lift.context import note_shardings
-from ..._lift.late_rules import are_current, watched
+from ..._lift.late_rules import guarded
 from ..._lift.outcome import Outcome, pack
 from ..._lift.run import frame_for
 from ..._lift.stage import Input, InputNames, Lifting, stage
@@ -81,7 +81,7 @@ class StagedProgram:
         names = InputNames(fun, call.with_arrays)
         staged, outcome, refs = stage(body, self._acceptance.avals, traced_for="jit", names=names, lifting=lifting)
         self.outcome: Outcome = outcome.add(refs)
-        staged, self._rules = watched(self.name, staged, self.outcome.effects)
+        staged = guarded(self.name, staged, [(i.state, i.kind) for i in lifting.inputs.values()])
 
         written = {id(e.state) for e in outcome.effects}
         paths = Paths(fun, call.args, call.kwargs)
@@ -355,10 +355,6 @@ class StagedProgram:
 
     def _run_watched(self, call: Call, *, live: bool = False) -> Any:
         attribute_stores = [] if live else self._attribute_stores()
-        if self.is_stale():
-            raise Restage
-        for watch in self._rules:
-            watch.enter()
         for effect in self._created_effects:
             effect.created = live  # in later calls the state exists already
         operands = self.operands_of(call)
@@ -393,15 +389,9 @@ class StagedProgram:
         """Whether argument types and settings are the staged ones."""
         return self._acceptance.is_for(call.arrays)
 
-    def is_stale(self) -> bool:
-        """Whether a derivative rule in it has read states that hold other values now. JAX runs a rule of the program
-        once.
-        """
-        return bool(self._rules) and not (_frames.is_idle() or are_current(self._rules))
-
     def accepts(self, call: Call) -> bool:
         """Whether argument types, settings, and the states' types and shardings are the staged ones."""
-        if not self.is_for(call) or self.is_stale():
+        if not self.is_for(call):
             return False
         if self.created and self.created.stores() is None:
             return False
