@@ -75,9 +75,9 @@ class Guard:
 
     def _refuse(self, state: Any, kind: Kind) -> None:
         raise StateAccessError(
-            f"{self.name}: the derivative rule of {self.place} touches {described(state, kind)}. JAX runs the rule when "
-            f"it differentiates the whole {self.name.partition('(')[0]}, after the call, where a read could be too "
-            f"late and a write would be lost.\n"
+            f"{self.name}: the derivative rule of {self.place} touches {described(state, kind)}. JAX runs the rule "
+            f"when it differentiates the whole {self.name.partition('(')[0]}, after the call, where a read could be "
+            "too late and a write would be lost.\n"
             "Fix: pass the value as an argument to the function that has the rule: its rule gets it, too, and may keep "
             "it as a residual."
         )
