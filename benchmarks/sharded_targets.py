@@ -16,7 +16,7 @@ Measured
     operations relative to the program without rematerialization, and the seconds of planning.
 
 With ``--json OUT`` each row is written when it is done, and the same command goes on where it ended: with ``--limit 500`` it starts no row after 500 seconds.
-It needs ``pip install "statetx[target-cuda]"``.
+It needs ``pip install ".[target-cuda]"``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Measured
     default limit may end.
 
 The rows of the file given by ``--json`` are kept: an interrupted run goes on, and with ``--limit 500`` it starts no process after 500 seconds. For
-GPUs and TPUs it needs ``pip install "statetx[target-cuda,target-tpu]"``. ``--device cpu`` plans for this machine. ``--without copies`` leaves a treatment of the
+GPUs and TPUs it needs ``pip install ".[target-cuda,target-tpu]"``. ``--device cpu`` plans for this machine. ``--without copies`` leaves a treatment of the
 planner out; with ``--used benchmarks/results/target_plans.json`` of those plans alone that consist of it. The rows of each treatment have a title of their own in
 ``benchmarks/results/target_plans_ablation.json``.
 """

@@ -9,7 +9,7 @@ Measured
     the device's, or within 2 MiB, with or without the workspace of cuBLAS, which XLA reserves on the device alone (24 MiB).
 
 With ``--json OUT`` each row is written when it is done, and the same command goes on where it ended: with ``--limit 500`` it starts no
-process after 500 seconds. It needs ``pip install "statetx[target-cuda]"`` with the version of JAX that ran on the device.
+process after 500 seconds. It needs ``pip install ".[target-cuda]"`` with the version of JAX that ran on the device.
 """
 
 from __future__ import annotations

@@ -85,6 +85,23 @@ def test_plan_that_no_program_keeps_fails_in_one_line(capsys):
     assert status == 1 and out == "" and err.count("\n") == 1 and "No plan for loss keeps the budget of 1.0 KiB" in err
 
 
+def test_errors_of_target_are_short_lines(capsys, monkeypatch):
+    """They name the option once, and no list of all devices."""
+    monkeypatch.setattr(statetx._targets.plugins, "is_installed", lambda platform: False)
+    monkeypatch.chdir(HERE.parent)
+    start = "python -m statetx: error: --target: "
+    for name, told in {
+        "h100x8": "There is no target named 'h100x8'. Did you mean 'h100:8'?",
+        "mi300x": "There is no target named 'mi300x'. Known: python -m statetx targets.",
+        "NVIDIA H100 80GB HBM3": "This machine cannot compile for h100: the compiler is not installed: "
+        'pip install -e ".[target-cuda]".',
+        "tpu v5e:3": "'tpu v5e:3': TPU v5 lite has grids of 2 dimensions, such as 2x4, or one of 1, 4, 8, 16, 32, 64, "
+        "128, 256 chips.",
+    }.items():
+        status, out, err = run(capsys, "report", *LOSS, "--target", name)
+        assert (status, out, err) == (2, "", f"{start}{told}\n") and len(err) <= 160
+
+
 # -- targets ---------------------------------------------------------------------------------------------------------
 
 

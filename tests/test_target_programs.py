@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import statetx
 from statetx import Target, TargetError, policies
+from statetx._equations import compiled as _compiled
 from statetx._equations.compiled import Program
 from statetx._targets import plugins
 
@@ -251,6 +252,52 @@ def test_program_that_cannot_be_compiled(device):
     with pytest.raises(TargetError, match="is for 8 devices.*has 1") as e:
         statetx.measure(jnp.sum, f32(64, sharding=sharding), target=device, gradient=False)
     assert f"target='{device}:8'" in str(e.value)
+
+
+def patch_embedding(kernel, dense, token, position, images):
+    """What every vision transformer begins with: XLA fuses the product with the convolution's output, whose rows are
+    the patches of images, 196 each.
+    """
+    y = jax.lax.conv_general_dilated(images, kernel, (16, 16), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = y.reshape(y.shape[0], -1, y.shape[-1]) @ dense
+    y = jnp.concatenate([jnp.tile(token, (y.shape[0], 1, 1)), y], axis=1) + position
+    return jnp.mean(jax.nn.gelu(y) ** 2)
+
+
+PATCHES = f32(16, 16, 3, 256), f32(256, 512), f32(1, 1, 512), f32(1, 197, 512), f32(64, 224, 224, 3)
+
+
+def test_product_without_tiles_is_compiled_unfused(monkeypatch, caplog):
+    """On a device XLA would time several tiles, and skip those that fail (jax-ml/jax#34010)."""
+    monkeypatch.setattr(_compiled, "_targets_with_unfused_products", set())
+    with statetx.target("a100-40gb"):
+        cost = statetx.measure(patch_embedding, *PATCHES)
+        profile = statetx.memory_profile(patch_embedding, *PATCHES)
+        unfused = statetx.measure(patch_embedding, *PATCHES, compiler_options={"xla_gpu_enable_triton_gemm": False})
+    (told,) = caplog.messages
+    assert "A program for a100-40gb is compiled without fusing" in told and "Couldn't find output tile sizes" in told
+    assert cost == unfused and profile.peak_bytes == cost.peak_bytes
+    for device in ("t4", "b200"):
+        assert abs(statetx.measure(patch_embedding, *PATCHES, target=device).temp_bytes / cost.temp_bytes - 1) < 0.4
+    assert len(caplog.messages) == 1
+
+
+def test_program_that_xla_does_not_compile_is_refused():
+    """With XLA's reason, which stays the cause."""
+    options = {"xla_gpu_no_such_option": True}
+    with pytest.raises(
+        TargetError, match="XLA cannot compile the program for the target h100. XLA: .*no_such_option"
+    ) as e:
+        statetx.measure(jnp.sin, f32(4), target="h100", compiler_options=options)
+    assert "Fix: " in str(e.value) and isinstance(e.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+@pytest.mark.parametrize("report", [statetx.measure, statetx.memory_profile, statetx.memory_report])
+def test_program_that_is_too_large_for_a_tpu_is_refused(report):
+    """XLA:TPU compiles no program that does not fit."""
+    with pytest.raises(TargetError, match=r"does not fit on the target tpu v5e. XLA: .*exceeds available HBM") as e:
+        report(lambda x: jnp.sort(x @ x.T).sum(), f32(100_000, 4096), target="tpu v5e", gradient=False)
+    assert "explain_oom" in str(e.value)
 
 
 def test_explain_oom_compares_with_the_target():

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,9 @@ SOURCES = pathlib.Path(statetx.__file__).parent
         ("tpu v5e:2x4", "tpu", 8, 1),
         ("tpu v5e:16", "tpu", 16, 1),
         ("tpu v4:2x2x2", "tpu", 8, 1),
+        ("NVIDIA H100 80GB HBM3", "gpu", 1, 1),
+        ("nvidia a100-sxm4-40gb:2x8", "gpu", 16, 2),
+        ("TPU v5 lite:2x4", "tpu", 8, 1),
     ],
 )
 def test_name(name, platform, num, hosts):
@@ -44,11 +48,27 @@ def test_name(name, platform, num, hosts):
     assert (target.platform, target.num_devices, target._hosts) == (platform, num, hosts)
 
 
+def test_kind_of_device_names_its_target(installed):
+    for name, spec in table().items():
+        assert Target(spec.kind) == Target(f" {spec.kind}:1") == Target(name) and Target(spec.kind).name == name
+    with statetx.target("NVIDIA H100 80GB HBM3:8") as chosen:
+        assert chosen.name == "h100:8"
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
         ("h10", "There is no target named 'h10'. Did you mean 'h100'?"),
-        ("tpu v5", "Did you mean"),
+        ("h100x8", "Did you mean 'h100:8'?"),
+        ("8xh100", "Did you mean 'h100:8'?"),
+        ("A100-40GB x 2", "Did you mean 'a100-40gb:2'?"),
+        ("NVIDIA H100 PCIe", "Did you mean 'h100'?"),
+        ("NVIDIA A100 80GB PCIe", "Did you mean 'a100-80gb'?"),
+        ("rtx 4090", "Did you mean 'rtx4090'?"),
+        ("tpu v5", "Did you mean 'tpu v5e'?"),  # JAX's "TPU v5" is a v5p
+        ("v5litepod-8", "Did you mean 'tpu v5e'?"),
+        ("mi300x", "There is no target named 'mi300x'.\nTargets: t4, "),
+        ("x" * 100_000, "There is no target named"),
         ("", "There is no target named ''."),
         ("h100:", None),
         ("h100:0", "1 to 10000 devices"),
@@ -151,6 +171,21 @@ def test_here_describes_this_machine(tmp_path):
     assert Target.load(tmp_path / "here.json") == here
 
 
+@pytest.mark.parametrize(
+    "kind, name", [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA L40S", "l40s"), ("TPU v5", "tpu v5p")]
+)
+def test_here_is_the_device_of_that_kind(monkeypatch, kind, name):
+    """Kinds begin as others do: "NVIDIA A10", "NVIDIA L4", "TPU v5 lite"."""
+    device = types.SimpleNamespace(
+        device_kind=kind, platform=table()[name].platform, process_index=0, memory_stats=lambda: None
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert Target.here() == Target(name)
+    device.device_kind = "NVIDIA H100 PCIe"
+    with pytest.raises(TargetError, match="H100 PCIe is not in the table.*\n.*nearest of them, h100, and edit"):
+        Target.here()
+
+
 def test_mesh_of_too_many_devices():
     with pytest.raises(TargetError, match="needs 8 devices, and h100:4 has 4") as e:
         Target("h100:4").mesh((2, 4), ("data", "model"))
@@ -174,12 +209,38 @@ def test_mesh_of_this_machine():
 
 def test_missing_compiler_names_the_command(monkeypatch):
     monkeypatch.setattr(plugins, "is_installed", lambda platform: False)
+    monkeypatch.chdir(SOURCES.parent)
     for name, extra in (("h100", "target-cuda"), ("tpu v5e", "target-tpu")):
-        assert Target(name).missing == f'the compiler is not installed: pip install "statetx[{extra}]"'
-        with pytest.raises(TargetError, match=r"this machine cannot compile for it: the compiler is not installed"):
+        assert Target(name).missing == f'the compiler is not installed: pip install -e ".[{extra}]"'
+        with pytest.raises(TargetError, match=f"This machine cannot compile for {name}: the compiler is not installed"):
             statetx.measure(jnp.sin, 1.0, target=name)
         with pytest.raises(TargetError, match="This machine cannot compile for"):
             Target(name).devices  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "direct_url, line",
+    [
+        (None, 'pip install "statetx[target-tpu]"'),
+        ('{"url": "file:///a/clone", "dir_info": {}}', 'pip install "statetx[target-tpu] @ file:///a/clone"'),
+        (
+            '{"url": "https://host/x.git", "vcs_info": {"vcs": "git", "commit_id": "12"}}',
+            'pip install "statetx[target-tpu] @ git+https://host/x.git"',
+        ),
+        ("[]", 'pip install "statetx[target-tpu]"'),
+        ("{", 'pip install "statetx[target-tpu]"'),
+    ],
+)
+def test_install_line_names_where_statetx_came_from(monkeypatch, tmp_path, direct_url, line):
+    class Distribution:
+        def read_text(self, name):
+            return direct_url
+
+    in_a_clone = plugins.install_line("tpu")
+    assert in_a_clone.startswith("pip install -e ") and in_a_clone.endswith('[target-tpu]"')
+    monkeypatch.setattr(plugins, "__file__", str(tmp_path / "statetx" / "_targets" / "plugins.py"))
+    monkeypatch.setattr(plugins.importlib.metadata, "distribution", lambda name: Distribution())
+    assert plugins.install_line("tpu") == line
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,8 @@ from .._targets.target import Target
 from .._text import counted, format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
 from .primitives import count
+
+_log = logging.getLogger("statetx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,20 +125,98 @@ def _tells_times(environment: tuple[Any, ...]) -> bool:
 
 
 def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) -> Any:
-    """Compile a ``jax.stages.Lowered`` whose memory is asked for.
+    """Compile a ``jax.stages.Lowered`` whose memory is asked for; again with other options where XLA fails.
 
-    XLA times kernels while it compiles for a GPU, with copies of their operands in the device's memory. What does not
-    fit there is compiled without that: the choice of kernels changes little of the memory, and a program that does not
-    fit is asked for most. Nothing can be timed for a target.
+    Raises:
+        UncompilableError: XLA fails with all of them, for a target.
     """
+    errors: list[jax.errors.JaxRuntimeError] = []
+    for options in _attempts(lowered, compiler_options or {}):
+        try:
+            compiled = lowered.compile(options or None)
+        except jax.errors.JaxRuntimeError as e:
+            errors.append(e)
+            if _is_final(e):
+                break
+        else:
+            if errors and options.items() >= _WITHOUT_FUSED_PRODUCTS.items():
+                _tell_of_unfused_products(lowered.target, errors[0])
+            return compiled
     if isinstance(lowered, ForTarget):
-        return lowered.compile(compiler_options)
-    try:
-        return lowered.compile(compiler_options)
-    except jax.errors.JaxRuntimeError as e:
-        if current.platform() != "gpu" or not is_out_of_memory(e):
-            raise
+        raise _uncompilable(lowered.target, errors[0]) from errors[0]
+    if current.platform() != "gpu" or not is_out_of_memory(errors[-1]):
+        raise errors[0]
+    # XLA times kernels while it compiles, with copies of their operands in the device's memory. What does not fit there
+    # is compiled without that: the choice of kernels changes little of the memory, and a program that does not fit is
+    # asked for most.
     return lowered.compile({**(compiler_options or {}), **_WITHOUT_TIMING})
+
+
+_WITHOUT_FUSED_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+
+
+def _attempts(lowered: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options to compile with, one after another.
+
+    The model of time knows the program that `_tells_times` tried, but not every one. XLA:GPU fuses a matrix product
+    with what makes its operands, and then looks for tiles of the fused kernel. On a device it times several and skips
+    those that fail; where nothing is timed it has one, and fails with it (openxla/xla#36792, jax-ml/jax#34010).
+    """
+    without_estimates = {name: value for name, value in options.items() if name not in _jax.ESTIMATES}
+    attempts = [options] if len(without_estimates) == len(options) else [options, without_estimates]
+    if isinstance(lowered, ForTarget) and lowered.target.platform == "gpu":
+        attempts += [attempt | _WITHOUT_FUSED_PRODUCTS for attempt in attempts]
+    return attempts
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether XLA fails with all options: the memory is too small, not the shared memory of a core of a GPU."""
+    return is_out_of_memory(error) and "hared memory" not in str(error)
+
+
+_targets_with_unfused_products: set[Target] = set()
+
+
+def _tell_of_unfused_products(target: Target, error: Exception) -> None:
+    """Once for each target: a plan compiles dozens of programs."""
+    if target not in _targets_with_unfused_products:
+        _targets_with_unfused_products.add(target)
+        _log.warning(
+            "A program for %s is compiled without fusing matrix products: XLA has no tiles for one of them, and none "
+            "can be timed without the device. Its memory may be larger than there, where XLA fuses the others. Later "
+            "programs like it are compiled so, too. (XLA: %s)",
+            target.name,
+            _first_line(error),
+        )
+
+
+class UncompilableError(TargetError):
+    """XLA cannot compile a program for a target; its cause is XLA's error."""
+
+
+COMPILER_ERRORS = (jax.errors.JaxRuntimeError, UncompilableError)
+
+
+def _uncompilable(target: Target, error: Exception) -> UncompilableError:
+    line = _first_line(error)
+    if _is_final(error):
+        return UncompilableError(
+            f"The program does not fit on the target {target.name}. XLA: {line}\n"
+            f"Fix: statetx.explain_oom, with the same arguments, lists changes that make it fit."
+        )
+    return UncompilableError(
+        f"XLA cannot compile the program for the target {target.name}. XLA: {line}\n"
+        f"Usual cause: an operation that this kind of device lacks, or a fault of XLA's compiler.\n"
+        f"Fix: leave the operation out while you measure, or measure for another target or with another version of jax."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = next(iter(str(error).splitlines()), "")
+    return text if len(text) <= _MOST_OF_MESSAGE else f"{text[:_MOST_OF_MESSAGE]}..."
+
+
+_MOST_OF_MESSAGE = 200  # characters: some messages hold an instruction
 
 
 class ForTarget:
@@ -156,7 +237,7 @@ class ForTarget:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, COMPILER_ERRORS) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _is_known(compiler_options: dict[str, Any]) -> bool:
@@ -235,18 +316,8 @@ class Program:
     def compiled(self) -> Any:
         with self._lock:
             if self._compiled is None:
-                self._compiled = self._compile()
+                self._compiled = compile_to_measure(self.lowered, self.compiler_options)
             return self._compiled
-
-    def _compile(self) -> Any:
-        try:
-            return compile_to_measure(self.lowered, self.compiler_options)
-        except jax.errors.JaxRuntimeError as e:
-            # The model of time knows the program that `_tells_times` tried, but not this one.
-            options = {k: v for k, v in (self.compiler_options or {}).items() if k not in _jax.ESTIMATES}
-            if is_out_of_memory(e) or len(options) == len(self.compiler_options or ()):
-                raise
-            return compile_to_measure(self.lowered, options or None)
 
     @property
     def cost(self) -> Cost:

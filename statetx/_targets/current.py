@@ -20,7 +20,6 @@ from jax.extend.backend import get_backend
 
 from .._blocks import Block
 from .._errors import TargetError
-from .._text import brief
 from .target import Target
 
 _VARIABLE = "STATETX_TARGET"
@@ -86,7 +85,7 @@ def as_target(device: Target | str | os.PathLike[str] | None) -> Target | None:
         return None
     chosen = device if isinstance(device, Target) else Target(device)
     if chosen.missing:
-        raise TargetError(f"target={brief(chosen.name)}: this machine cannot compile for it: {chosen.missing}.")
+        raise TargetError(f"This machine cannot compile for {chosen.name}: {chosen.missing}.")
     return chosen
 
 

@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import itertools
+import json
 import os
 import pathlib
 import platform
@@ -158,8 +160,20 @@ _EXTRAS = {"gpu": "target-cuda", "tpu": "target-tpu"}
 
 
 def install_line(platform_name: str) -> str:
-    """The command that installs the compiler of a platform."""
-    return f'pip install "statetx[{_EXTRAS[platform_name]}]"'
+    """The command that installs the compiler of a platform, from where statetx was installed."""
+    extra, clone = _EXTRAS[platform_name], pathlib.Path(__file__).parents[2]
+    if (clone / "pyproject.toml").is_file():
+        return f'pip install -e "{"." if clone == pathlib.Path.cwd() else clone}[{extra}]"'
+    source = _source()
+    return f'pip install "statetx[{extra}]{f" @ {source}" if source else ""}"'
+
+
+def _source() -> str:
+    """The folder or repository that statetx was installed from, as pip writes it; "" for a package index."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
+        fields = json.loads(importlib.metadata.distribution("statetx").read_text("direct_url.json") or "{}")
+        return f"{fields['vcs_info']['vcs']}+{fields['url']}" if "vcs_info" in fields else fields["url"]
+    return ""
 
 
 def missing(spec: Spec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import jax
 from .. import _files
 from .._errors import TargetError
 from .._records import many, one_of, parse, record, whole
-from .._text import brief, format_bytes, suggestion
+from .._text import brief, format_bytes
 from .._typing import public
 from . import plugins
 from .plugins import CHECKS, Cpu, Gpu, Spec, Tpu, make_spec, short_text, table
@@ -29,16 +30,17 @@ class Target:
     """A device, or several, that statetx measures and plans for; it need not be there.
 
     Pass it, or its name, as ``target=`` of `plan`, `measure`, `memory_profile` and the others, or put the calls into
-    ``with statetx.target("h100"):``. Compiling for GPUs needs Linux and ``pip install "statetx[target-cuda]"``, for
-    TPUs ``"statetx[target-tpu]"``; neither needs the device. Nothing ever runs on a target.
+    ``with statetx.target("h100"):``. Compiling for GPUs needs Linux and the extra ``target-cuda``, for TPUs
+    ``target-tpu`` (``python -m statetx targets`` shows the command); neither needs the device. Nothing ever runs on a
+    target.
 
     Args:
-        name: a device, such as ``"h100"``, ``"a100-40gb"`` or ``"tpu v5e"`` (``python -m statetx targets`` lists them);
-            several, ``"h100:8"`` on one host or ``"h100:2x8"`` on two; a grid of TPU chips, ``"tpu v5e:2x4"``; or the
-            path of a file that `save` wrote.
+        name: a device, such as ``"h100"``, ``"a100-40gb"`` or ``"tpu v5e"`` (``python -m statetx targets`` lists them),
+            or its ``device_kind`` in JAX, ``"NVIDIA H100 80GB HBM3"``; several, ``"h100:8"`` on one host or
+            ``"h100:2x8"`` on two; a grid of TPU chips, ``"tpu v5e:2x4"``; or the path of a file that `save` wrote.
 
     Attributes:
-        name: as given, in lower case.
+        name: the device, and the number as given.
         platform: ``"gpu"``, ``"tpu"`` or ``"cpu"``.
         kind: JAX's name of the device, ``device_kind``.
         num_devices: number of devices.
@@ -61,16 +63,17 @@ class Target:
             loaded = Target.load(text)
             self._set(loaded.name, loaded._spec, loaded._hosts, loaded._shape)
             return
-        device, _, amount = text.strip().lower().partition(":")
-        device = " ".join(device.replace("_", "-").split())
-        spec = table().get(device)
-        if spec is None:
+        written, _, amount = text.strip().partition(":")
+        device, amount = _known_name(written), amount.strip().lower()
+        if device is None:
+            nearest = _nearest_name(written)
             raise TargetError(
-                f"There is no target named {brief(text)}.{suggestion(device, table())}\n"
+                f"There is no target named {brief(text)}.{f' Did you mean {nearest!r}?' if nearest else ''}\n"
                 f"Targets: {', '.join(table())}; or a file that Target.save wrote."
             )
-        hosts, shape = _parse_shape(spec, amount.strip(), text)
-        self._set(device + (f":{amount.strip()}" if amount else ""), spec, hosts, shape)
+        spec = table()[device]
+        hosts, shape = _parse_shape(spec, amount, text)
+        self._set(device + (f":{amount}" if amount else ""), spec, hosts, shape)
 
     def _set(self, name: str, spec: Spec, hosts: int, shape: tuple[int, ...]) -> None:
         self.name = name
@@ -95,22 +98,23 @@ class Target:
         if first.platform == "cpu":
             spec = Cpu(first.device_kind, max(_machine_memory() // len(jax.local_devices()), 2**20), "this machine")
             return cls._of(f"cpu:{len(devices)}", spec, 1, (len(devices),))
-        for name, spec in table().items():
-            if spec.platform == first.platform and _is_kind(first, spec):
-                limit = (first.memory_stats() or {}).get("bytes_limit", 0)
-                if isinstance(spec, Gpu):
-                    shape = (local,)
-                    if limit:  # another size of the same GPU
-                        spec = dataclasses.replace(spec, memory_bytes=int(limit / _fraction()), source="this machine")
-                else:
-                    assert isinstance(spec, Tpu)
-                    shape = _default_grid(spec, len(devices)) or (len(devices), *(1,) * (spec.dimensions - 1))
-                    spec = dataclasses.replace(spec, memory_bytes=limit or spec.memory_bytes)
-                return cls._of(f"{name}:{len(devices)}", spec, hosts, shape)
-        raise TargetError(
-            f"{first.device_kind} is not in the table of common devices: {', '.join(table())}.\n"
-            "Fix: save the nearest of them, and edit the figures in the file."
-        )
+        name = _known_name(first.device_kind)
+        if name is None:
+            nearest = _nearest_name(first.device_kind)
+            raise TargetError(
+                f"{first.device_kind} is not in the table of common devices: {', '.join(table())}.\n"
+                f"Fix: save the nearest of them{f', {nearest}' if nearest else ''}, and edit the figures in the file."
+            )
+        spec, limit = table()[name], (first.memory_stats() or {}).get("bytes_limit", 0)
+        if isinstance(spec, Gpu):
+            shape = (local,)
+            if limit:  # another size of the same GPU
+                spec = dataclasses.replace(spec, memory_bytes=int(limit / _fraction()), source="this machine")
+        else:
+            assert isinstance(spec, Tpu)
+            shape = _default_grid(spec, len(devices)) or (len(devices), *(1,) * (spec.dimensions - 1))
+            spec = dataclasses.replace(spec, memory_bytes=limit or spec.memory_bytes)
+        return cls._of(f"{name}:{len(devices)}", spec, hosts, shape)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Target:
@@ -307,10 +311,46 @@ def _fraction() -> float:
     return _FRACTION
 
 
-def _is_kind(device: Any, spec: Spec) -> bool:
-    return device.device_kind.lower().startswith(spec.kind.lower()) or spec.kind.lower().startswith(
-        device.device_kind.lower()
-    )
+def _known_name(text: str) -> str | None:
+    """The name in the table of a device that is given by it, or as JAX calls it; None if there is none."""
+    words = " ".join(text.split())
+    lower = words.lower()
+    kinds = {spec.kind: name for name, spec in table().items()}
+    # JAX calls a v5p "TPU v5", which a user may write for any of two.
+    other_cases = {kind.lower(): name for kind, name in kinds.items() if not any(_begins(kind, k) for k in kinds)}
+    name = lower.replace("_", "-")
+    return name if name in table() else kinds.get(words, other_cases.get(lower))
+
+
+def _begins(kind: str, longer: str) -> bool:
+    return longer.startswith(f"{kind} ")
+
+
+_LONGEST_NAME = 100  # characters of a name that may be misspelt
+# "h100x8", "h100 8", "8xh100"
+_AMOUNTS = (r"(?P<name>.+?)[\s*x-]+(?P<num>[0-9]+)", r"(?P<num>[0-9]+)[\s*x]+(?P<name>.+)")
+
+
+def _nearest_name(text: str) -> str:
+    """The name of the table that a misspelt one may stand for, with its number of devices; "" if none is near."""
+    text = text.strip()[:_LONGEST_NAME]
+    for pattern in _AMOUNTS:
+        match = re.fullmatch(pattern, text.lower())
+        name = _known_name(match["name"]) if match else None
+        # In names of clouds the number after a TPU counts cores.
+        if match and name and isinstance(table()[name], Gpu) and 0 < int(match["num"]) <= _MOST_DEVICES:
+            return f"{name}:{int(match['num'])}"
+    given = _letters(text)
+    names = {_letters(written): name for name, spec in table().items() for written in (name, spec.kind)}
+    longer = next((name for letters, name in names.items() if given and letters.startswith(given)), "")
+    within = max((letters for letters in names if letters in given), key=len, default="")
+    close = difflib.get_close_matches(given, names, 1)
+    return longer or names.get(within, names.get(close[0], "") if close else "")
+
+
+def _letters(name: str) -> str:
+    """A name without the maker's words and without punctuation."""
+    return re.sub(r"nvidia|geforce|tesla|tpu|[^a-z0-9]", "", name.lower())
 
 
 def _machine_memory() -> int:

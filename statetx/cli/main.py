@@ -259,13 +259,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from .._errors import PlanError
+    from .._errors import PlanError, TargetError
 
     try:
         return _execute(options)
     except BadInput as e:
         return _fail(str(e), BAD_INPUT)
-    except PlanError as e:
+    except (PlanError, TargetError) as e:
         return _fail(str(e.args[0]), FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
@@ -314,7 +314,12 @@ def _device(name: str | None) -> contextlib.AbstractContextManager[Any]:
     try:
         return current.target(current.as_target(name))
     except TargetError as e:
-        raise BadInput(f"--target: {e.args[0]}") from None
+        problem = e.args[0].splitlines()[0]
+        is_unknown = problem.startswith("There is no target") and not problem.endswith("?")
+        raise BadInput(f"--target: {problem}{_LIST_OF_TARGETS if is_unknown else ''}") from None
+
+
+_LIST_OF_TARGETS = " Known: python -m statetx targets."
 
 
 def _check_budget(budget: str, of: str) -> None:

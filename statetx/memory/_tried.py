@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
-from .._equations.compiled import Cost, Program, full_device_options, is_out_of_memory
+from .._equations.compiled import COMPILER_ERRORS, Cost, Program, full_device_options, is_out_of_memory
 from .._equations.inline import hoist
 from .._equations.primitives import REMAT
 from .._equations.structure import Body
@@ -100,7 +100,7 @@ class Trials:
             raise NotTried(_first_line(e)) from e
         try:
             cost = program.cost
-        except jax.errors.JaxRuntimeError as e:
+        except COMPILER_ERRORS as e:
             raise NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e)) from e
         if AsArguments() not in edits:
             return cost

@@ -14,6 +14,7 @@ import jax
 
 from .. import _files, _jax, _states
 from .._equations.compiled import (
+    COMPILER_ERRORS,
     ForTarget,
     compile_to_measure,
     full_device_options,
@@ -246,7 +247,7 @@ def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram
             try:
                 compiled = compile_to_measure(stage, options | _jax.options_to_write(Path(folder)))
                 return compiled, _jax.written_program(Path(folder), compiled, platform)
-            except jax.errors.JaxRuntimeError as e:
+            except COMPILER_ERRORS as e:
                 if is_out_of_memory(e):
                     raise
         # Its compiler knows no option to write its programs.
