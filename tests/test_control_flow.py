@@ -4,10 +4,12 @@ import gc
 import re
 import types
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import statetx
@@ -78,6 +80,42 @@ def test_switch_clamps_and_threads():
     assert float(statetx.switch(0, branches[:1], 1.0)) == 2.0
     two = statetx.switch(jnp.asarray(1), branches[:2], 1.0)
     assert float(two) == 11.0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("num", [1, 2, 3, 5])
+def test_each_branch_of_a_switch_writes_in_turn(num, wrap):
+    """Branch n alone writes state n, of each kind in turn, and in turn the first or the last state of all."""
+
+    makers = statetx.State, brainstate.ShortTermState, nnx.BatchStat, jax.new_ref
+
+    class Cells:
+        def __init__(self):
+            self.cells = [makers[n % 4](jnp.float32(10 * n)) for n in range(num)]
+            self.ends = statetx.State(jnp.float32(0)), statetx.State(jnp.float32(0))
+
+        def branch(self, n):
+            def write(x):
+                cell = self.cells[n]
+                if n % 4 < 2:
+                    cell.value += x
+                else:
+                    cell[...] += x
+                self.ends[n % 2].value += n + x
+                return 2 * x
+
+            return write
+
+        def values(self):
+            cells = [c.value if n % 4 < 2 else c[...] for n, c in enumerate(self.cells)]
+            return [*map(float, cells), *(float(end.value) for end in self.ends)]
+
+    actual, expected = Cells(), Cells()
+    run = wrap(lambda n, x: statetx.switch(n, [actual.branch(i) for i in range(num)], x))
+    for n in range(num):
+        out = run(jnp.int32(n), jnp.float32(0.5 + n))
+        assert float(out) == expected.branch(n)(jnp.float32(0.5 + n))
+        assert actual.values() == expected.values()
 
 
 def test_write_only_and_write_in_one_branch_only():

@@ -278,6 +278,42 @@ def test_saved_value_is_not_recomputed():
     assert num_backward(lambda f: statetx.remat(f, policy=both)) == (2, 0, 0)
 
 
+def body(x):
+    return statetx.checkpoint_name(jnp.sin(x), "h") * 0.9
+
+
+def for_loop(f, length):
+    return lambda x: statetx.scan(lambda h, _: (f(h), None), x, length=length)[0]
+
+
+LOOPS = {
+    "scan": for_loop(body, 6),
+    "scan in scan": for_loop(for_loop(body, 3), 5),
+    "three scans": for_loop(for_loop(for_loop(body, 2), 3), 4),
+    "scan in jit in scan": for_loop(lambda x: jax.jit(for_loop(body, 3))(x), 5),
+    "scan in a branch in scan": for_loop(lambda x: jax.lax.cond(x[0] > -9, for_loop(body, 3), jnp.cos, x), 5),
+    "fori_loop": lambda x: statetx.fori_loop(0, 7, lambda i, h: body(h), x),
+    "scan of vmap": for_loop(statetx.vmap(body), 6),
+    "unrolled": lambda x: statetx.scan(lambda h, _: (body(h), None), x, length=6, unroll=3)[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore::statetx.PolicyWarning")  # of the limit that selects nothing
+@pytest.mark.parametrize("loop", LOOPS)
+def test_bytes_of_a_value_are_those_that_saving_it_takes(loop):
+    def held(policy):
+        """The bytes that a pullback holds."""
+        _, pullback = jax.vjp(statetx.remat(lambda x: LOOPS[loop](x).sum(), policy=policy), jnp.linspace(0.1, 1, 64))
+        return sum(x.nbytes for x in jax.tree.leaves(pullback) if x.size >= 64)
+
+    survey = Survey(jax.make_jaxpr(LOOPS[loop])(jnp.ones(64)).jaxpr)
+    (value,) = [s.value for s in survey.sites if "h" in s.value.names]
+    assert value.nbytes == held(policies.names("h")) - held(None) > 64 * 4
+    for limit, is_saved in ((value.nbytes, False), (value.nbytes + 1, True)):
+        policy = policies.names("h") & policies.smaller_than(limit)
+        assert held(policy) - held(None) == value.nbytes * is_saved
+
+
 def test_values_inside_loops_branches_and_jitted_functions():
     @jax.jit
     def inner(x):

@@ -218,6 +218,48 @@ def test_state_created_in_a_failed_call_raises_on_read():
     assert kept[0].value == 3.0
 
 
+AS_PLAIN = {  # in-place changes reach every state that holds the container
+    "remat": lambda f: statetx.remat(f),
+    "remat of remat": lambda f: statetx.remat(statetx.remat(f)),
+    "jvp": lambda f: lambda x: statetx.jvp(f, (x,), (x,))[0],
+    "grad": lambda f: lambda x: statetx.value_and_grad(lambda x: f(x))(x)[0],
+    "grad of remat": lambda f: lambda x: statetx.value_and_grad(statetx.remat(f))(x)[0],
+    "vmap": lambda f: lambda x: statetx.vmap(lambda _: f(x))(jnp.ones(2))[0],
+}
+REFUSED = {  # each state is an input of its own
+    "jit": lambda f: statetx.jit(f),
+    "scan": lambda f: lambda x: statetx.scan(lambda c, _: (c, f(x)), 0.0, jnp.ones(2))[1],
+    "cond": lambda f: lambda x: statetx.cond(x > 0, f, f, x),
+    "jit of grad": lambda f: statetx.jit(lambda x: statetx.value_and_grad(lambda x: f(x))(x)[0]),
+}
+
+
+@pytest.mark.parametrize("make", [list, lambda xs: dict(enumerate(xs))], ids=["list", "dict"])
+@pytest.mark.parametrize("cls", [statetx.State, brainstate.State])
+def test_states_that_share_a_container_share_it_in_a_call_or_the_call_is_refused(cls, make):
+    def program(transform):
+        container = make([jnp.float32(1), jnp.float32(2)])
+        a, b = cls(container), cls(container)
+
+        def f(x):
+            a.value[0] = a.value[0] + x
+            b.value[1] = b.value[0] * x
+            return 10 * a.value[1] + b.value[0]
+
+        try:
+            out = transform(f)(jnp.float32(3))
+        except statetx.StateValueError as error:
+            assert "two states hold" in str(error)
+            out = None
+        return out, dict(enumerate([a.value[0], a.value[1], b.value[0], b.value[1]]))
+
+    expected = program(lambda f: f)
+    for transform in AS_PLAIN.values():
+        assert program(transform) == expected
+    for transform in REFUSED.values():
+        assert program(transform) == (None, {0: 1, 1: 2, 2: 1, 3: 2})
+
+
 def test_frames_keep_nothing_alive():
     s = statetx.State(jnp.ones(3))
     ref = weakref.ref(s)
