@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import gc
+import re
 import weakref
 
 import brainstate
+import cells
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -593,3 +595,41 @@ def test_unbounded_options_are_evicted():
     assert len(traces) == 21
     caches = statetx.transforms.jit.cache._caches[fun]
     assert len(caches) <= 8
+
+
+def aliases(lowered):
+    """The output that takes the memory of each input of a lowered program; None for an input that none does."""
+    main = lowered.as_text().partition("@main(")[2].partition(") -> ")[0]
+    found = [re.search(r"tf.aliasing_output = (\d+)", argument) for argument in re.split(r"%arg\d+: ", main)[1:]]
+    return [None if match is None else int(match[1]) for match in found]
+
+
+@pytest.mark.parametrize("make", cells.KINDS.values(), ids=cells.KINDS)
+def test_donated_states_are_updated_in_their_own_memory(make):
+    """JAX gives donated inputs to outputs of their type in order, and XLA copies what another output takes."""
+    w, v, m = [make(jnp.full((3, 3), x)) for x in (1.0, 2.0, 3.0)]
+    reshaped = [] if make is cells.Ref else [make(jnp.ones(9))]
+    written = [make(jnp.zeros((3, 3)))] if make in (statetx.State, brainstate.ShortTermState) else []  # others are read
+
+    @functools.partial(statetx.jit, donate_states=True, donate_argnames="y")
+    def step(x, y):
+        g = w.value * x
+        for state in reshaped:
+            state.value = state.value.reshape(3, 3)  # of the type of the others: must not take their memory
+        for state in written:
+            state.value = g + 6.0
+        v.value = 0.9 * v.value + g**2
+        m.value = 0.9 * m.value + g
+        w.value = w.value - m.value
+        return g, y + 1.0  # of the states' type, too
+
+    inputs = [s.value for s in (w, *reshaped, v, m)] + [jnp.full((3, 3), 2.0), jnp.full((3, 3), 7.0)]
+    traced = step.trace(*inputs[-2:])
+    outputs = jax.core.eval_jaxpr(traced.jaxpr.jaxpr, traced.jaxpr.consts, *inputs)
+    taken = aliases(traced.lower())
+    assert taken == [0, *[None for _ in reshaped], 1, 2, None, 3]  # the donated argument takes the first output
+    inputs = jax.tree.map(jnp.copy, inputs[-2:])
+    outputs = jax.tree.map(np.asarray, outputs)
+    out = step(*inputs)
+    for value, output in zip((w.value, v.value, m.value, out[0]), outputs, strict=False):
+        np.testing.assert_allclose(value, output, rtol=1e-6)

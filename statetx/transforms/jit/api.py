@@ -315,7 +315,8 @@ class _Stage:
 class Traced(_Stage):
     """The result of ``trace(*args)`` of a jitted function; as ``jax.stages.Traced``.
 
-    Its ``jaxpr`` takes the values of states before the arguments, and returns the new values after the output.
+    Its ``jaxpr`` takes the values of states before the arguments, and returns the new values after the output, those of
+    donated states before it.
     """
 
     def lower(self, **options: Any) -> Lowered:

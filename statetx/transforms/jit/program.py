@@ -35,6 +35,7 @@ from ...kinds.native import Invalidated
 from .acceptance import Acceptance, StateShardings, names_mesh
 from .arguments import Call
 from .created import CreatedStates
+from .order import OutputOrder
 
 
 class Restage(Exception):
@@ -45,7 +46,8 @@ class StagedProgram:
     """The result of staging a function for one call.
 
     The compiled function takes the values of kept states, the values of donated states, a call's `operand` and its
-    donated leaves. It returns the output (or its array leaves, if it has others) and the leaves of the written states.
+    donated leaves. It returns the output (or its array leaves, if it has others) and the leaves of the written states
+    in an `OutputOrder`.
 
     Args:
         tried: programs with the same key that do not accept this call. If the equations of one are equal, its compiled
@@ -121,10 +123,12 @@ class StagedProgram:
 
         out_part = self.outcome.out
         acceptance = self._acceptance
+        out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
+        self._order = order = OutputOrder(self.outcome, out_avals, self.donated)
 
         # JAX calls `inner` again for other types or settings: the staged equations may be wrong then, so raise
         # `Restage`.
-        def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[PyTree, list]:
+        def inner(kept: list, donated: list, operand: PyTree, donated_args: list) -> tuple[list, PyTree, list]:
             values = [*kept, *donated]
             if jax.tree.structure(operand) != operand_tree:
                 raise Restage
@@ -139,16 +143,16 @@ class StagedProgram:
                 outs = _jax.evaluate_checked(inline(jaxpr, calls=INLINED), (*operands, *leaves))
             else:
                 outs = _jax.evaluate(jaxpr, (), (*operands, *leaves))
-            return (outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])), outs[num_out:]
+            out = outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])
+            return order.arrange(out, outs[num_out:])
 
         # JAX shows this name in profiles, logs and the compiled module.
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
         _jax.name_function(inner, "jit", place_of(owner.__wrapped__), names)
-        out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
         self._shardings = StateShardings(arrays, inputs, self.outcome, out_avals, names_mesh(jaxpr))
         acceptance.inputs, acceptance.shardings = inputs, self._shardings
         output_shardings = self._shardings.out_shardings
-        shardings = {} if output_shardings is None else {"out_shardings": (None, output_shardings)}
+        shardings = {} if output_shardings is None else {"out_shardings": order.arrange(None, output_shardings)}
 
         # Programs of a function that creates states differ in these states only. They share the compiled program.
         self._body = Body(jaxpr, operands)
@@ -158,6 +162,7 @@ class StagedProgram:
             out_part.treedef,
             bool(out_part.static),
             len(self.kept),
+            order.updated,
             acceptance.settings,
         )
         self._is_unshareable = bool(self.guards or output_shardings is not None)
@@ -241,7 +246,7 @@ class StagedProgram:
 
     def _call(self, *operands: Any) -> Any:
         try:
-            return self.compiled(*operands)
+            return self._order.restore(*self.compiled(*operands))
         except ValueError as e:
             if str(e).startswith("Received incompatible devices"):
                 fix = "place each state and argument on the devices of the mesh"
@@ -285,19 +290,20 @@ class StagedProgram:
 
         After an interrupt `store` is called again.
         """
-        results: list[tuple[Any, list]] = []
+        results: list[tuple[list, Any, list]] = []
         try:
             # One call of C code, so that no interrupt can separate the program from its results (decision 18).
             commit([(results.extend, map(self.compiled, *([x] for x in operands)))])
-            store(results[0][1])
+            out, writes = self._order.restore(*results[0])
+            store(writes)
         except BaseException as e:
             try:
                 if results:
-                    store(results[0][1])
+                    store(self._order.restore(*results[0])[1])
             finally:
                 self._invalidate_donated(operands[1], e)
             raise
-        return results[0][0]
+        return out
 
     def _invalidate_donated(self, donated: list, error: BaseException) -> None:
         """Invalidate the states whose arrays a failed call has consumed, and name them in the exception."""
