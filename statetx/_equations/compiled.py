@@ -25,7 +25,7 @@ from .._targets.plugins import kernel_file
 from .._targets.target import Target
 from .._text import counted, format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
-from .primitives import count
+from .primitives import JIT, count
 
 _log = logging.getLogger("statetx")
 
@@ -281,7 +281,8 @@ class Program:
         if estimates:
             compiler_options = {**estimate_options(), **(compiler_options or {})} or None
         self._platform = current.platform() if estimates else ""
-        self._set(jax.jit(fun, donate_argnums=tuple(donated)).trace(*args), compiler_options)
+        traced = jax.jit(fun, donate_argnums=tuple(donated)).trace(*args)
+        self._set(_as_called(traced, args, donated), compiler_options)
 
     @classmethod
     def of_traced(cls, traced: Any, compiler_options: dict[str, Any] | None = None) -> Program:
@@ -389,6 +390,25 @@ def _lowered_for(target: Target, traced: Any) -> ForTarget:
             f"the target {target.name} has "
             f"{target.num_devices}.\nFix: name as many, as in target='{target.name.partition(':')[0]}:{e.needed}'."
         ) from e
+
+
+def _as_called(traced: Any, args: Sequence[Any], donated: Sequence[int]) -> Any:
+    """The trace of the jitted function that a program consists of, which is what runs, else the trace itself.
+
+    The order in which a program takes and returns donated arrays decides what XLA can update in place. So does
+    the sharding of its outputs.
+    """
+    jaxpr, leaves = traced.jaxpr.jaxpr, jax.tree.leaves(args)
+    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name not in JIT or len(leaves) != len(jaxpr.invars):
+        return traced
+    names = jaxpr.debug_info.arg_names or [""] * len(leaves)
+    constants = zip(jaxpr.constvars, traced.jaxpr.consts, strict=True)
+    operands = {v: _jax.CallOperand(x, is_constant=True) for v, x in constants}
+    for n, (v, x) in enumerate(zip(jaxpr.invars, leaves, strict=True)):
+        operands[v] = _jax.CallOperand(x, names[n], is_donated=n in donated)
+    literal = lambda v: _jax.CallOperand(v.val, is_constant=True)
+    (eqn,) = jaxpr.eqns
+    return _jax.traced_alone(eqn, [literal(v) if isinstance(v, Literal) else operands[v] for v in eqn.invars])
 
 
 def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:

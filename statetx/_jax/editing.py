@@ -6,7 +6,7 @@ import contextlib
 import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core
 from jax._src import config, source_info_util
@@ -335,6 +335,36 @@ def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], call_sourc
 # number only.
 
 _LOWERING_NAMES = {"gpu": "cuda"}
+
+
+class CallOperand(NamedTuple):
+    """What a jitted function is called with: an argument, or its type; or a value that the program has inside."""
+
+    value: Any
+    name: str = ""
+    is_donated: bool = False
+    is_constant: bool = False
+
+
+def traced_alone(eqn: Any, operands: Sequence[CallOperand]) -> Any:
+    """The ``jax.stages.Traced`` of the jitted function that an equation calls, as if no other one called it: with
+    its own order of inputs and outputs, shardings and donated arguments.
+    """
+    params, (jaxpr, consts) = eqn.params, open_jaxpr(eqn.params["jaxpr"])
+    is_donated = [x.is_donated or flag for x, flag in zip(operands, params["donated_invars"], strict=True)]
+    inputs = [(x, flag) for x, flag in zip(operands, is_donated, strict=True) if not x.is_constant]
+
+    def run(*arrays: Any) -> list[Any]:
+        remaining = iter(arrays)
+        return evaluate(jaxpr, consts, [x.value if x.is_constant else next(remaining) for x in operands])
+
+    run.__name__ = run.__qualname__ = params["name"]
+    name_function(run, jaxpr.debug_info.traced_for, jaxpr.debug_info.func_src_info, [x.name for x, _ in inputs])
+    shardings = [None if s is UNSPECIFIED else s for s in params["out_shardings"]]
+    options = {"out_shardings": shardings} if any(s is not None for s in shardings) else {}
+    donated = tuple(n for n, (_, flag) in enumerate(inputs) if flag)
+    jitted = jax.jit(run, donate_argnums=donated, keep_unused=params["keep_unused"], **options)
+    return jitted.trace(*(x.value for x, _ in inputs))
 
 
 class TooFewDevices(ValueError):

@@ -16,6 +16,7 @@ from .. import _files, _jax, _states
 from .._equations.compiled import (
     COMPILER_ERRORS,
     ForTarget,
+    Program,
     compile_to_measure,
     full_device_options,
     is_out_of_memory,
@@ -330,7 +331,7 @@ def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str
 def _of_call(call: TracedCall, gradient: bool) -> _TracedProgram:
     program = ArrayProgram(call, gradient)
     run = _jax.name_function(lambda *arrays: program.run(*arrays), "jit", call.name, program.names)
-    lowered = lower(jax.jit(run, donate_argnums=program.donated).trace(*program.arrays))
+    lowered = Program(run, program.arrays, donated=program.donated).lowered
     inputs = Inputs(frozenset(program.states), _output_names(call, program) if gradient else ())
     return _TracedProgram(short_name(call.name), lowered, inputs, gradient)
 

@@ -26,6 +26,7 @@ from .._jax import Jaxpr
 from .._lift.carry import leaf_names
 from .._lift.context import note_shardings
 from .._lift.options import notes_shapes
+from .._lift.order import OutputOrder
 from .._lift.outcome import partition_output
 from .._lift.run import frame_for
 from .._lift.stage import InputNames, Lifting, stage
@@ -241,20 +242,24 @@ class TracedCall:
         self.is_step = is_step_by_marks(marks, floats) or is_training_step(recorder.outputs, floats)
 
     def _changed(self, lifting: Lifting, writes: Sequence[tuple[Any, int]]) -> list[int]:
-        """The outputs that are values of states which the call changes, of writes each with its number of leaves.
+        """The outputs that are values of states which the call changes, of writes each with its number of leaves: new
+        values in the order in which the old ones enter, then those of other states.
 
         A state that is only read keeps its value. As an output it would count twice: XLA copies an argument that is
         returned. An array written back unchanged is taken for one that is only read.
         """
-        first, changed = len(self.outputs), []
+        first, changed = len(self.outputs), set()
         of_states = self.body.jaxpr.invars[len(self.body.jaxpr.invars) - lifting.num_variables :]
         for state, num in writes:
             read = lifting.inputs.get(id(state))
             old_variables = [] if read is None else [of_states[i] for i in read.variables]
             if self.body.jaxpr.outvars[first : first + num] != old_variables:
-                changed += range(first, first + num)
+                changed.update(range(first, first + num))
             first += num
-        return changed
+        positions = range(len(self.outputs), first)
+        order = OutputOrder(writes, [self.body.jaxpr.outvars[i].aval for i in positions], lifting.inputs.values())
+        updated, _, others = order.arrange(None, positions)
+        return [i for i in (*updated, *others) if i in changed]
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values of the states that are written or created."""

@@ -92,12 +92,13 @@ class ArrayProgram:
 
     Args:
         gradient: whether it returns the float outputs, then the others with the values of states, then the gradients of
-            the float outputs with respect to the float inputs; else one list of outputs and values of states.
+            the float outputs with respect to the float inputs; else one list of values of states and outputs.
         fixed: which arrays of the arguments are not differentiated.
         retraces: whether the user's Python runs again, for a rewriter of its derivatives.
 
     Attributes:
-        inputs: the states by path, then the arguments; `arrays` and `names` are theirs, `states` the names of states.
+        inputs: the states in the order of their first reads, then the arguments; `arrays` and `names` are theirs,
+            `states` the names of states.
         donated: the numbers of the arrays whose memory the outputs may take: those that a jitted function donates. A
             gradient reads its inputs after the call that would donate them.
     """
@@ -106,7 +107,7 @@ class ArrayProgram:
         self._call, self._retraces = call, retraces
         states = [i for i in call.inputs if i.state is not None]
         arguments = call.inputs[: len(call.inputs) - len(states)]
-        self.inputs = [*sorted(states, key=lambda i: i.origin.path), *arguments]
+        self.inputs = [*states, *arguments]
         self.arrays = [i.array for i in self.inputs]
         self.names = [i.origin.path for i in self.inputs]
         self.states = self.names[: len(states)]
@@ -126,8 +127,9 @@ class ArrayProgram:
         return self._call(in_order) if is_same else self._call.retraced(in_order)
 
     def _outputs(self, *arrays: Any) -> list[Any]:
+        # New values in the order of the old ones and before the outputs, as in a jitted step that donates.
         outs, written = self._results(arrays)
-        return [*outs, *written]
+        return [*written, *outs]
 
     def _split_outputs(self, *arrays: Any) -> tuple[list[Any], list[Any]]:
         # Float outputs get cotangents. The others are returned too, so that XLA does not remove what computes them.

@@ -23,6 +23,7 @@ from ..._errors import ForeignStateError
 from ..._lift.carry import leaf_names
 from ..._lift.context import note_shardings
 from ..._lift.late_rules import guarded
+from ..._lift.order import OutputOrder
 from ..._lift.outcome import Outcome, pack
 from ..._lift.run import frame_for
 from ..._lift.stage import Input, InputNames, Lifting, stage
@@ -35,7 +36,6 @@ from ...kinds.native import Invalidated
 from .acceptance import Acceptance, StateShardings, names_mesh
 from .arguments import Call
 from .created import CreatedStates
-from .order import OutputOrder
 
 
 class Restage(Exception):
@@ -124,7 +124,9 @@ class StagedProgram:
         out_part = self.outcome.out
         acceptance = self._acceptance
         out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
-        self._order = order = OutputOrder(self.outcome, out_avals, self.donated)
+        pairs = zip(self.outcome.effects, self.outcome.values, strict=True)
+        written = [(effect.state, part.num_dynamic) for effect, part in pairs]
+        self._order = order = OutputOrder(written, out_avals, self.donated)
 
         # JAX calls `inner` again for other types or settings: the staged equations may be wrong then, so raise
         # `Restage`.

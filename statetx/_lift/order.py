@@ -1,23 +1,22 @@
-"""`OutputOrder`: the order in which a compiled program returns the new values of its states."""
+"""`OutputOrder`: the order in which a program returns the new values of its states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._lift.outcome import Outcome
-from ..._lift.stage import Input
+from .stage import Input
 
 
 class OutputOrder:
-    """The order of a compiled function's outputs: new leaves of donated states, the output, other leaves of states.
+    """The order of a program's outputs: new leaves of donated states, the output, other leaves of states.
 
     JAX gives the memory of donated inputs to the outputs of their types in order. An update is computed in place only
     if the new leaf of a state gets the memory of the old one, so the new leaves come in the order in which the old ones
     enter, before everything else.
 
     Args:
-        outcome: the output and effects of the program; `avals` are the types of all written leaves.
+        written: the written states, each with its number of leaves; `avals` are the types of all these leaves.
         donated: the donated states, in the order in which they enter.
 
     Attributes:
@@ -25,15 +24,15 @@ class OutputOrder:
             the old one, whose memory it cannot take, is not among them.
     """
 
-    def __init__(self, outcome: Outcome, avals: Sequence[Any], donated: Sequence[Input]):
+    def __init__(self, written: Iterable[tuple[Any, int]], avals: Sequence[Any], donated: Iterable[Input]):
         positions_of, first = {}, 0
-        for effect, part in zip(outcome.effects, outcome.values, strict=True):
-            positions_of[id(effect.state)] = range(first, first + part.num_dynamic)
-            first += part.num_dynamic
+        for state, num in written:
+            positions_of[id(state)] = range(first, first + num)
+            first += num
 
         self.updated: list[int] = []
         for i in donated:
-            positions = positions_of[id(i.state)]
+            positions = positions_of.get(id(i.state), ())
             if len(positions) == len(i.avals):
                 is_same = [_type(avals[n]) == _type(old) for n, old in zip(positions, i.avals, strict=True)]
                 self.updated += [n for n, same in zip(positions, is_same, strict=True) if same]
@@ -43,7 +42,7 @@ class OutputOrder:
         self._positions = [position_of[n] for n in range(first)]
 
     def arrange(self, out: Any, leaves: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
-        """The compiled function's outputs, from the output and the written leaves."""
+        """The program's outputs, from the output and the written leaves."""
         return [leaves[n] for n in self.updated], out, [leaves[n] for n in self._others]
 
     def restore(self, updated: list[Any], out: Any, others: list[Any]) -> tuple[Any, list[Any]]:
