@@ -22,6 +22,8 @@ array
     ArrayImpl: the type of concrete arrays, for fast tests | isinstance(x, jax.Array), ten times as slow
 checkify
     checkify_jaxpr error_checks: checks inside calls that are one equation | none
+callback
+    io_callback_p pure_callback_p: are noticed, since a function on the host may raise late | none
 config
     _check_vma debug_key_reuse disable_jit enable_compilation_cache: values of options | jax.config, for some
     trace_context: key of what a trace depends on | none
@@ -42,6 +44,8 @@ core
     pytype_aval_mappings: the types of links; errors for states that are used as arrays | none
 custom_derivatives
     __file__: frames that call derivative rules | none
+debugging
+    debug_callback_p: as io_callback_p | none
 dispatch
     apply_primitive: runs a primitive that nothing traces | none
 dtypes

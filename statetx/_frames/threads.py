@@ -21,6 +21,7 @@ from .access import UNKNOWN, Access, Effect, check_write
 
 class _Local(threading.local):
     frame: Any = None  # the `Frame`, or None
+    has_called_host: bool = False  # whether a function on the host was called since a call has last published writes
 
 
 _local = _Local()
@@ -29,6 +30,14 @@ _local = _Local()
 def current_frame() -> Any:
     """The frame; None if none is open. `_frames` exports it with its type."""
     return _local.frame
+
+
+_jax.note_host_calls(functools.partial(setattr, _local, "has_called_host", True))
+
+
+def has_called_host() -> bool:
+    """Whether the call that is about to end may have called a function on the host that can raise yet."""
+    return _local.has_called_host
 
 
 set_current_frame = functools.partial(setattr, _local, "frame")  # written in C, as a `Store` must be
@@ -112,8 +121,12 @@ def publish(effects: Sequence[Effect], *, live: bool = True, also: Sequence[Stor
     Raises:
         ForeignStateError: another thread has written one of the states since the call began; publishing would lose
             that write.
+        jax.errors.JaxRuntimeError: a function on the host has raised.
     """
     try:
+        if _local.has_called_host:
+            _jax.wait_for([effect.value for effect in effects])
+            _local.has_called_host = _local.frame is not None  # the calls around it publish, too
         stores = [store for effect in effects for store in effect.kind.announce(effect, live)]
         frame = _local.frame
         for effect in effects:

@@ -10,6 +10,7 @@ from .buffers import *
 from .editing import *
 from .equations import *
 from .estimates import *
+from .host_calls import *
 from .loops import *
 from .marks import *
 from .meshes import *

@@ -156,6 +156,8 @@ def run_eagerly(name: str, fun: Callable[..., T], args: Sequence[Any], kwargs: d
     refs = RefValues(fun, args, kwargs)
     try:
         out = frame.run(fun, *args, **kwargs)
+        if _frames.has_called_host():
+            refs.wait()
         _frames.publish(frame.effects, also=[(refs.values.clear,)])
         return out
     except BaseException:
@@ -170,6 +172,10 @@ class RefValues:
         states = Paths(fun, args, kwargs).items().values() if _jax.has_made_refs() else ()
         unwatched = [(state, _states.kind_of_state(state)) for state in states if _states.is_unwatched(state)]
         self.values = [(state, kind, kind.get(state)) for state, kind in unwatched]
+
+    def wait(self) -> None:
+        """Wait until the values that the call has written are computed."""
+        _jax.wait_for([kind.get(state) for state, kind, _ in self.values])
 
     def restore(self) -> None:
         commit([kind.store(state, value) for state, kind, value in self.values])

@@ -99,6 +99,7 @@ class StagedProgram:
         self.kept, self.donated = (sorted(x, key=lambda i: _states.kinds().index(i.kind)) for x in (kept, donated))
         self.guards = [i for i in self.kept if i.partition.static]
 
+        self._calls_host = _jax.calls_host(staged.jaxpr)
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
         states = [paths(i.state) + name for i in self._inputs() for name in leaf_names(i.partition, i.values)]
         self.state_names = frozenset(states)
@@ -243,6 +244,8 @@ class StagedProgram:
             out = self._run_donating(operands, store)
         else:
             out, writes = self._call(*operands)
+            if self._calls_host:
+                _jax.wait_for(writes)
             store(writes)
         return self.outcome.out.combine(out) if self.outcome.out.static else out
 
@@ -278,6 +281,8 @@ class StagedProgram:
             raise Restage
         out, writes = self._call(kept, [], (args, kwargs), [])
         if writes:
+            if self._calls_host:
+                _jax.wait_for(writes)
             # Values are compared only if the process has several threads (decision 18).
             writers = self._writers
             if writers is None or len(writers) > 1 or threading.active_count() > 1:
@@ -297,10 +302,12 @@ class StagedProgram:
             # One call of C code, so that no interrupt can separate the program from its results (decision 18).
             commit([(results.extend, map(self.compiled, *([x] for x in operands)))])
             out, writes = self._order.restore(*results[0])
+            if self._calls_host:
+                _jax.wait_for(writes)
             store(writes)
         except BaseException as e:
             try:
-                if results:
+                if results and not (self._calls_host and _jax.has_failed(results[0])):
                     store(self._order.restore(*results[0])[1])
             finally:
                 self._invalidate_donated(operands[1], e)

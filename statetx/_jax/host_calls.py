@@ -1,0 +1,64 @@
+"""Python functions that a program calls on the host: whether there are any, and whether they have returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import callback as _callback
+from jax._src import debugging as _debugging
+
+from . import patches
+from .equations import Jaxpr, inner_jaxprs
+from .traces import ArrayImpl
+
+_note: Callable[[], None] | None = None
+
+
+def note_host_calls(note: Callable[[], None]) -> None:
+    """Call `note` whenever a function on the host becomes part of a program, or of eager code."""
+    global _note
+    _note = note
+
+
+def _noticed(bind: Callable[..., Any]) -> Callable[..., Any]:
+    def noticed_bind(*args: Any, **params: Any) -> Any:
+        if _note is not None:
+            _note()
+        return bind(*args, **params)
+
+    return noticed_bind
+
+
+_REASON = (
+    "A function on the host may raise after the call has returned: statetx waits for it before it stores what the call "
+    "has written. Otherwise it is JAX's own."
+)
+for _name, _primitive in {
+    "callback.pure_callback_p": _callback.pure_callback_p,
+    "callback.io_callback_p": _callback.io_callback_p,
+    "debugging.debug_callback_p": _debugging.debug_callback_p,
+}.items():
+    patches.replace(f"jax._src.{_name}.bind", _primitive, _noticed(_primitive.bind), _REASON)
+
+
+def calls_host(jaxpr: Jaxpr) -> bool:
+    """Whether a program calls functions of the user on the host. A `jax.debug.print` is none: it does not raise."""
+    return any(
+        eqn.primitive.name.endswith("_callback") or any(map(calls_host, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+    )
+
+
+def wait_for(tree: Any) -> None:
+    """Wait until arrays are computed, and raise what a function on the host has raised meanwhile."""
+    jax.block_until_ready([x for x in jax.tree.leaves(tree) if isinstance(x, ArrayImpl)])
+
+
+def has_failed(tree: Any) -> bool:
+    """Wait for arrays; whether a function on the host has raised meanwhile."""
+    try:
+        wait_for(tree)
+    except Exception:  # the type is JAX's choice, and depends on when it is raised
+        return True
+    return False
