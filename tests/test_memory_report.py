@@ -493,10 +493,30 @@ def test_sizes_on_a_mesh_are_labeled_per_device():
     assert base.argument_bytes == X.nbytes + weights and row.argument_bytes == X.nbytes // 8 + weights
     assert row.temp_bytes < base.temp_bytes / 2
     title = str(reports[1]).partition("\n")[0]
-    assert (
-        title == "Block.loop: value and gradient on 8 devices; residuals and FLOPs of all devices, other sizes of one"
-    )
+    assert title == "Block.loop: value and gradient on 8 devices; residuals of all devices, other figures of one"
     assert reports[1].to_dict()["num_devices"] == 8
+    assert row.flops == pytest.approx(base.flops / 8, abs=1)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
+def test_operations_are_of_one_device():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.ones((64, 16)), jax.NamedSharding(mesh, jax.P("d")))
+    product = lambda x: jnp.sin(x @ jnp.ones((16, 16)))
+    mapped = jax.shard_map(product, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    calls = (product, np.ones((64, 16))), (product, x), (mapped, x)
+    costs = [statetx.measure(f, y, gradient=False) for f, y in calls]
+    assert [cost.flops * 8 for cost in costs[1:]] == [costs[0].flops] * 2
+    assert costs[1].compiled_flops == pytest.approx(costs[1].flops, rel=0.2)
+    replicated = statetx.measure(product, jax.device_put(x, jax.NamedSharding(mesh, jax.P())), gradient=False)
+    assert replicated.flops == costs[0].flops and replicated.compiled_flops == pytest.approx(costs[0].flops, rel=0.2)
+
+
+def test_operations_that_xla_does_not_tell_are_none(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", lambda self: None)
+    step = statetx.remat(lambda x: jnp.sin(jnp.sin(x)).sum())
+    assert statetx.measure(step, jnp.ones(64)).compiled_flops is None
+    assert statetx.memory_report(step, jnp.ones(64)).rows[1].compiled_flops is None
 
 
 def test_report_leaves_donated_arrays_and_states():

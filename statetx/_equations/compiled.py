@@ -32,12 +32,13 @@ _log = logging.getLogger("statetx")
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Operations and memory of a compiled program.
+    """Operations and memory of a compiled program, on one device.
 
     Attributes:
         flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of
-            their steps; the body of a `while` loop of unknown length once.
-        compiled_flops: operations as XLA counts them: the body of a loop once.
+            their steps; the body of a `while` loop of unknown length once. Operations outside of a shard_map count as
+            divided evenly along the axes of the mesh that divide an input; what devices repeat there is more.
+        compiled_flops: operations as XLA counts them: the body of a loop once. None where XLA does not tell.
         argument_bytes, output_bytes, temp_bytes: memory, by XLA's memory analysis.
         alias_bytes: of the outputs, those in the memory of donated arguments.
         seconds: XLA's estimate of the time of a run on a GPU or TPU; None on CPUs, and where XLA does not know
@@ -45,7 +46,7 @@ class Cost:
     """
 
     flops: int
-    compiled_flops: float
+    compiled_flops: float | None
     argument_bytes: int
     output_bytes: int
     temp_bytes: int
@@ -264,9 +265,9 @@ class Program:
     Attributes:
         lowered, compiled: the ``jax.stages`` objects.
         compiler_options: those that it is compiled with.
-        flops: operations of its equations, loops counted with their lengths and checkpointed loops with all runs of
-            their steps; the body of a `while` loop of unknown length once.
-        cost: see `Cost`.
+        flops: operations of its equations on all devices, loops counted with their lengths and checkpointed loops with
+            all runs of their steps; the body of a `while` loop of unknown length once, and of a shard_map one device.
+        cost: see `Cost`; its `flops` are these.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class Program:
         self.lowered = lower(traced)
         # XLA removes dead equations, so they are not counted, nor are the arguments that only these read.
         jaxpr = _jax.without_dead_code(traced.jaxpr)
-        self.flops, self._largest = count(jaxpr), _largest_value(jaxpr)
+        self._jaxpr, self.flops, self._largest = jaxpr, count(jaxpr), _largest_value(jaxpr)
         read = {v for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in atoms if isinstance(v, Var)}
         self._read_bytes = num_bytes([v.aval for v in jaxpr.invars if v in read])
         self.compiler_options = compiler_options
@@ -320,6 +321,11 @@ class Program:
                 self._compiled = compile_to_measure(self.lowered, self.compiler_options)
             return self._compiled
 
+    @functools.cached_property
+    def cost_on_device(self) -> Cost:
+        """The cost with the operations of one device."""
+        return dataclasses.replace(self.cost, flops=count(self._jaxpr, _jax.num_parts_of(self.lowered)))
+
     @property
     def cost(self) -> Cost:
         compiled = self.compiled
@@ -335,8 +341,8 @@ def _cost_of(compiled: Any, num_flops: int, largest: int, seconds: float | None)
     assert memory is not None
     return Cost(
         flops=num_flops,
-        # Some backends have no analysis, or no count of operations.
-        compiled_flops=float((analysis or {}).get("flops", 0.0)),
+        # Some backends have no analysis. One without a count is of a program that only moves data.
+        compiled_flops=None if analysis is None else float(analysis.get("flops", 0.0)),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=temp_bytes_of(memory, largest),

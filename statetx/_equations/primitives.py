@@ -313,38 +313,48 @@ def inner_jaxprs(eqn: Any) -> list[_jax.Jaxpr]:
 # there, and only there, the count may be far too small.
 
 
-def count(jaxpr: Jaxpr) -> int:
-    """Operations of a jaxpr's equations."""
-    return round(_count(jaxpr))
+def count(jaxpr: Jaxpr, num_parts: int = 1) -> int:
+    """Operations of a jaxpr's equations, or of one of the equal parts that they are divided into.
+
+    The equations in a shard_map are those of one device already.
+    """
+    return round(_count(jaxpr, Fraction(1, num_parts)))
 
 
 def flops(eqn: Any) -> int:
     """Operations of an equation, including the jaxprs in it."""
-    return round(_flops(eqn))
+    return round(_flops(eqn, 1))
 
 
 # Of a loop that runs a mean number of times, the exact product with the length of the loop around it is a whole number:
 # fractions are rounded at the end only.
 
 
-def _count(jaxpr: Jaxpr) -> Fraction | int:
-    return sum(map(_flops, jaxpr.eqns))
+def _count(jaxpr: Jaxpr, share: Fraction | int) -> Fraction | int:
+    return sum(_flops(eqn, share) for eqn in jaxpr.eqns)
 
 
-def _flops(eqn: Any) -> Fraction | int:
+def _flops(eqn: Any, share: Fraction | int) -> Fraction | int:
+    """The share of an equation's operations that runs on a device."""
     name, rule = eqn.primitive.name, row_of(eqn).flops
     # With symbolic sizes (jax.export) an estimate, which decides between equal results.
     if not all(has_known_sizes(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-        return sum(num_bytes(v.aval) for v in eqn.outvars)
+        return share * sum(num_bytes(v.aval) for v in eqn.outvars)
     if rule is not None:
-        return int(rule(eqn))
+        return share * int(rule(eqn))
     # An unknown primitive with a jaxpr counts as one run of it.
-    inner = [times * _count(jaxpr) for jaxpr, times in _inner(eqn)]
+    inner_share = _share_inside(eqn, share) if name == "shard_map" else share
+    inner = [times * _count(jaxpr, inner_share) for jaxpr, times in _inner(eqn)]
     if inner:
         return max(inner) if row_of(eqn).runs is Runs.BRANCH else sum(inner)
     if name.startswith(("reduce_", "arg", "cum")):
-        return size(eqn.invars[0])
-    return max((size(v) for v in eqn.outvars), default=0)
+        return share * size(eqn.invars[0])
+    return share * max((size(v) for v in eqn.outvars), default=0)
+
+
+def _share_inside(eqn: Any, share: Fraction | int) -> Fraction | int:
+    """The share in a shard_map, whose equations are those of one device along the axes of its mesh that it maps."""
+    return min(1, share * _jax.num_mapped(eqn))
 
 
 def _inner(eqn: Any) -> Iterable[tuple[Jaxpr, Fraction | int]]:

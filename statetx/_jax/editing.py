@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -285,6 +286,18 @@ def compile_settings(lowered: Any) -> list[str]:
 def num_devices_of(lowered: Any) -> int | None:
     """The number of devices that a lowered program (``jax.stages.Lowered``) runs on; None if it does not say."""
     return lowered._lowering.compile_args.get("num_devices") or None
+
+
+def num_parts_of(lowered: Any) -> int:
+    """The number of parts that the inputs of a lowered program are divided into, by the axes of the mesh that they use;
+    1 if each device has all of them.
+    """
+    sizes: dict[str, int] = {}
+    for sharding in lowered._lowering.compile_args["in_shardings"]:
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            axes = [axis for entry in sharding.spec for axis in (entry if isinstance(entry, tuple) else (entry,))]
+            sizes |= {axis: sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.shape}
+    return math.prod(sizes.values())
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

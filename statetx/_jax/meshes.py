@@ -217,3 +217,10 @@ def in_shard_maps(*eqns: Any) -> Iterator[None]:
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(types)))
             stack.enter_context(_config._check_vma(params["check_vma"]))
         yield
+
+
+def num_mapped(eqn: Any) -> int:
+    """The number of devices along the axes of the mesh that a shard_map maps itself."""
+    mesh, names = eqn.params["mesh"], ("newly_manual_axes", "manual_axes")
+    axes = next((eqn.params[name] for name in names if name in eqn.params), mesh.axis_names)
+    return math.prod(mesh.shape[axis] for axis in axes)

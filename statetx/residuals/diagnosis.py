@@ -132,7 +132,9 @@ def diagnose(
     # If XLA merged the recomputation with the first computation, the compiled program does not have its operations. XLA
     # counts the body of a loop once, however often it runs.
     flops_ratio = row.flops / max(baseline.flops, 1)
-    lacks_flops = row.compiled_flops < baseline.compiled_flops * (1 + _RECOMPUTED * (flops_ratio - 1))
+    lacks_flops = False
+    if row.compiled_flops is not None and baseline.compiled_flops is not None:
+        lacks_flops = row.compiled_flops < baseline.compiled_flops * (1 + _RECOMPUTED * (flops_ratio - 1))
     text = lowered.as_text() if lacks_flops else ""
     if lacks_flops and "stablehlo.while" not in text:
         unfenced = sorted({r.name for r in regions if r.prevent_cse is False})

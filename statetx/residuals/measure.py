@@ -65,9 +65,11 @@ def measure(
     Returns:
         `Cost`, with ``temp_bytes``, ``argument_bytes``, ``output_bytes`` and ``peak_bytes`` in bytes, ``flops`` with
         each loop body counted as often as it runs (once for a while loop of unknown length), and ``compiled_flops``,
-        XLA's own figure, which counts the body of every loop once; on a GPU or TPU, or for one as target, also
-        ``seconds``, XLA's estimate of the time. Arguments are the function's arrays and the states
-        that it reads; outputs are its own, the states that it writes or creates, and the gradients.
+        XLA's own figure, which counts the body of every loop once (None where XLA does not tell); on a GPU or TPU, or
+        for one as target, also ``seconds``, XLA's estimate of the time. All are of one device: operations outside of a
+        shard_map count as divided evenly along the axes of the mesh that divide an input. Arguments are the function's
+        arrays and the states that it reads; outputs are its own, the states that it writes or creates, and the
+        gradients.
 
     Source:
         ``jax.stages.Compiled.memory_analysis`` and ``cost_analysis``.
@@ -82,7 +84,7 @@ def measure(
     """
     check_callable("measure", fun)
     program = array_program("measure", fun, args, kwargs, gradient)
-    return program.for_types(program.arrays, compiler_options, estimates=True).cost
+    return program.for_types(program.arrays, compiler_options, estimates=True).cost_on_device
 
 
 class ArrayProgram:
@@ -188,8 +190,8 @@ class MemoryReport(Tabular):
         name: the function's name.
         rows: one for each policy; the first is the baseline without rematerialization.
         diagnoses: empty if every policy saves memory as expected.
-        num_devices: the number of devices that the programs run on. Residuals and FLOPs count all devices together;
-            memory of the compiled programs (temporary, arguments, outputs, peak) is per device.
+        num_devices: the number of devices that the programs run on. Residuals count all devices together; FLOPs and
+            memory of the compiled programs (temporary, arguments, outputs, peak) are per device.
         is_step: whether the function is a training step, which takes gradients itself; else the rows are of the
             function with its derivative.
         notes: on the function's checkpoints, each a heading and a text.
@@ -213,7 +215,7 @@ class MemoryReport(Tabular):
         title = f"{self.name}: {'training step' if self.is_step else 'value and gradient'}"
         if self.num_devices == 1:
             return title
-        return f"{title} on {self.num_devices} devices; residuals and FLOPs of all devices, other sizes of one"
+        return f"{title} on {self.num_devices} devices; residuals of all devices, other figures of one"
 
     def _table(self) -> Table:
         baseline, largest = self.rows[0], max(row.temp_bytes for row in self.rows)
@@ -367,7 +369,9 @@ def memory_report(
         for label, program in programs.items():
             tell(f"compiling {label}")
             _ = program.compiled
-    rows = [Measured(**vars(row.program.cost), policy=k, residuals=row.residuals) for k, row in traced.items()]
+    rows = [
+        Measured(**vars(row.program.cost_on_device), policy=k, residuals=row.residuals) for k, row in traced.items()
+    ]
 
     diagnoses: list[Diagnosis] = (
         [] if is_wrapped or undone else [not_wrapped(name, baseline.residuals, takes_gradients)]
