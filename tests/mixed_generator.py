@@ -61,6 +61,27 @@ BITS = (
 )
 MEASURED = ("policies.Budget('1MiB')", "'auto'", "policies.Budget('2MiB')")
 SLOTS = ("policies.Slots(2)", "1")
+TWICE = {
+    "grad of grad": "grad(lambda x: total(grad(lambda x: total({loop}))(x)))({{0}})",
+    "jvp of grad": "jvp(grad(lambda x: total({loop})), ({{0}},), (jnp.cos({{0}}),))[1]",
+    "grad of jvp": "grad(lambda x: total(jvp(lambda x: {loop}, (x,), (jnp.cos(x),))[1]))({{0}})",
+    "jvp of jvp": "jvp(lambda x: jvp(lambda x: {loop}, (x,), (jnp.cos(x),))[1], ({{0}},), (jnp.tanh({{0}}),))[1]",
+    "hessian": "total(hessian(lambda x: total({loop}))({{0}})) * {{0}}",
+}
+"""Second derivatives of a loop at ``{0}``."""
+CHECKPOINTS = (
+    "policies.Slots(2)",
+    "1",
+    "policies.Slots(2, policy=policies.dots)",
+    "policies.Levels(1)",
+    "policies.Levels(2)",
+    "policies.Lengths(2, 2)",
+    "policies.Levels(2, policy=policies.primitives('sin', missing='ignore'))",
+    "statetx.Truncated(9, checkpoint=policies.Levels(2))",
+    "statetx.Truncated(2)",
+    "'auto'",
+)
+PURE = "plain plain jit vmap scan fori map cond switch".split()
 INSPECTIONS = "states values saved_residuals trace_states call eval_shape make_jaxpr lower".split()
 """The first four accept functions that leave states behind."""
 LOOKED_AT = frozenset("remat jit grad vjp jvp linearize jacobian hessian plain shard_map bs_jit".split())
@@ -82,14 +103,20 @@ class Generator(Statements):
     step, which they refuse.
     """
 
+    twice = 1
+    """How many more loops may be differentiated twice."""
+
     def __init__(self, seed: int):
         super().__init__(seed)
-        self.rng_aside = random.Random(f"{seed}, aside")
+        self.rng_aside, self.rng_twice = random.Random(f"{seed}, aside"), random.Random(f"{seed}, twice")
         self.num_names_aside = 1000
 
     def call(self, scope: Scope) -> tuple[list[Statement], Scope]:
         """A transform of a new function, applied to an expression."""
         self.calls -= 1
+        if scope.pure:
+            kind = self.pick(PURE)
+            return self.called(scope, getattr(self, f"call_{kind}"))
         kinds = ["remat", "remat", "grad", "vjp", "jvp", "vmap", "vmap", "plain", "helper"]
         kinds += self.pick(((), ("linearize", "jacobian"), ("jacobian", "hessian")))
         if self.compiled > 0 and self.chance(0.55):
@@ -107,7 +134,7 @@ class Generator(Statements):
         before = len(scope.names)
         call = calls(scope)
         call.depth = scope.depth
-        if not scope.inspected:
+        if not (scope.inspected or scope.pure):
             self.look_before(call)
         assert len(scope.names) == before
         for name, shape in call.names:
@@ -212,14 +239,15 @@ class Generator(Statements):
         return call
 
     def call_jvp(self, scope: Scope) -> Call:
-        call = self.simple(scope, "jvp", "", scope.differentiated(), takes_model=False)
+        call = self.simple(scope, "jvp", "", scope.differentiated(forward=True), takes_model=False)
         ((name, shape),), tangent = call.names, self.fresh("v")
         call.template = f"{name}, {tangent} = jvp({{f}}, ({{0}},), (jnp.cos({{0}}),))"
         call.names.append((tangent, shape))
         return call
 
     def call_linearize(self, scope: Scope) -> Call:
-        call = self.simple(scope, "linearize", "", scope.differentiated(reverse=scope.reverse + 1), takes_model=False)
+        inner = scope.differentiated(reverse=scope.reverse + 1, forward=True)
+        call = self.simple(scope, "linearize", "", inner, takes_model=False)
         ((name, shape),), push, tangent = call.names, self.fresh("p"), self.fresh("v")
         call.template = f"{name}, {push} = linearize({{f}}, {{0}})"
         call.after = [f"{tangent} = {push}(jnp.cos({{0}}))"]
@@ -228,7 +256,9 @@ class Generator(Statements):
 
     def call_jacobian(self, scope: Scope) -> Call:
         which = self.pick(("jacfwd", "jacrev"))
-        inner = scope.differentiated(reverse=scope.reverse + (which == "jacrev"))
+        inner = scope.differentiated(
+            reverse=scope.reverse + (which == "jacrev"), forward=scope.forward or which == "jacfwd"
+        )
         call = self.simple(scope, "jacobian", "", inner, takes_model=False)
         (name, _) = call.names.pop()
         call.cells = self.targets(scope)[:1]
@@ -238,7 +268,8 @@ class Generator(Statements):
         return call
 
     def call_hessian(self, scope: Scope) -> Call:
-        call = self.simple(scope, "hessian", "", scope.differentiated(reverse=scope.reverse + 1), (), False)
+        inner = scope.differentiated(reverse=scope.reverse + 1, order=scope.order + 2, forward=True)
+        call = self.simple(scope, "hessian", "", inner, (), False)
         call.template = f"{call.names[0][0]} = total(hessian({{f}})({{0}}))"
         return call
 
@@ -254,14 +285,20 @@ class Generator(Statements):
             self.storing -= 1
             more, scope = self.called(scope, self.pick((self.call_stored, self.call_slots, self.call_slots)))
             body += more
+        if not isinstance(body[-1] if body else None, Raise):
+            more, scope = self.twice_differentiated(scope)
+            body += more
         last = [] if isinstance(body[-1] if body else None, Raise) else self.inspection(scope)
         return [*first, *body, *last], scope
 
     def inspection(self, scope: Scope) -> list[Statement]:
         """Sometimes a function that is inspected, and not called: the program does the same without it."""
-        with self.aside():
+        with self.aside(self.rng_aside):
             if not (
-                self.inspecting and scope.depth and not scope.inspected and self.chance(0.35 if scope.typed else 0.15)
+                self.inspecting
+                and scope.depth
+                and not (scope.inspected or scope.pure)
+                and self.chance(0.35 if scope.typed else 0.15)
             ):
                 return []
             self.inspecting -= 1
@@ -271,6 +308,28 @@ class Generator(Statements):
             line, parts = self.looking(fun), [self.expr(scope, shape, depth=1)]
             return [Call("inspect", line, [fun], parts, [], depth=scope.depth)]
 
+    def twice_differentiated(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        """Sometimes a second derivative of a loop, where no derivative encloses it."""
+        with self.aside(self.rng_twice):
+            is_outermost = scope.depth and not (scope.order or scope.inspected or scope.foreign or scope.varying)
+            if not (self.twice and is_outermost and self.chance(0.4)):
+                return [], scope
+            self.twice -= 1
+            return self.called(scope, self.call_twice)
+
+    def call_twice(self, scope: Scope) -> Call:
+        """A second derivative of a loop, which is that of JAX's `scan`."""
+        shape, name, length = self.pick(((), (SIZE,))), self.fresh("v"), self.pick((4, 5))
+        mode, checkpoint = self.pick(tuple(TWICE)), self.pick(CHECKPOINTS)
+        is_forward = mode in ("jvp of jvp", "grad of jvp")
+        inner = scope.inside(once=False, typed=True, order=2, forward=is_forward, pure=True, raises=False, flags=False)
+        fun = self.closure(inner, [((), NOWHERE), (shape, scope.maps)], [shape], 100)
+        if mode == "jvp of grad" and self.chance(0.3):
+            checkpoint = "while"
+        loop = f"loop_of({{f}}, x, {length}, {checkpoint!r})"
+        template = f"{name} = {TWICE[mode].format(loop=loop)}"
+        return Call("twice", template, [fun], [self.expr(scope, shape, depth=1)], [(name, shape)])
+
     def looking(self, fun: Fun) -> str:
         """A line that inspects a function."""
         fun.runs += 20
@@ -279,19 +338,19 @@ class Generator(Statements):
 
     def look_before(self, call: Call) -> None:
         """Sometimes inspect the function of a call right before it."""
-        with self.aside():
+        with self.aside(self.rng_aside):
             if self.inspecting and call.kind in LOOKED_AT and call.funs and self.chance(0.35):
                 if not any(map(lasts, walk(call.funs[0].body))):
                     self.inspecting -= 1
                     call.before.append(self.looking(call.funs[0]))
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, rng: random.Random) -> Iterator[None]:
         """Draw with random numbers of its own, so that the rest of a program is the same with and without what is drawn
         here.
         """
         kept = self.rng, self.num_names, self.calls, self.compiled, self.storing
-        self.rng, self.num_names = self.rng_aside, self.num_names_aside
+        self.rng, self.num_names = rng, self.num_names_aside
         self.calls, self.compiled, self.storing = 2, 1, 0
         try:
             yield
@@ -301,7 +360,7 @@ class Generator(Statements):
 
     def mask(self, scope: Scope) -> str:
         """A function whose values are proved 0 or 1."""
-        return self.pick(("above", "spike")) if scope.spikes else "above"
+        return self.pick(("above", "spike")) if scope.order == 0 else "above"
 
     def call_stored(self, scope: Scope) -> Call:
         """The derivative of a rematerialized function that stores bits."""

@@ -353,9 +353,13 @@ class Reference:
     # -- branches --
 
     def cond(self, pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> Any:
+        if not is_known(pred):  # in a loop of JAX, whose body writes no cells
+            return jax.lax.cond(pred, true_fun, false_fun, *operands)
         return self._branch(bool(pred), [false_fun, true_fun], operands)
 
     def switch(self, index: Any, branches: Sequence[Callable], *operands: Any) -> Any:
+        if not is_known(index):
+            return jax.lax.switch(index, branches, *operands)
         return self._branch(min(max(int(index), 0), len(branches) - 1), branches, operands)
 
     def _branch(self, chosen: int, branches: Sequence[Callable], operands: tuple) -> Any:
@@ -376,6 +380,15 @@ class Reference:
             return join(outs, chosen)
 
         return self.atomic(run)
+
+
+def is_known(x: Any) -> bool:
+    """Whether a number is known while the program runs."""
+    try:
+        int(x)
+    except jax.errors.ConcretizationTypeError:
+        return False
+    return True
 
 
 SPLIT, CARRY, BROADCAST = "Split", "Carry", "Broadcast"

@@ -4,6 +4,7 @@ python tests/mixed_search.py 0 5000 --out found.jsonl   # a line for each seed; 
 python tests/mixed_search.py 337                        # one program, reduced and printed if it fails
 python tests/mixed_search.py 0 200 --threads            # two programs at a time, in two threads
 python tests/mixed_search.py 0 400 --coverage           # how many programs have each feature
+python tests/mixed_search.py 0 900 --x64 --twice        # in double precision, those with second derivatives of loops
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import pathlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import conftest  # noqa: F401  # the suite's settings of JAX
 import jax
@@ -33,13 +34,17 @@ def depth(fun: mixed_syntax.Fun) -> int:
     return max((1 + max(map(depth, c.funs), default=0) for c in calls), default=0)
 
 
+def text(s: Statement) -> str:
+    return "\n".join(mixed_syntax.statement_lines(s, "statetx"))
+
+
 def raises_in_a_call(s: Statement) -> bool:
     calls = s.body if isinstance(s, Try) else []
     return any(isinstance(c, Call) and any(isinstance(r, Raise) for r in walk([c])) for c in calls)
 
 
 KINDS = (
-    "remat stored jit grad vjp jvp linearize jacobian hessian slots scan fori while map parts vmap cond switch "
+    "remat stored jit grad vjp jvp linearize jacobian hessian slots twice scan fori while map parts vmap cond switch "
     "shard_map pure bs_jit bs_for_loop bs_cond inspect"
 ).split()
 FEATURES: dict[str, Callable[[Program], bool]] = {
@@ -71,6 +76,11 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
     "values stored as bits": lambda p: ".stored_as('bits')" in source(p, "statetx"),
     "derivative rule that gets a state": lambda p: "by_state(" in source(p, "statetx"),
     "derivative rule beside a Ref": lambda p: "by_ref(" in source(p, "statetx"),
+    "rule of a custom_jvp that is not its derivative": lambda p: "sine_jvp(" in source(p, "statetx"),
+    "rule of a custom_vjp that is not its derivative": lambda p: "sine_vjp(" in source(p, "statetx"),
+    "second derivative with such a rule": has(
+        lambda s: isinstance(s, Call) and s.kind == "twice" and "sine_" in text(s)
+    ),
     "fence": has(lambda s: isinstance(s, Call) and "fence=" in s.template),
     "function called for two models": lambda p: "(k, " in source(p, "statetx"),
     "main compiled": lambda p: "jit" in p.wrap,
@@ -78,7 +88,7 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
 }
 
 
-def coverage(seeds: range) -> dict[str, int]:
+def coverage(seeds: Sequence[int]) -> dict[str, int]:
     """How many of these programs have each feature."""
     programs = [program_of(seed) for seed in seeds]
     return {name: sum(map(test, programs)) for name, test in FEATURES.items()}
@@ -87,7 +97,7 @@ def coverage(seeds: range) -> dict[str, int]:
 # -- the search ------------------------------------------------------------------------------------------------
 
 
-def search(seeds: range, check: Callable[[int], str], out: pathlib.Path | None) -> Iterator[tuple[int, str]]:
+def search(seeds: Sequence[int], check: Callable[[int], str], out: pathlib.Path | None) -> Iterator[tuple[int, str]]:
     """Write the failures of each program that `out` does not have yet to `out`."""
     done = {json.loads(line)["seed"] for line in out.read_text().splitlines()} if out and out.exists() else set()
     for n, seed in enumerate(s for s in seeds if s not in done):
@@ -112,11 +122,16 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--threads", action="store_true")
     parser.add_argument("--coverage", action="store_true")
+    parser.add_argument("--x64", action="store_true")
+    parser.add_argument("--twice", action="store_true", help="only programs with a second derivative of a loop")
     args = parser.parse_args()
+    jax.config.update("jax_enable_x64", args.x64)
     if args.last is None and not args.threads:
         check_seed(args.first)
         return print(f"program {args.first}: nothing is wrong")
-    seeds = range(args.first, args.first + 1 if args.last is None else args.last)
+    seeds: Sequence[int] = range(args.first, args.first + 1 if args.last is None else args.last)
+    if args.twice:
+        seeds = [seed for seed in seeds if FEATURES["twice"](program_of(seed))]
     if args.coverage:
         for name, num in coverage(seeds).items():
             print(f"{num:6d}  {name}")

@@ -61,8 +61,10 @@ class Scope:
         flags: whether Python may branch on values that change between calls.
         raises: whether it may raise.
         reverse: number of enclosing reverse-mode derivatives.
-        spikes: whether no derivative encloses it: JAX drops the rule of a `custom_jvp` where it differentiates what it
-            rematerializes once more.
+        order: number of enclosing derivatives. With one of them, any rule is the derivative of its function: JAX drops
+            the rule of a `custom_jvp` where it differentiates what it rematerializes, or a loop, once more.
+        forward: whether a derivative in forward mode encloses it, which takes no `custom_vjp`.
+        pure: whether it is in a loop that is differentiated twice, whose function writes no state and makes none.
         foreign: whether it is inside a transform of brainstate.
         sharded: whether it is inside a `shard_map`.
         inspected: whether the code here is only traced: it changes no containers of the models, since nothing undoes
@@ -80,7 +82,9 @@ class Scope:
     flags: bool = True
     raises: bool = True
     reverse: int = 0
-    spikes: bool = True
+    order: int = 0
+    forward: bool = False
+    pure: bool = False
     foreign: bool = False
     sharded: bool = False
     inspected: bool = False
@@ -88,7 +92,7 @@ class Scope:
     model: str = "m"
 
     def can_write(self, view: View) -> bool:
-        return self.varying <= view.maps
+        return self.varying <= view.maps and not self.pure
 
     def with_name(self, name: str, shape: Shape, maps: Maps) -> Scope:
         return dataclasses.replace(self, names=(*self.names, (name, shape, maps)))
@@ -99,7 +103,7 @@ class Scope:
 
     def differentiated(self, **changes: object) -> Scope:
         """The scope of a differentiated function's body."""
-        return self.inside(spikes=False, **changes)
+        return self.inside(**{"order": self.order + 1, **changes})
 
     def keep(self) -> Scope:
         """The scope of statements after which others go on with the states of this one."""
@@ -118,6 +122,7 @@ class Statements:
         # Of their own: other programs stay what they are.
         self.rng_learners = random.Random(f"{seed}, learners")
         self.rng_keys = random.Random(f"{seed}, keys")
+        self.rng_rules = random.Random(f"{seed}, rules")
         self.seed = seed
         self.calls = self.rng.choice((3, 4, 5, 6))
         self.compiled = self.rng.choice((0, 0, 1, 1, 1, 2, 2, 3))
@@ -174,7 +179,7 @@ class Statements:
             return self.leaf(scope, shape, allowed)
         e = lambda s=shape: self.expr(scope, s, allowed, depth - 1)
         forms = [
-            lambda: Expr(shape, "jnp.sin({0})", [e()]),
+            lambda: Expr(shape, f"{self.sine(scope)}({{0}})", [e()]),
             lambda: Expr(shape, "jnp.tanh({0})", [e()]),
             lambda: Expr(shape, "(0.5 * {0} - 0.3 * {1})", [e(), e()]),
             lambda: Expr(shape, "{0} * {1}", [e(()), Expr(shape, "jnp.cos({0})", [e()])]),
@@ -204,6 +209,13 @@ class Statements:
         name = self.pick(("by_state", "by_ref"))
         # JAX itself has no rule to discharge a Ref in a `custom_jvp`: `jax.jit(by_ref)(x)` raises NotImplementedError.
         return "by_state" if scope.foreign else name
+
+    def sine(self, scope: Scope) -> str:
+        """A sine, perhaps with a derivative rule that is not its derivative."""
+        names = ["jnp.sin"]
+        if scope.order < 2 or scope.pure:
+            names += ["sine_jvp", "sine_jvp", *([] if scope.forward else ["sine_vjp"])]
+        return self.rng_rules.choice(names)
 
     def leaf(self, scope: Scope, shape: Shape, allowed: Maps) -> Expr:
         leaves = [Expr(shape, name, name=name) for name, s, maps in scope.names if s == shape and maps <= allowed]
@@ -247,9 +259,25 @@ class Statements:
         return body, scope
 
     def statement(self, scope: Scope) -> tuple[list[Statement], Scope]:
-        kind = self.pick(
-            ("let", "write", "write", "write", "draw", "make", "drop", "delete", "if", "raise", "try", *("call",) * 7)
-        )
+        if scope.pure:
+            kind = self.pick(("let", "let", "call", "call", "call"))
+        else:
+            kind = self.pick(
+                (
+                    "let",
+                    "write",
+                    "write",
+                    "write",
+                    "draw",
+                    "make",
+                    "drop",
+                    "delete",
+                    "if",
+                    "raise",
+                    "try",
+                    *("call",) * 7,
+                )
+            )
         if kind == "call" and scope.depth and self.calls > 0:
             return self.call(scope)
         if kind == "draw":

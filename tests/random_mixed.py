@@ -82,7 +82,7 @@ class Learner:
 
 def total(tree: Any) -> Any:
     """One float of all numbers in a tree."""
-    leaves = [jnp.mean(jnp.asarray(x, jnp.float32)) for x in jax.tree.leaves(tree) if is_numeric(x)]
+    leaves = [jnp.mean(jnp.asarray(x, float)) for x in jax.tree.leaves(tree) if is_numeric(x)]
     return jnp.tanh(sum(leaves, jnp.zeros(())))
 
 
@@ -100,6 +100,49 @@ spike = jax.custom_jvp(above)
 def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
     return spike(x), 0.5 * jnp.cos(x) * t
+
+
+@jax.custom_jvp
+def sine_jvp(x: Any) -> Any:
+    """A sine with a rule that is not its derivative."""
+    return jnp.sin(x)
+
+
+@sine_jvp.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return sine_jvp(x), 0.6 * jnp.cos(1.1 * x) * t
+
+
+@jax.custom_vjp
+def sine_vjp(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+sine_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (0.6 * jnp.cos(1.1 * x) * ct,))
+
+
+def loop_of(fun: Callable, x: Any, length: int, checkpoint: str) -> Any:
+    """A loop of ``fun(i, x)``."""
+    x = jnp.asarray(x, jnp.result_type(x))
+    if checkpoint == "while":
+        step = lambda c: (jnp.asarray(fun(0.1 * c[1], c[0]), x.dtype), c[1] + 1)
+        return statetx.while_loop(lambda c: c[1] < length, step, (x, 0), checkpoint=2)[0]
+    checkpoint = eval(checkpoint, {"policies": statetx.policies, "statetx": statetx})
+    step = lambda i, c: jnp.asarray(fun(0.1 * i, c), x.dtype)
+    return statetx.fori_loop(0, length, step, x, checkpoint=checkpoint)
+
+
+def plain_loop_of(fun: Callable, x: Any, length: int, checkpoint: str) -> Any:
+    """The loop by JAX, whose second derivative with such rules is another one than that of Python's loop."""
+    x = jnp.asarray(x, jnp.result_type(x))
+
+    def step(i: Any, c: Any) -> Any:
+        if checkpoint == "statetx.Truncated(2)":
+            c = jax.lax.select((i % 2 == 0) & (i > 0), jax.lax.stop_gradient(c), c)
+        return jnp.asarray(fun(0.1 * i, c), x.dtype)
+
+    return jax.lax.fori_loop(0, length, step, x)
 
 
 WIDTH, WIDTH_REF = statetx.State(jnp.float32(0.8)), jax.new_ref(jnp.float32(0.8))
@@ -174,6 +217,8 @@ class World:
             "total": total,
             "above": above,
             "spike": spike,
+            "sine_jvp": sine_jvp,
+            "sine_vjp": sine_vjp,
             "tick": lambda name: self.ticks.update([name]),
         }
 
@@ -216,6 +261,7 @@ class Plain(World):
             "by_ref": lambda x: jnp.float32(0.8) * jnp.sin(x),
             "in_parts": lambda f, xs: r.map(f, xs).sum(0),
             "in_chunks": lambda f, xs: r.map(f, xs).sum(0),
+            "loop_of": plain_loop_of,
             "bs_cond": lambda *args: r.jit(lambda: r.cond(*args))(),
             "bs_for_loop": lambda f, xs: r.jit(lambda: r.map(f, xs))(),
             "Cell": lambda value, **options: Cell(r, value, **options),
@@ -265,6 +311,7 @@ class System(World):
             "by_ref": by_ref,
             "in_parts": in_parts,
             "in_chunks": in_chunks,
+            "loop_of": loop_of,
             "bs_jit": transform.jit,
             "bs_cond": transform.cond,
             "bs_for_loop": transform.for_loop,
@@ -365,6 +412,8 @@ ERRORS = (Boom, Halt, KeyError, statetx.StatetxError, *NO_VALUE)
 def run(program: Program, world: World, between: Callable[[], None] = lambda: None) -> Record:
     """Run a program from the making of its models on; `between` is called after each turn."""
     text = source(program, world.name)
+    if jax.config.jax_enable_x64:
+        text = text.replace("np.float32", "np.float64")  # of jnp, too
     file = f"<program {program.seed} on {world.name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     names = world.names()

@@ -227,7 +227,7 @@ TABLE: dict[str, PrimitiveRow] = {
     **_rows("random_bits", flops=_of_result(_THREEFRY / 2)),
     # Calls, loops, branches. JAX asks its policies about the equations within, not about the operation.
     **_rows("jit remat2", runs=Runs.ONCE, jaxpr="jaxpr", is_inlined=True),
-    **_rows(f"{_jax.CLOSED_CALL} statetx_call", runs=Runs.ONCE, jaxpr="call_jaxpr", is_inlined=True),
+    **_rows(f"{_jax.CLOSED_CALL} statetx_call statetx_settled", runs=Runs.ONCE, jaxpr="call_jaxpr", is_inlined=True),
     **_rows("shard_map", runs=Runs.ONCE, jaxpr="jaxpr", places=True),
     **_rows("compute_on", runs=Runs.ONCE, jaxpr="jaxpr"),
     **_rows("custom_jvp_call custom_vjp_call", runs=Runs.PRIMAL, jaxpr="call_jaxpr", is_inlined=True),

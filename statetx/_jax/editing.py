@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core
+import jax.numpy as jnp
 from jax._src import config, source_info_util
 from jax._src import core as _core
 from jax._src import linear_util as _lu
@@ -20,7 +21,7 @@ from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivate
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from .equations import ClosedJaxpr, Jaxpr, Literal, Var, as_array, is_jaxpr, open_jaxpr
-from .loops import loop_of, with_body
+from .loops import loop_of, scan_counts, scan_p, with_body
 from .traces import _context
 from .versions import is_check_missing
 
@@ -274,6 +275,43 @@ def steps_with_tangents(
         if carry == flags[first:last]:
             return flags, outs
         flags[first:last] = carry
+
+
+def evaluate_single_turns(
+    jaxpr: Jaxpr, args: Sequence[Any], is_stacked: Sequence[bool], is_out_stacked: Sequence[bool]
+) -> list[Any]:
+    """Evaluate a jaxpr without constants, with the bodies of its scans of length 1 in their places.
+
+    Args:
+        is_stacked: for each input, whether the argument is the only element of the array that the jaxpr takes;
+            `is_out_stacked` says it of results.
+    """
+    values: dict[Any, Any] = {}
+    elements: dict[Any, Any] = {}  # what passes from scan to scan is not stacked in between
+    for v, x, flag in zip(jaxpr.invars, args, is_stacked, strict=True):
+        (elements if flag else values)[v] = x
+
+    def read(v: Any) -> Any:
+        if isinstance(v, Literal):
+            return v.val
+        return values[v] if v in values else elements[v][None]
+
+    def element(v: Any) -> Any:
+        return elements[v] if not isinstance(v, Literal) and v in elements else jnp.asarray(read(v))[0]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is scan_p and eqn.params["length"] == 1 and not eqn.effects:
+            body, consts = open_jaxpr(eqn.params["jaxpr"])
+            num_consts, num_carry = scan_counts(eqn)
+            first_x = num_consts + num_carry
+            if len(body.outvars) == len(eqn.outvars):  # JAX 0.12 may forward some
+                x = map(element, eqn.invars[first_x:])
+                outs = evaluate(body, consts, [*map(read, eqn.invars[:first_x]), *x])
+                values.update(zip(eqn.outvars[:num_carry], outs, strict=False))
+                elements.update(zip(eqn.outvars[num_carry:], outs[num_carry:], strict=True))
+                continue
+        values.update(zip(eqn.outvars, bind_equation(eqn, eqn.params, [read(v) for v in eqn.invars]), strict=True))
+    return [element(v) if flag else read(v) for v, flag in zip(jaxpr.outvars, is_out_stacked, strict=True)]
 
 
 def compile_settings(lowered: Any) -> list[str]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src.ad_util import Zero as _Zero
 from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow.loops import scan_p, while_p
 
 from .._positions import function_of as _function_of
@@ -54,7 +55,10 @@ def call_loop(loop: CustomLoop, args: Sequence[Any]) -> list[Any]:
 def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
     args = [as_array(x) for x in args]
     tangents, diff_indices = with_nonzero(tangents)
-    outs, out_tangents = loop.jvp(args, {i: tangents[i] for i in diff_indices})
+    diff_tangents = {i: tangents[i] for i in diff_indices}
+    # A linearization is a jvp at tangents that it does not know.
+    is_linearized = any(isinstance(t, _pe.JaxprTracer) for t in diff_tangents.values())
+    outs, out_tangents = loop.jvp(args, diff_tangents, is_linearized=is_linearized)
     float_tangents = iter(out_tangents)
     tangents = [next(float_tangents) if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in outs]
     zeros = [_Zero(abstract(x).to_tangent_aval()) for x in outs]

@@ -17,6 +17,7 @@ from jax._src.ad_util import instantiate as _instantiate_zeros
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _pe
 
 from .._positions import function_of as _function_of
 from .._positions import replaced
@@ -349,3 +350,50 @@ _call_p = call_primitive(
     batch=_call_batch,
     jaxpr_of=lambda *_, call_jaxpr: call_jaxpr,
 )
+
+
+# -- a call whose derivative changes where it is linearized ----------------------------------------------------------
+
+# ``jax.linearize``, and with it reverse mode, is a jvp whose tangents are unknown to partial evaluation. A derivative
+# rule that is staged, as in a jitted function, has run before. What it computes from the primals alone is known to the
+# partial evaluation, which this call notices.
+
+
+def call_until_linearized(before: ClosedJaxpr, after: ClosedJaxpr, args: list[Any]) -> list[Any]:
+    """Call `before`; where partial evaluation passes over the call, `after`, which has the same values and types."""
+    return _settled_p.bind(*args, call_jaxpr=before, after=after)
+
+
+def _settled_jvp(
+    primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr
+) -> tuple[list[Any], list[Any]]:
+    # The results may be passed over later: they are not those of the differentiated call, which are dead code.
+    outs = _settled_p.bind(*primals, call_jaxpr=call_jaxpr, after=after)
+    return outs, _call_jvp(primals, tangents, call_jaxpr=call_jaxpr)[1]
+
+
+def _settled_batch(
+    axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr
+) -> tuple[list[Any], list[Any]]:
+    mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
+    mapped_after, after_dims = _batching.batch_jaxpr2(after, axis, tuple(dims))
+    assert list(out_dims) == list(after_dims), "the two calls have the same dependencies"
+    return _settled_p.bind(*args, call_jaxpr=mapped, after=mapped_after), list(out_dims)
+
+
+def _settled_partial_eval(trace: Any, *tracers: Any, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr) -> Any:
+    params = {"call_jaxpr": call_jaxpr, "after": after}
+    if not all(t.is_known() for t in tracers):
+        return trace.default_process_primitive(_settled_p, tracers, params)
+    return _call_p.bind(*(t.pval.get_known() for t in tracers), call_jaxpr=after)
+
+
+_settled_p = call_primitive(
+    "statetx_settled",
+    lambda *args, call_jaxpr, after: _call_impl(*args, call_jaxpr=call_jaxpr),
+    lambda *_, call_jaxpr, after: (call_jaxpr.out_avals, call_jaxpr.effects),
+    jvp=_settled_jvp,
+    batch=_settled_batch,
+    jaxpr_of=lambda *_, call_jaxpr, after: call_jaxpr,
+)
+_pe.custom_partial_eval_rules[_settled_p] = _settled_partial_eval

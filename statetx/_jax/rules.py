@@ -171,6 +171,11 @@ class Guard(Protocol):
         """Called with the equations of a rule."""
 
 
+def has_rules(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr calls, at any depth, a function with a custom derivative."""
+    return any(has_rule(eqn) or any(map(has_rules, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
 def has_users_rule(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr calls, at any depth, a function with a derivative rule that may read anything."""
     return any(

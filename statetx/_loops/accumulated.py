@@ -34,6 +34,7 @@ from .._positions import replaced
 from .._tree import is_float
 from . import bind
 from .derivative import DifferentiableLoop, jvp_of
+from .linearized import ComposedLoop
 from .nested import nested
 from .step import LoopStep
 from .strategy import Levels, Strategy
@@ -76,7 +77,7 @@ class TurnsAgain(DifferentiableLoop):
     def __init__(self, step: LoopStep, dtype: Any):
         super().__init__(step)
         self._dtype = dtype
-        self._nested: dict[Any, Any] = {}  # by the constants whose gradients are widened
+        self._turns: dict[Any, ComposedLoop] = {}  # by the constants whose gradients are widened
         self._eager: dict[Any, Callable] = {}
 
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
@@ -94,7 +95,9 @@ class TurnsAgain(DifferentiableLoop):
         """The loop, whose turns add the gradients of each layer to the sums in the backward loop of the layers."""
         return Release(())(jaxpr)
 
-    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
+    def derivative(
+        self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool
+    ) -> tuple[tuple[list, list], list]:
         avals = self.step.constant_avals
         dtypes = {i: sum_dtype(a, self._dtype) for i, a in enumerate(avals) if i in tangents}
         widened = [i for i, dtype in dtypes.items() if dtype != avals[i].dtype]
@@ -105,9 +108,12 @@ class TurnsAgain(DifferentiableLoop):
         wide_tangents = {n: tangents[i].astype(dtypes[i]) for n, i in enumerate(widened)}
         narrow_tangents = {i + len(wide): t for i, t in tangents.items() if i not in widened}
         key = tuple(widened), _jax.trace_context()
-        if key not in self._nested:
-            self._nested[key] = nested(self._with_wide(widened, wide), (self.length,))
-        return jvp_of(self._nested[key], ([*wide, *constants], carry, xs), wide_tangents | narrow_tangents)
+        if key not in self._turns:
+            turns = lambda step: nested(step, (self.length,))
+            self._turns[key] = ComposedLoop(self._with_wide(widened, wide), turns)
+        tangents = wide_tangents | narrow_tangents
+        loop = self._turns[key].linearized(tuple(tangents)) if is_linearized else self._turns[key].unchanged
+        return jvp_of(loop, ([*wide, *constants], carry, xs), tangents)
 
     def _with_wide(self, indices: Sequence[int], wide: Sequence[Any]) -> LoopStep:
         """The step with further constants, `wide`, which give the constants at `indices` their tangents."""
@@ -140,11 +146,13 @@ class AccumulatedLoop(TurnsAgain):
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
         return AccumulatedLoop(step, self._strategy, self._index)
 
-    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
+    def derivative(
+        self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool
+    ) -> tuple[tuple[list, list], list]:
         diff_indices, index = tuple(tangents), self._index
         diff_carry = self.step.diff_carry(diff_indices)
         if not self._is_sum(diff_carry):
-            return super().derivative(primals, tangents)
+            return super().derivative(primals, tangents, is_linearized=is_linearized)
 
         # A loop that was traced under other settings, such as x64 or a mesh, is another one.
         key = diff_indices, _jax.trace_context()
@@ -166,7 +174,7 @@ class AccumulatedLoop(TurnsAgain):
         if set(diff_carry) == {index} and not any(map(is_float, ys)):
             out_tangents = [jnp.zeros_like(outs[i]) for i in floats]
         else:
-            out_tangents = super().derivative(primals, tangents)[1]
+            out_tangents = super().derivative(primals, tangents, is_linearized=is_linearized)[1]
         return (carry, ys), replaced(out_tangents, [floats.index(index)], [tangent])
 
     def _is_sum(self, diff_carry: Sequence[int]) -> bool:

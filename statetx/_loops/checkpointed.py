@@ -27,10 +27,12 @@ from .derivative import (
     floats_of,
     jvp_of_loop,
     linear_in_tangents,
+    until_linearized,
     whole,
     with_derivative,
     without_stored,
 )
+from .linearized import ComposedLoop
 from .nested import nested
 from .rows import SlotMemory
 from .schedule import (
@@ -116,23 +118,33 @@ class LoopOfSlots(DifferentiableLoop):
         # The nested form serves second derivatives in reverse mode (decision 6). Two levels of 20,000 steps store
         # about 2 sqrt(20,000) = 283 carries; three store 3 * 20,000**(1/3) = 81, for one more run of each step.
         lengths = nested_lengths(step.length, 2 if step.length < 20_000 else 3)
-        self._nested = nested(step.with_unchanged_carries(), lengths)
+        self._nested = ComposedLoop(step.with_unchanged_carries(), lambda step: nested(step, lengths))
 
     def with_step(self, step: LoopStep) -> LoopOfSlots:
         return LoopOfSlots(step, self.slots)
 
     # -- derivatives --
 
-    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
+    def derivative(
+        self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool
+    ) -> tuple[tuple[list, list], list]:
         settings = _jax.trace_context()
-        outs, stored = self._sweep(tuple(tangents), settings)(*primals)
+        before, after = (self._sweep(tuple(tangents), settings, flag) for flag in (is_linearized, True))
+        if before is after or not _jax.has_rules(self.body):
+            outs, stored = before(*primals)
+        else:
+            outs, stored = until_linearized(before, after, primals, self.step.name)
 
         def reverse(primals: tuple, pools: list, diff_indices: tuple[int, ...], cts: list) -> list:
             has_ct = tuple(ct is not None for ct in cts)
             return self._reversal(diff_indices, has_ct, settings)(primals, pools, [ct for ct in cts if ct is not None])
 
         note = Differentiated.here(self, tangents)
-        options: dict[str, Any] = {"forward": self._nested, "reverse": reverse, "note": note}
+
+        def forward(*primals: Any) -> Any:
+            return (self._nested.linearized(tuple(tangents)) if is_linearized else self._nested.unchanged)(*primals)
+
+        options: dict[str, Any] = {"forward": forward, "reverse": reverse, "note": note}
         return outs, linear_in_tangents(primals, stored, outs, tangents, **options)
 
     def _plan(self, diff_indices: tuple[int, ...], settings: Any) -> ReversalPlan:
@@ -150,7 +162,7 @@ class LoopOfSlots(DifferentiableLoop):
             return runs_with_rerun(plan.schedule, plan.step) / self.length
         return num_evaluations(self.length, self.slots) / self.length
 
-    def _make_sweep(self, diff_indices: tuple[int, ...], settings: Any) -> Callable:
+    def _make_sweep(self, diff_indices: tuple[int, ...], settings: Any, is_linearized: bool) -> Callable:
         """``(*primals) -> (outputs, stored)``."""
         plan = self.plan(diff_indices, settings)
         store = functools.partial(self._store, plan)
@@ -159,9 +171,8 @@ class LoopOfSlots(DifferentiableLoop):
         # is differentiated as such. The rule calls `sweep`, not `store`, whose `while` loops have no reverse mode: a
         # derivative of the rule differentiates the outputs, too.
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
-            return sweep(*args), self.step.without_zeros(
-                tangents, jvp_of_loop(self.step, self._nested, args, tangents)[1]
-            )
+            nested = self._nested.linearized(diff_indices, is_primal=True) if is_linearized else self._nested.unchanged
+            return sweep(*args), self.step.without_zeros(tangents, jvp_of_loop(self.step, nested, args, tangents)[1])
 
         sweep = whole(with_derivative(store, derivative), self.step.name)
         return sweep
@@ -179,8 +190,9 @@ class LoopOfSlots(DifferentiableLoop):
             return _Reversal(self, plan, primals, diff_indices).run(pools, _expanded(cts, has_ct))
 
         def by_nesting(primals: tuple, cts: list) -> list:
+            nested = self._nested.linearized(diff_indices)
             outs, pull = jax.vjp(
-                lambda *xs: floats_of(self._nested, primals, dict(zip(diff_indices, xs, strict=True))),
+                lambda *xs: floats_of(nested, primals, dict(zip(diff_indices, xs, strict=True))),
                 *[jax.tree.leaves(primals)[i] for i in diff_indices],
             )
             return list(

@@ -55,8 +55,16 @@ class DifferentiableLoop:
         outs = _jax.call_loop(self, args)
         return outs[: self.num_carry], outs[self.num_carry :]
 
-    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
-        """The loop's outputs, and the tangents of the float ones; `tangents` by leaf of the arguments."""
+    def derivative(
+        self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool
+    ) -> tuple[tuple[list, list], list]:
+        """The loop's outputs, and the tangents of the float ones.
+
+        Args:
+            tangents: the nonzero ones, by leaf of the arguments.
+            is_linearized: whether JAX linearizes the loop, as reverse mode does, rather than pushing tangents forward.
+                Then the plain loop loses rules (see `linearized`), which shows in derivatives of the derivative.
+        """
         raise NotImplementedError
 
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
@@ -105,11 +113,11 @@ class DifferentiableLoop:
         """The closed jaxpr to compile for `jaxpr`, one of `jaxpr_for`."""
         return jaxpr
 
-    def jvp(self, args: list, tangents: dict[int, Any]) -> tuple[list, list]:
+    def jvp(self, args: list, tangents: dict[int, Any], *, is_linearized: bool) -> tuple[list, list]:
         """The outputs, and the tangents of the float outputs, None for zero; `tangents` holds the nonzero ones by
         argument index.
         """
-        (carry, ys), out_tangents = self.derivative(self.step.sort(args), tangents)
+        (carry, ys), out_tangents = self.derivative(self.step.sort(args), tangents, is_linearized=is_linearized)
         return [*carry, *ys], self.measured_step.without_zeros(tangents, out_tangents)
 
     def map(self, args: list, axes: list[int | None], axis_data: Any) -> tuple[list, list[int | None]]:
@@ -161,22 +169,24 @@ def with_notice(values: Sequence[Any], callback: Callable) -> list[Any]:
 # -- derivatives by another function -----------------------------------------------------------------------------
 
 
-def with_derivative(fun: Callable, derivative: Callable) -> Callable:
+def with_derivative(fun: Callable, derivative: Callable, *, reads_nothing: bool = False) -> Callable:
     """`fun`, compiled, with a derivative of its own.
 
     Args:
         derivative: ``(args, tangents by leaf) -> (output, tangents of its first float leaves)``; None, and further
             ones, are zero.
+        reads_nothing: whether `derivative` reads nothing that may change: see `_jax.derivative_rule`.
     """
     compiled = jax.custom_jvp(bind.compiled(fun))
 
-    # Without symbolic zeros a zero tangent of xs arrives as an array of the loop's length.
-    @functools.partial(compiled.defjvp, symbolic_zeros=True)
     def rule(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
         primals = jax.tree.map(_jax.as_array, primals)
         out, out_tangents = derivative(primals, nonzero_tangents(tangents))
         return out, tangents_of(out, out_tangents)
 
+    rule.reads_nothing = reads_nothing  # type: ignore[attr-defined]
+    # Without symbolic zeros a zero tangent of xs arrives as an array of the loop's length.
+    compiled.defjvp(rule, symbolic_zeros=True)
     return compiled
 
 
@@ -238,6 +248,36 @@ def _with_reads(step: LoopStep, fun: Callable, args: Sequence[Any]) -> Body:
     JAX leaves such a value as a constant in a nested jaxpr, such as a loop's body, where it outlives its trace.
     """
     return Body.close(*_jax.stage(fun, list(map(_jax.abstract, args)), traced_for="scan", name=step.name))
+
+
+def until_linearized(before: Callable, after: Callable, args: tuple, name: str) -> Any:
+    """``before(*args)``, or ``after(*args)``, which has the same values, once JAX has linearized the program around."""
+    if _jax.is_eager():
+        return before(*args)
+    leaves, treedef = jax.tree.flatten(args)
+    out_tree: Any = None
+
+    def flat(fun: Callable) -> Callable:
+        def run(*leaves: Any) -> list[Any]:
+            nonlocal out_tree
+            outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
+            return outs
+
+        return run
+
+    stage = functools.partial(_jax.stage, traced_for="scan", name=name)
+    avals, num = list(map(_jax.abstract, leaves)), len(leaves)
+    bodies = [Body.close(*stage(flat(fun), avals)) for fun in (before, after)]
+    # Both take the values that derivative rules read, before and after.
+    operands = [x for body in bodies for x in body.operands]
+    avals += map(_jax.abstract, operands)
+    first, second = bodies
+    end = num + first.num_operands
+    jaxprs = [
+        _jax.ClosedJaxpr(*stage(fun, avals))
+        for fun in (lambda *xs: first(xs[num:end], *xs[:num]), lambda *xs: second(xs[end:], *xs[:num]))
+    ]
+    return out_tree.unflatten(_jax.call_until_linearized(*jaxprs, [*leaves, *operands]))
 
 
 def whole(fun: Callable, name: str) -> Callable:

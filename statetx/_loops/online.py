@@ -19,7 +19,7 @@ length; simulated, that takes up to 1.25 times as many in all as the optimum. He
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +37,11 @@ from .derivative import (
     linear_in_tangents,
     nonzero_tangents,
     tangents_of,
+    until_linearized,
     with_derivative,
     without_stored,
 )
+from .linearized import Halves
 from .rows import SlotMemory
 from .schedule import Filled, Places, reverse_steps
 from .step import LoopStep
@@ -152,8 +154,17 @@ def _splits(slots: int) -> schedule.SplitTable:
 
 
 class OnlineLoop:
-    def __init__(self, test: Body, step: LoopStep, slots: int, max_steps: int | None):
+    """A loop ``(constants of the test, constants of the body, carry) -> carry``.
+
+    Args:
+        reversed_step: the step that a reversal differentiates, of the same values; by default `step`.
+    """
+
+    def __init__(
+        self, test: Body, step: LoopStep, slots: int, max_steps: int | None, reversed_step: LoopStep | None = None
+    ):
         self.step, self.slots, self.max_steps = step, slots, max_steps
+        self._reversed = reversed_step or step
         self._test = test
         self._run = bind.compiled(self.run)
         self._store = bind.compiled(self.store)
@@ -190,16 +201,36 @@ class OnlineLoop:
 
     def _rule(self, primals: tuple, tangents: tuple) -> tuple[list, list]:
         primals = jax.tree.map(_jax.as_array, primals)
-        outs, stored = self._store(*primals)
         num_test = len(primals[0])
         # The result does not depend differentiably on constants that only the test reads.
         nonzero = {i: t for i, t in nonzero_tangents(tangents).items() if i >= num_test}
         note = Differentiated.here(self, [i - num_test for i in nonzero])
+        outs, stored = self._stored(primals, note.diff_indices)
         # Forward mode runs the plain loop beside its tangents. Without a known length there is no nested form, so the
         # reversal itself can be differentiated in forward mode only (decision 6).
         options: dict[str, Any] = {"forward": self._run, "reverse": self._reverse, "note": note}
         out_tangents = linear_in_tangents(primals, stored, outs, nonzero, **options)
         return outs, tangents_of(outs, self.step.without_zeros(note.diff_indices, out_tangents))
+
+    def _linearized(self, diff_indices: Sequence[int]) -> tuple[OnlineLoop, list[Any]]:
+        """The loop, with carries stored unchanged, of the linearized step, and its first constants of the body."""
+        step = self.step.with_unchanged_carries()
+        if not _jax.has_rules(step.marked[0]):
+            return type(self)(self._test, step, self.slots, self.max_steps), []
+        halves = Halves.of(step, diff_indices)
+        return type(self)(self._test, halves.primal, self.slots, self.max_steps, halves.step), halves.operands
+
+    def _stored(self, primals: tuple, diff_indices: Sequence[int]) -> tuple[list, StoredOnline]:
+        """`store`, whose outputs have the derivatives of the plain loop, also if that is linearized."""
+        if not _jax.has_rules(self.step.marked[0]):
+            return self._store(*primals)
+        halves = Halves.of(self.step, diff_indices)
+        linearized = type(self)(self._test, halves.primal, self.slots, self.max_steps)
+
+        def after(test_constants: list, constants: list, carry: list) -> tuple[list, StoredOnline]:
+            return linearized.store(test_constants, [*halves.operands, *constants], carry)
+
+        return until_linearized(self.store, after, primals, self.step.name)
 
     def _reverse(self, primals: tuple, stored: StoredOnline, diff_indices: tuple[int, ...], cts: list) -> list:
         """Cotangents of the inputs at `diff_indices`, for cotangents of the float outputs; None for a zero one."""
@@ -282,7 +313,7 @@ class OnlineLoop:
             def reverse_step(_: Any, carry: list, result: tuple) -> tuple:
                 def run(diff_constant_values: list, diff_carry_values: list) -> list:
                     values = replaced(constants, diff_constants, diff_constant_values)
-                    last, _ = step.saving(values, replaced(carry, diff_carry, diff_carry_values), [])
+                    last, _ = self._reversed.saving(values, replaced(carry, diff_carry, diff_carry_values), [])
                     return [last[i] for i in diff_carry]
 
                 # The step runs here once more, from its carry: its residuals live for one step only.
@@ -298,16 +329,22 @@ class OnlineLoop:
             places = Places(advance, reverse_step)
             return reverse_steps(stored.count, filled, stored.pools, carry, init, places, self._memory)[0]
 
-        if not any(row.format for row in step.rows):
+        is_changed = any(row.format for row in step.rows) or _jax.has_rules(step.marked[0])
+        if not is_changed or self._reversed is not step:
             return bind.compiled(reverse)
 
-        # Codes have no tangents, but the decoded values may, such as spikes with a surrogate derivative. So a
-        # derivative of the reversal differentiates another sweep and reversal, whose slots hold carries unchanged.
-        unchanged = type(self)(self._test, step.with_unchanged_carries(), self.slots, self.max_steps)
+        # Codes have no tangents, but the decoded values may, such as spikes with a surrogate derivative; and carries
+        # that a linearized loop computes have true derivatives. So a derivative of the reversal differentiates another
+        # sweep and reversal.
+        diff_indices = [*diff_constants, *(step.num_constants + i for i in diff_carry)]
 
         def reverse_unchanged(primals: tuple, ct_carry: list) -> tuple[list, list]:
+            test_constants, constants, carry = primals
+            unchanged, operands = self._linearized(diff_indices)
+            primals = test_constants, [*operands, *constants], carry
             _, stored = unchanged.store(*primals)
-            return unchanged.reversal(diff_constants, diff_carry)(primals, stored, ct_carry)
+            shifted = tuple(len(operands) + i for i in diff_constants)
+            return unchanged.reversal(shifted, diff_carry)(primals, stored, ct_carry)
 
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
             return reverse(*args), jvp_of(reverse_unchanged, *without_stored(args, tangents))[1]

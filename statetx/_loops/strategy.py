@@ -27,6 +27,7 @@ from .._tree import is_integer
 from .._typing import Policy
 from . import online, schedule
 from .checkpointed import WORTH_MIXING, LoopOfSlots
+from .linearized import composed
 from .nested import nested
 from .step import LoopStep
 
@@ -199,12 +200,16 @@ class NestedLoops(Strategy):
         self.check(step.name, "steps", step.length)
         if self.offload and _jax.HOST_MEMORY not in current.memory_kinds():
             raise PolicyError(f"{step.name}: {self!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
-        keeps_all = self.keep == "loop"
-        if keeps_all and step.policy is None:
+        if self.keep == "loop" and step.policy is None:
             raise PolicyError(
                 f'{step.name}: {self!r} keeps nothing without a policy. Fix: give policy=, or leave keep="loop" out.'
             )
-        return nested(step, self.lengths_for(step.length), offload=self.offload, keeps_all=keeps_all)
+        return composed(step, self.nested)
+
+    def nested(self, step: LoopStep) -> Callable:
+        """The loops of a step, which fits them."""
+        lengths = self.lengths_for(step.length)
+        return nested(step, lengths, offload=self.offload, keeps_all=self.keep == "loop")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -22,6 +22,7 @@ from .._tree import is_float
 from .._typing import Policy, public
 from . import bind
 from .build import as_strategy
+from .linearized import composed
 from .nested import one_after_the_other, rematerialized
 from .step import LoopStep
 from .strategy import Lengths, Levels, Strategy, set_counts, set_options
@@ -98,7 +99,7 @@ class Truncated(Strategy):
         return self.policy if self.checkpoint is None else self.checkpoint.step_policy
 
     def build(self, step: LoopStep) -> Callable:
-        return bind.compiled(_TruncatedLoop(step, self).run)
+        return composed(step, lambda step: bind.compiled(_TruncatedLoop(step, self).run))
 
     def num_runs(self, length: int) -> int:
         num, num_remaining = divmod(length, self.num)

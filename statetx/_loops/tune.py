@@ -33,8 +33,9 @@ from .._tree import has_known_sizes, is_float
 from .._typing import Policy
 from . import schedule
 from .backward import BackwardStep
-from .checkpointed import LoopOfSlots, memory_for
+from .checkpointed import memory_for
 from .derivative import DifferentiableLoop, Differentiated, floats_of, jvp_of, with_notice
+from .linearized import ComposedLoop
 from .step import LoopStep
 from .strategy import Levels, Slots, Strategy
 
@@ -123,16 +124,12 @@ class Auto(Strategy):
         return "'auto'"
 
 
-class LoopOfLevels(DifferentiableLoop):
+class LoopOfLevels(ComposedLoop):
     """Nested loops in the place of slots."""
 
     def __init__(self, step: LoopStep, levels: Levels):
-        super().__init__(step)
+        super().__init__(step, levels.nested)
         self.levels = levels
-        self._nested = levels.build(step)
-
-    def __call__(self, constants: list, carry: list, xs: list) -> tuple[list, list]:
-        return self._nested(constants, carry, xs)
 
 
 class Sizes(NamedTuple):
@@ -168,11 +165,15 @@ class Sized(DifferentiableLoop):
     def with_step(self, step: LoopStep) -> Sized:
         return Sized(step, self.strategy)
 
-    def derivative(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
+    def derivative(
+        self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool
+    ) -> tuple[tuple[list, list], list]:
         leaves, treedef = jax.tree.flatten(primals)
         chosen = self._choice(TraceContext.of(leaves), tuple(tangents))
         loop, primals = self._loop(chosen), treedef.unflatten(self._watched(leaves, chosen, tuple(tangents)))
-        return loop.derivative(primals, tangents) if isinstance(loop, LoopOfSlots) else jvp_of(loop, primals, tangents)
+        if isinstance(loop, DifferentiableLoop):
+            return loop.derivative(primals, tangents, is_linearized=is_linearized)
+        return jvp_of(loop, primals, tangents)
 
     def is_plain(self) -> bool:
         return self._choice(TraceContext(manual=_jax.enclosing_shard_map())) is None

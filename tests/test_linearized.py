@@ -1,0 +1,174 @@
+"""Loops with checkpoints have the derivatives of JAX's plain loop, with rules that are not those of their functions.
+
+Where the derivative is linearized, JAX's `scan` drops the rule of a `custom_jvp` from the primals, so that the second
+derivative is another one than that of the unrolled loop.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statetx
+from statetx import policies
+
+LENGTH = 4
+
+
+@jax.custom_jvp
+def sine_jvp(x):
+    return jnp.sin(x)
+
+
+@sine_jvp.defjvp
+def _(primals, tangents):
+    return sine_jvp(*primals), 0.6 * jnp.cos(1.3 * primals[0]) * tangents[0]
+
+
+@jax.custom_vjp
+def sine_vjp(x):
+    return jnp.sin(x)
+
+
+# The backward rule has a rule in it.
+sine_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (0.6 * sine_jvp(1.3 * x + 1.0) * ct,))
+RULES = {"custom_jvp": sine_jvp, "custom_vjp": sine_vjp}
+
+
+def step(sine, w, c, x):
+    """Calls that read a constant alone, the carry, and what another call returned."""
+    h = sine(w * c + x)
+    return h + 0.3 * c + 0.1 * sine(h * x + sine(w)), h * c
+
+
+def plain(sine, z, **options):
+    scan = statetx.scan if options else jax.lax.scan
+    c, ys = scan(functools.partial(step, sine, z[0]), z[1], z[2] * jnp.linspace(-0.5, 0.6, LENGTH), **options)
+    return c**2 + (ys**2).sum()
+
+
+def by_while(sine, z):
+    xs = z[2] * jnp.linspace(-0.5, 0.6, LENGTH)
+
+    def body(loop):
+        i, c, total = loop
+        c, y = step(sine, z[0], c, xs[i])
+        return i + 1, c, total + y**2
+
+    _, c, total = statetx.while_loop(lambda loop: loop[0] < LENGTH, body, (0, z[1], 0 * z[1]), checkpoint=2)
+    return c**2 + total
+
+
+def by_parts(sine, z):
+    """`microbatch` of a loss that reads what the part before has written."""
+    state = statetx.State(z[1])
+
+    def loss(x):
+        state.value, y = step(sine, z[0], state.value, x[0])
+        return y**2
+
+    return statetx.microbatch(loss, LENGTH, reduce="sum")(z[2] * jnp.linspace(-0.5, 0.6, LENGTH)) + state.value**2
+
+
+STRATEGIES = {
+    "Slots": functools.partial(plain, checkpoint=policies.Slots(2)),
+    "Levels(2)": functools.partial(plain, checkpoint=policies.Levels(2)),
+    "Truncated": functools.partial(plain, checkpoint=statetx.Truncated(9, checkpoint=policies.Levels(2))),
+    "microbatch": by_parts,
+    "while_loop": by_while,
+}
+T, U = jnp.array([0.3, -0.5, 0.9]), jnp.array([-0.7, 0.2, 0.4])
+
+
+def reverse(f, t=T):
+    return lambda z: jax.grad(lambda z: (f(z) * t).sum())(z)
+
+
+def forward(f, t=T):
+    return lambda z: jax.jvp(f, (z,), (t,))[1]
+
+
+MODES = {
+    "reverse over reverse": lambda f: reverse(jax.grad(f)),
+    "forward over reverse": lambda f: forward(jax.grad(f)),
+    "reverse over forward": lambda f: jax.grad(forward(f)),
+    "forward over forward": lambda f: forward(forward(f), U),
+    "reverse over reverse over forward": lambda f: reverse(jax.grad(forward(f)), U),
+    "reverse over reverse of a rematerialized function": lambda f: reverse(jax.grad(jax.checkpoint(f))),
+    "hessian": jax.hessian,
+}
+
+
+def of_strategies(sine, mode, names):
+    """The derivatives by each strategy, and by JAX's scan, from one compiled program."""
+    losses = [functools.partial(f, sine) for f in (plain, *(STRATEGIES[name] for name in names))]
+    return jax.jit(lambda z: [MODES[mode](loss)(z) for loss in losses])(jnp.array([0.8, 0.7, 1.1]))
+
+
+SLOW = ("reverse over reverse over forward", "reverse over reverse of a rematerialized function", "hessian")
+OF_VJP = ("reverse over reverse", "forward over reverse")  # JAX has no other mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "rule"),
+    [
+        *(pytest.param(m, "custom_jvp", marks=pytest.mark.slow if m in SLOW else ()) for m in MODES),
+        *((m, "custom_vjp") for m in OF_VJP),
+    ],
+)
+def test_derivative_equals_that_of_the_plain_loop(mode, rule):
+    # JAX's `while` has no reverse mode: a loop of unknown length has one forward of reverse, or of forward.
+    has_while = mode in ("forward over reverse", "forward over forward", "hessian")
+    names = [name for name in STRATEGIES if has_while or name != "while_loop"]
+    wanted, *found = of_strategies(RULES[rule], mode, names)
+    for name, value in zip(names, found, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+def test_scan_and_unrolled_loop_differ():
+    """Otherwise the table above shows nothing."""
+
+    def second(loop):
+        return float(jax.grad(jax.grad(loop))(0.7))
+
+    def unrolled(x):
+        for _ in range(LENGTH):
+            x = sine_jvp(x)
+        return x
+
+    by_scan = second(lambda x: jax.lax.scan(lambda c, _: (sine_jvp(c), None), x, None, LENGTH)[0])
+    by_slots = second(lambda x: statetx.fori_loop(0, LENGTH, lambda _, c: sine_jvp(c), x, checkpoint=2))
+    assert by_slots == pytest.approx(by_scan, rel=1e-4)
+    assert abs(second(unrolled) - by_scan) > 0.01
+
+
+def second_with_a_rule(scale, x, loop):
+    """The second derivative of a loop, with a rule that closes over `scale`."""
+
+    @jax.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    @sine.defjvp
+    def _(primals, tangents):
+        return sine(*primals), scale * jnp.cos(primals[0]) * tangents[0]
+
+    return jax.jvp(jax.grad(lambda x: loop(lambda c: sine(c + x), x)), (x,), (1.0,))[1]
+
+
+LOOPS = {
+    "Levels": lambda f, x: statetx.fori_loop(0, 3, lambda i, c: f(c), x, checkpoint=policies.Levels(2)),
+    "Slots": lambda f, x: statetx.fori_loop(0, 3, lambda i, c: f(c), x, checkpoint=policies.Slots(2)),
+    "while_loop": lambda f, x: statetx.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, f(c[1])), (0, x), checkpoint=2
+    )[1],
+}
+
+
+def test_rule_that_closes_over_a_traced_value():
+    plain = lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 3)[0]
+    loops = [plain, *LOOPS.values()]
+    wanted, *found = jax.jit(lambda s, x: [second_with_a_rule(s, x, loop) for loop in loops])(0.6, 0.4)
+    np.testing.assert_allclose(found, [wanted] * len(found), rtol=1e-4)
