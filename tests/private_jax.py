@@ -77,6 +77,7 @@ interpreters.mlir
 interpreters.partial_eval
     DynamicJaxprTrace DynamicJaxprTracer JaxprTracer: recording traces and their values | none
     Offloadable Recompute RecomputeType Saveable ensure_enum: answers of policies | none
+    custom_partial_eval_rules: calls that change where JAX linearizes a program around them | none
     dce_jaxpr: removes dead code | none
     partial_eval_jaxpr_custom_rules: how stored values divide into passes | none
     trace_to_jaxpr_dynamic: stages functions to which inputs are added while they are traced | jax.make_jaxpr, which adds none

@@ -76,7 +76,7 @@ class ComposedLoop(DifferentiableLoop):
     def derivative(
         self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool
     ) -> tuple[tuple[list, list], list]:
-        if is_linearized:
+        if is_linearized or not self._has_rules:
             return jvp_of(self.linearized(tuple(tangents)), primals, tangents)
         # The outputs lose their rules if the derivative, staged by now, is linearized later. So they are computed apart
         # from the tangents.
