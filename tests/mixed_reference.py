@@ -31,6 +31,7 @@ from mixed_cells import (
     Cell,
     Only,
     Tree,
+    as_weak,
     is_numeric,
     join,
     leaf_types,
@@ -298,7 +299,8 @@ class Reference:
 
     def fori_loop(self, lower: int, upper: int, body: Callable, init: Tree, **options: Any) -> Tree:
         # Between Python's numbers an index is weak, as in `jax.lax`.
-        return self.scan(lambda c, i: (body(jnp.asarray(int(i)), c), None), init, jnp.arange(lower, upper))[0]
+        index = lambda i: jnp.asarray(int(i)) if is_known(i) else as_weak(i)
+        return self.scan(lambda c, i: (body(index(i), c), None), init, jnp.arange(lower, upper))[0]
 
     def while_loop(self, test: Callable, body: Callable, init: Tree, **options: Any) -> Tree:
         def run() -> Tree:
