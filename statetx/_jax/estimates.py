@@ -34,8 +34,8 @@ def estimated_seconds(compiled: Any, platform: str) -> float | None:
 
 
 _MODEL = "sol"  # "speed of light": operations at the rate of the GPU, bytes at the bandwidth of its memory
-# That model does not know tiled fusions, which XLA makes of a softmax or a norm, and writes its least time for them. The
-# model that chose the tiles knows them.
+# That model does not know tiled fusions, which XLA makes of a softmax or a norm, and writes its least time for them.
+# The model that chose the tiles knows them.
 _LEAST, _TILED_MODEL = 0.01, "indexing-cost-model"
 _LAUNCH = 1.0  # microseconds to start a kernel, in XLA's own model of fusions (kKernelLaunchOverhead)
 _TRANSFERS = ("all-", "ragged-all-", "collective-", "reduce-scatter", "copy-start")  # between devices, and to the host
