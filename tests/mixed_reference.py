@@ -31,7 +31,6 @@ from mixed_cells import (
     Cell,
     Only,
     Tree,
-    as_weak,
     is_numeric,
     join,
     leaf_types,
@@ -299,7 +298,7 @@ class Reference:
 
     def fori_loop(self, lower: int, upper: int, body: Callable, init: Tree, **options: Any) -> Tree:
         # Between Python's numbers an index is weak, as in `jax.lax`.
-        index = lambda i: jnp.asarray(int(i)) if is_known(i) else as_weak(i)
+        index = lambda i: jnp.asarray(int(i)) if is_known(i) else i
         return self.scan(lambda c, i: (body(index(i), c), None), init, jnp.arange(lower, upper))[0]
 
     def while_loop(self, test: Callable, body: Callable, init: Tree, **options: Any) -> Tree:
@@ -370,10 +369,15 @@ class Reference:
             outs, left = [], []
             for branch in branches:
                 self._load(before)
-                start = len(self._cells)
+                start, entered = len(self._cells), [jax.tree.flatten(cell._value) for cell, _ in before]
                 outs.append(branch(*operands))
                 self._refuse_created(start)
-                left.append([cell._value for cell, _ in before])
+                left.append(
+                    [
+                        entry if same_leaves(cell._value, jax.tree.unflatten(treedef, leaves)) else cell._value
+                        for (cell, entry), (leaves, treedef) in zip(before, entered, strict=True)
+                    ]
+                )
             if any(leaf_types(out) != leaf_types(outs[0]) for out in outs):
                 raise CarryTypeError("branches return different types")
             for (cell, entry), values in zip(before, zip(*left, strict=True), strict=True):
