@@ -4,7 +4,7 @@ python tests/mixed_search.py 0 5000 --out found.jsonl   # a line for each seed; 
 python tests/mixed_search.py 337                        # one program, reduced and printed if it fails
 python tests/mixed_search.py 0 200 --threads            # two programs at a time, in two threads
 python tests/mixed_search.py 0 400 --coverage           # how many programs have each feature
-python tests/mixed_search.py 0 900 --x64 --twice        # in double precision, those with second derivatives of loops
+JAX_ENABLE_X64=1 python tests/mixed_search.py 0 900 --twice  # double precision, second derivatives of loops
 """
 
 from __future__ import annotations
@@ -122,10 +122,8 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--threads", action="store_true")
     parser.add_argument("--coverage", action="store_true")
-    parser.add_argument("--x64", action="store_true")
     parser.add_argument("--twice", action="store_true", help="only programs with a second derivative of a loop")
     args = parser.parse_args()
-    jax.config.update("jax_enable_x64", args.x64)
     if args.last is None and not args.threads:
         check_seed(args.first)
         return print(f"program {args.first}: nothing is wrong")
