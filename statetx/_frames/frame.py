@@ -43,6 +43,7 @@ class Frame:
         name: the call in messages: ``"remat(loss)"``.
         on_read: called with the value of a state whose first touch is a read; returns its value in the body. Called
             once for a state.
+        at_end: called once the function has returned, while the states have the values that it gave them.
         allow: called with each state touched; raises if the call may not touch it.
         is_undo: the body runs eagerly, and the frame only undoes its writes. It acquires the states that the body
             writes; other threads may read those that it only reads.
@@ -65,6 +66,7 @@ class Frame:
     frees_cycles: bool = False
     outer_trace: Any = None
     is_kept: bool = False
+    at_end: Callable[[], None] | None = None
     differentiates_states: bool = False
     is_open: bool = False
     accesses: dict[int, Access] = dataclasses.field(default_factory=dict)
@@ -82,6 +84,8 @@ class Frame:
         try:
             self._open()
             out = fun(*args, **kwargs)
+            if self.at_end is not None:
+                self.at_end()
             assert _local.frame is self, "a trace context was left open inside the call"
             if self._unchecked_writes:
                 self._check_writes()

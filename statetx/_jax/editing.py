@@ -212,26 +212,27 @@ def new_input(trace: Any, aval: Any) -> Any:
         return trace.new_arg(aval, source_info_util.current())
 
 
+# Without the profiler's wrapper: each frame on the way to the user's function takes from the depth of nesting.
+_trace: Any = getattr(_pe.trace_to_jaxpr_dynamic, "__wrapped__", _pe.trace_to_jaxpr_dynamic)
+
+
 def stage(
     fun: Callable[..., list], avals: Sequence[Any], *, traced_for: str, name: str, names: Sequence[str] | None = None
 ) -> tuple[Jaxpr, list]:
     """Trace ``fun(*arrays) -> list of arrays`` to a jaxpr; return it with the values it closes over.
 
     The jaxpr's inputs are `avals`, then those added by `new_input`, in order. Errors raised while `fun` runs name them
-    by `names` and the function by ``str(names)``; without an error `names` is never indexed.
+    by `names` and the function by ``str(names)``; without an error `names` is never indexed. If they are given, `fun`
+    ends with `forget_names`.
     """
-    unnamed_info = _core.DebugInfo(traced_for, name, None, None)
-    info: Any = unnamed_info if names is None else unnamed_info._replace(func_src_info=str(names), arg_names=names)
-
-    def run(*tracers: Any) -> list:
-        frame = _context.trace.frame
-        try:
-            return fun(*tracers)
-        finally:
-            frame.debug_info = unnamed_info  # `names` holds the arguments alive
-
-    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(run, debug_info=info), list(avals))
+    info: Any = _core.DebugInfo(traced_for, name if names is None else str(names), names, None)  # type: ignore[arg-type]
+    jaxpr, _, consts = _trace(_lu.wrap_init(fun, debug_info=info), list(avals))
     return jaxpr, consts
+
+
+def forget_names(trace: Any, traced_for: str, name: str) -> None:
+    """Name no arguments in the jaxpr of a trace of `stage` that ends: the names hold the arguments alive."""
+    trace.frame.debug_info = _core.DebugInfo(traced_for, name, None, None)
 
 
 def name_function(fun: Callable, transform: str, place: str, arguments: Sequence[str] | None = None) -> Callable:

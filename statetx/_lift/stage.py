@@ -270,12 +270,14 @@ def stage(
             raise
         finally:
             names.forget()
+            _jax.forget_names(trace, traced_for, label)
             if lifting is not None:
                 lifting.trace = None
         return leaves
 
     names.num_arguments, names.lifting = len(avals), lifting
-    jaxpr, consts = _jax.stage(run, avals, traced_for=traced_for, name=name_of(names.fun), names=names)
+    label = name_of(names.fun)
+    jaxpr, consts = _jax.stage(run, avals, traced_for=traced_for, name=label, names=names)
     _ended.add(trace)
     body = Body.close(jaxpr, consts)  # first: a discharge renames the values that nested equations hold
     if _jax.touches_refs(body.jaxpr, body.operands):

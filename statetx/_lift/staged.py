@@ -76,15 +76,14 @@ class Staged:
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for(name, fun, on_read=lifting.on_read, frees_cycles=True)
 
-            def run() -> tuple:
-                outs = call(*tracers)
+            def read_written() -> None:
                 # Loops and branches need the entry value of every written state, even if it is never read.
                 for access in frame.accesses.values():
                     if access.written and id(access.state) not in lifting.inputs:
                         lifting.on_read(access.state, access.kind, access.value_before)
-                return outs
 
-            outs = frame.run(run)
+            frame.at_end = read_written
+            outs = frame.run(call, *tracers)
             lifting.inputs = {key: lifting.inputs[key] for key in frame.accesses if key in lifting.inputs}
             if not may_create:
                 refuse_created(frame.effects, frame.name)

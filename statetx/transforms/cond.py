@@ -130,11 +130,11 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
     arrays = [as_array(x) for x in arrays]
     avals = [_jax.abstract(x) for x in arrays]
 
-    def stage(f: Callable) -> Staged:
-        call = lambda *xs: (f(*part.combine(xs)),)
-        return Staged(name, f, call, avals, traced_for=f"statetx.{name}", arguments=lambda xs: (part.combine(xs), {}))
-
-    staged = [stage(f) for f in branches]
+    arguments = lambda xs: (part.combine(xs), {})
+    staged = []
+    for f in branches:
+        call = lambda *xs, f=f: (f(*part.combine(xs)),)
+        staged.append(Staged(name, f, call, avals, traced_for=f"statetx.{name}", arguments=arguments))
     return _Branches(name, staged).run(index, arrays)
 
 

@@ -127,13 +127,12 @@ class Vmap(Wrapper, made_by=vmap):
             examples.frame = frame = frame_for("vmap", fun, on_read=examples.on_read)
             examples.trace = _jax.current_trace()
 
-            def run(args: tuple, kwargs: dict[str, Any]) -> Any:
-                out = call(fun, args, kwargs)
+            def ask_rules() -> None:
                 for state, _ in frame.created():  # asked while they have their values, which a filter may look at
                     rules(state)
-                return out
 
-            out = frame.run(run, *args_part.combine(dynamic))
+            frame.at_end = ask_rules
+            out = frame.run(call, fun, *args_part.combine(dynamic))
             groups.add_output(out, _broadcast_axes("out_axes", self._out_axes, out), is_loop_leaf)
             examples.add_effects(frame.effects, groups)
             return groups.pack()
