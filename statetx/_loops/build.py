@@ -20,6 +20,7 @@ from .._remat.policy import Policy
 from .._text import brief, suggestion
 from .._tree import is_integer
 from . import bind
+from .offloaded import refuse_in_loops
 from .step import LoopStep
 from .strategy import Lengths, Slots, Strategy
 from .tune import Auto, count_in_plain_loop
@@ -102,7 +103,7 @@ def make_loop(
     def build(body: Body) -> Callable:
         name = f"{staged.name}({name_of(staged.fun)})"
         if strategy is None:
-            body = Body(count_in_plain_loop(body.jaxpr, length), body.operands)
+            body = Body(count_in_plain_loop(refuse_in_loops(body.jaxpr, name), length), body.operands)
         if strategy is None and title is None:
             return bind.scan(body, num_constants, num_carry, length=length, reverse=reverse, unroll=unroll)
         tick = Bars(title, length).tick if title else None

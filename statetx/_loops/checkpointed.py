@@ -76,7 +76,9 @@ def memory_for(num: int, step: LoopStep, backward: BackwardStep | None) -> tuple
     by_carries = schedule(step.length, leaves(num))
     # Arrays of symbolic sizes (jax.export) cannot share rows.
     has_sizes = backward is not None and all(map(has_known_sizes, (*step.avals, *backward.residual_avals)))
-    if backward is not None and has_sizes and not _reads_weights(step, backward):
+    # Slots are in the device's memory, and a step may offload residuals.
+    is_offloaded = backward is not None and any(map(_jax.memory_of, backward.residual_avals))
+    if backward is not None and has_sizes and not is_offloaded and not _reads_weights(step, backward):
         mixed = SlotMemory(num, step.rows, backward.residual_avals)
         by_both = schedule(step.length, mixed.leaves)
         if runs_with_rerun(by_both, backward) < WORTH_MIXING * by_carries.num_runs:

@@ -36,6 +36,7 @@ from .backward import BackwardStep
 from .checkpointed import memory_for
 from .derivative import DifferentiableLoop, Differentiated, floats_of, jvp_of, with_notice
 from .linearized import ComposedLoop
+from .offloaded import refuse_in_loops
 from .step import LoopStep
 from .strategy import Levels, Slots, Strategy
 
@@ -155,7 +156,10 @@ class Sized(DifferentiableLoop):
         super().__init__(step)
         self.strategy = strategy
         self.sizes = Sizes(0, 0, 0)  # of "auto", once it has chosen
-        counting = step.with_body(count_in_plain_loop(self.body, step.length))
+        plain_body = count_in_plain_loop(self.body, step.length)
+        if isinstance(strategy, Auto) and strategy.times > 1:
+            plain_body = refuse_in_loops(plain_body, step.name, in_loop=True)
+        counting = step.with_body(plain_body)
         if counting.body.jaxpr is not self.body:
             self._plain = counting.plain()
         self._loops: dict[Slots | Levels | None, Callable] = {None: self._plain}

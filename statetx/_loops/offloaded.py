@@ -1,0 +1,69 @@
+"""Refusal to offload values of a loop in a loop, which XLA compiles neither for GPUs nor for TPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .. import _jax
+from .._equations.primitives import REMAT
+from .._errors import PolicyError
+from .._remat.fence import Fenced
+from .._targets import current
+
+_LOOPS = frozenset({"scan", "while"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _NotOffloading:
+    """A policy for JAX that raises where `policy` offloads a value: that is, when the region is differentiated.
+
+    Attributes:
+        loop: the outer of two loops around the region, for the message.
+    """
+
+    policy: Any
+    loop: str
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        verdict = self.policy(primitive, *avals, **params)
+        if isinstance(verdict, _jax.Offloadable):
+            raise PolicyError(
+                f"{self.loop}: a loop in its body offloads values to {verdict.dst!r} for the gradient. For a "
+                f"{current.platform().upper()} XLA compiles no program that keeps them for all steps of both loops.\n"
+                f"Fix: give the outer loop checkpoint=policies.Levels(2), or offload in one loop alone; or let "
+                f"statetx.plan(..., offload=True) choose what to offload."
+            )
+        return verdict
+
+
+def refuse_in_loops(jaxpr: _jax.Jaxpr, loop: str, *, in_loop: bool = False) -> _jax.Jaxpr:
+    """The body of a plain loop for the target: its loops raise if they are differentiated and offload values.
+
+    XLA fails on values of all steps of the inner loop for all steps of the outer one. A region or a loop with
+    checkpoints in between keeps them for one step of the outer loop, which works.
+
+    Args:
+        in_loop: whether the body is of an inner loop.
+    """
+    return _refusing(jaxpr, loop, in_loop) if current.platform() in ("gpu", "tpu") else jaxpr
+
+
+def _refusing(x: Any, loop: str, in_loop: bool) -> Any:
+    def changed(eqn: Any) -> Any:
+        is_region = eqn.primitive.name in REMAT
+        if not is_region and _jax.loop_of(eqn) is None:
+            inside = in_loop or eqn.primitive.name in _LOOPS
+            with _jax.in_shard_maps(eqn):
+                return _jax.map_jaxprs(lambda inner: _refusing(inner, loop, inside), eqn)
+        policy = eqn.params["policy"] if is_region and in_loop else None
+        if policy is None or isinstance(policy, (_NotOffloading, _jax.Ordered)):  # ordered: by a plan
+            return eqn
+        is_fenced = isinstance(policy, Fenced) and policy.policy is not None
+        new = _NotOffloading(policy.policy if is_fenced else policy, loop)
+        new = dataclasses.replace(policy, policy=new) if is_fenced else new
+        return eqn.replace(params={**eqn.params, "policy": new})
+
+    jaxpr, _ = _jax.open_jaxpr(x)
+    eqns = [changed(eqn) for eqn in jaxpr.eqns]
+    return x if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else _jax.with_equations(x, eqns)
