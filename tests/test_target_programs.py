@@ -406,3 +406,20 @@ def test_plan_for_time_compares_estimates():
     times = [seconds for _, _, seconds in plan.timed()]
     assert plan.seconds == min(times) == pytest.approx(users.seconds, rel=0.02)
     assert plan.total_bytes <= 0.85 * plan.unplanned_total_bytes and "Time: " in str(plan)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_updates_returned_out_of_order_are_named_with_what_they_cost(order):
+    def step(w, m, v, x):
+        loss = lambda w: jnp.mean(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0] ** 2)
+        g = jax.grad(loss)(w)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        new = (w - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v)
+        return [new[i] for i in order]
+
+    call = jax.jit(step, donate_argnums=(0, 1, 2)), *[f32(8, 32, 32)] * 3, f32(4, 32)
+    reordered = statetx.memory_profile(*call, target="h100").reordered
+    if order == (0, 1, 2):
+        assert reordered is None
+    else:
+        assert reordered.saved_bytes > 8 * 32 * 32 * 4 and "test_target_programs.py:" in reordered.text

@@ -26,6 +26,7 @@ from .._targets.target import Target
 from .._text import counted, format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
 from .primitives import JIT, count
+from .updates import order_of_updates
 
 _log = logging.getLogger("statetx")
 
@@ -293,8 +294,13 @@ class Program:
         program._set(traced, compiler_options)
         return program
 
+    def in_order(self) -> Program | None:
+        """The program with its outputs in the order of the donated inputs that they update; None if they are."""
+        traced = in_order(self._traced)
+        return None if traced is None else Program.of_traced(traced, self.compiler_options)
+
     def _set(self, traced: Any, compiler_options: dict[str, Any] | None) -> None:
-        self.lowered = lower(traced)
+        self._traced, self.lowered = traced, lower(traced)
         # XLA removes dead equations, so they are not counted, nor are the arguments that only these read.
         jaxpr = _jax.without_dead_code(traced.jaxpr)
         self._jaxpr, self.flops, self._largest = jaxpr, count(jaxpr), _largest_value(jaxpr)
@@ -415,6 +421,25 @@ def _as_called(traced: Any, args: Sequence[Any], donated: Sequence[int]) -> Any:
     literal = lambda v: _jax.CallOperand(v.val, is_constant=True)
     (eqn,) = jaxpr.eqns
     return _jax.traced_alone(eqn, [literal(v) if isinstance(v, Literal) else operands[v] for v in eqn.invars])
+
+
+def in_order(traced: Any) -> Any:
+    """The trace of a program on one device with its outputs in the order of the donated inputs that they update; None
+    if they are.
+    """
+    inputs = jax.tree.leaves(traced.args_info)
+    is_donated = [x.donated for x in inputs]
+    order = order_of_updates(traced.jaxpr.jaxpr, is_donated) if any(is_donated) else None
+    if order is None or any(not v.aval.sharding.mesh.empty for v in traced.jaxpr.jaxpr.invars):
+        return None
+
+    def run(*arrays: Any) -> list[Any]:
+        outs = _jax.evaluate(traced.jaxpr.jaxpr, traced.jaxpr.consts, arrays)
+        return [outs[o] for o in order]
+
+    donated = tuple(n for n, x in enumerate(inputs) if x.donated)
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+    return jax.jit(run, donate_argnums=donated).trace(*types)
 
 
 def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from ._edits import (
     AsArguments,
     ChangeCandidate,
     Donate,
+    InOrder,
     InParts,
     Predicted,
     Rematerialize,
@@ -70,6 +71,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
     if profile.note:
         return []
     makers: list[Callable[[Timeline], Iterable[ChangeCandidate]]] = [
+        _order,
         _donations,
         _constants,
         _remat,
@@ -126,6 +128,12 @@ def _donations(profile: Timeline) -> Iterable[ChangeCandidate]:
         num_bytes = sum(b.num_bytes for b in buffers)
         edit = Donate(frozenset(b.owner for b in buffers))
         yield ChangeCandidate(Change("donate", target, text, num_bytes), frozenset(buffers), edit)
+
+
+def _order(profile: Timeline) -> Iterable[ChangeCandidate]:
+    """Outputs of a step in another order than the donated inputs of their type: compiled when the profile was made."""
+    if profile.reordered is not None:
+        yield ChangeCandidate(profile.reordered, frozenset(), InOrder())
 
 
 def argument_of(path: str) -> str:

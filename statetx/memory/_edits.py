@@ -115,6 +115,11 @@ class Donate(Edit):
 
 
 @dataclasses.dataclass(frozen=True)
+class InOrder(Edit):
+    """Outputs in the order of the donated inputs that they update."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Predicted(Edit):
     """A change that is not tried."""
 

@@ -60,6 +60,7 @@ TOOLS = {
     "donate": ("donation", "no output could take the memory of an argument that is not donated yet"),
     "bits": ("bits", "no function takes large arrays that are known to be 0 or 1"),
     "argument": ("constants as arguments", "the program has no large constant"),
+    "order": ("the order of the outputs", "donated inputs are updated in place"),
     "microbatch": ("parts", "no argument has an axis of examples"),
 }
 """By the action of a change: the name of the tool, and why a program has no such change."""
@@ -107,6 +108,8 @@ class RemedySearch:
             remedies = list(self._compiled(self._trials, chosen))
         remedies += self._predicted(remedies, {b for c in chosen for b in c.buffers}, untried)
         used = {r.change.action for r in remedies}
+        if self._profile.reordered is None:  # most programs return their updates in order
+            used.add("order")
         why = {a: self._alone.get(a, none) for a, (_, none) in TOOLS.items() if a not in used}
         if self._profile.gradient and "donate" in why:
             why["donate"] = "a gradient reads its arguments"

@@ -30,7 +30,7 @@ from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of
-from ._edits import AsArguments, Donate, Edit, InParts, Predicted
+from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted
 from ._scopes import numbered_calls, takes_as_arguments
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
@@ -141,6 +141,8 @@ class Trials:
             run = lambda *xs: _jax.evaluate(jaxpr, (), xs)
         with rewritten_by(rewriter):
             program = Program(run, args, full_device_options(), sorted(donated), estimates=True)
+        if InOrder() in edits:
+            program = program.in_order() or program
         if not rewriter.is_complete:
             raise NotTried("its place was not found in the equations")
         return program
@@ -205,7 +207,7 @@ class _Edited(Rewriter):
     def __init__(self, edits: Sequence[Edit], *, keeps_order: bool = True):
         self._edits = edits
         self.keeps_order = keeps_order
-        self._found: set[Edit] = {e for e in edits if isinstance(e, (AsArguments, Donate, InParts))}
+        self._found: set[Edit] = {e for e in edits if isinstance(e, (AsArguments, Donate, InOrder, InParts))}
         self.gradients: list[_TriedGradient] = []
 
     @property

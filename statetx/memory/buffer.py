@@ -136,13 +136,14 @@ class Change(NamedTuple):
     """A change of the program that would save memory.
 
     Attributes:
-        action: "remat", "policy", "donate", "slots", "store", "bits", "microbatch" or "argument".
+        action: "remat", "policy", "donate", "slots", "store", "bits", "microbatch", "argument" or "order".
         target: the owner of the saved bytes.
         text: what to do, in one sentence.
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
         condition: a condition on the program, part of `text`: if it fails, the change gives other results. Empty for a
             change that keeps them.
         is_least: whether it may save more: the compiled program does not tell the size of a carry.
+        is_compiled: whether the saving is of a compiled program.
     """
 
     action: str
@@ -151,6 +152,7 @@ class Change(NamedTuple):
     saved_bytes: int
     condition: str = ""
     is_least: bool = False
+    is_compiled: bool = False
 
 
 class Group(NamedTuple):
@@ -221,6 +223,7 @@ class Timeline:
     backward_step: int = 0
     gradient: bool = False
     note: str = ""
+    reordered: Change | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -19,6 +19,7 @@ from .._equations.compiled import (
     Program,
     compile_to_measure,
     full_device_options,
+    in_order,
     is_out_of_memory,
     lower,
     memory_analysis_options,
@@ -45,7 +46,7 @@ from ._advice import AdvisedTimeline
 from ._assemble import Assembly, Inputs
 from ._page import to_html
 from ._scopes import numbered_calls
-from .buffer import Step
+from .buffer import Change, Step
 
 P = ParamSpec("P")
 
@@ -186,7 +187,21 @@ def profiled(
         return _totals(traced, memory)
     assert memory is not None  # the program was decoded from it, or beside it
     backend = traced.stage.target.platform if isinstance(traced.stage, ForTarget) else _backend(compiled)
-    return profile_of(program, memory, traced, _num_devices(compiled), backend)
+    profile = profile_of(program, memory, traced, _num_devices(compiled), backend)
+    reordered = None if traced.jax_traced is None else in_order(traced.jax_traced)
+    if reordered is not None:
+        saved = profile.peak_bytes - Program.of_traced(reordered, compiler_options).cost.peak_bytes
+        profile = dataclasses.replace(profile, reordered=_reordering(traced.jax_traced, saved))
+    return profile
+
+
+def _reordering(traced: Any, saved: int) -> Change:
+    place = traced.jaxpr.jaxpr.debug_info.func_src_info
+    text = (
+        f"Return the new values in the order of the arguments: {place} returns outputs in another order than the "
+        f"donated inputs of the same shape, which XLA then copies"
+    )
+    return Change("order", place, text, saved, is_compiled=True)
 
 
 def profile_of(
@@ -272,12 +287,14 @@ class _TracedProgram(NamedTuple):
     Attributes:
         stage: JAX's lowered or compiled stage.
         gradient: whether it is known to be a function with its gradient.
+        jax_traced: JAX's trace that was lowered; None if it is not known.
     """
 
     name: str
     stage: Any
     inputs: Inputs
     gradient: bool = False
+    jax_traced: Any = None
 
 
 def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> _TracedProgram:
@@ -310,13 +327,14 @@ _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax
 def _staged(stage: Any) -> _TracedProgram:
     """Profile a traced, lowered or compiled function."""
     if isinstance(stage, Traced):
-        return _TracedProgram(stage.name, lower(stage.jax_stage), Inputs(stage.state_names))
+        return _TracedProgram(stage.name, lower(stage.jax_stage), Inputs(stage.state_names), False, stage.jax_stage)
     name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell
-    if hasattr(stage, "lower"):
+    jax_traced = stage if hasattr(stage, "lower") else None
+    if jax_traced is not None:
         stage = lower(stage)
     if isinstance(stage, (Lowered, Compiled)):
         return _TracedProgram(stage.name, stage.jax_stage, Inputs(stage.state_names))
-    return _TracedProgram(name, stage, Inputs())
+    return _TracedProgram(name, stage, Inputs(), False, jax_traced)
 
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
