@@ -522,8 +522,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     },
     "sharded_targets": lambda: log("sharded_targets", lambda m, results: [(m.COLUMNS, m.lines(results))]),
     "targets": lambda: log("targets", lambda m, results: [(m.COLUMNS, m.rows(results, load("gpu")["results"]))]),
+    "target_models": lambda: log("target_models", lambda m, results: [(m.COLUMNS, m.rows(results))]),
     "target_plans": log_target_plans,
-    "target_plans_ablation": log_target_plans_ablation,
     "comparison: conclusion": lambda: module("behaviors").conclusion(load("behaviors")),
     "comparison: totals": lambda: (
         f'<div class="wide" markdown>\n\n{module("behaviors").totals_text(load("behaviors"))}\n\n</div>'
@@ -544,6 +544,7 @@ LOGS: dict[str, Callable[[], str]] = {
     },
     "loops": log_loops,
     "planner": log_planner,
+    "target_plans_ablation": log_target_plans_ablation,
     "whole_plans": log_whole_plans,
     "behaviors": lambda: (
         f"{module('behaviors').method_text(load('behaviors'))}\n\n"
