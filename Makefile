@@ -18,6 +18,9 @@ TARGETS := $(VENV)/.statetx-targets-installed
 # The benchmarks alone want other libraries to compare with.
 BENCH := $(VENV)/.statetx-bench-installed
 
+# The faults that are planted to see the tests fail want coverage.
+MUTATIONS := $(VENV)/.statetx-mutations-installed
+
 # The second run of the tests finds the bytecode of the first, with pytest's rewritten assertions.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -25,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-figure example test smoke test-slow test-outside test-remat3 test-py312 test-py313 test-targets run-test-targets check format docs figures bench bench-quick clean
+.PHONY: help demo demo-figure example test smoke test-thorough test-twelfth test-slow test-outside mutations test-remat3 test-py312 test-py313 test-targets run-test-targets check format docs figures bench bench-quick clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -63,6 +66,14 @@ test: $(STAMP)  ## run the tests and doctests
 smoke: $(STAMP)  ## run each law and each kind of state once, in under two minutes
 	$(PY) -m pytest -n 2 --dist worksteal -m "smoke and not slow" $(ARGS)
 
+test-thorough: $(STAMP)  ## run the other tests of the fast suite, which continuous integration runs too
+	$(PY) -m pytest -n 2 --dist worksteal -m "thorough and not slow and not outside and not targets" $(ARGS)
+
+TWELFTH ?= today
+test-twelfth: $(STAMP)  ## run the twelfth of the slow tests that is for today, for ten minutes; or TWELFTH=0 to 11
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(PY) -m pytest -n 2 --dist worksteal \
+	  -m "slow and not outside and not targets" --twelfth $(TWELFTH) --minutes 10 $(ARGS)
+
 test-slow: $(STAMP)  ## run every test, the slow ones too, compiled with the options that users have
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(PY) -m pytest -n 2 --dist worksteal -m "not outside" $(ARGS)
 
@@ -89,6 +100,13 @@ test-targets:  ## run the tests for GPUs and TPUs that are not there, in an envi
 
 run-test-targets: $(TARGETS)
 	$(PY) -m pytest tests/test_target_programs.py -m targets $(ARGS)
+
+$(MUTATIONS): $(STAMP)
+	@$(PIP) --group mutations
+	@touch $@
+
+mutations: $(MUTATIONS)  ## plant faults in the package, one at a time, and list those that no test finds (hours; ARGS="--draw 100")
+	$(PY) tests/mutations.py $(ARGS)
 
 check: $(STAMP)  ## lint, formatting and types
 	$(PY) -m ruff check .

@@ -47,6 +47,8 @@ import pytest  # noqa: E402
 from jax._src import lru_cache  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 
+import speeds  # noqa: E402
+
 jax.config.update("jax_num_cpu_devices", 8)  # before any array is made: backends read it when they start
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -78,6 +80,14 @@ def shared_context():
 
 
 mlir.make_ir_context = shared_context
+
+
+def pytest_addoption(parser):
+    speeds.add_options(parser)
+
+
+def pytest_configure(config):
+    speeds.register(config)
 
 
 def pytest_sessionstart(session):

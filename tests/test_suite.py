@@ -2,6 +2,8 @@
 runs.
 """
 
+import collections
+import datetime
 import itertools
 import pathlib
 import types
@@ -9,6 +11,8 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+
+import speeds
 
 
 @pytest.fixture
@@ -79,3 +83,59 @@ def test_of_a_cross_the_fast_suite_runs_each_value_or_each_pair(conftest, axes):
         {tuple(v[i] for i in place) for v in fast} == {tuple(v[i] for i in place) for v in every} for place in places
     )
     assert len(fast) <= len(every) // 2
+
+
+# -- speeds ----------------------------------------------------------------------------------------------------------
+
+
+def a_run(**options):
+    """The plugin of a run with these options, as in one process."""
+    options = {"--twelfth": None, "--minutes": None, "--complete": False} | options
+    config = types.SimpleNamespace(
+        getoption=options.get, hook=types.SimpleNamespace(pytest_deselected=lambda items: None)
+    )
+    return speeds.Speeds(config), config
+
+
+def test_twelfths_have_every_slow_test_once_and_begin_elsewhere_in_each_turn():
+    tests = [types.SimpleNamespace(nodeid=f"tests/test_x.py::test_x[{n}]") for n in range(200)]
+    found = collections.Counter()
+    for number in range(speeds.PARTS):
+        run, config = a_run(**{"--twelfth": str(number)})
+        run.pytest_collection_modifyitems(config, chosen := [*tests])
+        assert chosen
+        found.update(test.nodeid for test in chosen)
+    assert found == {test.nodeid: 1 for test in tests}
+    year = [speeds.today(datetime.date(2027, 1, 1) + datetime.timedelta(n)) for n in range(24)]
+    assert len(set(year)) == 24 and len({number for number, _ in year}) == speeds.PARTS
+
+
+def test_a_run_that_is_over_begins_no_test_and_tells_which_it_left():
+    lines = []
+    reporter = types.SimpleNamespace(section=lines.append, line=lines.append)
+    for minutes, left in ((0.0, True), (1.0, None)):
+        run, _ = a_run(**{"--minutes": minutes})
+        assert run.pytest_runtest_protocol(types.SimpleNamespace(nodeid="tests/test_x.py::test_x")) is left
+        run.pytest_terminal_summary(reporter)
+    assert lines == ["left for another day", "1 tests: 1 of tests/test_x.py"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("reason", ["no Chromium is installed", "this JAX has none"])
+def test_a_complete_run_fails_where_a_program_is_missing(complete, reason):
+    run, _ = a_run(**{"--complete": complete})
+    report = types.SimpleNamespace(skipped=True, outcome="skipped", longrepr=("test_x.py", 1, f"Skipped: {reason}"))
+    hook = run.pytest_runtest_makereport(None)
+    next(hook)
+    with pytest.raises(StopIteration):
+        hook.send(report)
+    assert report.outcome == ("failed" if complete and "Chromium" in reason else "skipped")
+
+
+def test_progress_has_the_time_left(monkeypatch):
+    run, _ = a_run()
+    assert run.progress(4) == " [  0%]"
+    run.pytest_runtest_logreport(types.SimpleNamespace(when="teardown", nodeid="tests/test_x.py::test_x"))
+    monkeypatch.setattr(speeds.time, "time", lambda: run._start + 100)
+    assert run.progress(4) == " [ 25%, 5 min left]" and run.progress(1) == " [100%]"

@@ -1,0 +1,137 @@
+"""The speeds of the suite, and its progress: a pytest plugin, which `conftest` registers.
+
+`make test` runs each law, kind, error and public name. Tests that cost more are `thorough` or `slow`: `.ci/run` runs
+all of the first, and of the second a twelfth by the day of the year, the same twelfth again 12 days later. The twelfth
+ends by itself after its minutes (``--minutes``), and tells which tests it left; it begins elsewhere each time.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import random
+import time
+import zlib
+
+import pytest
+
+PARTS = 12
+# Reasons of a skip that is no property of JAX's version or of the machine: what `make` or `.ci/run` installs is absent.
+MISSING = ("could not import", "is installed", "is not installed")
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("speeds")
+    group.addoption("--twelfth", help="of the tests marked slow, a twelfth: 0 to 11, or today")
+    group.addoption("--minutes", type=float, help="begin no test after so many minutes, and tell which were left")
+    group.addoption("--complete", action="store_true", help="a test that is skipped since something is missing fails")
+
+
+def part_of(nodeid: str) -> int:
+    """The twelfth that a test is in; it stays there when other tests come and go."""
+    return zlib.crc32(nodeid.encode()) % PARTS
+
+
+def today(date: datetime.date | None = None) -> tuple[int, int]:
+    """The twelfth of a day, and how often the year has come to it."""
+    day = (date or datetime.date.today()).timetuple().tm_yday
+    return day % PARTS, day // PARTS
+
+
+class Speeds:
+    """One run: its twelfth, its end, its progress on the terminal."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+        self._is_worker = hasattr(config, "workerinput")
+        self._twelfth = config.getoption("--twelfth")
+        minutes = config.getoption("--minutes")
+        self._start = time.time()
+        self._end = None if minutes is None else self._start + 60 * minutes
+        if self._is_worker and self._end is not None:
+            self._end = config.workerinput["end"]
+        self._left: list[str] = []
+        self._finished: collections.Counter[str] = collections.Counter()
+
+    # -- which tests run --
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if self._twelfth is None:
+            return
+        number, turn = today() if self._twelfth == "today" else (int(self._twelfth), 0)
+        chosen = [item for item in items if part_of(item.nodeid) == number]
+        config.hook.pytest_deselected(items=[item for item in items if part_of(item.nodeid) != number])
+        start = random.Random(turn).randrange(len(chosen)) if chosen else 0
+        items[:] = chosen[start:] + chosen[:start]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        if self._end is None or time.time() < self._end:
+            return None
+        self._left.append(item.nodeid)
+        return True
+
+    # -- between the processes of a run --
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node) -> None:
+        node.workerinput["end"] = self._end
+
+    def pytest_sessionfinish(self) -> None:
+        if self._is_worker:
+            self._config.workeroutput["left"] = self._left
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        self._left += getattr(node, "workeroutput", {}).get("left", [])
+
+    # -- what a person sees --
+
+    def pytest_report_header(self) -> str | None:
+        if self._twelfth is None:
+            return None
+        number = today()[0] if self._twelfth == "today" else self._twelfth
+        return f"twelfth {number} of the slow tests; again: make test-twelfth TWELFTH={number}"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item):
+        report = yield
+        if self._config.getoption("--complete") and report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            if any(words in reason for words in MISSING):
+                report.outcome, report.longrepr = "failed", f"{reason}\nThis run may skip nothing (--complete)."
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self._finished[report.nodeid.partition("::")[0]] += 1
+
+    def progress(self, total: int) -> str:
+        """`` [ 40%, 3 min left]``, by the number of tests, or by the end of a run that has one."""
+        done = sum(self._finished.values())
+        passed = time.time() - self._start
+        if not done or done >= total:
+            return f" [{done / max(total, 1):4.0%}]"
+        left = passed * (total - done) / done
+        if self._end is not None:
+            left = min(left, max(self._end - time.time(), 0.0))
+        return f" [{done / total:4.0%}, {duration(left)} left]"
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        if self._left:
+            files = collections.Counter(test.partition("::")[0] for test in self._left)
+            terminalreporter.section("left for another day")
+            terminalreporter.line(f"{len(self._left)} tests: " + ", ".join(f"{n} of {f}" for f, n in files.items()))
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def register(config: pytest.Config) -> None:
+    speeds = Speeds(config)
+    config.pluginmanager.register(speeds, "speeds")
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:  # pytest tells how many tests have run, and not how long the others will take
+        reporter._get_progress_information_message = lambda: speeds.progress(reporter._session.testscollected)
+        reporter._screen_width -= len(", 10 min left")
