@@ -117,8 +117,12 @@ SMOKE_ONCE = "behaviors carry effects_table flops jit laws nnx policies ref resi
 
 def pytest_collection_modifyitems(items):
     leave_crosses_to_the_slow_suite(items)
-    seen = set()
+    seen, sampled = set(), set()
     for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            if (item.path, item.originalname) in sampled:
+                item.add_marker("thorough")
+            sampled.add((item.path, item.originalname))
         name = item.path.stem.removeprefix("test_")
         kind = item.callspec.params.get("dialect") if hasattr(item, "callspec") else None
         case = (name, item.name.partition("[")[0], getattr(kind, "name", ""))

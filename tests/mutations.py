@@ -231,7 +231,7 @@ class Executed:
         self._data.read()
         self._seconds = durations()
         listed = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "smoke and not slow"],
+            [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "smoke and not slow and not thorough"],
             cwd=ROOT, capture_output=True, text=True,
         ).stdout  # fmt: skip
         self.smoke = {line for line in listed.splitlines() if "::" in line}
