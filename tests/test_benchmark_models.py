@@ -112,6 +112,7 @@ def test_step_of_a_model_changes_its_parameters(harness, name):
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(model.params), strict=True))
 
 
+@pytest.mark.thorough
 def test_step_with_states_returns_another_loss_each_time(harness):
     name = "spiking network (brainstate)"
     model = harness.MODELS[name](**SMALL[name])
@@ -120,6 +121,7 @@ def test_step_with_states_returns_another_loss_each_time(harness):
     assert len(set(values)) == 3 and np.isfinite(values).all()
 
 
+@pytest.mark.thorough
 def test_gradient_of_the_sum_of_a_gan_is_that_of_its_two_losses(harness):
     """The loss that is planned is a sum; the step takes two gradients. Their optimizers begin in the same way."""
     model = harness.MODELS["GAN (haiku)"](**SMALL["GAN (haiku)"])
@@ -169,6 +171,7 @@ def test_failures_name_an_error_and_a_step_over_its_budget(harness):
     assert len(lines) == 3 and "PlanError" in lines[0] and lines[-1].startswith("step")
 
 
+@pytest.mark.thorough
 def test_what_binds_is_read_from_the_compiled_program(harness):
     """Three products are held, of an elementwise chain whose cotangents take as much; the largest result lies in the
     memory of an output.

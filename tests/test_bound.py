@@ -50,6 +50,7 @@ PRODUCT = 2 * 256 * 8 * 8  # operations
 RESULT = 256 * 8 * 4  # bytes
 
 
+@pytest.mark.thorough
 def test_chain_of_products_holds_their_results_or_runs_them_again():
     # The sines are fused into whatever reads them, so the products alone are held. The first reads arguments only; each
     # other one that is not held reads the sine of the one before.
@@ -236,6 +237,7 @@ def params_of(block, key):
 _SLOW = pytest.mark.slow
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("block", "is_scanned"),
     [
@@ -281,6 +283,7 @@ def test_no_compiled_program_takes_less(block, is_scanned):
 # -- as a function
 
 
+@pytest.mark.thorough
 def test_bound_is_monotone():
     bound = Bound(chain, *CHAIN)
     sizes = [bound.bytes_at(x * PRODUCT) for x in (0, 0.5, 1.0, 2.5, 4.0, 9.0)]

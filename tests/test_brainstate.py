@@ -122,6 +122,7 @@ def test_rematerialized_method_equals_the_plain_method(program, fit):
     assert float(jnp.abs(actual[0][0][1]["hidden.weight"]["weight"]).max()) > 0
 
 
+@pytest.mark.thorough
 def test_random_state_read_for_the_first_time_in_a_trace():
     for wrap in (statetx.grad, statetx.jit, lambda f: statetx.grad(statetx.remat(f))):
         rng = brainstate.random.RandomState(np.array([0, 7], np.uint32))  # kept as a NumPy seed until it is read
@@ -190,6 +191,7 @@ def test_error_names_the_import_that_made_the_default_random_state():
         jax.jit(lambda x: statetx.remat(brainstate.random.rand)() + x)(1.0)
 
 
+@pytest.mark.thorough
 def test_jit_compiles_once_and_reports_to_brainstate():
     net = fresh()
     body = Counted(lambda x: net.loss(x, True))
@@ -291,6 +293,7 @@ BRAINSTATE = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("program", BRAINSTATE)
 def test_native_states_under_brainstates_transforms(program, remat):
@@ -440,6 +443,7 @@ def one_by_one(w, x, states):
     return total, states
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("program", DERIVATIVES)
 def test_native_states_under_brainstates_derivatives(program, remat):
@@ -530,6 +534,7 @@ def test_declared_states_only_read_under_brainstates_vmap(vmap):
     close(out, XS * 10 * XS)  # by type, too
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("vmap", MAPS)
 def test_native_random_state_is_split_by_brainstates_vmap(vmap, around):
@@ -543,6 +548,7 @@ def test_native_random_state_is_split_by_brainstates_vmap(vmap, around):
         np.testing.assert_array_equal(*map(jax.random.key_data, (rng.value, reference.value)))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("vmap", MAPS)
 def test_nested_derivatives_and_maps_of_brainstate(vmap):
     vmap = MAPS[vmap]
@@ -691,6 +697,7 @@ UNDER = {
 BY_NAME_ONLY = ("State", "LongTermState", "BatchState", "DelayState")  # no behavior of their own: one program each
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("program", UNDER)
 @pytest.mark.parametrize("state", [s for s in STATES if s not in BY_NAME_ONLY])
 def test_every_kind_of_state_under_statetx(state, program):
@@ -729,6 +736,7 @@ def test_states_differing_only_by_name(state):
     test_every_kind_of_state_under_statetx(state, "jit(grad(scan(remat)))")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("program", UNDER)
 @pytest.mark.parametrize("where", ["kept", "dropped"])
 def test_created_state_under_statetx(where, program):
@@ -759,6 +767,7 @@ def test_created_state_under_statetx(where, program):
         close(s.value, (2 * x**2)[None].repeat(2) if program == "vmap" else 2 * x**2)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("program", [p for p in UNDER if p != "vmap"])
 def test_random_states_under_statetx(program):
     transform, times = UNDER[program]
@@ -803,6 +812,7 @@ def test_hooks_of_every_sort_under_statetx(program):
     assert fired == {"read": len(runs) + 1, "write_after": len(runs), "write_before": len(runs)}
 
 
+@pytest.mark.thorough
 def test_gradients_of_a_flatted_dict_are_a_plain_dict():
     """As brainstate gives them: programs add them to dicts of zeros, the values of the same states."""
     net = fresh()

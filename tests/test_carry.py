@@ -154,6 +154,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("strategy", [None, *STRATEGIES], ids=repr)
 def test_gradients_through_promoted_states(strategy):
     """The loss is not linear in the values read, so no gradient is constant."""

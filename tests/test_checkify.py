@@ -31,6 +31,7 @@ def loss(checkpoint):
 STRATEGIES = [None, 2, policies.Levels(2), statetx.Truncated(3), policies.Slots(2, policy=policies.dots)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("checkpoint", STRATEGIES, ids=str)
 def test_checks_in_the_steps_of_a_loop(checkpoint):
     assert "too large: 4.0" in error_of(loss(checkpoint))
@@ -38,6 +39,7 @@ def test_checks_in_the_steps_of_a_loop(checkpoint):
     assert "too large: 4.0" in error_of(jax.jit(loss(checkpoint)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", [2, policies.Slots(2, policy=policies.dots)], ids=str)
 @pytest.mark.parametrize("transform", [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,)), jax.hessian])
 def test_checks_in_a_differentiated_loop(checkpoint, transform):
@@ -45,6 +47,7 @@ def test_checks_in_a_differentiated_loop(checkpoint, transform):
     assert error_of(transform(loss(checkpoint)), X / 2) is None
 
 
+@pytest.mark.thorough
 def test_values_and_gradients_are_those_without_checks():
     checked = checkify.checkify(jax.value_and_grad(loss(2)))
     value, gradient = checked(X / 2)[1]

@@ -58,12 +58,14 @@ def runs_of_the_body(length, checkpoint, num_residuals=60, num_carries=1):
     return len(calls)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("length", "slots"), in_turn([(2, 1), (7, 1), (12, 2), (23, 3), (23, 5), (40, 40), (40, 60)]))
 def test_gradient_runs_the_body_num_evaluations_times(length, slots):
     # A slot for every state there is saves no more.
     assert runs_of_the_body(length, Slots(slots)) == schedule.num_evaluations(length, min(slots, length))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("length", "slots", "ratio"),
     [
@@ -85,6 +87,7 @@ def test_gradient_with_residuals_in_slots_runs_the_body_as_the_schedule_says(len
     )
 
 
+@pytest.mark.thorough
 def test_residuals_in_slots_are_used_where_they_save_three_percent():
     # 1,000 steps with 10 slots: 4.640 runs a step without, 4.513 with three times the bytes of a carry, 4.374 with two.
     for num_residuals, is_mixed in ((3, False), (2, True)):
@@ -121,6 +124,7 @@ def recurrent_gradient(checkpoint):
     return jax.grad(loss)(*args), measured
 
 
+@pytest.mark.thorough
 def test_values_kept_for_the_whole_loop_run_no_product_again():
     names, step_bytes, product = policies.names("z"), 16 * 32 * 4, 2 * 16 * 32 * 32
     plain, plain_cost = recurrent_gradient(None)
@@ -137,6 +141,7 @@ def test_values_kept_for_the_whole_loop_run_no_product_again():
     assert loop_cost.temp_bytes < 0.95 * every_step.temp_bytes, "one level keeps the carry of each step, too"
 
 
+@pytest.mark.thorough
 def test_policy_of_steps_holds_beside_offloaded_carries():
     names, product = policies.names("z"), 2 * 16 * 32 * 32
     plain, plain_cost = recurrent_gradient(None)
@@ -171,6 +176,7 @@ def compiled_gradient(length, slots):
     return jax.jit(gradient).lower(*types, leading(64), (types[1], leading(1))).compile()
 
 
+@pytest.mark.thorough
 def test_memory_depends_on_slots_not_on_length():
     carry, step = 64 * 4, 8 * 64 * 4
     weights = 3 * 64 * 64 * 4  # their gradient, the increment of a step, and one more
@@ -266,6 +272,7 @@ def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
     assert mixed <= temporary() + 1024
 
 
+@pytest.mark.thorough
 def test_a_step_with_a_loop_runs_as_often_as_the_schedule_says():
     calls = []
 
@@ -283,6 +290,7 @@ def test_a_step_with_a_loop_runs_as_often_as_the_schedule_says():
     assert len(calls) == round(60 * row.runs)
 
 
+@pytest.mark.thorough
 def test_bfloat16_in_slots_takes_no_memory(carries_only):
     """XLA:CPU copies arrays of bfloat16 that it computes with, and the slots are not among them."""
 
@@ -307,6 +315,7 @@ def temporary_bytes(loss, args):
     return jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_slots_hold_carries_only_where_steps_read_weights():
     """Fewer runs are not faster there. The weights of one layer are in memory at a time, or some and cotangents."""
     carry, weights = 16 * 128 * 4, 128 * 128 * 4
@@ -423,6 +432,7 @@ def without_checkpoint(mode):
     return MODES[mode](functools.partial(f, None), *args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 @pytest.mark.parametrize("mode", MODES)
 def test_strategies_agree_with_the_plain_loop(strategy, mode):
@@ -433,6 +443,7 @@ def test_strategies_agree_with_the_plain_loop(strategy, mode):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scan", [jax.lax.scan, statetx.scan], ids=["jax", "statetx"])
 @pytest.mark.parametrize("strategy", [Slots(3), Levels(2)], ids=repr)
 def test_second_gradient_of_a_loop_in_a_scan(scan, strategy):

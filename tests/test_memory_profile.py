@@ -229,6 +229,7 @@ def test_calls_of_a_function_are_counted_once_where_xla_copies_operands_of_its_p
     assert "Layer.__call__ (3 calls)" in profile.changes[0].text
 
 
+@pytest.mark.thorough
 def test_no_policy_is_advised_where_the_loss_is_rematerialized_as_a_whole():
     """A counter that a rematerialized loss writes has its region, as what a policy saves has."""
     layers = [memory_programs.Dropped(64, 256) for _ in range(4)]
@@ -316,6 +317,7 @@ class _Library(nnx.Module):
         return x
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", [_Loop, _Lines, _Recursive, _Reduced, _Mapped, _Library])
 def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(kind):
     """Their lines are equal, and the compiled programs of some kinds too: the cache of JAX must not give the names of
@@ -515,6 +517,7 @@ def test_the_results_of_a_step_are_of_its_update_though_the_loss_is_the_first():
     assert steps[-1].phase == "update" and steps[0].phase == "forward"
 
 
+@pytest.mark.thorough
 def test_residuals_are_told_in_a_loop_over_training_steps_with_an_optimizer():
     """The optimizer has more operations than the forward pass, and none of them is of a gradient."""
 
@@ -1057,6 +1060,7 @@ def test_a_slice_that_is_written_beside_other_operations_takes_the_memory_of_the
     assert overlaps(_lifetimes.lifetimes(program, schedule, _lifetimes.Flow(program, schedule))) == []
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("flag", ["--xla_dump_hlo_module_re=nothing", "--xla_dump_compress_protos=true"])
 def test_flags_of_the_user_about_what_xla_writes_do_not_matter(flag):
     code = (

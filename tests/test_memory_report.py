@@ -170,6 +170,7 @@ def test_cost_has_units_as_text_and_as_html():
         assert all(word in text for word in ("1.0 MiB", "operations", "temporaries", format_bytes(cost.peak_bytes)))
 
 
+@pytest.mark.thorough
 def test_report_without_remat_says_so_and_names_the_blocks_with_their_bytes():
     blocks = [Block(i, wrap=lambda f: f) for i in range(3)]
     scale = statetx.Param(jnp.ones(()))
@@ -219,6 +220,7 @@ def checkpointed(case, is_plain):
     return loss
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("is_step", [False, True])
 @pytest.mark.parametrize("case", CHECKPOINTED)
 def test_baseline_has_loops_plain_and_nothing_under_jax_checkpoint(case, is_step):

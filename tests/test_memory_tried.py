@@ -62,6 +62,7 @@ def recurrent(scan, wrap=lambda body: body, **options):
     return lambda w, xs: w - 0.1 * jax.grad(loss)(w, xs)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("scan", [jax.lax.scan, statetx.scan])
 @pytest.mark.parametrize("strategy", [policies.Slots(7), policies.Levels(2), None])
 def test_a_strategy_for_a_loop_takes_what_it_takes_by_hand(scan, strategy):
@@ -89,6 +90,7 @@ def test_a_loop_gets_the_number_with_which_it_fits():
         assert "test_memory_tried.py:" in remedy.change.text
 
 
+@pytest.mark.thorough
 def test_the_body_of_a_loop_is_tried_though_the_size_of_its_carry_is_not_known():
     def loss(w, xs):
         outer = lambda h, x: jax.lax.scan(lambda h, _: (jnp.tanh(h @ w + x), None), h, None, length=20)
@@ -155,6 +157,7 @@ def training_step(blocks, wrap=lambda block: block):
     return step
 
 
+@pytest.mark.thorough
 def test_a_policy_that_saves_less_takes_what_it_takes_by_hand():
     saving = training_step([Block(n, "dots") for n in range(4)])
     cost = cost_of(saving, (X,), SaveLess("Block.body"))
@@ -162,6 +165,7 @@ def test_a_policy_that_saves_less_takes_what_it_takes_by_hand():
     assert cost.peak_bytes < 0.9 * statetx.measure(saving, X, gradient=False).peak_bytes
 
 
+@pytest.mark.thorough
 def test_functions_with_policies_inside_of_a_rematerialized_one_keep_them():
     blocks = [Block(n, "dots") for n in range(4)]
     cost = cost_of(training_step(blocks), (X,), Rematerialize("Block.__call__"))
@@ -220,6 +224,7 @@ def test_changes_inside_of_loops_and_rematerialized_functions_take_what_they_tak
     assert [t.needed_bytes for t in found] == [pytest.approx(changed.peak_bytes, rel=0.02)], str(report)
 
 
+@pytest.mark.thorough
 def test_functions_take_their_parameters_first_as_by_hand():
     loss = lambda ws, x, layer=layer: (functools.reduce(lambda x, w: layer(w, x), ws, x) ** 2).mean()
     args = [jnp.eye(64)] * 6, jax.ShapeDtypeStruct((512, 64), F32)
@@ -235,6 +240,7 @@ def layer_of(p):
     return run
 
 
+@pytest.mark.thorough
 def test_functions_that_have_their_parameters_from_elsewhere_take_them_as_they_read_them():
     def step(params, x, wrap=lambda f: f):
         loss = lambda ps: (functools.reduce(lambda x, p: wrap(layer_of(p))(x), ps, x) ** 2).mean()
@@ -246,6 +252,7 @@ def test_functions_that_have_their_parameters_from_elsewhere_take_them_as_they_r
     assert cost.peak_bytes == statetx.measure(functools.partial(step, wrap=statetx.remat), *args).peak_bytes
 
 
+@pytest.mark.thorough
 def test_calls_under_a_derivative_forward_take_what_they_take_by_hand():
     def loss(ws, x, layer=layer):
         y, tangent = jax.jvp(lambda x: functools.reduce(lambda x, w: layer(w, x), ws, x), (x,), (jnp.cos(x),))
@@ -278,6 +285,7 @@ def spiking(ws, x, first=dense, others=dense):
     return (functools.reduce(lambda s, w: others(w, s), ws[1:], first(ws[0], x)) ** 2).sum()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_rematerialized", [False, True])
 def test_spikes_stored_as_bits_take_what_they_take_by_hand(is_rematerialized):
     args = [jnp.eye(64)] * 5, X
@@ -314,6 +322,7 @@ def test_spikes_inside_of_a_loop_are_tried_as_bits():
 # -- constants
 
 
+@pytest.mark.thorough
 def test_a_constant_that_is_on_the_device_anyway_is_an_argument_and_counts_once():
     def step(w, x, table):
         return w - 0.1 * jax.grad(lambda w: (jnp.tanh(jnp.tanh(x @ w) @ table) ** 2).sum())(w)
@@ -332,6 +341,7 @@ def test_a_constant_that_is_on_the_device_anyway_is_an_argument_and_counts_once(
 # -- donation
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_donated_states_take_what_they_take_by_hand(is_jitted):
     w, m = statetx.Param(jnp.eye(256)), statetx.State(jnp.zeros((256, 256)))
@@ -416,6 +426,7 @@ def test_parts_of_a_batch_take_what_they_take_by_hand(step, by_hand, gradient):
     assert cost.peak_bytes < 0.7 * statetx.measure(step, *BATCH, gradient=gradient).peak_bytes
 
 
+@pytest.mark.thorough
 def test_parts_and_rematerialization_go_together():
     blocks = [Block(n) for n in range(4)]
     (parts,) = in_parts(statetx.memory_profile(training_step(blocks), X), 4)
@@ -503,6 +514,7 @@ def test_progress_tells_what_is_tried(monkeypatch):
     assert shown == [True] and "rematerialization Block.__call__" in " ".join(told) and "parts batch" in " ".join(told)
 
 
+@pytest.mark.thorough
 def test_without_time_changes_are_predicted():
     report = explain_oom(training_step([Block(n) for n in range(4)]), X, limit=1000, time_limit=0)
     assert report.remedies and not any(r.is_compiled for r in report.remedies) and report.unused == ()

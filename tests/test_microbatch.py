@@ -102,6 +102,7 @@ def test_outputs_of_a_batch_without_examples():
 # -- values and gradients --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 @pytest.mark.parametrize("num", [1, 4, 5, 10])
 def test_gradients_equal_the_full_batch(num, reduce):
@@ -114,6 +115,7 @@ def test_gradients_equal_the_full_batch(num, reduce):
     assert_close(jax.jit(of_loss)(PARAMS, X, Y), expected)
 
 
+@pytest.mark.thorough
 def test_derivatives_of_a_loss_in_parts():
     """With respect to the batch, too; in forward mode; of second order; for each example of a vmap."""
     loss = statetx.microbatch(mean_loss, 4, argnums=(1, 2))
@@ -141,6 +143,7 @@ def test_a_loss_is_differentiated_without_another_run():
     assert of_loss <= full + 5 * 3 * (num_params + 10)
 
 
+@pytest.mark.thorough
 def test_has_aux_and_reductions():
     def loss(params, x, y):
         out = jnp.tanh(x @ params["a"]) @ params["b"]
@@ -164,6 +167,7 @@ def test_has_aux_and_reductions():
         assert_close(of_out(in_parts), of_out(loss), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_means_of_integers_and_of_half_precision():
     f = statetx.microbatch(lambda x: {"hits": (x > 3).mean(), "num": (x > 3).sum(), "any": x > 8}, 3, reduce="mean")
     out = f(jnp.arange(9.0).astype(jnp.bfloat16))
@@ -173,6 +177,7 @@ def test_means_of_integers_and_of_half_precision():
     assert half.dtype == jnp.bfloat16 and float(half) == 3.0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("how", ["first", "last", "stack"])
 def test_outputs_that_are_random_keys(how):
     def loss(x, key):
@@ -188,6 +193,7 @@ def test_outputs_that_are_random_keys(how):
     np.testing.assert_array_equal(gradient, 2 * jnp.arange(9.0))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num", [2, 3])
 def test_mean_over_a_mask(num):
     mask = jnp.array([1, 1, 0, 1, 0, 0, 0, 0, 1, 1.0])  # no example of the second of three parts counts in full
@@ -205,6 +211,7 @@ def test_mean_over_a_mask(num):
     assert abs(unweighted - expected[0]) > 1e-2
 
 
+@pytest.mark.thorough
 def test_a_part_of_weight_zero_is_left_out():
     mask = jnp.array([1, 1, 0, 0, 1, 0.0])
 
@@ -229,6 +236,7 @@ def left_out_vector(scale, x, mask):
     return jnp.stack(left_out_losses(scale, x, mask))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("of_vector", [False, True])
 def test_a_part_of_weight_zero_leaves_no_nan_in_any_derivative(of_vector):
     """Where the loss is not the only output: of first and second order, in forward mode, for each example of a vmap."""
@@ -248,6 +256,7 @@ def test_a_part_of_weight_zero_leaves_no_nan_in_any_derivative(of_vector):
     assert_close(derivatives(in_parts), derivatives(fun))
 
 
+@pytest.mark.thorough
 def test_a_part_of_weight_zero_keeps_the_derivatives_of_its_states():
     """A loss of a carried state: the state of a part that is left out has a derivative, and so has a sum beside the
     mean.
@@ -288,6 +297,7 @@ def test_the_first_and_the_last_part_alone_have_derivatives(how):
     assert_close(jax.grad(lambda x: sum(both(x)))(x), expected + 0.5 / jnp.sqrt(x + 1))
 
 
+@pytest.mark.thorough
 def test_a_weighted_loss_beside_states_is_differentiated_without_another_run():
     def program(wrap):
         seen = statetx.State(jnp.zeros(7))
@@ -341,6 +351,7 @@ def state_values(model):
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num", [2, 4])
 @pytest.mark.parametrize("kind", ["gradients", "loss", "jit"])
 def test_states_are_carried_as_a_loop_leaves_them(num, kind):
@@ -356,6 +367,7 @@ def test_states_are_carried_as_a_loop_leaves_them(num, kind):
     assert int(b.count.value) == num
 
 
+@pytest.mark.thorough
 def test_mean_first_and_last():
     written = [0.9 * 2.0 + 0.1 * part.mean(0) for part in parts(X, 4)]
     expected = {
@@ -380,6 +392,7 @@ def test_mean_of_momentum_updates_is_the_update_of_the_full_batch():
     np.testing.assert_allclose(model.mean.value, full.mean.value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_random_states_are_carried_split_or_shared():
     def draws(**options):
         rng = statetx.RngState(jax.random.key(1))
@@ -426,6 +439,7 @@ def test_a_state_with_a_batch_axis(axis, num):
     assert_close((statetx.jit(statetx.microbatch(step, num, states={"h": axis}))(X), h.value), expected)
 
 
+@pytest.mark.thorough
 def test_a_gradient_flows_through_carried_states():
     """A loss that reads what former parts wrote is differentiated as a loop is."""
 
@@ -469,6 +483,7 @@ def test_a_call_is_atomic():
 # -- programs of other libraries -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_nnx_batch_norm():
     class Net(nnx.Module):
         def __init__(self):
@@ -528,6 +543,7 @@ def test_variables_that_are_not_new_are_no_outputs():
         statetx.microbatch(lambda x: (net, net(x).mean()), 2)(X)
 
 
+@pytest.mark.thorough
 def test_brainstate_model_with_hidden_states():
     class Net(brainstate.nn.Module):
         def __init__(self):
@@ -567,6 +583,7 @@ def test_brainstate_model_with_hidden_states():
 # -- nesting ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_remat_inside_a_part_lowers_its_memory():
     """Forward and backward pass of a part share a loop body: there the recomputation must not be merged with the first
     computation.
@@ -591,6 +608,7 @@ def test_remat_inside_a_part_lowers_its_memory():
     assert temp(statetx.remat(block)) < 0.6 * temp(block)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -612,6 +630,7 @@ def test_inside_shard_map(check_vma):
         assert_close(jax.jit(jax.value_and_grad(shard(local)))(PARAMS, x, y), expected)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_a_sharded_batch_stays_on_its_devices(axis_type):
     """No part of the batch moves: the only communication is the sum of the gradients."""
@@ -628,6 +647,7 @@ def test_a_sharded_batch_stays_on_its_devices(axis_type):
         assert_close(f(params, x, y), expected)
 
 
+@pytest.mark.thorough
 def test_parts_that_the_devices_do_not_divide():
     """On explicit axes, where types forbid uneven shards, the batch is gathered."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -642,6 +662,7 @@ def test_parts_that_the_devices_do_not_divide():
             assert_close(f(params, x, y), expected)
 
 
+@pytest.mark.thorough
 def test_interleaved_parts():
     rows = statetx.microbatch(lambda x: x, 5, reduce="stack", interleave=True)(jnp.arange(10))
     np.testing.assert_array_equal(rows, np.arange(10).reshape(2, 5).T)
@@ -657,6 +678,7 @@ def test_python_runs_once_for_each_size():
     assert counted.runs == 3
 
 
+@pytest.mark.thorough
 def test_equal_calls_compile_once():
     f = statetx.value_and_grad(statetx.microbatch(mean_loss, 4, argnums=(1, 2)))
     f(PARAMS, X, Y)
@@ -695,6 +717,7 @@ def test_callbacks_fire_once_a_part():
     assert sorted(seen) == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.thorough
 def test_as_a_method_and_other_precisions():
     class Model:
         def __init__(self):
@@ -718,6 +741,7 @@ def test_as_a_method_and_other_precisions():
         assert_close(actual, jax.value_and_grad(mean_loss)(*wide), rtol=1e-12)
 
 
+@pytest.mark.thorough
 def test_complex_parameters():
     z = PARAMS["a"] * (1 + 0.5j)
     loss = lambda z, x: (jnp.abs(x @ z) ** 2).mean()
@@ -811,12 +835,14 @@ HALF_PRECISION = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", HALF_PRECISION)
 def test_half_precision_adds_up(name):
     got = HALF_PRECISION[name](ONE)
     assert got.dtype == jnp.bfloat16 and got == 512
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("run", ["loss", "gradients", "chunked"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float32", "float64", "complex64"])
 def test_dtypes_that_are_widened(dtype, run):
@@ -857,6 +883,7 @@ def test_means_of_half_precision():
     assert got == statistic.value != np.asarray(x, np.float64).mean().astype(x.dtype)
 
 
+@pytest.mark.thorough
 def test_half_precision_states_and_devices():
     """A weight in a state, carried statistics, examples over devices."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -874,6 +901,7 @@ def test_half_precision_states_and_devices():
     assert seen.value == 1536
 
 
+@pytest.mark.thorough
 def test_gradients_keep_the_scale_of_the_loss():
     """The share of a part, 1/512, and its gradient have a product that float16 cannot hold; so has their sum until it
     is scaled.
@@ -942,6 +970,7 @@ def test_weights_are_numbers_and_write_no_state():
     np.testing.assert_allclose(mean(jnp.array([1.0, 2.0, 5.0, 6.0])), (3 * 4 + 11 * 8) / 12, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @jax.numpy_rank_promotion("allow")  # as brainstate's cells have it
 def test_state_of_the_size_of_a_part_is_told_of_states():
     cell = brainstate.nn.GRUCell(3, 4)
@@ -1039,6 +1068,7 @@ def training_steps():
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("in_parts", [lambda f: statetx.microbatch(f, 2), lambda f: statetx.chunked(f, 0, 2)])
 @pytest.mark.parametrize("case", training_steps())
 def test_training_step_is_refused(case, in_parts):
@@ -1101,6 +1131,7 @@ def losses_with_inner_updates():
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", losses_with_inner_updates())
 def test_function_that_is_no_training_step_is_run_in_parts(case):
     x = jnp.arange(1.0, 3.0)
@@ -1126,6 +1157,7 @@ def test_values_of_examples_are_not_averaged_over_parts():
     np.testing.assert_array_equal(statetx.microbatch(jnp.square, 2, reduce="concat")(x), x**2)
 
 
+@pytest.mark.thorough
 def test_gradients_with_as_many_rows_as_a_part_has_examples_are_averaged():
     w, x = jnp.eye(4), jnp.arange(32.0).reshape(8, 4)
     gradient = jax.grad(lambda w, x: ((x @ w) ** 2).mean())

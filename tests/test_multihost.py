@@ -144,6 +144,7 @@ json.dump(said, open(f"{sys.argv[3]}/said-{index}.json", "w"))
 """
 
 
+@pytest.mark.thorough
 def test_two_processes_share_a_key_and_reject_saving_different_values(tmp_path):
     finish(two_processes(TWO_PROCESSES, tmp_path))
     said = [json.loads((tmp_path / f"said-{i}.json").read_text()) for i in range(2)]

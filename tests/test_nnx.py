@@ -147,6 +147,7 @@ def expected_steps(loss):
 PAIRS = [(g, "method") for g in GRADIENTS] + [(argument, loss) for loss in LOSSES if loss != "method"]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("gradient, loss", PAIRS)
 def test_rematerialized_equals_the_plain_gradient_of_nnx(gradient, loss):
     net = fresh()
@@ -157,6 +158,7 @@ def test_rematerialized_equals_the_plain_gradient_of_nnx(gradient, loss):
     assert int(net.calls[...]) == {"scan": 6, "nested": 4}.get(loss, 2) == int(net.drop.rngs.count[...])
 
 
+@pytest.mark.thorough
 def test_every_read_and_write_of_a_value_is_seen():
     ways = {
         "get_value": lambda v, x: v.set_value(v.get_value() + x),
@@ -200,6 +202,7 @@ def test_deprecated_value_is_seen():
 # -- other transforms ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_jit_compiles_once_bound_and_with_the_module_as_argument():
     for as_argument in (False, True):
         net, expected = fresh(), fresh()
@@ -219,6 +222,7 @@ def test_jit_compiles_once_bound_and_with_the_module_as_argument():
         assert_close(values(net), values(expected))
 
 
+@pytest.mark.thorough
 def test_vmap_draws_per_example():
     drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     first = statetx.vmap(drop)(jnp.ones((3, 64)))
@@ -245,6 +249,7 @@ def test_vmap_draws_per_example():
     assert float(w[...]) == 2.0
 
 
+@pytest.mark.thorough
 def test_draws_in_a_branch_of_some_examples():
     drop, x = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), jnp.asarray([[-1.0], [1.0]])
 
@@ -258,6 +263,7 @@ def test_draws_in_a_branch_of_some_examples():
     assert out[0] == 0 and out[1] in (0, 2) and int(drop.rngs.count[...]) == 1
 
 
+@pytest.mark.thorough
 def test_optimizer_step_compiled_once():
     optax = pytest.importorskip("optax")
     expected, actual = fresh(), fresh()
@@ -372,6 +378,7 @@ class Lazy(nnx.Module):
         return self.n[...] * x
 
 
+@pytest.mark.thorough
 def test_created_variables_stay_after_the_call():
     for wrap in (statetx.grad, lambda f: statetx.grad(statetx.remat(f)), statetx.jit):
         lazy = Lazy()
@@ -452,6 +459,7 @@ def test_sow_and_nested_containers():
     assert float(d["a"]) == 2.0
 
 
+@pytest.mark.thorough
 def test_copies_made_inside_and_out():
     net = fresh()
 
@@ -483,6 +491,7 @@ def test_ref_variables_are_refs_of_jax():
 # -- installation ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_flax_imported_after_statetx_and_inside_a_frame():
     code = """
         import statetx, sys
@@ -539,6 +548,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CALLS)
 def test_self_referencing_module_as_argument(name):
     class Cyclic(nnx.Module):
@@ -559,6 +569,7 @@ def test_self_referencing_module_as_argument(name):
 # -- metadata --
 
 
+@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_stacked_layers_have_the_axis_in_their_metadata(axis):
@@ -624,6 +635,7 @@ def test_read_only_module_is_differentiated_as_a_pytree():
     np.testing.assert_array_equal(grads.w[...], 2 * jnp.ones(3))
 
 
+@pytest.mark.thorough
 def test_variables_that_hold_refs_are_found_by_their_paths(tmp_path):
     def make(seed):
         with nnx.var_defaults(ref=True):
@@ -652,6 +664,7 @@ def test_count_of_a_fork_under_a_plain_gradient():
         statetx.jit(step)(keys, jnp.ones(3))
 
 
+@pytest.mark.thorough
 def test_mapped_states_of_arguments_need_a_rule():
     """As `nnx.vmap` maps modules, `nnx.State` and Rngs by in_axes, an axis that is not applied must not be silent."""
     x, drop = jnp.ones((3, 3)), nnx.Dropout(0.5)

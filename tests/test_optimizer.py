@@ -77,6 +77,7 @@ def assert_same(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 @pytest.mark.parametrize("how", ["eager", "jit", "scan"])
 def test_training_equals_optax_by_hand(kind, how):
@@ -119,6 +120,7 @@ def test_jitted_step_compiles_once_and_optimizer_state_has_a_path():
     assert int(optimizer.state.value.count) == 3
 
 
+@pytest.mark.thorough
 def test_states_keep_their_dtype_and_extra_arguments_are_passed_on():
     w = statetx.Param(jnp.ones(2, jnp.bfloat16))
     tx = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
@@ -137,6 +139,7 @@ def test_optimizer_state_that_starts_as_a_python_number_is_carried():
     assert optimizer.state.value == 0.25 and w.value[0] == 4
 
 
+@pytest.mark.thorough
 def test_accumulated_gradients_equal_the_full_batch():
     whole, scanned, multi = Native(), Native(), Native()
     x, y = X.reshape(4, 2, 3), Y.reshape(4, 2, 2)

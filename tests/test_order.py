@@ -65,6 +65,7 @@ def twins(case):
     return (lambda x, a: case(_jax.hold, x, a)), (lambda x, a: case(lambda y, others: y, x, a))
 
 
+@pytest.mark.sample
 @each_case
 def test_derivatives_equal_those_without_the_order(case):
     def derivatives(f):
@@ -116,6 +117,7 @@ def test_zeros_and_nans_do_not_decide_the_value():
         assert_near(jax.jit(lambda x, y: _jax.hold(x, [y]))(X, jnp.full(3, value)), X)
 
 
+@pytest.mark.thorough
 def test_exported_for_a_symbolic_size():
     size = export.symbolic_shape("b")[0]
     ordered, plain = (jax.jit(jax.grad(f, (0, 1))) for f in twins(of_one))
@@ -178,6 +180,7 @@ def gradient(plan, fun=two_losses):
     return jax.value_and_grad(plan.apply(fun))
 
 
+@pytest.mark.thorough
 def test_planned_branches_keep_their_values(plan):
     plain = jax.jit(jax.value_and_grad(two_losses))(PARAMS, BATCH)
     assert_near(jax.jit(gradient(plan))(PARAMS, BATCH), plain)
@@ -186,6 +189,7 @@ def test_planned_branches_keep_their_values(plan):
     assert_near(along(plan.apply(two_losses)), along(two_losses))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
 def test_planned_gradient_on_several_devices(plan):
     batch = jax.device_put(BATCH, NamedSharding(ROWS, P("d")))

@@ -245,6 +245,7 @@ def surrogate_gradients(t):
     return t.jit(t.value_and_grad(loss, weights))()
 
 
+@pytest.mark.thorough
 def test_surrogate_gradients_through_a_loop_are_the_same():
     (value, grads), theirs = surrogate_gradients(OURS), surrogate_gradients(THEIRS)
     assert_equal_numbers((value, grads), theirs)
