@@ -210,6 +210,71 @@ def test_list_of_decisions_names_every_record():
     assert sorted(re.findall(r"\]\((0[\w-]+\.md)\)", text)) == sorted(name.rpartition("/")[2] for name in records())
 
 
+@functools.cache
+def code_files():
+    """The text of each file that a contributor's page may name, by its path."""
+    folders = [ROOT / name for name in ("statetx", "tests", "benchmarks", "docs")]
+    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".toml")]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in found}
+
+
+@functools.cache
+def text_of(name):
+    """The text of the files whose paths end with a name, or of all that are in a folder of that name."""
+    is_meant = lambda path: f"/{name}" in path if name.endswith("/") else path.endswith(f"/{name}")
+    return "\n".join(text for path, text in code_files().items() if is_meant(f"/{path}"))
+
+
+def defines(text, names):
+    """Whether a text has a function, class, field, variable or import of each name."""
+    pattern = r"^\s*(?:def|class) {0}\b|^\s*(?:self\.)?{0}(?:: .*)? = |^    {0}: |import .*\b{0}\b"
+    return all(re.search(pattern.format(name), text, re.M) for name in names)
+
+
+@functools.cache
+def words_of_code():
+    return set(re.findall(r"\w+", "\n".join(text for path, text in code_files().items() if path.endswith(".py"))))
+
+
+def is_unknown(span):
+    """Whether a page has a name of no code: `a path`, `path: name`, a command, or names with dots between them."""
+    path, _, name = span.partition(": ")
+    if re.fullmatch(r"[\w./-]+(\.(py|md|toml)|/)", path):
+        return not text_of(path) or bool(name and not defines(text_of(path), name.split(".")))
+    if scripts := re.findall(r"[\w./-]+\.py\b", span):
+        return not all(map(text_of, scripts))
+    name = re.sub(r"\(.*\)$", "", span)
+    if not re.fullmatch(r"\w+(\.\w+)*", name) or re.match(r"(jax|jaxlib|nnx|brainstate)\.", name):
+        return False  # no name, or one of another library
+    names = name.split(".")
+    for num in range(len(names), 0, -1):  # as many as lead to a module or a folder
+        path = "statetx/" + "/".join(names[:num])
+        if text := text_of(f"{path}.py") or text_of(f"{path}/"):
+            return not defines(text, names[num:])
+    if re.match(r"_[^_]", name):
+        return len(names) > 1 or not defines(text_of("statetx/"), names)
+    return not words_of_code() >= set(names)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        ROOT / "ARCHITECTURE.md",
+        *(path for path in sorted(DOCS.glob("decisions/0*.md")) if "\nStatus: accepted" in path.read_text()),
+    ],
+    ids=name_of,
+)
+def test_names_of_code_exist(page):
+    """Files, classes and functions that pages for contributors name; a decision that was replaced may name others."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    assert not [span for span in re.findall(r"(?<!`)`([^`\n]+)`", text) if is_unknown(span)]
+
+
+def test_decisions_have_numbers_of_their_own():
+    numbers = [name.partition("/")[2][:4] for name in records()]
+    assert len(numbers) == len(set(numbers))
+
+
 def test_reference_has_every_public_name():
     text = "".join(path.read_text() for path in [*sorted((DOCS / "api").glob("*.md")), DOCS / "errors.md"])
     shown = re.findall(r"^::: statetx\.(\S+)$", text, re.M)
