@@ -1,8 +1,13 @@
 """Consumers of stacked gradients move into the loop of the backward pass."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import statetx
@@ -36,6 +41,7 @@ LOSSES = {
     "remat": scanned(statetx.remat(layer)),
     "jax.checkpoint": scanned(jax.checkpoint(layer)),
     "levels": scanned(checkpoint=policies.Levels(2)),
+    "slots": scanned(checkpoint=policies.Slots(3)),
     "whole": statetx.remat(scanned()),
     "jitted": jax.jit(scanned(statetx.remat(layer))),
 }
@@ -68,3 +74,153 @@ def test_gradients_of_parts_are_added_in_one_set(name):
     assert sets(step, WEIGHTS, X) <= sets(plain, WEIGHTS, X) - gain
     jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(WEIGHTS, X), jax.jit(plain)(WEIGHTS, X))
     jax.tree.map(np.testing.assert_array_equal, step(WEIGHTS, X), jax.jit(plain)(WEIGHTS, X))
+
+
+# -- updates ---------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
+    "lion": lambda: optax.lion(1e-3),
+    "ema": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+}
+
+
+def training(name, **options):
+    """A step that trains scanned layers, and its states."""
+    w = statetx.Param(WEIGHTS.copy())
+    optimizer = statetx.Optimizer(OPTIMIZERS[name](), [w])
+
+    @statetx.jit(donate_states=True, **options)
+    def step(x):
+        value, grads = statetx.value_and_grad(lambda x: scanned(statetx.remat(layer))(w.value, x), wrt=[w])(x)
+        optimizer.update(grads)
+        return value
+
+    return step, optimizer
+
+
+def leaves(step, optimizer, steps=5):
+    values = [step(X) for _ in range(steps)]
+    return jax.tree.leaves([values, [s.value for s in statetx.states(optimizer).values()]])
+
+
+def differing(name):
+    """The entries of weights and moments that differ after five steps with and without the release."""
+    runs = [leaves(*training(name, release_gradients=release)) for release in (False, True)]
+    return sum(int((np.asarray(a) != np.asarray(b)).sum()) for a, b in zip(*runs, strict=True))
+
+
+def test_a_step_without_moments_has_no_set_of_gradients():
+    profile = statetx.memory_profile(training("sgd")[0], X)
+    plain = training("sgd", release_gradients=False)[0].lower(X)
+    assert profile.temp_bytes <= plain.compile().memory_analysis().temp_size_in_bytes - 0.9 * WEIGHTS.nbytes
+    assert plain.gradients == () and "are used up in the loop of the backward pass" in profile.gradients[0]
+    assert "are used up" in str(profile)
+    assert differing("sgd") == 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_of_each_layer_move_into_the_loop(name):
+    step, _ = training(name, release_gradients=True)
+    (told,) = step.trace(X).gradients
+    assert "are used up" in told
+    plain, released = (leaves(*training(name, release_gradients=r), steps=2) for r in (False, True))
+    for a, b in zip(plain, released, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_updates_have_equal_bits_where_nothing_is_contracted():
+    """XLA contracts one product of two that are added to a multiply-add; on a processor without it, none."""
+    code = "import test_release as t; print([t.differing(name) for name in t.OPTIMIZERS])"
+    env = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([0] * len(OPTIMIZERS))
+
+
+def test_moments_are_left_on_cpus():
+    """XLA there computes the outputs one by one, and copies the moments that they share."""
+    step, _ = training("adam")
+    assert "on CPUs an update by moments copies these" in step.trace(X).gradients[0]
+
+
+def test_a_global_norm_needs_all_gradients(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "clip", lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    step, optimizer = training("clip")
+    assert "reduce_sum at" in step.trace(X).gradients[0]
+    runs = [leaves(*training("clip", release_gradients=release)) for release in (False, None)]
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+    with pytest.raises(statetx.FunctionError, match=r"release_gradients=True .* reduce_sum at .*_tree_math.py"):
+        training("clip", release_gradients=True)[0](X)
+
+
+def test_gradients_that_are_returned_are_named():
+    w = statetx.Param(WEIGHTS.copy())
+
+    @statetx.jit(donate_states=True)
+    def step(x):
+        grads = statetx.grad(lambda x: scanned()(w.value, x), wrt=w)(x)
+        w.value -= 0.1 * grads
+        return grads
+
+    assert "are kept: the program returns them" in step.trace(X).gradients[0]
+
+
+def test_a_step_that_releases_can_be_differentiated():
+    w = statetx.Param(WEIGHTS.copy())
+
+    def step(x):
+        w.value -= 0.1 * statetx.grad(lambda x: scanned()(w.value, x), wrt=w)(x)
+        return (w.value**2).sum()
+
+    def grad_of(step):
+        w.value = WEIGHTS.copy()
+        return statetx.jit(lambda x: statetx.grad(step)(x))(X)
+
+    expected = grad_of(step)
+    np.testing.assert_allclose(grad_of(statetx.jit(step, donate_states=True)), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_cotangents_of_weights_used_twice_are_added_one_by_one():
+    """By hand the two stacks exist beside the sum; the sum of three has another order."""
+    step = statetx.microbatch(jax.value_and_grad(twice), K, argnums=1)
+    plain = lambda ws, x: by_hand(twice, ws, x)
+    assert sets(step, WEIGHTS, X) <= sets(plain, WEIGHTS, X) - 1.9
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        *(jax.jit(f)(WEIGHTS, X) for f in (step, plain)),
+    )
+
+
+def test_sums_of_half_precision_are_wide():
+    """A bfloat16 gradient is widened in the loop of the backward pass, and added there."""
+    narrow = WEIGHTS.astype(jnp.bfloat16)
+    step, plain = statetx.microbatch(jax.value_and_grad(LOSSES["remat"]), K, argnums=1), by_hand
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.jit(step)(narrow, X),
+        jax.jit(lambda ws, x: plain(LOSSES["remat"], ws, x))(narrow, X),
+    )
+
+
+def test_inside_a_shard_map():
+    """Each device adds the gradients of its own examples in one set."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    loss = LOSSES["remat"]
+
+    def on_mesh(f):
+        def run(ws, x):
+            value, gradient = f(ws, x)
+            return jax.lax.pmean(value, "d"), gradient
+
+        return jax.shard_map(run, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P(), check_vma=False)
+
+    step, plain = (
+        on_mesh(statetx.microbatch(jax.value_and_grad(loss), K, argnums=1)),
+        on_mesh(lambda ws, x: by_hand(loss, ws, x)),
+    )
+    assert sets(step, WEIGHTS, X) <= sets(plain, WEIGHTS, X) - 0.85
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(WEIGHTS, X), jax.jit(plain)(WEIGHTS, X))

@@ -16,9 +16,10 @@ The rewriting is for lowering. What it makes is not differentiated any more, so 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -27,9 +28,20 @@ from .. import _jax
 from .._jax import Jaxpr, Var
 from .._targets import current
 from .._tree import num_bytes
-from .inline import inline
+from .inline import hoist, inline
 from .primitives import INLINED, JIT, LOOPS, REMAT, TABLE, inner_jaxprs
 from .rowwise import evaluate, rowwise
+from .sums import in_order, with_split_sums
+
+
+class Fate(enum.Enum):
+    """What becomes of a stacked result."""
+
+    RELEASED = "it no longer exists"
+    RETURNED = "the program returns it"
+    READ = "an equation needs several rows at once"
+    SHARED = "the device would copy what its consumers overwrite"
+    REPLACED = "what its consumers compute is as large"
 
 
 class Stack(NamedTuple):
@@ -38,14 +50,13 @@ class Stack(NamedTuple):
     Attributes:
         loop: the equation of the loop.
         num_bytes: its bytes.
-        reader: an equation that needs several rows at once, or None.
-        is_released: whether it no longer exists. If it does, and has no reader, the program returns it.
+        reader: the equation that needs several rows at once, if this is its fate.
     """
 
     loop: Any
     num_bytes: int
-    reader: Any
-    is_released: bool
+    fate: Fate
+    reader: Any = None
 
 
 class Released(NamedTuple):
@@ -62,10 +73,14 @@ class Release:
     Attributes:
         overwritable: the positions of inputs whose memory an output may take.
         is_demanded: whether consumers move although the device copies stacks for it.
+        splits_sums: whether ``total + (a + b)``, for two cotangents of one value, becomes ``(total + a) + b``, so that
+            no sum of cotangents exists beside the total. Both are sums of three in other orders.
     """
 
     overwritable: tuple[int, ...]
     is_demanded: bool = False
+    splits_sums: bool = False
+    is_general = True
 
     def __call__(self, jaxpr: Any) -> Any:
         return _jax.close(self.rewritten(jaxpr).jaxpr, ())
@@ -73,10 +88,13 @@ class Release:
     def rewritten(self, jaxpr: Any) -> Released:
         opened, consts = _jax.open_jaxpr(jaxpr)
         assert not consts
-        return released(opened, self.overwritable, shares_rows=self.is_demanded or current.platform() != "cpu")
+        shares_rows = self.is_demanded or current.platform() != "cpu"
+        return released(opened, self.overwritable, shares_rows=shares_rows, splits_sums=self.splits_sums)
 
 
-def released(jaxpr: Jaxpr, overwritable: Collection[int], *, shares_rows: bool = True) -> Released:
+def released(
+    jaxpr: Jaxpr, overwritable: Collection[int], *, shares_rows: bool = True, splits_sums: bool = False
+) -> Released:
     """Move the consumers of stacked results into the loops, at any depth of loops.
 
     Args:
@@ -84,18 +102,51 @@ def released(jaxpr: Jaxpr, overwritable: Collection[int], *, shares_rows: bool =
         overwritable: the positions of inputs whose memory an output may take.
         shares_rows: whether several outputs may be computed from rows that are overwritten. XLA on CPUs computes each
             output by itself, and copies the stack for all but the last.
+        splits_sums: as in `Release`.
     """
-    if not _has_loop(jaxpr):
+    if not has_loop(jaxpr):
         return Released(jaxpr, [])
-    level = _Level(_flat(jaxpr), overwritable, shares_rows)
+    flat = _without_copies(_flat(jaxpr))
+    if splits_sums:
+        flat = with_split_sums(flat, {flat.invars[i] for i in overwritable})
+    level = _Level(flat, overwritable, shares_rows, splits_sums)
     for eqn in level.eqns[:]:
         if level.has(eqn):
             level.visit(eqn)
     return Released(level.jaxpr(), level.stacks)
 
 
-def _has_loop(jaxpr: Jaxpr) -> bool:
-    return any(eqn.primitive.name in LOOPS or any(map(_has_loop, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+class RowLoop(Protocol):
+    """A loop of statetx that computes each row of its last results once; the `lowered` of its `_jax.call_whole`.
+
+    Attributes:
+        length: number of rows.
+        num_stacks: how many of its last results are stacks.
+    """
+
+    length: int
+    num_stacks: int
+
+    def __call__(self, jaxpr: Any) -> Any: ...
+
+    def run(self, args: Sequence[Any], buffers: list[Any], write: Callable) -> list[Any]:
+        """The results, with buffers in the place of the stacks.
+
+        Args:
+            buffers: the values before the first row.
+            write: ``(buffers, number of a row, rows of the stacks) -> buffers``, called once for each row.
+        """
+        ...
+
+
+def _row_loop(eqn: Any) -> RowLoop | None:
+    lowered = eqn.params.get("lowered")
+    return lowered if hasattr(lowered, "num_stacks") else None
+
+
+def has_loop(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr has a loop, at any depth."""
+    return any(eqn.primitive.name in LOOPS or any(map(has_loop, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
 # Regions stay: their lowering keeps a recomputation apart. So do calls with shardings, and loops with rules of their
@@ -112,9 +163,47 @@ def _flat(jaxpr: Jaxpr) -> Jaxpr:
         if eqn.primitive.name in JIT and not _jax.is_unplaced(eqn):
             return True
         (inner,) = inner_jaxprs(eqn)
-        return len(inner.eqns) > _FEW and not _has_loop(inner)
+        return _row_loop(eqn) is not None or (len(inner.eqns) > _FEW and not has_loop(inner))
 
     return inline(jaxpr, calls=_CALLS, deep=False, unless=stays)
+
+
+def _without_copies(jaxpr: Jaxpr) -> Jaxpr:
+    """Read in the place of a stacked result the operand of which it has each element unchanged.
+
+    `flax.nnx.scan` returns the weights of the layers so, inside a region where JAX does not see it.
+    """
+    same: dict[Var, Any] = {}
+    read = lambda v: same.get(v, v) if isinstance(v, Var) else v
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[read(v) for v in eqn.invars]) if same.keys() & _variables(eqn) else eqn
+        eqns.append(eqn)
+        if eqn.primitive.name == "scan":
+            num_constants, num_carry = _jax.scan_counts(eqn)
+            body, _ = _jax.open_jaxpr(eqn.params["jaxpr"])
+            for n, out in enumerate(eqn.outvars[num_carry:], num_carry):
+                i = _input_of(body, body.outvars[n])
+                if i is not None and i >= num_constants + num_carry and not _jax.is_dropped(out):
+                    same[out] = eqn.invars[i]
+    if not same:
+        return jaxpr
+    outvars = [read(v) for v in jaxpr.outvars]
+    return _jax.without_dead_code(_jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=outvars, eqns=eqns))
+
+
+def _input_of(jaxpr: Jaxpr, v: Any) -> int | None:
+    """The position of the input that a variable is, perhaps handed through calls; None for another value."""
+    while isinstance(v, Var) and v not in jaxpr.invars:
+        eqn = next(e for e in jaxpr.eqns if v in e.outvars)
+        if eqn.primitive.name not in INLINED - {"statetx_loop"}:
+            return None
+        (inner,) = inner_jaxprs(eqn)
+        i = _input_of(inner, inner.outvars[eqn.outvars.index(v)])
+        if i is None:
+            return None
+        v = eqn.invars[i - len(inner.invars)]  # a call may have constants before its operands
+    return jaxpr.invars.index(v) if isinstance(v, Var) else None
 
 
 class _Consumers(NamedTuple):
@@ -139,9 +228,9 @@ class _Consumers(NamedTuple):
 class _Level:
     """The equations of one jaxpr while consumers move."""
 
-    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], shares_rows: bool):
+    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], shares_rows: bool, splits_sums: bool):
         self._jaxpr = jaxpr
-        self._shares_rows = shares_rows
+        self._shares_rows, self._splits_sums = shares_rows, splits_sums
         self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
         self.stacks: list[Stack] = []
@@ -156,6 +245,9 @@ class _Level:
                 self._readers.setdefault(v, []).append(eqn)
         self._ancestors = functools.cache(self._find_ancestors)
 
+    def _note(self, loop: Any, stacks: Sequence[Var], fate: Fate, reader: Any = None) -> None:
+        self.stacks += [Stack(loop, num_bytes(v.aval), fate, reader) for v in stacks]
+
     def has(self, eqn: Any) -> bool:
         return eqn in self._positions
 
@@ -168,12 +260,14 @@ class _Level:
             consumers = self._consumers(eqn, length, outvars)
             new = [] if consumers is None else self._moved(eqn, length, consumers)
             if consumers is not None and new:
-                self.stacks += [Stack(eqn, num_bytes(v.aval), None, True) for v in consumers.stacks]
+                self._note(eqn, consumers.stacks, Fate.RELEASED)
                 gone = {eqn, *consumers.eqns}
                 before = [e for e in self.eqns[: self._positions[eqn]] if e not in gone]
                 after = [e for e in self.eqns[self._positions[eqn] :] if e not in gone]
-                self._set(_sorted([*before, *new, *after]))
-                eqn = next(e for e in new if e.primitive is eqn.primitive)
+                self._set(in_order([*before, *new, *after]))
+                eqn = next((e for e in new if e.primitive is eqn.primitive), None)
+                if eqn is None:
+                    return
         inside = self._inside(eqn)
         if inside is not eqn:
             self._set([inside if e is eqn else e for e in self.eqns])
@@ -188,9 +282,10 @@ class _Level:
         else:
             return eqn
         (inner,) = inner_jaxprs(eqn)
-        if inner.constvars or not _has_loop(inner):
+        if inner.constvars or not has_loop(inner):
             return eqn
-        new, stacks = released(inner, overwritable, shares_rows=self._shares_rows)
+        options = {"shares_rows": self._shares_rows, "splits_sums": self._splits_sums}
+        new, stacks = released(inner, overwritable, **options)
         self.stacks += stacks
         return _with_jaxpr(eqn, new)
 
@@ -199,24 +294,23 @@ class _Level:
     def _consumers(self, loop: Any, length: int, outvars: Sequence[Var]) -> _Consumers | None:
         stacks = [v for v in outvars if v in self._readers or v in self._returned]
         while stacks:
-            eqns, mixing = self._rowwise_users(loop, length, stacks)
+            eqns = self._rowwise_users(loop, length, stacks)
             kept = [v for v in stacks if v in self._returned or self._reader(v, {*eqns}) is not None]
             if not kept:
                 break
-            # What the loop's own forward pass hands to its backward pass is no gradient.
-            readers = {v: None if v in self._returned else mixing or self._reader(v, {*eqns}) for v in kept}
-            is_residual = lambda v: any(e.primitive.name in _RUNS_LOOPS for e in self._readers.get(v, ()))
-            self.stacks += [Stack(loop, num_bytes(v.aval), readers[v], False) for v in kept if not is_residual(v)]
+            for v in kept:
+                reader = self._first_reader(v, {*eqns}) if v not in self._returned else None
+                # What the loop's own forward pass hands to its backward pass is no gradient.
+                if reader is None or reader.primitive.name not in _RUNS_LOOPS:
+                    self._note(loop, [v], Fate.RETURNED if reader is None else Fate.READ, reader)
             stacks = [v for v in stacks if v not in kept]
         if not stacks:
             return None
         return self._described(loop, length, stacks, self._with_producers(loop, length, eqns))
 
-    def _rowwise_users(self, loop: Any, length: int, stacks: Sequence[Var]) -> tuple[list[Any], Any]:
-        """The equations that treat rows alone of all that they need of the loop, which is rows of these results; and
-        the first that mixes rows, or None.
-        """
-        rows, others, eqns, mixing = {*stacks}, {*loop.outvars} - {*stacks}, [], None
+    def _rowwise_users(self, loop: Any, length: int, stacks: Sequence[Var]) -> list[Any]:
+        """The equations that treat rows alone of all that they need of the loop, which is rows of these results."""
+        rows, others, eqns = {*stacks}, {*loop.outvars} - {*stacks}, []
         for eqn in self.eqns[self._positions[loop] + 1 :]:
             operands = _variables(eqn)
             if operands.isdisjoint(rows) and operands.isdisjoint(others) and not eqn.effects:
@@ -226,9 +320,18 @@ class _Level:
                 rows.update(eqn.outvars)
                 eqns.append(eqn)
             else:
-                mixing = mixing or (None if operands.isdisjoint(rows) else eqn)
                 others.update(eqn.outvars)
-        return eqns, mixing
+        return eqns
+
+    def _first_reader(self, v: Var, rowwise_users: Collection[Any]) -> Any:
+        """The first equation that reads several rows of the variable at once, or of what these users make of it."""
+        derived = {v}
+        for eqn in self.eqns:
+            if not derived.isdisjoint(_variables(eqn)):
+                if eqn not in rowwise_users:
+                    return eqn
+                derived.update(eqn.outvars)
+        return None
 
     def _reader(self, v: Var, besides: Collection[Any]) -> Any:
         """An equation that reads the variable, other than these."""
@@ -266,8 +369,12 @@ class _Level:
                 free.remove(operand)
                 in_place[out] = operand
         new = [v for v in outvars if v not in in_place and v not in self._returned]
-        is_smaller = sum(num_bytes(v.aval) for v in new) < sum(num_bytes(v.aval) for v in stacks)
-        if not is_smaller or not (self._shares_rows or _are_read_once(eqns, in_place)):
+        if sum(num_bytes(v.aval) for v in new) >= sum(num_bytes(v.aval) for v in stacks):
+            reader = self._first_reader(stacks[0], moving)
+            self._note(loop, stacks, Fate.REPLACED if reader is None else Fate.READ, reader)
+            return None
+        if not (self._shares_rows or _are_read_once(eqns, in_place)):
+            self._note(loop, stacks, Fate.SHARED)
             return None
         return _Consumers(stacks, eqns, [*stacked], [*whole], outvars, in_place)
 
@@ -290,6 +397,9 @@ class _Level:
 
     def _moved(self, eqn: Any, length: int, consumers: _Consumers) -> list[Any]:
         """The equation with its consumers, and equations around it; none if it cannot take them in."""
+        row_loop = _row_loop(eqn)
+        if row_loop is not None:
+            return _into_row_loop(eqn, row_loop, consumers)
         if eqn.primitive.name != "scan":
             return [_into_call(eqn, consumers)]
         views: dict[Var, Var] = {}  # from a reshaped stack to the one that it is made of
@@ -322,21 +432,6 @@ def _is_same_type(a: Any, b: Any) -> bool:
     return (a.shape, a.dtype, _jax.varying_axes(a)) == (b.shape, b.dtype, _jax.varying_axes(b))
 
 
-def _sorted(eqns: list[Any]) -> list[Any]:
-    """The equations in an order in which each comes after those that it needs, near to the given one."""
-    producers = {v: e for e in eqns for v in e.outvars}
-    done: dict[Any, None] = {}
-    pending = eqns[::-1]
-    while pending:
-        eqn = pending[-1]
-        needed = [] if eqn in done else [e for v in _variables(eqn) if (e := producers.get(v)) and e not in done]
-        if needed:
-            pending += needed
-        else:
-            done[pending.pop()] = None
-    return list(done)
-
-
 # -- equations that take consumers in --------------------------------------------------------------------------------
 
 
@@ -347,6 +442,8 @@ def _stacks_of(eqn: Any) -> dict[int, list[Var]]:
         _, num_carry = _jax.scan_counts(eqn)
         # A number for each step, such as a loss, is not worth a carry.
         found[eqn.params["length"]] = [v for v in eqn.outvars[num_carry:] if len(v.aval.shape) > 1]
+    elif (row_loop := _row_loop(eqn)) is not None:
+        found[row_loop.length] = [v for v in eqn.outvars[-row_loop.num_stacks :] if len(v.aval.shape) > 1]
     elif eqn.primitive.name in REMAT:
         (inner,) = inner_jaxprs(eqn)
         lengths = {v: length for e in inner.eqns for length, outs in _stacks_of(e).items() for v in outs}
@@ -448,6 +545,44 @@ def _into_scan(scan: Any, length: int, consumers: _Consumers, views: dict[Var, V
     outvars = [*scan.outvars[:num_carry], *consumers.in_place, new.outvars[len(carry) - 1], *(ys[n] for n in kept)]
     flat = [e for v, out in zip(stacked, added, strict=True) for e in _reshaped(v, out, scan)]
     return [new.replace(outvars=[*outvars, *stacked]), *flat]
+
+
+def _into_row_loop(eqn: Any, loop: RowLoop, consumers: _Consumers) -> list[Any]:
+    """Move consumers to where a loop of statetx writes its rows: equations in the place of the loop's.
+
+    The buffers are the stacks that are overwritten, and a stack for each other result.
+    """
+    targets = list(consumers.in_place.values())
+    stacks = eqn.outvars[-loop.num_stacks :]
+    # It reads its own operands at other times than it writes rows.
+    if any(v in eqn.invars for v in targets) or len(targets) < len(consumers.outvars) or [*stacks] != consumers.stacks:
+        return []
+    read = [v for v in consumers.stacked if v not in targets]
+    sources = list(dict.fromkeys(v for v in (*eqn.invars, *consumers.whole, *read) if isinstance(v, Var)))
+
+    def run(*args: Any) -> list[Any]:
+        arrays = dict(zip(sources, args, strict=False))
+        operands = [arrays[v] if isinstance(v, Var) else v.val for v in eqn.invars]
+
+        def write(buffers: list[Any], index: Any, rows: list[Any]) -> list[Any]:
+            current = arrays | dict(zip(targets, buffers, strict=True))
+            values = {v: current[v] for v in consumers.whole}
+            values |= {v: _block(current[v], index, loop.length) for v in (*read, *targets)}
+            values |= {v: row[None] for v, row in zip(stacks, rows, strict=True)}
+            evaluate(consumers.eqns, loop.length, values)
+            outs = consumers.in_place.items()
+            return [_with_block(current[v], values[out], index, loop.length) for out, v in outs]
+
+        return loop.run(operands, list(args[len(sources) :]), write)
+
+    jaxpr, consts = _jax.stage(run, [v.aval for v in (*sources, *targets)], traced_for="scan", name="released")
+    jaxpr, arrays = hoist(jaxpr, consts)
+    if any(isinstance(x, _jax.Tracer) for x in arrays):
+        return []
+    outvars = [*eqn.outvars[: -loop.num_stacks], *consumers.in_place]
+    outvars = [Var(v.aval) if _jax.is_dropped(v) else v for v in outvars]
+    literals = [_jax.Literal(x, v.aval) for x, v in zip(arrays, jaxpr.invars, strict=False)]
+    return _jax.spliced(jaxpr, [*literals, *sources, *targets], outvars, eqn)
 
 
 def _block(x: Any, index: Any, length: int) -> Any:

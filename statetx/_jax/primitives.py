@@ -315,16 +315,27 @@ _ad.primitive_transposes[_linear_p] = _linear_transpose
 # loop. A second derivative of the scan would then differentiate the function's equations.
 
 
-def call_whole(jaxpr: ClosedJaxpr, args: list[Any]) -> list[Any]:
-    """Call a closed jaxpr as one equation, differentiated and batched equation by equation, by the rules of each."""
-    return _call_p.bind(*args, call_jaxpr=jaxpr)
+def call_whole(
+    jaxpr: ClosedJaxpr, args: Sequence[Any], lowered: Callable[[ClosedJaxpr], ClosedJaxpr] | None = None
+) -> list[Any]:
+    """Call a closed jaxpr as one equation, differentiated and batched equation by equation, by the rules of each.
+
+    Args:
+        lowered: gives an equal jaxpr to compile, which need not be differentiable. It is for this jaxpr, and not for
+            the mapped one under `jax.vmap`, unless its attribute `is_general` is true.
+    """
+    return _call_p.bind(*args, call_jaxpr=jaxpr, lowered=lowered)
 
 
-def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
+def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
     return _core.jaxpr_as_fun(call_jaxpr)(*args)
 
 
-def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
+def _call_lowered(*args: Any, call_jaxpr: ClosedJaxpr, lowered: Callable | None) -> list[Any]:
+    return _core.jaxpr_as_fun(call_jaxpr if lowered is None else lowered(call_jaxpr))(*args)
+
+
+def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[Any]]:
     tangents, diff_indices = with_nonzero(tangents)
     is_nonzero = [i in diff_indices for i in range(len(primals))]
     # Not `jax.jvp`: it makes arrays of zeros in the device's memory, where outputs that are offloaded are not.
@@ -337,18 +348,22 @@ def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[
     ]
 
 
-def _call_batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr) -> tuple[list[Any], list[Any]]:
+def _call_batch(
+    axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, lowered: Callable | None
+) -> tuple[list[Any], list[Any]]:
     mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
-    return _call_p.bind(*args, call_jaxpr=mapped), list(out_dims)
+    lowered = lowered if getattr(lowered, "is_general", False) else None
+    return _call_p.bind(*args, call_jaxpr=mapped, lowered=lowered), list(out_dims)
 
 
 _call_p = call_primitive(
     "statetx_call",
     _call_impl,
-    lambda *_, call_jaxpr: (call_jaxpr.out_avals, call_jaxpr.effects),
+    lambda *_, call_jaxpr, lowered: (call_jaxpr.out_avals, call_jaxpr.effects),
     jvp=_call_jvp,
     batch=_call_batch,
-    jaxpr_of=lambda *_, call_jaxpr: call_jaxpr,
+    jaxpr_of=lambda *_, call_jaxpr, lowered: call_jaxpr,
+    lowered=_call_lowered,
 )
 
 

@@ -93,7 +93,7 @@ class TurnsAgain(DifferentiableLoop):
 
     def lowered(self, jaxpr: Any) -> Any:
         """The loop, whose turns add the gradients of each layer to the sums in the backward loop of the layers."""
-        return Release(())(jaxpr)
+        return Release((), splits_sums=True)(jaxpr)
 
     def derivative(
         self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool

@@ -7,8 +7,9 @@ higher derivatives use `nested` loops.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._equations.structure import Body
 from .._lift.staged import as_types
 from .._positions import replaced
 from .._targets import current
@@ -184,12 +186,17 @@ class LoopOfSlots(DifferentiableLoop):
         outputs have a cotangent.
         """
 
-        plan = self.plan(diff_indices, settings)
-
         # Two programs with the same values. The `while` loops of the schedule have no reverse mode, so a derivative
         # of the reversal differentiates the pullback of nested loops, which JAX can reverse again.
         def by_schedule(primals: tuple, pools: list, cts: list) -> list:
-            return _Reversal(self, plan, primals, diff_indices).run(pools, _expanded(cts, has_ct))
+            leaves, treedef = jax.tree.flatten((primals, pools, cts))
+            rows = ReversedRows(self, diff_indices, has_ct, settings, treedef)
+            if not rows.num_stacks:
+                return rows.run(leaves)
+            types = list(map(_jax.abstract, leaves))
+            body = Body.close(*_jax.stage(lambda *xs: rows.run(xs), types, traced_for="scan", name=self.step.name))
+            rows = dataclasses.replace(rows, num_operands=body.num_operands)
+            return _jax.call_whole(_jax.close(body.jaxpr, ()), [*body.operands, *leaves], rows)
 
         def by_nesting(primals: tuple, cts: list) -> list:
             nested = self._nested.linearized(diff_indices)
@@ -248,6 +255,44 @@ class LoopOfSlots(DifferentiableLoop):
         return (carry, ys), pools
 
 
+@dataclasses.dataclass(frozen=True)
+class ReversedRows:
+    """The reversal of a loop as a `RowLoop` of `_equations.release`: each step writes the cotangents of its xs.
+
+    Attributes:
+        num_operands: how many operands of the equation come before the leaves of `treedef`.
+    """
+
+    loop: LoopOfSlots
+    diff_indices: tuple[int, ...]
+    has_ct: tuple[bool, ...]
+    settings: Any
+    treedef: Any
+    num_operands: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.loop.length
+
+    @property
+    def num_stacks(self) -> int:
+        return len(self.loop.step.sorted_indices(self.diff_indices)[2])
+
+    def __call__(self, jaxpr: Any) -> Any:
+        return jaxpr
+
+    def run(self, args: Sequence[Any], buffers: list[Any] | None = None, write: Callable | None = None) -> list[Any]:
+        primals, pools, cts = self.treedef.unflatten(args[self.num_operands :])
+        plan = self.loop.plan(self.diff_indices, self.settings)
+        reversal = _Reversal(self.loop, plan, primals, self.diff_indices)
+        return reversal.run(pools, _expanded(cts, self.has_ct), buffers, write or _written)
+
+
+def _written(buffers: list[Any], index: Any, rows: list[Any]) -> list[Any]:
+    pairs = zip(buffers, rows, strict=True)
+    return [jax.lax.dynamic_update_index_in_dim(buffer, row, index, 0) for buffer, row in pairs]
+
+
 class _Cotangents(NamedTuple):
     """State of a reversal after the steps from some step on.
 
@@ -279,22 +324,29 @@ class _Reversal:
         self._float_carry = [i for i, a in enumerate(self._step.avals) if is_float(a)]
         self._float_ys = [i for i, a in enumerate(self._step.y_avals) if is_float(a)]
 
-    def run(self, pools: list, cts: list) -> list:
-        """The cotangents of the inputs, for cotangents of the loop's float outputs; None for a zero one."""
-        avals = self._step.avals
+    def run(self, pools: list, cts: list, buffers: list | None, write: Callable) -> list:
+        """The cotangents of the inputs, for cotangents of the loop's float outputs; None for a zero one.
+
+        Args:
+            buffers, write: in the place of the cotangents of xs, as in `RowLoop`; None for new ones.
+        """
+        avals, self._write = self._step.avals, write
         ct_carry = dict(zip(self._float_carry, cts, strict=False))
         self._ct_ys = cts[len(self._float_carry) :]
         init = _Cotangents(
             [_jax.zeros(avals[i]) if ct_carry[i] is None else ct_carry[i] for i in self._diff_carry],
             [jnp.zeros_like(self._constants[i]) for i in self._diff_constants],
-            # Negative numbers: the ys of the forward sweep, which may still be alive, have the others.
-            [_buffer(self._step.length, self._step.x_avals[i], -1 - i) for i in self._diff_xs],
+            self._buffers() if buffers is None else buffers,
         )
         total = self._reverse(pools, init)
         # A carry outside `_diff_carry` depends on no differentiated input: nothing reads its cotangent, which stays
         # as given.
         ct_carry.update(zip(self._diff_carry, total.carry, strict=True))
         return [*total.constants, *(ct_carry[i] for i in self._diff_init), *total.xs]
+
+    def _buffers(self) -> list:
+        # Negative numbers: the ys of the forward sweep, which may still be alive, have the others.
+        return [_buffer(self._step.length, self._step.x_avals[i], -1 - i) for i in self._diff_xs]
 
     def _reverse(self, pools: list, total: _Cotangents) -> _Cotangents:
         plan = self._plan
@@ -349,8 +401,7 @@ class _Reversal:
         ct_constants, ct_carry, ct_x = self._plan.step.backward(self._constants, element, residuals, total.carry, ct_ys)
         self._step.tick(self._step.length - i, "backward")
         sums = [a + b for a, b in zip(total.constants, ct_constants, strict=True)]
-        write = lambda buffer, ct: jax.lax.dynamic_update_index_in_dim(buffer, ct, index, 0)
-        return _Cotangents(ct_carry, sums, list(map(write, total.xs, ct_x)))
+        return _Cotangents(ct_carry, sums, self._write(total.xs, index, ct_x))
 
     def _ct_y(self, n: int, index: Any) -> Any:
         ct = self._ct_ys[n]

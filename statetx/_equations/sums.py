@@ -1,0 +1,92 @@
+"""Sums of several cotangents of one value that are added to a total one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from .. import _jax
+from .._jax import Jaxpr, Var
+from .._tree import is_float
+
+
+def with_split_sums(jaxpr: Jaxpr, totals: Collection[Var]) -> Jaxpr:
+    """Replace ``total + f(a + b)`` by ``(total + f(a)) + f(b)`` for a sum ``a + b`` of cotangents.
+
+    A value that is used in two places, such as an embedding that is also the last layer, has such a sum. Its two
+    cotangents are computed at different times, and the first would wait for the second.
+
+    Args:
+        totals: the values that may be overwritten. `f` is a product with a number, another precision, or both.
+    """
+    eqns, totals, split = list(jaxpr.eqns), {*totals}, True
+    while split:
+        split = False
+        readers: dict[Var, int] = {v: 1 for v in jaxpr.outvars if isinstance(v, Var)}
+        for eqn in eqns:
+            for v in eqn.invars:
+                if isinstance(v, Var):
+                    readers[v] = readers.get(v, 0) + 1
+        producers = {v: e for e in eqns for v in e.outvars if readers.get(v) == 1}
+        for eqn in eqns:
+            if eqn.primitive.name == "add" and eqn.invars[0] in totals and isinstance(eqn.invars[1], Var):
+                new = _split(eqn, producers)
+                if new:
+                    totals.add(new[-1].invars[0])
+                    eqns = in_order([e for old in eqns for e in (new if old is eqn else [old])])
+                    split = True
+                    break
+    return (
+        jaxpr
+        if len(eqns) == len(jaxpr.eqns)
+        else _jax.without_dead_code(_jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns))
+    )
+
+
+def _split(add: Any, producers: dict[Var, Any]) -> list[Any]:
+    """The equations for an addition to a total; none if no sum of cotangents is added."""
+    chain, v = [], add.invars[1]
+    while (eqn := producers.get(v)) is not None and (n := _scaled(eqn)) is not None:
+        chain.append((eqn, n))
+        v = eqn.invars[n]
+    if eqn is None or eqn.primitive.name != "add_any":
+        return []
+
+    new, total = [], add.invars[0]
+    for x, out in zip(eqn.invars, (Var(add.outvars[0].aval), add.outvars[0]), strict=True):
+        for scaling, n in reversed(chain):
+            invars = [x if i == n else operand for i, operand in enumerate(scaling.invars)]
+            x = Var(scaling.outvars[0].aval)
+            new.append(scaling.replace(invars=invars, outvars=[x]))
+        new.append(add.replace(invars=[total, x], outvars=[out]))
+        total = out
+    return new
+
+
+def _scaled(eqn: Any) -> int | None:
+    """The operand of which an equation's result is a multiple, or a copy of another precision; None if there is
+    none.
+    """
+    name, aval = eqn.primitive.name, eqn.outvars[0].aval
+    if name == "convert_element_type" and is_float(aval) and is_float(eqn.invars[0].aval):
+        return 0
+    if name == "mul":
+        is_number = [not v.aval.shape for v in eqn.invars]
+        return is_number.index(False) if sorted(is_number) == [False, True] else None
+    return None
+
+
+def in_order(eqns: list[Any]) -> list[Any]:
+    """The equations in an order in which each comes after those that it needs, near to the given one."""
+    producers = {v: e for e in eqns for v in e.outvars}
+    done: dict[Any, None] = {}
+    pending = eqns[::-1]
+    while pending:
+        eqn = pending[-1]
+        variables = [v for v in eqn.invars if isinstance(v, Var)]
+        needed = [] if eqn in done else [e for v in variables if (e := producers.get(v)) and e not in done]
+        if needed:
+            pending += needed
+        else:
+            done[pending.pop()] = None
+    return list(done)
