@@ -358,6 +358,7 @@ def _notes(profile: AdvisedTimeline, changes: dict[Change, int]) -> list[tuple[s
     notes = [(f"[{n}]", f"{_sentence(c)}, {percent(c.saved_bytes, profile.peak_bytes)}).") for c, n in changes.items()]
     if 100 * profile.constant_bytes > profile.peak_bytes:
         notes.append(("Constants:", f"{_constants(profile)}."))
+    notes += [("Gradients:", sentence) for sentence in profile.gradients]
     if profile.note:
         notes.append(("Note:", profile.note))
     return notes

@@ -224,6 +224,7 @@ class Timeline:
     gradient: bool = False
     note: str = ""
     reordered: Change | None = None
+    gradients: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

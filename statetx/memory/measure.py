@@ -70,6 +70,7 @@ class MemoryProfile(Printed, AdvisedTimeline):
             steps if there is none.
         gradient: whether the program has the gradient of a loss among its outputs, and not a step that updates its
             arguments.
+        gradients: what a step of `jit` does with the gradients of scanned layers (``release_gradients=``).
         note: the missing parts of the profile on this backend; empty if it is complete.
     """
 
@@ -223,6 +224,7 @@ def profile_of(
         backend=backend,
         backward_step=assembly.names.turn,
         gradient=traced.gradient,
+        gradients=traced.gradients,
     )
 
 
@@ -245,6 +247,7 @@ def _totals(traced: _TracedProgram, memory: Any) -> MemoryProfile:
         num_devices=1,
         backend=current.platform(),
         gradient=traced.gradient,
+        gradients=traced.gradients,
         note=note,
     )
 
@@ -288,6 +291,7 @@ class _TracedProgram(NamedTuple):
         stage: JAX's lowered or compiled stage.
         gradient: whether it is known to be a function with its gradient.
         jax_traced: JAX's trace that was lowered; None if it is not known.
+        gradients: what it does with gradients of scanned layers, in sentences.
     """
 
     name: str
@@ -295,6 +299,7 @@ class _TracedProgram(NamedTuple):
     inputs: Inputs
     gradient: bool = False
     jax_traced: Any = None
+    gradients: tuple[str, ...] = ()
 
 
 def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> _TracedProgram:
@@ -327,13 +332,14 @@ _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax
 def _staged(stage: Any) -> _TracedProgram:
     """Profile a traced, lowered or compiled function."""
     if isinstance(stage, Traced):
-        return _TracedProgram(stage.name, lower(stage.jax_stage), Inputs(stage.state_names), False, stage.jax_stage)
+        jax_stage, inputs = stage.jax_stage, Inputs(stage.state_names)
+        return _TracedProgram(stage.name, lower(jax_stage), inputs, False, jax_stage, stage.gradients)
     name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell
     jax_traced = stage if hasattr(stage, "lower") else None
     if jax_traced is not None:
         stage = lower(stage)
     if isinstance(stage, (Lowered, Compiled)):
-        return _TracedProgram(stage.name, stage.jax_stage, Inputs(stage.state_names))
+        return _TracedProgram(stage.name, stage.jax_stage, Inputs(stage.state_names), gradients=stage.gradients)
     return _TracedProgram(name, stage, Inputs(), False, jax_traced)
 
 

@@ -68,6 +68,7 @@ def jit(
     donate_argnums: Indices = (),
     donate_argnames: Names = (),
     donate_states: Filter = False,
+    release_gradients: bool | None = None,
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
@@ -97,6 +98,11 @@ def jit(
             program. If JAX fails after it has taken this memory (a callback that raises, an interrupt in the first
             call), the old values are lost: reading such a state raises `StateAccessError`, and the exception names the
             states. Save a checkpoint before the call, or do not donate.
+        release_gradients: whether updates of scanned layers run in the loop of their backward pass ("gradient
+            release"), so that no set of gradients exists. It is for updates of each layer alone, such as Adam's, not
+            for clipping by a global norm. By default where states or arguments are donated and the device gains: on
+            GPUs and TPUs, and on CPUs for updates without moments. `memory_profile` says what was done. True refuses
+            steps in which it cannot be.
         keep_unused: as in ``jax.jit``.
         inline: as in ``jax.jit``.
         compiler_options: as in ``jax.jit``.
@@ -130,6 +136,7 @@ def jit(
 
     Raises:
         StaticArgumentError: a position or name that the function does not have, or that is both static and donated.
+        FunctionError: ``release_gradients=True``, and a gradient is needed as a whole, by the named line.
         StateFilterError: a path in `donate_states` selects no state that the function can reach.
         ForeignStateError: another thread has written a state that the call writes.
 
@@ -163,6 +170,7 @@ class Jit(Wrapper[P, R], made_by=jit):
         self.read = reader.read
         self.donate_states = options["donate_states"]
         self.donates = as_predicate([self.donate_states, *reader.donated.filters_of_states()])
+        self.release_gradients = options["release_gradients"]
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
         self.cache = cache_of(fun, options)
 
@@ -310,6 +318,11 @@ class _Stage:
     def out_info(self) -> PyTree:
         """The output, with a ``jax.ShapeDtypeStruct`` for each array."""
         return self._program.out_info()
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """What the program does with the gradients of scanned layers, in sentences."""
+        return self._program.gradients.told()
 
 
 class Traced(_Stage):

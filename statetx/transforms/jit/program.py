@@ -36,6 +36,7 @@ from ...kinds.native import Invalidated
 from .acceptance import Acceptance, StateShardings, names_mesh
 from .arguments import Call
 from .created import CreatedStates
+from .gradients import Gradients
 
 
 class Restage(Exception):
@@ -59,6 +60,7 @@ class StagedProgram:
         guards: inputs whose value has leaves other than arrays. The program holds for these leaves only.
         created: the states that the call creates and that outlive it.
         compiled: the `jax.jit`-ed function.
+        gradients: the release of the gradients of scanned layers.
     """
 
     def __init__(self, owner: Any, call: Call, tried: Sequence[StagedProgram]):
@@ -128,6 +130,11 @@ class StagedProgram:
         pairs = zip(self.outcome.effects, self.outcome.values, strict=True)
         written = [(effect.state, part.num_dynamic) for effect, part in pairs]
         self._order = order = OutputOrder(written, out_avals, self.donated)
+        num_donated = sum(len(i.avals) for i in self.donated)
+        num_inputs = len(operands) + len(avals)
+        first_arg = len(operands) + len(jax.tree.leaves(call.operand))
+        overwritable = [*range(first_arg, base), *range(num_inputs - num_donated, num_inputs)]
+        self.gradients = gradients = Gradients(self.name, jaxpr, overwritable, owner.release_gradients)
 
         # JAX calls `inner` again for other types or settings: the staged equations may be wrong then, so raise
         # `Restage`.
@@ -145,7 +152,7 @@ class StagedProgram:
             if _jax.is_eager():  # JAX looks for the operation that computed a NaN
                 outs = _jax.evaluate_checked(inline(jaxpr, calls=INLINED), (*operands, *leaves))
             else:
-                outs = _jax.evaluate(jaxpr, (), (*operands, *leaves))
+                outs = gradients.evaluate((*operands, *leaves))
             out = outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])
             return order.arrange(out, outs[num_out:])
 
