@@ -19,6 +19,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import kinds
+import libraries
 from behaviors import PARAMETERS, RANDOM, VALUES, Call, Dialect, Flags, Functional, Row, namespace, scalar, tangent
 from flax import nnx
 
@@ -58,31 +59,15 @@ class Jax(kinds.Ref):
     """Parameters are arrays and differentiated arguments; other states are Refs in a pytree."""
 
     base = Tree
+    api = jax
+    control = jax.lax
 
     def __init__(self, name: str, own: str = "decorator", kind: str | None = None):
-        self.name, self.own, self.kind = name, own, kind
-
-    def cell(self, name: str, value: Any) -> Any:
-        return value if name in PARAMETERS else jax.tree.map(lambda x: jax.new_ref(x, kind=self.kind), value)
-
-    def rng(self) -> Any:
-        return self.cell(RANDOM, jax.random.key(0))
-
-    def remat(self, fun: Any, **options: Any) -> Any:
-        return jax.checkpoint(fun, **options)
-
-    def scan(self, model: Any, f: Callable, carry: Any, xs: Any) -> Any:
-        return jax.lax.scan(lambda c, x: f(model, c, x), carry, xs)
-
-    def cond(self, model: Any, pred: Any, f: Callable, g: Callable, *operands: Any) -> Any:
-        return jax.lax.cond(pred, lambda *xs: f(model, *xs), lambda *xs: g(model, *xs), *operands)
-
-    def while_loop(self, model: Any, cond: Callable, f: Callable, carry: Any) -> Any:
-        return jax.lax.while_loop(cond, lambda carry: f(model, carry), carry)
+        self.name, self.own, self.library = name, own, OfKind(kind)
 
     def vmap(self, model: Any, f: Callable, xs: Any) -> Any:
         if not hasattr(model, "cell_rng"):
-            return jax.vmap(lambda x: f(model, x))(xs)
+            return super().vmap(model, f, xs)
 
         def with_key(key: Any, x: Any) -> Any:
             outer = model.cell_rng
@@ -94,45 +79,15 @@ class Jax(kinds.Ref):
 
         return jax.vmap(with_key)(jax.random.split(model.key(), len(xs)), xs)
 
-    def jit(self, model: Any, fun: Callable) -> Callable:
-        return jax.jit(fun)
 
-    def grad(self, model: Any, fun: Callable) -> Callable:
-        def gradients(x: Any) -> dict[str, Any]:
-            parameters = self.parameters(model)
+class OfKind(libraries.Ref):
+    """Refs of a kind that JAX names."""
 
-            def loss(parameters: dict[str, Any], x: Any) -> jax.Array:
-                self._assign(model, parameters)
-                return scalar(fun(x))
+    def __init__(self, kind: str | None):
+        self.kind = kind
 
-            try:
-                value, (of_w, of_x) = jax.value_and_grad(loss, (0, 1))(parameters, x)
-            finally:
-                self._assign(model, parameters)
-            return {"value": value, "x": of_x, **of_w}
-
-        return gradients
-
-    def jvp(self, model: Any, fun: Callable) -> Callable:
-        return lambda x: jax.jvp(fun, (x,), (tangent(x),))
-
-    def vjp(self, model: Any, fun: Callable) -> Callable:
-        def pulled(x: Any) -> Any:
-            out, pullback = jax.vjp(fun, x)
-            (of_x,) = pullback(jax.tree.map(tangent, out))
-            return out, of_x
-
-        return pulled
-
-    def linearize(self, model: Any, fun: Callable) -> Callable:
-        def linear(x: Any) -> Any:
-            out, push = jax.linearize(fun, x)
-            return out, push(tangent(x))
-
-        return linear
-
-    def hessian(self, model: Any, fun: Callable) -> Callable:
-        return jax.hessian(lambda x: scalar(fun(x)))
+    def state(self, value: Any) -> Any:
+        return jax.new_ref(value, kind=self.kind)
 
 
 class JaxPure(Functional):
@@ -603,27 +558,13 @@ class Brainstate(StaticModel, kinds.Brainstate):
     """brainstate's transforms, which find states in closures."""
 
     base = brainstate.nn.Module
+    api = control = bst
 
     def __init__(self, name: str, own: str):
         self.name, self.own = name, own
 
-    def remat(self, fun: Any, **options: Any) -> Any:
-        return bst.remat(fun, **options)
-
-    def scan(self, model: Any, f: Callable, carry: Any, xs: Any) -> Any:
-        return bst.scan(lambda c, x: f(model, c, x), carry, xs)
-
-    def cond(self, model: Any, pred: Any, f: Callable, g: Callable, *operands: Any) -> Any:
-        return bst.cond(pred, lambda *xs: f(model, *xs), lambda *xs: g(model, *xs), *operands)
-
-    def while_loop(self, model: Any, cond: Callable, f: Callable, carry: Any) -> Any:
-        return bst.while_loop(cond, lambda carry: f(model, carry), carry)
-
     def vmap(self, model: Any, f: Callable, xs: Any) -> Any:
         return bst.vmap2(lambda x: f(model, x))(xs)
-
-    def jit(self, model: Any, fun: Callable) -> Callable:
-        return bst.jit(fun)
 
     def grad(self, model: Any, fun: Callable) -> Callable:
         parameters = self.parameters(model)
@@ -639,9 +580,6 @@ class Brainstate(StaticModel, kinds.Brainstate):
             return {"value": value, "x": of_x, **of_w}
 
         return gradients
-
-    def jvp(self, model: Any, fun: Callable) -> Callable:
-        return lambda x: bst.jvp(fun, (x,), (tangent(x),))
 
     def vjp(self, model: Any, fun: Callable) -> Callable:
         def pulled(x: Any) -> Any:

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import io_callback
+from libraries import Library
 
 import statetx
 
@@ -33,97 +32,6 @@ class Opaque:
         self.content = content
 
 
-# -- kinds -----------------------------------------------------------------------------------------------------
-
-
-class Kind:
-    """How one library reads and writes a state; a subclass has ``make(name, value)``, ``rng()`` and ``draw(rng)``."""
-
-    name: str
-    no_value: type[Exception] = statetx.StateAccessError
-    """Raised where a state is read whose value ended with the call that made it."""
-
-    def get(self, state: Any) -> Any:
-        return state.value
-
-    def set(self, state: Any, value: Any) -> None:
-        state.value = value
-
-    def key_of(self, state: Any) -> Any:
-        """The state itself, or the one that holds the key of a random stream."""
-        return state
-
-
-class Native(Kind):
-    name = "statetx"
-
-    def make(self, name: str, value: Any) -> Any:
-        return statetx.State(value, name=name)
-
-    def rng(self) -> Any:
-        return statetx.RngState(7)
-
-    def draw(self, rng: Any) -> jax.Array:
-        return rng.next()
-
-
-class Brainstate(Kind):
-    name = "brainstate"
-    no_value = brainstate.TraceContextError
-
-    def make(self, name: str, value: Any) -> Any:
-        return brainstate.State(value, name=name)
-
-    def rng(self) -> Any:
-        return brainstate.random.RandomState(7)
-
-    def draw(self, rng: Any) -> jax.Array:
-        return rng.split_key()
-
-
-class Nnx(Kind):
-    name = "nnx"
-
-    def make(self, name: str, value: Any) -> Any:
-        return nnx.Variable(value)
-
-    def get(self, state: Any) -> Any:
-        return state.get_value()
-
-    def set(self, state: Any, value: Any) -> None:
-        state.set_value(value)
-
-    def rng(self) -> Any:
-        return nnx.Rngs(7)
-
-    def draw(self, rng: Any) -> jax.Array:
-        return rng()
-
-    def key_of(self, state: Any) -> Any:
-        return state.default.key if isinstance(state, nnx.Rngs) else state
-
-
-class Ref(Kind):
-    name = "ref"
-
-    def make(self, name: str, value: Any) -> Any:
-        return jax.new_ref(value)
-
-    def get(self, state: Any) -> Any:
-        return state[...]
-
-    def set(self, state: Any, value: Any) -> None:
-        state[...] = value
-
-    def rng(self) -> Any:
-        return jax.new_ref(jax.random.key(7))
-
-    def draw(self, rng: Any) -> jax.Array:
-        rng[...], key = jax.random.split(rng[...])
-        return key
-
-
-KINDS = {kind.name: kind for kind in (Native(), Brainstate(), Nnx(), Ref())}
 VALUES: dict[str, Callable[[], Any]] = {
     "alpha": lambda: jnp.float32(0.4),
     "weak": lambda: 0.25,
@@ -139,11 +47,11 @@ VALUES: dict[str, Callable[[], Any]] = {
 class Model:
     """States of one kind as attributes, and a Ref whatever the kind. A plain one is for plain calls."""
 
-    def __init__(self, kind: Kind, column: Column, is_plain: bool):
+    def __init__(self, kind: Library, column: Column, is_plain: bool):
         self.kind = kind
         self.is_plain = is_plain
         for name in column.states:
-            setattr(self, name, kind.rng() if name == "rng" else kind.make(name, VALUES[name]()))
+            setattr(self, name, kind.rng(7) if name == "rng" else kind.make(VALUES[name](), name))
         self.ref = jax.new_ref(jnp.float32(0.6))
 
     def get(self, name: str) -> Any:
@@ -246,14 +154,14 @@ def _(m, x):
 
 @column("make and keep", kinds=CELLS)
 def _(m, x):
-    m.new = m.kind.make("new", 2.0 * x)
+    m.new = m.kind.make(2.0 * x, "new")
     m.kind.set(m.new, m.get("new") + 1.0)
     return x * m.get("new")
 
 
 @column("make and drop", kinds=CELLS)
 def _(m, x):
-    state = m.kind.make("new", 2.0 * x)
+    state = m.kind.make(2.0 * x, "new")
     m.kind.set(state, m.kind.get(state) + m.get("alpha"))
     return x * m.kind.get(state)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from effects_columns import NO_VALUE, Column, Kind, Model, type_of
-from flax import nnx
+from effects_columns import NO_VALUE, Column, Model, type_of
 from jax.sharding import PartitionSpec as P
+from libraries import Library, put
 
 import statetx
 
@@ -28,7 +28,7 @@ GONE = object()  # in place of the value of a state that is in no attribute any 
 class Case:
     """One column on models of one kind."""
 
-    def __init__(self, kind: Kind, column: Column, *, is_plain: bool):
+    def __init__(self, kind: Library, column: Column, *, is_plain: bool):
         self._kind = kind
         self._column = column
         self._is_plain = is_plain
@@ -154,7 +154,7 @@ def examples(case: Case, x: Any) -> Any:
     if keys is not None and case.model.kind.name != "nnx":  # its key stays and its count advances
         case.model.kind.set(case.model.kind.key_of(case.model.rng), keys[0])
     if hasattr(case.model, "new"):
-        case.model.new = case.model.kind.make("new", jnp.stack([2 * x + 1.0 for x in xs]))
+        case.model.new = case.model.kind.make(jnp.stack([2 * x + 1.0 for x in xs]), "new")
     return jnp.stack(outs)
 
 
@@ -163,7 +163,7 @@ def run_pure(fun: Callable, x: Any) -> Any:
     states = pure.states(x)
     out, new = jax.jit(pure)(pure.values(x), x)
     for path, state in states.items():
-        state.set_value(new[path]) if isinstance(state, nnx.Variable) else setattr(state, "value", new[path])
+        put(state, new[path])
     return out
 
 

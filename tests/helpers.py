@@ -1,8 +1,9 @@
-"""Counters of runs and compilations, comparisons, programs as the planner reads them, and features of the installed
-JAX.
+"""Counters of runs and compilations, threads, comparisons, programs as the planner reads them, and features of the
+installed JAX.
 """
 
 import contextlib
+import threading
 
 import jax
 import jax.extend.core as jex_core
@@ -47,6 +48,26 @@ def compilations():
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def in_thread(*functions):
+    """Run each function in its own thread; re-raise an exception of one of them."""
+    errors = []
+
+    def run(fun):
+        try:
+            fun()
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(f,)) for f in functions]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(120)
+        assert not t.is_alive()
+    if errors:
+        raise errors[0]
 
 
 def equations(jaxpr):

@@ -5,34 +5,59 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import brainstate
 import jax
 from behaviors import PARAMETERS, VALUES, Objects, scalar, tangent
 from flax import nnx
+from libraries import LIBRARIES, Library
 
 import statetx
 
 
-class Statetx(Objects):
-    """statetx's transforms, the same whatever the states are."""
+class Closures(Objects):
+    """Transforms that find the states of a function by themselves, and take nothing but what JAX's take.
+
+    Attributes:
+        library: how its states are made, read and written.
+        api: the module that has the transforms.
+        control: the module that has loops and branches.
+    """
+
+    library: Library
+    api: Any = statetx
+    control: Any = statetx
+
+    def cell(self, name: str, value: Any) -> Any:
+        return (self.library.param if name in PARAMETERS else self.library.make)(value)
+
+    def get(self, cell: Any) -> Any:
+        return self.library.get(cell)
+
+    def set(self, cell: Any, value: Any) -> None:
+        self.library.set(cell, value)
+
+    def rng(self) -> Any:
+        return self.library.rng()
+
+    def draw(self, cell: Any) -> Any:
+        return self.library.draw(cell)
 
     def remat(self, fun: Any, **options: Any) -> Any:
-        return statetx.remat(fun, **options)
+        return self.api.remat(fun, **options)
 
     def scan(self, model: Any, f: Callable, carry: Any, xs: Any) -> Any:
-        return statetx.scan(lambda c, x: f(model, c, x), carry, xs)
+        return self.control.scan(lambda c, x: f(model, c, x), carry, xs)
 
     def cond(self, model: Any, pred: Any, f: Callable, g: Callable, *operands: Any) -> Any:
-        return statetx.cond(pred, lambda *xs: f(model, *xs), lambda *xs: g(model, *xs), *operands)
+        return self.control.cond(pred, lambda *xs: f(model, *xs), lambda *xs: g(model, *xs), *operands)
 
     def while_loop(self, model: Any, cond: Callable, f: Callable, carry: Any) -> Any:
-        return statetx.while_loop(cond, lambda carry: f(model, carry), carry)
+        return self.control.while_loop(cond, lambda carry: f(model, carry), carry)
 
     def vmap(self, model: Any, f: Callable, xs: Any) -> Any:
-        return statetx.vmap(lambda x: f(model, x))(xs)
+        return self.api.vmap(lambda x: f(model, x))(xs)
 
     def jit(self, model: Any, fun: Callable) -> Callable:
-        return statetx.jit(fun)
+        return self.api.jit(fun)
 
     def grad(self, model: Any, fun: Callable) -> Callable:
         parameters = self.parameters(model)
@@ -42,19 +67,19 @@ class Statetx(Objects):
                 return scalar(fun(x))
 
             if not parameters:
-                value, of_x = statetx.value_and_grad(loss)(x)
+                value, of_x = self.api.value_and_grad(loss)(x)
                 return {"value": value, "x": of_x}
-            value, (of_w, of_x) = statetx.value_and_grad(loss, 0, wrt=parameters)(x)
+            value, (of_w, of_x) = self.api.value_and_grad(loss, 0, wrt=parameters)(x)
             return {"value": value, "x": of_x, **of_w}
 
         return gradients
 
     def jvp(self, model: Any, fun: Callable) -> Callable:
-        return lambda x: statetx.jvp(fun, (x,), (tangent(x),))
+        return lambda x: self.api.jvp(fun, (x,), (tangent(x),))
 
     def vjp(self, model: Any, fun: Callable) -> Callable:
         def pulled(x: Any) -> Any:
-            out, pullback = statetx.vjp(fun, x)
+            out, pullback = self.api.vjp(fun, x)
             (of_x,) = pullback(jax.tree.map(tangent, out))
             return out, of_x
 
@@ -62,45 +87,43 @@ class Statetx(Objects):
 
     def linearize(self, model: Any, fun: Callable) -> Callable:
         def linear(x: Any) -> Any:
-            out, push = statetx.linearize(fun, x)
+            out, push = self.api.linearize(fun, x)
             return out, push(tangent(x))
 
         return linear
 
     def hessian(self, model: Any, fun: Callable) -> Callable:
-        return statetx.hessian(lambda x: scalar(fun(x)))
+        return self.api.hessian(lambda x: scalar(fun(x)))
 
 
-class Native(Statetx):
+class Native(Closures):
     name = "statetx.State"
+    library = LIBRARIES["statetx"]
+
+
+class Brainstate(Closures):
+    name = "brainstate.State"
+    library = LIBRARIES["brainstate"]
+
+
+class Arrays(Closures):
+    """States that hold an array each: for a pytree of values, a pytree of states."""
+
+    state_type: type
+    holds_none = False
 
     def cell(self, name: str, value: Any) -> Any:
-        return statetx.Param(value) if name in PARAMETERS else statetx.State(value)
+        make = self.library.param if name in PARAMETERS else self.library.make
+        return jax.tree.map(make, value, is_leaf=lambda x: self.holds_none and x is None)
 
     def get(self, cell: Any) -> Any:
-        return cell.value
+        return jax.tree.map(lambda x: self.library.get(x) if self._is_state(x) else x, cell, is_leaf=self._is_state)
 
     def set(self, cell: Any, value: Any) -> None:
-        cell.value = value
+        jax.tree.map(self.library.set, cell, value, is_leaf=self._is_state)
 
-    def rng(self) -> Any:
-        return statetx.RngState(0)
-
-    def draw(self, cell: Any) -> Any:
-        return cell.next()
-
-
-class Brainstate(Native):
-    name = "brainstate.State"
-
-    def cell(self, name: str, value: Any) -> Any:
-        return brainstate.ParamState(value) if name in PARAMETERS else brainstate.ShortTermState(value)
-
-    def rng(self) -> Any:
-        return brainstate.random.RandomState(0)
-
-    def draw(self, cell: Any) -> Any:
-        return cell.split_key()
+    def _is_state(self, x: Any) -> bool:
+        return isinstance(x, self.state_type)
 
 
 class NnxModule(nnx.Module):
@@ -113,54 +136,26 @@ class NnxModule(nnx.Module):
             super().__setattr__(name, value)
 
 
-class Nnx(Statetx):
+class Nnx(Arrays):
     name = "flax.nnx.Variable"
+    library = LIBRARIES["nnx"]
     base = NnxModule
+    state_type = nnx.Variable
+    holds_none = True
 
     def cell(self, name: str, value: Any) -> Any:
-        variable = nnx.Param if name in PARAMETERS else nnx.BatchStat
-        return nnx.data(jax.tree.map(variable, value, is_leaf=lambda x: x is None))
-
-    def get(self, cell: Any) -> Any:
-        return jax.tree.map(lambda v: v.get_value(), cell, is_leaf=is_variable)
-
-    def set(self, cell: Any, value: Any) -> None:
-        jax.tree.map(lambda v, x: v.set_value(x), cell, value, is_leaf=is_variable)
-
-    def rng(self) -> Any:
-        return nnx.Rngs(0)
-
-    def draw(self, cell: Any) -> Any:
-        return cell()
+        return nnx.data(super().cell(name, value))
 
 
-def is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
-
-
-class Ref(Statetx):
+class Ref(Arrays):
     """Plain JAX: parameters are arrays, given as arguments; other states are Refs, or pytrees of them."""
 
     name = "jax.Ref"
-
-    def cell(self, name: str, value: Any) -> Any:
-        return value if name in PARAMETERS else jax.tree.map(jax.new_ref, value)
-
-    def get(self, cell: Any) -> Any:
-        return jax.tree.map(lambda r: r[...] if is_ref(r) else r, cell, is_leaf=is_ref)
-
-    def set(self, cell: Any, value: Any) -> None:
-        jax.tree.map(lambda r, x: r.__setitem__(..., x), cell, value, is_leaf=is_ref)
+    library = LIBRARIES["ref"]
+    state_type = jax.Ref
 
     def poke(self, model: Any, name: str, value: Any) -> None:
         setattr(model, f"cell_{name}", self.cell(name, value))
-
-    def rng(self) -> Any:
-        return jax.new_ref(jax.random.key(0))
-
-    def draw(self, cell: Any) -> Any:
-        cell[...], key = jax.random.split(cell[...])
-        return key
 
     def grad(self, model: Any, fun: Callable) -> Callable:
         def gradients(x: Any) -> dict[str, Any]:
@@ -171,7 +166,7 @@ class Ref(Statetx):
                 return scalar(fun(x))
 
             try:
-                value, (of_w, of_x) = statetx.value_and_grad(loss, (0, 1))(parameters, x)
+                value, (of_w, of_x) = self.api.value_and_grad(loss, (0, 1))(parameters, x)
             finally:
                 self._assign(model, parameters)
             return {"value": value, "x": of_x, **of_w}
@@ -181,10 +176,6 @@ class Ref(Statetx):
     def _assign(self, model: Any, parameters: dict[str, Any]) -> None:
         for name, value in parameters.items():
             setattr(model, f"cell_{name}", value)
-
-
-def is_ref(x: Any) -> bool:
-    return isinstance(x, jax.Ref)
 
 
 KINDS = (Native(), Brainstate(), Nnx(), Ref())

@@ -17,10 +17,12 @@ from typing import Any
 import brainstate
 import jax
 import jax.numpy as jnp
+import libraries
 import mixed_syntax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
+from libraries import library_of
 from mixed_cells import Cell, Only, is_numeric, leaf_type
 from mixed_generator import program_of
 from mixed_reference import Reference
@@ -331,22 +333,16 @@ class System(World):
     def read(self, state: Any) -> Any:
         if isinstance(state, nnx.Rngs):
             return state.default.key.get_value(), state.default.count.get_value()
-        if isinstance(state, jax.Ref):
-            return state[...]
-        return state.get_value() if isinstance(state, nnx.Variable) else state.value
+        return libraries.get(state)
 
 
 def draw(rng: Any) -> jax.Array:
-    if isinstance(rng, statetx.RngState):
-        return rng.next()
-    return rng() if isinstance(rng, nnx.Rngs) else rng.split_key()
+    return library_of(rng).draw(rng)
 
 
 def rekey(rng: Any, key: jax.Array) -> None:
-    if isinstance(rng, nnx.Rngs):
-        rng.default.key.set_value(key)
-    else:
-        rng.value = key
+    library = library_of(rng)
+    library.set(library.key_of(rng), key)
 
 
 def only(state: Any) -> Callable[[str, Any], bool]:

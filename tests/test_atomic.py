@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells import KINDS
+from libraries import VALUED
 
 import statetx
 from helpers import transforms_of_brainstate
@@ -19,7 +19,7 @@ HOW_CALLED = {
 }
 
 
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("make", VALUED.values(), ids=VALUED)
 @pytest.mark.parametrize("how", HOW_CALLED)
 @pytest.mark.parametrize("caught", [False, True])
 def test_failed_call_is_undone(make, how, caught):

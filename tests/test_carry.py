@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from libraries import LIBRARIES
 
 import statetx
 from helpers import Counted, compilations, transforms_of_brainstate
@@ -113,27 +113,14 @@ def test_weak_state_is_promoted_like_a_carry_of_jax(update, loop, num_steps):
     assert_same(state.value, expected)
 
 
-class Kind(NamedTuple):
-    make: object
-    get: object
-    set: object
-
-
-KINDS = {
-    "statetx": Kind(statetx.State, lambda s: s.value, lambda s, v: setattr(s, "value", v)),
-    "brainstate": Kind(brainstate.ShortTermState, lambda s: s.value, lambda s, v: setattr(s, "value", v)),
-    "nnx": Kind(nnx.Variable, lambda s: s.get_value(), lambda s, v: s.set_value(v)),
-}
-
-
 @pytest.mark.parametrize("loop", ["scan", "fori_loop, dynamic", "while_loop"])
 @pytest.mark.parametrize("update", ["number", "integer", "half precision", "flag", "tree"])
 @pytest.mark.parametrize("name", ["brainstate", "nnx"])
 def test_every_kind_of_state_is_promoted(name, update, loop):
-    (make, get, set), (run, by_hand), (init, f) = KINDS[name], LOOPS[loop], UPDATES[update]
-    state = make(init)
-    run(lambda x: set(state, f(get(state), x)), 4)
-    assert_same(get(state), by_hand(f, init, 4))
+    library, (run, by_hand), (init, f) = LIBRARIES[name], LOOPS[loop], UPDATES[update]
+    state = library.make(init)
+    run(lambda x: library.set(state, f(library.get(state), x)), 4)
+    assert_same(library.get(state), by_hand(f, init, 4))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -297,13 +284,13 @@ BRANCHES = {
 @pytest.mark.parametrize("pred", [True, False])
 @pytest.mark.parametrize("case", BRANCHES)
 def test_branches_promote_states_like_jax_outputs(case, pred, name):
-    (make, get, set), (init, f, g) = KINDS[name], BRANCHES[case]
+    library, (init, f, g) = LIBRARIES[name], BRANCHES[case]
 
     def left_by(branch):
-        state = make(init)
-        write = lambda h: lambda: None if h(init) is init else set(state, h(get(state)))
+        state = library.make(init)
+        write = lambda h: lambda: None if h(init) is init else library.set(state, h(library.get(state)))
         branch(write)
-        return get(state)
+        return library.get(state)
 
     which = jnp.asarray(pred)
     assert_same(left_by(lambda write: statetx.cond(which, write(f), write(g))), jax.lax.cond(pred, f, g, init))

@@ -25,6 +25,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from libraries import get
 
 import statetx
 from helpers import Counted, compilations
@@ -64,12 +65,6 @@ class Everything:
         self.ref = jax.new_ref(jnp.asarray(x))
 
 
-def read(state):
-    if isinstance(state, nnx.Variable):
-        return state.get_value()
-    return state[...] if isinstance(state, jax.Ref) else state.value
-
-
 def contents(obj):
     """All that the states hold, to compare: types and bits."""
 
@@ -80,7 +75,7 @@ def contents(obj):
         return type(x), weak, getattr(x, "dtype", None), np.asarray(x).tobytes() if hasattr(x, "dtype") else x
 
     return {
-        path: (jax.tree.structure(read(s)), [show(x) for x in jax.tree.leaves(read(s))])
+        path: (jax.tree.structure(get(s)), [show(x) for x in jax.tree.leaves(get(s))])
         for path, s in statetx.states(obj).items()
     }
 
@@ -266,14 +261,12 @@ def test_save_and_restore_inside_a_transform_raise(tmp_path):
 
 def refused(directory, model, match, step=None):
     """Check that restoring raises an error that matches, and changes nothing."""
-    before = {path: jax.tree.leaves(read(s)) for path, s in statetx.states(model).items() if not isinstance(s, jax.Ref)}
+    before = {path: jax.tree.leaves(get(s)) for path, s in statetx.states(model).items() if not isinstance(s, jax.Ref)}
     with statetx.Checkpointer(directory, model) as checkpointer:
         with pytest.raises(statetx.CheckpointError, match=match):
             checkpointer.restore(step)
     for path, leaves in before.items():
-        assert all(a is b for a, b in zip(leaves, jax.tree.leaves(read(statetx.states(model)[path])), strict=True)), (
-            path
-        )
+        assert all(a is b for a, b in zip(leaves, jax.tree.leaves(get(statetx.states(model)[path])), strict=True)), path
 
 
 def without(model, name):
@@ -293,7 +286,7 @@ def with_value(model, name, value):
         (lambda m: without(m, "rng"), "it has a state 'rng'"),
         (lambda m: with_value(m, "w", jnp.zeros((4, 4))), r"'w' is f32\[4,3\] in it, and f32\[4,4\]"),
         (lambda m: with_value(m, "w", jnp.zeros((4, 3), jnp.float16)), r"'w' is f32\[4,3\] in it, and f16"),
-        (lambda m: with_value(m, "voltage", read(m.voltage).to(u.volt)), r"'voltage' is .*mV.* and .*V"),
+        (lambda m: with_value(m, "voltage", get(m.voltage).to(u.volt)), r"'voltage' is .*mV.* and .*V"),
         (lambda m: with_value(m, "rng", jax.random.key(0, impl="rbg")), r"'rng' is key<fry>\[\] in it, and key<rbg>"),
         (lambda m: with_value(m, "numbers", {"int": 1}), r"'numbers' is PyTreeDef.*float"),
         (lambda m: with_value(m, "optimizer", optax.sgd(1.0).init({})), r"'optimizer' is PyTreeDef"),

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells import Variable, in_thread
+from libraries import VALUED
 
 import statetx
-from helpers import compilations
+from helpers import compilations, in_thread
 
-KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState, "nnx": Variable}
+KINDS = {name: VALUED[name] for name in ("statetx", "brainstate", "nnx")}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from effects_columns import COLUMNS, KINDS, Boom, Column, states_of
+from effects_columns import COLUMNS, Boom, Column, states_of
 from effects_table import ROWS, Case, Row
+from libraries import LIBRARIES
 
 import statetx
 from helpers import publish_all_but_one
@@ -110,13 +111,13 @@ def test_cells_run_by_default_have_every_row_column_and_kind():
         assert len(names) >= 300
     of_rows = collections.Counter((row, kind) for row, _, kind in quick)
     of_columns = collections.Counter((column, kind) for _, column, kind in quick)
-    assert all(of_rows[row.name, kind] for row in ROWS for kind in KINDS if (row.group, kind) != ("custom", "ref"))
+    assert all(of_rows[row.name, kind] for row in ROWS for kind in LIBRARIES if (row.group, kind) != ("custom", "ref"))
     assert all(of_columns[name, kind] for name, column in COLUMNS.items() for kind in column.kinds)
 
 
 @pytest.mark.parametrize("row, column, kind", list(params()))
 def test_cell(row, column, kind):
-    case, plain = Case(KINDS[kind], column, is_plain=False), Case(KINDS[kind], column, is_plain=True)
+    case, plain = Case(LIBRARIES[kind], column, is_plain=False), Case(LIBRARIES[kind], column, is_plain=True)
     expected = refused(row, column)
     if expected is not None:
         error, message = expected
@@ -178,7 +179,7 @@ def test_variable_created_under_a_custom_rule_is_missed(rule):
 
     If the user's code stores one, JAX raises as soon as its tracer is used.
     """
-    case = Case(KINDS["nnx"], COLUMNS["make and keep"], is_plain=False)
+    case = Case(LIBRARIES["nnx"], COLUMNS["make and keep"], is_plain=False)
     row = next(row for row in ROWS if row.name == rule)
     row.apply(case.fun, table.X)
     with pytest.raises(jax.errors.UnexpectedTracerError):

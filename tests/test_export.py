@@ -5,6 +5,7 @@ import functools
 import brainstate
 import jax
 import jax.numpy as jnp
+import libraries
 import numpy as np
 import pytest
 from flax import nnx
@@ -30,13 +31,10 @@ class Model:
     @statetx.remat
     def step(self, x):
         self.count.value += 1
-        w = self.w.get_value() if isinstance(self.w, nnx.Variable) else self.w.value
+        w = libraries.get(self.w)
         w = w["w"] if isinstance(w, dict) else w
-        if isinstance(self.h, nnx.Variable):
-            self.h.set_value(jnp.tanh(w @ self.h.get_value() + x))
-            return self.h.get_value()
-        self.h.value = jnp.tanh(w @ self.h.value + x)
-        return self.h.value
+        libraries.put(self.h, jnp.tanh(w @ libraries.get(self.h) + x))
+        return libraries.get(self.h)
 
 
 W, H = jnp.array([[0.5, -0.25], [0.125, 1.0]]), jnp.array([0.1, 0.2])

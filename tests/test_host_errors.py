@@ -6,12 +6,12 @@ JAX runs a program after the call has returned if an input is not computed yet, 
 import functools
 import time
 
-import cells
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from libraries import VALUED
 
 import statetx
 from statetx import _jax
@@ -68,7 +68,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("make", cells.KINDS.values(), ids=cells.KINDS)
+@pytest.mark.parametrize("make", VALUED.values(), ids=VALUED)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_states_keep_their_values_when_a_function_on_the_host_raises(way, make):
     state = make(jnp.float32(0.0))

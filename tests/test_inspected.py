@@ -11,6 +11,7 @@ import warnings
 import brainstate
 import jax
 import jax.numpy as jnp
+import libraries
 import numpy as np
 import pytest
 from flax import nnx
@@ -35,8 +36,8 @@ class Cell:
         self.h = self.make(jnp.zeros_like(x))
 
         def body(carry, x):
-            set_value(self.h, jnp.sin(jnp.tanh(get_value(self.h) @ self.w.value + x)))
-            return carry, get_value(self.h)
+            libraries.put(self.h, jnp.sin(jnp.tanh(libraries.get(self.h) @ self.w.value + x)))
+            return carry, libraries.get(self.h)
 
         return (statetx.scan(body, None, jnp.broadcast_to(x, (20, *x.shape)))[1] ** 2).mean()
 
@@ -44,14 +45,6 @@ class Cell:
         loss, grad = statetx.value_and_grad(self.loss, wrt=self.w)(x)
         self.w.value -= 0.1 * grad
         return loss
-
-
-def get_value(state):
-    return state.get_value() if isinstance(state, nnx.Variable) else state.value
-
-
-def set_value(state, value):
-    state.set_value(value) if isinstance(state, nnx.Variable) else setattr(state, "value", value)
 
 
 INSPECTIONS = {
@@ -98,11 +91,11 @@ def test_inspection_accepts_a_created_state_and_leaves_the_attribute_as_it_was(k
     assert not hasattr(cell, "h")
     for _ in range(2):
         np.testing.assert_allclose(loss(X), reference.loss(X), rtol=1e-6)
-        np.testing.assert_allclose(get_value(cell.h), get_value(reference.h), rtol=1e-6)
+        np.testing.assert_allclose(libraries.get(cell.h), libraries.get(reference.h), rtol=1e-6)
     h = cell.h
     INSPECTIONS[inspect](loss, X)
     assert cell.h is h
-    np.testing.assert_allclose(get_value(cell.h), get_value(reference.h), rtol=1e-6)
+    np.testing.assert_allclose(libraries.get(cell.h), libraries.get(reference.h), rtol=1e-6)
     np.testing.assert_allclose(loss(X + 1), reference.loss(X + 1), rtol=1e-6)
 
 
@@ -240,7 +233,7 @@ def test_plan_of_a_loss_applies_to_its_gradient(kind):
     plan = statetx.plan(cell.loss, X, budget=0.9)
     grads = statetx.grad(plan.apply(cell.loss), wrt=cell.w)(X)
     np.testing.assert_allclose(grads, statetx.grad(reference.loss, wrt=reference.w)(X), rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(get_value(cell.h), get_value(reference.h), rtol=1e-6)
+    np.testing.assert_allclose(libraries.get(cell.h), libraries.get(reference.h), rtol=1e-6)
 
 
 def test_max_batch_of_a_state_with_an_axis_and_a_created_one():
@@ -289,14 +282,14 @@ CELLS = {"statetx": statetx.Param, "brainstate": brainstate.ParamState, "nnx": n
 
 
 def get_cell(cell):
-    return cell[...] if isinstance(cell, jax.Ref) else get_value(cell)
+    return cell[...] if isinstance(cell, jax.Ref) else libraries.get(cell)
 
 
 def set_cell(cell, value):
     if isinstance(cell, jax.Ref):
         cell[...] = value
     else:
-        set_value(cell, value)
+        libraries.put(cell, value)
 
 
 def values_through(fun, x):
@@ -541,7 +534,7 @@ def test_state_of_an_inspected_call_that_something_keeps_alive_is_no_state_of_th
 
     def call(x):
         kept.append(make(2.0 * x))
-        return get_value(kept[-1])
+        return libraries.get(kept[-1])
 
     def body(carry, _):
         INSPECTIONS[inspect](call, carry)
@@ -550,7 +543,7 @@ def test_state_of_an_inspected_call_that_something_keeps_alive_is_no_state_of_th
     assert statetx.scan(body, jnp.float32(1.0), None, 3)[0] == 8
     assert statetx.cond(True, lambda x: body(x, None)[0], jnp.sin, jnp.float32(1.0)) == 2
     with pytest.raises(Exception, match="inspected|created inside a traced function"):
-        get_value(kept[0])
+        libraries.get(kept[0])
 
 
 def test_brainstate_does_not_take_an_inspected_write_for_a_write():

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from cells import KINDS, Ref, Variable, in_thread
+from libraries import VALUED, ValuedRef, Variable
 
 import statetx
+from helpers import in_thread
 from statetx import _frames, _states
 from statetx._equations.structure import table
 from statetx._remat.override import override
@@ -25,7 +26,7 @@ from statetx.kinds.brainstate import observe
 PACKAGE, JAX = os.path.dirname(statetx.__file__), os.path.dirname(jax.__file__)
 
 
-MIXED = (*KINDS.values(),)
+MIXED = (*VALUED.values(),)
 
 
 class Model:
@@ -93,7 +94,9 @@ class Trained(Model):
         counting = optax.GradientTransformation(
             lambda params: jnp.zeros(()), lambda grads, count, params: (grads, count + 1)
         )
-        self.optimizer = statetx.Optimizer(counting, [cell.ref if type(cell) is Ref else cell for cell in self.cells])
+        self.optimizer = statetx.Optimizer(
+            counting, [cell.ref if type(cell) is ValuedRef else cell for cell in self.cells]
+        )
 
     def step(self, x):
         self.optimizer.update([jnp.asarray(n * x) for n in range(1, len(self.cells) + 1)])
@@ -200,8 +203,8 @@ def check_every_line(model, make, step=1, start=1, folders=(PACKAGE,)):
 FAST = {"remat, eager": 3, "jit": 1, "jit, donated": 1, "grad(remat)": 89, "functionalize": 89, "inspected": 397}
 # Each kind alone in a compiled call; in the others the fast suite has all four together.
 CASES = [
-    *[pytest.param(how, k, marks=pytest.mark.slow) for how in ("remat, eager", "grad") for k in KINDS],
-    *[("jit", kinds) for kinds in KINDS],
+    *[pytest.param(how, k, marks=pytest.mark.slow) for how in ("remat, eager", "grad") for k in VALUED],
+    *[("jit", kinds) for kinds in VALUED],
     *[(how, "mixed") for how in HOW],
 ]
 
@@ -209,9 +212,9 @@ CASES = [
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
 @pytest.mark.parametrize(("how", "kinds"), CASES)
 def test_interrupt_at_every_line_of_a_call(how, kinds, step):
-    makes = MIXED if kinds == "mixed" else [KINDS[kinds]] * 2
+    makes = MIXED if kinds == "mixed" else [VALUED[kinds]] * 2
     # vmap refuses a Ref from outside, and a functionalized function writes it in its place.
-    model = Model([m for m in makes if m is not Ref] if how in ("vmap", "functionalize") else makes)
+    model = Model([m for m in makes if m is not ValuedRef] if how in ("vmap", "functionalize") else makes)
     call = HOW[how](model.step)
     call(1.0)  # where something is compiled or cached, the interrupted calls are later ones
     assert check_every_line(model, lambda: call, step=step or FAST.get(how, 43)) > 10
@@ -229,7 +232,7 @@ def test_interrupt_at_every_line_of_an_update(how, step):
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
 @pytest.mark.parametrize("how", ["jit", "remat, eager", "update"])
 def test_interrupt_at_every_line_of_jax_in_a_call_with_refs(how, step):
-    model = (Trained if how == "update" else Model)([Ref, Ref])
+    model = (Trained if how == "update" else Model)([ValuedRef, ValuedRef])
     call = model.step if how == "update" else HOW[how](model.step)
     call(1.0)
     step = step or {"jit": 3}.get(how, 41)
@@ -247,17 +250,17 @@ def test_interrupt_at_every_line_of_a_compiled_call_with_tree_values(options):
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
-        ("State", {}),
+        ("statetx", {}),
         ("brainstate", {"donate_states": True}),
         ("nnx", {}),
-        pytest.param("State", {"donate_states": True}, marks=pytest.mark.slow),
+        pytest.param("statetx", {"donate_states": True}, marks=pytest.mark.slow),
         pytest.param("brainstate", {}, marks=pytest.mark.slow),
         pytest.param("nnx", {"donate_states": True}, marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else "donated" * bool(x),
 )
 def test_interrupt_at_every_line_of_a_compiled_call_that_creates_a_state(kinds, options):
-    model = MakingModel([KINDS[kinds], *MIXED[:3]])
+    model = MakingModel([VALUED[kinds], *MIXED[:3]])
     call = statetx.jit(model.step, **options)
     for _ in range(2):
         call(1.0)

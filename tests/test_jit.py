@@ -7,13 +7,13 @@ import re
 import weakref
 
 import brainstate
-import cells
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from libraries import VALUED, ValuedRef
 
 import statetx
 from helpers import Counted, compilations
@@ -604,11 +604,11 @@ def aliases(lowered):
     return [None if match is None else int(match[1]) for match in found]
 
 
-@pytest.mark.parametrize("make", cells.KINDS.values(), ids=cells.KINDS)
+@pytest.mark.parametrize("make", VALUED.values(), ids=VALUED)
 def test_donated_states_are_updated_in_their_own_memory(make):
     """JAX gives donated inputs to outputs of their type in order, and XLA copies what another output takes."""
     w, v, m = [make(jnp.full((3, 3), x)) for x in (1.0, 2.0, 3.0)]
-    reshaped = [] if make is cells.Ref else [make(jnp.ones(9))]
+    reshaped = [] if make is ValuedRef else [make(jnp.ones(9))]
     written = [make(jnp.zeros((3, 3)))] if make in (statetx.State, brainstate.ShortTermState) else []  # others are read
 
     @functools.partial(statetx.jit, donate_states=True, donate_argnames="y")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from libraries import get, put
 
 import statetx
 
@@ -20,17 +21,6 @@ class Hidden(nnx.Variable):
 
 KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState, "nnx": Hidden}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-
-
-def get(state):
-    return state[...] if isinstance(state, nnx.Variable) else state.value
-
-
-def put(state, value):
-    if isinstance(state, nnx.Variable):
-        state[...] = value
-    else:
-        state.value = value
 
 
 # -- used again in the same call -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import threading
 import brainstate
 import jax
 import jax.numpy as jnp
+import libraries
 import numpy as np
 import optax
 import pytest
@@ -68,7 +69,7 @@ def values(optimizer):
     """The parameters of one of the models above, as {"w": ..., "b": ...}."""
     flat = {}
     for path, state in optimizer.states.items():
-        value = state.get_value() if isinstance(state, nnx.Variable) else state.value
+        value = libraries.get(state)
         flat |= value if isinstance(value, dict) else {path: value}
     return flat
 

@@ -5,10 +5,10 @@ memory.
 import dataclasses
 import functools
 
-import cells
 import jax
 import jax.numpy as jnp
 import pytest
+from libraries import VALUED
 
 import statetx
 from statetx._equations import compiled
@@ -48,7 +48,7 @@ def in_order(order):
     return step, (*[jnp.full((DEPTH, WIDTH, WIDTH), x) for x in (0.1, 0.2, 0.3)], X)
 
 
-PROGRAMS = {name: functools.partial(step_of, make) for name, make in cells.KINDS.items()}
+PROGRAMS = {name: functools.partial(step_of, make) for name, make in VALUED.items()}
 PROGRAMS |= {str(order): functools.partial(in_order, order) for order in ((0, 1, 2), (1, 2, 0))}
 
 
@@ -75,7 +75,7 @@ def test_a_plan_is_of_the_program_that_runs():
     assert statetx.plan(step, *args, budget=BIG).total_bytes == statetx.measure(step, *args).peak_bytes
 
 
-@pytest.mark.parametrize("make", cells.KINDS.values(), ids=cells.KINDS)
+@pytest.mark.parametrize("make", VALUED.values(), ids=VALUED)
 def test_a_function_around_a_jitted_step_keeps_its_order(make):
     """The function that is measured is another program, in which the step is updated in place as well."""
     step, args = step_of(make)

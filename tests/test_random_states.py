@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brainstate import random
-from kinds import KINDS
+from libraries import LIBRARIES
 
 import statetx
 from helpers import transforms_of_brainstate
@@ -46,14 +46,14 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_next_draws_after_a_transform_equal_none_of_its_draws(transform):
-    rngs = [kind.rng() for kind in KINDS]
+    rngs = [kind.rng() for kind in LIBRARIES.values()]
 
     def draw():
-        return [data(kind.draw(rng)) for kind, rng in zip(KINDS, rngs, strict=True)]
+        return [data(kind.draw(rng)) for kind, rng in zip(LIBRARIES.values(), rngs, strict=True)]
 
     draws = TRANSFORMS[transform](draw)
     later = [*TRANSFORMS[transform](draw)], draw(), draw()
-    for kind, inside, again, *outside in zip(KINDS, draws, *later, strict=True):
+    for kind, inside, again, *outside in zip(LIBRARIES.values(), draws, *later, strict=True):
         rows = np.concatenate([np.reshape(x, (-1, 2)) for x in (inside, again, *outside)])
         assert len(np.unique(rows, axis=0)) == len(rows) > 3, kind.name
 
@@ -61,20 +61,11 @@ def test_next_draws_after_a_transform_equal_none_of_its_draws(transform):
 # -- a key for each example, set in the function -----------------------------------------------------------------
 
 
-def set_key(kind, rng, key):
-    if kind.name == "flax.nnx.Variable":
-        rng.default.key.set_value(key)
-    elif kind.name == "jax.Ref":
-        rng[...] = key
-    else:
-        rng.value = key
-
-
 @pytest.mark.parametrize("rules", [None, SPLIT], ids=["default", "Split"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", LIBRARIES.values(), ids=LIBRARIES)
 def test_key_that_is_set_for_each_example(kind, rules):
     def run(rng, key):
-        set_key(kind, rng, key)
+        kind.set(kind.key_of(rng), key)
         return jax.random.uniform(kind.draw(rng))
 
     expected = [run(kind.rng(), key) for key in KEYS]

@@ -11,6 +11,7 @@ import weakref
 import brainstate
 import jax
 import jax.numpy as jnp
+import libraries
 import numpy as np
 import pytest
 from flax import nnx
@@ -249,10 +250,6 @@ def nnx_layers():
     return [NnxLayer(rngs.fork()) for _ in range(5)]
 
 
-def value_of(state):
-    return state.get_value() if isinstance(state, nnx.Variable) else state.value
-
-
 @pytest.mark.parametrize(
     "make, apply",
     [
@@ -292,7 +289,7 @@ def check_layers(each, layers, deep, xs):
         assert_same(g, jax.tree.map(lambda *x: jnp.stack(x), *[b[path] for b in by_state]), 1e-4, 1e-4)
     for a, b in zip(layers, each, strict=True):
         for path, state in statetx.states(b).items():
-            assert_same(value_of(statetx.states(a)[path]), value_of(state))
+            assert_same(libraries.get(statetx.states(a)[path]), libraries.get(state))
 
 
 # -- remat_scan ----------------------------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ import weakref
 
 import brainstate
 import jax.numpy as jnp
+import libraries
 import numpy as np
 import pytest
-from cells import in_thread
 from flax import nnx
 
 import statetx
+from helpers import in_thread
 
 X = jnp.ones(2)
 
@@ -76,9 +77,7 @@ ALLOW_NO_REFERENCE = (Slots, UnhashableSlots)
 
 
 def weight(model):
-    if isinstance(model, Arrays):
-        return model.w
-    return model.w[...] if isinstance(model, Nnx) else model.w.value
+    return model.w if isinstance(model, Arrays) else libraries.get(model.w)
 
 
 @pytest.mark.parametrize("cls", MODELS)

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells import Variable, in_thread
 from flax import nnx
+from libraries import Variable
 
 import statetx
-from helpers import Counted
+from helpers import Counted, in_thread
 from statetx import _frames, _jax, _states
 from statetx.kinds import nnx as nnx_kind
 from statetx.kinds.brainstate import observe
