@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from statetx import _frames
 from statetx._lift.outcome import Outcome
 
 REMAT3 = getattr(jax.config, "jax_remat3", False)  # not every JAX has it
@@ -68,6 +69,11 @@ def in_thread(*functions):
         assert not t.is_alive()
     if errors:
         raise errors[0]
+
+
+def assert_no_frame_is_open(where=""):
+    """Nothing collects accesses of states any more, in this thread or another."""
+    assert _frames.current_frame() is None and not _frames.open_frames, f"a frame is open {where}"
 
 
 def equations(jaxpr):

@@ -418,3 +418,33 @@ def test_private_name_is_in_this_jax_with_the_parameters_that_calls_need(name):
         assert name in private_jax.OPTIONAL
     elif name in private_jax.NEEDED:
         assert set(private_jax.NEEDED[name].split()) <= private_jax.parameters(name)
+
+
+def test_private_batch_tracers():
+    def f(x, y):
+        trace = _jax.current_trace()
+        s = _jax.batch_tracer(trace, jnp.arange(6.0).reshape(2, 3), 1)
+        assert s.shape == (2,) and _jax.batch_size(trace) == 3
+        assert _jax.is_batched(x, trace) and _jax.is_batched(s, trace) and not _jax.is_batched(y, trace)
+        with _jax.in_parent_trace(trace):
+            assert _jax.is_eager()
+        return (s * x).sum()
+
+    np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.ones(3), 1.0), [3, 5, 7])
+
+
+def test_discharge_as_relied_upon():
+    ref = jax.new_ref(X)
+    jaxpr, consts = _jax.stage(lambda x: [x * ref[...].sum()], [jax.typeof(1.0)], traced_for="jit", name="f")
+    assert consts == [ref] and _jax.touches_refs(jaxpr, consts)
+    plain = _jax.rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], outvars=jaxpr.outvars)
+    explicit, is_ref, written = _jax.discharge_refs(plain)
+    assert is_ref == [True, False] and written == [False, False] and len(explicit.outvars) == 1
+    assert [v.aval.shape for v in explicit.invars] == [(3,), ()]
+
+
+def test_edited_equations_are_type_checked(tmp_path):
+    """In this suite: JAX's check costs about as much as the edit."""
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(1.0).jaxpr
+    with pytest.raises(jax.errors.JaxprTypeError, match="not defined"):
+        _jax.with_equations(jaxpr, jaxpr.eqns[1:])

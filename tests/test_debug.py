@@ -6,13 +6,11 @@ import re
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import pytest
+from libraries import LIBRARIES, get, put
 
 import statetx
-from statetx import _frames, _jax, _states
-from statetx._environment import flag
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "debug-and-profile.md"
 MORE = """
@@ -57,30 +55,20 @@ def test_source_locations_are_shown_for_every_kind(tmp_path):
     assert run(script + MORE, tmp_path, STATETX_DEBUG="1") == f"{expected}{places}\n"
 
 
-def test_edited_equations_are_type_checked(tmp_path):
-    """In this suite, with the variable set, and not otherwise: JAX's check costs about as much as the edit."""
-    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(1.0).jaxpr
-    with pytest.raises(jax.errors.JaxprTypeError, match="not defined"):
-        _jax.with_equations(jaxpr, jaxpr.eqns[1:])
+def test_edited_equations_are_type_checked_if_it_is_set(tmp_path):
     asked = "from statetx import _jax; print(_jax.check_edits())\n"
     assert run("import statetx\n" + asked, tmp_path, STATETX_DEBUG="1") == "True\n"
     assert run("import statetx\n" + asked, tmp_path, STATETX_DEBUG="false") == "False\n"
 
 
-def test_words_that_switch_it_on_and_off(monkeypatch):
-    for words, expected in ((("1", "True", "yes", " on "), True), (("", "0", "false", "No", "OFF"), False)):
-        for word in words:
-            monkeypatch.setenv("STATETX_DEBUG", word)
-            assert flag("STATETX_DEBUG") is expected, word
-    monkeypatch.delenv("STATETX_DEBUG")
-    assert flag("STATETX_DEBUG") is False
-    monkeypatch.setenv("STATETX_DEBUG", "flase")
-    with pytest.raises(ValueError, match=r"STATETX_DEBUG='flase' is neither on \(1, true, yes, on\) nor off"):
-        flag("STATETX_DEBUG")
-
-
 @pytest.mark.skipif("STATETX_DEBUG" in os.environ, reason="this run records")
 def test_nothing_is_recorded_by_default():
-    assert _states.history is _states.no_history
+    states = [library.make(jnp.ones(2)) for library in LIBRARIES.values()]
+
+    def both(x):
+        for state in states:
+            put(state, get(state) * x)
+
+    rows = list(statetx.trace_states(both)(2.0))
+    assert len(rows) == len(states) and all(row.read and not row.read_at for row in rows)
     assert statetx.State.value.fget.__module__ == "statetx.kinds.native"
-    assert _frames.Frame.touch.__module__ == "statetx._frames.frame"

@@ -21,8 +21,7 @@ from effects_table import ROWS, Case, Row
 from libraries import LIBRARIES
 
 import statetx
-from helpers import publish_all_but_one
-from statetx import _frames
+from helpers import assert_no_frame_is_open, publish_all_but_one
 
 TOLERANCE = 2e-3  # of differences in float32
 
@@ -133,7 +132,7 @@ def test_cell(row, column, kind):
     for name, value in plain.values().items():
         assert not difference(left.pop(name), value, 1e-5), name
     assert not left
-    assert not _frames.open_frames and _frames.current_frame() is None
+    assert_no_frame_is_open()
     use(case)
 
 

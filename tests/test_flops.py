@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx._equations.primitives import flops
 from statetx.policies import Slots
 
 
 def cost(f, *args):
-    return sum(map(flops, jax.make_jaxpr(f)(*args).eqns))
+    return statetx.measure(f, *args, gradient=False).flops
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from jax.experimental import io_callback
 from libraries import VALUED
 
 import statetx
-from statetx import _jax
 
 BIG = jnp.ones((300, 300))
 SLOW = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda i, a: jnp.sin(a @ a), x).sum())
@@ -125,7 +124,7 @@ def test_programs_without_functions_on_the_host_are_not_waited_for(monkeypatch):
         jax.debug.print("step {x}", x=x)
         state.value = state.value + x
 
-    monkeypatch.setattr(_jax, "wait_for", lambda tree: pytest.fail("waited"))
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: pytest.fail("waited"))
     for run in (statetx.jit(step), statetx.remat(step)):
         run(1.0)
         run(2.0)

@@ -16,7 +16,7 @@ import pytest
 from libraries import VALUED, ValuedRef, Variable
 
 import statetx
-from helpers import in_thread
+from helpers import assert_no_frame_is_open, in_thread
 from statetx import _frames, _states
 from statetx._equations.structure import table
 from statetx._remat.override import override
@@ -187,7 +187,7 @@ def check_every_line(model, make, step=1, start=1, folders=(PACKAGE,)):
             break
         num += 1
         where = f"after an interrupt at line event {nth}"
-        assert _frames.current_frame() is None and not _frames.open_frames, f"a frame is open {where}"
+        assert_no_frame_is_open(where)
         assert not observe.context.state_stack and not observe.context.new_state_catcher, where
         check_locks_are_free(call, where)
         assert not observe.owners and not nnx_kind._owner, f"a state stays refused {where}"
@@ -349,7 +349,7 @@ def test_interrupted_plan_leaves_states_and_stored_plans_as_they_were(num, tmp_p
         with contextlib.suppress(KeyboardInterrupt):
             plan(f"interrupted {n}", nth)
         assert w.value is held[0] and h.value is held[1]
-        assert _frames.current_frame() is None and not _frames.open_frames
+        assert_no_frame_is_open()
         assert override.visited_regions is None and override.rewriter is None and override.observer is None
         check_locks_are_free(None, f"at line {nth}")
         assert not list((tmp_path / f"interrupted {n}").rglob("*.part"))

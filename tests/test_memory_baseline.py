@@ -1,5 +1,6 @@
 """Memory in tests: `assert_memory`, and `python -m statetx memory --save` and `--against`."""
 
+import contextlib
 import functools
 import inspect
 import json
@@ -258,3 +259,19 @@ def test_command_saves_compares_and_annotates(tmp_path, monkeypatch, capsys):
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("::error title=statetx memory::loss on cpu takes")
     assert others and others[0].startswith("::error file=train2.py,line=3,title=statetx memory::residuals of")
+
+
+def test_words_that_switch_a_variable_on_and_off(tmp_path, monkeypatch):
+    path = tmp_path / "memory.json"
+    for words, is_on in ((("1", "True", "yes", " on "), True), (("", "0", "false", "No", "OFF", None), False)):
+        for word in words:
+            path.unlink(missing_ok=True)
+            monkeypatch.delenv("STATETX_UPDATE_MEMORY", raising=False)
+            if word is not None:
+                monkeypatch.setenv("STATETX_UPDATE_MEMORY", word)
+            with contextlib.nullcontext() if is_on else pytest.raises(FileNotFoundError):
+                assert_memory(jnp.sin, X, against=path)
+            assert path.exists() == is_on, word
+    monkeypatch.setenv("STATETX_UPDATE_MEMORY", "flase")
+    with pytest.raises(ValueError, match=r"STATETX_UPDATE_MEMORY='flase' is neither on \(1, true, yes, on\) nor off"):
+        assert_memory(jnp.sin, X, against=path)

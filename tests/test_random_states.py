@@ -8,18 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from brainstate import random
+from flax import nnx
 from libraries import LIBRARIES
 
 import statetx
 from helpers import transforms_of_brainstate
-from statetx import _states
 
 XS = jnp.linspace(0.5, 2.0, 3)
 KEYS = jax.random.split(jax.random.key(3), 3)
 
 
 def is_random(path, state):
-    return _states.kind_of_state(state).is_random(state)
+    if isinstance(state, jax.Ref):
+        return jnp.issubdtype(state.dtype, jax.dtypes.prng_key)
+    return isinstance(state, (statetx.RngState, random.RandomState, nnx.RngKey))
 
 
 SPLIT = {is_random: statetx.Split}

@@ -10,7 +10,6 @@ import pytest
 
 import statetx
 from helpers import REMAT3, Counted, in_turn
-from statetx import _jax
 from statetx.policies import Budget, Levels, Slots
 
 H = jnp.array([0.3, -0.7, 1.1])
@@ -136,16 +135,6 @@ def test_paths_and_table():
     check(cell, Cell().values())
 
 
-def test_discharge_as_relied_upon():
-    ref = jax.new_ref(H)
-    jaxpr, consts = _jax.stage(lambda x: [x * ref[...].sum()], [jax.typeof(1.0)], traced_for="jit", name="f")
-    assert consts == [ref] and _jax.touches_refs(jaxpr, consts)
-    plain = _jax.rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], outvars=jaxpr.outvars)
-    explicit, is_ref, written = _jax.discharge_refs(plain)
-    assert is_ref == [True, False] and written == [False, False] and len(explicit.outvars) == 1
-    assert [v.aval.shape for v in explicit.invars] == [(3,), ()]
-
-
 class Float:
     """A float Ref that the argument is written to, and one that is differentiated."""
 
@@ -245,7 +234,6 @@ def test_ref_of_an_outer_transform_is_explicit_in_the_inner(compiled):
 def test_first_ref_is_noticed_wherever_created():
     code = """
 import jax, jax.numpy as jnp, statetx
-from statetx import _jax
 before = _jax.has_made_refs()
 jax.make_jaxpr(lambda x: jax.new_ref(x)[...])(1.0)
 print(before, _jax.has_made_refs())

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _frames
 
 
 def test_subclass_metadata_and_repr():
@@ -267,7 +266,6 @@ def test_frames_keep_nothing_alive():
     del s
     gc.collect()
     assert ref() is None
-    assert _frames.current_frame() is None
 
 
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State])

@@ -8,7 +8,6 @@ import pytest
 
 import statetx
 from helpers import Counted
-from statetx import _jax
 
 XS = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 W = jnp.array([0.5, 1.5, -0.4])
@@ -212,19 +211,6 @@ def test_flags_in_outputs_are_mapped():
 def test_batches_of_map_need_one_length(xs):
     with pytest.raises(ValueError, match=r"scan: (give length=|the arrays differ in length)"):
         statetx.map(lambda x: 1.0, xs, batch_size=2)
-
-
-def test_private_batch_tracers():
-    def f(x, y):
-        trace = _jax.current_trace()
-        s = _jax.batch_tracer(trace, jnp.arange(6.0).reshape(2, 3), 1)
-        assert s.shape == (2,) and _jax.batch_size(trace) == 3
-        assert _jax.is_batched(x, trace) and _jax.is_batched(s, trace) and not _jax.is_batched(y, trace)
-        with _jax.in_parent_trace(trace):
-            assert _jax.is_eager()
-        return (s * x).sum()
-
-    np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.ones(3), 1.0), [3, 5, 7])
 
 
 @pytest.mark.parametrize(
