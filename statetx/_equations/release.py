@@ -404,8 +404,8 @@ class _Level:
             return [_into_call(eqn, consumers)]
         views: dict[Var, Var] = {}  # from a reshaped stack to the one that it is made of
         for e in self.eqns:
-            if e.primitive.name == "reshape" and isinstance(e.invars[0], Var):
-                views[e.outvars[0]] = views.get(e.invars[0], e.invars[0])
+            if e.primitive.name == "reshape" and isinstance(operand := e.invars[0], Var):
+                views[e.outvars[0]] = views.get(operand, operand)
         return _into_scan(eqn, length, consumers, views)
 
 
@@ -505,6 +505,7 @@ def _into_scan(scan: Any, length: int, consumers: _Consumers, views: dict[Var, V
     sources = [of_targets.get(base(v)) if isinstance(v, Var) else None for v in scan.invars[first_x:]]
     xs = [v for v, source in zip(scan.invars[first_x:], sources, strict=True) if source is None]
     x_vars = body.invars[first_x:]
+    x_avals: list[Any] = [v.aval for v in x_vars]
     read = [v for v in consumers.stacked if v not in targets]
     step = -1 if scan.params["reverse"] else 1
 
@@ -517,8 +518,8 @@ def _into_scan(scan: Any, length: int, consumers: _Consumers, views: dict[Var, V
         values = {v: _block(x, index, length) for v, x in arrays.items()}
 
         elements = [
-            next(remaining) if source is None else values[source].reshape(v.aval.shape)
-            for source, v in zip(sources, x_vars, strict=True)
+            next(remaining) if source is None else values[source].reshape(aval.shape)
+            for source, aval in zip(sources, x_avals, strict=True)
         ]
         outs = _jax.evaluate(body, (), [*constants, *carry, *elements])
         values |= dict(zip(consumers.whole, whole, strict=True))
@@ -600,5 +601,6 @@ def _with_block(x: Any, block: Any, index: Any, length: int) -> Any:
 
 def _reshaped(v: Var, out: Var, like: Any) -> list[Any]:
     """Equations that reshape one variable to another."""
-    jaxpr, _ = _jax.stage(lambda x: [x.reshape(out.aval.shape)], [v.aval], traced_for="scan", name="released")
+    aval: Any = out.aval
+    jaxpr, _ = _jax.stage(lambda x: [x.reshape(aval.shape)], [v.aval], traced_for="scan", name="released")
     return _jax.spliced(jaxpr, [v], [out], like)
