@@ -12,7 +12,6 @@ import pytest
 
 import statetx
 from statetx.planner import Planner
-from statetx.planner._treatments import PLAIN, InnerGradients
 
 for library in ("flax", "haiku", "equinox", "optax", "brainstate", "brainpy.state", "braintools"):
     pytest.importorskip(library)
@@ -218,7 +217,8 @@ def test_rematerialization_of_inner_gradients_adds_operations_of_its_own(harness
     args = jnp.eye(16), jnp.ones((64, 16))
     planner = Planner(loss, *args, argnums=0)
     plain, rematerialized = (
-        harness.inner_cost(planner, types.SimpleNamespace(inner=InnerGradients(v))) for v in (PLAIN, "nothing")
+        harness.inner_cost(planner, types.SimpleNamespace(inner=types.SimpleNamespace(variant=v)))
+        for v in (harness.PLAIN, "nothing")
     )
     assert plain == 0 and rematerialized > 0.1
     assert harness.inner_cost(planner, types.SimpleNamespace(inner=None)) == 0

@@ -18,7 +18,6 @@ from flax import nnx
 
 import statetx
 from helpers import in_turn
-from statetx.memory._estimate import estimate
 
 X = jnp.ones((4, 8))
 KINDS = {"statetx": statetx.State, "brainstate": brainstate.HiddenState, "nnx": nnx.Variable}
@@ -172,8 +171,21 @@ def test_value_of_a_created_state_is_an_output(kind):
     assert statetx.measure(cell.loss, X).output_bytes >= 2 * X.nbytes + cell.w.value.nbytes + 4  # and the gradient of x
 
 
+def estimated(fun, *args, **options):
+    """The buffers of a program that the compiler refuses for its memory."""
+
+    def refuse(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", refuse)
+        profile = statetx.explain_oom(fun, *args, limit="1MiB", **options).profile
+    assert "estimated from the equations" in profile.note
+    return profile.buffers
+
+
 def test_estimate_without_the_compiler_counts_a_created_state():
-    outputs = [b for b in estimate(Cell("statetx").loss, (X,), {}, False).buffers if b.kind == "output"]
+    outputs = [b for b in estimated(Cell("statetx").loss, X, gradient=False) if b.kind == "output"]
     assert sum(b.num_bytes for b in outputs) == X.nbytes + 4
 
 
@@ -673,7 +685,7 @@ class Net:
     [
         statetx.measure,
         statetx.memory_profile,
-        lambda fun, *args: estimate(fun, args, {}).buffers,
+        estimated,
         statetx.memory_report,
         statetx.loop_report,
         statetx.saved_residuals,
