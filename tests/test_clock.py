@@ -12,7 +12,7 @@ import pytest
 import statetx
 from statetx.planner import Fit, Planner, _budget
 from statetx.planner._budget import TimeLeft
-from statetx.planner._search import candidates as _candidate
+from statetx.planner._search import candidates as _candidates
 from statetx.planner._search import lattice as _lattice
 from statetx.planner._search import layout as _layout
 
@@ -113,7 +113,7 @@ def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
 def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
     """Parts are measured until the choice stays the same, which may take longer than to compile the whole."""
     begun = []
-    compile_together, measure = _layout.compile_together, _candidate.Candidates.measure
+    compile_together, measure = _layout.compile_together, _candidates.Candidates.measure
 
     def slow(programs):
         programs = list(programs)
@@ -125,7 +125,7 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
         return measure(self, layout, options, *name)
 
     monkeypatch.setattr(_layout, "compile_together", slow)
-    monkeypatch.setattr(_candidate.Candidates, "measure", seen)
+    monkeypatch.setattr(_candidates.Candidates, "measure", seen)
     plan = layers_planned(budget=0.65, time_limit=40.0)
     assert 0 < begun[0] <= 20 and not plan.complete and plan.temp_bytes <= plan.budget_bytes
 
@@ -134,7 +134,7 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
 def compilations(clock, monkeypatch):
     """Each candidate takes 40 seconds to compile; the number of them."""
     compiled = []
-    measure = _candidate.Candidates.measure
+    measure = _candidates.Candidates.measure
 
     def slow(self, layout, options, *name):
         if self.find(layout, options) is None:
@@ -142,7 +142,7 @@ def compilations(clock, monkeypatch):
             clock.append(clock[-1] + 40)
         return measure(self, layout, options, *name)
 
-    monkeypatch.setattr(_candidate.Candidates, "measure", slow)
+    monkeypatch.setattr(_candidates.Candidates, "measure", slow)
     return compiled
 
 

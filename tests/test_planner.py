@@ -35,14 +35,14 @@ from statetx._targets import current
 from statetx.planner import Planner
 from statetx.planner._budget import read_amount
 from statetx.planner._program import cuts as _cuts
-from statetx.planner._program import flat as _parts
+from statetx.planner._program import flat as _flat
 from statetx.planner._program.flat import fingerprint
 from statetx.planner._program.values import KEEP, ON_HOST, derivative_of
-from statetx.planner._search import candidates as _candidate
+from statetx.planner._search import candidates as _candidates
 from statetx.planner._search import lattice as _lattice
 from statetx.planner._search import layout as _layout
 from statetx.planner._search import search as _search
-from statetx.planner._search import whole as _timing
+from statetx.planner._search import whole as _whole
 from statetx.planner._treatments import rewrite
 from statetx.planner._treatments import treatment as _treatment
 from statetx.planner._treatments.graph import Graph
@@ -136,7 +136,7 @@ def test_fast_compilation_result_is_verified(monkeypatch):
         return dataclasses.replace(found, temp_bytes=int(less * found.temp_bytes))
 
     monkeypatch.setattr(_compiled.Program, "cost", property(optimistic))
-    monkeypatch.setattr(_candidate, "fast_compile_options", lambda: hurried)
+    monkeypatch.setattr(_candidates, "fast_compile_options", lambda: hurried)
     plan = statetx.plan(loss, FEW, X, of="temporaries", budget=int(0.9 * unplanned), argnums=0)
     step = lambda ws, x: jax.grad(plan.apply(loss))(ws, x)
     assert jax.jit(step).lower(FEW, X).compile().memory_analysis().temp_size_in_bytes <= 0.9 * unplanned
@@ -419,7 +419,7 @@ def test_budgeted_plain_loop_is_planned_as_a_scan():
             return statetx.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, 80, checkpoint=checkpoint)[0].sum()
 
         mapped = lambda w, x: jax.vmap(statetx.remat(lambda x: loss(w, x)))(x[None]).sum() + loss(w, x)
-        return _parts.Flat(_parts.flatten(staged(mapped, WS[0], X[:2]))).split()
+        return _flat.Flat(_flat.flatten(staged(mapped, WS[0], X[:2]))).split()
 
     kinds = [
         ["region" if part.eqn is None else "loop" for part in program(cp)]
@@ -440,7 +440,7 @@ def groups_of(*groups, differentiated=()):
 
 def test_every_decision_for_a_loop_gives_equal_gradients():
     jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)
-    flat = _parts.Flat(jaxpr)
+    flat = _flat.Flat(jaxpr)
     parts = flat.split()
     (at,) = [i for i, p in enumerate(parts) if p.eqn is not None]
     expected = jax.jit(jax.grad(lambda w: _jax.evaluate(jaxpr, (), [w, X])[0]))(WS[0])
@@ -490,7 +490,7 @@ def test_planned_loops_allocate_nothing_early():
     sequence = args[1].nbytes  # what a layer reads, stores as carries, or writes
     by_jax = statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
     program = staged(fun, *args)
-    flat = _parts.Flat(program)
+    flat = _flat.Flat(program)
     options = [
         decided(frozenset(), loop=Lengths(64), fenced=True) if p.eqn is not None else decided() for p in flat.split()
     ]
@@ -582,7 +582,7 @@ def test_groups_mix_two_treatments_of_a_step():
 
 def test_marked_functions_are_regions():
     marked = functools.partial(loss, block=statetx.remat(block))
-    flat = _parts.Flat(staged(marked, WS, X))
+    flat = _flat.Flat(staged(marked, WS, X))
     assert len(flat.blocks) == len(WS) and len(flat) > len(staged(marked, WS, X).eqns)
     found = _cuts.candidates(flat)
     assert set(flat.blocks) <= set(found.intervals), "and there are others"
@@ -606,7 +606,7 @@ def test_marked_programs_are_also_cut_as_without_marks():
         return loss
 
     plain, marked = (
-        _cuts.candidates(_parts.Flat(staged(loss_of(wrap), WS, X))) for wrap in (lambda f: f, statetx.remat)
+        _cuts.candidates(_flat.Flat(staged(loss_of(wrap), WS, X))) for wrap in (lambda f: f, statetx.remat)
     )
     whole = {(0, max(end for _, end in plain.intervals))}
     assert set(plain.intervals) - whole <= set(marked.intervals)
@@ -623,7 +623,7 @@ def test_region_without_residuals_is_the_users_remat():
         return gated(w, x).sum()
 
     jaxpr = staged(fun, WS[0], X)
-    flat = _parts.Flat(jaxpr)
+    flat = _flat.Flat(jaxpr)
     (interval,), parts = flat.blocks, flat.split()
     options = [decided(frozenset() if p is flat.blocks[interval] else None) for p in parts]
     (planned,) = [e for e in rewrite(flat.jaxpr, parts, options).eqns if e.primitive.name in primitives.REMAT]
@@ -731,19 +731,19 @@ def test_loops_with_a_remainder_copy_their_sequence():
 
 
 def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monkeypatch):
-    measure, marked = _candidate.Candidates.measure, functools.partial(loss, block=statetx.remat(block))
+    measure, marked = _candidates.Candidates.measure, functools.partial(loss, block=statetx.remat(block))
     planner, other = (Planner(marked, FEW, X, of="temporaries", argnums=0) for _ in range(2))
     budget = other._search.candidates.measure(*other._search._stock["nothing"]).temp_bytes
-    blocks = _candidate._key(*planner._search._stock["nothing"])
+    blocks = _candidates._key(*planner._search._stock["nothing"])
 
     def larger(self, layout, options, name="plan"):
-        candidate, key = measure(self, layout, options, name), _candidate._key(layout, options)
+        candidate, key = measure(self, layout, options, name), _candidates._key(layout, options)
         if key != blocks:  # than the model says
             cost = dataclasses.replace(candidate.compiled, temp_bytes=int(1.2 * budget))
             candidate = self._others[key] = dataclasses.replace(candidate, compiled=cost)
         return candidate
 
-    monkeypatch.setattr(_candidate.Candidates, "measure", larger)
+    monkeypatch.setattr(_candidates.Candidates, "measure", larger)
     plan = planner.plan(budget)
     assert plan.temp_bytes <= budget and plan.extra_flops > 0.2
 
@@ -1130,7 +1130,7 @@ def test_kernels_are_left_unchanged():
     call = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((4,), jnp.float32), interpret=True)
     (eqn,) = (jaxpr := jax.make_jaxpr(call)(jnp.ones(4)).jaxpr).eqns
     assert "weak_type=False" in str(eqn.params["jaxpr"])
-    assert _parts.flatten(jaxpr).eqns[0].params["jaxpr"] is eqn.params["jaxpr"]
+    assert _flat.flatten(jaxpr).eqns[0].params["jaxpr"] is eqn.params["jaxpr"]
 
 
 def other(ws, x):
@@ -1216,7 +1216,7 @@ def test_loops_in_groups_read_the_whole_xs(reverse, argnums, differentiated):
 
     xs = jnp.sin(jnp.arange(14 * 8 * 4.0)).reshape(14, 8, 4)
     jaxpr = staged(fun, WS[0][:4, :4], xs)
-    flat = _parts.Flat(jaxpr)
+    flat = _flat.Flat(jaxpr)
     kept = frozenset({(0, 0)})
     groups = groups_of((8, kept, 2, 4), (2, None), (4, kept, 4), differentiated=differentiated)
     loop = Strategy.from_json(json.loads(json.dumps(groups.to_json())))
@@ -1290,10 +1290,10 @@ def test_times_of_a_target_are_estimates(monkeypatch, sign):
         return None if temp_bytes == unplanned else 1.0 + sign * 1e-9 * temp_bytes
 
     unplanned = statetx.measure(lambda ws: loss(ws, X), FEW).temp_bytes
-    monkeypatch.setattr(_timing, "current", SimpleNamespace(absent=lambda: "a target", platform=lambda: "gpu"))
+    monkeypatch.setattr(_whole, "current", SimpleNamespace(absent=lambda: "a target", platform=lambda: "gpu"))
     monkeypatch.setattr("statetx.planner.planner.refuse_unknown_times", lambda: None)
-    monkeypatch.setattr(_timing._jax, "estimated_seconds", told)
-    monkeypatch.setattr(_timing, "_seconds", None)
+    monkeypatch.setattr(_whole._jax, "estimated_seconds", told)
+    monkeypatch.setattr(_whole, "_seconds", None)
     plan = statetx.plan(loss, FEW, X, argnums=0, budget=1.0, of="temporaries", objective="time")
     sizes = {temp_bytes for _, temp_bytes, _ in plan.timed()}
     assert len(sizes) > 1 and unplanned not in sizes
@@ -1303,7 +1303,7 @@ def test_times_of_a_target_are_estimates(monkeypatch, sign):
 @pytest.mark.parametrize("num_fitting", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest(monkeypatch, num_fitting):
     """As on GPUs: the zeros that a program is timed with come on top of the caller's arrays."""
-    zeros, fitting = _timing._zeros, []
+    zeros, fitting = _whole._zeros, []
 
     def limited(program):
         if program not in fitting and len(fitting) == num_fitting:
@@ -1311,7 +1311,7 @@ def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest
         fitting.extend([program] if program not in fitting else [])
         return zeros(program)
 
-    monkeypatch.setattr(_timing, "_zeros", limited)
+    monkeypatch.setattr(_whole, "_zeros", limited)
     plan = statetx.plan(_loss_of_four, jnp.eye(32), jnp.ones((256, 32)), budget=1.0, objective="time", time_limit=20)
     assert len(plan.timed()) == num_fitting and (plan.seconds is None) == (num_fitting == 0)
     assert str(plan)
@@ -1322,7 +1322,7 @@ def test_zeros_of_a_sharded_program_are_made_in_shards():
     mesh = jax.sharding.Mesh(devices, ("d",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     x = jax.ShapeDtypeStruct((8 * len(devices), 3), "bfloat16", sharding=sharding)
-    (x,) = _timing._zeros(jax.jit(lambda x: 2 * x).lower(x).compile())
+    (x,) = _whole._zeros(jax.jit(lambda x: 2 * x).lower(x).compile())
     assert x.sharding == sharding and x.dtype == "bfloat16" and not x.any()
 
 
@@ -1342,4 +1342,4 @@ def test_an_argument_that_the_program_does_not_use_is_timed_too():
 def test_memory_is_predicted_between_compiled_plans_though_it_is_not_monotone():
     """A plan of a lower peak that takes more says nothing of the plans above the one that takes less."""
     compiled = [SimpleNamespace(name="plan", peak=p, temp_bytes=t) for p, t in ((68, 48), (84, 36), (108, 48))]
-    assert [_candidate.predicted_bytes(peak, compiled) for peak in (34, 68, 84, 96, 108)] == [18, 36, 36, 42, 48]
+    assert [_candidates.predicted_bytes(peak, compiled) for peak in (34, 68, 84, 96, 108)] == [18, 36, 36, 42, 48]

@@ -13,7 +13,7 @@ import statetx
 from helpers import temp_bytes
 from statetx._equations.compiled import Cost
 from statetx.planner import Planner
-from statetx.planner._program import flat as _parts
+from statetx.planner._program import flat as _flat
 from statetx.planner._search import candidates as _shorter
 from statetx.planner._search.capture import capture
 
@@ -51,7 +51,7 @@ def long(monkeypatch):
 
 
 def flat(fun, *args):
-    return _parts.Flat(capture(fun, args, {}, 0).gradients[0].flat)
+    return _flat.Flat(capture(fun, args, {}, 0).gradients[0].flat)
 
 
 @pytest.mark.parametrize(
