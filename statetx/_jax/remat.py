@@ -24,7 +24,7 @@ from .editing import map_jaxprs
 from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
 from .marks import attach_primitive, mark_primitive
 from .rules import _closed_over, has_rule, with_rule
-from .traces import JAX_FOLDER, traceback_site
+from .traces import JAX_FOLDER, PACKAGE_FOLDER, traceback_site
 from .versions import NAME_CLASSES
 
 
@@ -283,7 +283,7 @@ def _callback(eqn: Any) -> tuple[str, str]:
     callback = getattr(callback, "callback_func", callback)
     name = getattr(callback, "__qualname__", None)
     name = f"{eqn.primitive.name} of {name}" if name else eqn.primitive.name
-    return name, traceback_site(eqn.source_info.traceback, (JAX_FOLDER,))
+    return name, traceback_site(eqn.source_info.traceback, (JAX_FOLDER, PACKAGE_FOLDER))
 
 
 def callbacks(jaxpr: Jaxpr) -> list[tuple[str, str]]:

@@ -52,6 +52,7 @@ eager_trace = _core.eval_trace
 
 # JAX's labels for traces of loop bodies (`DebugInfo.traced_for`); statetx gives the same ones to `stage`.
 _LOOP_BODIES = frozenset({"scan", "while_body", "fori_loop"})
+PACKAGE_FOLDER = os.path.join(_PACKAGE, "")
 JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")  # ends with a separator: not `jaxopt`
 
 

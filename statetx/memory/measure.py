@@ -335,7 +335,7 @@ def _staged(stage: Any) -> _TracedProgram:
         jax_stage, inputs = stage.jax_stage, Inputs(stage.state_names)
         return _TracedProgram(stage.name, lower(jax_stage), inputs, False, jax_stage, stage.gradients)
     name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell
-    jax_traced = stage if hasattr(stage, "lower") else None
+    jax_traced = _states.jax_traced(stage) if hasattr(stage, "lower") else None
     if jax_traced is not None:
         stage = lower(stage)
     if isinstance(stage, (Lowered, Compiled)):
