@@ -2,14 +2,13 @@
 
 import functools
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from libraries import LIBRARIES, get
 
 import statetx
 from statetx import Truncated, policies
@@ -163,39 +162,14 @@ def test_disable_jit_stops_the_same_gradients():
 # -- states --------------------------------------------------------------------------------------------------------
 
 
-class NnxCells:
-    param = staticmethod(nnx.Param)
-    cell = staticmethod(nnx.Variable)
-    get = staticmethod(lambda v: v[...])
-    set = staticmethod(lambda v, x: v.set_value(x))
-
-
-class BrainstateCells:
-    param = staticmethod(brainstate.ParamState)
-    cell = staticmethod(brainstate.HiddenState)
-    get = staticmethod(lambda v: v.value)
-    set = staticmethod(lambda v, x: setattr(v, "value", x))
-
-
-class NativeCells(BrainstateCells):
-    param = staticmethod(statetx.Param)
-    cell = staticmethod(statetx.State)
-
-
-class RefCells:
-    param = staticmethod(statetx.Param)
-    cell = staticmethod(jax.new_ref)
-    get = staticmethod(lambda v: v.value if isinstance(v, statetx.State) else v[...])
-    set = staticmethod(lambda v, x: v.__setitem__(..., x))
-
-
-@pytest.mark.parametrize("lib", [NativeCells, BrainstateCells, NnxCells, RefCells])
+@pytest.mark.parametrize("lib", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("checkpoint", [Truncated(4), Truncated(3, checkpoint=2)])
 def test_carried_states_stop_and_continue(lib, checkpoint):
-    w, h, steps = lib.param(W), lib.cell(H), lib.cell(jnp.zeros((), jnp.int32))
+    w = (LIBRARIES["statetx"] if lib.name == "ref" else lib).param(W)
+    h, steps = lib.make(H), lib.make(jnp.zeros((), jnp.int32))
 
     def step(carry, x):
-        lib.set(h, jnp.tanh(lib.get(h) @ lib.get(w) + x))
+        lib.set(h, jnp.tanh(lib.get(h) @ get(w) + x))
         lib.set(steps, lib.get(steps) + 1)
         return carry, jnp.sum(lib.get(h))
 
