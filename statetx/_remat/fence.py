@@ -213,18 +213,20 @@ def in_canonical_order(jaxpr: Jaxpr) -> Jaxpr:
 
 def _with_canonical_convolutions(jaxpr: Jaxpr, *args: Any) -> list[Any]:
     def rule(eqn: Any, operands: list[Any]) -> list[Any]:
-        # Convolutions in groups, which batching makes, are left unchanged (decision 12). An explicit `out_sharding`
-        # names dimensions, and would have to be transposed as well.
-        is_plain = eqn.params.get("batch_group_count") == 1 and eqn.params.get("out_sharding") is None
-        if eqn.primitive.name == "conv_general_dilated" and is_plain:
+        # An explicit `out_sharding` names dimensions, and would have to be transposed as well.
+        if eqn.primitive.name == "conv_general_dilated" and eqn.params.get("out_sharding") is None:
             return [_canonical_convolution(*operands, **eqn.params)]
         return _jax.bind_equation(eqn, eqn.params, operands)
 
     return _jax.interpret(jaxpr, args, rule)
 
 
-def _canonical_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
-    """The convolution with batch first and features last, inputs before outputs in the kernel."""
+def _canonical_convolution(
+    x: Any, kernel: Any, *, dimension_numbers: Any, batch_group_count: int, feature_group_count: int, **params: Any
+) -> Any:
+    """The convolution with batch first and features last, inputs before outputs in the kernel, without groups of the
+    batch.
+    """
     (batch, feature, *space), (kernel_out, kernel_in, *window), out_spec = dimension_numbers
     n = len(space)
     last = n + 1
@@ -235,8 +237,21 @@ def _canonical_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **par
     )
     x = jax.lax.transpose(x, (batch, *space, feature))
     kernel = jax.lax.transpose(kernel, (*window, kernel_in, kernel_out))
-    result = jax.lax.conv_general_dilated_p.bind(x, kernel, dimension_numbers=canonical, **params)
+    if batch_group_count > 1:
+        # The derivative of a convolution in groups of features, by its kernel. Group g of the batch meets group g of
+        # the output features, as group g of the features does.
+        x, feature_group_count = _batch_groups_as_features(x, batch_group_count), batch_group_count
+    groups = {"batch_group_count": 1, "feature_group_count": feature_group_count}
+    result = jax.lax.conv_general_dilated_p.bind(x, kernel, dimension_numbers=canonical, **groups, **params)
 
     # Where each dimension of the original result is in the canonical one: batch, features, then space.
     canonical_position = {out_spec[0]: 0, out_spec[1]: last, **{s: 1 + i for i, s in enumerate(out_spec[2:])}}
     return jax.lax.transpose(result, [canonical_position[d] for d in range(n + 2)])
+
+
+def _batch_groups_as_features(x: Any, num_groups: int) -> Any:
+    """The array, batch first and features last, with the groups of its batch in front of its features."""
+    size, *space, num_features = x.shape
+    x = jax.lax.reshape(x, (num_groups, size // num_groups, *space, num_features))
+    x = jax.lax.transpose(x, (*range(1, x.ndim - 1), 0, x.ndim - 1))
+    return jax.lax.reshape(x, (size // num_groups, *space, num_groups * num_features))
