@@ -34,6 +34,7 @@ from statetx.memory import _lifetimes, _names, _scopes, measure
 from statetx.memory._assemble import Assembly, Inputs
 
 X = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+NARROW = jax.ShapeDtypeStruct((64, 16), jnp.float32)
 
 
 def profile_and_program(fun, *args, **options):
@@ -488,6 +489,34 @@ def test_stacks_of_a_loop_name_its_steps():
     assert all(b.start <= inside[0] and b.end >= inside[-1] - 3 for b in stacks)
 
 
+def products_in_a_loop(scan, wrap=lambda f: f):
+    """A loop of 32 steps whose backward pass reads the two wide products of a step, and not the narrow carry."""
+    wide, narrow = jnp.full((16, 512), 0.01), jnp.full((512, 16), 0.1)
+    step = wrap(lambda c, _: (((c @ wide) * (c @ (2 * wide))) @ narrow, None))
+    return lambda c: scan(step, c, None, 32)[0].sum()
+
+
+def test_savings_in_a_loop_count_a_carry_that_is_not_stacked():
+    plain = statetx.memory_profile(products_in_a_loop(statetx.scan), NARROW)
+    stacks = [b for b in plain.buffers if b.stacked is not None]
+    # The carry and the counter of the steps.
+    assert len(stacks) == 2 and all(b.primitive == "dot_general" and b.carry_bytes == 4 * 64 * 16 + 4 for b in stacks)
+    predicted = {c.action: c.saved_bytes for c in plain.changes if c.target.startswith("scan of 32 steps")}
+    slots = functools.partial(statetx.scan, checkpoint=statetx.policies.Slots(7))
+    by_hand = {"slots": products_in_a_loop(slots), "remat": products_in_a_loop(statetx.scan, statetx.remat)}
+    assert predicted.keys() == by_hand.keys() and "policies.Slots(7))" in str(plain.changes)
+    for action, loss in by_hand.items():
+        saved = plain.peak_bytes - statetx.memory_profile(loss, NARROW).peak_bytes
+        assert predicted[action] == pytest.approx(saved, rel=0.03)
+
+
+def test_residuals_of_a_loop_in_a_loop_are_no_carry():
+    inner = products_in_a_loop(lambda step, c, _, num: jax.lax.scan(step, c, None, num))
+    profile = statetx.memory_profile(lambda c: jax.lax.scan(lambda c, _: (c * inner(c), None), c, None, 8)[0], NARROW)
+    stacks = [b for b in profile.buffers if b.stacked is not None and b.stacked.length == 8]
+    assert {b.type: b.primitive for b in stacks if b.num_bytes > 2**20} == {"f32[8,32,64,512]": "dot_general"}
+
+
 def test_a_step_is_profiled_unchanged():
     net = Net()
 
@@ -930,8 +959,9 @@ def test_what_a_loop_stacks_is_told_behind_asynchronous_copies_and_operations_wi
     for n, name in zip(rows, "abc", strict=True):
         defined += [(name, (), 2048, f"stack{n}"), (f"write{n}", (), 2048, f"stack{n}")]
     assembly = _assembled(instructions, computations, defined)
-    stacked = {b.name: b.primitive for b in assembly.buffers() if b.stacked is not None}
-    assert stacked == {"write2": "dot_general", "write3": "sub", "write4": "carry"}
+    stacks = [b for b in assembly.buffers() if b.stacked is not None]
+    assert {b.name: b.primitive for b in stacks} == {"write2": "dot_general", "write3": "sub", "write4": "carry"}
+    assert {b.carry_bytes for b in stacks} == {128}  # of "next"; the counter has no value here
 
 
 def test_products_by_a_library_and_its_working_memory():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from .._jax import CompiledProgram, Instruction
 from ._lifetimes import FORWARDS, FlatSchedule, Flow, Lifetime, lifetimes, readers
 from ._names import InstructionNames, Origin, common_parent, stored_as
-from .buffer import Buffer, Kind, Loop, Step, bits_of, shape_of
+from .buffer import Buffer, Kind, Loop, Step, bytes_of
 
 
 class Inputs(NamedTuple):
@@ -24,6 +23,14 @@ class Inputs(NamedTuple):
 
     states: frozenset[str] = frozenset()
     outputs: tuple[str, ...] = ()
+
+
+class _Stack(NamedTuple):
+    """The loop that fills a stack, and the instruction that computes a slice of it."""
+
+    instruction: Instruction
+    loop: Loop
+    slice: Instruction
 
 
 class Assembly:
@@ -47,6 +54,7 @@ class Assembly:
         self.readers = readers(self.schedule, self.flow)
         # A cache of the object's own: one of the class would keep every program.
         self.module = functools.cache(self._module)  # `(instruction) -> object`
+        self.carry_bytes = functools.cache(self._carry_bytes)  # `(id of a loop) -> int`
         num_outputs = len({index[0] for index in self.flow.places[root] if index}) or 1
         if (
             len(inputs.outputs) != num_outputs
@@ -91,7 +99,7 @@ class Assembly:
             for constant in instructions:
                 if constant.opcode != "constant":
                     continue
-                num_bytes = -(-math.prod(shape_of(constant.type)) * bits_of(constant.type) // 8)
+                num_bytes = bytes_of(constant.type)
                 if num_bytes >= _LEAST_CONSTANT:
                     place -= 1
                     o = self.names.origin(fusion)
@@ -151,7 +159,8 @@ class Assembly:
         instruction = max(makers, key=self._how_telling)
         value = values[makers.index(instruction)]
         origin = self.names.origin_at(instruction, value.place[1])
-        stacked, slice_ = self._stacked(makers)
+        stack = self._stack(makers)
+        stacked, slice_ = (None, None) if stack is None else (stack.loop, stack.slice)
         if slice_ is not None:
             origin = self._of_slice(slice_, origin)
         first, last = min(x.start for x in group), max(x.end for x in group)
@@ -172,6 +181,7 @@ class Assembly:
             region=origin.region,
             loop=self._loop(instruction) if stacked is None else None,
             stacked=stacked,
+            carry_bytes=0 if stack is None else self.carry_bytes(stack.instruction.id),
             allocation=group[0].allocation,
             offset=group[0].offset,
             readers=tuple(sorted({step for x in group for step in self.readers.get(x.value, ())})),
@@ -183,25 +193,48 @@ class Assembly:
         """The origin of a stack: the operation that computes a slice, or the loop's carry."""
         while slice_.opcode in ("copy", "bitcast") and slice_.operands:
             slice_ = self.program.instructions[slice_.operands[0]]
-        slice_ = self.names.element(slice_)
+        slice_ = self._filled(self.names.element(slice_))
         if slice_.opcode in ("get-tuple-element", "parameter"):
             return stack._replace(primitive="carry")
         told = self.names.origin(slice_)
         return told._replace(phase=stack.phase) if told.source else stack
+
+    def _filled(self, slice_: Instruction) -> Instruction:
+        """The instruction that computes a slice of the stack of an inner loop, if it is one; else itself."""
+        index: tuple[int, ...] = (slice_.index,) if slice_.opcode == "get-tuple-element" else ()
+        loop = self.program.instructions[slice_.operands[0]] if index else slice_
+        if loop.opcode != "while":
+            return slice_
+        values = self.flow.places[self.program.computations[loop.called[0]].root][index]
+        makers = [self.program.instructions[self.program.values[v].place[0]] for v in values]
+        stack = self._stack(makers)
+        return makers[0] if stack is None else self._filled(self.names.element(stack.slice))
 
     def _how_telling(self, instruction: Instruction) -> int:
         """Prefer, of the instructions that define one array, the one that computes it to those that forward it."""
         forwards = instruction.opcode in ("parameter", "while", "conditional", "call", "tuple")
         return 4 * (not forwards) + 2 * bool(self.names.stacking(instruction)) + bool(instruction.op_name)
 
-    def _stacked(self, makers: Sequence[Instruction]) -> tuple[Loop | None, Instruction | None]:
-        """The loop that fills it slice by slice, and the instruction that computes a slice."""
+    def _stack(self, makers: Sequence[Instruction]) -> _Stack | None:
         for maker in makers:
             slice_ = self.names.stacking(maker)
-            loop = self._loop(maker)
+            loop = next((c for c in self.schedule.callers(maker) if c.opcode == "while"), None)
             if slice_ is not None and loop is not None:
-                return loop, slice_
-        return None, None
+                return _Stack(loop, self.names.loops(maker)[0], slice_)
+        return None
+
+    def _carry_bytes(self, number: int) -> int:
+        """Bytes that a loop carries from one step to the next: of the tuple that its body takes and returns, without
+        the values that it returns unchanged and the stacks that it fills.
+        """
+        loop = self.program.instructions[number]
+        into, out = self.flow.places[loop.operands[0]], self.flow.places[self.program.computations[loop.called[0]].root]
+        carried = 0
+        for index, values in out.items():
+            makers = [self.program.instructions[self.program.values[v].place[0]] for v in values]
+            if index and values != into.get(index) and not any(map(self.names.stacking, makers)):
+                carried += bytes_of(_type_at(loop.type, index))
+        return carried
 
     def _kind(self, group: Sequence[Lifetime], parameter: Instruction | None, origin: Origin) -> Kind:
         if parameter is not None:

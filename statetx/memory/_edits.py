@@ -205,9 +205,13 @@ def bodies(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandida
     for loop, stacks in _stacks(profile, kind).items():
         inner = [b for b in stacks if b.primitive != "carry"]
         length = loop.length or 1
-        if not inner or len(inner) == len(stacks):  # without a stacked carry, its size is not known
+        if not inner:
             continue
         gaps = [Gap(b.start, b.end, b.num_bytes) for b in inner]
+        # XLA stacks the part of the carry that the backward pass reads.
+        stacked_bytes = sum(b.num_bytes for b in stacks if b.primitive == "carry")
+        added_bytes = max(0, length * _carry_bytes(stacks) - stacked_bytes)
+        gaps.append(Gap(min(b.start for b in stacks), max(b.end for b in stacks), -added_bytes))
         begin, end = _step_of_reversal(inner, profile)
         gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
         change = Change("remat", str(loop), _text_of_body(loop), saving(profile, gaps))
@@ -222,19 +226,6 @@ def _text_of_body(loop: Loop) -> str:
             f"only."
         )
     return f"Rematerialize the body of the {loop} with statetx.remat: it keeps its carry only."
-
-
-def with_bodies(candidates: Sequence[ChangeCandidate]) -> list[ChangeCandidate]:
-    """Add a rematerialized body, which is cheaper than a strategy, for the loops whose carry has an unknown size: it
-    can be tried.
-    """
-    extended = list(candidates)
-    for c in candidates:
-        edit = c.edit
-        if isinstance(edit, Checkpoint) and edit.strategy and Checkpoint(edit.loop) not in [x.edit for x in extended]:
-            change = Change("remat", str(edit.loop), _text_of_body(edit.loop), c.change.saved_bytes - 1)
-            extended.append(ChangeCandidate(change, c.buffers, Checkpoint(edit.loop), lambda c=c: c))
-    return extended
 
 
 def checkpoints(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandidate]:
@@ -252,13 +243,13 @@ def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level
     strategy, num_carries, num_steps = _strategy(profile.backend, length, level)
     if level > 2 and num_carries >= _strategy(profile.backend, length, level - 1)[1]:
         return None
-    # Without a stacked carry its size is not known: at most all that a step keeps.
-    carries = [b for b in stacks if b.primitive == "carry"]
-    carry = sum(b.num_bytes for b in carries or stacks) // length
     step = num_steps * sum(b.num_bytes for b in stacks) // length
     start, end = min(b.start for b in stacks), max(b.end for b in stacks)
     gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
-    gaps += [Gap(start, end, -num_carries * carry), Gap(_step_of_reversal(stacks, profile)[0], end, -step)]
+    gaps += [
+        Gap(start, end, -num_carries * _carry_bytes(stacks)),
+        Gap(_step_of_reversal(stacks, profile)[0], end, -step),
+    ]
     how = ""
     if loop.library:
         how = f", which is in {loop.library}, by a plan (statetx.plan), or with a loop of your own in its place"
@@ -266,9 +257,13 @@ def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level
         f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.{strategy!r}) keeps "
         f"{num_carries} carries."
     )
-    change = Change("slots", str(loop), text, saving(profile, gaps), is_least=not carries)
+    change = Change("slots", str(loop), text, saving(profile, gaps))
     more = functools.partial(_checkpointed, profile, loop, stacks, level + 1)
     return ChangeCandidate(change, frozenset(stacks), Checkpoint(loop, strategy), more)
+
+
+def _carry_bytes(stacks: Sequence[Buffer]) -> int:
+    return max(b.carry_bytes for b in stacks)
 
 
 def _strategy(backend: str, length: int, level: int) -> tuple[Strategy, int, int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .._equations.compiled import Cost
 from .._text import format_bytes
 from ._advice import candidates, in_parts
-from ._edits import ChangeCandidate, with_bodies
+from ._edits import ChangeCandidate
 from ._tried import Trials
 from .buffer import Buffer, Change
 from .measure import MemoryProfile
@@ -92,7 +92,8 @@ class RemedySearch:
         missing = float("inf") if available is None else self._needed - available
         advised = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
         # An array that is passed as an argument may have no other copy on the device.
-        advised = [c for c in advised if c.change.action != "argument"] if trials is None else with_bodies(advised)
+        if trials is None:
+            advised = [c for c in advised if c.change.action != "argument"]
         self._candidates = sorted(advised, key=lambda c: -c.change.saved_bytes)
         self.unused: tuple[Unused, ...] = ()
         self.tried: tuple[Remedy, ...] = ()
@@ -145,7 +146,7 @@ class RemedySearch:
 
     def _remedy(self, trials: Trials, change: Change, needed_before: int, cost: Cost) -> Remedy:
         needed, operations = self._of(cost), trials.added_operations(cost)
-        change = change._replace(saved_bytes=needed_before - needed, is_least=False)
+        change = change._replace(saved_bytes=needed_before - needed)
         return Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
 
     def _cheapest(self, tried: Sequence[_Tried]) -> list[ChangeCandidate]:

@@ -125,8 +125,8 @@ def headline(profile: AdvisedTimeline) -> str:
 
 def _sentence(change: Change) -> str:
     """Sentence with an open parenthesis, for its share."""
-    least, how = "at least " if change.is_least else "", "compiled" if change.is_compiled else "predicted"
-    return f"{change.text.rstrip('.')}: {least}{format_bytes(change.saved_bytes)} less ({how}"
+    how = "compiled" if change.is_compiled else "predicted"
+    return f"{change.text.rstrip('.')}: {format_bytes(change.saved_bytes)} less ({how}"
 
 
 def _peak_sentence(profile: AdvisedTimeline) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -62,6 +63,7 @@ class Buffer:
         region: the rematerialized function that it belongs to; empty outside of them.
         loop: the innermost loop around it, or None.
         stacked: the loop that stacks it, one slice a step; or None.
+        carry_bytes: of a stack, the bytes that its loop carries from one step to the next.
         allocation, offset: its place: two buffers may share a place one after the other.
         readers: the steps that read it.
         stored_as: the format of an array stored in fewer bits (`Policy.stored_as`); empty for any other.
@@ -82,6 +84,7 @@ class Buffer:
     region: str = ""
     loop: Loop | None = None
     stacked: Loop | None = None
+    carry_bytes: int = 0
     allocation: int = 0
     offset: int = 0
     readers: tuple[int, ...] = ()
@@ -142,7 +145,6 @@ class Change(NamedTuple):
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
         condition: a condition on the program, part of `text`: if it fails, the change gives other results. Empty for a
             change that keeps them.
-        is_least: whether it may save more: the compiled program does not tell the size of a carry.
         is_compiled: whether the saving is of a compiled program.
     """
 
@@ -151,7 +153,6 @@ class Change(NamedTuple):
     text: str
     saved_bytes: int
     condition: str = ""
-    is_least: bool = False
     is_compiled: bool = False
 
 
@@ -184,6 +185,11 @@ def bits_of(type_: str) -> int:
     """The bits of an entry, by the type of the array."""
     digits = re.search(r"\d+", type_.partition("[")[0])
     return int(digits[0]) if digits else 8
+
+
+def bytes_of(type_: str) -> int:
+    """The size of an array, by its type."""
+    return -(-math.prod(shape_of(type_)) * bits_of(type_) // 8)
 
 
 def replacements(buffers: Iterable[Buffer]) -> list[tuple[Buffer, Buffer, int]]:

@@ -36,10 +36,6 @@ _LAST_RESORT = (
     "smaller batches with accumulated gradients, shard states and arguments over more devices, smaller dtypes, or a "
     "smaller model."
 )
-_PERHAPS = (
-    "the compiled program does not tell the size of a carry. Make the changes, and explain the new step. If it does "
-    "not fit, use"
-)
 
 
 class Alternative(NamedTuple):
@@ -169,20 +165,16 @@ class OutOfMemory(Tabular):
 
     def _remedy_notes(self) -> Iterator[tuple[str, str]]:
         for n, remedy in enumerate(self.remedies, 1):
-            least = "at least " if remedy.change.is_least else ""
-            most = "at most " if any(r.change.is_least for r in self.remedies[:n]) else ""
-            text = f"{remedy.change.text.rstrip('.')}: {least}{format_bytes(remedy.change.saved_bytes)} less"
+            text = f"{remedy.change.text.rstrip('.')}: {format_bytes(remedy.change.saved_bytes)} less"
             text += f" ({_how_known(remedy)})"
             total = f", {format_bytes(remedy.saved_bytes)} with those before it" if n > 1 else ""
-            end = f"; {most}{format_bytes(remedy.needed_bytes)} needed then."
+            end = f"; {format_bytes(remedy.needed_bytes)} needed then."
             if remedy.fits:
                 is_sure = not any(r.change.condition for r in self.remedies[:n])
                 end = ". It fits then." if is_sure else ". It fits then, but only if the condition holds."
             yield f"[{n}]", f"{text}{total}{end}"
         fits = any(r.fits for r in self.remedies)
-        if not fits and any(r.change.is_least for r in self.remedies):
-            yield "Perhaps enough:", f"{_PERHAPS} {_LAST_RESORT}"
-        elif not fits:
+        if not fits:
             which = "these changes do" if len(self.remedies) > 1 else "this change does" if self.remedies else ""
             yield (
                 "Not enough:",
