@@ -2,6 +2,7 @@
 
 import io
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jax.errors import JaxRuntimeError
 import statetx
 from statetx._equations import compiled
 from statetx._equations.compiled import fast_compile_options
-from statetx.memory import oom
+from statetx.memory import _deadline, oom
 from statetx.memory._estimate import estimate
 from statetx.memory._show import rows_at_peak
+from statetx.memory._tried import NotTried, Trials
 from statetx.memory.measure import memory_profile
 from statetx.memory.oom import explain_oom
 
@@ -138,6 +140,42 @@ def test_following_the_changes_makes_it_fit():
     assert [r.change.action for r in report.remedies] == ["remat"] and "Block.body" in report.remedies[0].change.text
     assert peak(Model(statetx.remat).step, X) <= limit
     assert "It fits then" in str(report)
+    # The step and each change; and a pair, to see that one is not needed.
+    assert len(report.tried) < report.num_compiled == report.to_dict()["num_compiled"]
+    assert f"{report.num_compiled} programs compiled in {report.seconds:.1f} s, with " in str(report)
+    assert 0 < report.to_dict()["processor_seconds"] == report.processor_seconds
+
+
+class Clock:
+    """A clock by which each compilation takes ten seconds, and a plan as long as it may."""
+
+    def __init__(self, monkeypatch, seconds_each=10.0):
+        self.now, self.trials, self.plans, self.each = 0.0, 0, [], seconds_each
+        profiled = oom.profiled
+        monkeypatch.setattr(_deadline, "time", types.SimpleNamespace(monotonic=self.read, process_time=self.read))
+        monkeypatch.setattr(oom, "profiled", lambda *args: self.after(self.each, profiled, *args))
+        monkeypatch.setattr(Trials, "_compiled", lambda *_: self.after(self.each, self._try))
+        monkeypatch.setattr(oom, "_planned", lambda *args: self.plans.append(args[-1]) or self.after(2 * args[-1] + 30))
+
+    def read(self):
+        return self.now
+
+    def after(self, seconds, run=lambda: None, *args):
+        self.now += seconds
+        return run(*args)
+
+    def _try(self):
+        self.trials += 1
+        raise NotTried("by the clock")
+
+
+@pytest.mark.parametrize("limit, trials, plans", [(5, 0, 0), (25, 0, 0), (30, 1, 0), (60, 3, 0), (120, 4, 1)])
+def test_one_time_limit_ends_the_first_compilation_the_trials_and_the_plan(limit, trials, plans, monkeypatch):
+    clock = Clock(monkeypatch)
+    report = explain_oom(Model().step, X, limit=1000, time_limit=limit)
+    assert (clock.trials, len(clock.plans)) == (trials, plans)
+    assert clock.now == report.seconds <= max(limit, 10)  # the step is compiled in any case
+    assert trials or report.remedies[0].why_predicted == "the time was over"
 
 
 @pytest.mark.slow

@@ -154,6 +154,21 @@ def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) ->
     return lowered.compile({**(compiler_options or {}), **_WITHOUT_TIMING})
 
 
+_count_lock = new_lock()
+_num_compiled = 0
+
+
+def num_compiled() -> int:
+    """The programs that this process has compiled so far to measure them."""
+    return _num_compiled
+
+
+def count_compilation() -> None:
+    global _num_compiled
+    with _count_lock:
+        _num_compiled += 1
+
+
 _WITHOUT_FUSED_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -324,6 +339,7 @@ class Program:
     def compiled(self) -> Any:
         with self._lock:
             if self._compiled is None:
+                count_compilation()
                 self._compiled = compile_to_measure(self.lowered, self.compiler_options)
             return self._compiled
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of
+from ._deadline import Deadline
 from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted
 from ._scopes import numbered_calls, takes_as_arguments
 
@@ -49,33 +49,39 @@ class Trials:
 
     Args:
         gradient: whether the gradient of the step is part of the program.
-        time_limit: seconds; no compilation begins that is expected to end later.
+        deadline: no compilation begins that is expected to end later.
+        share: of the time limit, that the trials may take with what was before them.
         constant_bytes: of the unchanged program.
     """
 
-    def __init__(self, call: TracedCall, *, gradient: bool, time_limit: float, constant_bytes: int = 0):
+    def __init__(
+        self,
+        call: TracedCall,
+        *,
+        gradient: bool,
+        deadline: Deadline,
+        share: float = 1.0,
+        constant_bytes: int = 0,
+    ):
         # Each program is traced again, with the edits of its derivatives.
         self._arrays = ArrayProgram(call, gradient, retraces=True)
         self._constant_bytes = constant_bytes
-        self._end = time.monotonic() + time_limit
-        self._longest = 0.0
+        self._deadline, self._share = deadline, share
         self._costs: dict[frozenset[Edit], Cost | NotTried] = {}
 
     def cost(self, *edits: Edit) -> Cost | None:
         """Cost of the program with these edits; None if they cannot be tried, for the reason that `why_not`
         tells.
         """
-        key, begin = frozenset(edits), time.monotonic()
+        key = frozenset(edits)
         if key not in self._costs:
-            remaining = self._end - begin
-            # Another compilation would probably end after the time limit.
-            if remaining <= 0 or self._longest > remaining:
+            if not self._deadline.has_time(self._share):
                 return None
-            try:
-                self._costs[key] = self._compiled(edits)
-            except NotTried as e:
-                self._costs[key] = NotTried(str(e))  # without the frames of the compilation
-            self._longest = max(self._longest, time.monotonic() - begin)
+            with self._deadline.compiling():
+                try:
+                    self._costs[key] = self._compiled(edits)
+                except NotTried as e:
+                    self._costs[key] = NotTried(str(e))  # without the frames of the compilation
         cost = self._costs[key]
         return None if isinstance(cost, NotTried) else cost
 

@@ -18,6 +18,7 @@ from .._equations.compiled import (
     ForTarget,
     Program,
     compile_to_measure,
+    count_compilation,
     full_device_options,
     in_order,
     is_out_of_memory,
@@ -256,6 +257,7 @@ def _compiled(stage: Any, options: dict[str, Any]) -> tuple[Any, CompiledProgram
     """The compiled stage, and its program with the places of its buffers if they can be known."""
     if isinstance(stage, jax.stages.Compiled):
         return stage, _jax.compiled_program(stage)
+    count_compilation()
     # The cache may have the program with the names of other functions, and XLA writes nothing of one from there.
     with _jax.without_compilation_cache():
         if _tells_buffers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,10 +15,11 @@ from .._lift.wrapper import check_callable, name_of, short_name
 from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
-from .._text import format_bytes, format_seconds, parse_bytes, short_path
+from .._text import counted, format_bytes, format_seconds, parse_bytes, short_path
 from ..planner.planner import plan
 from ..residuals._trace import TracedCall, inspects
 from ..transforms.functionalize import functionalize
+from ._deadline import Deadline
 from ._estimate import estimate
 from ._search import Remedy, RemedySearch, Unused
 from ._show import PeakRow, rows_at_peak
@@ -28,8 +28,9 @@ from .measure import MemoryProfile, profiled
 
 _MAX_ROWS = 6
 _LEAST_SHARE = 0.005  # of the peak; smaller groups are not listed
-_FOR_TRIALS = 0.7  # of the time; the rest is for a plan
-_LEAST_FOR_PLAN = 5.0  # seconds
+_FOR_TRIALS = 0.7  # of the time, with the first compilation; the rest is for a plan
+_LEAST_FOR_PLAN = 1.0  # seconds
+_MOST_FOR_PLAN = 5.0  # seconds, if the trials took less
 
 
 _LAST_RESORT = (
@@ -70,6 +71,9 @@ class OutOfMemory(Tabular):
         unused: the tools that are not among them, with the reasons; nothing unless changes were compiled.
         tried: the changes that were compiled alone, used or not.
         plan: the automatic alternative; None if none was made.
+        num_compiled: the programs that were compiled, with those of the plan.
+        seconds, processor_seconds: wall time, and time of all processors. On a busy machine the first is the longer
+            one.
     """
 
     name: str
@@ -82,6 +86,9 @@ class OutOfMemory(Tabular):
     unused: tuple[Unused, ...] = ()
     tried: tuple[Remedy, ...] = ()
     plan: Alternative | None = None
+    num_compiled: int = 0
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
 
     @property
     def needed_bytes(self) -> int:
@@ -160,6 +167,12 @@ class OutOfMemory(Tabular):
             yield (
                 "Compiled:",
                 f"{self.name} and its gradient. With gradient=False {self.name} alone, as for an evaluation.",
+            )
+        if self.tried:
+            yield (
+                "Time:",
+                f"{counted(self.num_compiled, 'program')} compiled in {self.seconds:.1f} s, with "
+                f"{self.processor_seconds:.1f} s of processor time.",
             )
         yield "More:", "print(report.profile), or report.profile.to_html('memory.html')."
 
@@ -244,8 +257,9 @@ def explain_oom(
             else the error. CPUs tell none.
         gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless
             it is a training step. False for an evaluation.
-        time_limit: seconds for compiling the changes and for a plan; then the best so far is told. 0 for predictions
-            alone, None for no limit.
+        time_limit: seconds of wall time for all; then the best so far is told. The step itself is compiled in any case.
+            No other compilation begins if one as long as the longest so far would not end in time, and a plan only if
+            its last compilations would, too. 0 for predictions alone, None for no limit.
         progress: whether to show the trials (with rich).
 
     Returns:
@@ -269,9 +283,32 @@ def explain_oom(
         True
     """
     check_callable("explain_oom", step)
+    deadline = Deadline(time_limit)
+    with spinner(f"explain_oom of {_name(step)}", is_shown=progress) as tell:
+        tell("the step")
+        report = _explained(step, args, kwargs, error, limit, gradient, deadline, tell)
+    return dataclasses.replace(
+        report,
+        num_compiled=deadline.num_compiled,
+        seconds=deadline.seconds,
+        processor_seconds=deadline.processor_seconds,
+    )
+
+
+def _explained(
+    step: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    error: BaseException | str | None,
+    limit: int | str | None,
+    gradient: bool | None,
+    deadline: Deadline,
+    tell: Callable[[str], None],
+) -> OutOfMemory:
     texts = [] if error is None else [str(error)]
     try:
-        profile = profiled(step, args, kwargs, gradient, full_device_options())
+        with deadline.compiling():
+            profile = profiled(step, args, kwargs, gradient, full_device_options())
     except Exception as e:
         if not is_out_of_memory(e):
             raise
@@ -291,27 +328,37 @@ def explain_oom(
 
     if limit is not None and profile.constant_bytes >= _LEAST_SHARE * (profile.peak_bytes + profile.constant_bytes):
         other_bytes = bytes_on_device(call.body.operands)
-    name = short_name(getattr(step, "__name__", "") or name_of(step))
-    report = OutOfMemory(name, profile, limit_bytes, source, other_bytes, _first_size(_REQUESTS, text), ())
-    trials, seconds = None, float("inf") if time_limit is None else time_limit
-    if report.short_bytes and not profile.note and seconds:
+    report = OutOfMemory(_name(step), profile, limit_bytes, source, other_bytes, _first_size(_REQUESTS, text), ())
+    trials = None
+    if report.short_bytes and not profile.note and deadline.limit:
+        constant_bytes = profile.constant_bytes
         trials = Trials(
-            call, gradient=profile.gradient, time_limit=seconds * _FOR_TRIALS, constant_bytes=profile.constant_bytes
+            call, gradient=profile.gradient, deadline=deadline, share=_FOR_TRIALS, constant_bytes=constant_bytes
         )
-    begin = time.monotonic()
-    with spinner(f"explain_oom of {name}", is_shown=progress) as tell:
-        search = RemedySearch(profile, report.available_bytes, trials, tell)
-        report = dataclasses.replace(report, remedies=search.run(), tried=search.tried)
-        report = dataclasses.replace(report, unused=search.unused if trials else ())
-        spent = time.monotonic() - begin
-        # A plan may take twice its time until a first one fits; a search of seconds should not be followed by one of
-        # minutes.
-        for_plan = min((seconds - spent) / 2, max(spent, _LEAST_FOR_PLAN))
-        if trials is None or for_plan < 1 or gradient is False:
-            return report
-        tell("a plan")
-        limit_ = None if time_limit is None else for_plan
-        return dataclasses.replace(report, plan=_planned(report, step, args, kwargs, limit_))
+    before = deadline.seconds
+    search = RemedySearch(profile, report.available_bytes, trials, tell)
+    report = dataclasses.replace(report, remedies=search.run(), tried=search.tried)
+    if trials is None:
+        return report
+    report = dataclasses.replace(report, unused=search.unused)
+    seconds = None if deadline.limit == float("inf") else _seconds_for_plan(deadline, deadline.seconds - before)
+    if gradient is False or (seconds is not None and seconds < _LEAST_FOR_PLAN):
+        return report
+    tell("a plan")
+    return dataclasses.replace(report, plan=_planned(report, step, args, kwargs, seconds))
+
+
+def _name(step: Callable[..., Any]) -> str:
+    return short_name(getattr(step, "__name__", "") or name_of(step))
+
+
+def _seconds_for_plan(deadline: Deadline, for_trials: float) -> float:
+    """The time limit of a plan that ends before the deadline: until a first plan fits it may take twice its limit, and
+    then it ends the compilation that is in progress and compiles two programs more, at most.
+
+    A search of seconds should not be followed by one of minutes.
+    """
+    return min((deadline.seconds_left - 3 * deadline.longest) / 2, max(for_trials, _MOST_FOR_PLAN))
 
 
 def _planned(
