@@ -1227,6 +1227,20 @@ mistake("jacfwd(f, model)", TypeError, "argnums", "Block", "to the function that
 )
 
 
+for name in ("measure", "memory_profile", "memory_report", "explain_oom", "loop_report", "plan"):
+    for library, jit in (("jax", jax.jit), ("statetx", statetx.jit)):
+
+        @mistake(
+            f"{name}(f), f jitted by {library} with compiler_options=",
+            statetx.FunctionError,
+            f"{name} compiles <lambda> within",
+            "the step jitted without compiler_options=",
+        )
+        def jitted_with_options(name=name, jit=jit):
+            jitted = jit(lambda x: (jnp.sin(x) ** 2).sum(), compiler_options={"xla_backend_optimization_level": 1})
+            getattr(statetx, name)(jitted, X, **({"budget": "1MiB"} if name == "plan" else {}))
+
+
 for name in ("measure", "memory_profile", "memory_report", "saved_residuals", "explain_oom", "eval_shape"):
 
     @mistake(f"{name}(loss, x.shape)", TypeError, f"{name} was given x=(4,)", "jax.ShapeDtypeStruct((4,), jnp.float32)")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .. import _states
-from .._errors import StatetxError
+from .._errors import FunctionError, StatetxError
 from .._objects.paths import argument_names
 from .._text import brief, counted, suggestion, type_str
 from .._tree import flatten, is_array, is_integer, whole_number
@@ -205,7 +205,7 @@ def broadcast_prefix(
 
 def notes_shapes(inspection: F) -> F:
     """Decorate a function that takes a function and then its arguments: an error has a note if arguments are missing,
-    or may be shapes.
+    or may be shapes, and tells the fix for a jitted function with options of the compiler.
 
     People write ``measure(loss)``, or ``measure(loss)(x)`` as for a transform; and ``measure(loss, x.shape)``, which
     calls the function with a tuple of integers.
@@ -217,6 +217,8 @@ def notes_shapes(inspection: F) -> F:
         try:
             return inspection(fun, *args, **kwargs)
         except Exception as e:
+            if isinstance(e, ValueError) and str(e).startswith("`compiler_options` can only be passed to top-level"):
+                raise _options_in_a_report(inspection.__name__, fun) from e
             if callable(fun) and not isinstance(e, StatetxError):
                 keywords = {name: x for name, x in kwargs.items() if name not in options}
                 for note in _notes_of_arguments(inspection.__name__, fun, args, keywords):
@@ -225,6 +227,17 @@ def notes_shapes(inspection: F) -> F:
             raise
 
     return noted  # type: ignore[return-value]
+
+
+def _options_in_a_report(name: str, fun: Any) -> FunctionError:
+    what = short_name(name_of(fun))
+    return FunctionError(
+        f"{name} compiles {what} within a program of its own, and JAX takes compiler_options= for the outermost jit "
+        f"alone: {what}, or a function that it calls, is jitted with some.\n"
+        f"Usual cause: {what} is the jitted step with the options that it runs with.\n"
+        f"Fix: give {name} the step jitted without compiler_options=; measure and memory_report take them as an "
+        f"argument of their own."
+    )
 
 
 def _notes_of_arguments(name: str, fun: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[str]:
