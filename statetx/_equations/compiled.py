@@ -132,7 +132,7 @@ def compile_to_measure(lowered: Any, compiler_options: dict[str, Any] | None) ->
     Raises:
         UncompilableError: XLA fails with all of them, for a target.
     """
-    errors: list[jax.errors.JaxRuntimeError] = []
+    errors: list[Exception] = []
     for options in _attempts(lowered, compiler_options or {}):
         try:
             compiled = lowered.compile(options or None)

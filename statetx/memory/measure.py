@@ -233,7 +233,7 @@ def _totals(traced: _TracedProgram, memory: Any) -> MemoryProfile:
     """The profile of a program whose backend does not tell where its buffers are."""
     was_compiled = isinstance(traced.stage, jax.stages.Compiled)
     names = ("argument", "output", "alias", "temp")
-    sizes = {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes", 0) for name in names}
+    sizes: dict[str, Any] = {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes", 0) for name in names}
     note = (
         f"The backend {current.platform()!r} does not tell where {'compiled programs' if was_compiled else 'programs'} "
         f"have their buffers, so there are totals only."
