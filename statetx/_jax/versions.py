@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax._src import checkify as _checkify
 from jax._src import core as _core
-from jax._src.lib import version as _jaxlib_version
 
 try:
     from jax._src import flattree as _flattree  # pyright: ignore[reportAttributeAccessIssue]
@@ -47,11 +46,6 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyrigh
 
 NAME_CLASSES = ("CheckpointName", "CheckpointNameFwd")
 """The operations that ``jax_remat3`` makes of names; since 0.12 the second in rules of ``jax.custom_vjp``."""
-
-CPU_DROPS_BARRIERS = _jaxlib_version < (0, 11, 1)
-"""Whether XLA on CPUs removes optimization barriers before it merges equal computations (measured: 0.10.2, 0.11.0,
-0.11.1, 0.11.2).
-"""
 
 
 def is_check_missing(error: TypeError) -> bool:

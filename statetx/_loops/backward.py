@@ -11,10 +11,10 @@ import jax
 
 from .. import _jax
 from .._equations.inline import inline
-from .._equations.primitives import FUSED, INLINED, JIT, REMAT, count, flops, inner_jaxprs, row_of
+from .._equations.primitives import FUSED, INLINED, JIT, LOOPS, REMAT, count, flops, inner_jaxprs, row_of
+from .._jax import Jaxpr
 from .._lift.stage import close_derivative
 from .._positions import replaced
-from .._remat.fence import contains_loop
 from .._tree import is_float, num_bytes
 from .rows import row_bytes
 from .step import LoopStep
@@ -144,13 +144,18 @@ class BackwardStep:
         return self._treedef.unflatten(leaves)((ct_carry, ct_ys))
 
 
+def _contains_loop(jaxpr: Jaxpr) -> bool:
+    """Whether one of the equations is a loop, or has one in it."""
+    return any(e.primitive.name in LOOPS or any(map(_contains_loop, inner_jaxprs(e))) for e in jaxpr.eqns)
+
+
 def starts_early(step: LoopStep) -> bool:
     """Whether XLA:CPU would allocate much of a step's operands and results at the start of the program around it.
 
     It starts whatever is ready: the buffers that loops in the step fill, and values computed from constants alone, such
     as a layer's weights from the stacked ones.
     """
-    if contains_loop(step.body.jaxpr):
+    if _contains_loop(step.body.jaxpr):
         return True
     jaxpr = inline(step.body.jaxpr, calls=JIT | REMAT, deep=False)
     computed = _computed_from(jaxpr, jaxpr.invars[: step.num_constants])

@@ -1,10 +1,10 @@
 """The fence: keep XLA from merging the recomputation of a rematerialized function with its first computation.
 
 JAX separates them by an optimization barrier, which XLA:CPU removes before it merges common subexpressions (jaxlib
-before 0.11.1; decision 8). Newer ones remove it before they order the operations, and start loops early. There the
-function is lowered as a branch that is always taken, on an index that no compiler can evaluate. Tracing does not
-change: the fence travels with the policy, the only parameter of the remat primitive that JAX forwards unread (decision
-14 has the form of the branch).
+before 0.11.1; decision 8). Newer ones remove it before they order the operations, and start loops and independent
+recomputations early. On CPUs the function is lowered as a branch that is always taken, on an index that no compiler can
+evaluate. Tracing does not change: the fence travels with the policy, the only parameter of the remat primitive that JAX
+forwards unread (decision 14 has the form of the branch).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from .. import _jax
-from .._equations.primitives import LOOPS
 from .._jax import Jaxpr
 from .._tree import has_known_sizes
 
@@ -33,7 +32,7 @@ class Fenced:
         policy: the policy, as JAX takes it; None to save nothing.
         fence: ``"cond"`` to run the recomputation and the backward pass in a branch, so that no compiler merges them
             with the forward pass or starts them early; ``"auto"`` to do so only where JAX's own barrier does not last:
-            on CPUs before jaxlib 0.11.1, and on CPUs if the function contains a loop.
+            on CPUs.
     """
 
     policy: Any
@@ -53,7 +52,7 @@ def _lower(
 ) -> Any:
     if isinstance(policy, _jax.Ordered):
         return _lower_in_order(as_jax, ctx, *args, jaxpr=jaxpr)
-    is_fenced = isinstance(policy, Fenced) and (policy.fence == "cond" or _drops_barriers(ctx, jaxpr))
+    is_fenced = isinstance(policy, Fenced) and (policy.fence == "cond" or _jax.platforms(ctx) == ("cpu",))
 
     # The undifferentiated function is the first computation: only the recomputation, which has the cotangents among
     # its inputs, goes into the branch.
@@ -62,16 +61,6 @@ def _lower(
     if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
         jaxpr = in_canonical_order(jaxpr)
     return _lower_as_branch(as_jax, ctx, *args, jaxpr=jaxpr)
-
-
-def _drops_barriers(ctx: Any, jaxpr: Jaxpr) -> bool:
-    """Whether XLA may start a function early in spite of a barrier."""
-    return _jax.platforms(ctx) == ("cpu",) and (_jax.CPU_DROPS_BARRIERS or contains_loop(jaxpr))
-
-
-def contains_loop(jaxpr: Jaxpr) -> bool:
-    """Whether one of the equations is a loop, or has one in it."""
-    return any(e.primitive.name in LOOPS or any(map(contains_loop, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
 
 
 def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
