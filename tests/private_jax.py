@@ -89,8 +89,6 @@ lax.control_flow.loops
     scan_p while_p: loops of staged bodies | jax.extend.core.primitives
 lax.lax
     _convert_element_type: changes weak types | none
-lib
-    version: of jaxlib, which says whether XLA on CPUs drops barriers | jaxlib.__version__
 linear_util
     StoreException WrappedFun wrap_init: derivative rules in equations | jax.extend.linear_util, for some
 literals
