@@ -44,12 +44,12 @@ def _updated_inputs(jaxpr: Jaxpr, is_donated: Sequence[bool]) -> list[frozenset[
     of = lambda v: frozenset() if isinstance(v, Literal) else found.get(v, frozenset())
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in FUSED and len(eqn.outvars) == 1:
-            same = [v for v in eqn.invars if v.aval.shape == eqn.outvars[0].aval.shape]
+            same = [v for v in eqn.invars if _type(v)[0] == _type(eqn.outvars[0])[0]]
             found[eqn.outvars[0]] = frozenset().union(*map(of, same))
     return [of(v) for v in jaxpr.outvars]
 
 
-def _matching(candidates: dict[int, set[int]]) -> dict[int, int]:
+def _matching(candidates: dict[int, frozenset[int]]) -> dict[int, int]:
     """Give each output one of its inputs, the ones with the fewest first; the output of each input."""
     matched: dict[int, int] = {}
     while candidates:

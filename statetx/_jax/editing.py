@@ -413,7 +413,7 @@ def traced_alone(eqn: Any, operands: Sequence[CallOperand]) -> Any:
     run.__name__ = run.__qualname__ = params["name"]
     name_function(run, jaxpr.debug_info.traced_for, jaxpr.debug_info.func_src_info, [x.name for x, _ in inputs])
     shardings = [None if s is UNSPECIFIED else s for s in params["out_shardings"]]
-    options = {"out_shardings": shardings} if any(s is not None for s in shardings) else {}
+    options: dict[str, Any] = {"out_shardings": shardings} if any(s is not None for s in shardings) else {}
     donated = tuple(n for n, (_, flag) in enumerate(inputs) if flag)
     jitted = jax.jit(run, donate_argnums=donated, keep_unused=params["keep_unused"], **options)
     return jitted.trace(*(x.value for x, _ in inputs))

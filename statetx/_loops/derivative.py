@@ -273,11 +273,11 @@ def until_linearized(before: Callable, after: Callable, args: tuple, name: str) 
     avals += map(_jax.abstract, operands)
     first, second = bodies
     end = num + first.num_operands
-    jaxprs = [
+    closed_before, closed_after = (
         _jax.ClosedJaxpr(*stage(fun, avals))
         for fun in (lambda *xs: first(xs[num:end], *xs[:num]), lambda *xs: second(xs[end:], *xs[:num]))
-    ]
-    return out_tree.unflatten(_jax.call_until_linearized(*jaxprs, [*leaves, *operands]))
+    )
+    return out_tree.unflatten(_jax.call_until_linearized(closed_before, closed_after, [*leaves, *operands]))
 
 
 def whole(fun: Callable, name: str) -> Callable:

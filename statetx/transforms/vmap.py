@@ -189,13 +189,13 @@ class _Examples:
 
     def on_read(self, state: Any, kind: Kind, value: Any) -> Any:
         rule = self._rule(state, kind)
-        if rule is not Split and not isinstance(rule, int):
-            return value
         if rule is Split:
             keys, part = self._split(state, kind, value)
             if kind.advances_when_read and (access := self.frame.accesses.get(id(state))) is not None:
                 self.frame.note_write(access)
             return part.combine([_jax.batch_tracer(self.trace, x, 0) for x in keys])
+        if not isinstance(rule, int):
+            return value
         arrays, part = partition(value)
         for x in arrays:
             self._rules.slice_type(state, _jax.abstract(x), _jax.batch_size(self.trace))
