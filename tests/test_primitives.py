@@ -20,7 +20,8 @@ KNOWN = {p.name for p in vars(jax_primitives).values() if isinstance(p, jax.exte
 UNLISTED = set(
     "pjit remat remat2 checkpoint copy_p empty empty2 name statetx_loop statetx_call statetx_settled statetx_mark "
     "statetx_stored "
-    "statetx_attach statetx_link statetx_notice statetx_runs statetx_hold statetx_note unvmap_any scatter_add "
+    "statetx_attach statetx_link statetx_notice statetx_runs statetx_hold statetx_note "
+    "statetx_with_tangent_of unvmap_any scatter_add "
     "scatter_mul "
     "expand_dims logistic square random_split random_fold_in random_bits random_seed random_wrap random_unwrap "
     "tie_in axis_index "

@@ -159,6 +159,7 @@ TABLE: dict[str, PrimitiveRow] = {
     # The result is the operand.
     **_rows(f"name {_jax.mark_primitive.name}", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("statetx_stored statetx_attach", is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
+    **_rows("statetx_with_tangent_of", fuses=True, flops=_free),
     **_rows("statetx_link", is_view=True, forwards=_ENTRIES, is_label=True, fuses=True, flops=_free),
     **_rows(_jax.runs_primitive.name, is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("reduce_precision", forwards=_VALUE, is_label=True, fuses=True, flops=_free),

@@ -21,7 +21,7 @@ from jax._src.interpreters import partial_eval as _pe
 
 from .._positions import function_of as _function_of
 from .._positions import replaced
-from .batching import map_over
+from .batching import map_over, with_batch_axis
 from .equations import ClosedJaxpr, abstract, with_nonzero
 from .versions import NUM_CHECKIFY_CONTEXTS
 
@@ -81,6 +81,29 @@ def call_primitive(
 
 def _given_types(*_: Any, out_avals: Sequence[Any], **__: Any) -> tuple[list[Any], Any]:
     return list(out_avals), _core.no_effects
+
+
+# -- a value with the tangent of another one -------------------------------------------------------------------------
+
+# Not `jax.custom_jvp`, whose rule JAX drops where it linearizes the primals of a loop: second derivatives would be
+# zero.
+_with_tangent_of_p = _core.Primitive("statetx_with_tangent_of")
+
+
+def with_tangent_of(x: Any, copy: Any) -> Any:
+    """Return `copy`, an array of the value of `x` that is computed from constants, with the tangent of `x`."""
+    return _with_tangent_of_p.bind(x, copy)
+
+
+def _with_tangent_of_batch(axis: Any, args: Any, dims: Any) -> tuple[Any, int]:
+    return with_tangent_of(*(with_batch_axis(x, d, 0, axis) for x, d in zip(args, dims, strict=True))), 0
+
+
+_with_tangent_of_p.def_impl(lambda x, copy: copy)
+_with_tangent_of_p.def_abstract_eval(lambda x, copy: copy)
+_ad.primitive_jvps[_with_tangent_of_p] = lambda primals, tangents: (with_tangent_of(*primals), tangents[0])
+_batching.fancy_primitive_batchers[_with_tangent_of_p] = _with_tangent_of_batch
+_mlir.register_lowering(_with_tangent_of_p, lambda ctx, x, copy: [copy])
 
 
 # -- the order of two gradients that do not depend on each other -----------------------------------------------------
@@ -400,7 +423,7 @@ def _settled_partial_eval(trace: Any, *tracers: Any, call_jaxpr: ClosedJaxpr, af
     params = {"call_jaxpr": call_jaxpr, "after": after}
     if not all(t.is_known() for t in tracers):
         return trace.default_process_primitive(_settled_p, tracers, params)
-    return _call_p.bind(*(t.pval.get_known() for t in tracers), call_jaxpr=after)
+    return _call_p.bind(*(t.pval.get_known() for t in tracers), call_jaxpr=after, lowered=None)
 
 
 _settled_p = call_primitive(

@@ -26,7 +26,6 @@ from ..._remat.atoms import Marks
 from .._program.flat import Part
 from .._tuned import TUNED
 from .graph import Graph
-from .inputs import instead_of_constant
 from .loops import Carries, CheckpointedLoop, OfSteps
 from .treatment import SAVED, Decision, Facts, Option, Settings, Treatment, saved_as, undominated
 
@@ -129,7 +128,7 @@ def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[i
         all_xs, number, slices = inputs[: len(xs)], inputs[len(xs)], inputs[len(xs) + 1 :]
         values = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in all_xs]
         for i, x in zip(differentiated, slices, strict=True):
-            values[i] = instead_of_constant(x, values[i])
+            values[i] = _jax.with_tangent_of(x, values[i])
         return values
 
     reading, consts = _jax.stage(read, types, traced_for="statetx.plan", name="read")

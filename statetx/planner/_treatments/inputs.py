@@ -237,19 +237,6 @@ def _instead_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, 
     return primals[1], tangents[0]
 
 
-@jax.custom_jvp
-def instead_of_constant(x: Any, copy: Any) -> Any:
-    """Replace as `instead` does, for a copy that is computed from constants: second derivatives take the value's
-    tangent, too.
-    """
-    return copy
-
-
-@instead_of_constant.defjvp
-def _instead_of_constant_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return instead_of_constant(*primals), tangents[0]
-
-
 def _with_copies(
     found: Derived,
     part: Part,
