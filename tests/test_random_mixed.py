@@ -166,7 +166,8 @@ def read(monkeypatch):
     check_edits(checks)
 
 
-@pytest.mark.parametrize("num", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [20, 300])
 def test_gradients_of_many_programs_read_bits_and_residuals_in_slots(num, read):
     """Of those that the suite runs, a third; fewer than 15% would be too few to find a fault."""
     counts = collections.Counter()

@@ -233,7 +233,8 @@ def test_ref_of_an_outer_transform_is_explicit_in_the_inner(compiled):
 
 def test_first_ref_is_noticed_wherever_created():
     code = """
-import jax, jax.numpy as jnp, statetx
+import jax, jax.numpy as jnp
+from statetx import _jax
 before = _jax.has_made_refs()
 jax.make_jaxpr(lambda x: jax.new_ref(x)[...])(1.0)
 print(before, _jax.has_made_refs())
