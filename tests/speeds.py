@@ -1,8 +1,9 @@
 """The speeds of the suite, and its progress: a pytest plugin, which `conftest` registers.
 
 `make test` runs each law, kind, error and public name. Tests that cost more are `thorough` or `slow`: `.ci/run` runs
-all of the first, and `make test-twelfth` of the second a twelfth by the day of the year, the same twelfth again 12 days
-later. It ends by itself after its minutes (``--minutes``), and tells which tests it left; it begins elsewhere each time.
+all of the first, and `make test-twelfth` of the second a twelfth by the day of the year, the same one again 12 days
+later. It ends by itself after its minutes (``--minutes``), and tells which tests it left; it begins elsewhere each
+time.
 """
 
 from __future__ import annotations
