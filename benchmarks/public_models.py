@@ -1,4 +1,4 @@
-"""Models and training steps that people run, written anew in the libraries they use, at real sizes.
+"""Models and training steps that people run, written for this benchmark in the libraries they use, at real sizes.
 
 Each entry makes a function and the types of its arguments: nothing is initialized, and nothing runs. Layers of equal shape are the
 steps of a loop, which compiles once for all of them.

@@ -41,7 +41,7 @@ class Block(Generic[T]):
     Args:
         call: the public function that makes it, as the user writes it: ``statetx.target(device)``.
         use: the rest of a sentence on a block without code.
-        open: makes the context manager that sets it, anew whenever the block is entered.
+        open: makes the context manager that sets it, a new one whenever the block is entered.
         value: what ``with ... as`` gives.
     """
 

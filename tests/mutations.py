@@ -100,8 +100,6 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.Call(args=[ast.Name() | ast.Attribute() as a, ast.Name() | ast.Attribute() as b, *rest]):
             if not (isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass", "getattr")):
                 yield "swapped arguments", ast.Call(node.func, [b, a, *rest], node.keywords)
-        case ast.comprehension(iter=items, is_async=0) if not isinstance(items, ast.Constant):
-            pass  # its own case: see `left_out`
         case ast.Expr(value=ast.Call()) | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.AugAssign():
             yield "dropped", ast.Pass()
         case ast.Return(value=ast.IfExp(body=body)):

@@ -96,7 +96,7 @@ def test_traceback_is_whole_on_request():
 
 # -- the user's errors pass unchanged ----------------------------------------------------------------------------------
 
-# As errors of JAX begin that statetx words anew.
+# As errors of JAX begin that statetx rewords.
 TEXTS = ["grad with NaN in batch 3", "jacrev requires a batch", "jacfwd with a gap", "out_specs: no such file"]
 TRANSFORMS = {
     "grad": lambda f: statetx.grad(f)(X),
