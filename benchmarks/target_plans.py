@@ -222,17 +222,17 @@ COLUMNS = (
     "added operations",
     "the policy's",
     "lower bound",
-    "estimated time, of no remat",
-    "CPU seconds",
-    "compilations",
-    "candidates",
-    "complete",
+    "estimated time",
 )
 
 
 def budget_of(found: dict[str, Any], title: str) -> int:
     """A thousandth above the policy: a plan with the same values may take some hundred bytes more, of scalars and tables."""
     return found["no remat"]["bytes"] // 2 if title == "half" else int(1.001 * found[title]["bytes"])
+
+
+def row_title(program: str, budget: str) -> str:
+    return f"{program}: {budget.removesuffix(' on the blocks')}"
 
 
 def is_kept(row: dict[str, Any]) -> bool:
@@ -250,9 +250,9 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             if row is None:
                 continue
             if "failed" in row:
-                lines.append([f"{name}: {title}", *[""] * 2, "did not end", "NO", *[""] * 8])
+                lines.append([row_title(name, title), *[""] * 2, "did not end", "NO", *[""] * 4])
                 continue
-            cells = [f"{name}: {title}", mib(base["bytes"])]
+            cells = [row_title(name, title), mib(base["bytes"])]
             policy = percent(refs[title]["flops"] / base["flops"] - 1) if title in refs else ""
             time_text = ""
             if row.get("seconds") and base["seconds"]:
@@ -261,12 +261,8 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             plan = mib(row["bytes"]) if "bytes" in row else f"none; least {mib(smallest)}" if smallest else "none"
             extra = percent(row["extra"]) if "extra" in row else ""
             bound = percent(row["bound"]) if row.get("bound") else ""
-            complete = {True: "yes", False: "NO"}.get(row.get("complete"), "")  # pyright: ignore[reportArgumentType]
             kept = "" if "error" in row else "yes" if is_kept(row) else "NO"
-            cells += [mib(row["budget"]), plan, kept, extra, policy, bound, time_text]
-            lines.append(
-                [*cells, f"{row['cpu']:.0f}", str(row["compilations"]), str(row.get("candidates", "")), complete]
-            )
+            lines.append([*cells, mib(row["budget"]), plan, kept, extra, policy, bound, time_text])
     return lines
 
 
