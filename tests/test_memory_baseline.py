@@ -246,6 +246,8 @@ def test_command_saves_compares_and_annotates(tmp_path, monkeypatch, capsys):
     assert "There is no file memory.json. Fix: write it" in capsys.readouterr().err
     assert main([*words, "--format", "github"]) == 2
     assert "--format github is for --against FILE" in capsys.readouterr().err
+    assert main([*words, "--summary", "memory.md"]) == 2
+    assert "--summary is for --against FILE" in capsys.readouterr().err
     assert main([*words, "--save", "memory.json"]) == 0
     assert main([*words, "--against", "memory.json"]) == 0
     assert "(+0.0%)" in capsys.readouterr().out

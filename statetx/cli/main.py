@@ -183,6 +183,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             choices=("text", "github"),
             help="of what --against prints: text, or annotations that GitHub shows beside the source",
         )
+        command.add_argument("--summary", metavar="FILE", help="write what --against finds as a table in Markdown")
     if name == "plan":
         command.add_argument(
             "--budget",
@@ -284,7 +285,7 @@ def _execute(options: argparse.Namespace) -> int:
         _check_budget(options.budget, options.of)
     if options.command == "memory":
         _check_against(options)
-    names = ("html", "json", "save")
+    names = ("html", "json", "save", "summary")
     files = {name: path for name in names if (path := getattr(options, name, None)) is not None}
     for name, path in files.items():
         _check_writable(name, path)
@@ -402,7 +403,7 @@ def _memory(target: UserFunction, options: argparse.Namespace) -> Output:
     profile = memory_profile(target.fun, *target.args, gradient=options.gradient, **target.kwargs)
     figures = baseline.MemoryBaseline.of(profile)
     key = baseline.key_of(profile.name, figures)
-    report, is_failed = str(profile), False
+    report, is_failed, summary = str(profile), False, ""
     if options.against is not None:
         try:
             saved = baseline.find(options.against, key)
@@ -410,13 +411,14 @@ def _memory(target: UserFunction, options: argparse.Namespace) -> Output:
             raise BadInput(f"--against: {e}") from None
         difference = baseline.Difference(profile.name, saved, figures, baseline.read_tolerance(options.tolerance))
         report = "\n".join(difference.annotations()) if options.format == "github" else str(difference)
-        is_failed = difference.is_regression
+        is_failed, summary = difference.is_regression, difference.markdown()
     return Output(
         report,
         {
             "html": profile.to_html,
             "json": lambda path: _write_json(path, profile.to_dict()),
             "save": lambda path: _save(path, key, figures),
+            "summary": lambda path: _files.write(path, summary),
         },
         is_failed,
     )
@@ -426,8 +428,10 @@ def _check_against(options: argparse.Namespace) -> None:
     """Mistakes in the options of a comparison show before anything is compiled."""
     from ..memory import baseline
 
-    if options.against is None and options.format != "text":
-        raise BadInput(f"--format {options.format} is for --against FILE")
+    if options.against is None and (options.format != "text" or options.summary is not None):
+        raise BadInput(
+            f"--{f'format {options.format}' if options.format != 'text' else 'summary'} is for --against FILE"
+        )
     try:
         baseline.read_tolerance(options.tolerance)
         if options.against is not None:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
@@ -253,6 +254,19 @@ class Difference:
         if changed:
             yield f"Versions: {', '.join(changed)}."
 
+    def markdown(self) -> str:
+        """The comparison for a page of a hosted CI: the parts that grew as a table."""
+        first, *others = self._lines()
+        lines = [f"**{_cell(first)}**", ""]
+        if self.is_regression:
+            lines += ["| grew | owner | line | before | now |", "|---|---|---|--:|--:|"]
+            for (kind, owner, function, source, num_bytes), before in self.grown()[:_MAX_ROWS]:
+                place = " ".join(filter(None, (source, f"({function})" if function else "")))
+                texts = (kind, owner or "the program", place, format_bytes(before), format_bytes(num_bytes))
+                lines.append(f"| {' | '.join(map(_cell, texts))} |")
+        notes = [line for line in others if not line.startswith("  ") and not line.endswith(":")]
+        return "\n".join([*lines, "", *map(_cell, notes)]).rstrip() + "\n"
+
     def changed_versions(self) -> Iterator[str]:
         old, new = self.before.versions, self.after.versions
         for name in dict.fromkeys([*new, *old]):
@@ -269,6 +283,11 @@ class Difference:
             file, _, line = growth.part.source.rpartition(":")
             place = f" file={_escaped(file, is_property=True)},line={line}," if file else " "
             yield f"::error{place}title=statetx memory::{_escaped(str(growth))}"
+
+
+def _cell(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", text)
 
 
 def _escaped(text: str, *, is_property: bool = False) -> str:
