@@ -28,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-figure example test smoke test-thorough test-twelfth test-slow test-outside mutations test-remat3 test-py312 test-py313 test-targets run-test-targets check format docs figures bench bench-quick clean
+.PHONY: help demo demo-figure example test smoke test-thorough test-fast test-twelfth test-slow test-outside mutations test-remat3 test-py312 test-py313 test-targets run-test-targets check format docs figures bench bench-quick clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -66,8 +66,11 @@ test: $(STAMP)  ## run the tests and doctests
 smoke: $(STAMP)  ## run each law and each kind of state once, in under two minutes
 	$(PY) -m pytest -n 2 --dist worksteal -m "smoke and not slow and not thorough" $(ARGS)
 
-test-thorough: $(STAMP)  ## run the other tests of the fast suite, which continuous integration runs too
+test-thorough: $(STAMP)  ## run the other tests of the fast suite
 	$(PY) -m pytest -n 2 --dist worksteal -m "thorough and not slow and not outside and not targets" $(ARGS)
+
+test-fast: $(STAMP)  ## run both, make test and make test-thorough, collected once; it ends with a line for each
+	$(PY) -m pytest -n 2 --dist worksteal -m "not slow and not outside and not targets" $(ARGS)
 
 TWELFTH ?= today
 test-twelfth: $(STAMP)  ## run the twelfth of the slow tests that is for today, for ten minutes; or TWELFTH=0 to 11

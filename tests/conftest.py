@@ -221,12 +221,6 @@ def count_up():
     return total
 
 
-def cpu_seconds():
-    """Of this process and of those that it has started and that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
 SLOWDOWN = {"most": 1.0}
 
 
@@ -235,10 +229,10 @@ def slowdown():
 
     Neighbours of a shared machine come and go: a count of a tenth of a second may miss those that a test has had.
     """
-    start = cpu_seconds()
+    start = speeds.cpu_seconds()
     count_up()
     shared = 1.5 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 1.0  # caches, which a count has no need of
-    SLOWDOWN["most"] = max(SLOWDOWN["most"], shared * (cpu_seconds() - start) / REFERENCE_SECONDS)
+    SLOWDOWN["most"] = max(SLOWDOWN["most"], shared * (speeds.cpu_seconds() - start) / REFERENCE_SECONDS)
     return SLOWDOWN["most"]
 
 
@@ -258,10 +252,10 @@ def pytest_runtest_call(item):
     Other processes of the machine take none of its CPU time, and threads that compile at the same time take more of it
     than the test.
     """
-    start, start_cpu = time.monotonic(), cpu_seconds()
+    start, start_cpu = time.monotonic(), speeds.cpu_seconds()
     result = yield
     if "not slow" in item.config.option.markexpr:
-        check_time(min(time.monotonic() - start, cpu_seconds() - start_cpu))
+        check_time(min(time.monotonic() - start, speeds.cpu_seconds() - start_cpu))
     return result
 
 

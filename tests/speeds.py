@@ -3,13 +3,15 @@
 `make test` runs each law, kind, error and public name. Tests that cost more are `thorough` or `slow`: `.ci/run` runs
 all of the first, and `make test-twelfth` of the second a twelfth by the day of the year, the same one again 12 days
 later. It ends by itself after its minutes (``--minutes``), and tells which tests it left; it begins elsewhere each
-time.
+time. A run ends with one line for each speed, with its CPU seconds; ``--times FILE`` writes those of each test.
 """
 
 from __future__ import annotations
 
 import collections
 import datetime
+import os
+import pathlib
 import random
 import time
 import zlib
@@ -25,6 +27,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("speeds")
     group.addoption("--twelfth", help="of the tests marked slow, a twelfth: 0 to 11, or today")
     group.addoption("--minutes", type=float, help="begin no test after so many minutes, and tell which were left")
+    group.addoption("--times", type=pathlib.Path, help="write the CPU seconds of each test to a file")
     group.addoption("--complete", action="store_true", help="a test that is skipped since something is missing fails")
 
 
@@ -39,6 +42,12 @@ def today(date: datetime.date | None = None) -> tuple[int, int]:
     return day % PARTS, day // PARTS
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it has started and that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 class Speeds:
     """One run: its twelfth, its end, its progress on the terminal."""
 
@@ -47,12 +56,17 @@ class Speeds:
         self._is_worker = hasattr(config, "workerinput")
         self._twelfth = config.getoption("--twelfth")
         minutes = config.getoption("--minutes")
+        self._times = None if self._is_worker else config.getoption("--times")
         self._start = time.time()
         self._end = None if minutes is None else self._start + 60 * minutes
         if self._is_worker and self._end is not None:
             self._end = config.workerinput["end"]
         self._left: list[str] = []
-        self._finished: collections.Counter[str] = collections.Counter()
+        self._num_finished = 0
+        self._cpu = cpu_seconds()  # of this process, when its last test ended
+        self._cpu_of_test: dict[str, float] = {}
+        self._counts = {"test": collections.Counter(), "thorough": collections.Counter(), "slow": collections.Counter()}
+        self._cpu_of_speed: collections.Counter[str] = collections.Counter()
 
     # -- which tests run --
 
@@ -64,6 +78,9 @@ class Speeds:
         config.hook.pytest_deselected(items=[item for item in items if part_of(item.nodeid) != number])
         start = random.Random(turn).randrange(len(chosen)) if chosen else 0
         items[:] = chosen[start:] + chosen[:start]
+
+    def pytest_collection_finish(self) -> None:
+        self._cpu = cpu_seconds()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -101,15 +118,24 @@ class Speeds:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             if any(words in reason for words in MISSING):
                 report.outcome, report.longrepr = "failed", f"{reason}\nThis run may skip nothing (--complete)."
+        if report.when == "teardown":
+            before, self._cpu = self._cpu, cpu_seconds()
+            report.user_properties = [*report.user_properties, ("cpu", self._cpu - before)]
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        speed = next((name for name in ("slow", "thorough") if name in report.keywords), "test")
+        if report.when == "call" or report.outcome != "passed":
+            outcome = "error" if report.failed and report.when != "call" else report.outcome
+            self._counts[speed]["xfailed" if hasattr(report, "wasxfail") else outcome] += 1
         if report.when == "teardown":
-            self._finished[report.nodeid.partition("::")[0]] += 1
+            self._num_finished += 1
+            self._cpu_of_test[report.nodeid] = dict(report.user_properties)["cpu"]
+            self._cpu_of_speed[speed] += self._cpu_of_test[report.nodeid]
 
     def progress(self, total: int) -> str:
         """`` [ 40%, 3 min left]``, by the number of tests, or by the end of a run that has one."""
-        done = sum(self._finished.values())
+        done = self._num_finished
         passed = time.time() - self._start
         if not done or done >= total:
             return f" [{done / max(total, 1):4.0%}]"
@@ -123,6 +149,13 @@ class Speeds:
             files = collections.Counter(test.partition("::")[0] for test in self._left)
             terminalreporter.section("left for another day")
             terminalreporter.line(f"{len(self._left)} tests: " + ", ".join(f"{n} of {f}" for f, n in files.items()))
+        for speed, counts in self._counts.items():
+            if counts:
+                line = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
+                terminalreporter.line(f"{speed}: {line} in {self._cpu_of_speed[speed]:.1f}s of CPU")
+        if self._times is not None:
+            slowest = sorted(self._cpu_of_test.items(), key=lambda item: -item[1])
+            self._times.write_text("".join(f"{seconds:.3f}\t{test}\n" for test, seconds in slowest))
 
 
 def duration(seconds: float) -> str:

@@ -6,6 +6,7 @@ import collections
 import datetime
 import itertools
 import pathlib
+import re
 import types
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import speeds
+import statetx
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_of_a_cross_the_fast_suite_runs_each_value_or_each_pair(conftest, axes):
 
 def a_run(**options):
     """The plugin of a run with these options, as in one process."""
-    options = {"--twelfth": None, "--minutes": None, "--complete": False} | options
+    options = {"--twelfth": None, "--minutes": None, "--complete": False, "--times": None} | options
     config = types.SimpleNamespace(
         getoption=options.get, hook=types.SimpleNamespace(pytest_deselected=lambda items: None)
     )
@@ -125,7 +127,8 @@ def test_a_run_that_is_over_begins_no_test_and_tells_which_it_left():
 @pytest.mark.parametrize("reason", ["no Chromium is installed", "this JAX has none"])
 def test_a_complete_run_fails_where_a_program_is_missing(complete, reason):
     run, _ = a_run(**{"--complete": complete})
-    report = types.SimpleNamespace(skipped=True, outcome="skipped", longrepr=("test_x.py", 1, f"Skipped: {reason}"))
+    reason_of_skip = ("test_x.py", 1, f"Skipped: {reason}")
+    report = types.SimpleNamespace(when="call", skipped=True, outcome="skipped", longrepr=reason_of_skip)
     hook = run.pytest_runtest_makereport(None)
     next(hook)
     with pytest.raises(StopIteration):
@@ -133,9 +136,72 @@ def test_a_complete_run_fails_where_a_program_is_missing(complete, reason):
     assert report.outcome == ("failed" if complete and "Chromium" in reason else "skipped")
 
 
+def reports_of(name, outcome="passed", seconds=1.0, marks=()):
+    """What pytest reports of a test: its setup, its call, its end."""
+    for when in ("setup", "call", "teardown"):
+        found = outcome if when == "call" else "passed"
+        yield types.SimpleNamespace(
+            when=when, nodeid=f"tests/test_x.py::{name}", keywords={name: 1} | dict.fromkeys(marks, 1), outcome=found,
+            failed=found == "failed", user_properties=[["cpu", seconds]],
+        )  # fmt: skip
+
+
+def test_a_run_ends_with_a_line_for_each_speed(tmp_path):
+    run, _ = a_run(**{"--times": tmp_path / "times"})
+    cheap, failed = reports_of("test_a", seconds=0.5), reports_of("test_b", "failed", marks=["thorough"])
+    for report in (*cheap, *failed, *reports_of("test_c", "skipped", marks=["thorough"])):
+        run.pytest_runtest_logreport(report)
+    lines = []
+    run.pytest_terminal_summary(types.SimpleNamespace(section=lines.append, line=lines.append))
+    assert lines == ["test: 1 passed in 0.5s of CPU", "thorough: 1 failed, 1 skipped in 2.0s of CPU"]
+    assert (tmp_path / "times").read_text().endswith("\n0.500\ttests/test_x.py::test_a\n")
+
+
 def test_progress_has_the_time_left(monkeypatch):
     run, _ = a_run()
     assert run.progress(4) == " [  0%]"
-    run.pytest_runtest_logreport(types.SimpleNamespace(when="teardown", nodeid="tests/test_x.py::test_x"))
+    for report in reports_of("test_x"):
+        run.pytest_runtest_logreport(report)
     monkeypatch.setattr(speeds.time, "time", lambda: run._start + 100)
     assert run.progress(4) == " [ 25%, 5 min left]" and run.progress(1) == " [100%]"
+
+
+# -- what `make test` runs ---------------------------------------------------------------------------------------------
+
+IMPORT = re.compile(r"^(from \S+ import \([^)]*\)|from \S+ import .*|import .*)$", re.M)
+DEFINITION = re.compile(r"(?P<decorators>(?:^[@ )].*\n)*)^(?:def|class) (?P<name>\w+)", re.M)
+LEFT_OUT = re.compile(r"\bmark\.(slow|thorough|outside|targets)\b")
+
+
+def words_that_make_test_runs(text):
+    """Words in the tests of a file that are not left out, in the functions that they use, and outside of functions."""
+    definitions, used = {}, set()
+    for chunk in IMPORT.sub("", text).split("\n\n\n"):  # as ruff formats it, between definitions
+        words, definition = {*re.findall(r"\w+", chunk)}, DEFINITION.match(chunk.strip())
+        if definition is None:
+            if "pytestmark" in words and LEFT_OUT.search(chunk):
+                return set()
+            used |= words
+        elif not LEFT_OUT.search(definition["decorators"]):
+            definitions[definition["name"]] = words
+            used |= words if definition["name"].startswith("test_") else set()
+    while reached := [name for name in definitions if name in used]:
+        used |= set().union(*(definitions.pop(name) for name in reached))
+    return used
+
+
+def test_words_of_tests_that_are_left_out_are_not_counted():
+    chunks = ["import z", "@mark.slow\ndef test_a():\n    first(b)", "def first(x):\n    b", "def second():\n    c"]
+    text = "\n\n\n".join([*chunks, "@mark.x(\n    5,\n)\ndef test_d():\n    second()", "TABLE = [e]"])
+    assert not words_that_make_test_runs(text) ^ {"mark", "x", "5", "def", "test_d", "second", "c", "TABLE", "e"}
+
+
+def test_each_public_name_error_and_policy_is_in_a_test_of_make_test():
+    """Marks by duration may leave a name to the thorough tests alone."""
+    public, used = {*statetx.__all__, *statetx.policies.__all__, *statetx.testing.__all__}, set()
+    for path in pathlib.Path(__file__).parent.glob("*.py"):
+        is_test, text = path.stem.startswith("test_"), IMPORT.sub("", path.read_text())
+        if path.name != "test_package.py":  # which lists them
+            used |= words_that_make_test_runs(text) if is_test else {*re.findall(r"\w+", text)}
+    left = public - used
+    assert not left and len(public) > 80
