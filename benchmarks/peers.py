@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import kinds
 import libraries
-from behaviors import PARAMETERS, RANDOM, VALUES, Call, Dialect, Flags, Functional, Row, namespace, scalar, tangent
+from behaviors import PARAMETERS, RANDOM, VALUES, Call, Dialect, Flags, Row, namespace, scalar, tangent
 from flax import nnx
 
 bst = brainstate.transform
@@ -32,6 +32,92 @@ class StaticModel(Dialect):
     def static(self, row: Row, bound: bool) -> dict[str, Any]:
         options = super().static(row, bound)
         return options if bound else {**options, "static_argnums": (0, *options.get("static_argnums", ()))}
+
+
+class Functional(Dialect):
+    """Libraries whose models are pure functions of their states' values; a model here is the result of `build`.
+
+    A model has ``state``, the values by name, and ``apply(values, *args, **kwargs) -> (out, values)``.
+    """
+
+    def call(self, model: Any, row: Row, call: Call) -> Any:
+        x, *args = call.args
+
+        def pure(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            return model.apply(values, x, *args, **call.kwargs)
+
+        for name in reversed(row.around):
+            pure = getattr(self, name)(pure)
+        out, model.state = pure(dict(model.state), jnp.asarray(x))
+        return out
+
+    def values(self, model: Any, row: Row) -> dict[str, Any]:
+        return {k: v for k, v in model.state.items() if k != RANDOM}
+
+    def poke(self, model: Any, name: str, value: Any) -> None:
+        model.state[name] = value
+
+    def jit(self, pure: Callable) -> Callable:
+        return jax.jit(pure)
+
+    def grad(self, pure: Callable) -> Callable:
+        def gradients(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            parameters = {k: v for k, v in values.items() if k in PARAMETERS}
+            others = None
+
+            def loss(parameters: dict[str, Any], x: Any) -> tuple[jax.Array, dict[str, Any]]:
+                nonlocal others
+                out, new = pure({**values, **parameters}, x)
+                arrays, others = split(new)
+                return scalar(out), arrays
+
+            (value, arrays), (of_w, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(parameters, x)
+            return {"value": value, "x": of_x, **of_w}, others(arrays)  # type: ignore[misc]
+
+        return gradients
+
+    def jvp(self, pure: Callable) -> Callable:
+        def pushed(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            out, moved, new = jax.jvp(lambda x: pure(values, x), (x,), (tangent(x),), has_aux=True)
+            return (out, moved), new
+
+        return pushed
+
+    def vjp(self, pure: Callable) -> Callable:
+        def pulled(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            out, pullback, new = jax.vjp(lambda x: pure(values, x), x, has_aux=True)
+            (of_x,) = pullback(jax.tree.map(tangent, out))
+            return (out, of_x), new
+
+        return pulled
+
+    def linearize(self, pure: Callable) -> Callable:
+        def linear(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            out, push, new = jax.linearize(lambda x: pure(values, x), x, has_aux=True)
+            return (out, push(tangent(x))), new
+
+        return linear
+
+    def hessian(self, pure: Callable) -> Callable:
+        def second(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            def loss(x: Any) -> tuple[jax.Array, dict[str, Any]]:
+                out, new = pure(values, x)
+                return scalar(out), new
+
+            return jax.hessian(loss, has_aux=True)(x)
+
+        return second
+
+
+def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
+    leaves, treedef = jax.tree.flatten(tree)
+    mask = [hasattr(leaf, "dtype") for leaf in leaves]
+
+    def merge(arrays: list) -> Any:
+        given = iter(arrays)
+        return treedef.unflatten([next(given) if m else leaf for m, leaf in zip(mask, leaves, strict=True)])
+
+    return [leaf for leaf, m in zip(leaves, mask, strict=True) if m], merge
 
 
 # -- plain JAX -----------------------------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 A `Row` describes one case for any library: a `body`, the method that is rematerialized, reads and writes the model's
 states as attributes (``self.n += 1``) and draws keys with ``self.key()``; `top`, if given, calls the rematerialized
 ``self.block`` in a loop or branch; `around` names the transforms applied to the whole. A `Dialect` writes the row for
-one library. The expected results come from `Plain`, which runs the same body without rematerialization as a pure
-function of the states' values, with Python's own loops and branches and JAX's own derivatives; where keys are drawn
-(their values differ between libraries), from the same dialect without rematerialization.
+one library. The expected results are those of the dialect `kinds.Meaning`, whose transforms and states are those of
+`mixed_reference`.
 
 `test_behaviors.py` runs the table for every kind of state that statetx knows, and ``benchmarks/behaviors.py`` runs it
 for other libraries and ``benchmarks/report.py`` writes the outcomes to ``docs/comparison.md``.
@@ -13,7 +12,6 @@ for other libraries and ``benchmarks/report.py`` writes the outcomes to ``docs/c
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import functools
@@ -241,157 +239,6 @@ def namespace(dialect: Dialect, row: Row) -> dict[str, Any]:
 
 def _top(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.block(*args, **kwargs)
-
-
-class Functional(Dialect):
-    """Libraries whose models are pure functions of their states' values; a model here is the result of `build`.
-
-    A model has ``state``, the values by name, and ``apply(values, *args, **kwargs) -> (out, values)``.
-    """
-
-    def call(self, model: Any, row: Row, call: Call) -> Any:
-        x, *args = call.args
-
-        def pure(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
-            return model.apply(values, x, *args, **call.kwargs)
-
-        for name in reversed(row.around):
-            pure = getattr(self, name)(pure)
-        out, model.state = pure(dict(model.state), jnp.asarray(x))
-        return out
-
-    def values(self, model: Any, row: Row) -> dict[str, Any]:
-        return {k: v for k, v in model.state.items() if k != RANDOM}
-
-    def poke(self, model: Any, name: str, value: Any) -> None:
-        model.state[name] = value
-
-    def jit(self, pure: Callable) -> Callable:
-        return jax.jit(pure)
-
-    def grad(self, pure: Callable) -> Callable:
-        def gradients(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
-            parameters = {k: v for k, v in values.items() if k in PARAMETERS}
-            others = None
-
-            def loss(parameters: dict[str, Any], x: Any) -> tuple[jax.Array, dict[str, Any]]:
-                nonlocal others
-                out, new = pure({**values, **parameters}, x)
-                arrays, others = split(new)
-                return scalar(out), arrays
-
-            (value, arrays), (of_w, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(parameters, x)
-            return {"value": value, "x": of_x, **of_w}, others(arrays)  # type: ignore[misc]
-
-        return gradients
-
-    def jvp(self, pure: Callable) -> Callable:
-        def pushed(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
-            out, moved, new = jax.jvp(lambda x: pure(values, x), (x,), (tangent(x),), has_aux=True)
-            return (out, moved), new
-
-        return pushed
-
-    def vjp(self, pure: Callable) -> Callable:
-        def pulled(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
-            out, pullback, new = jax.vjp(lambda x: pure(values, x), x, has_aux=True)
-            (of_x,) = pullback(jax.tree.map(tangent, out))
-            return (out, of_x), new
-
-        return pulled
-
-    def linearize(self, pure: Callable) -> Callable:
-        def linear(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
-            out, push, new = jax.linearize(lambda x: pure(values, x), x, has_aux=True)
-            return (out, push(tangent(x))), new
-
-        return linear
-
-    def hessian(self, pure: Callable) -> Callable:
-        def second(values: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
-            def loss(x: Any) -> tuple[jax.Array, dict[str, Any]]:
-                out, new = pure(values, x)
-                return scalar(out), new
-
-            return jax.hessian(loss, has_aux=True)(x)
-
-        return second
-
-
-def split(tree: Any) -> tuple[list, Callable[[list], Any]]:
-    leaves, treedef = jax.tree.flatten(tree)
-    mask = [hasattr(leaf, "dtype") for leaf in leaves]
-
-    def merge(arrays: list) -> Any:
-        given = iter(arrays)
-        return treedef.unflatten([next(given) if m else leaf for m, leaf in zip(mask, leaves, strict=True)])
-
-    return [leaf for leaf, m in zip(leaves, mask, strict=True) if m], merge
-
-
-class Plain(Functional):
-    """The reference: the body as a pure function, no library, nothing rematerialized; Python's loops and branches."""
-
-    name = "expected"
-
-    class Model:
-        flags: Flags
-        state: dict[str, Any]
-
-        def __getattr__(self, name: str) -> Any:
-            if name in self.__dict__.get("state", {}):
-                return self.state[name]
-            raise AttributeError(name)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name in ("flags", "state"):
-                object.__setattr__(self, name, value)
-            else:
-                self.state[name] = value
-
-        def has(self, name: str) -> bool:
-            return name in self.state
-
-        def create(self, name: str) -> None:
-            self.state[name] = VALUES[name]()
-
-        def apply(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-            before, self.state = self.state, dict(values)
-            try:
-                return self.top(*args, **kwargs), self.state  # type: ignore[attr-defined]
-            finally:
-                self.state = before
-
-        def scan(self, f: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
-            ys = []
-            for i in range(len(jax.tree.leaves(xs)[0])):
-                carry, y = f(self, carry, jax.tree.map(lambda x, i=i: x[i], xs))
-                ys.append(y)
-            return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
-
-        def cond(self, pred: Any, f: Callable, g: Callable, *operands: Any) -> Any:
-            return f(self, *operands) if pred else g(self, *operands)
-
-        def while_loop(self, cond: Callable, f: Callable, carry: Any) -> Any:
-            while cond(carry):
-                carry = f(self, carry)
-            return carry
-
-        def vmap(self, f: Callable, xs: Any) -> Any:
-            return jnp.stack([f(self, x) for x in xs])
-
-    def build(self, row: Row) -> Any:
-        cls = type("Model", (Plain.Model,), namespace(self, row))
-        model = cls()
-        model.flags = Flags()
-        model.state = {name: VALUES[name]() for name in row.states}
-        return model
-
-    def block(self, row: Row) -> Any:
-        return row.body
-
-    def jit(self, pure: Callable) -> Callable:
-        return pure
 
 
 class Objects(Dialect):
@@ -1072,19 +919,6 @@ ROWS: tuple[Row, ...] = (*CALL_FORMS, *FLAGGED, *STATE_SEMANTICS, *NESTINGS)
 
 
 # -- judging -------------------------------------------------------------------------------------------------------
-
-
-def expected(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
-    """The expected results of the row: from `Plain`, or, where it draws keys, from the dialect without
-    rematerialization.
-    """
-    return without_remat(dialect, row) if row.draws else Plain().run(row)
-
-
-def without_remat(dialect: Dialect, row: Row) -> tuple[list, dict[str, Any]]:
-    bare = copy.copy(dialect)
-    bare.remat = lambda fun, **options: fun  # type: ignore[method-assign]
-    return bare.run(row)
 
 
 def difference(actual: Any, wanted: Any, tolerance: float = 2e-5) -> str:

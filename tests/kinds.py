@@ -1,4 +1,4 @@
-"""The dialects of the behavior table that statetx itself speaks: one for each kind of state."""
+"""The dialects of the behavior table that statetx itself speaks, one for each kind of state, and the reference's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from behaviors import PARAMETERS, VALUES, Objects, scalar, tangent
 from flax import nnx
-from libraries import LIBRARIES, Library
+from libraries import LIBRARIES, Cells, Library
+from mixed_reference import Reference
 
 import statetx
 
@@ -176,6 +177,22 @@ class Ref(Arrays):
     def _assign(self, model: Any, parameters: dict[str, Any]) -> None:
         for name, value in parameters.items():
             setattr(model, f"cell_{name}", value)
+
+
+class Meaning(Closures):
+    """The expected results: cells of the reference in place of the states of a library, and its transforms.
+
+    Keys are those of the library.
+    """
+
+    name = "expected"
+
+    def __init__(self, library: str = "statetx"):
+        self.api = self.control = Reference()
+        self.library = Cells(self.api, library)
+
+    def remat(self, fun: Any, **options: Any) -> Any:
+        return fun if isinstance(fun, type) else self.api.remat(fun)
 
 
 KINDS = (Native(), Brainstate(), Nnx(), Ref())

@@ -1,4 +1,4 @@
-"""How each library makes, reads and writes a state; nothing else in the tests says it."""
+"""How each library makes, reads and writes a state, and the cells that mean it; nothing else in the tests says it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import brainstate
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from mixed_cells import Cell, World
 
 import statetx
 
@@ -68,6 +70,8 @@ class Nnx(Library):
         return self.state(value)
 
     def get(self, state: Any) -> Any:
+        if isinstance(state, nnx.Rngs):
+            return state.default.key.get_value(), state.default.count.get_value()
         return state.get_value()
 
     def set(self, state: Any, value: Any) -> None:
@@ -114,6 +118,47 @@ class Ref(Library):
     def draw(self, rng: Any) -> jax.Array:
         rng[...], key = jax.random.split(rng[...])
         return key
+
+
+class Rng:
+    """The random state of the reference: a cell with a key, and with nnx's, one with the number of draws."""
+
+    def __init__(self, world: World, kind: str, seed: int):
+        self.key = Cell(world, jax.random.key(seed), is_random=True, is_ref=kind == "ref", library=kind)
+        self.count = Cell(world, jnp.uint32(0)) if kind == "nnx" else None
+
+
+class Cells(Library):
+    """The states of a library as cells of the reference."""
+
+    def __init__(self, world: World, name: str):
+        self.world = world
+        self.name = name
+
+    def make(self, value: Any, name: str | None = None) -> Any:
+        return Cell(self.world, value, is_ref=self.name == "ref")
+
+    param = make
+
+    @staticmethod
+    def get(state: Any) -> Any:
+        if isinstance(state, Rng):
+            return state.key.value if state.count is None else (state.key.value, state.count.value)
+        return state.value
+
+    def rng(self, seed: int = 0) -> Rng:
+        return Rng(self.world, self.name, seed)
+
+    def draw(self, rng: Rng) -> jax.Array:
+        if rng.count is not None:
+            key = jax.random.fold_in(rng.key.value, rng.count.value)
+            rng.count.value = rng.count.value + 1
+            return key
+        rng.key.value, key = jax.random.split(rng.key.value)
+        return key
+
+    def key_of(self, state: Any) -> Any:
+        return state.key if isinstance(state, Rng) else state
 
 
 LIBRARIES: dict[str, Library] = {library.name: library for library in (Library(), Brainstate(), Nnx(), Ref())}

@@ -32,11 +32,13 @@ DEAD = Dead()
 
 
 class Cell:
-    """A state: a value, and whether it is a random key, of which library. A Ref's type is fixed."""
+    """A state: a value, and whether it is a random key, of which library. A Ref's type is fixed, and
+    a tree of Refs is one cell.
+    """
 
     def __init__(self, world: World, value: Any, is_random: bool = False, is_ref: bool = False, library: str = ""):
         self._world = world
-        self._value = value
+        self._value = jax.tree.map(jnp.asarray, value) if is_ref else value
         self.is_random = is_random
         self.is_ref = is_ref
         self.library = library
@@ -55,7 +57,8 @@ class Cell:
 
     @value.setter
     def value(self, value: Any) -> None:
-        self._value = jnp.asarray(value, self._value.dtype) if self.is_ref else value
+        fit = lambda x, old: jnp.asarray(x, old.dtype)
+        self._value = jax.tree.map(fit, value, self._value) if self.is_ref else value
         self.is_weak_open |= self._world.has_read_open
 
 

@@ -88,8 +88,10 @@ class Reference:
 
     # -- transforms that are the call itself --
 
-    def remat(self, fun: Callable, **options: Any) -> Callable:
-        return lambda *args: self.atomic(lambda: fun(*args))
+    def remat(self, fun: Callable | None = None, **options: Any) -> Callable:
+        if fun is None:
+            return self.remat
+        return lambda *args, **kwargs: self.atomic(lambda: fun(*args, **kwargs))
 
     def shard_map(self, fun: Callable, **options: Any) -> Callable:
         def call(*args: Any) -> Any:
@@ -204,15 +206,25 @@ class Reference:
         return lambda x: self.atomic(lambda: twice(x))
 
     def vjp(self, fun: Any, *primals: Any, wrt: Any = None) -> tuple[Any, Callable]:
+        """What is no float array in the output has no derivative; its cotangents are ignored."""
         cells, treedef = jax.tree.flatten(wrt)
 
+        def split(*args: Any) -> tuple[list, Any]:
+            leaves, structure = jax.tree.flatten(fun(*args))
+            is_float = [isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+            others = [None if f else x for f, x in zip(is_float, leaves, strict=True)]
+            return [x for f, x in zip(is_float, leaves, strict=True) if f], (others, is_float, structure)
+
         def run() -> tuple[Any, Callable]:
-            pure, finish = self.pure(fun, cells)
-            out, pull, arrays = jax.vjp(pure, [c.value for c in cells], *primals, has_aux=True)
-            finish(arrays)
+            pure, finish = self.pure(split, cells, has_aux=True)
+            floats, pull, arrays = jax.vjp(pure, [c.value for c in cells], *primals, has_aux=True)
+            others, is_float, structure = finish(arrays)
+            rest = iter(floats)
+            out = structure.unflatten([next(rest) if f else x for f, x in zip(is_float, others, strict=True)])
 
             def pullback(cotangent: Any) -> Any:
-                of_cells, *of_args = pull(cotangent)
+                leaves = structure.flatten_up_to(cotangent)
+                of_cells, *of_args = pull([c for f, c in zip(is_float, leaves, strict=True) if f])
                 return tuple(of_args) if wrt is None else (jax.tree.unflatten(treedef, of_cells), tuple(of_args))
 
             return out, pullback

@@ -22,7 +22,7 @@ import mixed_syntax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from libraries import library_of
+from libraries import Cells, Rng, library_of
 from mixed_cells import Cell, Only, is_numeric, leaf_type
 from mixed_generator import program_of
 from mixed_reference import Reference
@@ -233,23 +233,9 @@ class Plain(World):
     def names(self) -> dict[str, Any]:
         r = Reference()
 
-        class Rng:
-            """A random state as each library has it."""
+        cells = Cells(r, "statetx")
 
-            def __init__(self, kind: str, seed: int):
-                self.kind = kind
-                self.key = Cell(r, jax.random.key(seed), is_random=True, library=kind)
-                self.count = Cell(r, jnp.uint32(0)) if kind == "nnx" else None
-
-        def draw(rng: Any) -> jax.Array:
-            if rng.count is not None:
-                key = jax.random.fold_in(rng.key.value, rng.count.value)
-                rng.count.value = rng.count.value + 1
-                return key
-            rng.key.value, key = jax.random.split(rng.key.value)
-            return key
-
-        def rekey(rng: Any, key: jax.Array) -> None:
+        def rekey(rng: Rng, key: jax.Array) -> None:
             rng.key.value = key
 
         transforms = {name: getattr(r, name) for name in TRANSFORMS if hasattr(r, name)}
@@ -267,10 +253,10 @@ class Plain(World):
             "bs_cond": lambda *args: r.jit(lambda: r.cond(*args))(),
             "bs_for_loop": lambda f, xs: r.jit(lambda: r.map(f, xs))(),
             "Cell": lambda value, **options: Cell(r, value, **options),
-            "Rng": Rng,
-            "draw": draw,
+            "Rng": lambda kind, seed: Rng(r, kind, seed),
+            "draw": cells.draw,
             "rekey": rekey,
-            "peek": lambda cell: cell.value,
+            "peek": cells.get,
             "only": lambda x: Only(x.key if isinstance(x, Rng) else x),
             "mesh": None,
             "Split": "Split",
@@ -279,12 +265,10 @@ class Plain(World):
         }
 
     def is_state(self, x: Any) -> bool:
-        return isinstance(x, Cell) or type(x).__name__ == "Rng"
+        return isinstance(x, (Cell, Rng))
 
     def read(self, state: Any) -> Any:
-        if isinstance(state, Cell):
-            return state.value
-        return state.key.value if state.count is None else (state.key.value, state.count.value)
+        return Cells.get(state)
 
 
 TRANSFORMS = (
@@ -331,8 +315,6 @@ class System(World):
         return _states.kind_of(x) is not None or isinstance(x, nnx.Rngs)
 
     def read(self, state: Any) -> Any:
-        if isinstance(state, nnx.Rngs):
-            return state.default.key.get_value(), state.default.count.get_value()
         return libraries.get(state)
 
 

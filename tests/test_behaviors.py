@@ -5,7 +5,7 @@ import itertools
 import behaviors
 import pytest
 from behaviors import ROWS
-from kinds import KINDS
+from kinds import KINDS, Meaning
 from laws import WORDS
 
 import statetx
@@ -28,7 +28,7 @@ def test_behavior(dialect, row):
         with pytest.raises(error, match=message):
             dialect.run(row)
         return
-    wanted = behaviors.expected(dialect, row)
+    wanted = Meaning(dialect.library.name).run(row)
     actual = dialect.run(row)
     assert not behaviors.difference(actual, wanted)
     assert row.check is None or row.check(*actual)
@@ -45,7 +45,7 @@ def test_behavior_of_residuals_stored_in_another_form(row, monkeypatch):
     dialect, remat = KINDS[0], KINDS[0].remat
     stored = {"policy": statetx.policies.everything.stored_as(WORDS), "inputs_stored_as": WORDS}
     monkeypatch.setattr(dialect, "remat", lambda fun, **options: remat(fun, **options, **stored), raising=False)
-    actual, wanted = dialect.run(row), behaviors.expected(dialect, row)
+    actual, wanted = dialect.run(row), Meaning().run(row)
     assert not behaviors.difference(actual, wanted)
 
 
@@ -64,5 +64,5 @@ def test_behavior_of_loops_reversed_from_slots(row, monkeypatch):
         return statetx.scan(lambda c, x: f(model, c, x), carry, xs, checkpoint=2)
 
     monkeypatch.setattr(dialect, "scan", scan, raising=False)
-    actual, wanted = dialect.run(row), behaviors.expected(dialect, row)
+    actual, wanted = dialect.run(row), Meaning().run(row)
     assert not behaviors.difference(actual, wanted)
