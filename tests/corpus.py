@@ -1,10 +1,7 @@
-"""Small stateful programs, each beside a hand-written pure-JAX reference.
+"""Small stateful programs, which run with statetx's transforms and states or with those of `mixed_reference`.
 
 A program is a class. An instance holds states and ``step(x)``, which reads and writes them; ``x`` is ``float[3]``, of
 the default float type: the laws are checked in float64, where a wrong term cannot hide among rounding errors.
-``ref(values, x) -> (out, values)`` is the same function without states and without statetx, on a dict that maps the
-name of each state to its value. Nothing of a reference may come from the program beside it: a mistake made twice is
-no test.
 
 Every output depends on ``x`` by a function with first and second derivatives other than zero, so that a gradient
 lost on the way shows; every program with parameters multiplies them with ``x``, for the same reason.
@@ -12,12 +9,15 @@ lost on the way shows; every program with parameters multiplies them with ``x``,
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+from libraries import LIBRARIES, Cells, Rng
+from mixed_cells import Cell
 
 import statetx
 
@@ -32,7 +32,9 @@ def strong(x: float) -> jax.Array:
 
 
 class Program:
-    """Base of the corpus. A program has ``setup()``, which makes the states, ``body(x)`` and ``ref(values, x)``.
+    """Base of the corpus. A program has ``setup()``, which makes the states, and ``body(x)``.
+
+    `api` has the transforms: the module statetx, or a `mixed_reference.Reference`, of which the program then is one.
 
     Attributes:
         writes: whether a step writes states; those that do not also run under plain jax transforms.
@@ -51,25 +53,23 @@ class Program:
     grows: ClassVar[bool] = False
     wrt: ClassVar[tuple[str, ...]] = ()
     variant: ClassVar[str] = "statetx"
-    State: ClassVar[Any] = statetx.State
-    Param: ClassVar[Any] = statetx.Param
-    Rng: ClassVar[Any] = statetx.RngState
 
-    def __init__(self) -> None:
+    def __init__(self, api: Any = statetx) -> None:
         self.runs = 0
+        self.api = api
+        self.library = LIBRARIES[self.variant] if api is statetx else Cells(api, self.variant)
+        if api is not statetx:  # methods that the class body rematerializes, as the reference does it
+            for name, method in inspect.getmembers_static(type(self), lambda x: hasattr(x, "__wrapped__")):
+                setattr(self, name, api.remat(method.__wrapped__.__get__(self)))
         self.setup()
 
     def step(self, x: jax.Array) -> Any:
         self.runs += 1
         return self.body(x)
 
-    def draw(self, rng: Any) -> jax.Array:
-        """A key from a random state."""
-        return rng.next()
-
     def cells(self) -> dict[str, Any]:
-        """The states by the name that the reference knows them by, each once."""
-        kinds = (statetx.State, brainstate.State)
+        """The states by name, each once."""
+        kinds = (statetx.State, brainstate.State, Cell, Rng)
         by_id: dict[int, tuple[str, Any]] = {}
         for name, state in vars(self).items():
             if isinstance(state, kinds):
@@ -77,7 +77,7 @@ class Program:
         return dict(by_id.values())
 
     def values(self) -> dict[str, Any]:
-        return {name: state.value for name, state in self.cells().items()}
+        return {name: self.library.get(state) for name, state in self.cells().items()}
 
     def targets(self) -> dict[str, Any]:
         return {name: state for name, state in self.cells().items() if name in self.wrt}
@@ -89,18 +89,12 @@ class ReadModifyWrite(Program):
     wrt = ("s",)
 
     def setup(self):
-        self.s = self.State(jnp.array([1.0, 2.0, -1.0]))
+        self.s = self.library.make(jnp.array([1.0, 2.0, -1.0]))
 
     def body(self, x):
         before = self.s.value
         self.s.value = before * 0.5 + jnp.tanh(x)
         return self.s.value * before + x**3
-
-    @staticmethod
-    def ref(v, x):
-        old = v["s"]
-        new = old * 0.5 + jnp.tanh(x)
-        return new * old + x**3, {"s": new}
 
 
 class ReadOnly(Program):
@@ -110,15 +104,11 @@ class ReadOnly(Program):
     wrt = ("w", "b")
 
     def setup(self):
-        self.w = self.Param(jnp.asarray(W))
-        self.b = self.Param(jnp.array([0.1, -0.2, 0.3]))
+        self.w = self.library.param(jnp.asarray(W))
+        self.b = self.library.param(jnp.array([0.1, -0.2, 0.3]))
 
     def body(self, x):
         return jnp.tanh(self.w.value @ x + self.b.value)
-
-    @staticmethod
-    def ref(v, x):
-        return jnp.tanh(v["w"] @ x + v["b"]), v
 
 
 class WriteThenRead(Program):
@@ -127,8 +117,8 @@ class WriteThenRead(Program):
     wrt = ("w",)
 
     def setup(self):
-        self.w = self.Param(jnp.asarray(W))
-        self.s = self.State(jnp.array([7.0, 7.0, 7.0]))
+        self.w = self.library.param(jnp.asarray(W))
+        self.s = self.library.make(jnp.array([7.0, 7.0, 7.0]))
 
     def body(self, x):
         self.s.value = self.w.value @ x
@@ -136,27 +126,17 @@ class WriteThenRead(Program):
         self.s.value = y + self.s.value
         return jnp.sin(self.s.value) + y
 
-    @staticmethod
-    def ref(v, x):
-        h = v["w"] @ x
-        return jnp.sin(h**2 + h) + h**2, {"w": v["w"], "s": h**2 + h}
-
 
 class MutatedDict(Program):
     """A state whose dict is changed in place."""
 
     def setup(self):
-        self.d = self.State({"n": strong(1.0), "x": jnp.zeros(3)})
+        self.d = self.library.make({"n": strong(1.0), "x": jnp.zeros(3)})
 
     def body(self, x):
         self.d.value["x"] = self.d.value["x"] + jnp.sin(x)
         self.d.value["n"] = self.d.value["n"] * 2
         return self.d.value["x"] * self.d.value["n"] + x**2
-
-    @staticmethod
-    def ref(v, x):
-        s, n = v["d"]["x"] + jnp.sin(x), v["d"]["n"] * 2
-        return s * n + x**2, {"d": {"n": n, "x": s}}
 
 
 class Dropout(Program):
@@ -165,22 +145,14 @@ class Dropout(Program):
     wrt = ("w",)
 
     def setup(self):
-        self.w = self.Param(jnp.asarray(W))
-        self.rng = self.Rng(17)
+        self.w = self.library.param(jnp.asarray(W))
+        self.rng = self.library.rng(17)
 
     def body(self, x):
-        keep = jax.random.bernoulli(self.draw(self.rng), 0.7, (3,))
+        keep = jax.random.bernoulli(self.library.draw(self.rng), 0.7, (3,))
         h = jnp.where(keep, jnp.tanh(self.w.value @ x), 0.0)
-        noise = jax.random.normal(self.draw(self.rng), (3,))
+        noise = jax.random.normal(self.library.draw(self.rng), (3,))
         return h * noise + x**2
-
-    @staticmethod
-    def ref(v, x):
-        state, first = jax.random.split(v["rng"])
-        state, second = jax.random.split(state)
-        mask = jax.random.bernoulli(first, 0.7, (3,))
-        h = mask * jnp.tanh(v["w"] @ x)
-        return h * jax.random.normal(second, (3,)) + x**2, {"w": v["w"], "rng": state}
 
 
 class _BatchNorm(Program):
@@ -189,9 +161,9 @@ class _BatchNorm(Program):
     wrt = ("scale",)
 
     def setup(self):
-        self.mean = self.State(jnp.zeros(()))
-        self.var = self.State(jnp.ones(()))
-        self.scale = self.Param(strong(1.3))
+        self.mean = self.library.make(jnp.zeros(()))
+        self.var = self.library.make(jnp.ones(()))
+        self.scale = self.library.param(strong(1.3))
 
     def _norm(self, x, training=True):
         if training:
@@ -209,15 +181,6 @@ class _BatchNorm(Program):
         y = self.norm(x, True)
         z = self.norm(y * y, False)
         return y + z
-
-    @staticmethod
-    def ref(v, x):
-        scale = v["scale"]
-        mean = 0.8 * v["mean"] + 0.2 * jnp.mean(x)
-        var = 0.8 * v["var"] + 0.2 * jnp.mean((x - jnp.mean(x)) ** 2)
-        y = (x - jnp.mean(x)) / jnp.sqrt(jnp.mean((x - jnp.mean(x)) ** 2) + 0.1) * scale
-        z = (y * y - mean) / jnp.sqrt(var + 0.1) * scale
-        return y + z, {"mean": mean, "var": var, "scale": scale}
 
 
 class BatchNormKeyword(_BatchNorm):
@@ -268,21 +231,15 @@ class Rnn(Program):
     wrt = ("w", "u", "h")
 
     def setup(self):
-        self.w, self.u = self.Param(jnp.asarray(W)), self.Param(jnp.asarray(U))
-        self.h = self.State(jnp.array([0.1, 0.0, -0.1]))
+        self.w, self.u = self.library.param(jnp.asarray(W)), self.library.param(jnp.asarray(U))
+        self.h = self.library.make(jnp.array([0.1, 0.0, -0.1]))
 
     def cell(self, x):
         self.h.value = jnp.tanh(self.w.value @ self.h.value + self.u.value @ x)
         return self.h.value
 
     def body(self, x):
-        return self.cell(x) + statetx.remat(self.cell)(0.5 * x)
-
-    @staticmethod
-    def ref(v, x):
-        h1 = jnp.tanh(v["w"] @ v["h"] + v["u"] @ x)
-        h2 = jnp.tanh(v["w"] @ h1 + v["u"] @ (0.5 * x))
-        return h1 + h2, {**v, "h": h2}
+        return self.cell(x) + self.api.remat(self.cell)(0.5 * x)
 
 
 class Recursive(Program):
@@ -291,8 +248,8 @@ class Recursive(Program):
     wrt = ("w",)
 
     def setup(self):
-        self.w = self.Param(jnp.linspace(0.5, 1.5, 5))
-        self.n = self.State(strong(0.0))
+        self.w = self.library.param(jnp.linspace(0.5, 1.5, 5))
+        self.n = self.library.make(strong(0.0))
 
     def layer(self, i):
         def apply(x):
@@ -310,17 +267,9 @@ class Recursive(Program):
                 return lambda x: first(second(x))
             first = recursive_checkpoint(funs[: len(funs) // 2])
             second = recursive_checkpoint(funs[len(funs) // 2 :])
-            return lambda x: first(statetx.checkpoint(second)(x))
+            return lambda x: first(self.api.remat(second)(x))
 
         return recursive_checkpoint([self.layer(i) for i in range(5)])(x)
-
-    @staticmethod
-    def ref(v, x):
-        n = v["n"]
-        for i in (4, 3, 2, 1, 0):
-            n = n * 2 + i
-            x = jnp.sin(v["w"][i] * x + 0.1 * n)
-        return x, {"w": v["w"], "n": n}
 
 
 class Nested(Program):
@@ -329,17 +278,17 @@ class Nested(Program):
     wrt = ("s",)
 
     def setup(self):
-        self.s = self.State(strong(0.7))
-        self.n = self.State(jnp.array(0, jnp.int32))
+        self.s = self.library.make(strong(0.7))
+        self.n = self.library.make(jnp.array(0, jnp.int32))
 
     def body(self, x):
-        @statetx.remat(policy=jax.checkpoint_policies.everything_saveable)
+        @self.api.remat(policy=jax.checkpoint_policies.everything_saveable)
         def inner(y):
             self.n.value += 1
             self.s.value = self.s.value + 0.1 * jnp.sum(y)
             return jnp.cos(y) * self.s.value
 
-        @statetx.remat
+        @self.api.remat
         def outer(y):
             self.s.value = self.s.value + 1.0
             z = inner(jnp.sin(y))
@@ -347,16 +296,6 @@ class Nested(Program):
             return z + inner(z)
 
         return outer(x) * self.s.value
-
-    @staticmethod
-    def ref(v, x):
-        s = v["s"] + 1.0
-        y = jnp.sin(x)
-        s = s + 0.1 * (y[0] + y[1] + y[2])
-        z = jnp.cos(y) * s
-        s = jnp.tanh(s)
-        s = s + 0.1 * (z[0] + z[1] + z[2])
-        return (z + jnp.cos(z) * s) * s, {"s": s, "n": v["n"] + 2}
 
 
 class Shared(Program):
@@ -371,19 +310,12 @@ class Shared(Program):
             return self.state.value * x
 
     def setup(self):
-        self.total = self.State(jnp.zeros(3))
+        self.total = self.library.make(jnp.zeros(3))
         self.first = self.Sub(self.total, 2.0)
-        self.second = statetx.remat(self.Sub)(self.total, -0.5)
+        self.second = self.api.remat(self.Sub)(self.total, -0.5)
 
     def body(self, x):
         return self.second(self.first(x))
-
-    @staticmethod
-    def ref(v, x):
-        t1 = v["total"] + 2.0 * x
-        y = t1 * x
-        t2 = t1 - 0.5 * y
-        return t2 * y, {"total": t2}
 
 
 class LazyInit(Program):
@@ -393,27 +325,22 @@ class LazyInit(Program):
     grows = True
 
     def setup(self):
-        self.n = self.State(jnp.array(0, jnp.int32))
+        self.n = self.library.make(jnp.array(0, jnp.int32))
 
     def body(self, x):
         self.n.value += 1
         if not hasattr(self, "w"):
-            self.w = self.Param(jnp.sin(x))
+            self.w = self.library.param(jnp.sin(x))
         self.w.value = self.w.value + x
         return self.w.value * x
-
-    @staticmethod
-    def ref(v, x):
-        w = v.get("w", jnp.sin(x)) + x
-        return w * x, {"n": v["n"] + 1, "w": w}
 
 
 class Discrete(Program):
     """Integer and bool states; the bool selects the branch."""
 
     def setup(self):
-        self.i = self.State(jnp.array([1, 2, 3], jnp.int32))
-        self.flag = self.State(jnp.array(True))
+        self.i = self.library.make(jnp.array([1, 2, 3], jnp.int32))
+        self.flag = self.library.make(jnp.array(True))
 
     def body(self, x):
         y = jnp.where(self.flag.value, jnp.sin(x), jnp.cos(x)) * self.i.value.astype(x.dtype)
@@ -421,36 +348,27 @@ class Discrete(Program):
         self.flag.value = ~self.flag.value
         return y
 
-    @staticmethod
-    def ref(v, x):
-        y = (jnp.sin(x) if v["flag"] else jnp.cos(x)) * v["i"].astype(x.dtype)
-        return y, {"i": v["i"] + (1 if v["flag"] else 2), "flag": jnp.logical_not(v["flag"])}
-
 
 class PythonNumbers(Program):
     """States that hold a Python int and a Python float: weakly typed where they become arrays."""
 
     def setup(self):
-        self.n = self.State(0)
-        self.rate = self.State(0.5)
+        self.n = self.library.make(0)
+        self.rate = self.library.make(0.5)
 
     def body(self, x):
         self.n.value += 1
         self.rate.value = self.rate.value * 0.5
         return jnp.sin(x) * self.rate.value
 
-    @staticmethod
-    def ref(v, x):
-        return jnp.sin(x) * (v["rate"] * 0.5), {"n": v["n"] + 1, "rate": v["rate"] * 0.5}
-
 
 class Constants(Program):
     """Writes and returns arrays that depend on nothing; under a trace, JAX may replace them by literals."""
 
     def setup(self):
-        self.s = self.State(strong(0.5))
-        self.v = self.State(jnp.ones(3))
-        self.i = self.State(jnp.array(3, jnp.int32))
+        self.s = self.library.make(strong(0.5))
+        self.v = self.library.make(jnp.ones(3))
+        self.i = self.library.make(jnp.array(3, jnp.int32))
 
     @statetx.remat
     def inner(self, x):
@@ -462,11 +380,6 @@ class Constants(Program):
 
     def body(self, x):
         return self.inner(x)
-
-    @staticmethod
-    def ref(v, x):
-        out = ((x * v["s"] + v["v"]) ** 2, strong(1.0), jnp.zeros(()), jnp.arange(3), jnp.array(0.25), jnp.array(True))
-        return out, {"s": strong(2.0), "v": jnp.zeros(3), "i": jnp.array(7, jnp.int32)}
 
 
 class Blob:
@@ -480,7 +393,7 @@ class Objects(Program):
     """Returns objects that are not arrays; the arrays among them are still differentiated."""
 
     def setup(self):
-        self.s = self.State(strong(2.0))
+        self.s = self.library.make(strong(2.0))
 
     @statetx.remat
     def inner(self, x):
@@ -491,12 +404,6 @@ class Objects(Program):
         out = self.inner(x)
         assert out["blob"] is BLOB and out["type"] is int and out["name"] == "inner"
         return {**out, "z": out["y"] ** 2, "n": 3}
-
-    @staticmethod
-    def ref(v, x):
-        s = v["s"] * 1.5
-        y = s * jnp.sin(x)
-        return {"y": y, "name": "inner", "blob": BLOB, "none": None, "type": int, "z": y**2, "n": 3}, {"s": s}
 
 
 @jax.custom_vjp
@@ -524,20 +431,12 @@ class CustomRules(Program):
     wrt = ("s",)
 
     def setup(self):
-        self.s = self.State(jnp.array([0.2, 0.4, 0.6]))
+        self.s = self.library.make(jnp.array([0.2, 0.4, 0.6]))
 
     def body(self, x):
-        y = statetx.remat(lambda v: _straight_through(v * self.s.value))(x)
+        y = self.api.remat(lambda v: _straight_through(v * self.s.value))(x)
         self.s.value = _scaled(self.s.value + y)
         return y**2 + self.s.value
-
-    @staticmethod
-    def ref(v, x):
-        p = v["s"] * x
-        y = p + jax.lax.stop_gradient(jnp.round(4 * p) / 4 - p)
-        q = v["s"] + y
-        s = 3 * jnp.sin(q) - 2 * jax.lax.stop_gradient(jnp.sin(q))
-        return y**2 + s, {"s": s}
 
 
 class StaticArray(Program):
@@ -546,11 +445,11 @@ class StaticArray(Program):
     wrt = ("s",)
 
     def setup(self):
-        self.s = self.State(jnp.array([1.0, 2.0, 3.0]))
+        self.s = self.library.make(jnp.array([1.0, 2.0, 3.0]))
         self.order = jnp.array([2, 0, 1])
 
     def body(self, x):
-        @statetx.remat(static_argnums=(1,), static_argnames="power")
+        @self.api.remat(static_argnums=(1,), static_argnames="power")
         def permute(y, order, *, power):
             with jax.ensure_compile_time_eval():
                 places = [int(i) for i in order]
@@ -560,11 +459,6 @@ class StaticArray(Program):
 
         return permute(x, self.order, power=np.array([1, 2]))
 
-    @staticmethod
-    def ref(v, x):
-        s = jnp.array([v["s"][2], v["s"][0], v["s"][1]])
-        return s * x * x * x, {"s": s}
-
 
 class Branches(Program):
     """jax.lax control flow inside, which reads states and writes none."""
@@ -572,20 +466,14 @@ class Branches(Program):
     wrt = ("w",)
 
     def setup(self):
-        self.w = self.Param(jnp.array([0.3, 0.6, 0.9]))
-        self.s = self.State(strong(1.0))
+        self.w = self.library.param(jnp.array([0.3, 0.6, 0.9]))
+        self.s = self.library.make(strong(1.0))
 
     def body(self, x):
         y = jax.lax.cond(self.s.value > 2, lambda z: z * self.w.value, lambda z: z - self.w.value**2, x)
         total, _ = jax.lax.scan(lambda c, _: (jnp.sin(c * self.w.value), None), y, length=2)
         self.s.value = self.s.value * 3
         return total
-
-    @staticmethod
-    def ref(v, x):
-        w = v["w"]
-        y = x * w if v["s"] > 2 else x - w**2
-        return jnp.sin(jnp.sin(y * w) * w), {"w": w, "s": v["s"] * 3}
 
 
 class StoredCarries(Program):
@@ -594,23 +482,16 @@ class StoredCarries(Program):
     wrt = ("w", "h")
 
     def setup(self):
-        self.w = self.Param(jnp.array([0.3, 0.6, 0.9]))
-        self.h = self.State(jnp.array([0.1, 0.0, -0.1]))
+        self.w = self.library.param(jnp.array([0.3, 0.6, 0.9]))
+        self.h = self.library.make(jnp.array([0.1, 0.0, -0.1]))
 
     def body(self, x):
         def step(y, _):
             self.h.value = jnp.sin(self.h.value * self.w.value + y)
             return y, None
 
-        statetx.scan(step, x, None, 5, checkpoint=statetx.policies.Slots(2))
+        self.api.scan(step, x, None, 5, checkpoint=statetx.policies.Slots(2))
         return self.h.value * x
-
-    @staticmethod
-    def ref(v, x):
-        h = v["h"]
-        for _ in range(5):
-            h = jnp.sin(h * v["w"] + x)
-        return h * x, {**v, "h": h}
 
 
 def _brainstate(cls: type[Program]) -> type[Program]:
@@ -618,12 +499,6 @@ def _brainstate(cls: type[Program]) -> type[Program]:
 
     class Variant(cls):
         variant = "brainstate"
-        State = brainstate.ShortTermState
-        Param = brainstate.ParamState
-        Rng = brainstate.random.RandomState
-
-        def draw(self, rng):
-            return rng.split_key()
 
     Variant.__name__ = Variant.__qualname__ = f"{cls.__name__}_brainstate"
     return Variant

@@ -1,7 +1,6 @@
-"""Helpers of the laws: trees compared leaf by leaf, and each transform beside its reference in plain JAX.
+"""Helpers of the laws: trees compared leaf by leaf, and transforms of programs.
 
-A nesting is a tuple of the transforms below. `transformed` applies it to a program's step, `pure` to the program's
-reference.
+A nesting is a tuple of the transforms below. `transformed` applies it to a program's step, by the program's own `api`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from behaviors import split
 
 import statetx
 from corpus import Program
@@ -54,11 +52,6 @@ def cotangents(out: Any) -> Any:
     return jax.tree.map(cotangent, out, is_leaf=lambda x: isinstance(x, type))
 
 
-def snapshot(values: dict[str, Any]) -> dict[str, Any]:
-    """Another container with the same leaves: programs may change theirs in place."""
-    return jax.tree.map(lambda x: x, values)
-
-
 def assert_same(actual: Any, expected: Any, *, tolerance: float = 1e-10, weak: bool = True, where: str = "") -> None:
     """Equal structure, types and values; Python numbers may have become arrays."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected), where
@@ -90,14 +83,13 @@ def assert_no_tracer(program: Program) -> None:
             assert not isinstance(leaf, jax.core.Tracer), f"{name} holds {leaf}"
 
 
-# -- transforms, each with its reference for a pure function -----------------------------------------------------
+# -- transforms: statetx's, or the reference's ------------------------------------------------------------------
 
 Stateful = Callable[[jax.Array], Any]
-Pure = Callable[[dict[str, Any], jax.Array], tuple[Any, dict[str, Any]]]
 
 
 def remat(f: Stateful, program: Program) -> Stateful:
-    return statetx.remat(f)
+    return program.api.remat(f)
 
 
 class Words(StoredType):
@@ -121,7 +113,7 @@ WORDS = Words("words")
 
 def stored(f: Stateful, program: Program) -> Stateful:
     """`remat` that stores each float of the function and its arguments in another form."""
-    return statetx.remat(f, policy=statetx.policies.everything.stored_as(WORDS), inputs_stored_as=WORDS)
+    return program.api.remat(f, policy=statetx.policies.everything.stored_as(WORDS), inputs_stored_as=WORDS)
 
 
 def gated(f: Callable, x: jax.Array) -> Any:
@@ -133,15 +125,11 @@ def gated(f: Callable, x: jax.Array) -> Any:
 def packed(f: Stateful, program: Program) -> Stateful:
     """`remat` that stores values that are 0 or 1 as bits."""
     policy = statetx.policies.everything.stored_as("bits") | statetx.policies.masks
-    return statetx.remat(lambda x: gated(f, x), policy=policy)
+    return program.api.remat(lambda x: gated(f, x), policy=policy)
 
 
 def jit(f: Stateful, program: Program) -> Stateful:
-    return statetx.jit(f)
-
-
-def unchanged(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    return r
+    return program.api.jit(f)
 
 
 def grad(f: Stateful, program: Program) -> Stateful:
@@ -153,33 +141,11 @@ def grad(f: Stateful, program: Program) -> Stateful:
 
     def gradients(x):
         if targets:
-            (value, out), (of_states, of_x) = statetx.value_and_grad(loss, 0, wrt=targets, has_aux=True)(x)
+            (value, out), (of_states, of_x) = program.api.value_and_grad(loss, 0, wrt=targets, has_aux=True)(x)
         else:
-            (value, out), of_x = statetx.value_and_grad(loss, has_aux=True)(x)
+            (value, out), of_x = program.api.value_and_grad(loss, has_aux=True)(x)
             of_states = {}
         return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}
-
-    return gradients
-
-
-def pure_packed(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    return lambda v, x: gated(lambda x: r(v, x), x)
-
-
-def pure_grad(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    def gradients(v, x):
-        merge_aux = None
-
-        def loss(targets, x):
-            nonlocal merge_aux
-            out, new = r({**v, **targets}, x)
-            arrays, merge_aux = split(({**v, **new}, out))
-            return scalar(out), arrays
-
-        targets = {k: v[k] for k in wrt}
-        (value, arrays), (of_states, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(targets, x)
-        new, out = merge_aux(arrays)
-        return {"value": value, "out": out, "of_states": of_states, "of_x": of_x}, new
 
     return gradients
 
@@ -188,28 +154,10 @@ def vjp(f: Stateful, program: Program) -> Stateful:
     targets = program.targets()
 
     def pulled(x):
-        out, pullback = statetx.vjp(f, x, wrt=targets or None)
+        out, pullback = program.api.vjp(f, x, wrt=targets or None)
         grads = pullback(cotangents(out))
         of_states, (of_x,) = grads if targets else ({}, grads)
         return {"out": out, "of_states": of_states, "of_x": of_x}
-
-    return pulled
-
-
-def pure_vjp(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    def pulled(v, x):
-        merge_aux = None
-
-        def run(targets, x):
-            nonlocal merge_aux
-            out, new = r({**v, **targets}, x)
-            arrays, merge_aux = split(({**v, **new}, out))
-            return [leaf for leaf in jax.tree.leaves(out) if is_float(leaf)], arrays
-
-        floats, pullback, arrays = jax.vjp(run, {k: v[k] for k in wrt}, x, has_aux=True)
-        new, out = merge_aux(arrays)
-        of_states, of_x = pullback([c for c in jax.tree.leaves(cotangents(out)) if is_float(c)])
-        return {"out": out, "of_states": of_states, "of_x": of_x}, new
 
     return pulled
 
@@ -223,19 +171,7 @@ def scan(f: Stateful, program: Program) -> Stateful:
         out = f(x + 0.1 * jnp.sin(c))
         return 0.5 * c + 0.1 * scalar(out), numbers_of(out)
 
-    return lambda x: statetx.scan(body, jnp.asarray(0.5, x.dtype), elements(x))
-
-
-def pure_scan(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    def loop(v, x):
-        c, rows = jnp.asarray(0.5, x.dtype), []
-        for x_t in elements(x):
-            out, v = r(v, x_t + 0.1 * jnp.sin(c))
-            c = 0.5 * c + 0.1 * scalar(out)
-            rows.append(numbers_of(out))
-        return (c, [jnp.stack(column) for column in zip(*rows, strict=True)]), v
-
-    return loop
+    return lambda x: program.api.scan(body, jnp.asarray(0.5, x.dtype), elements(x))
 
 
 # A carry with more numbers than a step keeps, and as many that are 0 or 1.
@@ -262,38 +198,9 @@ def slots(f: Stateful, program: Program) -> Stateful:
         return carry, numbers_of(out)
 
     checkpoint = statetx.policies.Slots(2, policy=policy)
-    return lambda x: statetx.scan(body, slots_init(x), elements(x), checkpoint=checkpoint)
+    return lambda x: program.api.scan(body, slots_init(x), elements(x), checkpoint=checkpoint)
 
 
-def pure_slots(r: Pure, wrt: tuple[str, ...]) -> Pure:
-    def loop(v, x):
-        carry, rows = slots_init(x), []
-        for x_t in elements(x):
-
-            def step(x, v=v):
-                nonlocal new
-                out, new = r(v, x)
-                return out
-
-            new = v
-            carry, out = slots_step(step, carry, x_t)
-            v = new
-            rows.append(numbers_of(out))
-        return (carry, [jnp.stack(column) for column in zip(*rows, strict=True)]), v
-
-    return loop
-
-
-PURE = {
-    remat: unchanged,
-    stored: unchanged,
-    packed: pure_packed,
-    jit: unchanged,
-    grad: pure_grad,
-    vjp: pure_vjp,
-    scan: pure_scan,
-    slots: pure_slots,
-}
 LOOPS = (scan, slots)
 
 Nesting = tuple[Callable, ...]  # from the inside out
@@ -303,13 +210,6 @@ def transformed(nesting: Nesting, f: Stateful, program: Program) -> Stateful:
     for op in nesting:
         f = op(f, program)
     return f
-
-
-def pure(nesting: Nesting, program: Program | type[Program]) -> Pure:
-    r: Pure = program.ref
-    for op in nesting:
-        r = PURE[op](r, program.wrt)
-    return r
 
 
 def name_of(nesting: Nesting) -> str:
