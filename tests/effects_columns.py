@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from libraries import Library
+from libraries import LIBRARIES, Cells, Library
 
 import statetx
 
 NO_VALUE = "no value"  # the result of reading a state that raises
+GONE = object()  # the value of a state that is in no attribute any more
 
 
 class Boom(Exception):
@@ -45,14 +46,21 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 class Model:
-    """States of one kind as attributes, and a Ref whatever the kind. A plain one is for plain calls."""
+    """States of one kind as attributes, and a Ref whatever the kind. `api` has the transforms."""
 
-    def __init__(self, kind: Library, column: Column, is_plain: bool):
-        self.kind = kind
-        self.is_plain = is_plain
+    def __init__(self, kind: Library, column: Column, api: Any = statetx):
+        self.kind, self.column = kind, column
+        self.api = api
+        self.refs = LIBRARIES["ref"] if api is statetx else Cells(api, "ref")
         for name in column.states:
             setattr(self, name, kind.rng(7) if name == "rng" else kind.make(VALUES[name](), name))
-        self.ref = jax.new_ref(jnp.float32(0.6))
+        self.ref = self.refs.make(jnp.float32(0.6))
+
+    def effect(self) -> Callable[[Any], Any]:
+        def fun(x: Any) -> Any:
+            return self.column.effect(self, x)
+
+        return fun
 
     def get(self, name: str) -> Any:
         return self.kind.get(getattr(self, name))
@@ -62,26 +70,21 @@ class Model:
 
     def values(self) -> dict[str, Any]:
         """The values of all states, created ones included; "no value" for a state that raises so."""
-        out: dict[str, Any] = {"ref": self.ref[...]}
+        out: dict[str, Any] = {"ref": self.refs.get(self.ref)}
         for name, state in states_of(self):
             try:
-                value = self.kind.get(self.kind.key_of(state))
+                out[name] = self.kind.get(state)
             except self.kind.no_value:
-                value = NO_VALUE
-            if isinstance(value, jax.ShapeDtypeStruct):  # of a state that is made while nothing is computed
-                value = type_of(value)
-            out[name] = jax.random.key_data(value) if name == "rng" else value
-            if name == "rng" and self.kind.name == "nnx":
-                out["count"] = state.default.count.get_value()
-        return out
-
-
-def type_of(x: Any) -> str:
-    return f"a {x.dtype}{list(x.shape)} without a value"
+                out[name] = NO_VALUE
+            if isinstance(out[name], jax.ShapeDtypeStruct):  # of a state that is made while nothing is computed
+                out[name] = f"a {out[name].dtype}{list(out[name].shape)} without a value"
+        return {name: value for name, value in out.items() if value is not GONE}
 
 
 def states_of(model: Model) -> list[tuple[str, Any]]:
-    return [(name, state) for name, state in vars(model).items() if name not in ("kind", "is_plain", "ref")]
+    return [
+        (name, state) for name, state in vars(model).items() if name not in ("kind", "column", "api", "refs", "ref")
+    ]
 
 
 # -- columns ---------------------------------------------------------------------------------------------------
@@ -272,11 +275,10 @@ def _(m, x):
         m.set("alpha", 5.0 * x)
         raise Boom
 
-    if not m.is_plain:  # else it has not happened
-        try:
-            statetx.remat(fails)(x)
-        except Boom:
-            pass
+    try:
+        m.api.remat(fails)(x)
+    except Boom:
+        pass
     return x * m.get("alpha")
 
 
@@ -286,19 +288,19 @@ def _nested(wrap: Callable) -> Callable:
             m.set("alpha", m.get("alpha") + 1.0)
             return x * m.get("alpha")
 
-        return inner(x) if m.is_plain else wrap(inner, x)
+        return wrap(m.api, inner, x)
 
     return effect
 
 
-NESTED: dict[str, Callable[[Callable, Any], Any]] = {
-    "remat": lambda f, x: statetx.remat(f)(x),
-    "jit": lambda f, x: statetx.jit(f)(x),
-    "scan": lambda f, x: statetx.scan(lambda c, _: (f(c), None), x, length=1)[0],
-    "cond": lambda f, x: statetx.cond(True, f, lambda x: x, x),
-    "vmap": lambda f, x: statetx.vmap(f, axis_size=1, in_axes=None)(x)[0],
-    "jvp": lambda f, x: statetx.jvp(f, (x,), (x,))[0],
-    "vjp": lambda f, x: statetx.vjp(f, x)[0],
+NESTED: dict[str, Callable[[Any, Callable, Any], Any]] = {
+    "remat": lambda t, f, x: t.remat(f)(x),
+    "jit": lambda t, f, x: t.jit(f)(x),
+    "scan": lambda t, f, x: t.scan(lambda c, _: (f(c), None), x, length=1)[0],
+    "cond": lambda t, f, x: t.cond(True, f, lambda x: x, x),
+    "vmap": lambda t, f, x: t.vmap(f, axis_size=1, in_axes=None)(x)[0],
+    "jvp": lambda t, f, x: t.jvp(f, (x,), (x,))[0],
+    "vjp": lambda t, f, x: t.vjp(f, x)[0],
 }
 for _name, _wrap in NESTED.items():
     COLUMNS[f"write in {_name}"] = Column(f"write in {_name}", _nested(_wrap))
@@ -345,5 +347,5 @@ def _(m, x):
 
 @column("Ref", kinds=CELLS)
 def _(m, x):
-    m.ref[...] = m.ref[...] + m.get("alpha")
-    return x * m.ref[...]
+    m.refs.set(m.ref, m.refs.get(m.ref) + m.get("alpha"))
+    return x * m.refs.get(m.ref)

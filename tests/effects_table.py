@@ -1,70 +1,64 @@
-"""Every transform crossed with every side effect: the rows, and the expected outcome of each cell.
+"""Every transform crossed with every side effect: the rows.
 
-`effects_columns` has the columns. A row applies a column under a transform, and gives the reference:
-plain calls of the same function on equal models: once, one after the other, or one for each example; derivatives are
-central differences. A cell without an entry in `REFUSED` must agree with the plain calls; the others must raise the
-error entered there, naming the state where the entry says so, and leave the model unchanged.
+`effects_columns` has the columns. A row applies a column under a transform of statetx, and of the reference, on equal
+models. A cell without an entry in `refused` must agree with the reference; the others must raise the error entered
+there, naming the state where the entry says so, and leave the model unchanged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from effects_columns import NO_VALUE, Column, Model, type_of
+from effects_columns import GONE
 from jax.sharding import PartitionSpec as P
-from libraries import Library, put
+from libraries import put
+from mixed_cells import DEAD, Cell
+from mixed_reference import Reference
 
 import statetx
 
 X = jnp.float32(0.3)
-STEP = 0.02  # of differences, in float32
-GONE = object()  # in place of the value of a state that is in no attribute any more
 
 
-class Case:
-    """One column on models of one kind."""
+class Meaning(Reference):
+    """The reference, with what the rows need beside the transforms of mixed programs."""
 
-    def __init__(self, kind: Library, column: Column, *, is_plain: bool):
-        self._kind = kind
-        self._column = column
-        self._is_plain = is_plain
-        self.model, self.fun = self.fresh()
-        self._made: Callable[[Any], Any] | None = None
+    def undone(self, fun: Callable, x: Any, made: Callable[[Cell], Any] = lambda cell: DEAD) -> Any:
+        """The call, with its writes undone; `made` gives the value of a created state. Changes of objects stay."""
+        before, start = self._dump(), len(self._cells)
+        try:
+            return fun(x)
+        finally:
+            self._load(before)
+            for cell in self._live(start):
+                cell._value = made(cell)
 
-    def undo(self, made: Callable[[Any], Any] = lambda value: NO_VALUE) -> None:
-        """Expect the former values of existing states; `made` maps the value of a created state to the expected one, or
-        to `GONE`.
-        """
-        self._made = made
+    def trace_states(self, fun: Callable) -> Callable:
+        return lambda x: (self.undone(fun, x, lambda cell: GONE), object.__new__(statetx.StateTrace))[1]
 
-    def values(self) -> dict[str, Any]:
-        """The model's final values."""
-        now = self.model.values()
-        if self._made is None:
-            return now
-        before = self.fresh()[0].values()
-        values = {name: before[name] if name in before else self._made(value) for name, value in now.items()}
-        return {name: value for name, value in values.items() if value is not GONE}
+    def eval_shape(self, fun: Callable, x: Any) -> Any:
+        return self.undone(lambda x: type_of(fun(x)), x, lambda cell: type_of(cell._value))
 
-    def fresh(self) -> tuple[Model, Callable[[Any], Any]]:
-        model, effect = Model(self._kind, self._column, self._is_plain), self._column.effect
+    def make_jaxpr(self, fun: Callable) -> Callable:
+        return lambda x: types.SimpleNamespace(out_avals=[self.undone(fun, x)])
 
-        def fun(x: Any) -> Any:
-            return effect(model, x)
+    def microbatch(self, fun: Callable, num: int, reduce: str) -> Callable:
+        return lambda xs: self.map(fun, xs.reshape(num, 1)).sum(0)
 
-        return model, fun
+    def remat_scan(self, fun: Callable, num: int, **options: Any) -> Callable:
+        return lambda x: self.fori_loop(0, num, lambda i, c: fun(c), x)
 
-    def slope(self, x: Any) -> Any:
-        """The derivative of a first call."""
-        up, down = self.fresh()[1], self.fresh()[1]
-        return (up(x + STEP) - down(x - STEP)) / (2 * STEP)
+    def stack(self, layers: list[Callable]) -> Callable:
+        return self.remat_scan(layers[0], len(layers))  # which share a function
 
-    def curvature(self, x: Any) -> Any:
-        return (self.slope(x + 5 * STEP) - self.slope(x - 5 * STEP)) / (10 * STEP)
+
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,93 +66,18 @@ class Row:
     """A transform.
 
     Attributes:
-        apply: the transform of a function of one number, called.
-        plain: the same by plain calls.
+        apply: the transform of a function of one number, called: ``(api, fun, x) -> y``.
         group: rows that refuse the same.
     """
 
     name: str
     group: str
-    apply: Callable[[Callable, Any], Any]
-    plain: Callable[[Case, Any], Any]
+    apply: Callable[[Any, Callable, Any], Any]
 
 
-def once(case: Case, x: Any) -> Any:
-    return case.fun(x)
-
-
-def twice(case: Case, x: Any) -> Any:
-    return case.fun(case.fun(x))
-
-
-def undone(case: Case, x: Any) -> Any:
-    """The call, with its writes undone: existing states have their former values, created states have none.
-
-    Changes of Python objects stay.
-    """
-    out = case.fun(x)
-    case.undo()
-    return out
-
-
-def inspected(case: Case, x: Any) -> type:
-    """Like `undone`; attributes that hold created states are as before the call."""
-    case.fun(x)
-    case.undo(lambda value: GONE)
-    return statetx.StateTrace
-
-
-def type_only(case: Case, x: Any) -> Any:
-    undone(case, x)
-    return jax.ShapeDtypeStruct((), jnp.float32)
-
-
-def types_only(case: Case, x: Any) -> Any:
-    """Like `type_only`; created states have types, too."""
-    case.fun(x)
-    case.undo(type_of)
-    return jax.ShapeDtypeStruct((), jnp.float32)
-
-
-def value_and_slope(case: Case, x: Any) -> Any:
-    slope = case.slope(x)
-    return case.fun(x), slope
-
-
-def through_sigmoid(fun: Callable, x: Any) -> Any:
-    return 4 * jax.nn.sigmoid(fun(x)) - 2  # its derivative reads its result
-
-
-def thrice_and_slope(case: Case, x: Any) -> Any:
-    def thrice(fun: Callable, x: Any) -> Any:
-        for _ in range(3):
-            x = through_sigmoid(fun, x)
-        return x
-
-    (_, up), (_, down), step = case.fresh(), case.fresh(), STEP / 8  # as the third call of some is far from a line
-    slope = (thrice(up, x + step) - thrice(down, x - step)) / (2 * step)
-    return thrice(case.fun, x), slope
-
-
-def examples(case: Case, x: Any) -> Any:
-    """Each example on its own model, with its own key; the results, and a created state's values, are stacked."""
-    xs, outs = (x, 2 * x), []
-    rng = getattr(case.model, "rng", None)
-    keys = None if rng is None else jax.random.split(case.model.kind.get(case.model.kind.key_of(rng)), 3)
-    for i, x in enumerate(xs):
-        model, fun = case.fresh()
-        if keys is not None:
-            model.kind.set(model.kind.key_of(model.rng), keys[i + 1])
-        outs.append(fun(x))
-    case.fun(x)
-    if keys is not None and case.model.kind.name != "nnx":  # its key stays and its count advances
-        case.model.kind.set(case.model.kind.key_of(case.model.rng), keys[0])
-    if hasattr(case.model, "new"):
-        case.model.new = case.model.kind.make(jnp.stack([2 * x + 1.0 for x in xs]), "new")
-    return jnp.stack(outs)
-
-
-def run_pure(fun: Callable, x: Any) -> Any:
+def run_pure(api: Any, fun: Callable, x: Any) -> Any:
+    if api is not statetx:
+        return api.jit(fun)(x)
     pure = statetx.functionalize(fun)
     states = pure.states(x)
     out, new = jax.jit(pure)(pure.values(x), x)
@@ -167,7 +86,7 @@ def run_pure(fun: Callable, x: Any) -> Any:
     return out
 
 
-def custom(kind: str, fun: Callable, x: Any) -> Any:
+def custom(api: Any, kind: str, fun: Callable, x: Any) -> Any:
     """The function inside its custom rule, in a gradient."""
     if kind == "custom_jvp":
         inner = jax.custom_jvp(fun)
@@ -175,7 +94,7 @@ def custom(kind: str, fun: Callable, x: Any) -> Any:
     else:
         inner = jax.custom_vjp(fun)
         inner.defvjp(lambda x: (fun(x), None), lambda _, g: (g,))
-    return statetx.vjp(lambda x: inner(x), x)[0]
+    return api.vjp(lambda x: inner(x), x)[0]
 
 
 class Layer:
@@ -196,7 +115,11 @@ def gated(fun: Callable) -> Callable:
     return lambda x: fun(x) * (x > -99.0).astype(jnp.float32)
 
 
-def through_slots(fun: Callable, x: Any) -> Any:
+def through_sigmoid(fun: Callable, x: Any) -> Any:
+    return 4 * jax.nn.sigmoid(fun(x)) - 2  # its derivative reads its result
+
+
+def through_slots(api: Any, fun: Callable, x: Any) -> Any:
     """Three steps from two slots in a gradient. A carry has more numbers than a step keeps, so that the slots hold
     both.
     """
@@ -205,9 +128,9 @@ def through_slots(fun: Callable, x: Any) -> Any:
         def step(carry: list, _: Any) -> tuple[list, None]:
             return [through_sigmoid(fun, sum(carry) / len(carry))] * len(carry), None
 
-        return statetx.scan(step, [x] * 6, length=3, checkpoint=2)[0][0]
+        return api.scan(step, [x] * 6, length=3, checkpoint=2)[0][0]
 
-    return statetx.value_and_grad(loop)(x)
+    return api.value_and_grad(loop)(x)
 
 
 def _mesh() -> Any:
@@ -215,92 +138,54 @@ def _mesh() -> Any:
 
 
 ROWS = [
-    Row("remat", "eager", lambda f, x: statetx.remat(f)(x), once),
-    Row("remat in grad", "remat", lambda f, x: statetx.value_and_grad(statetx.remat(f))(x), value_and_slope),
-    Row("remat in jit", "remat", lambda f, x: statetx.jit(statetx.remat(f))(x), once),
-    Row("grad", "derivative", lambda f, x: (None, statetx.grad(f)(x)), lambda c, x: (None, value_and_slope(c, x)[1])),
-    Row("value_and_grad", "derivative", lambda f, x: statetx.value_and_grad(f)(x), value_and_slope),
-    Row("vjp", "derivative", lambda f, x: (lambda out: (out[0], out[1](1.0)[0]))(statetx.vjp(f, x)), value_and_slope),
-    Row("jvp", "derivative", lambda f, x: statetx.jvp(f, (x,), (jnp.float32(1),)), value_and_slope),
-    Row(
-        "linearize",
-        "derivative",
-        lambda f, x: (lambda out: (out[0], out[1](jnp.float32(1))))(statetx.linearize(f, x)),
-        value_and_slope,
-    ),
-    Row(
-        "jacfwd", "derivative", lambda f, x: (None, statetx.jacfwd(f)(x)), lambda c, x: (None, value_and_slope(c, x)[1])
-    ),
-    Row(
-        "jacrev", "derivative", lambda f, x: (None, statetx.jacrev(f)(x)), lambda c, x: (None, value_and_slope(c, x)[1])
-    ),
-    Row("hessian", "derivative", lambda f, x: statetx.hessian(f)(x), lambda c, x: (c.curvature(x), c.fun(x))[0]),
-    Row("jit", "jit", lambda f, x: (lambda g: g(g(x)))(statetx.jit(f)), twice),
-    Row("vmap", "vmap", lambda f, x: statetx.vmap(f)(jnp.stack([x, 2 * x])), examples),
-    Row("scan", "loop", lambda f, x: statetx.scan(lambda c, _: (f(c), None), x, length=2)[0], twice),
-    Row(
-        "scan with slots",
-        "slots",
-        lambda f, x: statetx.scan(lambda c, _: (f(c), None), x, length=2, checkpoint=1)[0],
-        twice,
-    ),
-    Row("fori_loop", "loop", lambda f, x: statetx.fori_loop(0, 2, lambda i, c: f(c), x), twice),
+    Row("remat", "eager", lambda t, f, x: t.remat(f)(x)),
+    Row("remat in grad", "remat", lambda t, f, x: t.value_and_grad(t.remat(f))(x)),
+    Row("remat in jit", "remat", lambda t, f, x: t.jit(t.remat(f))(x)),
+    Row("grad", "derivative", lambda t, f, x: t.grad(f)(x)),
+    Row("value_and_grad", "derivative", lambda t, f, x: t.value_and_grad(f)(x)),
+    Row("vjp", "derivative", lambda t, f, x: (lambda out, pull: (out, pull(jnp.float32(1))))(*t.vjp(f, x))),
+    Row("jvp", "derivative", lambda t, f, x: t.jvp(f, (x,), (jnp.float32(1),))),
+    Row("linearize", "derivative", lambda t, f, x: (lambda out, push: (out, push(jnp.float32(1))))(*t.linearize(f, x))),
+    Row("jacfwd", "derivative", lambda t, f, x: t.jacfwd(f)(x)),
+    Row("jacrev", "derivative", lambda t, f, x: t.jacrev(f)(x)),
+    Row("hessian", "derivative", lambda t, f, x: t.hessian(f)(x)),
+    Row("jit", "jit", lambda t, f, x: (lambda g: g(g(x)))(t.jit(f))),
+    Row("vmap", "vmap", lambda t, f, x: t.vmap(f)(jnp.stack([x, 2 * x]))),
+    Row("scan", "loop", lambda t, f, x: t.scan(lambda c, _: (f(c), None), x, length=2)[0]),
+    Row("scan with slots", "slots", lambda t, f, x: t.scan(lambda c, _: (f(c), None), x, length=2, checkpoint=1)[0]),
+    Row("fori_loop", "loop", lambda t, f, x: t.fori_loop(0, 2, lambda i, c: f(c), x)),
     Row(
         "while_loop",
         "loop",
-        lambda f, x: statetx.while_loop(lambda c: c[1] < 2, lambda c: (f(c[0]), c[1] + 1), (x, 0))[0],
-        twice,
+        lambda t, f, x: t.while_loop(lambda c: c[1] < 2, lambda c: (f(c[0]), c[1] + 1), (x, 0))[0],
     ),
     Row(
         "condition of while_loop",
         "condition",
-        lambda f, x: statetx.while_loop(lambda c: (f(c) < 99.0) & (c < 1.0), lambda c: c + 1.0, x),
-        lambda c, x: (c.fun(x), c.fun(x), x + 1.0)[2],
+        lambda t, f, x: t.while_loop(lambda c: (f(c) < 99.0) & (c < 1.0), lambda c: c + 1.0, x),
     ),
-    Row(
-        "map",
-        "loop",
-        lambda f, x: statetx.map(f, jnp.stack([x, 2 * x])),
-        lambda c, x: jnp.stack([c.fun(x), c.fun(2 * x)]),
-    ),
+    Row("map", "loop", lambda t, f, x: t.map(f, jnp.stack([x, 2 * x]))),
     Row(
         "microbatch",
         "loop",
-        lambda f, x: statetx.microbatch(lambda xs: f(xs[0]), 2, reduce="sum")(jnp.stack([x, 2 * x])),
-        lambda c, x: c.fun(x) + c.fun(2 * x),
+        lambda t, f, x: t.microbatch(lambda xs: f(xs[0]), 2, reduce="sum")(jnp.stack([x, 2 * x])),
     ),
-    Row("cond", "branch", lambda f, x: statetx.cond(True, f, lambda x: -x, x), once),
-    Row(
-        "cond, not taken",
-        "branch",
-        lambda f, x: statetx.cond(False, f, lambda x: -x, x),
-        lambda c, x: -x + 0 * undone(c, x),
-    ),
-    Row("switch", "branch", lambda f, x: statetx.switch(1, [lambda x: -x, f, lambda x: x + 1], x), once),
+    Row("cond", "branch", lambda t, f, x: t.cond(True, f, lambda x: -x, x)),
+    Row("cond, not taken", "branch", lambda t, f, x: t.cond(False, f, lambda x: -x, x)),
+    Row("switch", "branch", lambda t, f, x: t.switch(1, [lambda x: -x, f, lambda x: x + 1], x)),
     Row(
         "shard_map",
         "shard_map",
-        lambda f, x: statetx.jit(statetx.shard_map(f, mesh=_mesh(), in_specs=P(), out_specs=P()))(x),
-        once,
+        lambda t, f, x: t.jit(t.shard_map(f, mesh=_mesh(), in_specs=P(), out_specs=P()))(x),
     ),
-    Row("eval_shape", "abstract", lambda f, x: statetx.eval_shape(f, x), types_only),
-    Row("make_jaxpr", "jaxpr", lambda f, x: statetx.make_jaxpr(f)(x).out_avals[0], type_only),
-    Row(
-        "trace_states",
-        "abstract",
-        lambda f, x: type(statetx.trace_states(f)(x)),
-        inspected,
-    ),
-    Row("functionalize", "functionalize", run_pure, once),
-    Row("remat_scan", "slots", lambda f, x: statetx.remat_scan(f, num=2, carry=True, split_rngs=None)(x), twice),
-    Row("stack", "loop", lambda f, x: statetx.stack([Layer(f), Layer(f)])(x), twice),
-    Row("custom_jvp", "custom", lambda f, x: custom("custom_jvp", f, x), once),
-    Row("custom_vjp", "custom", lambda f, x: custom("custom_vjp", f, x), once),
-    Row(
-        "remat that stores bits",
-        "remat",
-        lambda f, x: statetx.value_and_grad(statetx.remat(gated(f), policy=BITS))(x),
-        value_and_slope,
-    ),
-    Row("slots that hold residuals", "slots", through_slots, thrice_and_slope),
+    Row("eval_shape", "abstract", lambda t, f, x: t.eval_shape(f, x)),
+    Row("make_jaxpr", "jaxpr", lambda t, f, x: type_of(t.make_jaxpr(f)(x).out_avals[0])),
+    Row("trace_states", "abstract", lambda t, f, x: type(t.trace_states(f)(x))),
+    Row("functionalize", "functionalize", run_pure),
+    Row("remat_scan", "slots", lambda t, f, x: t.remat_scan(f, num=2, carry=True, split_rngs=None)(x)),
+    Row("stack", "loop", lambda t, f, x: t.stack([Layer(f), Layer(f)])(x)),
+    Row("custom_jvp", "custom", lambda t, f, x: custom(t, "custom_jvp", f, x)),
+    Row("custom_vjp", "custom", lambda t, f, x: custom(t, "custom_vjp", f, x)),
+    Row("remat that stores bits", "remat", lambda t, f, x: t.value_and_grad(t.remat(gated(f), policy=BITS))(x)),
+    Row("slots that hold residuals", "slots", through_slots),
 ]

@@ -326,10 +326,12 @@ class Reference:
 
     # -- maps --
 
-    def vmap(self, fun: Callable, in_axes: Any = 0, out_axes: Any = 0, *, states: Any = None) -> Callable:
+    def vmap(
+        self, fun: Callable, in_axes: Any = 0, out_axes: Any = 0, *, axis_size: int | None = None, states: Any = None
+    ) -> Callable:
         def mapped(*args: Any) -> Any:
             axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-            n = next(
+            n = axis_size or next(
                 jnp.shape(x)[a] for x, a in zip(args, axes, strict=True) if isinstance(x, jax.Array) and a is not None
             )
             split = [c for c in self._live() if c.is_random and not any(f.cell is c for f in states or ())]

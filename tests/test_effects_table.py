@@ -1,7 +1,7 @@
 """Every transform crossed with every side effect, for every kind of state; `effects_table` holds the rows and columns.
 
-`refused` gives the error of each cell that raises; in all others the transform agrees with plain calls. No cell leaves
-a tracer or an open frame behind, and after an error every state has its former value.
+`refused` gives the error of each cell that raises; in all others the transform agrees with the reference. No cell
+leaves a tracer or an open frame behind, and after an error every state has its former value.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from effects_columns import COLUMNS, Boom, Column, states_of
-from effects_table import ROWS, Case, Row
-from libraries import LIBRARIES
+from effects_columns import COLUMNS, Boom, Column, Model, states_of
+from effects_table import ROWS, Row
+from libraries import LIBRARIES, Cells
 
 import statetx
 from helpers import assert_no_frame_is_open, publish_all_but_one
-
-TOLERANCE = 2e-3  # of differences in float32
 
 # -- cells that raise ------------------------------------------------------------------------------------------
 
@@ -41,7 +39,7 @@ LIFTS = {"jit", "loop", "slots", "condition", "branch", "shard_map", "jaxpr", "f
 
 
 def refused(row: Row, column: Column) -> tuple[type[BaseException], str | None] | None:
-    """The error of a cell and a pattern of its message; None where it agrees with plain calls."""
+    """The error of a cell and a pattern of its message; None where it agrees with the reference."""
     group, name = row.group, column.name
     state = f"{column.states[0]}'"
     if name == "raise":
@@ -118,30 +116,31 @@ def test_cells_run_by_default_have_every_row_column_and_kind():
 
 @pytest.mark.parametrize("row, column, kind", list(params()))
 def test_cell(row, column, kind):
-    case, plain = Case(LIBRARIES[kind], column, is_plain=False), Case(LIBRARIES[kind], column, is_plain=True)
+    api = table.Meaning()
+    model, plain = Model(LIBRARIES[kind], column), Model(Cells(api, kind), column, api)
+    fun, plain_fun = model.effect(), plain.effect()
     expected = refused(row, column)
     if expected is not None:
         error, message = expected
         with pytest.raises(error, match=message):
-            row.apply(case.fun, table.X)
+            row.apply(statetx, fun, table.X)
         with contextlib.suppress(Boom):
-            table.undone(plain, table.X)
-        plain.undo()
+            api.undone(plain_fun, table.X)
     else:
-        out, wanted = row.apply(case.fun, table.X), row.plain(plain, table.X)
-        assert not difference(out, wanted, TOLERANCE)
-    left = case.values()
+        out, wanted = row.apply(statetx, fun, table.X), row.apply(api, plain_fun, table.X)
+        assert not difference(out, wanted)
+    left = model.values()
     for name, value in plain.values().items():
-        assert not difference(left.pop(name), value, 1e-5), name
+        assert not difference(left.pop(name), value), name
     assert not left
     assert_no_frame_is_open()
-    use(case)
+    use(model)
 
 
-def use(case: Case) -> None:
+def use(model: Model) -> None:
     """Write every state: none stays owned."""
-    kind = case.model.kind
-    for _, state in states_of(case.model):
+    kind = model.kind
+    for _, state in states_of(model):
         state = kind.key_of(state)
         try:
             value = kind.get(state)
@@ -151,7 +150,7 @@ def use(case: Case) -> None:
         assert not difference(kind.get(state), value, 0.0)
 
 
-def difference(a: Any, b: Any, tolerance: float) -> str:
+def difference(a: Any, b: Any, tolerance: float = 1e-5) -> str:
     leaves = jax.tree.leaves(a)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return f"{a} holds a tracer"
@@ -180,11 +179,11 @@ def test_variable_created_under_a_custom_rule_is_missed(rule):
 
     If the user's code stores one, JAX raises as soon as its tracer is used.
     """
-    case = Case(LIBRARIES["nnx"], COLUMNS["make and keep"], is_plain=False)
+    model = Model(LIBRARIES["nnx"], COLUMNS["make and keep"])
     row = next(row for row in ROWS if row.name == rule)
-    row.apply(case.fun, table.X)
+    row.apply(statetx, model.effect(), table.X)
     with pytest.raises(jax.errors.UnexpectedTracerError):
-        jnp.sin(case.model.new.get_value())
+        jnp.sin(model.new.get_value())
 
 
 # -- the table can fail ----------------------------------------------------------------------------------------
