@@ -3,6 +3,7 @@ installed JAX.
 """
 
 import contextlib
+import importlib
 import threading
 
 import jax
@@ -153,3 +154,39 @@ def decided(saved=None, *, loop=None, fenced=False, carries=(), stored=(), input
     treatments = [Copies()] if copies else []
     treatments += [] if loop is None else [CheckpointedLoop(loop, in_formats(carries), fenced)]
     return Decision(None if ways is None else frozenset(ways.items()), tuple(treatments))
+
+
+def in_force():
+    """The settings of `statetx.budget` and `statetx.target` in this thread."""
+    from statetx._remat.override import override
+    from statetx._targets import current
+
+    return repr(override.rewriter), current._context.value
+
+
+def forget_what_is_registered(monkeypatch):
+    """At the end of a test, forget the kinds of states and the strategies that it registers."""
+    from statetx import _hooks, _states
+    from statetx._loops import strategy
+
+    for library in _hooks.foreign_kinds:  # a kind that the test is the first to load would be forgotten as well
+        with contextlib.suppress(ImportError):
+            importlib.import_module(library)
+    _states.kinds()
+    monkeypatch.setattr(_states, "_kinds", list(_states._kinds))
+    monkeypatch.setattr(strategy, "_RECORDED", dict(strategy._RECORDED))
+
+
+def assert_nothing_is_overridden():
+    """No plan or inspection rewrites, visits or observes regions in this thread."""
+    from statetx._remat.override import override
+
+    assert override.visited_regions is None and override.rewriter is None and override.observer is None
+
+
+def locks_of_statetx():
+    """The locks that calls of different threads share."""
+    from statetx import _states
+    from statetx._equations.structure import table
+
+    return [_frames.ownership, _states._kinds_lock, table._lock]

@@ -30,6 +30,8 @@ from mixed_syntax import Call, Fun, Make, Program, source, statements
 
 import statetx
 from statetx import StateAccessError, _frames, _states
+from statetx._jax import check_edits, marks
+from statetx._loops.rows import SlotMemory
 
 TOLERANCE = 2e-4  # float32; values are of order one, so that a wrong term shows
 
@@ -669,3 +671,36 @@ def check_seed(seed: int) -> None:
     found = check(program)
     if found:
         raise AssertionError(report(*reduce(program, found)))
+
+
+# -- what gradients read -------------------------------------------------------------------------------------------
+
+
+def names_read(monkeypatch):
+    """The names of what gradients read in the programs staged since: "bits", "residuals in slots"."""
+    names = set()
+    divide, write, keep = marks._divide, SlotMemory.write, SlotMemory.keep
+
+    def noted_divide(*args):
+        equations = divide(*args)
+        if getattr(equations[0], "primitive", None) is marks.attach_primitive:
+            names.add(f"{equations[1].params['type']}")
+        return equations
+
+    def noted_write(self, *args):
+        names.update(str(row.format) for row in self._rows if row.format is not None)
+        return write(self, *args)
+
+    def noted_keep(self, *args):
+        if any(self._residual_rows):
+            names.add("residuals in slots")
+        return keep(self, *args)
+
+    rules = marks._pe.partial_eval_jaxpr_custom_rules
+    monkeypatch.setitem(rules, marks.stored_primitive, noted_divide)
+    monkeypatch.setattr(SlotMemory, "write", noted_write)
+    monkeypatch.setattr(SlotMemory, "keep", noted_keep)
+    # The checker of JAX 0.10 raises at a `closed_call` with a name.
+    checks = check_edits(False)
+    yield names
+    check_edits(checks)

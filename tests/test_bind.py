@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _jax
 
 X, XS = jnp.arange(3.0), jnp.arange(12.0).reshape(4, 3)
 
@@ -46,7 +45,7 @@ def equation(f, *args, name):
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr
     while not any(e.primitive.name == name for e in jaxpr.eqns):  # newer versions of JAX inline later
         (call,) = [e for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")]
-        jaxpr = _jax.open_jaxpr(call.params["jaxpr"])[0]
+        jaxpr = getattr(call.params["jaxpr"], "jaxpr", call.params["jaxpr"])
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == name]
     return shape_of(eqn)
 
@@ -124,7 +123,7 @@ def test_branches_bind_the_equation_of_jax(other):
 def test_bodies_are_bound_without_retrace(loop, monkeypatch):
     """The body is staged, and its jaxpr bound: nothing evaluates it."""
     evaluated = []
-    monkeypatch.setattr(_jax, "evaluate", lambda *args: evaluated.append(args))
+    monkeypatch.setattr("statetx._jax.evaluate", lambda *args: evaluated.append(args))
     statetx.clear_cache()
     jax.make_jaxpr(lambda: loop(lambda x: jnp.sin(x)))()
     assert not evaluated

@@ -9,17 +9,11 @@ import warnings
 import pytest
 
 import statetx
-from statetx._remat.override import override
-from statetx._targets import current
+from helpers import in_force
 
 
 def make_target():
     return statetx.target(None)
-
-
-def in_force():
-    """The settings of both blocks in this thread."""
-    return repr(override.rewriter), current._context.value
 
 
 BLOCKS = {"budget": lambda: statetx.budget("1GiB"), "target": make_target}

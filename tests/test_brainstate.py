@@ -10,7 +10,6 @@ from brainstate import nn
 
 import statetx
 from helpers import Counted, compilations
-from statetx import _frames
 from statetx.kinds.brainstate import observe
 
 T = brainstate.transform
@@ -919,20 +918,3 @@ def test_number_assigned_in_a_branch_of_brainstate_under_eager_remat_is_a_write_
 
     assert f(jnp.float32(1.0)) == 1.75 and state.value == 0.25
     assert f(jnp.float32(-1.0)) == -0.75 and state.value == 0.25
-
-
-def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
-    """Rules of derivatives and reads of states walk over the frames around them, whichever library has opened them."""
-    frame, found = _frames.Frame("f"), []
-    T.jit(lambda: found.append(_frames.current_frame()))()
-    (bridge,) = found
-    of_the_call = {
-        "on_read",
-        "allow",
-        "frees_cycles",
-        "at_end",
-        "outer_trace",
-        "effects",
-    }  # asked by the transform that has made it
-    missing = {name for name in vars(frame) if not name.startswith("_") and not hasattr(bridge, name)}
-    assert type(bridge) is not _frames.Frame and missing == of_the_call

@@ -1,5 +1,7 @@
 """Private names of JAX that statetx relies upon: these tests fail when their meaning shifts upstream."""
 
+import json
+import os
 import types
 
 import jax
@@ -10,8 +12,11 @@ import pytest
 
 import private_jax
 from helpers import ENABLE_CHECKS, REMAT3
-from statetx import _jax
+from statetx import _jax, _states
 from statetx._jax import buffers, refs
+from statetx._jax.estimates import _Sum
+from statetx._remat import fence
+from statetx._text import short_path
 
 X = jnp.ones(3)
 
@@ -448,3 +453,90 @@ def test_edited_equations_are_type_checked(tmp_path):
     jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(1.0).jaxpr
     with pytest.raises(jax.errors.JaxprTypeError, match="not defined"):
         _jax.with_equations(jaxpr, jaxpr.eqns[1:])
+
+
+def test_residual_keys_leave_the_branch():
+    """In a gradient of gradients, a residual of the recomputation may be a key."""
+
+    def draw(x, key):
+        key = jax.random.split(key)[0]
+        return x * jax.random.normal(key, x.shape), key
+
+    args = (jnp.ones(3), jax.random.key(0))
+    params = {"policy": fence.with_fence(None, "cond"), "prevent_cse": True, "differentiated": True}
+    fenced = jax.jit(lambda *args: _jax.remat_p.bind(*args, jaxpr=jax.make_jaxpr(draw)(*args).jaxpr, **params))
+    assert "stablehlo.case" in fenced.lower(*args).as_text()
+    for a, b in zip(fenced(*args), draw(*args), strict=True):
+        np.testing.assert_array_equal(*(jax.random.key_data(k) if k.dtype == args[1].dtype else k for k in (a, b)))
+
+
+def test_folder_whose_name_begins_like_a_librarys_is_the_users():
+    from jax._src import source_info_util
+
+    for library in ("statetx", "jax", "brainstate"):
+        folder = next(f for f in _states.library_folders() if f.rstrip(os.sep).endswith(os.sep + library))
+        file = folder.rstrip(os.sep) + "_demo" + os.sep + "a.py"
+        scope = {"call_site": _states.call_site}
+        exec(compile("def f():\n    return call_site()", file, "exec"), scope)
+        assert scope["f"]() == f"{file}:2"
+        assert source_info_util.is_user_filename(file)
+
+
+@pytest.mark.parametrize(
+    "path, shown",
+    [
+        ("model/net.py", "model/net.py"),
+        (".venv/lib/site-packages/library/net.py", "net.py"),
+        ("../net.py", "net.py"),
+    ],
+)
+def test_shown_path_is_relative_for_files_of_the_project_alone(path, shown):
+    assert short_path(os.path.abspath(path)) == shown
+
+
+# -- times that XLA:GPU estimates, summed over kernels; compiled programs are in test_target_programs.py ---------------
+
+US = 1.0  # of each launch
+
+
+def kernel(microseconds, opcode="fusion", tiled=None):
+    costs = [{"name": "", "exec_time_us": 1000.0}, {"name": "sol", "exec_time_us": microseconds}]
+    costs += [] if tiled is None else [{"name": "indexing-cost-model", "exec_time_us": tiled}]
+    return instruction(opcode, config=json.dumps({"reification_cost": costs}))
+
+
+def instruction(opcode, *called, config="", trip_count=None, target=""):
+    return types.SimpleNamespace(
+        opcode=opcode, called=called, backend_config=config, trip_count=trip_count, target=target
+    )
+
+
+BODY, CONDITION, OTHER, UNKNOWN = 1, 2, 3, 4
+COMPUTATIONS = {
+    BODY: [kernel(3.0), kernel(2.0)],
+    CONDITION: [kernel(0.5)],
+    OTHER: [kernel(20.0)],
+    UNKNOWN: [instruction("custom-call", target="__cublas$gemm")],
+}
+
+
+@pytest.mark.parametrize(
+    "instructions, expected",
+    [
+        ([kernel(3.0), instruction("bitcast"), instruction("custom-call", target="Sharding")], 3 + US),
+        ([instruction("while", BODY, CONDITION, trip_count=10)], 10 * (5.5 + 3 * US)),
+        ([instruction("while", BODY, CONDITION)], None),
+        ([instruction("conditional", BODY, OTHER)], 20 + US),
+        ([instruction("conditional", BODY, UNKNOWN)], None),
+        ([instruction("call", BODY), instruction("async-start", OTHER), instruction("async-done")], 25 + 3 * US),
+        ([kernel(3.0), instruction("call", UNKNOWN)], None),
+        ([instruction("all-reduce-start"), instruction("all-reduce-done")], None),
+        ([instruction("copy-start"), instruction("copy-done")], None),
+        ([kernel(0.01, tiled=160.0), kernel(0.01)], 160.01 + 2 * US),
+        ([kernel(60.0, tiled=800.0)], 60 + US),
+        ([kernel(7.0, "all-reduce-start"), instruction("all-reduce-done")], 7 + US),
+    ],
+)
+def test_sum_of_a_program(instructions, expected):
+    computations = {n: buffers.Computation(n, str(n), 0, i) for n, i in {**COMPUTATIONS, 0: instructions}.items()}
+    assert _Sum(computations).of(computations[0]) == (None if expected is None else pytest.approx(expected))

@@ -15,8 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from statetx import _jax
-from statetx._remat import fence as _fence
 
 CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 11, 1)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
@@ -156,21 +154,6 @@ def test_symbolic_shapes():
     types = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     exported = jax.export.export(jax.jit(jax.grad(fun)))(*types)
     np.testing.assert_allclose(exported.call(jnp.ones(4), jnp.float32(1.0)), np.full(4, np.sin(np.cos(1.0))), rtol=1e-6)
-
-
-def test_residual_keys_leave_the_branch():
-    """In a gradient of gradients, a residual of the recomputation may be a key."""
-
-    def draw(x, key):
-        key = jax.random.split(key)[0]
-        return x * jax.random.normal(key, x.shape), key
-
-    args = (jnp.ones(3), jax.random.key(0))
-    params = {"policy": _fence.with_fence(None, "cond"), "prevent_cse": True, "differentiated": True}
-    fenced = jax.jit(lambda *args: _jax.remat_p.bind(*args, jaxpr=jax.make_jaxpr(draw)(*args).jaxpr, **params))
-    assert "stablehlo.case" in fenced.lower(*args).as_text()
-    for a, b in zip(fenced(*args), draw(*args), strict=True):
-        np.testing.assert_array_equal(*(jax.random.key_data(k) if k.dtype == args[1].dtype else k for k in (a, b)))
 
 
 def text(fence, **options):

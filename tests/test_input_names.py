@@ -1,15 +1,10 @@
 """JAX's errors about traced values name the argument, or the state, that the value comes from."""
 
-import gc
-import weakref
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx import _jax
-from statetx._lift import stage
 
 X = jnp.ones(3)
 YES = jnp.bool_(True)
@@ -75,63 +70,3 @@ def test_states_are_named_by_path(transform):
     with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
         statetx.jit(transform(loss))(X)
     assert "the value of the argument model.flags.train." in str(raised.value)
-
-
-class Held:
-    pass
-
-
-def traced():
-    """The type of a trace's names, their name for its input, and a weak reference to an object in the function's
-    closure.
-    """
-    held, found = Held(), []
-
-    def fun(x):
-        names = _jax.current_trace().frame.debug_info.arg_names
-        found.append((type(names), names[0]))
-        return x + len(vars(held))
-
-    statetx.jit(fun)(X)
-    jaxpr = statetx.make_jaxpr(fun)(X).jaxpr
-    assert not isinstance(jaxpr.debug_info.arg_names, stage.InputNames)
-    return *found[0], weakref.ref(held)
-
-
-def test_names_are_forgotten_with_the_trace():
-    cls, name, alive = traced()
-    gc.collect()
-    assert (cls, name) == (stage.InputNames, "x") and alive() is None
-
-
-def failed():
-    """A weak reference to an object in the closure of a function whose trace, of equations on constants, has failed."""
-    held, key = Held(), jax.new_ref(jax.random.key(0))
-
-    def fun(x):
-        key[...] = jax.random.split(key[...])[0]
-        raise KeyError(len(vars(held)))
-
-    with pytest.raises(KeyError):
-        statetx.vmap(fun)(X)
-    return weakref.ref(held)
-
-
-def test_names_are_forgotten_with_a_failed_trace():
-    alive = failed()
-    gc.collect()
-    assert alive() is None
-
-
-@pytest.mark.parametrize("broken", [lambda x: x.nothing, lambda x: 1 / 0])
-def test_argument_that_cannot_be_unflattened_is_unknown(broken):
-    names = stage.InputNames(choose, lambda leaves: broken(leaves))
-    names.num_arguments = 1
-    assert names[0] == "unknown" and len(names) == 1 and str(names).startswith("choose at ")
-
-
-def test_names_can_be_copied():
-    """JAX 0.12 copies them into each jaxpr that holds a constant."""
-    names = stage.InputNames(choose)
-    names.num_arguments = 3
-    assert tuple(names) == ("", "", "") and names[1:] == ("", "")

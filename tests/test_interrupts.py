@@ -16,10 +16,7 @@ import pytest
 from libraries import VALUED, ValuedRef, Variable
 
 import statetx
-from helpers import assert_no_frame_is_open, in_thread
-from statetx import _frames, _states
-from statetx._equations.structure import table
-from statetx._remat.override import override
+from helpers import assert_no_frame_is_open, assert_nothing_is_overridden, in_thread, locks_of_statetx
 from statetx.kinds import nnx as nnx_kind
 from statetx.kinds.brainstate import observe
 
@@ -157,7 +154,7 @@ def interrupted_at(nth, seen, folders=(PACKAGE,)):
 
 
 def check_locks_are_free(call, where):
-    locks = [_frames.ownership, _states._kinds_lock, table._lock]
+    locks = locks_of_statetx()
     if isinstance(call, statetx.transforms.jit.api.Jit):
         locks += [call.cache.staging, call.cache.lock]
 
@@ -350,7 +347,7 @@ def test_interrupted_plan_leaves_states_and_stored_plans_as_they_were(num, tmp_p
             plan(f"interrupted {n}", nth)
         assert w.value is held[0] and h.value is held[1]
         assert_no_frame_is_open()
-        assert override.visited_regions is None and override.rewriter is None and override.observer is None
+        assert_nothing_is_overridden()
         check_locks_are_free(None, f"at line {nth}")
         assert not list((tmp_path / f"interrupted {n}").rglob("*.part"))
     assert plan(f"interrupted {num - 1}")[0] == expected

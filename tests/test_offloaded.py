@@ -6,7 +6,6 @@ import pytest
 
 import statetx
 from statetx import policies
-from statetx._loops import offloaded
 from statetx.policies import Levels
 
 W = jnp.eye(4) / 2
@@ -31,7 +30,7 @@ def in_loop(inner, checkpoint=None):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     statetx.clear_cache()
-    monkeypatch.setattr(offloaded.current, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     yield
     statetx.clear_cache()
 

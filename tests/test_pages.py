@@ -4,7 +4,6 @@ import contextlib
 import doctest
 import functools
 import http.server
-import importlib
 import json
 import pathlib
 import pydoc
@@ -25,8 +24,8 @@ import pytest
 from pages import BLOCK, assert_same, fill, fill_notebook
 
 import statetx
-from statetx import _hooks, _states, policies, testing
-from statetx._loops import strategy
+from helpers import forget_what_is_registered
+from statetx import policies, testing
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -56,13 +55,8 @@ def run_page(page, folder, monkeypatch):
     text = page.read_text()
     for library in set(re.findall(r"^ *(?:import|from) (haiku|equinox|flax|braintools)\b", text, re.M)):
         pytest.importorskip(library)
-    for library in _hooks.foreign_kinds:  # a kind that a page is the first to load would be removed with the page's own
-        with contextlib.suppress(ImportError):
-            importlib.import_module(library)
-    _states.kinds()
     monkeypatch.chdir(folder)  # for its output
-    monkeypatch.setattr(_states, "_kinds", list(_states._kinds))  # a page may register a kind of its own
-    monkeypatch.setattr(strategy, "_RECORDED", dict(strategy._RECORDED))  # and a strategy
+    forget_what_is_registered(monkeypatch)
     with jax.numpy_rank_promotion("allow"):  # as users have it
         filled = fill(text)
     if (

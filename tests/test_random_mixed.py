@@ -19,12 +19,10 @@ import random_mixed
 from laws import WORDS
 from mixed_generator import program_of
 from mixed_syntax import source
-from random_mixed import check, check_seed, check_threads, reduce
+from random_mixed import check, check_seed, check_threads, names_read, reduce
 
 import statetx
 from helpers import publish_all_but_one, undo_the_owner_only
-from statetx._jax import check_edits, marks
-from statetx._loops.rows import SlotMemory
 
 NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
 
@@ -135,35 +133,7 @@ def test_generator_reaches_every_feature():
     assert counts["two kinds of states"] >= 300, "kinds are not mixed in most programs"
 
 
-@pytest.fixture
-def read(monkeypatch):
-    """The names of what gradients read in the programs staged since: "bits", "residuals in slots"."""
-    names = set()
-    divide, write, keep = marks._divide, SlotMemory.write, SlotMemory.keep
-
-    def noted_divide(*args):
-        equations = divide(*args)
-        if getattr(equations[0], "primitive", None) is marks.attach_primitive:
-            names.add(f"{equations[1].params['type']}")
-        return equations
-
-    def noted_write(self, *args):
-        names.update(str(row.format) for row in self._rows if row.format is not None)
-        return write(self, *args)
-
-    def noted_keep(self, *args):
-        if any(self._residual_rows):
-            names.add("residuals in slots")
-        return keep(self, *args)
-
-    rules = marks._pe.partial_eval_jaxpr_custom_rules
-    monkeypatch.setitem(rules, marks.stored_primitive, noted_divide)
-    monkeypatch.setattr(SlotMemory, "write", noted_write)
-    monkeypatch.setattr(SlotMemory, "keep", noted_keep)
-    # The checker of JAX 0.10 raises at a `closed_call` with a name.
-    checks = check_edits(False)
-    yield names
-    check_edits(checks)
+read = pytest.fixture(names_read)
 
 
 @pytest.mark.slow

@@ -840,3 +840,20 @@ def test_compiled_function_that_writes_a_shared_state_under_a_lock(make):
     with switching_often():
         in_thread(work, work, work)
     assert float(s.value) == 150.0
+
+
+def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
+    """Rules of derivatives and reads of states walk over the frames around them, whichever library has opened them."""
+    frame, found = _frames.Frame("f"), []
+    brainstate.transform.jit(lambda: found.append(_frames.current_frame()))()
+    (bridge,) = found
+    of_the_call = {
+        "on_read",
+        "allow",
+        "frees_cycles",
+        "at_end",
+        "outer_trace",
+        "effects",
+    }  # asked by the transform that has made it
+    missing = {name for name in vars(frame) if not name.startswith("_") and not hasattr(bridge, name)}
+    assert type(bridge) is not _frames.Frame and missing == of_the_call
