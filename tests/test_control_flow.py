@@ -389,15 +389,6 @@ def test_eager_calls_share_one_program():
     assert not [c for c in compiled if any(name in c for name in loops)] and statetx.cache_info().structures.misses == 3
 
 
-def test_disable_jit():
-    m = Model()
-    with jax.disable_jit():
-        statetx.cond(True, m.left, m.right, 0.5)
-        statetx.fori_loop(0, 2, lambda i, x: m.left(x), 0.5)
-        statetx.while_loop(lambda x: m.n.value < 5, m.left, 0.5)
-    assert int(m.n.value) == 5 and float(m.a.value) == 32.0
-
-
 def test_fori_loop_index_is_weakly_typed():
     out = statetx.fori_loop(0, 3, lambda i, x: x + i, jnp.int8(0))
     assert out.dtype == jnp.int8 and int(out) == 3

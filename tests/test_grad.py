@@ -105,19 +105,6 @@ def test_as_decorators():
     assert M().slope(1.0) == 2.0
 
 
-def test_state_written_before_it_is_differentiated_through():
-    s = statetx.State(jnp.asarray(0.7))
-
-    def f(x):
-        s.value = jnp.sin(s.value) * x
-        return s.value**2
-
-    gs, gx = statetx.grad(f, argnums=0, wrt=s)(1.3)
-    es, ex = jax.grad(lambda s, x: (jnp.sin(s) * x) ** 2, (0, 1))(0.7, 1.3)
-    close((gs, gx), (es, ex))
-    np.testing.assert_allclose(s.value, np.sin(0.7) * 1.3, rtol=1e-6)
-
-
 def test_untouched_target_has_zero_gradient():
     s = statetx.Param(jnp.ones(3))
     close(statetx.grad(lambda x: x**2, wrt=s)(2.0), jnp.zeros(3))

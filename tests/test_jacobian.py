@@ -90,24 +90,6 @@ def test_hessian():
     close(h, jax.hessian(reference, 1)(m.w.value, X))
 
 
-def test_states_intact_after_an_exception():
-    m = Model()
-    before = m.last.value
-
-    def fails(x):
-        m(x)
-        raise KeyError
-
-    for transform in (statetx.jacfwd, statetx.jacrev, statetx.hessian):
-        with pytest.raises(KeyError):
-            transform(fails)(X)
-    with pytest.raises(KeyError):
-        statetx.jvp(fails, (X,), (X,))
-    with pytest.raises(KeyError):
-        statetx.linearize(fails, X)
-    assert m.last.value is before and m.n.value == 0
-
-
 @pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
 def test_linear_map_crosses_a_compiled_function(jit):
     w = statetx.Param(jnp.array([1.0, 2.0]))

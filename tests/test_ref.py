@@ -84,30 +84,6 @@ def test_ref_as_an_argument_itself():
     np.testing.assert_allclose(ref[...], jnp.sin(H * 2.0).at[0].set(0.0), rtol=1e-6)
 
 
-def test_loops_carry_refs():
-    cell, values = Cell(), Cell().values()
-    xs = jnp.linspace(0.1, 0.9, 5)
-    body = Counted(lambda c, x: (c + cell.step(x), None))
-
-    def reference(w, xs, values):
-        def step(c, x):
-            y, v = pure(w, x, *c[1])
-            return (c[0] + y, v), None
-
-        return jax.lax.scan(step, (jnp.float32(0), values), xs)[0]
-
-    (_, last), g = jax.value_and_grad(reference, (0, 1), has_aux=True)(W, xs, values)
-    loss = lambda xs: statetx.scan(statetx.remat(body), jnp.float32(0), xs)[0]
-    gw, gx = statetx.grad(loss, argnums=0, wrt=cell.w)(xs)
-    np.testing.assert_allclose(gw, g[0], rtol=1e-5)
-    np.testing.assert_allclose(gx, g[1], rtol=1e-5)
-    check(cell, last)
-    assert body.runs == 1
-    statetx.fori_loop(0, 3, lambda i, c: c + cell.step(0.5), jnp.float32(0))
-    statetx.while_loop(lambda c: cell.n[...] < 10, lambda c: c + cell.step(0.5), jnp.float32(0))
-    assert int(cell.n[...]) == 10
-
-
 def test_ref_made_inside_and_rules_of_custom_derivatives():
     @jax.custom_jvp
     def f(x):

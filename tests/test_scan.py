@@ -41,26 +41,6 @@ def test_equals_the_python_loop(reverse, unroll):
     assert int(b.n.value) == a.n.value == 4
 
 
-def test_gradients_equal_those_of_jax():
-    rnn = Rnn()
-
-    def reference(w, h, xs):
-        def step(c, x):
-            carry, h = c
-            h = jnp.tanh(w * x + h * carry)
-            return (carry * 1.1, h), h
-
-        return jnp.sum(jax.lax.scan(step, (jnp.float32(1.0), h), xs)[1] ** 2)
-
-    def loss(xs):
-        return jnp.sum(statetx.scan(rnn.step, jnp.float32(1.0), xs)[1]["h"] ** 2)
-
-    expected = jax.grad(reference, (0, 1, 2))(rnn.w.value, rnn.h.value, XS)
-    (gw, gh), gx = statetx.grad(loss, argnums=0, wrt=[rnn.w, rnn.h])(XS)
-    for a, b in zip((gw, gh, gx), expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
-
-
 def test_body_runs_once():
     h = statetx.State(jnp.zeros(3))
     reads = Counted(lambda c, x: (c + (h.value * x).sum(), None))
@@ -231,30 +211,6 @@ def test_under_plain_jax_transforms_where_no_state_is_written():
     np.testing.assert_allclose(
         jax.jit(jax.vmap(jax.grad(f)))(batch)[1], jnp.cos(2 * XS * w.value[None]) * w.value[None], rtol=1e-5
     )
-
-
-def test_nested_scans_carry_the_same_state():
-    n = statetx.State(jnp.zeros((), jnp.int32))
-
-    def inner(c, x):
-        n.value += 1
-        return c + x, None
-
-    def outer(c, row):
-        n.value += 10
-        return statetx.scan(statetx.remat(inner), c, row)
-
-    carry, _ = statetx.jit(lambda xs: statetx.scan(outer, jnp.float32(0), xs))(XS)
-    np.testing.assert_allclose(carry, XS.sum(), atol=1e-6)
-    assert int(n.value) == 4 * 10 + 12
-
-
-def test_disable_jit():
-    rnn, expected = Rnn(), Rnn()
-    python_loop(expected.step, jnp.float32(1.0), XS)
-    with jax.disable_jit():
-        statetx.grad(lambda xs: statetx.scan(statetx.remat(rnn.step), jnp.float32(1.0), xs)[0])(XS)
-    np.testing.assert_allclose(rnn.h.value, expected.h.value, rtol=1e-6)
 
 
 def test_weak_initial_carry_of_the_right_dtype_is_traced_once():
