@@ -68,7 +68,7 @@ def run_page(page, folder, monkeypatch):
 
 
 # They take over five seconds: they plan, or train through thousands of steps.
-LONG = {"loops", "out-of-memory", "planning", "spiking-networks"}
+LONG = {"every-nth-layer", "loops", "out-of-memory", "planning", "recipes", "spiking-networks"}
 
 
 @pytest.mark.parametrize(
