@@ -509,7 +509,7 @@ def groups_text(data: dict[str, Any], messages: bool = False) -> str:
         if cells:
             parts.append(f'<div class="wide" markdown>\n\n{markdown_table(columns, cells, rule=CENTERED)}\n\n</div>')
         if right:
-            parts.append(f"Right in every library: {'; '.join(right)}.")
+            parts.append(f"{len(right)} more rows are right in every library.")
         if notes and messages:
             lines = "\n".join(f"    {n}. `{note}`" for n, note in enumerate(notes, 1))
             parts.append(f'??? note "Messages of {group.lower()}"\n\n{lines}')
