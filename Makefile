@@ -18,9 +18,6 @@ TARGETS := $(VENV)/.statetx-targets-installed
 # The benchmarks alone want other libraries to compare with.
 BENCH := $(VENV)/.statetx-bench-installed
 
-# The faults that are planted to see the tests fail want coverage.
-MUTATIONS := $(VENV)/.statetx-mutations-installed
-
 # The second run of the tests finds the bytecode of the first, with pytest's rewritten assertions.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -104,11 +101,7 @@ test-targets:  ## run the tests for GPUs and TPUs that are not there, in an envi
 run-test-targets: $(TARGETS)
 	$(PY) -m pytest tests/test_target_programs.py -m targets $(ARGS)
 
-$(MUTATIONS): $(STAMP)
-	@$(PIP) --group mutations
-	@touch $@
-
-mutations: $(MUTATIONS)  ## plant faults in the package, one at a time, and list those that no test finds (hours; ARGS="--draw 100")
+mutations: $(STAMP)  ## plant faults in the package, one at a time, and list those that no test finds (hours; ARGS="--draw 100")
 	$(PY) tests/mutations.py $(ARGS)
 
 check: $(STAMP)  ## lint, formatting and types

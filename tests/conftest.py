@@ -112,6 +112,7 @@ SMOKE = (
     "atomic compat control_flow functionalize grad optimizer package paths placement remat scan state vmap "
     "wrapped_functions"
 ).split()
+KINDS = "kind dialect library".split()  # parameters of which `sample` keeps each value
 SMOKE_ONCE = "behaviors carry effects_table flops jit laws nnx policies ref residuals shard_map".split()
 
 
@@ -120,9 +121,11 @@ def pytest_collection_modifyitems(items):
     seen, sampled = set(), set()
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
-            if (item.path, item.originalname) in sampled:
+            params = item.callspec.params
+            cell = item.path, item.originalname, *(str(params[name]) for name in KINDS if name in params)
+            if cell in sampled:
                 item.add_marker("thorough")
-            sampled.add((item.path, item.originalname))
+            sampled.add(cell)
         name = item.path.stem.removeprefix("test_")
         kind = item.callspec.params.get("dialect") if hasattr(item, "callspec") else None
         case = (name, item.name.partition("[")[0], getattr(kind, "name", ""))

@@ -2,12 +2,16 @@
 
 A fault is a small change of one expression or statement: another comparison, index or order, a dropped call or store,
 another axis, swapped arguments, an item left out. ``--draw 100 --seed 0`` draws a hundred from the folders below, the
-same ones each time. Each is planted in a copy of the checkout, and the tests that execute its line run until one fails:
-first those of `make smoke`, then those of `make test`, each time the tests of the file's own name first. Which tests
-execute which line is measured once, by a run of `make test` under coverage (``--measure``).
+same ones each time. Each is planted in a copy of the checkout, and the tests that execute its statement run until one
+fails: first those of `make smoke`, then those of `make test`, each time the tests of the file's own name first, and the
+cheapest first. Which tests execute which statement is measured once, by a run of `make test` in a copy where a probe
+stands before the statement of each drawn fault (``--measure``). Tests run in forks of one process, which has imported
+JAX and the libraries.
 
-Results are kept in out/mutations, so that a run that was stopped goes on. ``--report`` prints them as a table. A
-survivor either changes nothing that a user could see, which `EQUIVALENT` says with the reason, or needs a test.
+A fault gets tests of half of ``--limit`` CPU seconds, and a test of it that takes the other half, too, does not end:
+the fault is found. Results are kept in out/mutations, so that a run that was stopped goes on; with a larger limit the
+survivors run again. ``--report`` prints them as a table. A survivor either changes nothing that a user could see, which
+`EQUIVALENT` says with the reason, or needs a test.
 """
 
 from __future__ import annotations
@@ -17,11 +21,15 @@ import ast
 import collections
 import copy
 import dataclasses
+import importlib
+import itertools
 import json
 import os
 import pathlib
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,7 +37,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 OUT = ROOT / "out" / "mutations"
-COVERAGE = OUT / "coverage"
+PROBED, PLANTED = OUT / "probed", OUT / "planted"
 FOLDERS = "_lift _frames transforms _loops _remat kinds planner _equations".split()
 # Survivors that were read, and change nothing that a user could see: the text of the fault, and the reason.
 EQUIVALENT: dict[str, str] = {}
@@ -195,97 +203,194 @@ def drawn(num: int, seed: int) -> list[Fault]:
 
 # -- which tests execute it ------------------------------------------------------------------------------------------
 
+PROBE = """
+import os
 
-def measure(words: list[str]) -> None:
-    """Run the tests under coverage, with the test in force as the context of each line."""
-    OUT.mkdir(parents=True, exist_ok=True)
-    settings = OUT / "coveragerc"
-    settings.write_text("[run]\nsource = statetx\n")
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-q", "--cov=statetx"]
-    command += [f"--cov-config={settings}", "--cov-context=test", "--cov-report=", "--durations=0", "-vv", *words]
-    with open(OUT / "measured.log", "w") as log:
-        subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"COVERAGE_FILE": str(COVERAGE)}, stdout=log, stderr=subprocess.STDOUT
-        )
+NOTED = set()
 
 
-def durations() -> dict[str, float]:
-    """Seconds of each test in the run under coverage."""
-    seconds: dict[str, float] = collections.defaultdict(float)
-    for line in (OUT / "measured.log").read_text().splitlines():
-        words = line.split(maxsplit=2)
-        if len(words) == 3 and words[1] in ("call", "setup") and words[0].endswith("s"):
-            seconds[words[2]] += float(words[0][:-1])
-    return seconds
-
-
-class Executed:
-    """The tests that execute a line, cheapest first."""
-
-    def __init__(self) -> None:
-        from coverage import CoverageData
-
-        self._data = CoverageData(basename=str(COVERAGE))
-        self._data.read()
-        self._seconds = durations()
-        listed = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "smoke and not slow and not thorough"],
-            cwd=ROOT, capture_output=True, text=True,
-        ).stdout  # fmt: skip
-        self.smoke = {line for line in listed.splitlines() if "::" in line}
-
-    def tests(self, fault: Fault) -> list[str]:
-        """The tests that execute a line of the fault: of `make smoke` first, then by file, then by time."""
-        lines = self._data.contexts_by_lineno(str(ROOT / fault.file))
-        names = {name for n in range(fault.line, fault.end_line + 1) for name in lines.get(n, [])}
-        ids = {name.rpartition("|")[0] for name in names if "|" in name}
-        stem = pathlib.Path(fault.file).stem.strip("_")
-        near = lambda test: stem not in test.partition("::")[0]
-        return sorted(ids, key=lambda test: (test not in self.smoke, near(test), self._seconds.get(test, 9.0), test))
-
-
-# -- one after another -----------------------------------------------------------------------------------------------
+def reached(number):
+    note = f"{number}\\t{os.environ.get('PYTEST_CURRENT_TEST', '')}\\n"
+    if note not in NOTED:
+        NOTED.add(note)
+        with open(%r, "a") as notes:
+            notes.write(note)
+"""
 
 
 def copied(root: pathlib.Path) -> None:
-    """A copy of the checkout to plant faults in, with what its tests have compiled."""
+    """A copy of the checkout, with what its tests have compiled."""
     shutil.rmtree(root, ignore_errors=True)
     skip = shutil.ignore_patterns(".git", ".venv*", "out", "__pycache__", ".ruff_cache", "site")
     shutil.copytree(ROOT, root, ignore=skip)
 
 
-def tried(fault: Fault, root: pathlib.Path, tests: list[str], smoke: set[str], limit: float) -> dict:
-    """Run the tests on the planted fault until one fails: what found it, "nobody" where none does within the limit."""
-    original = (ROOT / fault.file).read_bytes()
-    start = time.monotonic()
-    chosen = tests[:400]
+def probe(root: pathlib.Path, faults: list[Fault]) -> None:
+    """Insert a probe before the statement of each fault."""
+    (root / "fault_probe.py").write_text(PROBE % str(OUT / "reached"))
+    of_file: dict[str, list[int]] = collections.defaultdict(list)
+    for number, fault in enumerate(faults):
+        of_file[fault.file].append(number)
+    for file, numbers in of_file.items():
+        lines = (root / file).read_bytes().splitlines(keepends=True)
+        tree = ast.parse(b"".join(lines))
+        spots = collections.defaultdict(list)
+        for number in numbers:
+            spots[_before_statement(tree, lines, faults[number])].append(number)
+        for (line, column), here in sorted(spots.items(), reverse=True):
+            text = "; ".join(f"__import__('fault_probe').reached({number})" for number in here).encode()
+            head, rest = lines[line - 1][:column], lines[line - 1][column:]
+            lines[line - 1] = head + text + (b"; " if head.strip() else b"\n" + head) + rest
+        (root / file).write_bytes(b"".join(lines))
+        ast.parse((root / file).read_bytes())
+
+
+def _before_statement(tree: ast.AST, lines: list[bytes], fault: Fault) -> tuple[int, int]:
+    """Line and column (in bytes) of the innermost statement around a fault that another may stand before."""
+    start, end = (fault.line, fault.column), (fault.end_line, fault.end_column)
+    around = [
+        (node.lineno, node.col_offset)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt)
+        and (node.lineno, node.col_offset) <= start
+        and end <= (node.end_lineno or 0, node.end_col_offset or 0)
+        and not lines[node.lineno - 1][node.col_offset :].startswith(b"elif")
+    ]
+    return max(around)
+
+
+def measure(faults: list[Fault], words: list[str]) -> None:
+    """Run the tests with a probe at each fault, which notes the test in force."""
+    copied(PROBED)
+    probe(PROBED, faults)
+    (OUT / "reached").write_text("")
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-q", "--times", str(OUT / "times")]
+    with open(OUT / "measured.log", "w") as log:
+        environment = os.environ | {"PYTHONPATH": str(PROBED)}
+        subprocess.run([*command, *words], cwd=PROBED, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+class Reached:
+    """The tests that execute a fault's statement and pass without the fault."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        rows = [line.split("\t") for line in (OUT / "times").read_text().splitlines()]
+        self._seconds = {test: float(seconds) for seconds, _, outcome, test in rows if outcome == "passed"}
+        self.smoke = {test for _, speed, _, test in rows if speed == "smoke"}
+        self._tests: dict[int, set[str]] = collections.defaultdict(set)
+        for line in (OUT / "reached").read_text().splitlines():
+            number, _, test = line.partition("\t")
+            self._tests[int(number)].add(test.rpartition(" (")[0])
+        self._numbers = {str(fault): number for number, fault in enumerate(faults)}
+
+    def tests(self, fault: Fault) -> list[str]:
+        """Those of `make smoke` first, then by file, then by time."""
+        found = self._tests[self._numbers[str(fault)]] & self._seconds.keys()
+        stem = pathlib.Path(fault.file).stem.strip("_")
+        far = lambda test: stem not in test.partition("::")[0]
+        return sorted(found, key=lambda test: (test not in self.smoke, far(test), self._seconds[test], test))
+
+    def first(self, tests: list[str], seconds: float) -> list[str]:
+        """The first ones, at least one, which take so many CPU seconds together."""
+        ends = itertools.accumulate(self._seconds[test] for test in tests)
+        return [test for n, (test, end) in enumerate(zip(tests, ends, strict=True)) if end <= seconds or n == 0]
+
+
+# -- one after another -----------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Make the copy to plant faults in, and import here what all of its tests import, the package left out."""
+    copied(PLANTED)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "statetx"], cwd=PLANTED, check=True)
+    os.chdir(PLANTED)
+    os.environ["PYTHONPATH"] = str(PLANTED)
+    sys.path[:] = [
+        str(PLANTED),
+        str(PLANTED / "tests"),
+        *(p for p in sys.path if pathlib.Path(p or ".") != ROOT / "tests"),
+    ]
+    for name in ("conftest", "flax.nnx", "flax.linen", "brainstate", "optax", "hypothesis", "xdist"):
+        importlib.import_module(name)
+    assert "statetx" not in sys.modules
+
+
+def run_fork(tests: list[str], limit: float) -> tuple[int, str]:
+    """Run tests in a fork until one fails, for so many CPU seconds: the status of the process, and its output."""
+    log = OUT / "fork.log"
+    process = os.fork()
+    if not process:
+        try:
+            os.setsid()
+            sys.dont_write_bytecode = True
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            with open(log, "w") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
+            import pytest
+
+            os._exit(
+                pytest.main(["-x", "-v", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "", *tests])
+            )
+        finally:
+            os._exit(99)
+    ended, status, start = 0, 0, time.monotonic()
+    while not ended:
+        time.sleep(0.05)
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if not ended and time.monotonic() - start > 10 * limit:
+            os.killpg(process, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(status), log.read_text(errors="replace")
+
+
+def tried(fault: Fault, reached: Reached, limit: float) -> dict:
+    """Run the tests of a fault until one fails: what found it, "nobody" where none does."""
+    tests = reached.tests(fault)
+    chosen = reached.first(tests, limit / 2)
+    result = {"found": "nobody", "by": "", "tests": len(chosen), "of": len(tests), "limit": limit, "seconds": 0.0}
+    if not chosen:
+        return result
+    path = PLANTED / fault.file
+    original, times, start = path.read_bytes(), path.stat(), time.monotonic()
     try:
-        fault.plant(root)
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "", *chosen],
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-        text, is_over = run.stdout, False
-    except subprocess.TimeoutExpired as e:
-        text, is_over = (e.stdout or b"").decode(errors="replace"), True
-        run = None
+        fault.plant(PLANTED)
+        status, text = run_fork(chosen, limit)
     finally:
-        (root / fault.file).write_bytes(original)
-    failed = [line.split()[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if failed:
-        found = "smoke" if failed[0] in smoke else "test"
-    elif run is not None and run.returncode not in (0, 1, 5):
-        found, failed = "smoke", ["(the package or pytest ends)"]
-    elif is_over:
-        found, failed = "time", ["(over the limit: an endless loop, or many tests)"]
-    else:
-        found, failed = "nobody", []
-    seconds = round(time.monotonic() - start, 1)
-    return {"found": found, "by": failed[:1], "tests": len(chosen), "of": len(tests), "seconds": seconds}
+        path.write_bytes(original)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # what is compiled stays valid
+    result["seconds"] = round(time.monotonic() - start, 1)
+    if status == 0:
+        return result
+    failed = failures(text, chosen)
+    begun = [test for test in chosen if test in text]
+    by = failed[0] if failed else (begun or chosen)[-1]
+    if not failed:
+        result["ends"] = "the package cannot be imported" if status > 0 else f"signal {-status}"
+    return result | {"found": "smoke" if by in reached.smoke or not begun else "test", "by": by}
+
+
+def failures(text: str, tests: list[str]) -> list[str]:
+    """Those of the tests that a run lists as failed."""
+    lines = [line.partition(" ")[2] + " - " for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [test for line in lines for test in tests if line.startswith(f"{test} - ")]
+
+
+def check(results: dict[str, dict]) -> None:
+    """Forget each result whose test fails without the fault, too."""
+    tests = sorted(
+        {r["by"] for r in results.values() if r["found"] != "nobody" and "ends" not in r and "checked" not in r}
+    )
+    while tests:
+        status, text = run_fork(tests, 100_000)
+        failed = {*failures(text, tests)}
+        if status and not failed:
+            raise RuntimeError(text[-2000:])
+        for name in [name for name, r in results.items() if r["by"] in failed]:
+            print("fails without the fault:", results.pop(name)["by"])
+        tests = [test for test in tests if test not in failed] if failed else []
+    for r in results.values():
+        r["checked"] = True
 
 
 def report(results: dict[str, dict]) -> str:
@@ -293,38 +398,45 @@ def report(results: dict[str, dict]) -> str:
     lines = [f"{len(results)} faults: " + ", ".join(f"{n} by {name}" for name, n in counts.most_common())]
     for name, r in sorted(results.items(), key=lambda item: (item[1]["found"], item[0])):
         reason = f"  (equivalent: {EQUIVALENT[name]})" if name in EQUIVALENT else ""
-        lines.append(f"{r['found']:7} {r['seconds']:6.1f} s {r['tests']:4} tests  {name}{reason}")
+        lines.append(
+            f"{r['found']:7} {r['seconds']:6.1f} s {r['tests']:4} of {r['of']:4} tests  {name}  {r['by']}{reason}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="run the tests under coverage first")
+    parser.add_argument("--measure", action="store_true", help="find out again which tests execute which fault")
     parser.add_argument("--draw", type=int, default=100, help="the number of faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=240.0, help="most seconds for the tests of a fault")
-    parser.add_argument("--part", default="1/1", help="as 1/2: every second fault, for two processes")
+    parser.add_argument("--limit", type=float, default=60.0, help="CPU seconds for each fault")
     parser.add_argument("--report", action="store_true", help="print what was found so far")
-    parser.add_argument("words", nargs="*", help="further words for pytest in the run under coverage")
+    parser.add_argument("words", nargs="*", help="further words for pytest in the run that is measured")
     options = parser.parse_args()
-    if options.measure or not COVERAGE.exists():
-        measure(options.words)
-    part, parts = map(int, options.part.split("/"))
-    kept = OUT / f"seed{options.seed}-{part}of{parts}.json"
+    OUT.mkdir(parents=True, exist_ok=True)
+    kept = OUT / f"seed{options.seed}.json"
     results = json.loads(kept.read_text()) if kept.exists() else {}
+    faults = drawn(options.draw, options.seed)
     if options.report:
-        for other in OUT.glob(f"seed{options.seed}-*.json"):
-            results |= json.loads(other.read_text())
         print(report(results))
         return
-    executed, root = Executed(), OUT / f"copy{part}"
-    copied(root)
-    for fault in drawn(options.draw, options.seed)[part - 1 :: parts]:
-        if str(fault) not in results:
-            tests = executed.tests(fault)
-            results[str(fault)] = tried(fault, root, tests, executed.smoke, options.limit)
+    drawn_before = OUT / "faults"
+    names = "\n".join(map(str, faults))
+    if options.measure or not drawn_before.exists() or drawn_before.read_text() != names:
+        measure(faults, options.words)
+        drawn_before.write_text(names)
+    reached = Reached(faults)
+    prepare()
+    for fault in faults:
+        before = results.get(str(fault))
+        if before is None or (
+            before["found"] == "nobody" and before["limit"] < options.limit and before["tests"] < before["of"]
+        ):
+            result = results[str(fault)] = tried(fault, reached, options.limit)
             kept.write_text(json.dumps(results, indent=1))
-            print(f"{results[str(fault)]['found']:7} {results[str(fault)]['seconds']:6.1f} s  {fault}", flush=True)
+            print(f"{result['found']:7} {result['seconds']:6.1f} s  {fault}", flush=True)
+    check(results)
+    kept.write_text(json.dumps(results, indent=1))
     print(report(results))
 
 

@@ -27,7 +27,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("speeds")
     group.addoption("--twelfth", help="of the tests marked slow, a twelfth: 0 to 11, or today")
     group.addoption("--minutes", type=float, help="begin no test after so many minutes, and tell which were left")
-    group.addoption("--times", type=pathlib.Path, help="write the CPU seconds of each test to a file")
+    group.addoption("--times", type=pathlib.Path, help="write CPU seconds, speed and outcome of each test to a file")
     group.addoption("--complete", action="store_true", help="a test that is skipped since something is missing fails")
 
 
@@ -64,7 +64,8 @@ class Speeds:
         self._left: list[str] = []
         self._num_finished = 0
         self._cpu = cpu_seconds()  # of this process, when its last test ended
-        self._cpu_of_test: dict[str, float] = {}
+        self._rows: list[tuple[float, str, str, str]] = []  # CPU seconds, speed, outcome, test
+        self._outcomes: dict[str, str] = {}
         self._counts = {"test": collections.Counter(), "thorough": collections.Counter(), "slow": collections.Counter()}
         self._cpu_of_speed: collections.Counter[str] = collections.Counter()
 
@@ -127,11 +128,14 @@ class Speeds:
         speed = next((name for name in ("slow", "thorough") if name in report.keywords), "test")
         if report.when == "call" or report.outcome != "passed":
             outcome = "error" if report.failed and report.when != "call" else report.outcome
-            self._counts[speed]["xfailed" if hasattr(report, "wasxfail") else outcome] += 1
+            outcome = self._outcomes[report.nodeid] = "xfailed" if hasattr(report, "wasxfail") else outcome
+            self._counts[speed][outcome] += 1
         if report.when == "teardown":
             self._num_finished += 1
-            self._cpu_of_test[report.nodeid] = dict(report.user_properties)["cpu"]
-            self._cpu_of_speed[speed] += self._cpu_of_test[report.nodeid]
+            seconds = dict(report.user_properties)["cpu"]
+            self._cpu_of_speed[speed] += seconds
+            name = "smoke" if speed == "test" and "smoke" in report.keywords else speed
+            self._rows.append((seconds, name, self._outcomes.pop(report.nodeid, "passed"), report.nodeid))
 
     def progress(self, total: int) -> str:
         """`` [ 40%, 3 min left]``, by the number of tests, or by the end of a run that has one."""
@@ -154,8 +158,10 @@ class Speeds:
                 line = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
                 terminalreporter.line(f"{speed}: {line} in {self._cpu_of_speed[speed]:.1f}s of CPU")
         if self._times is not None:
-            slowest = sorted(self._cpu_of_test.items(), key=lambda item: -item[1])
-            self._times.write_text("".join(f"{seconds:.3f}\t{test}\n" for test, seconds in slowest))
+            rows = sorted(self._rows, reverse=True)
+            self._times.write_text(
+                "".join(f"{seconds:.3f}\t{speed}\t{outcome}\t{test}\n" for seconds, speed, outcome, test in rows)
+            )
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """The package as a whole: exports, layers, imports, private names."""
 
 import ast
+import functools
 import os
 import pathlib
 import re
@@ -36,10 +37,12 @@ def module_name(path):
     return ".".join(path.relative_to(ROOT / "statetx").with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
 def imported_modules(path, *, for_types=False):
     """Modules of this package that a module imports, be it in a function; those that type checkers alone import only
     `for_types`.
     """
+    found = set()
     package = list(path.relative_to(ROOT / "statetx").parts[:-1])
     tree = ast.parse(path.read_text())
     if not for_types:
@@ -49,12 +52,10 @@ def imported_modules(path, *, for_types=False):
             base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
             for alias in node.names:
                 whole = [*base, alias.name]
-                yield ".".join(
-                    whole
-                    if (ROOT.joinpath("statetx", *whole[:-1], f"{whole[-1]}.py")).exists()
-                    or ROOT.joinpath("statetx", *whole, "__init__.py").exists()
-                    else base
-                )
+                folder = ROOT.joinpath("statetx", *whole)
+                is_module = folder.with_suffix(".py").exists() or (folder / "__init__.py").exists()
+                found.add(".".join(whole if is_module else base))
+    return found
 
 
 def test_exports():
@@ -84,14 +85,14 @@ def test_imports_point_down():
     count, too.
     """
     tiers = {name: i for i, names in enumerate(TIERS.split("\n")) for name in names.split()}
-    imports = {module_name(p): set(imported_modules(p)) for p in SOURCES if p != ROOT / "statetx" / "__init__.py"}
+    imports = {module_name(p): imported_modules(p) for p in SOURCES if p != ROOT / "statetx" / "__init__.py"}
     assert {m.split(".")[0] for m in imports} == set(tiers), "a new folder needs a place among TIERS"
     for path in SOURCES[1:]:
         module = module_name(path)
         for other in imported_modules(path, for_types=True):
             own, theirs = module.split(".")[0], other.split(".")[0]
             assert own == theirs or tiers[theirs] < tiers[own], f"{module} imports {other}"
-    assert not circles({m: {*imported_modules(p, for_types=True)} for m, p in zip(imports, SOURCES[1:], strict=True)})
+    assert not circles({m: imported_modules(p, for_types=True) for m, p in zip(imports, SOURCES[1:], strict=True)})
     for path in SOURCES[1:]:
         found = re.search(r"pkgutil|import_module\(f?[\"'](statetx|\.)", path.read_text())
         assert found is None, f"{path} imports by a string: register a function in `_hooks`"

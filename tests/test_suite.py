@@ -154,7 +154,7 @@ def test_a_run_ends_with_a_line_for_each_speed(tmp_path):
     lines = []
     run.pytest_terminal_summary(types.SimpleNamespace(section=lines.append, line=lines.append))
     assert lines == ["test: 1 passed in 0.5s of CPU", "thorough: 1 failed, 1 skipped in 2.0s of CPU"]
-    assert (tmp_path / "times").read_text().endswith("\n0.500\ttests/test_x.py::test_a\n")
+    assert (tmp_path / "times").read_text().endswith("\n0.500\ttest\tpassed\ttests/test_x.py::test_a\n")
 
 
 def test_progress_has_the_time_left(monkeypatch):
