@@ -54,7 +54,7 @@ def temp_bytes(fun):
     return statetx.measure(fun, X, gradient=False).temp_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_traced_step_is_planned(step):
     unplanned = temp_bytes(step)
     plan = statetx.plan(step, X, budget=0.85, of="temporaries")
@@ -63,7 +63,7 @@ def test_traced_step_is_planned(step):
     assert temp_bytes(step) == unplanned
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_planned_calls_and_others_train_alike(step):
     plan = statetx.plan(step, X, budget=0.85, of="temporaries")
     planned, net = plan.apply(step), step.net
@@ -83,14 +83,14 @@ def test_planned_calls_and_others_train_alike(step):
     assert net.calls.value == 4
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_budget_around_a_traced_step(step):
     unplanned = temp_bytes(step)
     with statetx.budget(int(0.85 * unplanned)):
         assert temp_bytes(step) < 0.9 * unplanned
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_python_runs_once_for_each_setting(step):
     planned = statetx.plan(step, X, budget=0.85, of="temporaries").apply(step)
     planned(X), step(X)

@@ -500,6 +500,7 @@ MODES_OF_A_NUMBER = {
 
 
 # A tangent that is a Python number was taken for a zero one: the result was 0, without an error.
+@pytest.mark.sample
 @pytest.mark.parametrize("loop", LOOPS_OF_A_NUMBER)
 @pytest.mark.parametrize("mode", MODES_OF_A_NUMBER)
 def test_python_numbers_as_primals_and_tangents(loop, mode):

@@ -93,6 +93,7 @@ def saved(tmp_path_factory):
     return directory, contents(model)
 
 
+@pytest.mark.thorough
 def test_restore_every_kind_of_state_and_value(saved):
     directory, expected = saved
     other = Everything(2)
@@ -200,6 +201,7 @@ except statetx.CheckpointError as e:
 """
 
 
+@pytest.mark.thorough
 def test_process_ends_after_a_save_to_a_directory_that_cannot_be_written(tmp_path):
     """orbax would leave threads behind that wait five minutes for each other."""
     command = [sys.executable, "-c", READ_ONLY, str(tmp_path / "runs")]

@@ -50,6 +50,7 @@ def test_mean_equals_the_whole_loss(size):
     near(both(ours, HIDDEN, LABELS, EMBEDDING), both(mean, HIDDEN, LABELS, EMBEDDING))
 
 
+@pytest.mark.thorough
 def test_keyword_arguments_are_whole():
     ours = statetx.chunked(mean, axis=1, size=9)
     near(
@@ -85,6 +86,7 @@ def test_sum_of_several_outputs_and_masks():
     assert not np.isclose(of_chunks(*args), masked(*args))  # the mean of the chunks' means is another number
 
 
+@pytest.mark.thorough
 def test_a_value_for_each_token():
     tokens = HIDDEN.reshape(100, 16), LABELS.reshape(100)
 
@@ -208,6 +210,7 @@ def test_language_model_of_another_library(make):
     near(statetx.jit(statetx.value_and_grad(parts, wrt=states))(LABELS), expected)
 
 
+@pytest.mark.thorough
 def test_sharded_batches():
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))

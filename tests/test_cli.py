@@ -71,6 +71,7 @@ def test_residuals_and_report(capsys, tmp_path, command, word):
     assert "prefers-color-scheme: dark" in page and "max-width: 720px" in page  # as the page of a profile
 
 
+@pytest.mark.thorough
 def test_plan_keeps_the_budget_and_can_be_loaded(capsys, tmp_path):
     path = tmp_path / "plan.json"
     target = ["cli_model.py:make", "--factory"]
@@ -352,6 +353,7 @@ def test_help_lists_examples(capsys):
     assert run(capsys, "--version") == (0, f"statetx {statetx.__version__}\n", "")
 
 
+@pytest.mark.slow
 def test_as_a_program(tmp_path):
     """The folder in which it is started is on the path; a terminal without the characters of the sparkline prints
     others.

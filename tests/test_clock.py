@@ -91,6 +91,7 @@ def layers_planned(**options):
     return statetx.plan(layers, WS, jnp.ones((1024, 16)), argnums=0, of="temporaries", **options)
 
 
+@pytest.mark.thorough
 def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
     analyzed = []
     front_of = _lattice.front_of
@@ -185,6 +186,7 @@ def test_policy_says_that_the_time_ended_an_expensive_plan(compilations):
     assert compilations
 
 
+@pytest.mark.thorough
 def test_search_goes_on_until_a_plan_keeps_the_budget(compilations):
     """For at most twice the time limit. The cheapest that is predicted to keep the budget comes next."""
     plan = layers_planned(budget=0.8, time_limit=30.0)
@@ -192,6 +194,7 @@ def test_search_goes_on_until_a_plan_keeps_the_budget(compilations):
     assert 0 < len(compilations) <= 2, "a candidate takes more than the time"
 
 
+@pytest.mark.thorough
 def test_search_that_keeps_no_budget_ends_with_the_time(compilations):
     with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
         layers_planned(budget=0.3, time_limit=30.0)
@@ -244,6 +247,7 @@ def test_wrong_time_limit_raises(time_limit):
         pass
 
 
+@pytest.mark.thorough
 def test_block_without_a_size_raises():
     with pytest.raises(statetx.PlanError, match="budget=None is not a size"), statetx.budget(None):  # pyright: ignore
         pass

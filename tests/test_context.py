@@ -70,6 +70,7 @@ def test_plan_counts_bytes_per_device(kind):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sample
 @KINDS
 @pytest.mark.parametrize("within", [False, True], ids=["eager", "jit"])
 def test_fit_counts_bytes_per_device(kind, within):
@@ -101,6 +102,7 @@ def test_plan_of_a_step_counts_bytes_per_device():
     assert plan.num_devices == 8 and "bytes of all 8 devices" in str(plan)
 
 
+@pytest.mark.thorough
 def test_fit_on_a_mesh_whose_types_name_axes():
     """Operands that are made within a function are sharded by their types."""
     mesh = mesh_of(EXPLICIT)
@@ -158,6 +160,7 @@ def test_loop_that_fits_on_a_device_stays_plain():
 # -- vmap and shard_map --
 
 
+@pytest.mark.thorough
 def test_fit_under_a_named_axis():
     w, xs = statetx.Param(jnp.eye(64)), jnp.linspace(-1, 1, 2 * 128 * 64).reshape(2, 128, 64)
 
@@ -298,6 +301,7 @@ def test_sharding_of_a_tracer():
     }
 
 
+@pytest.mark.thorough
 def test_sharding_notes_do_not_outlive_tracers():
     from statetx._lift import context
 

@@ -176,6 +176,7 @@ def test_help_imports_nothing_large():
     assert run.stdout.count("--quick") >= len(scripts) == 11
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_in_one_line_and_writes_the_results_so_far(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, str(SCRIPT), "--out", str(out), *TINY, "--steps", "5000", "--runs", "plain"]
@@ -324,6 +325,7 @@ def test_transformer_lm(budget, example):
     assert f"{plan['losses'][-1]:.3f}" in out
 
 
+@pytest.mark.slow
 def test_batchnorm_classifier(example):
     out, results = example("batchnorm_classifier", "--quick")
     plain, remat = results["runs"].values()

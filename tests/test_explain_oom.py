@@ -240,6 +240,7 @@ def test_remat_is_compiled_before_it_is_advised_and_takes_what_it_takes_by_hand(
     assert not predicted.remedies[0].is_compiled and "less (predicted)" in str(predicted)
 
 
+@pytest.mark.thorough
 def test_splitting_the_batch_is_advised_under_its_condition_alone():
     def loss(w, x, y):
         for _ in range(6):
@@ -272,6 +273,7 @@ def recurrent_step(ws, xs):  # time-major, as usual: 64 steps of 8 sequences
 RECURRENT_ARGS = [jnp.eye(128)] * 13, jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
 
 
+@pytest.mark.thorough
 def test_axis_that_a_scan_runs_over_is_no_batch():
     report = explain_oom(jax.jit(recurrent_step, donate_argnums=0), *RECURRENT_ARGS, limit="1MiB", time_limit=0)
     assert report.remedies[0].change.action == "slots" and "scan of 64 steps" in report.remedies[0].change.text

@@ -85,6 +85,7 @@ def texts(svg):
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
+@pytest.mark.thorough
 def test_charts_are_drawn_from_results(report, tmp_path):
     report.draw(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.svg" for name in report.CHARTS)
@@ -102,6 +103,7 @@ def test_comparison_has_every_row(report):
     assert all(re.search(rf"(\n\| |; |: ){re.escape(row.title)}( \||;|\.\n)", page) for row in behaviors.ROWS)
 
 
+@pytest.mark.thorough
 @same_xla
 def test_memory_of_blocks_is_what_the_page_says(report):
     planner = report.module("planner")
@@ -111,6 +113,7 @@ def test_memory_of_blocks_is_what_the_page_says(report):
     assert got[2] < 0.3 * got[1]
 
 
+@pytest.mark.thorough
 @same_xla
 def test_memory_of_a_loop_is_what_the_page_says(report):
     """The largest loop of the page, with two numbers of stored carries; compiled, not run."""
@@ -131,6 +134,7 @@ def test_runs_of_the_body_are_at_most_the_optimum_of_carries(report):
         assert row["statetx"] <= row["optimum"]
 
 
+@pytest.mark.slow
 @same_xla
 def test_counts_of_traced_blocks_are_what_the_page_says(report):
     trace = report.module("bench_trace")

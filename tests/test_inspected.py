@@ -151,6 +151,7 @@ class Lazy:
         return (jnp.sin(jnp.tanh(x @ self.layer.w.value)) ** 2).mean() * self.layer.states["n"][0].value
 
 
+@pytest.mark.sample
 @each_inspection
 def test_state_that_is_created_once_counts_from_the_first_real_call(inspect):
     lazy = Lazy()
@@ -502,6 +503,7 @@ def draw_from(ref):
     return key
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", KEYS)
 @pytest.mark.parametrize("transform", ["jit", "scan"])
 def test_inspection_draws_no_random_numbers(transform, kind):

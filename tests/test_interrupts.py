@@ -273,6 +273,7 @@ def test_interrupt_while_staging_and_compiling(how, step):
     assert check_every_line(model, lambda: HOW[how](model.step), step=step) > 20
 
 
+@pytest.mark.thorough
 def test_interrupt_at_every_line_of_a_restore(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     model = Model([statetx.State, brainstate.ShortTermState, Variable])
@@ -297,6 +298,7 @@ def test_interrupt_at_every_line_of_a_restore(tmp_path):
     assert model.steps_done() == 5.0 and num > 20
 
 
+@pytest.mark.thorough
 def test_interrupt_of_a_save_leaves_saved_steps_valid(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     model = Model([statetx.State, brainstate.ShortTermState, Variable])

@@ -52,6 +52,7 @@ def test_jvp_and_linearize_run_once_and_write_once():
     assert aux == 4
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
 def test_jacobians_have_the_structure_of_wrt(name):
     ours, theirs = getattr(statetx, name), getattr(jax, name)

@@ -115,6 +115,7 @@ def test_advice_of_the_error_works():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), theirs, ours)
 
 
+@pytest.mark.thorough
 def test_remat_does_not_import_flax():
     program = (
         "import sys, jax, statetx; jax.grad(statetx.remat(lambda x: x * x))(1.0); assert 'flax' not in sys.modules"

@@ -67,6 +67,7 @@ def test_a_number_is_differentiated_if_argnums_says_so():
     assert row.residual_bytes != only_row(loss, 0.5, H, argnums=1).residual_bytes
 
 
+@pytest.mark.thorough
 def test_arrays_that_a_loss_closes_over_are_not_differentiated():
     runs = Runs()
     loss, closed = functools.partial(product_loss, runs), lambda w, h: product_loss(runs, w, h, XS)
@@ -207,6 +208,7 @@ def test_a_step_in_a_shard_map():
     assert [r.carry_bytes for r in rows] == [H.nbytes] * 3 and rows[0].is_mixed
 
 
+@pytest.mark.thorough
 def test_loops_are_listed_in_the_order_of_the_backward_pass_before_those_of_their_steps():
     def loop(h, length, step):
         return statetx.scan(lambda h, _: (step(h), None), h, None, length, checkpoint=Slots(3))[0]

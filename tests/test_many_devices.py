@@ -315,6 +315,7 @@ IN_PARTS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_entropy_in_parts_of_a_vocabulary_over_devices(name, order):

@@ -161,6 +161,7 @@ def their_gradient(nesting, policy):
     return jax.grad(lambda w, x: theirs(nesting, policy, w)(x).sum(), (0, 1))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("nesting", in_turn(NESTINGS))
 def test_residuals_and_recomputation_equal_jax(nesting):
     found = {}

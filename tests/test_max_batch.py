@@ -50,6 +50,7 @@ def test_progress(monkeypatch, capsys):
     assert sorted(seen) == sorted(f"compiling the step for {size} examples" for size, _ in fit.tried)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("donate", [False, True])
 def test_the_largest_batch_that_fits(donate):
     step = jax.jit(sgd, donate_argnums=0) if donate else sgd
@@ -144,6 +145,7 @@ def test_states_that_do_not_have_an_axis_of_examples():
         statetx.max_batch(loss, x, budget=MIB, states={"g": 0})
 
 
+@pytest.mark.thorough
 def test_budget_of_the_device(monkeypatch):
     monkeypatch.setenv("STATETX_DEVICE_MEMORY", "3MiB")
     device = statetx.max_batch(sgd, PARAMS, X, argnums=1, budget="device")
@@ -265,6 +267,7 @@ def test_fit_takes_the_fewest_parts(program, kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), (value, grads), expected)
 
 
+@pytest.mark.thorough
 def test_fit_where_nothing_fits(program):
     budget = 1024 + sum(x.nbytes for x in jax.tree.leaves((program.params, program.data)))
     with pytest.raises(statetx.PlanError, match="parts of one example need") as e:

@@ -775,6 +775,7 @@ def test_hover_over_a_row_shows_the_lifetime(browse):
     assert zoomed[0] < b["start"] and b["end"] + 1 < zoomed[1] and zoomed[1] - zoomed[0] < len(made.steps)
 
 
+@pytest.mark.thorough
 def test_theme_follows_the_system_and_the_button(browse):
     script = """
         const color = () => getComputedStyle(document.body).backgroundColor, button = $("#theme"), found = [color(), button.textContent];
@@ -790,6 +791,7 @@ def test_theme_follows_the_system_and_the_button(browse):
     assert (system[0], system[2], system[6]) == (dark, light, dark)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("width", [360, 768])
 def test_page_fits_a_narrow_screen(browse, width):
     """Also with names that have no place to break the line."""
@@ -848,12 +850,14 @@ def test_names_are_text_in_the_browser(browse):
     assert "{{data}}" in outcome[4]
 
 
+@pytest.mark.thorough
 def test_smallest_programs_open(browse):
     step = Step("a", "", "forward", "", None)
     for made in (profile([], [step]), profile([buffer("a", 1, 0, 0)], [step])):
         assert browse(_page.to_html(made), 'press("+"); press("ArrowRight"); click(0); return rows().length;') in (0, 1)
 
 
+@pytest.mark.thorough
 def test_large_program_opens(browse):
     made = large()
     outcome = browse(

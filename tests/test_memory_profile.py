@@ -496,6 +496,7 @@ def products_in_a_loop(scan, wrap=lambda f: f):
     return lambda c: scan(step, c, None, 32)[0].sum()
 
 
+@pytest.mark.thorough
 def test_savings_in_a_loop_count_a_carry_that_is_not_stacked():
     plain = statetx.memory_profile(products_in_a_loop(statetx.scan), NARROW)
     stacks = [b for b in plain.buffers if b.stacked is not None]
@@ -700,6 +701,7 @@ def untold(monkeypatch):
     measure._tells.cache_clear()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("gradient", [True, False])
 def test_a_program_that_xla_writes_is_the_compiled_one(gradient, request):
     exact = statetx.memory_profile(Net().__call__, X, gradient=gradient)

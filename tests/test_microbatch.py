@@ -483,7 +483,7 @@ def test_a_call_is_atomic():
 # -- programs of other libraries -------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nnx_batch_norm():
     class Net(nnx.Module):
         def __init__(self):

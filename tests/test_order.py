@@ -180,7 +180,7 @@ def gradient(plan, fun=two_losses):
     return jax.value_and_grad(plan.apply(fun))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_planned_branches_keep_their_values(plan):
     plain = jax.jit(jax.value_and_grad(two_losses))(PARAMS, BATCH)
     assert_near(jax.jit(gradient(plan))(PARAMS, BATCH), plain)
@@ -216,6 +216,7 @@ def adversarial(generator, critic, z):
     return sgd(generator, jax.grad(lambda g: jnp.cos(judged(critic, g)).mean())(generator)), critic
 
 
+@pytest.mark.slow
 def test_each_gradient_of_a_step_begins_when_its_inputs_are_computed(tmp_path):
     args = weights(2, 2), weights(3, 2), BATCH
     plan = statetx.plan(adversarial, *args, budget=0.8)
@@ -264,6 +265,7 @@ def plan_together():
     return statetx.plan(together, *PARAMS, BATCH, budget=0.4, of="temporaries", time_limit=None)
 
 
+@pytest.mark.slow
 def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatch):
     assert plan_together.extra_flops > 0 and plan_together.is_sequential
     step = plan_together.apply(together)
@@ -324,6 +326,7 @@ def accumulated(ws, x):
     return sgd(ws, total)
 
 
+@pytest.mark.slow
 def test_gradients_of_one_function_run_one_after_the_other():
     args = PARAMS[0], BATCH
     plain = temp_bytes(accumulated, *args)

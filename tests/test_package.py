@@ -80,6 +80,7 @@ def test_lazy_exports_match_type_checking_imports():
         statetx.rematt  # noqa: B018
 
 
+@pytest.mark.thorough
 def test_imports_point_down():
     """Between folders by their tiers; inside a folder, without a circle. Imports in functions and for types
     count, too.
@@ -151,6 +152,7 @@ def test_environment_variables_are_those_of_the_security_page():
     assert read == set(re.findall(r"\bSTATETX_[A-Z_]+", page)) and len(read) > 3
 
 
+@pytest.mark.thorough
 def test_import_side_effects_are_documented():
     """Each change, in a program that loads everything, has a row of the page."""
     code = (
@@ -169,6 +171,7 @@ def test_import_side_effects_are_documented():
     assert words(rows) == words(listed.strip().split("\n")) and len(rows) > 10
 
 
+@pytest.mark.thorough
 def test_import_is_light_and_needs_no_other_library():
     code = (
         "import sys, statetx; "
@@ -184,6 +187,7 @@ def test_import_is_light_and_needs_no_other_library():
     assert out.stdout.strip() == str(expected)
 
 
+@pytest.mark.thorough
 def test_brainstate_imported_late_is_observed():
     code = """
 import jax.numpy as jnp, statetx

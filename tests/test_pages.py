@@ -315,6 +315,7 @@ def is_of(module, name, x):
     return getattr(x, "__module__", None) == module.__name__ or f"import {name} as {name}" in source
 
 
+@pytest.mark.slow
 def test_site_builds(built_site):
     """Strictly: without a dead link, an anchor that is not there, or a name that the reference does not find."""
     done, tmp_path = built_site
@@ -407,6 +408,7 @@ def test_copied_blocks_of_a_page_run(browser):
     assert len(texts) == page.count("```python") + len(re.findall(r"^(>>>.*\n([.]{3}.*\n)*)+(?!>>>)", page, re.M)) > 2
 
 
+@pytest.mark.thorough
 def test_copied_examples_of_docstrings_have_no_prompts(browser):
     texts = copied(browser, "api/remat", ".highlight:has(.gp)")
     assert texts

@@ -89,6 +89,7 @@ def test_stock_policies_of_the_planner_act_in_rules(policy):
     assert found[policy].compiled.flops == flops_of(marked(policy))
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_what_the_rule_computes(tmp_path):
     plain, full = flops_of(loss), flops_of(marked("nothing"))
     dots = statetx.measure(statetx.value_and_grad(marked("dots")), WS, X, gradient=False).temp_bytes
@@ -103,6 +104,7 @@ def test_a_plan_keeps_what_the_rule_computes(tmp_path):
     assert loaded == plan and flops_of(loaded.apply(loss)) == plan.flops
 
 
+@pytest.mark.thorough
 def test_every_value_of_a_rule_can_be_kept():
     program = flat(loss, WS[:1], X)
     jaxpr, part = program.jaxpr, program.part(0, len(program))

@@ -162,6 +162,7 @@ def recurrent_task(w, xs, wrap=lambda f: f):
     return (jax.lax.scan(wrap(step), xs[0], xs)[1] ** 2).mean()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("wrap", [lambda f: f, functools.partial(jax.checkpoint, prevent_cse=False)])
 def test_inner_gradient_of_a_loop(variant, wrap):
@@ -181,6 +182,7 @@ def test_inner_gradient_of_a_loop(variant, wrap):
     assert least <= num_products <= most
 
 
+@pytest.mark.thorough
 def test_loss_with_a_gradient_of_a_loop_is_planned():
     def loss(w, xs):
         return recurrent_task(w - 0.1 * jax.grad(recurrent_task)(w, xs), xs)

@@ -80,6 +80,7 @@ def test_second_plan_compiles_nothing(folder, compilations, fun):
     assert second.apply(fun) is not None and Planner(fun, WS, X).plan(0.8) == first
 
 
+@pytest.mark.thorough
 def test_step_of_a_stored_plan_is_not_differentiated(folder):
     differentiated = []
     sine = Primitive("sine")  # a rule of JAX, which no key asks
@@ -212,6 +213,7 @@ def test_other_programs_are_other_plans(folder):
     assert len({*keys}) == len(keys) and key(loss, WS, X + 1) == keys[0]
 
 
+@pytest.mark.thorough
 def test_constants_are_not_arguments(folder):
     """A step that closes over arrays has the equations of one that takes them."""
     taken = Planner(jax.grad(loss, argnums=1), WS, X)
@@ -291,6 +293,7 @@ def damaged_plan():
     return planner, _budget.ByteBudget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
 
 
+@pytest.mark.thorough
 def test_damaged_entry_is_planned_again_and_replaced(folder, compilations):
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     (entry,) = entries(folder)
@@ -473,6 +476,7 @@ def in_a_process(program, seed):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_plan(folder):
     assert in_a_process(PROGRAM, 1) == in_a_process(PROGRAM, 2)
     assert len(entries(folder)) == 1
@@ -521,6 +525,7 @@ def test_another_process_compiles_nothing_for_a_batch_or_a_number_of_parts(folde
     assert same_sizes == sizes
 
 
+@pytest.mark.thorough
 def test_bytes_are_found_by_what_the_compiler_gets(folder, compilations):
     def tried(fun=lambda x: jnp.tanh(x @ x.T).sum(), budget="64KiB", **options):
         compilations.clear()

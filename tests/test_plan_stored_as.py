@@ -100,6 +100,7 @@ def test_layers_that_read_spikes_hold_them_as_bits():
     assert_equal(spiking, plan.apply(spiking), WS, SPIKES)
 
 
+@pytest.mark.thorough
 def test_what_bits_take_is_what_remat_takes_with_them():
     def loss(block, ws, x):
         for w in ws:
@@ -355,6 +356,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("option", "num"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("fun", [delayed, refractory])
 def test_a_rewritten_loop_stores_bits(fun, option, num):

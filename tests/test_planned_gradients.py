@@ -222,6 +222,7 @@ def adversarial(generator, critic, z, x):
     return sgd(generator, grads), critic, value
 
 
+@pytest.mark.slow
 def test_two_networks_share_the_budget_of_the_step():
     args = (GENERATOR, CRITIC, X, X + 1)
     captured = capture(adversarial, args, {}, None)
@@ -327,6 +328,7 @@ def test_budget_is_that_of_the_block_and_thread():
         pass
 
 
+@pytest.mark.thorough
 def test_jitted_function_is_traced_again_under_a_budget():
     traces = []
 

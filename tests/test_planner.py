@@ -101,6 +101,7 @@ def test_baseline_that_fits_is_unchanged():
     assert "remat" not in text and "checkpoint" not in text
 
 
+@pytest.mark.thorough
 def test_rematerialized_functions_inside_of_others_are_inlined():
     """A budget above all fits without any of them; at the memory of the nested functions a plan costs no more than
     these.
@@ -125,6 +126,7 @@ def test_rematerialized_functions_inside_of_others_are_inlined():
     assert least.temp_bytes <= written.temp_bytes and least.extra_flops <= written.flops / plain.flops - 1
 
 
+@pytest.mark.slow
 def test_fast_compilation_result_is_verified(monkeypatch):
     """Fast compilation may report less memory than the users' compilation takes."""
     unplanned = statetx.plan(loss, FEW, X, of="temporaries", budget=1.0, argnums=0).temp_bytes
@@ -144,6 +146,7 @@ def test_fast_compilation_result_is_verified(monkeypatch):
     assert statetx.plan(loss, FEW, X, of="temporaries", budget=1.0, argnums=0).budget_bytes == unplanned
 
 
+@pytest.mark.thorough
 def test_no_stock_policy_does_better():
     marked = functools.partial(loss, block=statetx.remat(block))
     planner = Planner(marked, FEW, X, argnums=0, of="temporaries")
@@ -218,6 +221,7 @@ def family_of(regions, num):
     return _lattice.Family(range(num), regions)
 
 
+@pytest.mark.thorough
 def test_saved_values_are_not_recomputed():
     """The compiled program computes as much as the model says."""
     planner = Planner(functools.partial(loss, block=statetx.remat(block)), FEW, X, argnums=0, of="temporaries")
@@ -357,6 +361,7 @@ def test_states_are_written_once_and_random_draws_are_not_repeated():
     assert (jax.random.key_data(model.rng.value) == jax.random.key_data(other.rng.value)).all()
 
 
+@pytest.mark.thorough
 def test_states_that_are_written_get_no_cotangent():
     mean, scale = statetx.State(jnp.zeros(64)), statetx.Param(jnp.ones((1, 64)))
 
@@ -438,6 +443,7 @@ def groups_of(*groups, differentiated=()):
     return Groups(tuple(decisions), differentiated)
 
 
+@pytest.mark.thorough
 def test_every_decision_for_a_loop_gives_equal_gradients():
     jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)
     flat = _flat.Flat(jaxpr)
@@ -730,6 +736,7 @@ def test_loops_with_a_remainder_copy_their_sequence():
     assert Lengths(20, 20) in options and Lengths(50, 8) in options
 
 
+@pytest.mark.thorough
 def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monkeypatch):
     measure, marked = _candidates.Candidates.measure, functools.partial(loss, block=statetx.remat(block))
     planner, other = (Planner(marked, FEW, X, of="temporaries", argnums=0) for _ in range(2))
@@ -783,6 +790,7 @@ def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
     assert far <= most < near
 
 
+@pytest.mark.thorough
 def test_progress(capsys):
     """One line, with a count, the best plan so far, and the seconds since the beginning; it is gone at the end."""
     statetx.plan(loss, FEW, X, of="temporaries", budget=0.9, argnums=0, progress=True, time_limit=0)
@@ -1076,6 +1084,7 @@ def test_strategies_of_plans_are_found_by_registered_names(monkeypatch):
             Strategy.from_json(wrong)
 
 
+@pytest.mark.thorough
 def test_plan_with_a_python_number_is_told_of_jit():
     w = jnp.eye(16)
 
@@ -1190,6 +1199,7 @@ def test_mistakes():
         statetx.plan(loss, WS, X, budget=0.5, of="all")
 
 
+@pytest.mark.slow
 def test_table_names_values_owners_and_decisions():
     def named(ws, x):
         for w in ws:
@@ -1326,6 +1336,7 @@ def test_zeros_of_a_sharded_program_are_made_in_shards():
     assert x.sharding == sharding and x.dtype == "bfloat16" and not x.any()
 
 
+@pytest.mark.thorough
 def test_an_argument_that_the_program_does_not_use_is_timed_too():
     plan = statetx.plan(
         lambda w, x, unused: (jnp.tanh(x @ w) ** 2).mean(),

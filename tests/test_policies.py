@@ -184,6 +184,7 @@ def test_each_policy_saves_its_values(policy):
     assert kept == sorted(expected)
 
 
+@pytest.mark.slow
 def test_except_names_drops_exactly_what_is_named():
     def f(x):
         x = statetx.checkpoint_name(jnp.tanh(jnp.sin(x)), "a")
@@ -298,6 +299,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore::statetx.PolicyWarning")  # of the limit that selects nothing
 @pytest.mark.parametrize("loop", LOOPS)
 def test_bytes_of_a_value_are_those_that_saving_it_takes(loop):

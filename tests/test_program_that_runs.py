@@ -60,6 +60,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make", PROGRAMS.values(), ids=PROGRAMS)
 def test_reports_are_on_the_program_that_runs(make):
     step, args = make()

@@ -27,6 +27,7 @@ from helpers import publish_all_but_one, undo_the_owner_only
 NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("first", range(0, NUM_FAST, 4))
 def test_mixed_program_equals_its_reference(first):
     for seed in range(first, first + 4):
@@ -38,6 +39,7 @@ def test_gradient_of_a_loop_whose_steps_reverse_a_loop():
     check_seed(3192)
 
 
+@pytest.mark.thorough
 def test_loop_over_states_that_begin_with_one_container():
     check_seed(1720)
 
@@ -54,6 +56,7 @@ def rematerializing(seeds):
     return [seed for seed in seeds if " remat(" in source(program_of(seed), "statetx")]
 
 
+@pytest.mark.thorough
 def test_mixed_program_stored_in_another_form(stored):
     for seed in rematerializing(range(12))[:4]:
         check_seed(seed)

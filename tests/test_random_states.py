@@ -63,6 +63,7 @@ def test_next_draws_after_a_transform_equal_none_of_its_draws(transform):
 # -- a key for each example, set in the function -----------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("rules", [None, SPLIT], ids=["default", "Split"])
 @pytest.mark.parametrize("kind", LIBRARIES.values(), ids=LIBRARIES)
 def test_key_that_is_set_for_each_example(kind, rules):

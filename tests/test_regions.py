@@ -272,6 +272,7 @@ def test_baseline_is_not_compiled_for_bytes_far_below_it():
     assert [name for name, _, _ in plan.measured()].count("no remat") == planner._search.baseline.is_started
 
 
+@pytest.mark.thorough
 def test_plans_are_deterministic():
     programs = [Planner(loss, WS[:2], X, of="temporaries", argnums=0).plan(0.6)._fields["programs"] for _ in range(2)]
     assert programs[0] == programs[1]
@@ -344,6 +345,7 @@ def masked(wrap):
     return loss, WS, X, jnp.ones((256, 64))
 
 
+@pytest.mark.thorough
 def test_layers_that_share_a_mask_cost_no_more_than_by_hand():
     by_hand, *args = masked(statetx.remat)
     budget = statetx.measure(statetx.value_and_grad(by_hand), *args, gradient=False)
@@ -421,6 +423,7 @@ def test_a_deep_stream_is_kept_once_in_a_while():
     assert max(len(copies.sources[v]) for v in tanhs) < 12 < len(tanhs)
 
 
+@pytest.mark.thorough
 def test_copies_take_less_memory_and_compute_the_same():
     program = flat(stream, PAIRS, RAMP)
     parts = program.split([0, 6, 12, 18])

@@ -221,6 +221,7 @@ def test_ref_written_in_one_iteration_is_read_in_the_next(name, make):
     np.testing.assert_array_equal(read(), [8.0, 16.0])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("checkpoint", [None, Levels(2), Slots(2)], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_of_a_ref_that_a_loop_reads(checkpoint, check_vma):

@@ -92,6 +92,7 @@ def test_baseline_that_may_fit_is_compiled(long):
     assert plan.stock == "no remat" and plan.temp_bytes == temp_bytes(jax.value_and_grad(loss), WS, X)
 
 
+@pytest.mark.slow
 def test_long_baseline_without_equal_periods_is_compiled_near_the_budget_only(long):
     planner = Planner(skipping, WS[:7], X, of="temporaries", argnums=0)
     candidates, peak = planner._search.candidates, planner._search.candidates.baseline_peak

@@ -85,6 +85,7 @@ def test_donation_leaves_more_for_temporaries(planner):
     assert donated.alias_bytes > 20_000 and donated.stock == "no remat" and with_copies.extra_flops > 0
 
 
+@pytest.mark.thorough
 def test_planned_jitted_step_donates_and_traces_once():
     traces = []
 
@@ -111,6 +112,7 @@ def test_planned_jitted_step_has_the_stages_of_jit(jit):
     assert jax.tree.map(jnp.shape, planned.eval_shape(*ARGS)) == jax.tree.map(jnp.shape, jitted.eval_shape(*ARGS))
 
 
+@pytest.mark.thorough
 def test_arrays_that_the_step_closes_over_are_constants():
     closed_over = jnp.arange(256)[::-1]
 
@@ -171,6 +173,7 @@ def test_estimate_of_arguments_and_outputs_is_close():
         assert abs(fixed.output_bytes - outputs) < 1024  # XLA's table of outputs
 
 
+@pytest.mark.thorough
 def test_unplanned_step_is_not_compiled_for_a_budget_in_bytes(planner, monkeypatch):
     tight = planner.plan(0.7)
     assert tight.unplanned_is_compiled and "(without a plan " in str(tight)
@@ -311,6 +314,7 @@ def test_stock_policies_are_counted_without_compiling_them():
 # -- the device ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_budget_of_the_device(monkeypatch):
     monkeypatch.setenv("STATETX_DEVICE_MEMORY", str(int(0.8 * total(jax.jit(step), *ARGS))) + "B")
     plan = statetx.plan(step, *ARGS, budget="device")
@@ -382,6 +386,7 @@ def test_budget_inside_shard_map(check_vma):
     assert total(jax.jit(plan.apply(sharded)), WS, x) <= budget
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("axis_type", "check_vma", "shard_map", "wrap"),
     in_turn(
@@ -425,6 +430,7 @@ def test_budget_of_a_gradient_around_a_shard_map(axis_type, check_vma, shard_map
             assert planned.sharding.is_equivalent_to(out.sharding, out.ndim)
 
 
+@pytest.mark.slow
 def test_two_gradients_around_shard_maps():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     mapped = jax.shard_map(
@@ -477,6 +483,7 @@ def test_plan_of_a_loss_that_is_a_shard_map(axis_type, shard_map, tmp_path):
             assert out.sharding.is_equivalent_to(expected.sharding, out.ndim)
 
 
+@pytest.mark.thorough
 def test_plan_of_a_loss_with_states_in_a_shard_map():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     params, mean = [statetx.Param(w) for w in WS], statetx.State(jnp.zeros(X.shape[1]))
@@ -499,6 +506,7 @@ def test_plan_of_a_loss_with_states_in_a_shard_map():
 # -- measured -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fastest_measured_candidate_is_chosen(monkeypatch):
     from statetx.planner._search import whole as _whole
 

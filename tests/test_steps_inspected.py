@@ -65,6 +65,7 @@ def settings():
         yield
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("step", STEPS, ids=NAMES)
 def test_a_step_is_not_differentiated(step):
     unchanged = statetx.measure(step, WS, X, gradient=False)
@@ -239,6 +240,7 @@ def test_report_of_a_step_without_remat_has_one_row():
     assert "as a whole" not in diagnosis.text
 
 
+@pytest.mark.thorough
 def test_report_of_a_loss_that_differentiates_a_scalar_itself():
     """A penalty on a gradient: it counts as a step unless it is said to be a loss."""
 

@@ -153,6 +153,7 @@ def test_stored_types_are_values():
 # -- derivatives -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradients_are_equal_bit_for_bit(block, jit):
@@ -188,6 +189,7 @@ def derivative_without_regions(name):
 
 
 # "both" has what "named" and "inputs" have.
+@pytest.mark.sample
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_of_every_kind(name, block):
@@ -262,6 +264,7 @@ def test_lossy_formats_change_the_backward_pass_only():
         assert_close(jax.jit(jax.grad(loss_of(outer), (0, 1)))(x, w), grads, 1e-6)
 
 
+@pytest.mark.thorough
 def test_states_keys_and_static_arguments_pass():
     class Layer:
         def __init__(self):
@@ -415,6 +418,7 @@ def test_a_prefix_that_does_not_fit(formats):
 # -- masks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_masks_are_packed():
     def f(x, key):
         h = jax.nn.relu(x)
@@ -672,6 +676,7 @@ def spiking(block, num=8):
     return statetx.memory_profile(loss, ws, x)
 
 
+@pytest.mark.thorough
 def test_memory_profile_advises_bits_and_predicts_what_they_save():
     before = spiking(statetx.remat(layer))
     (change,) = [c for c in before.changes if c.action == "bits"]

@@ -333,6 +333,7 @@ class Net(nnx.Module):
         return self.dropout(functools.reduce(lambda x, block: jnp.tanh(block(x)), self.blocks, x))
 
 
+@pytest.mark.thorough
 def test_nnx_finds_the_states_of_rematerialized_modules():
     net, plain = Net(), Net()
     paths = list(statetx.states(net))

@@ -171,6 +171,7 @@ def test_state_under_a_brainstate_program_raises_in_another_thread():
 # -- at any moment ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @MAKE
 @pytest.mark.parametrize("act", ["read", "write", "compiled read", "compiled write", "trace"])
 def test_another_thread_never_reads_a_tracer(make, act):
@@ -817,6 +818,7 @@ print("child:", os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_child_of_a_fork_uses_states_that_other_threads_held():
     run = [sys.executable, "-W", "ignore:os.fork:RuntimeWarning", "-c", FORKED]

@@ -80,6 +80,7 @@ def test_truncation_changes_the_gradient():
     assert not np.allclose(jax.grad(by_hand)(W, H, XS, 3), plain, rtol=1e-2)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("k", [2, 3, 11])
 def test_reverse_segments_begin_at_the_first_step_that_runs(k):
     for checkpoint in (Truncated(k), Truncated(k, checkpoint=2)):
@@ -141,6 +142,7 @@ def test_fori_loop_and_python_numbers():
     near(jax.value_and_grad(loss)(0.7, Truncated(3)), jax.value_and_grad(reference)(0.7))
 
 
+@pytest.mark.thorough
 def test_disable_jit_stops_the_same_gradients():
     count = statetx.State(jnp.zeros(()))
 
@@ -294,6 +296,7 @@ def test_program_size_does_not_depend_on_the_length():
 # -- programs around it --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_meshes_and_shard_map():
     hs = jnp.stack([H * n for n in range(8)])
 

@@ -134,6 +134,7 @@ def test_plain_loop_has_the_equations_of_a_scan_and_a_note(mapped):
         assert equations(checkpoint) == (num + 1, 1, expected)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["grad of vmap", "vmap of grad", "grad of vmap, in a loop"])
 def test_auto_counts_the_examples(name, monkeypatch):
     monkeypatch.setattr("statetx._loops.tune._SMALL", BUDGET)
@@ -234,6 +235,7 @@ def test_budget_is_measured_once():
 # -- mapped loops --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_shared_weights_have_one_cotangent():
     w, x = jnp.eye(64) * 0.9, jnp.ones((32, 64))
 
@@ -338,6 +340,7 @@ def test_nested_loop_hits_the_cache():
     assert statetx.cache_info().structures.misses == misses and not compiled
 
 
+@pytest.mark.thorough
 def test_inputs_that_are_not_differentiated_need_no_budget():
     """The cotangents of a block's inputs are not computed, so they do not count."""
 
