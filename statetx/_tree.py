@@ -34,9 +34,13 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "__jax_array__") and not isinstance(x, type) and not _states.is_opaque(x)
 
 
+def is_type(x: Any) -> bool:
+    """Whether `x` is the type of an array in its place. A module may have a ``dtype``, too."""
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
 def is_array_or_type(x: Any) -> bool:
-    """Whether `x` is an array, or the type of one in its place. A module may have a ``dtype``, too."""
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return is_array(x) or is_type(x)
 
 
 def is_number(x: Any) -> bool:
@@ -50,7 +54,7 @@ def is_array_or_number(x: Any) -> bool:
 
 def is_argument(x: Any) -> bool:
     """Whether a staged function takes it as an array: arrays and their types, and Python numbers, bools included."""
-    return is_array_or_number(x) or isinstance(x, (bool, jax.ShapeDtypeStruct))
+    return is_array_or_number(x) or isinstance(x, bool) or is_type(x)
 
 
 def is_integer(x: Any) -> TypeGuard[int]:

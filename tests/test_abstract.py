@@ -96,6 +96,39 @@ def test_eval_shape_of_a_constructor_returns_a_model_of_types():
     assert value["m"].shape == (3,) and value["step"].dtype == jnp.int32
 
 
+class Pair:
+    def __init__(self):
+        self.w, self.m = statetx.Param(jnp.ones((3, 2))), statetx.State({"mean": jnp.zeros(2), "mode": "train"})
+        self.keys = statetx.RngState(jax.random.key(0))
+
+    def __call__(self, x):
+        y = x @ self.w.value + jax.random.normal(self.keys.next(), (2,))
+        self.m.value = {**self.m.value, "mean": self.m.value["mean"] + y}
+        return y
+
+
+class OfBrainstate(brainstate.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+
+@pytest.mark.parametrize("make", [Pair, OfBrainstate, lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0))])
+def test_reports_on_a_model_of_types_equal_those_on_the_model(make):
+    def loss(model, x):
+        return jnp.mean(jnp.tanh(model(x)) ** 2)
+
+    model, types = make(), statetx.eval_shape(make)
+    for report in (
+        statetx.measure,
+        lambda *args: str(statetx.saved_residuals(*args)),
+        lambda *args: str(statetx.trace_states(args[0])(*args[1:])),
+        lambda *args: str(statetx.make_jaxpr(args[0])(*args[1:])),
+        statetx.eval_shape,
+    ):
+        assert report(loss, types, X) == report(loss, model, X)
+    assert all(isinstance(s.value, jax.ShapeDtypeStruct) for s in statetx.states(types, statetx.Param).values())
+
+
 def test_make_jaxpr_accepts_static_arguments_and_returns_types():
     s = statetx.State(jnp.ones(2))
 

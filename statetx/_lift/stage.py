@@ -22,7 +22,7 @@ from .._equations.structure import Body
 from .._frames import Effect
 from .._objects.paths import Paths, argument_names
 from .._states import Kind, kind_of_state
-from .._tree import Partition, as_array, partition
+from .._tree import Partition, as_array, is_type, partition
 from .context import note_shardings
 from .wrapper import name_of, place_of
 
@@ -200,10 +200,13 @@ class Lifting:
         self.inputs[id(state)] = Input(state, kind, part, values, avals, variables)
         self.num_variables += len(values)
 
+    def _is_input(self, x: Any) -> bool:
+        return self.is_dynamic(x) or is_type(x)  # the states of a model from `eval_shape` hold types
+
     def on_read(self, state: Any, kind: Kind, value: Any) -> Any:
         if self.enter is not None:
             value = self.enter(state, value)
-        dynamic, part = partition(value, self.is_dynamic)
+        dynamic, part = partition(value, self._is_input)
         dynamic = [as_array(x) for x in dynamic]
         avals = [_jax.abstract(x) for x in dynamic]
         if self.slice is not None:
@@ -213,6 +216,12 @@ class Lifting:
         if self.slice is None:
             note_shardings(inputs, dynamic)
         return part.combine(inputs)
+
+
+def read_types(state: Any, kind: Kind, value: Any) -> Any:
+    """The value of a state with arrays in place of types: a frame's `on_read` where a function is only traced."""
+    types, part = partition(value, is_type)
+    return part.combine([_jax.zeros(_jax.abstract(x)) for x in types]) if types else value
 
 
 # -- staging -----------------------------------------------------------------------------------------------------------

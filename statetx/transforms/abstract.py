@@ -14,7 +14,7 @@ from .._lift.options import notes_shapes, with_checked_options
 from .._lift.outcome import Outcome, pack
 from .._lift.run import frame_for
 from .._lift.signature import StaticArguments
-from .._lift.stage import InputNames, stage
+from .._lift.stage import InputNames, read_types, stage
 from .._lift.staged import Staged
 from .._lift.wrapper import check_callable, name_of
 from .._objects.walk import created_undone
@@ -62,7 +62,7 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
 
     def body(*tracers: Any) -> tuple[list, Outcome]:
         call_args, call_kwargs = args_part.combine(tracers)
-        frame = frame_for("eval_shape", fun)
+        frame = frame_for("eval_shape", fun, on_read=read_types)
         out = frame.run(fun, *call_args, **call_kwargs)
         return pack(out, [e for e in frame.effects if e.created], is_array_or_number)
 

@@ -14,7 +14,7 @@ from .._frames import Effect, Frame, refuse_created
 from .._lift.options import transform
 from .._lift.outcome import pack, partition_output
 from .._lift.run import RefValues, call, frame_for, run_eagerly
-from .._lift.stage import InputNames, Lifting, stage
+from .._lift.stage import InputNames, Lifting, read_types, stage
 from .._lift.wrapper import Wrapper, name_of
 from .._objects.contents import has_parts
 from .._objects.paths import Paths, short_site
@@ -163,7 +163,7 @@ def _trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Frame, l
         Its closed frame; the Refs that it touches, with a flag if written; the paths.
     """
     arrays, args_part = partition((args, kwargs), is_array_or_type)
-    frame = frame_for("trace_states", fun)
+    frame = frame_for("trace_states", fun, on_read=read_types)
 
     def body(*tracers: Any) -> tuple[list, None]:
         call_args, call_kwargs = args_part.combine(tracers)
