@@ -1,10 +1,12 @@
 """Loops with checkpoints have the derivatives of JAX's plain loop, with rules that are not those of their functions.
 
 Where the derivative is linearized, JAX's `scan` drops the rule of a `custom_jvp` from the primals, so that the second
-derivative is another one than that of the unrolled loop.
+derivative is another one than that of the unrolled loop. Parts of a batch that do not depend on each other have the
+derivatives of the whole, which has no loop: no rule is dropped.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -172,3 +174,120 @@ def test_rule_that_closes_over_a_traced_value():
     loops = [plain, *LOOPS.values()]
     wanted, *found = jax.jit(lambda s, x: [second_with_a_rule(s, x, loop) for loop in loops])(0.6, 0.4)
     np.testing.assert_allclose(found, [wanted] * len(found), rtol=1e-4)
+
+
+# -- parts of a batch: the derivatives of the function of the whole batch ----------------------------------------------
+
+BATCH = jnp.array([-0.5, 0.2, 0.6, 1.3, -1.0, 0.4])
+ORDERS = [*itertools.product("RF", repeat=2), *itertools.product("RF", repeat=3)]  # the first is the innermost
+QUICK = ("RR", "RRR", "FRR", "RFF")
+
+
+def part_loss(sine, z, x):
+    return sine(z * x + 0.2 * sine(z)) ** 2
+
+
+def in_parts(sine, z):
+    return statetx.microbatch(lambda x: part_loss(sine, z, x).mean(), 3)(BATCH)
+
+
+def in_chunks(sine, z):
+    return statetx.chunked(lambda x: part_loss(sine, z, x).mean(), size=4)(BATCH)
+
+
+def whole(sine, z):
+    return part_loss(sine, z, BATCH).mean()
+
+
+def derivatives(order, functions, wrap=lambda f: f):
+    """The derivatives of functions of a number, from one compiled program."""
+    pushed = lambda f: lambda z: jax.jvp(f, (z,), (1.0,))[1]
+    for mode in order:
+        functions = [wrap((jax.grad if mode == "R" else pushed)(f)) for f in functions]
+    return jax.jit(lambda z: [f(z) for f in functions])(0.7)
+
+
+def assert_equal_derivatives(order, *functions, **options):
+    found, wanted = derivatives(order, functions, **options)
+    assert abs(wanted) > 0.01
+    np.testing.assert_allclose(found, wanted, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("order", "rule", "parts"),
+    [
+        pytest.param(order, rule, parts, marks=() if is_quick else pytest.mark.thorough)
+        for order in map("".join, ORDERS)
+        for rule in RULES
+        for parts in (in_parts, in_chunks)
+        if rule == "custom_jvp" or order[0] == "R"  # a backward rule has no forward mode
+        for is_quick in [order in QUICK and parts is in_parts]
+    ],
+)
+def test_parts_have_the_derivatives_of_the_whole(order, rule, parts):
+    sine = RULES[rule]
+    assert_equal_derivatives(order, functools.partial(parts, sine), functools.partial(whole, sine))
+
+
+def test_derivatives_by_rules_and_without_differ():
+    """Otherwise the table above shows nothing."""
+    by_scan = lambda z: jax.lax.scan(lambda c, x: (c + part_loss(sine_jvp, z, x) / 6, None), 0.0, BATCH)[0]
+    second, other = derivatives("RR", [functools.partial(whole, sine_jvp), by_scan])
+    assert abs(second - other) > 0.01
+
+
+def outputs(sine, z, x):
+    """Results that are added up, joined, and kept of one part."""
+    losses = part_loss(sine, z, x)
+    return losses.mean(), losses.sum(), sine(losses * z), sine(z * x[0]), sine(z * x[-1])
+
+
+def combined(mean, total, joined, first, last):
+    return mean + 2 * total + (joined**2).sum() + first * last + last**2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_all_outputs_of_parts_have_the_derivatives_of_the_whole(rule):
+    sine = RULES[rule]
+    reduce = ("mean", "sum", "concat", "first", "last")
+    parts = lambda z: combined(*statetx.microbatch(lambda x: outputs(sine, z, x), 3, reduce=reduce)(z * BATCH))
+    assert_equal_derivatives("RR", parts, lambda z: combined(*outputs(sine, z, z * BATCH)))
+
+
+def test_parts_that_update_states_for_later_calls_have_the_derivatives_of_the_whole():
+    """A running mean, and a key that each part advances: what the parts compute depends on neither's derivative."""
+
+    def noisy(z, key, x):
+        return (sine_jvp(z * x + jax.random.normal(key, x.shape)) ** 2).mean()
+
+    def parts(z):
+        mean, keys = statetx.State(jnp.float32(0.3)), statetx.RngState(jax.random.key(0))
+
+        def loss(x):
+            mean.value = 0.9 * mean.value + 0.1 * sine_jvp(x * z).mean()
+            return noisy(z, keys.next(), x)
+
+        return statetx.microbatch(loss, 3)(BATCH)
+
+    def whole(z):
+        keys = statetx.RngState(jax.random.key(0))
+        return sum(noisy(z, keys.next(), x) for x in BATCH.reshape(3, 2)) / 3
+
+    assert_equal_derivatives("RRR", parts, whole)
+
+
+def test_staged_derivatives_of_parts_are_those_of_the_whole():
+    functions = functools.partial(in_parts, sine_jvp), functools.partial(whole, sine_jvp)
+    assert_equal_derivatives("RRR", *functions, wrap=lambda f: jax.checkpoint(jax.jit(f)))
+
+
+def test_mapped_parts_have_the_derivatives_of_the_whole():
+    mapped = lambda f: lambda z: jax.vmap(lambda a: f(sine_jvp, a * z))(jnp.array([0.5, 1.0, 2.0])).sum()
+    assert_equal_derivatives("RR", mapped(in_parts), mapped(whole))
+
+
+def test_parts_with_a_rule_that_closes_over_a_traced_value():
+    parts = lambda f, x: statetx.microbatch(lambda xs: f(x * xs).mean(), 3)(BATCH)
+    whole = lambda f, x: f(x * BATCH).mean()
+    found, wanted = jax.jit(lambda s, x: [second_with_a_rule(s, x, loop) for loop in (parts, whole)])(0.6, 0.4)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)

@@ -34,6 +34,7 @@ from .._positions import replaced
 from .._tree import is_float
 from . import bind
 from .derivative import DifferentiableLoop, jvp_of
+from .independent import IndependentDerivative, is_independent
 from .linearized import ComposedLoop
 from .nested import nested
 from .step import LoopStep
@@ -72,16 +73,20 @@ class TurnsAgain(DifferentiableLoop):
 
     Args:
         dtype: the type for sums of gradients of constants with fewer bits; None for their own.
+        is_independent: whether the turns are independent, so that derivative rules are never dropped (`independent`);
+            None if the step says it.
     """
 
-    def __init__(self, step: LoopStep, dtype: Any):
+    def __init__(self, step: LoopStep, dtype: Any, is_independent: bool | None = None):
         super().__init__(step)
         self._dtype = dtype
+        self._is_independent = is_independent
         self._turns: dict[Any, ComposedLoop] = {}  # by the constants whose gradients are widened
+        self._derivatives: dict[Any, IndependentDerivative] = {}
         self._eager: dict[Any, Callable] = {}
 
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
-        return TurnsAgain(step, self._dtype)
+        return TurnsAgain(step, self._dtype, self._is_independent)
 
     def run(self, args: list) -> list:
         if not _jax.is_eager():
@@ -100,6 +105,14 @@ class TurnsAgain(DifferentiableLoop):
     ) -> tuple[tuple[list, list], list]:
         avals = self.step.constant_avals
         dtypes = {i: sum_dtype(a, self._dtype) for i, a in enumerate(avals) if i in tangents}
+        if self._is_by_rules:
+            key = tuple(tangents), _jax.trace_context()
+            by_rules = self._derivatives.get(key) or IndependentDerivative(
+                self.step, tuple(tangents), list(dtypes.values()), lambda step: TurnsAgain(step, self._dtype, True)
+            )
+            if by_rules.is_kept:
+                self._derivatives[key] = by_rules
+            return by_rules(primals, list(tangents.values()))
         widened = [i for i, dtype in dtypes.items() if dtype != avals[i].dtype]
         # The tangents of these constants enter the loop in the wider type, and with them the sums of their cotangents.
         # So does each constant, to have a second derivative; its own value, which nothing reads, is dead code.
@@ -114,6 +127,12 @@ class TurnsAgain(DifferentiableLoop):
         tangents = wide_tangents | narrow_tangents
         loop = self._turns[key].linearized(tuple(tangents)) if is_linearized else self._turns[key].unchanged
         return jvp_of(loop, ([*wide, *constants], carry, xs), tangents)
+
+    @functools.cached_property
+    def _is_by_rules(self) -> bool:
+        if not _jax.has_rules(self.body):
+            return False
+        return is_independent(self.step) if self._is_independent is None else self._is_independent
 
     def _with_wide(self, indices: Sequence[int], wide: Sequence[Any]) -> LoopStep:
         """The step with further constants, `wide`, which give the constants at `indices` their tangents."""

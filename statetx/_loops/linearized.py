@@ -24,11 +24,11 @@ import jax.numpy as jnp
 from .. import _jax
 from .._equations.structure import Body
 from .._lift.stage import close_derivative
-from .._lift.staged import as_types
 from .._positions import replaced
 from .._tree import is_float
 from .derivative import DifferentiableLoop, floats_of, jvp_of, until_linearized, with_derivative
 from .step import LoopStep
+from .tangents import PushedStep, with_equations
 
 
 class ComposedLoop(DifferentiableLoop):
@@ -46,7 +46,7 @@ class ComposedLoop(DifferentiableLoop):
         self._build, self._composed = build, build(step)
         self._has_rules = _jax.has_rules(self.body)
         self._halves: dict[Any, tuple[Halves, dict[bool, Callable]]] = {}
-        self._pushed: dict[Any, ComposedLoop] = {}
+        self._pushed: dict[Any, tuple[PushedStep, Callable]] = {}
         self.unchanged: Callable = self if self._has_rules else self._composed
 
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
@@ -84,12 +84,11 @@ class ComposedLoop(DifferentiableLoop):
         after = self.linearized(diff_indices, is_primal=True)
         outs = until_linearized(self, after, primals, self.step.name)
         leaves, treedef = jax.tree.flatten(primals)
-        loop, operands = self._pushed_loop(diff_indices)
+        pushed, loop = self._pushed_loop(diff_indices)
         types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
 
         def push(residuals: list, tangents: list) -> list[Any]:
-            args = residuals[num:], treedef.unflatten(residuals[:num]), dict(zip(diff_indices, tangents, strict=True))
-            out_tangents = self._push(loop, *args)
+            out_tangents = pushed.tangents(loop, residuals[num:], treedef.unflatten(residuals[:num]), tangents)
             return [jnp.zeros(a.shape, a.dtype) if t is None else t for t, a in zip(out_tangents, types, strict=True)]
 
         def pull(residuals: list, cts: list) -> list[Any]:
@@ -102,39 +101,19 @@ class ComposedLoop(DifferentiableLoop):
 
         num = len(leaves)
         rules_of = self.step.name if _jax.has_users_rule(self.body) else None
-        residuals, diff = [*leaves, *operands], list(tangents.values())
+        residuals, diff = [*leaves, *pushed.operands], list(tangents.values())
         return outs, _jax.linear_call(push, pull, residuals, diff, types, rules_of=rules_of)
 
-    def _pushed_loop(self, diff_indices: tuple[int, ...]) -> tuple[ComposedLoop, list[Any]]:
-        """The loop of the step with tangents, and its first constants: forward mode keeps the rules."""
+    def _pushed_loop(self, diff_indices: tuple[int, ...]) -> tuple[PushedStep, Callable]:
+        """The step with tangents, and its loop: forward mode keeps the rules."""
         key = diff_indices, _jax.trace_context()
         if key in self._pushed:
-            return self._pushed[key], []
-        step = self.step
-        diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
-        body = _pushed(step, diff_constants, diff_carry, diff_xs)
-        num_constants = body.num_operands + step.num_constants + len(diff_constants)
-        formats = [*step.carry_formats, *[None] * len(diff_carry)]
-        pushed = _with_equations(step, body.jaxpr, num_constants, step.num_carry + len(diff_carry), formats)
-        loop = ComposedLoop(pushed, self._build)
-        if not body.operands:
-            self._pushed[key] = loop
-        return loop, body.operands
-
-    def _push(self, loop: ComposedLoop, operands: list, primals: tuple, tangents: dict[int, Any]) -> list[Any]:
-        """The tangents of the float outputs, by the loop with tangents."""
-        step, (constants, carry, xs) = self.step, primals
-        diff_constants, diff_carry, diff_xs = step.sorted_indices(tuple(tangents))
-        first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
-        of_carry = [tangents.get(first_carry + i, jnp.zeros_like(carry[i])) for i in diff_carry]
-        carry, ys = loop.unchanged(
-            [*operands, *constants, *(tangents[i] for i in diff_constants)],
-            [*carry, *of_carry],
-            [*xs, *(tangents[first_x + i] for i in diff_xs)],
-        )
-        of_outs = iter([*carry[step.num_carry :], *ys[len(step.y_avals) :]])
-        flags = zip(step.has_tangents(tuple(tangents)), [*step.avals, *step.y_avals], strict=True)
-        return [next(of_outs) if flag else None for flag, aval in flags if is_float(aval)]
+            return self._pushed[key]
+        pushed = PushedStep.of(self.step, diff_indices)
+        found = pushed, ComposedLoop(pushed.step, self._build).unchanged
+        if not pushed.operands:
+            self._pushed[key] = found
+        return found
 
 
 def composed(step: LoopStep, build: Callable[[LoopStep], Callable]) -> Callable:
@@ -207,51 +186,4 @@ class Halves:
         whole, consts = stage(run, [v.aval for v in primal.invars])
         assert not consts, "equations without constants were staged"
         counts = num + step.num_constants, step.num_carry, step.carry_formats
-        return cls(_with_equations(step, whole, *counts), _with_equations(step, primal, *counts), operands)
-
-
-def _pushed(step: LoopStep, diff_constants: list[int], diff_carry: list[int], diff_xs: list[int]) -> Body:
-    """The step with tangents: each of constants, carry, xs and ys is followed by its nonzero tangents."""
-    first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
-    diff = [*diff_constants, *(first_carry + i for i in diff_carry), *(first_x + i for i in diff_xs)]
-    flags = step.has_tangents(diff)[step.num_carry :]
-    diff_ys = [i for i, (flag, aval) in enumerate(zip(flags, step.y_avals, strict=True)) if flag and is_float(aval)]
-    jaxpr = step.marked[0]
-
-    def push(constants: list, carry: list, x: list) -> list[Any]:
-        of_constants, of_carry, of_x = constants[first_carry:], carry[step.num_carry :], x[len(step.x_avals) :]
-        inputs = [*constants[:first_carry], *carry[: step.num_carry], *x[: len(step.x_avals)]]
-
-        def run(*values: Any) -> tuple[list, list]:
-            outs = _jax.evaluate(jaxpr, (), replaced(inputs, diff, values))
-            return [*(outs[i] for i in diff_carry), *(outs[step.num_carry + i] for i in diff_ys)], outs
-
-        _, tangents, outs = jax.jvp(run, [inputs[i] for i in diff], [*of_constants, *of_carry, *of_x], has_aux=True)
-        num = len(diff_carry)
-        return [
-            *as_types(outs[: step.num_carry], step.avals),
-            *tangents[:num],
-            *outs[step.num_carry :],
-            *tangents[num:],
-        ]
-
-    with_tangents = lambda avals, indices: [*avals, *(avals[i].to_tangent_aval() for i in indices)]
-    types = (
-        with_tangents(step.constant_avals, diff_constants),
-        with_tangents(step.avals, diff_carry),
-        with_tangents(step.x_avals, diff_xs),
-    )
-    leaves, treedef = jax.tree.flatten(types)
-    run = lambda *values: push(*treedef.unflatten(values))
-    return close_derivative(*_jax.stage(run, leaves, traced_for="scan", name=step.name))
-
-
-def _with_equations(step: LoopStep, jaxpr: _jax.Jaxpr, num_constants: int, num_carry: int, formats: list) -> LoopStep:
-    return dataclasses.replace(
-        step,
-        body=Body(jaxpr, []),
-        num_constants=num_constants,
-        num_carry=num_carry,
-        marks=(jaxpr, step.marked[1]),
-        formats=formats,
-    )
+        return cls(with_equations(step, whole, *counts), with_equations(step, primal, *counts), operands)
