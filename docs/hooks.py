@@ -19,9 +19,10 @@ BOOSTS = {
     "errors.md": 1.5,
     "how-to/debug-leaks.md": 0.4,
     "how-to/choose-a-policy.md": 2.5,
-    "how-to/memory-profile.md": 1.3,
+    "how-to/memory-profile.md": 1.5,
     "how-to/microbatches.md": 2,
     "migrate/programs.md": 0.5,
+    "quickstart.md": 1.5,
     **dict.fromkeys(["architecture.md", "changelog.md", "contributing.md", "releasing.md"], 0.1),
 }
 

@@ -12,8 +12,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from searches import SEARCHES
 
 import statetx
+from statetx.cli.help import show
 from statetx.cli.main import main, make_parser
 from statetx.cli.target import BadInput, parse_shapes
 
@@ -463,8 +465,16 @@ def test_help_without_a_name_lists_all_names(capsys, monkeypatch):
 )
 def test_help_finds_names_by_words(capsys, words, name):
     status, out, _ = run(capsys, "help", *words)
-    found = [line.split()[0] for line in out.splitlines()[2:]]
+    (found,) = (block for block in out.split("\n\n")[1:] if "https://" not in block)
+    found = [line.split()[0] for line in found.splitlines()]
     assert status == 0 and name in found[:5] and len(found) <= 8
+
+
+@pytest.mark.parametrize("words", SEARCHES)
+def test_first_hit_of_the_help_answers(words):
+    first, second = [*show(words.split()).splitlines(), ""][2:4]
+    address = second.strip().removeprefix("https://statetx.readthedocs.io/en/latest/")
+    assert SEARCHES[words] & {address, first.split()[0]}
 
 
 def test_help_of_words_that_occur_nowhere(capsys):

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 import statetx
 from code_map import PAGE, TIERS, with_map
+from statetx.cli.help import QUESTIONS
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
@@ -333,7 +334,11 @@ def test_built_distributions_install_and_import(tmp_path):
     inside = set(zipfile.ZipFile(wheel).namelist())
     pages = [path for pattern in ("*.html", "*.css", "*.js", "*.toml") for path in ROOT.glob(f"statetx/**/{pattern}")]
     own = {str(path.relative_to(ROOT)) for path in (*SOURCES, *pages)} | {"statetx/py.typed"}
-    assert {name for name in inside if ".dist-info/" not in name} == own | {"statetx/cli/errors.md"}  # from docs/
+    searched = ["errors.md", *QUESTIONS]  # of docs/
+    texts = [str(path.relative_to(ROOT / "docs")) for pattern in searched for path in (ROOT / "docs").glob(pattern)]
+    assert {name for name in inside if ".dist-info/" not in name} == own | {
+        f"statetx/cli/pages/{name}" for name in texts
+    }
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
     (metadata,) = (name for name in inside if name.endswith(".dist-info/METADATA"))
     shown = zipfile.ZipFile(wheel).read(metadata).decode()

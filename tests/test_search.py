@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from searches import SEARCHES
 
 # The first page for each query, or the pages of which one must be first.
 QUERIES = {
@@ -52,6 +53,7 @@ QUERIES = {
     "H100": {"how-to/will-it-fit/"},
     "brainstate": {"migrate/brainstate/"},
     "gradient accumulation batchnorm": {"how-to/microbatches/"},
+    **SEARCHES,
 }
 
 # Public names, of which the reference's headings are `statetx.RngState` and so on.

@@ -1,4 +1,4 @@
-"""``python -m statetx help``: public names by group, one of them in full, or those nearest to some words."""
+"""``python -m statetx help``: public names by group, one of them in full, or names and pages nearest to some words."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pathlib
 import re
 import textwrap
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+from .._errors import ERRORS_PAGE
 from .._text import suggestion, text_width
 from .target import BadInput
 
@@ -25,7 +26,19 @@ _GROUPS = {
 }
 """Groups of public names, by the beginning of the name of their module; the first that fits."""
 
-_MOST_FOUND = 8
+_MOST_FOUND, _MOST_PAGES = 8, 3
+QUESTIONS = (
+    "how-to/*.md",
+    "migrate/*.md",
+    "faq.md",
+    "features.md",
+    "loops.md",
+    "planning.md",
+    "quickstart.md",
+    "residuals.md",
+)
+"""The pages that are searched, which the wheel has, too (pyproject.toml)."""
+
 _UNTOLD = frozenset("a an and by do for how i in is my n of on or the to what".split())
 
 
@@ -105,32 +118,90 @@ def _summary(value: Any) -> str:
 
 
 def _found(words: list[str]) -> str:
-    """The names of which the name, the docstring or the section of the errors page has most of the words."""
-    asked = {word for text in words for word in _words(text)} - _UNTOLD
+    """The names and pages that have most of the words: in their name or title, summary or headings, or text."""
+    phrase = " ".join(words)
+    asked = _words(phrase) - _UNTOLD
     names = [name for names in _groups().values() for name in names]
+    hint = suggestion(phrase.removeprefix("statetx."), names) if len(words) == 1 else ""
+    by_name, by_page = (
+        _nearest({name: _texts(name) for name in names}, asked, phrase),
+        _nearest(_pages(), asked, phrase),
+    )
+    best = max(by_name, by_page)
+    if not best.num_words or (hint and not best.has_phrase):
+        raise BadInput(f"help: statetx has no {phrase}.{hint}")
+    blocks = [(by_name, _listed(by_name.entries[:_MOST_FOUND])), (by_page, _addresses(by_page.entries[:_MOST_PAGES]))]
+    lines = [f"The nearest to {phrase}:"]
+    for found, listed in sorted(blocks, key=lambda block: block[0], reverse=True):
+        if found.num_words:
+            lines += ["", *listed]
+    return "\n".join(lines)
+
+
+Texts = tuple[str, str, str]
+"""What is looked through, the most telling first."""
+
+
+class Found(NamedTuple):
+    """The entries that have most of the asked words, the best first. The better search is the greater one.
+
+    Attributes:
+        num_words: how many of the words the entries have.
+        has_phrase: whether the best has the words one after the other.
+        weight: where the best has them.
+    """
+
+    num_words: int
+    has_phrase: bool
+    weight: int
+    entries: list[str]
+
+
+def _nearest(texts: dict[str, Texts], asked: set[str], phrase: str) -> Found:
     ranks = {}
-    for name in names:
-        parts = tuple(zip((4, 2, 1), _texts(name), strict=True))
-        hits = [max((weight for weight, part in parts if _has(part, word)), default=0) for word in asked]
-        ranks[name] = sum(map(bool, hits)), sum(hits)
-    most = max(num for num, _ in ranks.values())
-    hint = suggestion(words[0].removeprefix("statetx."), names) if len(words) == 1 else ""
-    if hint or not most:
-        raise BadInput(f"help: statetx has no {' '.join(words)}.{hint}")
-    nearest = sorted((name for name in ranks if ranks[name][0] == most), key=lambda name: -ranks[name][1])
-    return "\n".join([f"The nearest to {' '.join(words)}:", "", *_listed(nearest[:_MOST_FOUND])])
+    for name, parts in texts.items():
+        weighted = tuple(zip((4, 2, 1), map(_words, parts), strict=True))
+        hits = [max((weight for weight, part in weighted if _has(part, word)), default=0) for word in asked]
+        has_phrase = phrase.lower() in "\n".join(parts).lower()
+        ranks[name] = sum(map(bool, hits)), has_phrase, sum(hits)
+    nearest = sorted(ranks, key=lambda name: ranks[name], reverse=True)
+    most = ranks[nearest[0]] if nearest else (0, False, 0)
+    return Found(*most, [name for name in nearest if ranks[name][0] == most[0]])
 
 
-def _texts(name: str) -> tuple[set[str], set[str], set[str]]:
-    """The words of a name, of the beginning of its docstring, and of all of its text."""
+def _texts(name: str) -> Texts:
+    """A name, the beginning of its docstring, and all of its text."""
     found = _value_of(name)
     assert found is not None
-    text = inspect.getdoc(found[0]) or ""
-    return _words(name), _words(_summary(found[0])), _words(text + section(name))
+    return name, _summary(found[0]), (inspect.getdoc(found[0]) or "") + section(name)
+
+
+def _pages() -> dict[str, Texts]:
+    """The pages of the documentation that answer questions: path to title, headings and text."""
+    pages = {}
+    for path in sorted(path for pattern in QUESTIONS for path in _docs().glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*?)(?: \{.*)?$", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S), re.M)
+        pages[path.relative_to(_docs()).as_posix().removesuffix(".md")] = headings[0], "\n".join(headings[1:]), text
+    return pages
+
+
+def _addresses(paths: list[str]) -> Iterator[str]:
+    """Two lines for each page: its title, and where it is."""
+    pages = _pages()
+    for path in paths:
+        yield f"  {pages[path][0]}"
+        yield f"    {ERRORS_PAGE.removesuffix('errors/')}{path.removesuffix('index').rstrip('/')}/"
+
+
+def _docs() -> pathlib.Path:
+    """The folder of the pages: part of an installed package, or docs of a clone."""
+    installed = pathlib.Path(__file__).with_name("pages")
+    return installed if installed.is_dir() else pathlib.Path(__file__).parents[2] / "docs"
 
 
 def _words(text: str) -> set[str]:
-    parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", text)
+    parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", text) + re.findall(r"[A-Za-z]+", text)
     return {part.lower() for part in parts}
 
 
@@ -197,13 +268,10 @@ def signature(name: str, fun: Any) -> str:
 
 def section(error: str) -> str:
     """The part of docs/errors.md under the heading of an error; empty if there is none."""
-    for path in (
-        pathlib.Path(__file__).with_name("errors.md"),
-        pathlib.Path(__file__).parents[2] / "docs" / "errors.md",
-    ):
-        if path.is_file():
-            _, heading, body = path.read_text(encoding="utf-8").partition(f"\n## {error}\n")
-            # Without the directives for the site's generator.
-            text = re.sub(r"^(:::.*\n(?: +.*\n)*|```.*\n)", "", body.split("\n## ")[0] + "\n", flags=re.M)
-            return text.strip() if heading else ""
-    return ""
+    path = _docs() / "errors.md"
+    if not path.is_file():
+        return ""
+    _, heading, body = path.read_text(encoding="utf-8").partition(f"\n## {error}\n")
+    # Without the directives for the site's generator.
+    text = re.sub(r"^(:::.*\n(?: +.*\n)*|```.*\n)", "", body.split("\n## ")[0] + "\n", flags=re.M)
+    return text.strip() if heading else ""
