@@ -1,0 +1,21 @@
+"""Move what consumes a loop's stacked results into the loop, so that the stacks never exist.
+
+Layers in a `scan` have a backward pass that ends in gradients of all layers, stacked. What follows often treats each
+layer alone: the sum of gradients of a batch in parts, or the update of an optimizer. For such a row-by-row `f`,
+
+    carry, ys = scan(step, carry, xs)
+    outs = f(ys, others)                  and       carry, outs = scan(step + f, carry, (xs, others))
+
+are equal to the bit: each row has the same operations in the same order. On the right one row of ys exists. A stack
+among `others` that nothing reads later becomes a carry: each turn overwrites the rows that it has read by those of an
+output of the same type.
+
+The rewriting is for lowering. What it makes is not differentiated any more, so that calls with rules are inlined.
+"""
+
+from .fates import Fate, Stack, told
+from .loops import RowLoop, has_loop
+from .program import ReleasedProgram
+from .rewriting import Release, released
+
+__all__ = ["Fate", "Release", "ReleasedProgram", "RowLoop", "Stack", "has_loop", "released", "told"]

@@ -1,0 +1,66 @@
+"""Loops with stacked results, also inside of regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ... import _jax
+from ..._jax import Jaxpr, Var
+from ..primitives import LOOPS, REMAT, TABLE, inner_jaxprs
+
+
+class RowLoop(Protocol):
+    """A loop of statetx that computes each row of its last results once; the `lowered` of its `_jax.call_whole`.
+
+    Attributes:
+        length: number of rows.
+        num_stacks: how many of its last results are stacks.
+    """
+
+    length: int
+    num_stacks: int
+
+    def __call__(self, jaxpr: Any) -> Any: ...
+
+    def run(self, args: Sequence[Any], buffers: list[Any], write: Callable) -> list[Any]:
+        """The results, with buffers in the place of the stacks.
+
+        Args:
+            buffers: the values before the first row.
+            write: ``(buffers, number of a row, rows of the stacks) -> buffers``, called once for each row.
+        """
+        ...
+
+
+def row_loop(eqn: Any) -> RowLoop | None:
+    lowered = eqn.params.get("lowered")
+    return lowered if hasattr(lowered, "num_stacks") else None
+
+
+def has_loop(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr has a loop, at any depth."""
+    return any(eqn.primitive.name in LOOPS or any(map(has_loop, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
+def stacks_of(eqn: Any) -> dict[int, list[Var]]:
+    """The stacked results of an equation into which consumers may move, by the length of their loop."""
+    found: dict[int, list[Var]] = {}
+    if eqn.primitive.name == "scan":
+        _, num_carry = _jax.scan_counts(eqn)
+        # A number for each step, such as a loss, is not worth a carry.
+        found[eqn.params["length"]] = [v for v in eqn.outvars[num_carry:] if len(v.aval.shape) > 1]
+    elif (loop := row_loop(eqn)) is not None:
+        found[loop.length] = [v for v in eqn.outvars[-loop.num_stacks :] if len(v.aval.shape) > 1]
+    elif eqn.primitive.name in REMAT:
+        (inner,) = inner_jaxprs(eqn)
+        lengths = {v: length for e in inner.eqns for length, outs in stacks_of(e).items() for v in outs}
+        for v, out in zip(inner.outvars, eqn.outvars, strict=True):
+            if isinstance(v, Var) and v in lengths:
+                found.setdefault(lengths[v], []).append(out)
+    return {length: outs for length, outs in found.items() if length > 1}
+
+
+def with_jaxpr(eqn: Any, jaxpr: Jaxpr) -> Any:
+    key = TABLE[eqn.primitive.name].jaxpr
+    return eqn.replace(params={**eqn.params, key: _jax.closed_like(eqn.params[key], jaxpr)})

@@ -1,0 +1,56 @@
+"""`ReleasedProgram`: a program that releases the gradients of its loops where it is lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ... import _jax
+from ..._jax import Jaxpr, Literal, Var
+from ..._positions import replaced
+from .fates import Stack
+from .loops import has_loop
+from .rewriting import Release
+
+
+class ReleasedProgram:
+    """A program in which all that is computed is one equation, which is rewritten where it is lowered.
+
+    Inputs that nothing reads, and those that are outputs, are left to JAX, which knows more of them than of operands of
+    a call.
+
+    Args:
+        jaxpr: without constants.
+        overwritable: the inputs whose memory an output may take.
+        is_demanded: as in `Release`.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], *, is_demanded: bool = False):
+        live = _jax.without_dead_code(jaxpr)
+        read = {v for eqn in live.eqns for v in eqn.invars if isinstance(v, Var)}
+        made = {v for eqn in live.eqns for v in eqn.outvars}
+        self._jaxpr = jaxpr
+        self._used = [i for i, v in enumerate(live.invars) if v in read]
+        self._made = [n for n, v in enumerate(live.outvars) if v in made]
+        invars, outvars = [live.invars[i] for i in self._used], [live.outvars[n] for n in self._made]
+        self._call = _jax.close(_jax.rebuild(live, invars=invars, outvars=outvars), ())
+        positions = [n for n, i in enumerate(self._used) if i in overwritable and live.invars[i] not in live.outvars]
+        self._release = Release(tuple(positions), is_demanded=is_demanded)
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, overwritable: Collection[int], *, is_demanded: bool = False) -> ReleasedProgram | None:
+        """The program; None if it has no loop, or cannot be one equation: a Ref is no operand of a call."""
+        if jaxpr.is_high or not has_loop(jaxpr):
+            return None
+        return cls(jaxpr, overwritable, is_demanded=is_demanded)
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """The outputs."""
+        values = _jax.call_whole(self._call, [args[i] for i in self._used], self._release)
+        inputs = dict(zip(self._jaxpr.invars, args, strict=True))
+        outs = [v.val if isinstance(v, Literal) else inputs.get(v) for v in self._jaxpr.outvars]
+        return replaced(outs, self._made, values)
+
+    def stacks(self) -> list[Stack]:
+        """The stacked results of its loops, each with what becomes of it."""
+        return self._release.rewritten(self._call).stacks

@@ -1,0 +1,264 @@
+"""`Release`: the rewriting of a program by which consumers move into loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from ... import _jax
+from ..._jax import Jaxpr, Var
+from ..._targets import current
+from ..._tree import num_bytes
+from ..primitives import LOOPS, REMAT, inner_jaxprs
+from ..rowwise import rowwise
+from ..sums import in_order, with_split_sums
+from .consumers import Consumers, are_read_once, is_same_type, read_whole, variables_of
+from .entering import into_call, into_row_loop, into_scan
+from .fates import Fate, Stack
+from .flat import flattened, without_copies
+from .loops import has_loop, row_loop, stacks_of, with_jaxpr
+
+_RUNS_LOOPS = LOOPS | REMAT | {"statetx_loop", "statetx_linear"}
+
+
+class Released(NamedTuple):
+    """A jaxpr of the same inputs and outputs after the rewriting, and what became of its stacks."""
+
+    jaxpr: Jaxpr
+    stacks: list[Stack]
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """The rewriting of a closed jaxpr where it is lowered; equal ones do the same.
+
+    Attributes:
+        overwritable: the positions of inputs whose memory an output may take.
+        is_demanded: whether consumers move although the device copies stacks for it.
+        splits_sums: whether ``total + (a + b)``, for two cotangents of one value, becomes ``(total + a) + b``, so that
+            no sum of cotangents exists beside the total. Both are sums of three in other orders.
+    """
+
+    overwritable: tuple[int, ...]
+    is_demanded: bool = False
+    splits_sums: bool = False
+    is_general = True
+
+    def __call__(self, jaxpr: Any) -> Any:
+        return _jax.close(self.rewritten(jaxpr).jaxpr, ())
+
+    def rewritten(self, jaxpr: Any) -> Released:
+        opened, consts = _jax.open_jaxpr(jaxpr)
+        assert not consts
+        shares_rows = self.is_demanded or current.platform() != "cpu"
+        return released(opened, self.overwritable, shares_rows=shares_rows, splits_sums=self.splits_sums)
+
+
+def released(
+    jaxpr: Jaxpr, overwritable: Collection[int], *, shares_rows: bool = True, splits_sums: bool = False
+) -> Released:
+    """Move the consumers of stacked results into the loops, at any depth of loops.
+
+    Args:
+        jaxpr: without constants.
+        overwritable: the positions of inputs whose memory an output may take.
+        shares_rows: whether several outputs may be computed from rows that are overwritten. XLA on CPUs computes each
+            output by itself, and copies the stack for all but the last.
+        splits_sums: as in `Release`.
+    """
+    if not has_loop(jaxpr):
+        return Released(jaxpr, [])
+    flat = without_copies(flattened(jaxpr))
+    if splits_sums:
+        flat = with_split_sums(flat, {flat.invars[i] for i in overwritable})
+    level = _Level(flat, overwritable, shares_rows, splits_sums)
+    for eqn in level.eqns[:]:
+        if level.has(eqn):
+            level.visit(eqn)
+    return Released(level.jaxpr(), level.stacks)
+
+
+class _Level:
+    """The equations of one jaxpr while consumers move."""
+
+    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], shares_rows: bool, splits_sums: bool):
+        self._jaxpr = jaxpr
+        self._shares_rows, self._splits_sums = shares_rows, splits_sums
+        self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}
+        self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
+        self.stacks: list[Stack] = []
+        self._set(list(jaxpr.eqns))
+
+    def _set(self, eqns: list[Any]) -> None:
+        self.eqns = eqns
+        self._positions = {e: n for n, e in enumerate(eqns)}
+        self._readers: dict[Var, list[Any]] = {}
+        for eqn in eqns:
+            for v in variables_of(eqn):
+                self._readers.setdefault(v, []).append(eqn)
+        self._ancestors = functools.cache(self._find_ancestors)
+
+    def _note(self, loop: Any, stacks: Sequence[Var], fate: Fate, reader: Any = None) -> None:
+        self.stacks += [Stack(loop, num_bytes(v.aval), fate, reader) for v in stacks]
+
+    def has(self, eqn: Any) -> bool:
+        return eqn in self._positions
+
+    def jaxpr(self) -> Jaxpr:
+        return _jax.rebuild(self._jaxpr, invars=self._jaxpr.invars, outvars=self._jaxpr.outvars, eqns=self.eqns)
+
+    def visit(self, eqn: Any) -> None:
+        """Move the consumers of an equation into it, and do the same in its own jaxpr."""
+        for length, outvars in stacks_of(eqn).items():
+            consumers = self._consumers(eqn, length, outvars)
+            new = [] if consumers is None else self._moved(eqn, length, consumers)
+            if consumers is not None and new:
+                self._note(eqn, consumers.stacks, Fate.RELEASED)
+                gone = {eqn, *consumers.eqns}
+                before = [e for e in self.eqns[: self._positions[eqn]] if e not in gone]
+                after = [e for e in self.eqns[self._positions[eqn] :] if e not in gone]
+                self._set(in_order([*before, *new, *after]))
+                eqn = next((e for e in new if e.primitive is eqn.primitive), None)
+                if eqn is None:
+                    return
+        inside = self._inside(eqn)
+        if inside is not eqn:
+            self._set([inside if e is eqn else e for e in self.eqns])
+
+    def _inside(self, eqn: Any) -> Any:
+        """The equation, after the rewriting of its own jaxpr."""
+        if eqn.primitive.name == "scan":
+            num_constants, _ = _jax.scan_counts(eqn)
+            overwritable: Collection[int] = range(num_constants, len(eqn.invars))
+        elif eqn.primitive.name in REMAT:
+            overwritable = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and self._is_last(v, eqn, ())]
+        else:
+            return eqn
+        (inner,) = inner_jaxprs(eqn)
+        if inner.constvars or not has_loop(inner):
+            return eqn
+        options = {"shares_rows": self._shares_rows, "splits_sums": self._splits_sums}
+        new, stacks = released(inner, overwritable, **options)
+        self.stacks += stacks
+        return with_jaxpr(eqn, new)
+
+    # -- what may move --
+
+    def _consumers(self, loop: Any, length: int, outvars: Sequence[Var]) -> Consumers | None:
+        stacks = [v for v in outvars if v in self._readers or v in self._returned]
+        while stacks:
+            eqns = self._rowwise_users(loop, length, stacks)
+            kept = [v for v in stacks if v in self._returned or self._reader(v, {*eqns}) is not None]
+            if not kept:
+                break
+            for v in kept:
+                reader = self._first_reader(v, {*eqns}) if v not in self._returned else None
+                # What the loop's own forward pass hands to its backward pass is no gradient.
+                if reader is None or reader.primitive.name not in _RUNS_LOOPS:
+                    self._note(loop, [v], Fate.RETURNED if reader is None else Fate.READ, reader)
+            stacks = [v for v in stacks if v not in kept]
+        if not stacks:
+            return None
+        return self._described(loop, length, stacks, self._with_producers(loop, length, eqns))
+
+    def _rowwise_users(self, loop: Any, length: int, stacks: Sequence[Var]) -> list[Any]:
+        """The equations that treat rows alone of all that they need of the loop, which is rows of these results."""
+        rows, others, eqns = {*stacks}, {*loop.outvars} - {*stacks}, []
+        for eqn in self.eqns[self._positions[loop] + 1 :]:
+            operands = variables_of(eqn)
+            if operands.isdisjoint(rows) and operands.isdisjoint(others) and not eqn.effects:
+                continue
+            found = rowwise(eqn, length) if operands.isdisjoint(others) else None
+            if found is not None and rows.isdisjoint(read_whole(eqn, found)):
+                rows.update(eqn.outvars)
+                eqns.append(eqn)
+            else:
+                others.update(eqn.outvars)
+        return eqns
+
+    def _first_reader(self, v: Var, rowwise_users: Collection[Any]) -> Any:
+        """The first equation that reads several rows of the variable at once, or of what these users make of it."""
+        derived = {v}
+        for eqn in self.eqns:
+            if not derived.isdisjoint(variables_of(eqn)):
+                if eqn not in rowwise_users:
+                    return eqn
+                derived.update(eqn.outvars)
+        return None
+
+    def _reader(self, v: Var, besides: Collection[Any]) -> Any:
+        """An equation that reads the variable, other than these."""
+        return next((e for e in self._readers.get(v, ()) if e not in besides), None)
+
+    def _with_producers(self, loop: Any, length: int, consumers: list[Any]) -> list[Any]:
+        """Add what computes, row by row, values that only the consumers read, such as the decay of a moment."""
+        moving = {*consumers}
+        for eqn in reversed(self.eqns):
+            if eqn is loop or eqn in moving or not self._returned.isdisjoint(eqn.outvars):
+                continue
+            readers = [e for v in eqn.outvars for e in self._readers.get(v, ())]
+            if readers and all(e in moving for e in readers) and rowwise(eqn, length) is not None:
+                moving.add(eqn)
+        return [e for e in self.eqns if e in moving]
+
+    def _described(self, loop: Any, length: int, stacks: list[Var], eqns: list[Any]) -> Consumers | None:
+        """The consumers with their operands and results; None if they would not make the program smaller."""
+        computed = {*stacks, *(v for e in eqns for v in e.outvars)}
+        stacked: dict[Var, None] = {}
+        whole: dict[Var, None] = {}
+        for eqn in eqns:
+            found = rowwise(eqn, length)
+            assert found is not None
+            whole |= dict.fromkeys(read_whole(eqn, found))
+            stacked |= dict.fromkeys(v for v in variables_of(eqn) if v not in computed and v not in whole)
+        moving = {*eqns}
+        outvars = [v for e in eqns for v in e.outvars if v in self._returned or self._reader(v, moving) is not None]
+
+        free = [v for v in stacked if self._is_last(v, loop, moving)]
+        in_place: dict[Var, Var] = {}
+        for out in outvars:
+            operand = next((v for v in free if is_same_type(v.aval, out.aval)), None)
+            if operand is not None:
+                free.remove(operand)
+                in_place[out] = operand
+        new = [v for v in outvars if v not in in_place and v not in self._returned]
+        if sum(num_bytes(v.aval) for v in new) >= sum(num_bytes(v.aval) for v in stacks):
+            reader = self._first_reader(stacks[0], moving)
+            self._note(loop, stacks, Fate.REPLACED if reader is None else Fate.READ, reader)
+            return None
+        if not (self._shares_rows or are_read_once(eqns, in_place)):
+            self._note(loop, stacks, Fate.SHARED)
+            return None
+        return Consumers(stacks, eqns, [*stacked], [*whole], outvars, in_place)
+
+    def _is_last(self, v: Var, loop: Any, consumers: Collection[Any]) -> bool:
+        """Whether the variable is read by the loop, its consumers, and before the loop; and may be overwritten."""
+        if v in self._returned or v in self._kept_inputs:
+            return False
+        return all(e is loop or e in consumers or e in self._ancestors(loop) for e in self._readers.get(v, ()))
+
+    def _find_ancestors(self, eqn: Any) -> set[Any]:
+        """The equations that an equation needs."""
+        needed, found = variables_of(eqn), set()
+        for e in reversed(self.eqns[: self._positions[eqn]]):
+            if not needed.isdisjoint(e.outvars):
+                found.add(e)
+                needed |= variables_of(e)
+        return found
+
+    # -- moving --
+
+    def _moved(self, eqn: Any, length: int, consumers: Consumers) -> list[Any]:
+        """The equation with its consumers, and equations around it; none if it cannot take them in."""
+        rows = row_loop(eqn)
+        if rows is not None:
+            return into_row_loop(eqn, rows, consumers)
+        if eqn.primitive.name != "scan":
+            return [into_call(eqn, consumers)]
+        views: dict[Var, Var] = {}  # from a reshaped stack to the one that it is made of
+        for e in self.eqns:
+            if e.primitive.name == "reshape" and isinstance(operand := e.invars[0], Var):
+                views[e.outvars[0]] = views.get(operand, operand)
+        return into_scan(eqn, length, consumers, views)
