@@ -95,6 +95,8 @@ literals
     TypedComplex TypedFloat TypedInt TypedNdArray: constants made while tracing | none
 mesh
     get_concrete_mesh: the devices of the mesh in force | jax.sharding.get_mesh, which fails under a trace
+pjit
+    _trace_for_jit: is replaced, so that a plan rewrites jitted steps | none
 sharding_impls
     UNSPECIFIED: shardings that are not given, in equations of jit | none
     physical_sharding: of links | none

@@ -26,6 +26,7 @@ from .._targets.target import Target
 from .._text import counted, format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
 from .primitives import JIT, count
+from .release import with_released_gradients
 from .updates import order_of_updates
 
 _log = logging.getLogger("statetx")
@@ -314,6 +315,20 @@ class Program:
         traced = in_order(self._traced)
         return None if traced is None else Program.of_traced(traced, self.compiler_options)
 
+    def released(self) -> Program | None:
+        """The program with updates of scanned layers in the loops of their backward pass; None if it has no loop."""
+        donated = [n for n, x in enumerate(jax.tree.leaves(self._traced.args_info)) if x.donated]
+        jaxpr = with_released_gradients(self._traced.jaxpr, donated)
+        if jaxpr is self._traced.jaxpr or _is_on_mesh(jaxpr):
+            return None
+        traced = _retraced(self._traced, lambda *arrays: _jax.evaluate(*_jax.open_jaxpr(jaxpr), arrays))
+        return Program.of_traced(traced, self.compiler_options)
+
+    @property
+    def jaxpr(self) -> Any:
+        """Its equations, as a closed jaxpr."""
+        return self._traced.jaxpr
+
     def _set(self, traced: Any, compiler_options: dict[str, Any] | None) -> None:
         self._traced, self.lowered = traced, lower(traced)
         # XLA removes dead equations, so they are not counted, nor are the arguments that only these read.
@@ -446,13 +461,23 @@ def in_order(traced: Any) -> Any:
     inputs = jax.tree.leaves(traced.args_info)
     is_donated = [x.donated for x in inputs]
     order = order_of_updates(traced.jaxpr.jaxpr, is_donated) if any(is_donated) else None
-    if order is None or any(not v.aval.sharding.mesh.empty for v in traced.jaxpr.jaxpr.invars):
+    if order is None or _is_on_mesh(traced.jaxpr):
         return None
 
     def run(*arrays: Any) -> list[Any]:
         outs = _jax.evaluate(traced.jaxpr.jaxpr, traced.jaxpr.consts, arrays)
         return [outs[o] for o in order]
 
+    return _retraced(traced, run)
+
+
+def _is_on_mesh(jaxpr: Any) -> bool:
+    return any(not v.aval.sharding.mesh.empty for v in _jax.open_jaxpr(jaxpr)[0].invars)
+
+
+def _retraced(traced: Any, run: Callable) -> Any:
+    """The trace of another function of the same arrays, with the same donation."""
+    inputs = jax.tree.leaves(traced.args_info)
     donated = tuple(n for n, x in enumerate(inputs) if x.donated)
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     return jax.jit(run, donate_argnums=donated).trace(*types)

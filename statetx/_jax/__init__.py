@@ -11,6 +11,7 @@ from .editing import *
 from .equations import *
 from .estimates import *
 from .host_calls import *
+from .jitted import *
 from .loops import *
 from .marks import *
 from .meshes import *

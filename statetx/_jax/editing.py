@@ -167,6 +167,12 @@ def closed_like(x: Any, jaxpr: Jaxpr) -> Any:
     return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
+def named_like(closed: ClosedJaxpr, like: Jaxpr) -> ClosedJaxpr:
+    """A closed jaxpr with the names of the inputs and outputs of another, which has as many of both."""
+    jaxpr, consts = open_jaxpr(closed)
+    return ClosedJaxpr(jaxpr.replace(debug_info=like.debug_info), consts)
+
+
 def spliced(jaxpr: Jaxpr, sources: Sequence[Any], targets: Sequence[Any], like: Any) -> list[Any]:
     """The equations of a jaxpr without constants between other variables, with the source line of the equation
     `like`.

@@ -56,10 +56,13 @@ PACKAGE_FOLDER = os.path.join(_PACKAGE, "")
 JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")  # ends with a separator: not `jaxopt`
 
 
+UNKNOWN_SITE = "unknown place"
+
+
 def traceback_site(traceback: Any, folders: tuple[str, ...]) -> str:
     """``file:line`` of the innermost frame of a JAX traceback outside of these folders."""
     file, line, _ = traceback_frame(traceback, folders) or ("", 0, "")
-    return f"{file}:{line}" if file else "unknown place"
+    return f"{file}:{line}" if file else UNKNOWN_SITE
 
 
 def traceback_frame(traceback: Any, folders: tuple[str, ...]) -> tuple[str, int, str] | None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._equations.primitives import Runs, row_of
+from .._equations.release import with_released_gradients
 from .._equations.structure import Body, table
 from .._jax import Jaxpr
 from .._lift.outcome import is_traced, pack
@@ -62,6 +63,7 @@ class Override(threading.local):
         rewriter: rewrites each function that is differentiated in reverse mode; None to leave them.
         gradient_order: of the gradients that are rewritten; None outside of such a block.
         observer: is told of the gradients that another rewriter replaces; None to tell nothing.
+        releases_gradients: whether jitted functions that are traced release the gradients of their loops.
     """
 
     policy: Policy | Rewriter | None = None
@@ -72,6 +74,7 @@ class Override(threading.local):
     rewriter: Rewriter | None = None
     gradient_order: GradientOrder | None = None
     observer: Observer | None = None
+    releases_gradients: bool = False
 
     @contextlib.contextmanager
     def _set(self, key: Hashable, **settings: Any) -> Iterator[None]:
@@ -81,7 +84,7 @@ class Override(threading.local):
             vars(self).update(settings)
             # jax.jit must not reuse a trace that it made under other settings, nor any where what stays plain is noted.
             noted = object() if self.undone is not None else None
-            with _jax.cache_key_context((key, noted)):
+            with _jax.cache_key_context((key, noted, self.releases_gradients)):
                 yield
         finally:
             vars(self).update(previous)
@@ -122,6 +125,12 @@ class Override(threading.local):
         key = "gradients", rewriter, self.policy, self.is_off, self.suppress_warnings
         return self._set(key, rewriter=rewriter, **settings)
 
+    def releasing_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """Move the updates of each jitted function that is traced in this block and donates inputs into the loops of
+        its backward pass.
+        """
+        return self._set("released", releases_gradients=True)
+
     def note(
         self,
         name: str,
@@ -148,6 +157,18 @@ class Override(threading.local):
 
 override = Override()
 _jax.undo_checkpoints(lambda name: override.leaves_plain(f"{name} under jax.checkpoint"))
+
+
+# -- jitted steps ----------------------------------------------------------------------------------------------------
+
+
+def _release(jaxpr: Any, is_donated: Sequence[bool]) -> Any:
+    if not override.releases_gradients or not any(is_donated):
+        return jaxpr
+    return with_released_gradients(jaxpr, [i for i, donated in enumerate(is_donated) if donated])
+
+
+_jax.rewrite_jitted(_release)
 
 
 # -- the order of gradients ------------------------------------------------------------------------------------------

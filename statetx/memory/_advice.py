@@ -21,6 +21,7 @@ from ._edits import (
     InOrder,
     InParts,
     Predicted,
+    ReleaseGradients,
     Rematerialize,
     SaveLess,
     StoreBits,
@@ -73,6 +74,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
     makers: list[Callable[[Timeline], Iterable[ChangeCandidate]]] = [
         _order,
         _donations,
+        _releases,
         _constants,
         _remat,
         _bits,
@@ -134,6 +136,12 @@ def _order(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Outputs of a step in another order than the donated inputs of their type: compiled when the profile was made."""
     if profile.reordered is not None:
         yield ChangeCandidate(profile.reordered, frozenset(), InOrder())
+
+
+def _releases(profile: Timeline) -> Iterable[ChangeCandidate]:
+    """Updates of scanned layers, which could run in the loop that computes their gradients."""
+    if profile.releasable is not None:
+        yield ChangeCandidate(profile.releasable, frozenset(), ReleaseGradients())
 
 
 def argument_of(path: str) -> str:

@@ -32,7 +32,13 @@ _SAVES_NOTHING = Decision(frozenset())
 
 
 class Edit:
-    """Base of edits, which changes nothing."""
+    """Base of edits, which changes nothing.
+
+    Attributes:
+        is_of_gradients: whether it decides on equations of a function that is differentiated, where it must find some.
+    """
+
+    is_of_gradients = True
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
         """Decisions on intervals of the equations of a function that is differentiated."""
@@ -111,12 +117,23 @@ class SaveLess(Edit):
 class Donate(Edit):
     """Donated inputs of the step, by their names."""
 
+    is_of_gradients = False
+
     inputs: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class InOrder(Edit):
     """Outputs in the order of the donated inputs that they update."""
+
+    is_of_gradients = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseGradients(Edit):
+    """Updates of scanned layers in the loop of their backward pass."""
+
+    is_of_gradients = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +147,8 @@ class Predicted(Edit):
 class AsArguments(Edit):
     """Arrays that the step closes over, as arguments."""
 
+    is_of_gradients = False
+
 
 @dataclasses.dataclass(frozen=True)
 class InParts(Edit):
@@ -140,6 +159,7 @@ class InParts(Edit):
         size: how many examples.
     """
 
+    is_of_gradients = False
     arguments: frozenset[str]
     size: int
     num: int

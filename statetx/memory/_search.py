@@ -60,6 +60,7 @@ TOOLS = {
     "donate": ("donation", "no output could take the memory of an argument that is not donated yet"),
     "bits": ("bits", "no function takes large arrays that are known to be 0 or 1"),
     "argument": ("constants as arguments", "the program has no large constant"),
+    "release": ("updates in the backward loop", "no update reads gradients of scanned layers"),
     "order": ("the order of the outputs", "donated inputs are updated in place"),
     "microbatch": ("parts", "no argument has an axis of examples"),
 }
@@ -111,6 +112,8 @@ class RemedySearch:
         used = {r.change.action for r in remedies}
         if self._profile.reordered is None:  # most programs return their updates in order
             used.add("order")
+        if self._profile.releasable is None:
+            used.add("release")
         why = {a: self._alone.get(a, none) for a, (_, none) in TOOLS.items() if a not in used}
         if self._profile.gradient and "donate" in why:
             why["donate"] = "a gradient reads its arguments"

@@ -30,7 +30,7 @@ from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of
 from ._deadline import Deadline
-from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted
+from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients
 from ._scopes import numbered_calls, takes_as_arguments
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
@@ -149,6 +149,8 @@ class Trials:
             program = Program(run, args, full_device_options(), sorted(donated), estimates=True)
         if InOrder() in edits:
             program = program.in_order() or program
+        if ReleaseGradients() in edits:
+            program = program.released() or program
         if not rewriter.is_complete:
             raise NotTried("its place was not found in the equations")
         return program
@@ -213,7 +215,7 @@ class _Edited(Rewriter):
     def __init__(self, edits: Sequence[Edit], *, keeps_order: bool = True):
         self._edits = edits
         self.keeps_order = keeps_order
-        self._found: set[Edit] = {e for e in edits if isinstance(e, (AsArguments, Donate, InOrder, InParts))}
+        self._found: set[Edit] = {e for e in edits if not type(e).is_of_gradients}
         self.gradients: list[_TriedGradient] = []
 
     @property

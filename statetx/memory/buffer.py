@@ -139,7 +139,8 @@ class Change(NamedTuple):
     """A change of the program that would save memory.
 
     Attributes:
-        action: "remat", "policy", "donate", "slots", "store", "bits", "microbatch", "argument" or "order".
+        action: "remat", "policy", "donate", "slots", "store", "bits", "microbatch", "argument", "release" or
+            "order".
         target: the owner of the saved bytes.
         text: what to do, in one sentence.
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
@@ -230,6 +231,7 @@ class Timeline:
     gradient: bool = False
     note: str = ""
     reordered: Change | None = None
+    releasable: Change | None = None
     gradients: tuple[str, ...] = ()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, overload
@@ -26,6 +26,7 @@ from .._equations.compiled import (
     memory_analysis_options,
     temp_bytes_of,
 )
+from .._equations.release import Stack, releasable, stacks_in, told
 from .._errors import FunctionError, printable
 from .._jax import CompiledProgram
 from .._lift.options import check_flags
@@ -194,7 +195,17 @@ def profiled(
     if reordered is not None:
         saved = profile.peak_bytes - Program.of_traced(reordered, compiler_options).cost.peak_bytes
         profile = dataclasses.replace(profile, reordered=_reordering(traced.jax_traced, saved))
-    return profile
+    stacks = [] if traced.jaxpr is None else releasable(traced.jaxpr)
+    return dataclasses.replace(profile, releasable=_releasing(stacks)) if stacks else profile
+
+
+def _releasing(stacks: Sequence[Stack]) -> Change:
+    sizes = "; ".join(line.removesuffix(".") for line in told(stacks))
+    text = (
+        f"Update the weights inside the backward loop: statetx.jit(step, ..., release_gradients=True), where they are "
+        f"donated; or by a plan, plan.apply(step). Then {sizes}."
+    )
+    return Change("release", "gradients", text, sum(stack.num_bytes for stack in stacks))
 
 
 def _reordering(traced: Any, saved: int) -> Change:
@@ -294,6 +305,7 @@ class _TracedProgram(NamedTuple):
         gradient: whether it is known to be a function with its gradient.
         jax_traced: JAX's trace that was lowered; None if it is not known.
         gradients: what it does with gradients of scanned layers, in sentences.
+        jaxpr: its equations, if it is a step; None if they are not known.
     """
 
     name: str
@@ -302,6 +314,7 @@ class _TracedProgram(NamedTuple):
     gradient: bool = False
     jax_traced: Any = None
     gradients: tuple[str, ...] = ()
+    jaxpr: Any = None
 
 
 def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> _TracedProgram:
@@ -335,14 +348,17 @@ def _staged(stage: Any) -> _TracedProgram:
     """Profile a traced, lowered or compiled function."""
     if isinstance(stage, Traced):
         jax_stage, inputs = stage.jax_stage, Inputs(stage.state_names)
-        return _TracedProgram(stage.name, lower(jax_stage), inputs, False, jax_stage, stage.gradients)
+        return _TracedProgram(stage.name, lower(jax_stage), inputs, False, jax_stage, stage.gradients, jax_stage.jaxpr)
     name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell
     jax_traced = _states.jax_traced(stage) if hasattr(stage, "lower") else None
     if jax_traced is not None:
         stage = lower(stage)
     if isinstance(stage, (Lowered, Compiled)):
         return _TracedProgram(stage.name, stage.jax_stage, Inputs(stage.state_names), gradients=stage.gradients)
-    return _TracedProgram(name, stage, Inputs(), False, jax_traced)
+    if jax_traced is None:
+        return _TracedProgram(name, stage, Inputs())
+    gradients = told(stacks_in(jax_traced.jaxpr.jaxpr))
+    return _TracedProgram(name, stage, Inputs(), False, jax_traced, gradients, jax_traced.jaxpr)
 
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
@@ -357,9 +373,10 @@ def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str
 def _of_call(call: TracedCall, gradient: bool) -> _TracedProgram:
     program = ArrayProgram(call, gradient)
     run = _jax.name_function(lambda *arrays: program.run(*arrays), "jit", call.name, program.names)
-    lowered = Program(run, program.arrays, donated=program.donated).lowered
+    traced = Program(run, program.arrays, donated=program.donated)
     inputs = Inputs(frozenset(program.states), _output_names(call, program) if gradient else ())
-    return _TracedProgram(short_name(call.name), lowered, inputs, gradient)
+    jaxpr = None if gradient else traced.jaxpr
+    return _TracedProgram(short_name(call.name), traced.lowered, inputs, gradient, jaxpr=jaxpr)
 
 
 def _output_names(call: TracedCall, program: ArrayProgram) -> tuple[str, ...]:

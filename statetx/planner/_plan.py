@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -23,7 +24,7 @@ from . import _show
 from ._budget import STEP
 from ._program.flat import digest_of, fingerprint, flatten, of_device
 from ._record import PLAN, VERSION, PlanResult, parts_of
-from ._treatments import as_planned, rewrite
+from ._treatments import OF_STEPS, as_planned, rewrite
 
 _MAX_BYTES = 2**28  # of a file
 
@@ -57,6 +58,8 @@ class Plan(PlanResult, Tabular, Rewriter):
         rows: a `PlanRow` for every value of the program; saved values first, the largest first.
         groups: a line for each set of regions of equal structure, such as layers: which of them keep what.
         loops: a line for each loop that the plan changes.
+        released: a line for each loop whose gradients are used up in its backward pass, layer by layer.
+        released_bytes: of these gradients, which do not exist as a set.
         stock: the name of the stock policy that equals this plan, "no remat" for the baseline, else "".
         complete: whether the search ended before its time limit. The integer program of each region has a limit of its
             own, a few seconds, which this does not show; where it is met, the plan may cost more than it must.
@@ -112,10 +115,12 @@ class Plan(PlanResult, Tabular, Rewriter):
         return step
 
     def _rewriting(self, fun: Callable[P, R]) -> Callable[P, R]:
+        treatment = OF_STEPS.get(self._fields["of_step"])
+
         # A step differentiates functions that it may define inside itself, so they are replaced when JAX gets them.
         @functools.wraps(fun)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
-            with rewritten_by(self):
+            with rewritten_by(self), contextlib.nullcontext() if treatment is None else treatment.around():
                 return fun(*args, **kwargs)
 
         return step

@@ -20,7 +20,8 @@ from ._search.capture import Recorded
 from ._search.layout import Waits
 from ._search.search import Options, Search
 from ._search.several import AnyWhole
-from ._treatments import VARIANTS, InnerGradients
+from ._treatments import OF_STEPS, VARIANTS, InnerGradients
+from ._treatments.released import RELEASED
 from ._treatments.treatment import Decision, Facts
 
 
@@ -47,6 +48,8 @@ def fields_of(whole: AnyWhole, choice: Any, unplanned: AnyWhole, options: Option
         "seconds": None,
         "ignored": [digest_of(lines) for lines in captured.ignored],
         "inner": captured.variant,
+        "of_step": None if captured.treatment is None else captured.treatment.name,
+        "released": captured.released(whole.rewritten(choice.candidates, choice.waits)),
         "num_devices": captured.num_devices,
         "programs": [_program_fields(search, candidate, choice.waits) for search, candidate in pairs],
         # A leave-one-out prediction: the candidate's own measurement does not correct it.
@@ -55,10 +58,18 @@ def fields_of(whole: AnyWhole, choice: Any, unplanned: AnyWhole, options: Option
         "curve": [[int(num_bytes), cost] for num_bytes, cost in whole.curve()],
         "measured": [[c.name, c.temp_bytes, c.added_cost / total_cost] for c in whole.choices()],
         "stock_policies": [[n, b, c / total_cost, is_predicted] for n, b, c, is_predicted in whole.stock_policies()],
-        "unplanned_bytes": unplanned.unplanned_bytes(),
+        "unplanned_bytes": _unplanned_bytes(whole, unplanned),
         "unplanned_is_compiled": unplanned.has_baseline(),
         "unplanned_flops": unplanned.unplanned_flops,
     }
+
+
+def _unplanned_bytes(whole: AnyWhole, unplanned: AnyWhole) -> int:
+    captured = whole.captured
+    if captured.treatment is None or unplanned.has_baseline():
+        return unplanned.unplanned_bytes()
+    # Nothing of it was compiled: from the program with the treatment.
+    return whole.unplanned_bytes() + captured.released_bytes - unplanned.captured.released_bytes
 
 
 def _program_fields(search: Search, candidate: Candidate, waits: Waits) -> dict[str, Any]:
@@ -134,7 +145,7 @@ def _damaged(path: str, what: str) -> PlanError:
 
 # -- the fields -------------------------------------------------------------------------------------------------------
 
-VERSION = 25
+VERSION = 26
 
 OBJECTIVES = ("flops", "time")
 
@@ -192,6 +203,8 @@ _needed: dict[str, Check] = {
     "version": one_of(VERSION),
     "ignored": many(text),
     "inner": optional(one_of(*VARIANTS)),
+    "of_step": optional(one_of(*OF_STEPS)),
+    "released": RELEASED,
     "programs": many(_program, 1),
     "curve": many(row(_predicted, real())),
     "measured": many(row(text, _size, real())),
@@ -260,6 +273,7 @@ class PlanResult(Attributes):
         self.is_sequential = any(program["is_sequential"] for program in fields["programs"])
         variant = fields["inner"]
         self.inner = None if variant is None else InnerGradients(variant)
+        self.released_bytes: int = fields["released"]["bytes"]
         self.num_equations = sum(len(program["equations"]) for program in fields["programs"])
 
     @functools.cached_property
@@ -282,6 +296,10 @@ class PlanResult(Attributes):
     @property
     def loops(self) -> tuple[str, ...]:
         return tuple(self._shown["loops"])
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        return tuple(self._fields["released"]["lines"])
 
     @property
     def fixed_bytes(self) -> int:

@@ -97,6 +97,7 @@ def _notes(plan: PlanResult) -> Iterator[str]:
     if len(plan.groups) > _MAX_GROUPS:
         yield f"And {len(plan.groups) - _MAX_GROUPS} more kinds of regions."
     yield from plan.loops
+    yield from (f"Updates in the backward pass: {line}" for line in plan.released)
     stock_texts = [*_stock_texts(plan)]
     if stock_texts:
         predicted = " (~: predicted, not compiled)" if any("~" in text for text in stock_texts) else ""
@@ -108,7 +109,8 @@ def _notes(plan: PlanResult) -> Iterator[str]:
     if plan.stock == BASELINE and plan.extra_flops > 0:  # of what plans leave
         yield "It fits without the rematerialized functions. Those inside of branches and of inner loops stay."
     elif plan.stock:
-        yield "It fits unchanged." if plan.stock == BASELINE else f"This is the stock policy {plan.stock!r}."
+        unchanged = "It fits without rematerialization." if plan.released else "It fits unchanged."
+        yield unchanged if plan.stock == BASELINE else f"This is the stock policy {plan.stock!r}."
     if plan.seconds is not None:
         yield f"Time: {format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
     if not plan.complete:

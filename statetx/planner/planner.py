@@ -186,6 +186,7 @@ class Planner:
         formats = read_formats(stored_as)
         with unobserved():
             captured_variants = variants(fun, args, kwargs, argnums)
+        captured_variants += [treated for c in captured_variants for treated in c.treated(treatments)]
         limit = read_time_limit(time_limit)
         settings = Options(objective, offload, limit, formats, tuple(treatments))
         self._set(captured_variants, short_name(name_of(fun)), of, settings, progress)
@@ -194,7 +195,8 @@ class Planner:
         self._variants, self._captured, self.name, self._of = variants, variants[0], name, of
         self._target = current.current()
         self._progress = spinner(f"plan {name}", is_shown=progress)
-        limit = None if options.time_limit is None else options.time_limit / len(variants)
+        num_searched = sum(c.treatment is None for c in variants)
+        limit = None if options.time_limit is None else options.time_limit / num_searched
         self._options = dataclasses.replace(options, time_limit=limit)
         self._timer = Timer() if options.objective == "time" else None
         self._needs_baseline = False
@@ -222,7 +224,17 @@ class Planner:
             report = lambda text: self._report(text + note)
             return whole_of(captured, self._options, report, compile_baseline=is_plain and self._needs_baseline)
 
-        return [start(captured) for captured in (*self._variants[1:], self._captured)]
+        plain = {c.variant: c for c in self._variants if c.treatment is None}
+        treated = [c for c in self._variants if c.treatment and c.released_bytes > plain[c.variant].released_bytes]
+        return [start(c) for c in (*treated, *plain.values()) if c is not self._captured] + [start(self._captured)]
+
+    @property
+    def _searched(self) -> list[AnyWhole]:
+        """The programs among which a plan is chosen: without those that a treatment of the step replaces, which adds no
+        operations.
+        """
+        replaced = {whole.captured.variant for whole in self._wholes if whole.captured.treatment}
+        return [w for w in self._wholes if w.captured.treatment or w.captured.variant not in replaced]
 
     @property
     def _whole(self) -> AnyWhole:
@@ -289,7 +301,7 @@ class Planner:
             budget = ByteBudget(budget.num_bytes(self._whole), budget.of)
         choices: list[tuple[AnyWhole, Any]] = []
         errors: list[PlanError] = []
-        wholes = sorted(self._wholes, key=lambda whole: whole.total_cost())
+        wholes = sorted(self._searched, key=lambda whole: whole.total_cost())
         for whole, following in itertools.zip_longest(wholes, wholes[1:]):
             # A program with as many operations of its own as an earlier plan cannot be cheaper.
             is_beaten = choices and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0
@@ -338,13 +350,15 @@ class Planner:
         captured, options = self._variant_of(fields), self._options
         asked = {"objective": options.objective, "of": budget.of, "is_step": captured.is_step}
         asked |= {"num_devices": captured.num_devices, "inner": captured.variant}
+        asked |= {"of_step": None if captured.treatment is None else captured.treatment.name}
         asked |= {"budget_bytes": budget.amount} if isinstance(budget.amount, int) else {}
         is_asked = all(fields[name] == value for name, value in asked.items())
         return is_asked and are_decisions_for(captured.gradients, fields, options)
 
     def _variant_of(self, fields: dict[str, Any]) -> Captured:
         """The program that stored fields are for."""
-        return next((c for c in self._variants if c.variant == fields["inner"]), self._captured)
+        of = lambda c: (c.variant, None if c.treatment is None else c.treatment.name)
+        return next((c for c in self._variants if of(c) == (fields["inner"], fields["of_step"])), self._captured)
 
     @contextlib.contextmanager
     def _show_progress(self) -> Iterator[None]:

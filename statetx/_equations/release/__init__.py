@@ -15,7 +15,19 @@ The rewriting is for lowering. What it makes is not differentiated any more, so 
 
 from .fates import Fate, Stack, told
 from .loops import RowLoop, has_loop
-from .program import ReleasedProgram
+from .program import ReleasedProgram, releasable, stacks_in, with_released_gradients
 from .rewriting import Release, released
 
-__all__ = ["Fate", "Release", "ReleasedProgram", "RowLoop", "Stack", "has_loop", "released", "told"]
+__all__ = [
+    "Fate",
+    "Release",
+    "ReleasedProgram",
+    "RowLoop",
+    "Stack",
+    "has_loop",
+    "releasable",
+    "released",
+    "stacks_in",
+    "told",
+    "with_released_gradients",
+]

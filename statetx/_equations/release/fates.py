@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ... import _jax, _states
 from ..._text import format_bytes
+from ..primitives import inner_jaxprs
 
 
 class Fate(enum.Enum):
@@ -35,6 +36,9 @@ class Stack(NamedTuple):
     reader: Any = None
 
 
+_SUMS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dot_general"}
+
+
 def told(stacks: Sequence[Stack]) -> tuple[str, ...]:
     """A sentence for each loop whose backward pass ends in gradients, and for each thing that happens to them."""
     groups: dict[tuple[Any, Fate, Any], int] = {}
@@ -52,14 +56,26 @@ def _sentence(stack: Stack) -> str:
 _FATES: dict[Fate, Callable[[Stack], str]] = {
     Fate.RELEASED: lambda stack: "are used up in the loop of the backward pass, layer by layer",
     Fate.RETURNED: lambda stack: "are kept: the program returns them",
-    Fate.READ: lambda stack: (
-        f"are kept: {stack.reader.primitive.name} at {_site(stack.reader)} needs several layers at once"
-    ),
+    Fate.READ: lambda stack: f"are kept: {_reason(stack.reader)}",
     Fate.SHARED: lambda stack: "are kept: on CPUs an update by moments copies these, which takes more memory",
     Fate.REPLACED: lambda stack: "are kept: what is made of them takes as much memory",
 }
 
 
+def _reason(reader: Any) -> str:
+    where = f"{reader.primitive.name} at {_site(reader)}"
+    if reader.primitive.name in _SUMS and not any(v.aval.shape for v in reader.outvars):
+        return (
+            f"a number that is computed from all layers, as for clipping by a global norm, needs them first ({where})"
+        )
+    return f"{where} needs several layers at once"
+
+
 def _site(eqn: Any) -> str:
+    """The user's line of an equation; of one that a plan has made, the first line inside of it."""
     folders = (*_states.library_folders(), _jax.JAX_FOLDER)
-    return _jax.traceback_site(eqn.source_info.traceback, folders)
+    site = _jax.traceback_site(eqn.source_info.traceback, folders)
+    if site != _jax.UNKNOWN_SITE:
+        return site
+    inner = (_site(e) for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns)
+    return next((s for s in inner if s != _jax.UNKNOWN_SITE), site)

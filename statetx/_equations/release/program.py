@@ -8,7 +8,9 @@ from typing import Any
 from ... import _jax
 from ..._jax import Jaxpr, Literal, Var
 from ..._positions import replaced
-from .fates import Stack
+from ..inline import hoist
+from ..primitives import inner_jaxprs
+from .fates import Fate, Stack
 from .loops import has_loop
 from .rewriting import Release
 
@@ -54,3 +56,41 @@ class ReleasedProgram:
     def stacks(self) -> list[Stack]:
         """The stacked results of its loops, each with what becomes of it."""
         return self._release.rewritten(self._call).stacks
+
+
+def with_released_gradients(jaxpr: Any, overwritable: Collection[int]) -> Any:
+    """A closed jaxpr as a `ReleasedProgram`; itself if it cannot be one."""
+    opened, consts = _jax.open_jaxpr(jaxpr)
+    if opened.is_high:
+        return jaxpr
+    hoisted, arrays = hoist(opened, consts)
+    num = len(arrays)
+    program = ReleasedProgram.of(hoisted, {num + i for i in overwritable})
+    if program is None:
+        return jaxpr
+    avals = [v.aval for v in hoisted.invars[num:]]
+    new, new_consts = _jax.stage(lambda *args: program([*arrays, *args]), avals, traced_for="jit", name="released")
+    return _jax.named_like(_jax.close(*hoist(new, new_consts)), opened)
+
+
+def stacks_in(jaxpr: Jaxpr) -> list[Stack]:
+    """The stacked results of the loops in programs that release gradients, each with what becomes of it."""
+    found: list[Stack] = []
+    for eqn in jaxpr.eqns:
+        lowered = eqn.params.get("lowered")
+        if isinstance(lowered, Release):
+            found += lowered.rewritten(eqn.params["call_jaxpr"]).stacks
+        else:
+            for inner in inner_jaxprs(eqn):
+                found += stacks_in(inner)
+    return found
+
+
+def releasable(jaxpr: Any) -> list[Stack]:
+    """The gradients that a closed jaxpr would release if it donated all inputs; none if it releases as much now."""
+    hoisted, _ = hoist(*_jax.open_jaxpr(jaxpr))
+    program = ReleasedProgram.of(hoisted, range(len(hoisted.invars)))
+    num_bytes = lambda stacks: sum(stack.num_bytes for stack in stacks if stack.fate is Fate.RELEASED)
+    if program is None or num_bytes(stacks := program.stacks()) <= num_bytes(stacks_in(hoisted)):
+        return []
+    return [stack for stack in stacks if stack.fate is Fate.RELEASED]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ... import _jax
 from ..._equations.compiled import Cost, Program, donated_inputs
 from ..._equations.differentiate import with_pullback
+from ..._equations.release import has_loop
 from ..._equations.structure import Body
 from ..._errors import PlanError
 from ..._jax import Jaxpr, Literal
@@ -27,6 +28,8 @@ from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
 from .._program.flat import flatten, full_fingerprint, is_on_devices, of_device, rules_of
 from .._treatments import VARIANTS, InnerGradients, as_planned
+from .._treatments.released import NOTHING_RELEASED, ReleasedGradients
+from .._treatments.treatment import Treatment
 from .._tuned import TUNED
 
 _EMBEDDED = 2**20  # bytes of a constant, at most
@@ -170,6 +173,7 @@ class CapturedStep:
         fun, args, kwargs: the step and its arguments, to stage it with other gradients.
         is_in_shard_map: whether a gradient is taken in a shard_map.
         inner: rewrites the gradients inside of its gradients.
+        treatment: of the whole step; None for none.
     """
 
     outline: Recorded
@@ -179,31 +183,33 @@ class CapturedStep:
     kwargs: dict[str, Any]
     is_in_shard_map: bool
     inner: Rewriter | None = None
+    treatment: type[Treatment] | None = None
 
     def compiled_with(self, programs: dict[tuple[str, ...], Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         """The step with these programs in place of the functions that it differentiates, which have these keys."""
         # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step
         # is traced.
-        with self._outside():
-            return self._compiled(self._replaced(programs) if programs else self.program, compiler_options)
+        return self._compiled(self.with_gradients(programs) if programs else self.program, compiler_options)
+
+    def with_gradients(self, programs: dict[tuple[str, ...], Jaxpr]) -> Recorded:
+        """The step with other gradients, as for `compiled_with`, before it is compiled."""
+        with self._outside(), contextlib.nullcontext() if self.treatment is None else self.treatment.around():
+            return _record(self.fun, self.args, self.kwargs, _Replace(programs, self.inner))
 
     @functools.cached_property
     def program(self) -> Recorded:
         """The whole step, with its gradients as the user wrote them."""
-        with self._outside():
-            return self._replaced({})
+        return self.with_gradients({})
 
     def _outside(self) -> Any:
         # The axes of a shard_map are bound while its gradient is analyzed, but the step begins outside of it.
         return _jax.outside_all_transforms() if self.is_in_shard_map else contextlib.nullcontext()
 
-    def _replaced(self, programs: dict[tuple[str, ...], Jaxpr]) -> Recorded:
-        return _record(self.fun, self.args, self.kwargs, _Replace(programs, self.inner))
-
     def _compiled(self, recorded: Recorded, compiler_options: dict[str, Any] | None) -> Program:
         avals = [v.aval for v in recorded.jaxpr.invars]
         run = lambda *inputs: _jax.evaluate(recorded.jaxpr, (), inputs)
-        return recorded.context.program(run, avals, compiler_options, self.donated, recorded.constants)
+        with self._outside():
+            return recorded.context.program(run, avals, compiler_options, self.donated, recorded.constants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,8 +237,39 @@ class Captured:
         if self.step is None:
             (gradient,) = self.gradients
             return gradient.program(programs[0] if programs else gradient.jaxpr, compiler_options)
-        by_key = dict(zip([g.key for g in self.gradients], programs, strict=bool(programs)))
-        return self.step.compiled_with(by_key, compiler_options)
+        return self.step.compiled_with(self._by_key(programs), compiler_options)
+
+    def _by_key(self, programs: Sequence[Jaxpr]) -> dict[tuple[str, ...], Jaxpr]:
+        return dict(zip([g.key for g in self.gradients], programs, strict=bool(programs)))
+
+    def released(self, programs: Sequence[Jaxpr]) -> dict[str, Any]:
+        """What the step releases of its gradients, with these programs in place of them."""
+        if self.step is None or not any(has_loop(gradient.jaxpr) for gradient in self.gradients):
+            return dict(NOTHING_RELEASED)
+        if not programs:
+            return ReleasedGradients.released(self.step.program.jaxpr)
+        if not self.released_bytes:
+            return dict(NOTHING_RELEASED)
+        return ReleasedGradients.released(self.step.with_gradients(self._by_key(programs)).jaxpr)
+
+    @functools.cached_property
+    def released_bytes(self) -> int:
+        """Bytes of the gradients that the step releases without a plan."""
+        return self.released(())["bytes"]
+
+    @property
+    def treatment(self) -> type[Treatment] | None:
+        """The treatment of the whole step."""
+        return None if self.step is None else self.step.treatment
+
+    def treated(self, treatments: Sequence[type[Treatment]]) -> list[Captured]:
+        """The program with each of the treatments that may change the whole step."""
+        step = self.step if self.is_step else None
+        if step is None:
+            return []
+        gradients = [gradient.jaxpr for gradient in self.gradients]
+        changing = [t for t in treatments if t.may_change(gradients, bool(step.donated))]
+        return [dataclasses.replace(self, step=dataclasses.replace(step, treatment=t)) for t in changing]
 
     @property
     def context(self) -> TraceContext:

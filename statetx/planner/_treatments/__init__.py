@@ -25,10 +25,14 @@ from .._program.flat import Flat, Part, flatten, run
 from .groups import InGroups
 from .inputs import Copies, StoredInputs
 from .loops import CheckpointedLoop, loop_of
+from .released import ReleasedGradients
 from .treatment import Decision, Treatment
 
-TREATMENTS: tuple[type[Treatment], ...] = (Copies, StoredInputs, CheckpointedLoop, InGroups)
+TREATMENTS: tuple[type[Treatment], ...] = (Copies, StoredInputs, CheckpointedLoop, InGroups, ReleasedGradients)
 """All treatments, in the order of their proposals."""
+
+OF_STEPS: dict[str, type[Treatment]] = {ReleasedGradients.name: ReleasedGradients}
+"""The treatments of a whole step, by name."""
 
 UNPLANNED = Decision()
 """The decision to leave a part unchanged, without its bytes."""

@@ -7,6 +7,7 @@ know of it: its proposals, how it changes the program, its text, its record and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -114,6 +115,22 @@ class Treatment:
         bytes beside its cotangents in its backward pass, or None if it has no variant.
         """
         return None
+
+    # -- of a whole step --
+
+    @classmethod
+    def may_change(cls, gradients: Sequence[Jaxpr], is_donated: bool) -> bool:
+        """Whether it may change what a step does with its gradients, which are of these functions.
+
+        Args:
+            is_donated: whether the step donates anything.
+        """
+        return False
+
+    @classmethod
+    def around(cls) -> contextlib.AbstractContextManager[None]:
+        """A block in which a step is traced with it."""
+        return contextlib.nullcontext()
 
     # -- in a stored plan --
 

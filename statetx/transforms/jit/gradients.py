@@ -9,6 +9,8 @@ from ... import _jax
 from ..._equations.release import Fate, ReleasedProgram, told
 from ..._errors import FunctionError
 
+_WAY_OUT = "let the update treat each layer alone, as clipping by value does (optax.clip), or by a norm of its own; or "
+
 
 class Gradients:
     """The release of gradients in one staged program.
@@ -41,7 +43,8 @@ class Gradients:
         if stacks and not kept:
             return
         reasons = " ".join(told(kept)) or "No loop of it ends in gradients of layers that an update reads."
+        way_out = _WAY_OUT if any(stack.fate is Fate.READ for stack in kept) else ""
         raise FunctionError(
             f"{name}: release_gradients=True is for steps whose updates treat each layer of a scan alone. {reasons}\n"
-            f"Fix: leave release_gradients= out: what can be released is, and memory_profile tells what is not."
+            f"Fix: {way_out}leave release_gradients= out: memory_profile tells what is released and what is not."
         )

@@ -1,0 +1,222 @@
+"""Steps whose gradients never exist: three programs of others, with their own jit and with `statetx.jit`.
+
+Compared
+    A step of nnx layers with Adam, of the sizes of google/flax#5116 (three sets of 2.5 GB; the issue tells temporaries of 5.26 GB for nnx, 2.76 GB for
+    pure JAX); the step of JAX's page on host offloading, four layers of 7,168 x 7,168 with a global norm and Adam (the page tells 4.59 GB, and 2.87 GB
+    with moments on the host); and ViT-L/16 of flax.linen with Adam, 24 scanned layers. The code of a step stays, and its jit changes.
+
+Measured
+    Arguments, temporaries and peak of the program compiled for a GPU that is not there, and operations counted from the equations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from _common import finish, start
+
+import statetx
+
+GB = 2**30
+COLUMNS = ("program", "way", "target", "arguments", "temporaries", "peak", "operations")
+Way = tuple[str, Callable, tuple]
+
+
+def types(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def typed(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def nnx_layers(*, is_quick: bool) -> Iterator[Way]:
+    """Residual layers of flax.nnx in `nnx.scan`, each rematerialized, and `nnx.Optimizer`."""
+    from flax import nnx
+
+    layers, width, batch = (4, 64, 16) if is_quick else (10, 8192, 64)
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.linear = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return x + jnp.tanh(self.linear(x))
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: Any):
+            make = nnx.split_rngs(splits=layers)(nnx.vmap(Block, in_axes=0, out_axes=0))
+            self.blocks = make(rngs)
+
+        def __call__(self, x: Any) -> Any:
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            def run(x: Any, block: Any) -> Any:
+                return nnx.remat(lambda b, x: b(x))(block, x)
+
+            return run(x, self.blocks)
+
+    def make() -> Any:
+        net = Net(nnx.Rngs(0))
+        return net, nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param)
+
+    graph, abstract = nnx.split(nnx.eval_shape(make))
+
+    def step(state: Any, x: Any) -> Any:
+        net, optimizer = nnx.merge(graph, state)
+        value, grads = nnx.value_and_grad(lambda net, x: jnp.mean(net(x) ** 2))(net, x)
+        optimizer.update(net, grads)
+        return nnx.state((net, optimizer)), value
+
+    def pure(state: Any, x: Any) -> Any:
+        weights, moments = state
+
+        def loss(weights: Any, x: Any) -> Any:
+            layer = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))
+            return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        updates, moments = optax.adam(1e-3).update(grads, moments)
+        return (optax.apply_updates(weights, updates), moments), value
+
+    weights, x = typed(layers, width, width), typed(batch, width)
+    state = weights, jax.eval_shape(optax.adam(1e-3).init, weights)
+    yield "nnx, jax.jit", jax.jit(step, donate_argnums=0), (types(abstract), x)
+    yield "nnx, statetx.jit", statetx.jit(step, donate_argnums=0), (types(abstract), x)
+    yield "pure JAX, jax.jit", jax.jit(pure, donate_argnums=0), (state, x)
+    yield "pure JAX, statetx.jit", statetx.jit(pure, donate_argnums=0), (state, x)
+
+
+def offloading_page(*, is_quick: bool) -> Iterator[Way]:
+    """Four unrolled layers, whose gradients have to be there at once for their norm."""
+    width, parts = (64, 4) if is_quick else (7168, 8)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+
+    def layer(x: Any, w: Any) -> Any:
+        return jax.nn.gelu(x @ w)
+
+    def loss(params: Any, x: Any, layer: Callable = layer) -> Any:
+        y = x
+        for w in params:
+            y = layer(y, w)
+        return jnp.mean((y - x) ** 2) + 0.01 * sum(jnp.mean(w**2) for w in params)
+
+    def step(take: Callable, params: Any, moments: Any, x: Any) -> Any:
+        _, grads = take(params, x)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    def in_parts(params: Any, x: Any) -> Any:
+        rematerialized = functools.partial(loss, layer=statetx.remat(layer))
+        return statetx.microbatch(jax.value_and_grad(rematerialized), parts, argnums=1)(params, x)
+
+    params, x = (typed(width, width),) * 4, typed(width, width)
+    args = params, jax.eval_shape(optimizer.init, params), x
+    steps = {"as on the page": jax.value_and_grad(loss), f"remat and {parts} parts": in_parts}
+    for way, take in steps.items():
+        yield way, jax.jit(functools.partial(step, take), donate_argnums=(0, 1)), args
+
+
+def vision_transformer(*, is_quick: bool) -> Iterator[Way]:
+    """Layers of flax.linen in `nn.scan`, each rematerialized."""
+    import flax.linen as nn
+
+    layers, width, heads, batch, pixels = (2, 32, 2, 2, 32) if is_quick else (24, 1024, 16, 16, 224)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            y = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(heads)(y, y)
+            y = nn.Dense(4 * width)(nn.LayerNorm()(x))
+            return x + nn.Dense(width)(nn.gelu(y)), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, images: Any) -> Any:
+            x = nn.Conv(width, (16, 16), (16, 16), "VALID")(images)
+            x = x.reshape(x.shape[0], -1, width)
+            x = x + self.param("position", nn.initializers.normal(0.02), (1, x.shape[1], width))
+            block = nn.remat(Block, prevent_cse=False)
+            x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers)()(x, None)
+            return nn.Dense(1000)(nn.LayerNorm()(x.mean(1)))
+
+    model, optimizer = Model(), optax.adam(1e-3)
+    images, labels = typed(batch, pixels, pixels, 3), typed(batch, dtype=jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), images)
+
+    def step(params: Any, moments: Any, images: Any, labels: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, images), labels).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, moments = optimizer.update(grads, moments)
+        return optax.apply_updates(params, updates), moments, value
+
+    args = params, jax.eval_shape(optimizer.init, params), images, labels
+    yield "jax.jit", jax.jit(step, donate_argnums=(0, 1)), args
+    yield "statetx.jit", statetx.jit(step, donate_argnums=(0, 1)), args
+
+
+PROGRAMS = {
+    "nnx layers (flax#5116)": (nnx_layers, "h100"),
+    "host offloading (JAX's page)": (offloading_page, "h100"),
+    "ViT-L/16": (vision_transformer, "a100"),
+}
+
+
+def measured(name: str, *, is_quick: bool) -> Iterator[dict[str, Any]]:
+    """A row for each way of a program."""
+    make, target = PROGRAMS[name]
+    with statetx.target(target):
+        for way, step, args in make(is_quick=is_quick):
+            cost = statetx.measure(step, *args, gradient=False)
+            row = {"program": name, "way": way, "target": target, "flops": cost.flops}
+            row |= {"argument_bytes": cost.argument_bytes, "temp_bytes": cost.temp_bytes, "peak_bytes": cost.peak_bytes}
+            print(row, flush=True)
+            yield row
+
+
+def rows(results: list[dict[str, Any]]) -> list[list[str]]:
+    sizes = ("argument_bytes", "temp_bytes", "peak_bytes")
+    first = {row["program"]: row["flops"] for row in reversed(results)}
+    return [
+        [
+            row["program"],
+            row["way"],
+            row["target"].upper(),
+            *(f"{row[size] / GB:.2f} GB" for size in sizes),
+            f"{100 * (row['flops'] / first[row['program']] - 1):+.1f}%",
+        ]
+        for row in results
+    ]
+
+
+def figures_of(results: list[dict[str, Any]]) -> dict[str, float]:
+    """What the limits are about."""
+    by_way = {(row["program"], row["way"]): row for row in results}
+    figures = {}
+    nnx, page, vit = PROGRAMS
+    if (row := by_way.get((nnx, "nnx, statetx.jit"))) is not None:
+        figures["nnx: GB of temporaries"] = row["temp_bytes"] / GB
+    if (row := by_way.get((page, "remat and 8 parts"))) is not None:
+        figures["host offloading: GB at the peak"] = row["peak_bytes"] / GB
+    if (row := by_way.get((vit, "statetx.jit"))) is not None:
+        figures["ViT-L: peak, of jax.jit"] = row["peak_bytes"] / by_way[vit, "jax.jit"]["peak_bytes"]
+    return figures
+
+
+def main() -> None:
+    only = {"choices": list(PROGRAMS), "help": "one program alone"}
+    options, env = start(__doc__ or "", only=only)
+    names = [options.only] if options.only else PROGRAMS
+    results = [row for name in names for row in measured(name, is_quick=options.quick)]
+    finish("gradients", options, env, figures_of(results), results=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Updates in the backward pass: what consumes the gradients of scanned layers runs in the loop that computes them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from ..._equations.release import Fate, has_loop, stacks_in, told
+from ..._jax import Jaxpr
+from ..._records import Check, many, record, text, whole
+from ..._remat.override import override
+from .treatment import Treatment
+
+RELEASED: Check = record({"bytes": whole(), "lines": many(text)})
+"""Check what a step releases in a record."""
+
+
+NOTHING_RELEASED = {"bytes": 0, "lines": []}
+
+
+class ReleasedGradients(Treatment):
+    """Updates of scanned layers in the loop of their backward pass, so that no set of gradients exists.
+
+    The updates run elsewhere, and no operation is added. So a step that can have it has it in every plan.
+    """
+
+    name = "released"
+
+    @classmethod
+    def may_change(cls, gradients: Sequence[Jaxpr], is_donated: bool) -> bool:
+        return is_donated and any(map(has_loop, gradients))
+
+    @classmethod
+    def around(cls) -> contextlib.AbstractContextManager[None]:
+        return override.releasing_gradients()
+
+    @classmethod
+    def released(cls, step: Jaxpr) -> dict[str, Any]:
+        """Bytes of the gradients that a staged step releases, and a line for each of its loops; a record."""
+        stacks = [stack for stack in stacks_in(step) if stack.fate is Fate.RELEASED]
+        return {"bytes": sum(stack.num_bytes for stack in stacks), "lines": list(told(stacks))}
