@@ -103,12 +103,16 @@ class Generator(Statements):
     step, which they refuse.
     """
 
+    updates = 1
+    """How many more steps may update stacked weights."""
+
     twice = 1
     """How many more loops may be differentiated twice."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
         self.rng_aside, self.rng_twice = random.Random(f"{seed}, aside"), random.Random(f"{seed}, twice")
+        self.rng_updates = random.Random(f"{seed}, updates")
         self.num_names_aside = 1000
 
     def call(self, scope: Scope) -> tuple[list[Statement], Scope]:
@@ -286,8 +290,9 @@ class Generator(Statements):
             more, scope = self.called(scope, self.pick((self.call_stored, self.call_slots, self.call_slots)))
             body += more
         if not isinstance(body[-1] if body else None, Raise):
-            more, scope = self.twice_differentiated(scope)
-            body += more
+            for draw in (self.twice_differentiated, self.updated):
+                more, scope = draw(scope)
+                body += more
         last = [] if isinstance(body[-1] if body else None, Raise) else self.inspection(scope)
         return [*first, *body, *last], scope
 
@@ -316,6 +321,25 @@ class Generator(Statements):
                 return [], scope
             self.twice -= 1
             return self.called(scope, self.call_twice)
+
+    def updated(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        """Sometimes a step whose gradients of stacked weights are used up in a loop: in an update, or in a sum."""
+        with self.aside(self.rng_updates):
+            is_possible = scope.depth and not (scope.order > 1 or scope.inspected or scope.foreign or scope.pure)
+            if not (self.updates and is_possible and self.chance(0.2)):
+                return [], scope
+            self.updates -= 1
+            return self.called(scope, self.call_update)
+
+    def call_update(self, scope: Scope) -> Call:
+        name, row = self.fresh("v"), (SIZE,)
+        inner = scope.differentiated(once=False, typed=True, reverse=scope.reverse + 1, raises=False)
+        self.parts += 1
+        fun = self.closure(inner, [(row, scope.maps), (row, scope.maps)], [row], 100)
+        self.parts -= 1
+        how = self.pick(("update_rows", "update_rows", "sum_rows"))
+        parts = [self.expr(scope, (SIZE, SIZE), depth=1), self.expr(scope, (SIZE, SIZE), depth=1)]
+        return Call("update", f"{name} = {how}({{f}}, {{0}}, {{1}})", [fun], parts, [(name, (SIZE, SIZE))])
 
     def call_twice(self, scope: Scope) -> Call:
         """A second derivative of a loop, which is that of JAX's `scan`."""

@@ -45,7 +45,7 @@ def raises_in_a_call(s: Statement) -> bool:
 
 KINDS = (
     "remat stored jit grad vjp jvp linearize jacobian hessian slots twice scan fori while map parts vmap cond switch "
-    "shard_map pure bs_jit bs_for_loop bs_cond inspect"
+    "update shard_map pure bs_jit bs_for_loop bs_cond inspect"
 ).split()
 FEATURES: dict[str, Callable[[Program], bool]] = {
     **{kind: has(lambda s, kind=kind: isinstance(s, Call) and s.kind == kind) for kind in KINDS},

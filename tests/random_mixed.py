@@ -197,6 +197,25 @@ def in_chunks(fun: Callable, xs: Any) -> Any:
     return out + 0.01 * (halves - 258).astype(jnp.float32)
 
 
+def of_rows(fun: Callable, scan: Callable) -> Callable:
+    """``loss(w, x)`` of stacked weights, which a loop reads row by row."""
+    return lambda w, x: total(scan(lambda h, row: (fun(row, h), None), x, w)[0])
+
+
+def update_rows(fun: Callable, w: Any, xs: Any) -> Any:
+    """A step on weights that it donates."""
+    loss = of_rows(fun, statetx.scan)
+    step = statetx.jit(lambda w, x: w - 0.1 * statetx.grad(loss)(w, x), donate_argnums=0)
+    return step(jnp.sin(w), xs[0])
+
+
+def sum_rows(fun: Callable, w: Any, xs: Any) -> Any:
+    """The gradient of a batch in parts."""
+    loss = of_rows(fun, statetx.scan)
+    in_parts = lambda w: statetx.microbatch(lambda x: loss(w, x[0]), len(xs), reduce="sum")(xs)
+    return statetx.jit(lambda w: statetx.grad(in_parts)(w))(w)
+
+
 # -- two worlds ------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +259,14 @@ class Plain(World):
         def rekey(rng: Rng, key: jax.Array) -> None:
             rng.key.value = key
 
+        def update_rows(fun: Callable, w: Any, xs: Any) -> Any:
+            step = r.jit(lambda w, x: w - 0.1 * r.grad(of_rows(fun, r.scan))(w, x))
+            return step(jnp.sin(w), xs[0])
+
+        def sum_rows(fun: Callable, w: Any, xs: Any) -> Any:
+            loss = of_rows(fun, r.scan)
+            return r.jit(lambda w: r.grad(lambda w: r.map(lambda x: loss(w, x), xs).sum(0))(w))(w)
+
         transforms = {name: getattr(r, name) for name in TRANSFORMS if hasattr(r, name)}
         return {
             **self.common,
@@ -251,6 +278,8 @@ class Plain(World):
             "by_ref": lambda x: jnp.float32(0.8) * jnp.sin(x),
             "in_parts": lambda f, xs: r.map(f, xs).sum(0),
             "in_chunks": lambda f, xs: r.map(f, xs).sum(0),
+            "update_rows": update_rows,
+            "sum_rows": sum_rows,
             "loop_of": plain_loop_of,
             "bs_cond": lambda *args: r.jit(lambda: r.cond(*args))(),
             "bs_for_loop": lambda f, xs: r.jit(lambda: r.map(f, xs))(),
@@ -299,6 +328,8 @@ class System(World):
             "by_ref": by_ref,
             "in_parts": in_parts,
             "in_chunks": in_chunks,
+            "update_rows": update_rows,
+            "sum_rows": sum_rows,
             "loop_of": loop_of,
             "bs_jit": transform.jit,
             "bs_cond": transform.cond,
