@@ -198,6 +198,15 @@ def test_cotangents_of_weights_used_twice_are_added_one_by_one():
     )
 
 
+def test_a_number_that_is_added_is_no_total():
+    loss = LOSSES["remat"]
+    step, plain = (statetx.microbatch(jax.value_and_grad(f), K, argnums=1) for f in (lambda *a: 0.5 + loss(*a), loss))
+    value, gradient = step(WEIGHTS, X)
+    plain_value, plain_gradient = plain(WEIGHTS, X)
+    np.testing.assert_allclose(value, 0.5 + plain_value, rtol=1e-6)
+    np.testing.assert_array_equal(gradient, plain_gradient)
+
+
 def test_sums_of_half_precision_are_wide():
     """A bfloat16 gradient is widened in the loop of the backward pass, and added there."""
     narrow = WEIGHTS.astype(jnp.bfloat16)

@@ -29,7 +29,7 @@ def with_split_sums(jaxpr: Jaxpr, totals: Collection[Var]) -> Jaxpr:
                     readers[v] = readers.get(v, 0) + 1
         producers = {v: e for e in eqns for v in e.outvars if readers.get(v) == 1}
         for eqn in eqns:
-            if eqn.primitive.name == "add" and eqn.invars[0] in totals and isinstance(eqn.invars[1], Var):
+            if eqn.primitive.name == "add" and all(isinstance(v, Var) for v in eqn.invars) and eqn.invars[0] in totals:
                 new = _split(eqn, producers)
                 if new:
                     totals.add(new[-1].invars[0])
@@ -46,7 +46,7 @@ def with_split_sums(jaxpr: Jaxpr, totals: Collection[Var]) -> Jaxpr:
 def _split(add: Any, producers: dict[Var, Any]) -> list[Any]:
     """The equations for an addition to a total; none if no sum of cotangents is added."""
     chain, v = [], add.invars[1]
-    while (eqn := producers.get(v)) is not None and (n := _scaled(eqn)) is not None:
+    while (eqn := producers.get(v) if isinstance(v, Var) else None) is not None and (n := _scaled(eqn)) is not None:
         chain.append((eqn, n))
         v = eqn.invars[n]
     if eqn is None or eqn.primitive.name != "add_any":
