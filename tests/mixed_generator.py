@@ -81,6 +81,7 @@ CHECKPOINTS = (
     "statetx.Truncated(2)",
     "'auto'",
 )
+_FIRST_NAME_ASIDE = 1000
 PURE = "plain plain jit vmap scan fori map cond switch".split()
 INSPECTIONS = "states values saved_residuals trace_states call eval_shape make_jaxpr lower".split()
 """The first four accept functions that leave states behind."""
@@ -113,7 +114,7 @@ class Generator(Statements):
         super().__init__(seed)
         self.rng_aside, self.rng_twice = random.Random(f"{seed}, aside"), random.Random(f"{seed}, twice")
         self.rng_updates = random.Random(f"{seed}, updates")
-        self.num_names_aside = 1000
+        self.num_names_aside = _FIRST_NAME_ASIDE
 
     def call(self, scope: Scope) -> tuple[list[Statement], Scope]:
         """A transform of a new function, applied to an expression."""
@@ -373,14 +374,16 @@ class Generator(Statements):
         """Draw with random numbers of its own, so that the rest of a program is the same with and without what is drawn
         here.
         """
-        kept = self.rng, self.num_names, self.calls, self.compiled, self.storing
-        self.rng, self.num_names = rng, self.num_names_aside
-        self.calls, self.compiled, self.storing = 2, 1, 0
+        kept = self.rng, self.calls, self.compiled, self.storing
+        num_names, is_nested = self.num_names, self.num_names >= _FIRST_NAME_ASIDE
+        self.rng, self.calls, self.compiled, self.storing = rng, 2, 1, 0
+        self.num_names = num_names if is_nested else self.num_names_aside
         try:
             yield
         finally:
             self.num_names_aside = self.num_names
-            self.rng, self.num_names, self.calls, self.compiled, self.storing = kept
+            self.num_names = self.num_names if is_nested else num_names
+            self.rng, self.calls, self.compiled, self.storing = kept
 
     def mask(self, scope: Scope) -> str:
         """A function whose values are proved 0 or 1."""
