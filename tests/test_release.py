@@ -238,6 +238,36 @@ def test_inside_a_shard_map():
     jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(WEIGHTS, X), jax.jit(plain)(WEIGHTS, X))
 
 
+def test_gradients_of_a_loss_in_a_shard_map_are_named():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    on_device = lambda ws, x: jax.lax.pmean(LOSSES["scan"](ws, x), "d")
+    loss = jax.shard_map(on_device, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P())
+    step = statetx.jit(lambda ws, x: ws - 0.1 * jax.grad(loss)(ws, x), donate_argnums=0)
+    (told,) = step.trace(WEIGHTS, X).gradients
+    assert "128.0 KiB of gradients" in told and "they leave jax.shard_map" in told
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_an_optimizer_that_mixes_layers_is_refused_with_its_line(monkeypatch, name):
+    of_layers = lambda params: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), params)
+    make = {
+        "muon": lambda: optax.contrib.muon(1e-3, muon_weight_dimension_numbers=of_layers),
+        "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    }
+    monkeypatch.setitem(OPTIMIZERS, name, make[name])
+    with pytest.raises(
+        statetx.FunctionError, match=r"128.0 KiB of gradients of 8 layers .* are kept: .* at .*optax.*.py:\d+"
+    ):
+        training(name, release_gradients=True)[0].trace(X)
+
+
+def test_weights_of_every_step_have_no_stack():
+    """The loop of the backward pass adds their gradients in its carry."""
+    shared = lambda w, x: jnp.mean(statetx.scan(lambda x, _: (layer(x, w), None), x, length=L)[0] ** 2)
+    step = statetx.jit(lambda w, x: w - 0.1 * jax.grad(shared)(w, x), donate_argnums=0)
+    assert step.trace(WEIGHTS[0], X).gradients == ()
+
+
 # -- plans and advice ------------------------------------------------------------------------------------------------
 
 

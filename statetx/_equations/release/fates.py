@@ -18,6 +18,7 @@ class Fate(enum.Enum):
     RETURNED = "the program returns it"
     READ = "an equation needs several rows at once"
     SHARED = "the device would copy what its consumers overwrite"
+    MANUAL = "it leaves a shard_map"
     REPLACED = "what its consumers compute is as large"
 
 
@@ -34,9 +35,6 @@ class Stack(NamedTuple):
     num_bytes: int
     fate: Fate
     reader: Any = None
-
-
-_SUMS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dot_general"}
 
 
 def told(stacks: Sequence[Stack]) -> tuple[str, ...]:
@@ -58,13 +56,14 @@ _FATES: dict[Fate, Callable[[Stack], str]] = {
     Fate.RETURNED: lambda stack: "are kept: the program returns them",
     Fate.READ: lambda stack: f"are kept: {_reason(stack.reader)}",
     Fate.SHARED: lambda stack: "are kept: on CPUs an update by moments copies these, which takes more memory",
+    Fate.MANUAL: lambda stack: "are kept: they leave jax.shard_map; take the gradient and update inside of it",
     Fate.REPLACED: lambda stack: "are kept: what is made of them takes as much memory",
 }
 
 
 def _reason(reader: Any) -> str:
     where = f"{reader.primitive.name} at {_site(reader)}"
-    if reader.primitive.name in _SUMS and not any(v.aval.shape for v in reader.outvars):
+    if not any(v.aval.shape for v in reader.outvars):
         return (
             f"a number that is computed from all layers, as for clipping by a global norm, needs them first ({where})"
         )

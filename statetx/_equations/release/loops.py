@@ -53,12 +53,25 @@ def stacks_of(eqn: Any) -> dict[int, list[Var]]:
     elif (loop := row_loop(eqn)) is not None:
         found[loop.length] = [v for v in eqn.outvars[-loop.num_stacks :] if len(v.aval.shape) > 1]
     elif eqn.primitive.name in REMAT:
-        (inner,) = inner_jaxprs(eqn)
-        lengths = {v: length for e in inner.eqns for length, outs in stacks_of(e).items() for v in outs}
-        for v, out in zip(inner.outvars, eqn.outvars, strict=True):
-            if isinstance(v, Var) and v in lengths:
-                found.setdefault(lengths[v], []).append(out)
+        found = _stacks_within(eqn)
     return {length: outs for length, outs in found.items() if length > 1}
+
+
+def stacks_of_devices(eqn: Any) -> list[Var]:
+    """The stacked results of loops in a shard_map, into which no consumer moves."""
+    found = _stacks_within(eqn) if eqn.primitive.name == "shard_map" else {}
+    return [v for length, outs in found.items() for v in outs if length > 1]
+
+
+def _stacks_within(eqn: Any) -> dict[int, list[Var]]:
+    """The results of an equation that are stacked results of loops in its jaxpr."""
+    found: dict[int, list[Var]] = {}
+    (inner,) = inner_jaxprs(eqn)
+    lengths = {v: length for e in inner.eqns for length, outs in stacks_of(e).items() for v in outs}
+    for v, out in zip(inner.outvars, eqn.outvars, strict=True):
+        if isinstance(v, Var) and v in lengths:
+            found.setdefault(lengths[v], []).append(out)
+    return found
 
 
 def with_jaxpr(eqn: Any, jaxpr: Jaxpr) -> Any:

@@ -18,7 +18,7 @@ from .consumers import Consumers, are_read_once, is_same_type, read_whole, varia
 from .entering import into_call, into_row_loop, into_scan
 from .fates import Fate, Stack
 from .flat import flattened, without_copies
-from .loops import has_loop, row_loop, stacks_of, with_jaxpr
+from .loops import has_loop, row_loop, stacks_of, stacks_of_devices, with_jaxpr
 
 _RUNS_LOOPS = LOOPS | REMAT | {"statetx_loop", "statetx_linear"}
 
@@ -123,6 +123,10 @@ class _Level:
                 eqn = next((e for e in new if e.primitive is eqn.primitive), None)
                 if eqn is None:
                     return
+        for v in stacks_of_devices(eqn):
+            reader = self._first_reader(v, ())
+            if reader is not None and reader.primitive.name not in {*_RUNS_LOOPS, eqn.primitive.name}:
+                self._note(eqn, [v], Fate.MANUAL)
         inside = self._inside(eqn)
         if inside is not eqn:
             self._set([inside if e is eqn else e for e in self.eqns])
