@@ -165,7 +165,7 @@ def vision_transformer(*, is_quick: bool) -> Iterator[Way]:
 PROGRAMS = {
     "nnx layers (flax#5116)": (nnx_layers, "h100"),
     "host offloading (JAX's page)": (offloading_page, "h100"),
-    "ViT-L/16": (vision_transformer, "a100"),
+    "ViT-L/16": (vision_transformer, "a100-80gb"),
 }
 
 
