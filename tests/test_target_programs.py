@@ -386,6 +386,9 @@ def test_time_is_not_estimated_where_it_is_not_known():
         statetx.measure(recurrent_loss, f32(512, 512), ROWS, 8, target="tpu v5e").seconds is None
     )  # loop bodies count once
     assert statetx.measure(wide, WIDE, ROWS).seconds is None  # a CPU
+    strategy = policies.Levels(2, offload=True)
+    offloaded = lambda w, xs: statetx.scan(lambda h, x: (jnp.tanh(h @ w + x), None), xs[0], xs, checkpoint=strategy)
+    assert statetx.measure(offloaded, f32(64, 64), f32(64, 8, 64), target="h100").seconds is None
     assert statetx.measure(wide, WIDE, ROWS, target="a100-40gb").seconds is None  # XLA has no model of its products
     for device in ("a100-40gb", "tpu v5e"):
         with pytest.raises(TargetError, match=f"nothing runs on the target {device}; XLA's estimates"):

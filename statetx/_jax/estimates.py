@@ -19,8 +19,11 @@ ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
 
 def estimated_seconds(compiled: Any, platform: str) -> float | None:
     """The estimated time of a run of a ``jax.stages.Compiled``; None where XLA does not tell one, or not how often a
-    loop runs.
+    loop runs, and where values are in the host's memory, which XLA counts as fast as the device's.
     """
+    memory = compiled.memory_analysis()
+    if memory is not None and any(getattr(memory, name) for name in _ON_HOST):
+        return None
     program = scheduled_computations(compiled) if platform in ("gpu", "tpu") else None
     if program is None:
         return None
@@ -32,6 +35,8 @@ def estimated_seconds(compiled: Any, platform: str) -> float | None:
     seconds = 0.0 if has_loop else (compiled.cost_analysis() or {}).get("optimal_seconds", 0.0)
     return seconds if seconds > 0 else None
 
+
+_ON_HOST = ("host_temp_size_in_bytes", "host_argument_size_in_bytes", "host_output_size_in_bytes")
 
 _MODEL = "sol"  # "speed of light": operations at the rate of the GPU, bytes at the bandwidth of its memory
 # That model does not know tiled fusions, which XLA makes of a softmax or a norm, and writes its least time for them.
