@@ -1,5 +1,7 @@
 """The models that plans are judged on, at small sizes, and the verdicts of ``benchmarks/whole_plans.py``."""
 
+import contextlib
+import dataclasses
 import importlib.util
 import pathlib
 import sys
@@ -21,15 +23,22 @@ FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def harness():
-    """benchmarks/whole_plans.py, whose folder has modules with the names of others."""
+    """benchmarks/whole_plans.py."""
+    with _loaded("whole_plans") as module:
+        module.MODELS |= importlib.import_module("unseen_models").UNSEEN
+        yield module
+
+
+@contextlib.contextmanager
+def _loaded(name):
+    """A module of benchmarks, whose folder has modules with the names of others."""
     path, names = list(sys.path), {file.stem for file in FOLDER.glob("*.py")}
     others = {name: sys.modules.pop(name) for name in names & set(sys.modules)}
     sys.path.insert(0, str(FOLDER))
-    spec = importlib.util.spec_from_file_location("benchmark_whole_plans", FOLDER / "whole_plans.py")
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.MODELS |= importlib.import_module("unseen_models").UNSEEN
     yield module
     sys.path[:] = path
     for name in names & set(sys.modules):
@@ -243,3 +252,31 @@ def test_families_of_regions_have_turns(harness):
     by_hand = statetx.measure(statetx.value_and_grad(model.loss), model.params, *model.data, gradient=False)
     planner = Planner(model.loss, model.params, *model.data, argnums=0, of="temporaries", time_limit=None)
     assert planner.plan(by_hand.temp_bytes).extra_flops < 0.2
+
+
+# -- benchmarks/gpu_times.py -----------------------------------------------------------------------------------------
+
+
+def test_estimates_beside_times(monkeypatch):
+    """One program at a tiny size, on this CPU; XLA tells times for GPUs only, so they are made up."""
+    measure = statetx.measure
+    as_told = lambda *args, **kwargs: dataclasses.replace(cost := measure(*args, **kwargs), seconds=1e-9 * cost.flops)
+    with _loaded("gpu_times") as gpu_times:
+        monkeypatch.setattr(statetx, "measure", as_told)
+        monkeypatch.setattr(gpu_times, "STEPS_FOR", 0.0)
+        assert len(gpu_times.NAMES) == 20
+        found = gpu_times.one("MLP", {"layers": 2, "width": 16, "batch": 64})
+        assert list(found) == ["no remat", "remat on the blocks", "dots on the blocks", "plan"]
+        assert all(row["estimate"] and row["seconds"] > 0 for row in found.values())
+        assert found["plan"]["bytes"] <= 1.001 * found["remat on the blocks"]["bytes"]
+        assert len(gpu_times.rows({"MLP": found, "killed": {"failed": "x"}})) == 4
+
+        told = {"a": (1.0, 1.0), "b": (2.0, 4.0), "c": (3.0, 6.0), "no remat": (1.0, 2.0)}
+        made_up = {way: {"estimate": e, "seconds": s, "bytes": 1} for way, (e, s) in told.items()}
+        assert gpu_times.verdict({"p": made_up, "q": {"failed": ""}}) == [
+            "rank correlation of 4 programs 0.95",
+            "of the ways of one program 0.95 at the median",
+            "worst ratio of estimate to time 0.50 (p, b)",
+            "worst ratio of the same, relative to no remat 2.00 (p, a)",
+        ]
+        assert gpu_times.verdict({}) == ["XLA tells no time of these programs"]
