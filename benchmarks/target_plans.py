@@ -174,6 +174,8 @@ def planned(
     row |= {"bytes": own["bytes"], "seconds": own["seconds"], "extra": own["flops"] / base_flops - 1}
     row |= {"planned bytes": plan.temp_bytes, "planned extra": plan.extra_flops, "stock": plan.stock}
     row |= {"candidates": len(plan.measured()), "complete": plan.complete, "uses": used(plan)}
+    within = [seconds for name, num_bytes, seconds in plan.timed() if name != "plan" and num_bytes <= budget]
+    row |= {"fastest policy": min(within, default=None)}
     if current.platform() == "tpu":  # it does not hold there
         return row
     bound = LowerBound(model.loss, model.params, *model.data).operations_at(budget)
@@ -223,6 +225,7 @@ COLUMNS = (
     "the policy's",
     "lower bound",
     "estimated time",
+    "of the policy's",
 )
 
 
@@ -250,19 +253,21 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             if row is None:
                 continue
             if "failed" in row:
-                lines.append([row_title(name, title), *[""] * 2, "did not end", "NO", *[""] * 4])
+                lines.append([row_title(name, title), *[""] * 2, "did not end", "NO", *[""] * 5])
                 continue
             cells = [row_title(name, title), mib(base["bytes"])]
             policy = percent(refs[title]["flops"] / base["flops"] - 1) if title in refs else ""
             time_text = ""
             if row.get("seconds") and base["seconds"]:
                 time_text = f"{row['seconds'] / base['seconds']:.2f}"
+            policy_seconds = row.get("fastest policy") or refs.get(title, {}).get("seconds")
+            beside = f"{row['seconds'] / policy_seconds:.2f}" if policy_seconds and row.get("seconds") else ""
             smallest = row.get("smallest")
             plan = mib(row["bytes"]) if "bytes" in row else f"none; least {mib(smallest)}" if smallest else "none"
             extra = percent(row["extra"]) if "extra" in row else ""
             bound = percent(row["bound"]) if row.get("bound") else ""
             kept = "" if "error" in row else "yes" if is_kept(row) else "NO"
-            lines.append([*cells, mib(row["budget"]), plan, kept, extra, policy, bound, time_text])
+            lines.append([*cells, mib(row["budget"]), plan, kept, extra, policy, bound, time_text, beside])
     return lines
 
 

@@ -37,6 +37,7 @@ from statetx.planner._budget import read_amount
 from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _flat
 from statetx.planner._program.flat import fingerprint
+from statetx.planner._program.fusions import between_fusions
 from statetx.planner._program.values import KEEP, ON_HOST, derivative_of
 from statetx.planner._search import candidates as _candidates
 from statetx.planner._search import lattice as _lattice
@@ -1191,7 +1192,7 @@ def test_budgets_are_parsed():
 def test_mistakes():
     with pytest.raises(ValueError, match="argnums"):
         statetx.plan(loss, WS, X, of="temporaries", budget=0.5, argnums=7)
-    with pytest.raises(ValueError, match="objective must be 'flops' or 'time'"):
+    with pytest.raises(ValueError, match="objective must be 'auto', 'flops' or 'time'"):
         statetx.plan(loss, WS, X, of="temporaries", budget=0.5, objective="speed")
     with pytest.raises(statetx.PlanError, match="nothing to differentiate"):
         statetx.plan(lambda n: n + 1, jnp.int32(1), of="temporaries", budget=0.5)
@@ -1295,19 +1296,62 @@ def _loss_of_four(w, x):
 def test_times_of_a_target_are_estimates(monkeypatch, sign):
     """Nothing runs. The program that is told to be the fastest is taken, and one whose time is not known is not."""
 
-    def told(compiled, platform):
-        temp_bytes = compiled.memory_analysis().temp_size_in_bytes
-        return None if temp_bytes == unplanned else 1.0 + sign * 1e-9 * temp_bytes
-
-    unplanned = statetx.measure(lambda ws: loss(ws, X), FEW).temp_bytes
-    monkeypatch.setattr(_whole, "current", SimpleNamespace(absent=lambda: "a target", platform=lambda: "gpu"))
-    monkeypatch.setattr("statetx.planner.planner.refuse_unknown_times", lambda: None)
-    monkeypatch.setattr(_whole._jax, "estimated_seconds", told)
-    monkeypatch.setattr(_whole, "_seconds", None)
-    plan = statetx.plan(loss, FEW, X, argnums=0, budget=1.0, of="temporaries", objective="time")
+    _with_estimates(monkeypatch, lambda temp_bytes: 1.0 + sign * 1e-5 * temp_bytes)
+    plan = statetx.plan(loss, FEW, X, argnums=0, budget=1.0, of="temporaries")
     sizes = {temp_bytes for _, temp_bytes, _ in plan.timed()}
-    assert len(sizes) > 1 and unplanned not in sizes
+    assert {"dots", "nothing"} < {name for name, *_ in plan.timed()} and len(sizes) > 2
     assert plan.temp_bytes == (min if sign > 0 else max)(sizes) and plan.seconds == min(t for *_, t in plan.timed())
+    num_within = sum(temp_bytes <= plan.budget_bytes for temp_bytes in sizes)
+    assert f"the fastest of {num_within} within the budget" in str(plan)
+
+
+def _with_estimates(monkeypatch, seconds_of):
+    """Let XLA on this CPU tell a time of each program, by its temporary bytes."""
+    told = lambda compiled, platform: seconds_of(compiled.memory_analysis().temp_size_in_bytes)
+    monkeypatch.setattr(_whole, "estimate_options", lambda: {"told": True})
+    monkeypatch.setattr(_jax, "estimated_seconds", told)
+
+
+def test_stock_policies_are_timed_when_the_time_is_over(monkeypatch):
+    _with_estimates(monkeypatch, lambda temp_bytes: 1.0 + temp_bytes)
+    plan = statetx.plan(loss, FEW, X, argnums=0, budget=0.8, of="temporaries", time_limit=0)
+    assert not plan.complete and "nothing" in {name for name, *_ in plan.timed()}
+    fitting = [seconds for _, temp_bytes, seconds in plan.timed() if temp_bytes <= plan.budget_bytes]
+    assert plan.seconds == min(fitting)
+
+
+def test_operations_decide_where_the_time_of_the_cheapest_is_not_told(monkeypatch):
+    unplanned = statetx.measure(loss, FEW, X).temp_bytes
+    _with_estimates(monkeypatch, lambda temp_bytes: None if temp_bytes > 0.95 * unplanned else 1.0)
+    plan = statetx.plan(loss, FEW, X, argnums=0, budget=1.0, of="temporaries")
+    assert plan.stock == "no remat" and plan.seconds is None and plan.timed()
+
+
+def test_plans_for_this_cpu_are_by_operations():
+    options = {"argnums": 0, "budget": 0.7, "of": "temporaries", "time_limit": None}
+    plans = [statetx.plan(loss, FEW, X, objective=objective, **options) for objective in ("auto", "flops")]
+    assert plans[0]._fields["programs"] == plans[1]._fields["programs"]
+    assert plans[0].seconds is None and not plans[0].timed()
+
+
+def test_values_within_a_fusion_are_not_worth_saving():
+    def block(w, x):
+        y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        weights = jax.nn.softmax(y @ w)
+        return jax.nn.gelu(weights @ w) @ w
+
+    def worth(fun, *args):
+        jaxpr = staged(fun, *args)
+        values = between_fusions(jaxpr)
+        return [eqn.primitive.name for eqn in jaxpr.eqns if not values.isdisjoint(eqn.outvars)]
+
+    w, x = jnp.ones((32, 32)), jnp.ones((8, 32))
+    # The products, and their operands: results of the norm, the softmax and the GELU.
+    assert worth(block, w, x) == ["mul", "dot_general", "div", "dot_general", "mul", "dot_general"]
+    assert worth(lambda x: x - x.mean(0, keepdims=True), x) == ["reduce_sum"]  # XLA's kernels reduce rows
+    # The sum of two products takes the bytes of one.
+    gate = lambda w, x, h: jnp.tanh(x @ w + h @ w)
+    assert worth(gate, w, x, x) == ["dot_general", "dot_general", "add", "tanh"]
 
 
 @pytest.mark.parametrize("num_fitting", [pytest.param(0, marks=pytest.mark.slow), 1])

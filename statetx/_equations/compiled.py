@@ -93,18 +93,25 @@ def memory_analysis_options() -> dict[str, Any]:
     return on_cpu if current.platform() == "cpu" else {}
 
 
+def candidate_options() -> dict[str, Any]:
+    """Compiler options for a program whose memory and time are compared with those of others."""
+    return {**memory_analysis_options(), **estimate_options()}
+
+
 _WITHOUT_TIMING = {"xla_gpu_autotune_level": 0}
 
 
 def fast_compile_options() -> dict[str, Any]:
-    """Faster compiler options for the same purpose; reported memory may differ a little, on CPUs by a few hundred
-    bytes.
+    """Faster compiler options for the same purpose; memory may differ a little, on CPUs by a few hundred bytes.
 
-    On a GPU they leave out that XLA times kernels, which takes two thirds of a compilation.
+    On a GPU they leave out that XLA times kernels, which takes two thirds of a compilation; for a target it never does.
     """
-    on_cpu = {**memory_analysis_options(), "xla_cpu_use_fusion_emitters": False}  # jaxlib 0.12 no longer has it
-    options = {"cpu": on_cpu, "gpu": _WITHOUT_TIMING}.get(current.platform())
-    return options if options and _is_known(options) else memory_analysis_options()
+    options = candidate_options()
+    if current.absent() is not None:
+        return options
+    on_cpu = {**options, "xla_cpu_use_fusion_emitters": False}  # jaxlib 0.12 no longer has it
+    faster = {"cpu": on_cpu, "gpu": {**options, **_WITHOUT_TIMING}}.get(current.platform())
+    return faster if faster and _is_known(faster) else options
 
 
 def full_device_options() -> dict[str, Any]:
@@ -298,7 +305,7 @@ class Program:
     ):
         if estimates:
             compiler_options = {**estimate_options(), **(compiler_options or {})} or None
-        self._platform = current.platform() if estimates else ""
+        self._platform = current.platform()
         traced = jax.jit(fun, donate_argnums=tuple(donated)).trace(*args)
         self._set(_as_called(traced, args, donated), compiler_options)
 

@@ -199,9 +199,10 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         )
         command.add_argument(
             "--objective",
-            default="flops",
-            choices=("flops", "time"),
-            help="what a plan shall cost least of: added operations (flops, the default), or time on this machine",
+            default="auto",
+            choices=("auto", "flops", "time"),
+            help="what a plan shall cost least of: time as XLA estimates it for GPUs, else operations (auto, the "
+            "default); operations (flops); or time on this machine (time)",
         )
         command.add_argument("--offload", action="store_true", help="values may be kept in the memory of the host")
         command.add_argument(

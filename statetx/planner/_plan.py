@@ -52,8 +52,8 @@ class Plan(PlanResult, Tabular, Rewriter):
             was compiled, or extrapolated from compiled versions with fewer layers (`unplanned_is_compiled`); else by
             the model, which may be far off. For a budget in bytes it is compiled only if it may fit.
         flops, unplanned_flops: operations of the planned program and of the baseline.
-        seconds: the median time of a run, or XLA's estimate for a target, if plans were compared by it
-            (``objective="time"``); else None.
+        seconds: XLA's estimate of the time of a run, for a GPU or a target where it has one; with
+            ``objective="time"`` the median time of a run; else None.
         objective: as in `plan`.
         rows: a `PlanRow` for every value of the program; saved values first, the largest first.
         groups: a line for each set of regions of equal structure, such as layers: which of them keep what.

@@ -45,7 +45,8 @@ def fields_of(whole: AnyWhole, choice: Any, unplanned: AnyWhole, options: Option
         "flops": choice.compiled.flops,
         "stock": "" if choice.name == "plan" else choice.name,
         "complete": whole.is_complete(),
-        "seconds": None,
+        "seconds": choice.compiled.seconds,
+        "timed": [[c.name, c.temp_bytes, c.compiled.seconds] for c in whole.choices() if c.compiled.seconds],
         "ignored": [digest_of(lines) for lines in captured.ignored],
         "inner": captured.variant,
         "of_step": None if captured.treatment is None else captured.treatment.name,
@@ -147,7 +148,7 @@ def _damaged(path: str, what: str) -> PlanError:
 
 VERSION = 26
 
-OBJECTIVES = ("flops", "time")
+OBJECTIVES = ("auto", "flops", "time")
 
 _size, _index = whole(), whole()
 _predicted = whole(-(2**63))  # by the model, whose corrections may go below zero
@@ -343,7 +344,7 @@ class PlanResult(Attributes):
         return self._tuples("stock_policies")
 
     def timed(self) -> list[tuple[str, int, float]]:
-        """The programs whose times were compared (``objective="time"``): name, temporary bytes, and `seconds`."""
+        """The programs whose times are known: name, temporary bytes, and `seconds`."""
         return self._tuples("timed")
 
     def _tuples(self, name: str) -> list[Any]:

@@ -82,7 +82,8 @@ def _title(plan: PlanResult) -> str:
         notes.append(f"without a plan {format_bytes(_counted(plan, plan.unplanned_bytes))}")
     name = f"{'' if plan.is_step else 'gradient of '}{plan.name}"
     in_brackets = f" ({', '.join(notes)})" if notes else ""
-    return f"{name}: {taken}{in_brackets}, {100 * plan.extra_flops:+.1f}% operations"
+    time = "" if plan.seconds is None else f", {format_seconds(plan.seconds)}"
+    return f"{name}: {taken}{in_brackets}, {100 * plan.extra_flops:+.1f}% operations{time}"
 
 
 def _notes(plan: PlanResult) -> Iterator[str]:
@@ -112,13 +113,16 @@ def _notes(plan: PlanResult) -> Iterator[str]:
         unchanged = "It fits without rematerialization." if plan.released else "It fits unchanged."
         yield unchanged if plan.stock == BASELINE else f"This is the stock policy {plan.stock!r}."
     if plan.seconds is not None:
-        yield f"Time: {format_seconds(plan.seconds)}, the fastest of {len(plan.timed())}."
+        num = sum(_counted(plan, num_bytes) <= plan.budget_bytes for _, num_bytes, _ in plan.timed())
+        among = "" if plan.objective == "flops" else f", the fastest of {num} within the budget"
+        yield f"{'Time' if plan.objective == 'time' else 'Estimated time'}: {format_seconds(plan.seconds)}{among}."
     if not plan.complete:
         yield "The time limit ended the search; this is the best plan so far."
 
 
 def _stock_texts(plan: PlanResult) -> Iterator[str]:
-    """Bytes and cost of the baseline, if it was compiled, and of the stock policies."""
+    """Bytes, cost and time of the baseline, if it was compiled, and of the stock policies."""
+    times = {(name, temp_bytes): f" {format_seconds(seconds)}" for name, temp_bytes, seconds in plan.timed()}
     rows: dict[str, tuple[int, float, str]] = {}
     for name, temp_bytes, extra in plan.measured():
         if name != "plan":  # a stock policy may have been compiled for several cuts: the smallest counts
@@ -128,7 +132,8 @@ def _stock_texts(plan: PlanResult) -> Iterator[str]:
         if not is_predicted or name != "everything":
             rows.setdefault(name, (temp_bytes, extra, "~" if is_predicted else ""))
     for name, (temp_bytes, extra, mark) in rows.items():
-        yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%"
+        time = times.get((name, temp_bytes), "")
+        yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%{time}"
 
 
 def _counted(plan: PlanResult, temp_bytes: int) -> int:

@@ -48,7 +48,7 @@ def plan(
     *args: Any,
     budget: int | float | str,
     of: str = STEP,
-    objective: str = "flops",
+    objective: str = "auto",
     offload: bool = False,
     stored_as: str | Sequence[str] = ("bits",),
     argnums: int | Sequence[int] | None = None,
@@ -82,9 +82,10 @@ def plan(
             of a donated argument counts once, so plan the jitted step if it donates. For a loss the program is its
             gradient, whose outputs are the gradients. ``"temporaries"``: the program's bytes beyond arguments and
             outputs.
-        objective: the cost to minimize: ``"flops"``, operations; or ``"time"``: the candidates of the fewest operations
-            and the stock policies within the budget are run, and the fastest is taken. For a target, where nothing
-            runs, XLA's estimates are compared: it has them for the H100 and the H200.
+        objective: the cost to minimize. ``"auto"``: of the compiled candidates, with the stock policies within the
+            budget among them, the one of the least time by XLA's estimate, for a GPU or a target where XLA has one (the
+            H100 and the H200); else the one of the fewest operations, ``"flops"``. ``"time"``: the candidates of the
+            fewest operations and the stock policies are run, and the fastest is taken; for a target as ``"auto"``.
         offload: whether values may be stored in host memory, where the backend has it.
         stored_as: allowed formats for values stored in fewer bits, as in `Policy.stored_as`. ``"bits"`` is exact, and
             taken only for values that are proved to be 0 or 1, such as masks and spikes. ``"bfloat16"``,
@@ -167,7 +168,7 @@ class Planner:
         /,
         *args: Any,
         of: str = STEP,
-        objective: str = "flops",
+        objective: str = "auto",
         offload: bool = False,
         stored_as: str | Sequence[str] = ("bits",),
         argnums: int | Sequence[int] | None = None,
@@ -179,7 +180,7 @@ class Planner:
         check_callable("plan", fun)
         if objective not in OBJECTIVES:
             raise ValueError(
-                f"objective must be 'flops' or 'time', got {objective!r}.{suggestion(objective, OBJECTIVES)}"
+                f"objective must be 'auto', 'flops' or 'time', got {objective!r}.{suggestion(objective, OBJECTIVES)}"
             )
         if objective == "time":
             refuse_unknown_times()
@@ -198,7 +199,7 @@ class Planner:
         num_searched = sum(c.treatment is None for c in variants)
         limit = None if options.time_limit is None else options.time_limit / num_searched
         self._options = dataclasses.replace(options, time_limit=limit)
-        self._timer = Timer() if options.objective == "time" else None
+        self._timer = Timer() if options.objective == "time" and current.absent() is None else None
         self._needs_baseline = False
 
         # The search outlives each progress bar: it reports to the current one.
@@ -290,7 +291,7 @@ class Planner:
         budget_ = ByteBudget(int(budget), self._of)
         choices = ((whole, whole.best(budget_.left(whole))) for whole in self._wholes)
         fitting = [(whole, choice) for whole, choice in choices if choice is not None]
-        return self._as_plan(self._fields(*_cheapest(fitting), budget_)) if fitting else None
+        return self._as_plan(self._fields(*self._faster(fitting), budget_)) if fitting else None
 
     def _choose(self, budget: ByteBudget) -> tuple[AnyWhole, Any]:
         """The best choice, and the program that it is for: one of the variants."""
@@ -314,7 +315,14 @@ class Planner:
                 whole.time_left.pass_on(following.time_left)
         if not choices:
             raise min(errors, key=lambda e: e.smallest_bytes or 0)
-        return _cheapest(choices) if self._timer is None else self._timer.faster(choices)
+        return self._faster(choices) if self._timer is None else self._timer.faster(choices)
+
+    def _faster(self, choices: Sequence[tuple[AnyWhole, Any]]) -> tuple[AnyWhole, Any]:
+        """The best of choices for several programs: the fastest if all times are known, else the cheapest."""
+        seconds = [choice.compiled.seconds for _, choice in choices]
+        if self._options.objective == "flops" or None in seconds:
+            return _cheapest(choices)
+        return choices[seconds.index(min(seconds))]
 
     def _best_of(self, whole: AnyWhole, budget: ByteBudget) -> Any:
         with whole.time_left.running():

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ... import _jax
-from ..._equations.compiled import Cost, Program, fast_compile_options, memory_analysis_options
+from ..._equations.compiled import Cost, Program, candidate_options, fast_compile_options
 from ..._equations.inline import inline
 from ..._equations.primitives import REMAT
 from ..._equations.structure import Body
@@ -131,7 +131,7 @@ class Candidates:
         peak = layout.peak(options)
         predicted = self.predict(peak)
         self._report(f"compiling candidate {len(self) + 1}")
-        compiled = self._program_of(layout.rewrite(options), memory_analysis_options()).cost
+        compiled = self._program_of(layout.rewrite(options), candidate_options()).cost
 
         # The operations that rewriting adds to the equations are exact, checkpointed loops included.
         predicted_cost, added_cost = sum(o.cost for o in options), compiled.flops - self._baseline.flops
@@ -192,6 +192,19 @@ def cheapest_within(compiled: Iterable[Compiled], num_bytes: float) -> Compiled 
     return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
 
 
+def fastest_within(compiled: Iterable[Compiled], num_bytes: float) -> Compiled | None:
+    """The compiled program of the least estimated time with at most these temporary bytes. Operations decide between
+    times that are nearly equal, and alone where the time of the cheapest is not told.
+    """
+    fitting = [c for c in compiled if c.temp_bytes <= num_bytes]
+    cheapest = cheapest_within(fitting, num_bytes)
+    if cheapest is None or cheapest.compiled.seconds is None:
+        return cheapest
+    seconds = {c: c.compiled.seconds for c in fitting if c.compiled.seconds is not None}
+    least = (1 + TUNED.negligible) * min(seconds.values())
+    return cheapest_within([c for c, told in seconds.items() if told <= least], num_bytes)
+
+
 def predicted_bytes(peak: float, candidates: Sequence[Candidate]) -> float:
     """Predict the temporary bytes of a choice with this peak, by interpolation between compiled candidates."""
     points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != BASELINE})
@@ -243,7 +256,7 @@ class Baseline:
         self.compiled: Cost | None = None
 
         # Whether `compiled` will be the users' compilation.
-        self._is_exact = fast_compile_options() == memory_analysis_options()
+        self._is_exact = fast_compile_options() == candidate_options()
 
         run = repetition(program) if is_long(program) else None
         self._shorter = None if run is None else Shorter(program, run, self._short_program)
@@ -316,7 +329,7 @@ class Baseline:
         """Compile it without the options that may change its memory: for where it may be the answer."""
         if self.compiled is None or not self._is_exact:
             self._report("compiling the baseline")
-            self.compiled = self._program_of(self._jaxpr, memory_analysis_options()).cost
+            self.compiled = self._program_of(self._jaxpr, candidate_options()).cost
             self._is_exact = True
         return self.compiled
 
@@ -372,7 +385,7 @@ class Shorter:
             return None
         steps = (self._count - _COUNTS[2]) / (_COUNTS[1] - _COUNTS[0])
         extrapolated = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))
-        return Cost(**{name: extrapolated(name) for name in third if third[name] is not None})
+        return Cost(**{name: extrapolated(name) for name in third if None not in (second[name], third[name])})
 
 
 def is_long(program: Flat) -> bool:

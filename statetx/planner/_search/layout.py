@@ -188,7 +188,7 @@ def front_of(
         # No value of a step is offloaded: the model of loops of loops does not count the fetches for a turn.
         offload = False
     flags = is_computed, is_differentiated, has_cotangent
-    graph = Graph(part.jaxpr, *flags, settings.context, settings.formats, part.eqn is not None)
+    graph = Graph(part.jaxpr, *flags, settings.context, settings.formats, part.eqn is not None, settings.keeps_fusions)
     all_expands = [kind.expanding(part, graph, settings) for kind in settings.treatments]
     expands = [expand for expand in all_expands if expand is not None]
 

@@ -22,7 +22,7 @@ from .._program.values import Formats
 from .._treatments import TREATMENTS
 from .._treatments.treatment import Option, Settings, Treatment
 from .._tuned import TUNED
-from .candidates import STOCK, Baseline, Candidate, Candidates, is_long, predicted_bytes
+from .candidates import STOCK, Baseline, Candidate, Candidates, cheapest_within, is_long, predicted_bytes
 from .capture import Captured
 from .lattice import Choice, Family, Lattice, cost_of
 from .layout import Layout, measure
@@ -38,7 +38,7 @@ class Options:
         treatments: that make proposals.
     """
 
-    objective: str = "flops"
+    objective: str = "auto"
     offload: bool = False
     time_limit: float | None = None
     formats: Formats = (BITS,)
@@ -73,7 +73,7 @@ class Search(Whole):
         compile_baseline: bool = False,
         has_others: bool = False,
     ):
-        super().__init__(captured, time_left)
+        super().__init__(captured, options.objective, time_left)
         (gradient,) = captured.gradients
         self.searches = [self]
         program_of = lambda jaxpr, options: captured.program([jaxpr], options)
@@ -93,7 +93,7 @@ class Search(Whole):
         # memory nothing is offloaded; the values are saved or recomputed.
         offload = options.offload and _jax.HOST_MEMORY in current.memory_kinds()
         policies = [as_policy(p) for p in STOCK]
-        of_program = options.treatments, policies, gradient.context, self._is_late_for_regions
+        of_program = options.treatments, policies, gradient.context, self.has_times, self._is_late_for_regions
         settings = Settings(options.formats, is_alone, offload, *of_program)
         self.lattice = Lattice(program, gradient.diff_indices, gradient.num_out, settings)
         layout, _ = self.lattice.stock_layout
@@ -143,12 +143,16 @@ class Search(Whole):
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= (1 + TUNED.scatter) * budget:
                 self.baseline.compile_exactly()
-        elif self.baseline.is_started or self._may_baseline_keep(budget):
+        elif self.baseline.is_started or self._may_keep(self.candidates.baseline_peak, budget, ()):
+            # Without guides: the model of the program without rematerialization may be far off.
             self.candidates.compile_baseline()
             budget = self._budget = budget_of()
             if self.candidates.baseline_bytes() <= budget:
                 self.baseline.compile_exactly()
 
+        if self.has_times:
+            self.stock_choices(budget)
+            budget = self._budget = budget_of()
         budget = self._improve(budget_of)
         first_best = self.candidates.best(budget)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
@@ -165,25 +169,35 @@ class Search(Whole):
             budget = self._improve(budget_of)
         if self.is_late():
             self._measure_last(budget)
-        return self.candidates.best(budget)
+        return self.best(budget)
 
-    def _may_baseline_keep(self, num_bytes: float) -> bool:
-        """Whether the program without rematerialization, where the model may be far off, is worth one of the tries."""
-        return self._probability(self.candidates.baseline_peak, num_bytes, ()) > 1 / TUNED.tries
+    def _may_keep(self, peak: float, num_bytes: float, guides: Sequence[Candidate]) -> bool:
+        """Whether a choice with this peak is worth one of the tries."""
+        return self._probability(peak, num_bytes, guides) > 1 / TUNED.tries
 
     def _improve(self, budget_of: Callable[[], int]) -> int:
         """Compile the choices of the most expected gain, until none is left that is worth it, and return the budget."""
         budget, num_vain = budget_of(), 0
+        # Stock policies that are compiled for their times count as tries, but leave half of these.
+        num_stock = sum(c.name in STOCK for c in self.candidates) if self.has_times else 0
+        tries = self._tries - min(num_stock, self._tries // 2)
         while not self.is_late():
-            best = self.candidates.best(budget)
-            most = self._tries if best is not None else 3 * self._tries
+            best = self._best_guide(budget)
+            most = tries if self.candidates.best(budget) is not None else 3 * self._tries
             choice = self._most_promising(budget, best) if num_vain < most else None
             if choice is None:
                 break
             self.candidates.measure(*choice)
             budget = self._budget = budget_of()
-            num_vain = num_vain + 1 if self.candidates.best(budget) is best else 0
+            num_vain = num_vain + 1 if self._best_guide(budget) is best else 0
         return budget
+
+    def _best_guide(self, budget: float) -> Candidate | None:
+        """The cheapest candidate that keeps a budget. Beside one of a stock policy, which is compiled for its time, a
+        plan of as many operations is worth its compilation: it may be faster.
+        """
+        guides = [c for c in self.candidates if not (self.has_times and c.name in STOCK)]
+        return cheapest_within(guides, budget)
 
     def _most_promising(self, budget: int, best: Candidate | None) -> tuple[Layout, list[Option], str] | None:
         """The choice of the most expected gain, made of measured options; None if none is worth a compilation."""
@@ -358,12 +372,14 @@ class Search(Whole):
                 rows.append((name, num_bytes, sum(o.cost for o in options), True))
         return rows
 
-    def stock_choices(self, temp_bytes: float = math.inf) -> list[Candidate]:
-        """The stock policies that keep a number of temporary bytes, compiled as far as there is time."""
-        choices = self._stock.items()
-        measured = [
-            self.candidates.measure(*c, name) for name, c in choices if self.candidates.find(*c) or not self.is_late()
-        ]
+    def stock_choices(self, temp_bytes: float) -> list[Candidate]:
+        """The stock policies that keep a number of temporary bytes: all that may are compiled, also when it is late."""
+        measured = []
+        for name, (layout, options) in sorted(self._stock.items(), key=lambda x: x[1][0].peak(x[1][1])):
+            is_known = self.candidates.find(layout, options) is not None
+            may_keep = lambda peak: self._may_keep(peak, temp_bytes, self.candidates.known())
+            if is_known or not measured or may_keep(layout.peak(options)):
+                measured.append(self.candidates.measure(layout, options, name))
         return [candidate for candidate in measured if candidate.temp_bytes <= temp_bytes]
 
     # -- the corrected model ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..._equations.compiled import memory_analysis_options
+from ..._equations.compiled import candidate_options
 from ...residuals.diagnosis import BASELINE
 from .._budget import TimeLeft
 from .._treatments.treatment import undominated
@@ -28,7 +28,7 @@ class Several(Whole):
     """A step with several gradients, of one function or of several."""
 
     def __init__(self, captured: Captured, options: Options, report: Callable[[str], None], time_left: TimeLeft):
-        super().__init__(captured, time_left)
+        super().__init__(captured, options.objective, time_left)
         self._compiled: dict[tuple[Any, ...], Choice] = {}
         self._order: Waits | None = None  # of planned gradients, once known
         self._report = report
@@ -52,6 +52,8 @@ class Several(Whole):
         """
         # Bisection over the limit that all searches share: the choice of `low` keeps the budget, the one of `high` does
         # not.
+        if self.has_times:
+            self.stock_choices(temp_bytes())
         low, high, limit = 0.0, float("inf"), float(temp_bytes())
         tried: set[int] = set()
         for _ in range(TUNED.tries):
@@ -106,14 +108,15 @@ class Several(Whole):
         key = (waits, *map(id, candidates))  # searches hold their candidates
         if key not in self._compiled:
             self._report(f"compiling the step, plan {len(self._compiled) + 1}")
-            cost = self.captured.program(self.rewritten(candidates, waits), memory_analysis_options()).cost
+            cost = self.captured.program(self.rewritten(candidates, waits), candidate_options()).cost
             self._compiled[key] = Choice(tuple(candidates), cost, waits)
         return self._compiled[key]
 
     def stock_choices(self, temp_bytes: float) -> list[Choice]:
         # The same policy for all gradients.
         by_gradient = [
-            {c.name: c for c in candidates} for candidates in self._each(lambda search: search.stock_choices())
+            {c.name: c for c in candidates}
+            for candidates in self._each(lambda search: search.stock_choices(temp_bytes))
         ]
         names = [name for name in by_gradient[0] if all(name in by_name for by_name in by_gradient)]
         choices = [self._compile_together([by_name[name] for by_name in by_gradient]) for name in names]

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ... import _jax
 from ..._equations.compiled import (
     Cost,
     Program,
-    compile_together,
     estimate_options,
     fast_compile_options,
     is_out_of_memory,
@@ -24,7 +22,7 @@ from ..._jax import Jaxpr
 from ..._targets import current
 from .._budget import TimeLeft
 from .._tuned import TUNED
-from .candidates import Candidate, cheapest_within
+from .candidates import Candidate, cheapest_within, fastest_within
 from .capture import Captured
 from .layout import Waits
 
@@ -65,27 +63,30 @@ class Whole:
     Attributes:
         searches: one for each gradient.
         time_left: of all of them.
+        has_times: whether choices are compared by XLA's estimates of their times.
     """
 
     searches: Sequence[Any]
 
-    def __init__(self, captured: Captured, time_left: TimeLeft):
+    def __init__(self, captured: Captured, objective: str, time_left: TimeLeft):
         self.captured, self.time_left = captured, time_left
+        self.has_times = objective != "flops" and bool(estimate_options())
+        self._best_within = cheapest_within if objective == "flops" else fastest_within
 
     def choices(self) -> Iterable[Any]:
         """Choices that are compiled, all of them."""
         raise NotImplementedError
 
     def best(self, temp_bytes: float) -> Any:
-        """The cheapest compiled choice with at most these temporary bytes; None if there is none."""
-        return cheapest_within(self.choices(), temp_bytes)
+        """The fastest compiled choice with at most these temporary bytes, or the cheapest; None if there is none."""
+        return self._best_within(self.choices(), temp_bytes)
 
     def smallest(self) -> Any:
         return min(self.choices(), key=lambda c: c.temp_bytes)
 
-    def compile(self, choice: Any, compiler_options: dict[str, Any] | None) -> Program:
-        """The program of a choice, with other options for the compiler."""
-        return self.captured.program(self.rewritten(choice.candidates, choice.waits), compiler_options)
+    def compile(self, choice: Any) -> Program:
+        """The program of a choice, as its user compiles it."""
+        return self.captured.program(self.rewritten(choice.candidates, choice.waits), None)
 
     def rewritten(self, candidates: Sequence[Candidate], waits: Waits) -> list[Jaxpr]:
         programs = []
@@ -133,7 +134,7 @@ def fixed_above(captured: Captured, budget: int) -> Cost | None:
     return fixed if fixed.fixed_bytes > budget else None
 
 
-# -- time: ``objective="time"`` compares compiled choices by it --------------------------------------------------------
+# -- time: ``objective="time"`` runs compiled choices ------------------------------------------------------------------
 
 _ROUNDS = 7
 
@@ -154,9 +155,7 @@ def refuse_unknown_times() -> None:
 
 
 class Timer:
-    """Times of choices, measured on zeros; for a target as XLA estimates them. A time that XLA does not know counts as
-    infinite.
-    """
+    """Times of choices, measured on zeros. A program without room for them counts as infinitely slow."""
 
     def __init__(self) -> None:
         self._times: dict[Any, float] = {}
@@ -169,17 +168,16 @@ class Timer:
         for part in (0.8, 0.6):
             if not whole.is_late():
                 whole.fit(lambda limit=int(part * temp_bytes): limit)
+        # The stock policies in any case, so that no plan is slower than one of them within the same memory.
+        stock = whole.stock_choices(temp_bytes)
         fitting = [c for c in whole.choices() if c.temp_bytes <= temp_bytes]
         fitting.sort(key=lambda c: (c.added_cost, c.temp_bytes))
         cheapest = list(dict.fromkeys([choice, *fitting]))[: TUNED.tries]
-        # The stock policies in any case, so that no plan is slower than one of them within the same memory.
-        cheapest = list(dict.fromkeys([*cheapest, *whole.stock_choices(temp_bytes)]))
-        self._measure([(whole, c) for c in cheapest if c not in self._times])
-        return min(cheapest, key=self._times.__getitem__)
+        return self.faster([(whole, c) for c in dict.fromkeys([*cheapest, *stock])])[1]
 
     def faster(self, choices: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
         """The fastest of choices for several programs, measured together."""
-        self._measure(choices)
+        self._measure([pair for pair in choices if pair[1] not in self._times])
         return min(choices, key=lambda pair: self._times[pair[1]])
 
     def fields(self, choice: Any) -> dict[str, Any]:
@@ -188,14 +186,7 @@ class Timer:
         return {"timed": timed, "seconds": seconds if math.isfinite(seconds) else None}
 
     def _measure(self, choices: Sequence[tuple[Any, Any]]) -> None:
-        if current.absent() is not None:
-            estimated = [whole.compile(choice, estimate_options()) for whole, choice in choices]
-            compile_together(estimated)
-            for (_, choice), program in zip(choices, estimated, strict=True):
-                told = _jax.estimated_seconds(program.compiled, current.platform())
-                self._times[choice] = math.inf if told is None else told
-            return
-        programs = [whole.compile(choice, None).compiled for whole, choice in choices]
+        programs = [whole.compile(choice).compiled for whole, choice in choices]
         seconds: list[list[float]] = [[] for _ in programs]
 
         # In turns, so that a change of the machine's load meets all of them. The first round warms up.

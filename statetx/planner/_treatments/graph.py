@@ -24,6 +24,7 @@ from ..._jax import Jaxpr, Var
 from ..._lift.context import TraceContext, device_bytes
 from ..._remat import decide, mark
 from ..._tree import is_float
+from .._program.fusions import between_fusions
 from .._program.values import (
     KEEP,
     ON_HOST,
@@ -57,6 +58,7 @@ class Graph:
         formats: the allowed storage formats of saved values.
         is_step: whether the region is a step of a loop. A loop stacks what its steps save, also if it stacks their
             outputs.
+        keeps_fusions: whether only values `between_fusions` are saved, and those as bits.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Graph:
         context: TraceContext = TraceContext(),  # noqa: B008
         formats: Formats = (),
         is_step: bool = False,
+        keeps_fusions: bool = False,
     ):
         self.jaxpr = jaxpr
         self._context = context.for_other_inputs()
@@ -108,6 +111,13 @@ class Graph:
             if way is not None and self.num_bytes(address) - self.num_bytes(address, way) > TUNED.negligible * largest:
                 self.smaller[address] = way
         self._programs: dict[Saved | None, Program] = {}  # that `measure` is to read
+
+        # The values that options may save; stock policies save others, too.
+        self._savable = set(self._address_of.values())
+        if keeps_fusions:
+            worth = between_fusions(jaxpr)
+            is_worth = lambda a: len(a) > 2 or a in self.smaller or jaxpr.eqns[a[0]].outvars[a[1]] in worth
+            self._savable = set(filter(is_worth, self._savable))
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the
         # derivative.
@@ -151,13 +161,13 @@ class Graph:
             if option.saved_bytes == 0:
                 break
             # A short front is enumerated point by point. A long one is sampled at distances of equal bytes.
-            is_sampled = len(self._address_of) > TUNED.options // 2
+            is_sampled = len(self._savable) > TUNED.options // 2
             limit = option.saved_bytes - max(1, total // TUNED.options if is_sampled else 1)
         return pareto_front(options)
 
     def _integer_program(self, offload: bool) -> IntegerProgram:
         storages: dict[Address, dict[Way, Storage]] = {}
-        for address in sorted(set(self._address_of.values())):
+        for address in sorted(self._savable):
             aval, num_bytes = self.sites[address].value.type, self.num_bytes(address)
             storages[address] = {KEEP: Storage(num_bytes, 0.0, num_bytes)}
             if (way := self.smaller.get(address)) is not None:

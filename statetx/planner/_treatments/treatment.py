@@ -61,6 +61,7 @@ class Settings(NamedTuple):
         treatments: that make proposals.
         policies: the stock policies.
         context: the transforms and shardings that the program runs under.
+        keeps_fusions: as of a `Graph`.
         deadline: whether the time for the analysis is up.
     """
 
@@ -70,6 +71,7 @@ class Settings(NamedTuple):
     treatments: Sequence[type[Treatment]] = ()
     policies: Sequence[Any] = ()
     context: TraceContext = TraceContext()
+    keeps_fusions: bool = False
     deadline: Callable[[], bool] = lambda: False
 
 

@@ -1,0 +1,61 @@
+"""The values of a region that are saved without breaking a fusion of XLA for GPUs."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from ..._equations.primitives import row_of
+from ..._jax import Jaxpr, Var
+from ..._lift.context import device_bytes
+
+
+def between_fusions(jaxpr: Jaxpr) -> set[Any]:
+    """The variables of a region that are worth saving where traffic counts as well as operations.
+
+    These are in memory anyway: results of equations that do not fuse, such as products, and the operands of these. Any
+    other value is computed within a kernel. One that takes fewer bytes than the results that it is computed from, such
+    as the sum of two products, is a further output of its kernel; but XLA's kernels for a softmax or a norm, which
+    begin with a reduction of rows, have one output, and fall into several that read the large operand again. All
+    other values are as well computed again with their readers.
+    """
+    rows = _reductions_of_rows(jaxpr)
+    is_fused = lambda eqn: row_of(eqn).fuses or not rows.isdisjoint(eqn.outvars)
+    values = {v for eqn in jaxpr.eqns if not is_fused(eqn) for v in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        if not (row_of(eqn).fuses or row_of(eqn).reads_fused):
+            values |= {v for v in eqn.invars if isinstance(v, Var)}
+
+    # The values in memory that each is computed from, and whether it follows a reduction in its kernel.
+    sources: dict[Any, set[Any]] = {}
+    follows: set[Any] = set(rows)
+    worth = set(values)
+    for eqn in jaxpr.eqns:
+        operands = [v for v in eqn.invars if isinstance(v, Var)]
+        read = set().union(*({v} if v in values else sources.get(v, set()) for v in operands)) - {*jaxpr.invars}
+        for v in eqn.outvars:
+            sources[v] = read
+            if not follows.isdisjoint(u for u in operands if u not in values):
+                follows.add(v)
+            elif v not in follows and sum(device_bytes(u.aval) for u in read) > device_bytes(v.aval):
+                worth.add(v)
+    return worth
+
+
+def _reductions_of_rows(jaxpr: Jaxpr) -> set[Any]:
+    """The results of reductions along the last axes that are broadcast again to what was reduced."""
+    readers: dict[Any, list[Any]] = collections.defaultdict(list)
+    widest: dict[Any, int] = {}  # of a value and those that are computed from it in its kernel
+    rows: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        for v in dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)):
+            readers[v].append(eqn)
+    for eqn in reversed(jaxpr.eqns):
+        for v in eqn.outvars:
+            further = [widest[u] for reader in readers[v] if row_of(reader).fuses for u in reader.outvars]
+            widest[v] = max([v.aval.size, *further])
+        if row_of(eqn).reads_fused:
+            operand, result = eqn.invars[0].aval, eqn.outvars[0]
+            is_last = tuple(eqn.params["axes"]) == tuple(range(result.aval.ndim, operand.ndim))
+            rows |= {result} if is_last and widest[result] >= operand.size else set()
+    return rows
