@@ -263,7 +263,7 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             policy_seconds = row.get("fastest policy") or refs.get(title, {}).get("seconds")
             beside = f"{row['seconds'] / policy_seconds:.2f}" if policy_seconds and row.get("seconds") else ""
             smallest = row.get("smallest")
-            plan = mib(row["bytes"]) if "bytes" in row else f"none; least {mib(smallest)}" if smallest else "none"
+            plan = mib(row["bytes"]) if "bytes" in row else f"≥ {mib(smallest)}" if smallest else "none"
             extra = percent(row["extra"]) if "extra" in row else ""
             bound = percent(row["bound"]) if row.get("bound") else ""
             kept = "" if "error" in row else "yes" if is_kept(row) else "NO"

@@ -27,6 +27,9 @@ BOOSTS = {
 }
 
 
+# Pictures of the gallery, which are links to themselves: their type is too small for a phone.
+GALLERY = re.compile(r"^!\[(.*)\]\((images/gallery/.*)\)$", re.M)
+
 CONSOLE = re.compile(r"^( *)```pycon\n(.*?)^\1```$", re.M | re.S)
 
 
@@ -65,4 +68,5 @@ def on_page_markdown(markdown, page, **_):
         if page.file.src_uri.startswith(path):
             page.meta["search"] = {"boost": boost}
     markdown = CONSOLE.sub(without_prompts, markdown)
+    markdown = GALLERY.sub(r"[![\1](\2)](\2)", markdown)
     return re.sub(r"\]\(\.\./([A-Z]+\.md)", lambda m: f"]({PAGES.get(m[1], m[1])}", markdown)
