@@ -12,6 +12,7 @@ import functools
 import itertools
 
 import jax
+import mixed_reference
 import mixed_search
 import mixed_syntax
 import pytest
@@ -25,6 +26,13 @@ import statetx
 from helpers import publish_all_but_one, undo_the_owner_only
 
 NUM_FAST, NUM_SLOW, CHUNK = 12, 5000, 50
+
+
+def test_reference_compares_keys_while_something_is_traced():
+    key, other = jax.random.key(7), jax.random.key(8)
+    jax.jit(lambda x: (mixed_reference._check_equal([key, key], key), x)[1])(1.0)
+    with pytest.raises(AssertionError, match="different values"):
+        jax.jit(lambda x: (mixed_reference._check_equal([key, other], key), x)[1])(1.0)
 
 
 @pytest.mark.sample
