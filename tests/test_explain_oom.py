@@ -14,11 +14,13 @@ import statetx
 from statetx._equations import compiled
 from statetx._equations.compiled import fast_compile_options
 from statetx.memory import _deadline, oom
+from statetx.memory._edits import Rematerialize
 from statetx.memory._estimate import estimate
 from statetx.memory._show import rows_at_peak
 from statetx.memory._tried import NotTried, Trials
 from statetx.memory.measure import memory_profile
 from statetx.memory.oom import explain_oom
+from statetx.residuals._trace import TracedCall
 
 GIB = 2**30
 X = jax.ShapeDtypeStruct((4096, 32), jnp.float32)
@@ -238,6 +240,27 @@ def test_remat_is_compiled_before_it_is_advised_and_takes_what_it_takes_by_hand(
     assert "less (compiled, +" in str(report)
     predicted = explain_oom(step_with(lambda layer: layer), x, limit=by_hand.peak_bytes, time_limit=0)
     assert not predicted.remedies[0].is_compiled and "less (predicted)" in str(predicted)
+
+
+def returns_its_argument(w, x):
+    return x, jnp.tanh(jnp.tanh(x @ w) @ w)
+
+
+def test_remat_of_a_function_that_returns_an_argument_takes_what_it_takes_by_hand():
+    # The cotangent of the argument comes from the backward pass of the call alone; outside it would take memory.
+    def loss_with(layer):
+        def loss(weights, x):
+            for w in weights:
+                x, y = layer(w, x)
+                x = x + y
+            return jnp.mean(x**2)
+
+        return loss
+
+    arrays = [jnp.eye(32)] * 3, jax.ShapeDtypeStruct((512, 32), jnp.float32)
+    call = TracedCall("explain_oom", loss_with(returns_its_argument), arrays, {})
+    tried = Trials(call, gradient=True, deadline=_deadline.Deadline(None)).cost(Rematerialize("returns_its_argument"))
+    assert tried.peak_bytes == statetx.measure(loss_with(statetx.remat(returns_its_argument)), *arrays).peak_bytes
 
 
 @pytest.mark.thorough

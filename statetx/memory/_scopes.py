@@ -31,6 +31,7 @@ _MOST_IN_A_LINE = 3  # products of one line of a function without a loop: the qu
 _numbers = itertools.count()  # of all calls of the process: JAX caches traces with the numbers
 _definitions: dict[tuple[str, str], int] = {}  # lines of the functions that were numbered, by name and file
 _num_arrays: dict[str, int] = {}  # by name, how many arrays such a function takes as arguments
+_returned: dict[str, list[Any]] = {}  # by name, the types of the arguments that it returns
 # Part of the keys of JAX's caches: a function traced without numbers is traced again.
 _context: Any = jax.make_user_context(None)
 
@@ -42,19 +43,24 @@ def numbered_calls() -> Iterator[None]:
         yield
         return
     opened: list[tuple[FrameType, Any]] = []
+    arguments: dict[FrameType, list[Any]] = {}  # of the first call of a function
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             if _is_users(frame.f_code):
-                name = frame.f_code.co_qualname.replace("<locals>.", "")  # as in the frames of XLA
+                name = _name_in_frames(frame.f_code)
                 _definitions[name, frame.f_code.co_filename] = frame.f_code.co_firstlineno
                 if name not in _num_arrays:
-                    _num_arrays[name] = _arrays_in_arguments(frame)
+                    arguments[frame] = found = _arrays_in_arguments(frame)
+                    _num_arrays[name] = len(found)
                 scope = jax.named_scope(f"{name}~{next(_numbers)}")
                 scope.__enter__()
                 opened.append((frame, scope))
         elif event == "return" and opened and opened[-1][0] is frame:  # by an exception, too
             opened.pop()[1].__exit__(None, None, None)
+            if frame in arguments:
+                known = [id(x) for x in arguments.pop(frame)]
+                _returned[_name_in_frames(frame.f_code)] = [jax.typeof(x) for x in _arrays_of(arg) if id(x) in known]
 
     # No structure has the numbers of another: an entry of the table would never be found again.
     with _context("numbered"), table.bypassed():
@@ -81,12 +87,25 @@ def takes_as_arguments(function: str, num: int) -> bool:
     return _num_arrays.get(function, 0) >= num
 
 
-def _arrays_in_arguments(frame: FrameType) -> int:
+def returned_arguments(function: str) -> list[Any]:
+    """The types of the arguments that a function of the user returns as they are."""
+    return _returned.get(function, [])
+
+
+def _name_in_frames(code: CodeType) -> str:
+    return code.co_qualname.replace("<locals>.", "")  # as in the frames of XLA
+
+
+def _arrays_in_arguments(frame: FrameType) -> list[Any]:
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return _arrays_of([frame.f_locals.get(name) for name in names])
+
+
+def _arrays_of(tree: Any) -> list[Any]:
     with contextlib.suppress(Exception):  # of the user's own pytrees
-        return sum(isinstance(x, jax.Array) for x in jax.tree.leaves([frame.f_locals.get(name) for name in names]))
-    return 0
+        return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    return []
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -31,7 +31,7 @@ from ..transforms.microbatch import microbatch
 from ._advice import argument_of
 from ._deadline import Deadline
 from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients
-from ._scopes import numbered_calls, takes_as_arguments
+from ._scopes import numbered_calls, returned_arguments, takes_as_arguments
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
 
@@ -302,7 +302,8 @@ class _InStep(Part):
 
 
 def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part:
-    """A part with the inputs of a call of the function, in its order: XLA's schedule depends on it.
+    """A part with the inputs of a call of the function, in its order: XLA's schedule depends on it. So do the outputs:
+    an argument that the function returns is one, and has its cotangent from the backward pass of the call alone.
 
     Parameters come before computed values, as functions and methods mostly have them: in their own order, if they are
     arguments; in the order of the function's reads, if it has them from elsewhere.
@@ -317,8 +318,15 @@ def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part
             number[eqn.outvars[0]] = number[eqn.invars[0]]
     are_arguments = takes_as_arguments(function, len(part.invars))
     invars = sorted(part.invars, key=lambda v: (v not in number, number.get(v, 0) if are_arguments else 0))
-    jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=part.jaxpr.outvars, eqns=part.jaxpr.eqns)
-    return Part(jaxpr, invars, part.outvars)
+    later = {v for eqn in program.jaxpr.eqns[span[1] :] for v in eqn.invars if not isinstance(v, Literal)}
+    returned = []
+    for aval in returned_arguments(function):
+        fits = lambda v, aval=aval: (v.aval.shape, v.aval.dtype) == (aval.shape, aval.dtype)
+        found = [v for v in invars if v in later and v not in returned and fits(v)]
+        returned += sorted(found, key=lambda v: v in number)[:1]  # rather a computed value than a parameter
+    outvars = [*part.jaxpr.outvars, *returned]
+    jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=part.jaxpr.eqns)
+    return Part(jaxpr, invars, [*part.outvars, *returned])
 
 
 class _EditedInParts(_Edited):
