@@ -14,7 +14,7 @@ from helpers import temp_bytes
 from statetx._equations.compiled import Cost
 from statetx.planner import Planner
 from statetx.planner._program import flat as _flat
-from statetx.planner._search import candidates as _shorter
+from statetx.planner._search import candidates as _candidates
 from statetx.planner._search.capture import capture
 
 LAYERS = 12
@@ -47,7 +47,7 @@ def adam_step(ws, opt_state, x):
 @pytest.fixture
 def long(monkeypatch):
     """Every program counts as a long one."""
-    monkeypatch.setattr(_shorter, "TUNED", _shorter.TUNED._replace(long_equations=10))
+    monkeypatch.setattr(_candidates, "TUNED", _candidates.TUNED._replace(long_equations=10))
 
 
 def flat(fun, *args):
@@ -78,10 +78,10 @@ def test_layers_left_out_take_no_memory_in_a_step(long):
 
 def test_short_version_is_the_program_with_fewer_periods():
     program = flat(loss, WS, X)
-    run = _shorter.repetition(program)
+    run = _candidates.repetition(program)
     assert run.count == LAYERS
     for count in (1, 3):
-        short = _shorter._shortened(program.jaxpr, run, count)
+        short = _candidates._shortened(program.jaxpr, run, count)
         np.testing.assert_allclose(jax.core.eval_jaxpr(short, (), *WS, X)[0], loss(WS[:count], X), rtol=1e-5)
 
 
@@ -117,7 +117,7 @@ def skipping(ws, x):
 
 @pytest.mark.parametrize("fun", [wider, skipping])
 def test_periods_that_differ_are_not_extrapolated(fun):
-    run = _shorter.repetition(flat(fun, WS, X))
+    run = _candidates.repetition(flat(fun, WS, X))
     assert run is None
 
 
@@ -130,12 +130,12 @@ def test_memory_that_is_not_linear_is_not_extrapolated():
             return Cost(1, 1.0, 1, 1, next(found), 0)
 
     program = flat(loss, WS, X)
-    shorter = _shorter.Shorter(program, _shorter.repetition(program), lambda _: Program())
+    shorter = _candidates.Shorter(program, _candidates.repetition(program), lambda _: Program())
     assert shorter.cost() is None
     found = iter([300, 200, 100])
-    assert _shorter.Shorter(program, _shorter.repetition(program), lambda _: Program()).cost() is None
+    assert _candidates.Shorter(program, _candidates.repetition(program), lambda _: Program()).cost() is None
     found = iter([100, 200, 300])
-    shorter = _shorter.Shorter(program, _shorter.repetition(program), lambda _: Program())
+    shorter = _candidates.Shorter(program, _candidates.repetition(program), lambda _: Program())
     assert shorter.cost().temp_bytes == 300 + 100 * (LAYERS - 5)
 
 
