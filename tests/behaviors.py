@@ -866,7 +866,7 @@ STATE_SEMANTICS = [
         "state created by the first call",
         lazy,
         states=("w",),
-        refused={"jax.Ref": (jax.errors.UnexpectedTracerError, "created on line .*Ref.cell")},
+        refused={"jax.Ref": (jax.errors.UnexpectedTracerError, "created on line .*Ref.make")},
     ),
     semantics(
         "exception in the body leaves every state as it was",

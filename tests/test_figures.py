@@ -100,7 +100,9 @@ def test_comparison_has_every_row(report):
         library.name: len(behaviors.ROWS) for library in behaviors.LIBRARIES
     }
     page = (DOCS / "comparison.md").read_text()
-    assert all(re.search(rf"(\n\| |; |: ){re.escape(row.title)}( \||;|\.\n)", page) for row in behaviors.ROWS)
+    num_shown = sum(f"\n| {row.title} |" in page for row in behaviors.ROWS)
+    num_more = sum(map(int, re.findall(r"^(\d+) more rows are right in every library", page, re.M)))
+    assert num_shown + num_more == len(behaviors.ROWS)
 
 
 @pytest.mark.thorough
