@@ -378,3 +378,21 @@ def test_resharded_states_recompile():
     count.value = jnp.zeros(())  # uncommitted, and returned to its former device
     step(2.0)
     assert count.value.sharding.spec == P() and float(count.value) == 1
+
+
+@pytest.mark.parametrize("value", [jnp.full(3, 0.5), {"a": jnp.full(3, 0.5), "n": 2}], ids=["array", "container"])
+def test_a_state_that_moves_to_a_mesh_within_a_rematerialized_call(value):
+    """`jit` replicates a state that is not committed to its device; the call around it has read it before."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    state = statetx.State(value)
+    halved = statetx.jit(lambda x: setattr(state, "value", jax.tree.map(lambda v: v * x[0], state.value)))
+
+    @statetx.remat
+    def call(x):
+        total = sum(jax.tree.leaves(jax.tree.map(jnp.sum, state.value)))
+        halved(x)
+        return total
+
+    out = call(jax.device_put(jnp.full(2, 0.5), NamedSharding(mesh, P())))
+    assert float(out) == float(sum(map(jnp.sum, jax.tree.leaves(value))))
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, 0.5 * old), state.value, value)

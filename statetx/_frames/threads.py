@@ -16,7 +16,7 @@ from .. import _jax, _states
 from .._atomic import Store, commit, locked, new_lock
 from .._errors import ForeignStateError
 from .._states import Kind, describe
-from .access import UNKNOWN, Access, Effect, check_write
+from .access import UNKNOWN, Access, Copy, Effect, check_write
 
 
 class _Local(threading.local):
@@ -111,6 +111,21 @@ def _check_not_written(access: Access) -> None:
     # A tracer is of a transform of the state's library in this thread, which stores its result now.
     if value is not access.value_in_body and not _jax.leaked_tracers(value, None):
         raise changed_state_error(access.state, access.kind)
+
+
+def moving(state: Any, kind: Kind, value: Any) -> list[Store]:
+    """Stores of a state's value on other devices: for the open calls of this thread it is the value that they read."""
+    current, stores, frame = kind.get(state), [], _local.frame
+    while frame is not None:
+        access = frame.accesses.get(id(state))
+        if access is not None and access.value_in_body is current:
+            if access.copy is not None:
+                copy = Copy(value)
+                value = copy.value
+                stores.append((setattr, access, "copy", copy))
+            stores.append((setattr, access, "value_in_body", value))
+        frame = frame.parent
+    return [*stores, kind.store(state, value)]
 
 
 def publish(effects: Sequence[Effect], *, live: bool = True, also: Sequence[Store] = ()) -> None:

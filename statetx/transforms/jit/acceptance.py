@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from ... import _jax
 from ..._atomic import commit
 from ..._equations.primitives import row_of
-from ..._frames import Effect
+from ..._frames import Effect, moving
 from ..._lift.context import divides
 from ..._lift.outcome import Outcome
 from ..._lift.stage import Input
@@ -273,7 +273,7 @@ def _replicate_uncommitted(read: Input, mesh: Any) -> list[Sharding | None]:
     if not all(is_final):
         sharding = NamedSharding(mesh, PartitionSpec())
         read.values = [x if final else _put(x, sharding) for x, final in zip(read.values, is_final, strict=True)]
-        commit([read.kind.store(read.state, read.partition.combine(read.values))])
+        commit(moving(read.state, read.kind, read.partition.combine(read.values)))
     return [x.sharding if _is_committed(x) else None for x in read.values]
 
 
