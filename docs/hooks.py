@@ -46,6 +46,31 @@ def without_prompts(block):
     return textwrap.indent("\n\n".join(parts), indent)
 
 
+ENTRY = re.compile(r"^::: (statetx\.\S+)\n((?:    .*\n)*)", re.M)
+ERROR = ["show_root_heading: false", "heading_level: 4", "show_bases: true", "merge_init_into_class: false"]
+
+
+def with_options(entry):
+    """An entry of the reference with the options that follow from its place: below a heading it is a level deeper, and what has no name
+    in `statetx` itself is shown without its module. On the page of errors the headings are the names.
+    """
+    name, given = entry[1], [line.strip() for line in entry[2].splitlines()[1:]]
+    short, levels = name.rpartition(".")[2], re.findall(r"^(#+) ", entry.string[: entry.start()], re.M)
+    options = [] if not levels or len(levels[-1]) == 1 else ["heading_level: 3"]
+    if short in names_of_errors(entry.string):
+        options = ERROR
+    elif not re.fullmatch(r"statetx\.((policies|testing)\.)?\w+", name):
+        options = [*options, f"heading: {short}", f"toc_label: {short}"]
+    names = {line.partition(":")[0] for line in given}
+    lines = [*given, *(line for line in options if line.partition(":")[0] not in names)]
+    return "\n".join([f"::: {name}", *(["    options:"] if lines else []), *(f"      {line}" for line in lines), ""])
+
+
+def names_of_errors(markdown):
+    """The headings of the page of errors, which are names."""
+    return set(re.findall(r"^## (\w+)$", markdown, re.M)) if markdown.startswith("# Errors\n") else set()
+
+
 def on_config(config):
     config.extra["version"] = re.search('__version__ = "(.*)"', (ROOT / "statetx" / "__init__.py").read_text())[1]
     return config
@@ -67,6 +92,6 @@ def on_page_markdown(markdown, page, **_):
     for path, boost in BOOSTS.items():
         if page.file.src_uri.startswith(path):
             page.meta["search"] = {"boost": boost}
-    markdown = CONSOLE.sub(without_prompts, markdown)
+    markdown = ENTRY.sub(with_options, CONSOLE.sub(without_prompts, markdown))
     markdown = GALLERY.sub(r"[![\1](\2)](\2)", markdown)
     return re.sub(r"\]\(\.\./([A-Z]+\.md)", lambda m: f"]({PAGES.get(m[1], m[1])}", markdown)
