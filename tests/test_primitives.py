@@ -59,8 +59,7 @@ WORDS = {
     "min",
 }
 # Tables that say something else: rules of a rewrite, special methods of Python.
-# The last one has rules: how an equation computes a block of rows, a function for each primitive.
-TABLES_ELSEWHERE = {"_jax/rules.py", "kinds/misuse.py", "_equations/rowwise.py"}
+TABLES_ELSEWHERE = {"_jax/rules.py", "kinds/misuse.py"}
 
 
 def test_no_other_module_has_a_table_of_primitives():

@@ -17,6 +17,7 @@ from typing import Any
 from .. import _jax
 from .._jax import Jaxpr
 from .._tree import has_known_sizes, num_bytes
+from . import blocks
 
 
 class Forwards(enum.IntEnum):
@@ -56,6 +57,7 @@ class PrimitiveRow:
         is_elementwise: an entry of a result is a function of the entries of the operands at its place, and of numbers.
         bits: the operands that make a result of zeros and ones if they have no other entries, ``slice(0)`` if any do;
             None if the operands alone do not.
+        block: the rule for a block of rows of an equation (`blocks`); None: not known.
     """
 
     is_view: bool = False
@@ -72,6 +74,7 @@ class PrimitiveRow:
     is_linear: bool = False
     is_elementwise: bool = False
     bits: slice | None = None
+    block: Callable[[Any, int], blocks.Rowwise | None] | None = None
 
 
 # -- floating-point operations ---------------------------------------------------------------------------------------
@@ -268,6 +271,22 @@ _set(f"name {_jax.mark_primitive.name} {_jax.note_primitive.name} reduce_precisi
 _set(
     "convert_element_type copy copy_p imag optimization_barrier pvary real select_n stop_gradient", is_elementwise=True
 )
+
+_set(" ".join(name for name, row in TABLE.items() if row.is_elementwise), block=blocks.elementwise)
+_set("broadcast_in_dim", block=blocks.broadcast)
+_set("reshape", block=blocks.shaped("new_sizes"))
+_set("iota", block=blocks.iota)
+_set("transpose", block=blocks.transpose)
+_set("dot_general", block=blocks.dot)
+_set("slice", block=blocks.sliced)
+_set("pad", block=blocks.pad)
+_set(
+    "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum argmax argmin",
+    block=blocks.unless_axis_0("axes"),
+)
+_set("squeeze rev", block=blocks.unless_axis_0("dimensions"))
+_set("cumsum cumprod cummax cummin split", block=blocks.unless_axis_0("axis"))
+_set("concatenate", block=blocks.unless_axis_0("dimension"))
 
 
 def row_of(eqn: Any) -> PrimitiveRow:
