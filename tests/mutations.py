@@ -33,6 +33,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -327,7 +328,7 @@ def prepare() -> None:
 
 def run_fork(tests: list[str], limit: float) -> tuple[int, str]:
     """Run tests in a fork until one fails, for so many CPU seconds: the status of the process, and its output."""
-    log = OUT / "fork.log"
+    log, status = OUT / "fork.log", 99
     process = os.fork()
     if not process:
         try:
@@ -340,11 +341,15 @@ def run_fork(tests: list[str], limit: float) -> tuple[int, str]:
             resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
             import pytest
 
-            os._exit(
-                pytest.main(["-x", "-v", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "", *tests])
-            )
+            words = ["-x", "-v", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
+            words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before the fork
+            status = int(pytest.main([*words, *tests]))
+        except BaseException:
+            traceback.print_exc()
         finally:
-            os._exit(99)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
     ended, status, start = 0, 0, time.monotonic()
     while not ended:
         time.sleep(0.05)
