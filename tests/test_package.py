@@ -12,6 +12,7 @@ import tarfile
 import tomllib
 import zipfile
 
+import jax
 import pytest
 from packaging.requirements import Requirement
 
@@ -109,6 +110,16 @@ def circles(imports):
 
 def test_code_map_matches_the_tree():
     assert PAGE.read_text() == with_map(PAGE.read_text()), "run python tests/code_map.py"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="other versions of JAX call back in other places")
+def test_data_in_motion_is_what_an_object_visits():
+    """In a process of its own, in which no other library is loaded."""
+    command = [sys.executable, ROOT / "tests" / "data_motion.py", "--print"]
+    environ = {**os.environ, "STATETX_CACHE": "off"}
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environ).stdout
+    assert (ROOT / "ARCHITECTURE.md").read_text() == shown, "run python tests/data_motion.py"
 
 
 def test_private_jax_names_only_in_their_modules():
