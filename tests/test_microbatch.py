@@ -630,6 +630,27 @@ def test_inside_shard_map(check_vma):
         assert_close(jax.jit(jax.value_and_grad(shard(local)))(PARAMS, x, y), expected)
 
 
+def test_rule_on_a_weight_that_devices_share_inside_shard_map():
+    """A rule is staged for the type that the weight has, which does not vary between devices."""
+
+    @jax.custom_vjp
+    def rounded(w):
+        return jnp.round(4 * w) / 4
+
+    rounded.defvjp(lambda w: (rounded(w), None), lambda _, ct: (0.9 * ct,))
+
+    def loss(params, x, y):
+        return mean_loss(jax.tree.map(rounded, params), x, y)
+
+    def local(params, x, y):
+        return jax.lax.pmean(statetx.microbatch(loss, 2, argnums=(1, 2))(params, x, y), "d")
+
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P())
+    arrays = PARAMS, X[:8], Y[:8]
+    assert_close(jax.jit(jax.value_and_grad(sharded))(*arrays), jax.value_and_grad(loss)(*arrays))
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_a_sharded_batch_stays_on_its_devices(axis_type):

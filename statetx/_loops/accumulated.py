@@ -199,12 +199,30 @@ class AccumulatedLoop(TurnsAgain):
     def _is_sum(self, diff_carry: Sequence[int]) -> bool:
         """Whether a turn adds a scalar that no carry influences which has a tangent."""
         index, num_constants = self._index, self.num_constants
-        if self.step.avals[index].shape:  # mapped over examples: each has gradients of its own
+        total = self.step.avals[index]
+        if total.shape:  # mapped over examples: each has gradients of its own
+            return False
+        if _has_rule_of_shared(self.body, _jax.varying_axes(total)):
             return False
         has_tangent = [False] * len(self.body.invars)
         for i in diff_carry:
             has_tangent[num_constants + i] = i != index
         return not _jax.outputs_with_tangents(self.body, has_tangent)[index]
+
+
+def _has_rule_of_shared(jaxpr: _jax.Jaxpr, axes: frozenset[str]) -> bool:
+    """Whether a derivative rule is called on a value that devices share, inside of a `jax.shard_map`.
+
+    Such a rule cannot be called again on a value that varies along these axes: it has been staged.
+    """
+    if not axes:
+        return False
+    is_shared = lambda v: isinstance(v, _jax.Var) and is_float(v.aval) and not _jax.varying_axes(v.aval) >= axes
+    return any(
+        (_jax.has_rule(eqn) and any(map(is_shared, eqn.invars)))
+        or any(_has_rule_of_shared(inner, axes) for inner in _jax.inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 class _Gradients:
