@@ -402,13 +402,15 @@ def test_estimates_leave_the_program_unchanged():
     assert dataclasses.replace(asked, seconds=None) == not_asked
 
 
-def test_plan_for_time_compares_estimates():
+def test_plan_compares_estimates():
     with statetx.target("h100"):
-        plan = statetx.plan(wide, WIDE, ROWS, budget=0.85, objective="time", time_limit=10)
+        plan = statetx.plan(wide, WIDE, ROWS, budget=0.85, time_limit=10)
         users = statetx.measure(plan.apply(wide), WIDE, ROWS)
-    times = [seconds for _, _, seconds in plan.timed()]
-    assert plan.seconds == min(times) == pytest.approx(users.seconds, rel=0.02)
-    assert plan.total_bytes <= 0.85 * plan.unplanned_total_bytes and "Time: " in str(plan)
+    times = [seconds for _, num_bytes, seconds in plan.timed() if num_bytes + plan.fixed_bytes <= plan.budget_bytes]
+    # Operations decide between times that are nearly equal.
+    assert min(times) <= plan.seconds <= 1.003 * min(times)
+    assert plan.seconds == pytest.approx(users.seconds, rel=0.02)
+    assert plan.total_bytes <= 0.85 * plan.unplanned_total_bytes and "Estimated time: " in str(plan)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])

@@ -22,7 +22,7 @@ from .._program.values import Formats
 from .._treatments import TREATMENTS
 from .._treatments.treatment import Option, Settings, Treatment
 from .._tuned import TUNED
-from .candidates import STOCK, Baseline, Candidate, Candidates, cheapest_within, is_long, predicted_bytes
+from .candidates import STOCK, Baseline, Candidate, Candidates, is_long, predicted_bytes
 from .capture import Captured
 from .lattice import Choice, Family, Lattice, cost_of
 from .layout import Layout, measure
@@ -150,9 +150,6 @@ class Search(Whole):
             if self.candidates.baseline_bytes() <= budget:
                 self.baseline.compile_exactly()
 
-        if self.has_times:
-            self.stock_choices(budget)
-            budget = self._budget = budget_of()
         budget = self._improve(budget_of)
         first_best = self.candidates.best(budget)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
@@ -169,6 +166,8 @@ class Search(Whole):
             budget = self._improve(budget_of)
         if self.is_late():
             self._measure_last(budget)
+        if self.has_times:
+            self.stock_choices(budget)
         return self.best(budget)
 
     def _may_keep(self, peak: float, num_bytes: float, guides: Sequence[Candidate]) -> bool:
@@ -178,26 +177,16 @@ class Search(Whole):
     def _improve(self, budget_of: Callable[[], int]) -> int:
         """Compile the choices of the most expected gain, until none is left that is worth it, and return the budget."""
         budget, num_vain = budget_of(), 0
-        # Stock policies that are compiled for their times count as tries, but leave half of these.
-        num_stock = sum(c.name in STOCK for c in self.candidates) if self.has_times else 0
-        tries = self._tries - min(num_stock, self._tries // 2)
         while not self.is_late():
-            best = self._best_guide(budget)
-            most = tries if self.candidates.best(budget) is not None else 3 * self._tries
+            best = self.candidates.best(budget)
+            most = self._tries if best is not None else 3 * self._tries
             choice = self._most_promising(budget, best) if num_vain < most else None
             if choice is None:
                 break
             self.candidates.measure(*choice)
             budget = self._budget = budget_of()
-            num_vain = num_vain + 1 if self._best_guide(budget) is best else 0
+            num_vain = num_vain + 1 if self.candidates.best(budget) is best else 0
         return budget
-
-    def _best_guide(self, budget: float) -> Candidate | None:
-        """The cheapest candidate that keeps a budget. Beside one of a stock policy, which is compiled for its time, a
-        plan of as many operations is worth its compilation: it may be faster.
-        """
-        guides = [c for c in self.candidates if not (self.has_times and c.name in STOCK)]
-        return cheapest_within(guides, budget)
 
     def _most_promising(self, budget: int, best: Candidate | None) -> tuple[Layout, list[Option], str] | None:
         """The choice of the most expected gain, made of measured options; None if none is worth a compilation."""

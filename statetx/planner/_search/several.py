@@ -52,8 +52,6 @@ class Several(Whole):
         """
         # Bisection over the limit that all searches share: the choice of `low` keeps the budget, the one of `high` does
         # not.
-        if self.has_times:
-            self.stock_choices(temp_bytes())
         low, high, limit = 0.0, float("inf"), float(temp_bytes())
         tried: set[int] = set()
         for _ in range(TUNED.tries):
@@ -81,6 +79,8 @@ class Several(Whole):
             candidates = self.smallest().candidates
             for waits in Waits:  # to wait copies a value, which may be the difference
                 self._compile(candidates, waits)
+        if self.has_times:
+            self.stock_choices(temp_bytes())
         return self.best(temp_bytes())
 
     def _within(self, limit: int) -> Choice:
