@@ -18,7 +18,7 @@ from .. import _jax
 from .._atomic import Store, commit
 from .._errors import CreatedStateError, TraceLeakError
 from .._objects.opaque import hidden_tracer, refuse_hidden
-from .._states import Kind, describe, is_opaque
+from .._states import Kind, call_site, describe, is_opaque
 
 UNKNOWN: Any = type("Unknown", (), {"__slots__": (), "__repr__": lambda self: "UNKNOWN"})()
 """A placeholder for a value that was not looked up."""
@@ -32,6 +32,8 @@ class Access:
         previous_owner: the frame that owned the state before this one.
         stepped: whether an `Optimizer`, or an inner call that differentiated the state, has updated it.
         site: of the first write. `kinds.debug` sets `read_site`.
+        num_writes: those of the call itself, and of calls inside of it once they have returned.
+        last_site: of the last write, if there are several.
         copy: the copy of a container that the body was given.
     """
 
@@ -44,9 +46,16 @@ class Access:
     value_in_body: Any = UNKNOWN
     written: bool = False
     stepped: bool = False
+    num_writes: int = 0
+    last_site: str = ""
     site: str = ""
     read_site: str = ""
     copy: Copy | None = None
+
+    def count_write(self) -> None:
+        self.num_writes += 1
+        if self.num_writes > 1:
+            self.last_site = call_site()
 
     def undo(self) -> list[Store]:
         """Stores that give the state its old value and owner."""
@@ -94,6 +103,8 @@ class Effect:
         value_before: the state's value before the call; UNKNOWN if `publish` need not compare it.
         stepped: whether the call is a training step for this state: it differentiated the value, and then wrote another
             one.
+        num_writes: as the body has written it; for a `jax.Ref`, whose writes nobody sees, 1.
+        last_site: as in `Access`.
     """
 
     state: Any
@@ -103,6 +114,8 @@ class Effect:
     value_before: Any = UNKNOWN
     created: bool = False
     stepped: bool = False
+    num_writes: int = 1
+    last_site: str = ""
 
 
 _LEAF_TYPES = (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes, type(None))

@@ -289,6 +289,8 @@ class WatchedKind(Kind):
         access = None if frame is None else frame.accesses.get(id(state))
         check_write(state, self, effect.value, self.anchor(state, frame, access), effect.site)
         if frame is not None and access is not None:  # else no call is open, or the open call has made the state
+            access.num_writes += effect.num_writes
+            access.last_site = effect.last_site or effect.site
             frame.note_write(access, effect.site)
         return [store]
 

@@ -135,14 +135,17 @@ class Staged:
                 f"Fix: {fix}."
             )
 
-    def publish(self, leaves: Mapping[int, Sequence[Any]], refs: Sequence[Effect] = ()) -> None:
+    def publish(self, leaves: Mapping[int, Sequence[Any]], refs: Sequence[Effect] = (), *, runs: int = 1) -> None:
         """Store the written values, in the order of the writes.
 
         Args:
             leaves: by id of the state, of each written state and of `refs`.
             refs: effects of one array each, beside the function's.
+            runs: how often the function has run.
         """
         effects = [*self.effects, *refs]
+        for effect in effects:
+            effect.num_writes *= runs
         publish_leaves(effects, [*self.values, *[ARRAY] * len(refs)], [x for e in effects for x in leaves[id(e.state)]])
 
     # -- parts of the body --

@@ -128,8 +128,10 @@ class State(NotAnArray, Generic[T]):
         # behind.
         if not _jax.is_eager() and (frame is None or _jax.current_trace() is not frame.trace):
             _frames.check_write(self, NATIVE, value, NATIVE.anchor(self, frame, access), _states.call_site())
-        if frame is not None and access is not None and not access.written:
-            frame.note_write(access)
+        if access is not None:
+            access.count_write()
+            if not access.written:
+                frame.note_write(access)
         owner = self._owner
         if frame is None and owner is not None:  # another thread has acquired the state meanwhile
             raise _frames.foreign_state_error(self, NATIVE, owner)

@@ -100,6 +100,7 @@ def _set_value(state: nnx.Variable, value: Any) -> None:
             # See `native.State.value`: only another trace's tracers would stay behind.
             if _jax.current_trace() is not frame.trace:
                 _frames.check_write(state, KIND, value, frame.trace, _states.call_site())
+            access.count_write()
             if not access.written:
                 frame.note_write(access)
         _value.__set__(state, value)

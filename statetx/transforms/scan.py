@@ -302,4 +302,4 @@ class ScanLoop:
             leaves[id(i.state)] = [jnp.moveaxis(next(stacked_leaves), 0, axis) for _ in written]
         leaves |= {id(i.state): [next(advanced_keys) for _ in i.values] for i in self._split}
         leaves |= {id(e.state): [x] for e, x in zip(self._refs, slices, strict=False)}
-        self._staged.publish(leaves, self._refs)
+        self._staged.publish(leaves, self._refs, runs=self._length)

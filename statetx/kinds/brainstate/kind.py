@@ -108,6 +108,7 @@ class _Brainstate(_frames.WatchedKind):
                 if not access.acquired:
                     frame.touch(state, self, writing=True)
                 access.written, access.site = True, access.site or effect.site
+                access.num_writes += effect.num_writes - 1  # one is reported above
         # Else a transform of brainstate is innermost, and removes the tracer from the state.
 
     def invalidate(self, state: brainstate.State, reason: str, closing: Any) -> list[Store]:

@@ -189,6 +189,8 @@ class TraceObserver(brainstate.StateTraceStack):
         access = self.frame.accesses.get(id(state))
         if access is None or (innermost and not access.acquired):
             access = self.frame.touch(state, self.kind, writing=innermost)
+        if innermost:
+            access.count_write()
         if innermost and (not access.written or _jax.current_trace() is not self.frame.trace):
             self.frame.mark_written(access)
 
