@@ -1,4 +1,6 @@
-"""Refusal to offload values of a loop in a loop, which XLA compiles neither for GPUs nor for TPUs."""
+"""Refusal to offload values of a loop in a loop, which XLA compiles neither for GPUs nor for TPUs; of any loop with a
+jaxlib that reads them wrongly.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 from .. import _jax
 from .._equations.primitives import REMAT
 from .._errors import PolicyError
+from .._known import OFFLOADED_RESIDUALS, offloads_wrongly
 from .._remat.fence import Fenced
 from .._targets import current
 
@@ -20,14 +23,18 @@ class _NotOffloading:
 
     Attributes:
         loop: the outer of two loops around the region, for the message.
+        is_wrong: whether the compiler would compute wrong gradients, even of a single loop.
     """
 
     policy: Any
     loop: str
+    is_wrong: bool
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         verdict = self.policy(primitive, *avals, **params)
         if isinstance(verdict, _jax.Offloadable):
+            if self.is_wrong:
+                raise PolicyError(f"{self.loop}: a region in its body offloads values. {OFFLOADED_RESIDUALS.refusal()}")
             raise PolicyError(
                 f"{self.loop}: a loop in its body offloads values to {verdict.dst!r} for the gradient. For a "
                 f"{current.platform().upper()} XLA compiles no program that keeps them for all steps of both loops.\n"
@@ -46,21 +53,24 @@ def refuse_in_loops(jaxpr: _jax.Jaxpr, loop: str, *, in_loop: bool = False) -> _
     Args:
         in_loop: whether the body is of an inner loop.
     """
-    return _refusing(jaxpr, loop, in_loop) if current.platform() in ("gpu", "tpu") else jaxpr
+    if current.platform() not in ("gpu", "tpu"):
+        return jaxpr
+    is_wrong = offloads_wrongly()
+    return _refusing(jaxpr, loop, in_loop or is_wrong, is_wrong)
 
 
-def _refusing(x: Any, loop: str, in_loop: bool) -> Any:
+def _refusing(x: Any, loop: str, in_loop: bool, is_wrong: bool) -> Any:
     def changed(eqn: Any) -> Any:
         is_region = eqn.primitive.name in REMAT
         if not is_region and _jax.loop_of(eqn) is None:
             inside = in_loop or eqn.primitive.name in _LOOPS
             with _jax.in_shard_maps(eqn):
-                return _jax.map_jaxprs(lambda inner: _refusing(inner, loop, inside), eqn)
+                return _jax.map_jaxprs(lambda inner: _refusing(inner, loop, inside, is_wrong), eqn)
         policy = eqn.params["policy"] if is_region and in_loop else None
         if policy is None or isinstance(policy, (_NotOffloading, _jax.Ordered)):  # ordered: by a plan
             return eqn
         is_fenced = isinstance(policy, Fenced) and policy.policy is not None
-        new = _NotOffloading(policy.policy if is_fenced else policy, loop)
+        new = _NotOffloading(policy.policy if is_fenced else policy, loop, is_wrong)
         new = dataclasses.replace(policy, policy=new) if is_fenced else new
         return eqn.replace(params={**eqn.params, "policy": new})
 

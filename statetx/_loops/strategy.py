@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from .. import _jax
 from .._equations.structure import Body
 from .._errors import PlanError, PolicyError
+from .._known import OFFLOADED_RESIDUALS, offloads_wrongly
 from .._lift.options import check_flags
 from .._records import Check, headed, one_of, row, whole
 from .._remat.parse import as_value_policy
@@ -200,6 +201,8 @@ class NestedLoops(Strategy):
         self.check(step.name, "steps", step.length)
         if self.offload and _jax.HOST_MEMORY not in current.memory_kinds():
             raise PolicyError(f"{step.name}: {self!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
+        if self.offload and offloads_wrongly():
+            raise PolicyError(f"{step.name}: {self!r}. {OFFLOADED_RESIDUALS.refusal()}")
         if self.keep == "loop" and step.policy is None:
             raise PolicyError(
                 f'{step.name}: {self!r} keeps nothing without a policy. Fix: give policy=, or leave keep="loop" out.'
