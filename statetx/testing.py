@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from . import _environment, _jax
@@ -20,7 +19,9 @@ from ._lift.wrapper import Wrapper, name_of
 from ._remat.override import override
 from ._targets import current
 from ._text import format_bytes, parse_bytes, type_str
-from ._tree import is_array_or_type, is_float, is_integer, partition
+from ._tree import is_float, is_integer, partition
+from ._verify.results import entries_str, equal_entries, numbers
+from ._verify.same import SameStep, pulled_back, same_step
 from .memory.baseline import TOLERANCE, UPDATE, Difference, MemoryBaseline, find, key_of, read_tolerance, save
 from .memory.measure import MemoryProfile, memory_profile
 from .residuals._trace import TracedCall
@@ -29,7 +30,7 @@ from .residuals.table import Residual
 from .transforms.functionalize import Functionalize
 from .transforms.remat import remat
 
-__all__ = ["assert_memory", "assert_remat_equivalent", "assert_residuals", "count_traces"]
+__all__ = ["assert_memory", "assert_remat_equivalent", "assert_residuals", "assert_same_step", "count_traces"]
 
 
 def __dir__() -> list[str]:
@@ -175,31 +176,17 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
 
 def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Outputs, new states and gradients, by their names in messages."""
-    floats, static = partition((values, args, kwargs), is_float)
+    is_differentiated = partition((values, args, kwargs), is_float)[1].mask
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((values, args, kwargs))]
-    aux_partition: Any = None
-
-    def differentiable(*floats: Any) -> tuple[list[Any], list[Any]]:
-        nonlocal aux_partition
-        values, args, kwargs = static.combine(floats)
-        out, new_values = pure(values, *args, **kwargs)
-        aux, aux_partition = partition((out, new_values), is_array_or_type)
-        return partition(out, is_float)[0], aux
-
     with jax.disable_jit():  # compiled as a whole, a function may be rounded otherwise than its parts
-        leaves, pullback, aux = jax.vjp(differentiable, *floats, has_aux=True)
-        out, new_values = aux_partition.combine(aux)
-        types = [jax.typeof(x) for x in leaves]
-        # Cotangents differ between entries, so that swapped ones show.
-        cotangents = [jnp.cos(jnp.arange(t.size, dtype=t.dtype)).reshape(t.shape) for t in types]
-        grads = iter(pullback(cotangents))
-
+        out, new_values, gradients = pulled_back(pure, values, args, kwargs)
+    grads = iter(gradients)
     results = {f"output{jax.tree_util.keystr(p)}": x for p, x in jax.tree_util.tree_leaves_with_path(out)}
     for path, value in new_values.items():
         for p, x in jax.tree_util.tree_leaves_with_path(value):
             results[f"state {path!r}{jax.tree_util.keystr(p)}"] = x
-    for path, is_differentiated in zip(paths, static.mask, strict=True):
-        if is_differentiated:
+    for path, has_gradient in zip(paths, is_differentiated, strict=True):
+        if has_gradient:
             results[f"gradient of {_describe(path)}"] = next(grads)
     return results
 
@@ -224,21 +211,14 @@ def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, a
             continue
         if (np.shape(a), a.dtype) != (np.shape(b), b.dtype):
             return f"{name}: {type_str(a, weak=False)} in place of {type_str(b, weak=False)}"
-        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        a, b = np.asarray(a), np.asarray(b)
+        a, b = numbers(a), numbers(b)
         if is_float(b) and (rtol or atol):
             wide = np.complex128 if np.iscomplexobj(b) else np.float64
             is_equal = np.isclose(a.astype(wide), b.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
         else:
-            is_equal = (a == b) | ((a != a) & (b != b))  # nan equals nan
+            is_equal = equal_entries(a, b)
         if not is_equal.all():
-            index = tuple(int(i[0]) for i in np.nonzero(~is_equal)) if is_equal.ndim else ()
-            index_text = f"[{', '.join(map(str, index))}]" if index else ""
-            return (
-                f"{name}{index_text}: {a[index]} in place of {b[index]} ({int((~is_equal).sum())} of {is_equal.size} "
-                f"differ)"
-            )
+            return f"{name}{entries_str(a, b, is_equal)}"
     return ""
 
 
@@ -262,6 +242,46 @@ def _suspects(fun: Callable, args: tuple, kwargs: dict[str, Any], drawn: Iterabl
         or "No host callback and no draw from a global generator was found. If a value is stored as bits since it is "
         "an input or has a name, it may be neither 0 nor 1; otherwise this is a bug in statetx or JAX."
     )
+
+
+def assert_same_step(
+    reference: Callable, step: Callable, /, *args: Any, steps: int = 3, tolerance: float | None = None, **kwargs: Any
+) -> SameStep:
+    """Check that two training steps do the same: outputs, new values of states, keys, moments of optimizers.
+
+    Both run, jitted, each time from the reference's states; at the end every state holds its value from before. Results
+    are compared bit for bit. If some differ, the reference is compiled with other fusions, and both run in float64
+    where their types allow it: a difference within this rounding counts as none. For another the error names the first
+    state by path, and the lines where the first value that differs is computed.
+
+    Args:
+        reference, step: functions of the same arguments, jitted or not, on one model or on two of equal paths.
+        *args, **kwargs: their arguments; copies are passed.
+        steps: how many steps are compared.
+        tolerance: relative to the largest entry of each array; nothing is measured then. As many writes of each state,
+            draws of each key and calls to the host are demanded as the reference has.
+
+    Returns:
+        What was compared and measured; prints as text.
+
+    Raises:
+        AssertionError: they are not the same step, or the reference is not deterministic.
+        FunctionError: they cannot run here, do not take the arguments, or create states.
+
+    Example:
+        >>> import jax.numpy as jnp, statetx
+        >>> w = statetx.Param(jnp.eye(3))
+        >>> def plain(x):
+        ...     w.value -= 0.1 * statetx.grad(lambda x: jnp.tanh(x @ w.value).sum(), wrt=w)(x)
+        >>> def step(x):
+        ...     w.value -= 0.1 * statetx.grad(statetx.remat(lambda x: jnp.tanh(x @ w.value).sum()), wrt=w)(x)
+        >>> print(statetx.testing.assert_same_step(plain, step, jnp.ones((2, 3))))
+        step is the same step as plain: 1 result in 3 steps, bit for bit.
+    """
+    report = same_step(reference, step, args, kwargs, steps=steps, tolerance=tolerance)
+    if report.problem:
+        raise AssertionError(report.problem)
+    return report
 
 
 def assert_residuals(fun: Callable, /, *args: Any, expected: int | Sequence[str], **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ _unfinished
 _files _records _tables _spinner _blocks
 _targets
 _jax
+_known
 _states
 _tree
 _objects
@@ -29,6 +30,7 @@ policies
 transforms
 caches
 residuals
+_verify
 planner
 memory
 testing

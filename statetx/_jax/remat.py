@@ -274,11 +274,11 @@ def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
         if inner:
             forbidden += inner
         elif _effects.remat_allowed_effects.filter_not_in(eqn.effects):
-            forbidden.append(_callback(eqn))
+            forbidden.append(callback_name(eqn))
     return forbidden
 
 
-def _callback(eqn: Any) -> tuple[str, str]:
+def callback_name(eqn: Any) -> tuple[str, str]:
     callback = eqn.params.get("callback")
     callback = getattr(callback, "callback_func", callback)
     name = getattr(callback, "__qualname__", None)
@@ -288,7 +288,7 @@ def _callback(eqn: Any) -> tuple[str, str]:
 
 def callbacks(jaxpr: Jaxpr) -> list[tuple[str, str]]:
     """The functions that a jaxpr calls on the host: name and source line of each call."""
-    calls = [_callback(eqn) for eqn in jaxpr.eqns if eqn.primitive.name.endswith(("_callback", "debug_print"))]
+    calls = [callback_name(eqn) for eqn in jaxpr.eqns if eqn.primitive.name.endswith(("_callback", "debug_print"))]
     for eqn in jaxpr.eqns:
         for sub in inner_jaxprs(eqn):
             calls += callbacks(sub)

@@ -22,6 +22,7 @@ from .._equations.differentiate import backward_pass, forward_pass
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import Body, table
+from .._frames import Effect
 from .._jax import Jaxpr
 from .._lift.carry import leaf_names
 from .._lift.context import note_shardings
@@ -138,6 +139,24 @@ class TracedInput(NamedTuple):
     index: int = 0
 
 
+class TracedWrite(NamedTuple):
+    """The new value of a state: `num` outputs of the equations, in the order of the writes.
+
+    Attributes:
+        path: of the state.
+        site: the line of the last write.
+        num_writes: as `Effect.num_writes`.
+        created: whether the call has made the state.
+    """
+
+    state: Any
+    path: str
+    num: int
+    site: str
+    num_writes: int
+    created: bool
+
+
 class TracedCall:
     """A call of a function as equations, from the arrays of its arguments and its states.
 
@@ -202,7 +221,8 @@ class TracedCall:
         self._recorder = recorder = _GradientRecorder()
         observer = recorder if has_passes else MARKER
         lifting = _InspectedReads(self._targets, paths, recorder, types)
-        num_out, writes = 0, []
+        num_out = 0
+        self.writes: list[TracedWrite] = []
 
         def body(*tracers: Any) -> tuple[list, None]:
             nonlocal num_out
@@ -217,7 +237,7 @@ class TracedCall:
             num_out = len(leaves)
             for effect in frame.effects:
                 written = partition(effect.value, is_array)[0]
-                writes.append((effect.state, len(written)))
+                self.writes.append(_traced_write(effect, paths, len(written)))
                 leaves += written
                 effect.value = None
             return leaves, None
@@ -234,7 +254,8 @@ class TracedCall:
         ]
         self.inputs += _state_inputs(lifting, paths)
         self.outputs = [v.aval for v in self.body.jaxpr.outvars[:num_out]]
-        self._written = self._changed(lifting, [*writes, *((effect.state, 1) for effect in refs)])
+        self.writes += [_traced_write(effect, paths, 1) for effect in refs]
+        self._written = self._changed(lifting, [(w.state, w.num) for w in self.writes])
         self.num_results = num_out + len(self._written)
         marks = marks_in(self.body.jaxpr)
         self.takes_gradients = bool(marks or recorder.outputs)
@@ -268,11 +289,16 @@ class TracedCall:
 
     def retraced(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Trace again, for arrays of any types: the user's Python runs for them."""
+        traced, arrays = self.retrace(arrays)
+        return traced(arrays)
+
+    def retrace(self, arrays: Sequence[Any]) -> tuple[TracedCall, list[Any]]:
+        """The call traced again, for arrays of any types, with the arrays in the order of its inputs."""
         by_state = {(id(i.state), i.index): x for i, x in zip(self.inputs, arrays, strict=True)}
         inputs = [i._replace(array=x) for i, x in zip(self.inputs, arrays, strict=True)]
         traced = TracedCall(*self._call, types=inputs)
         # A state that was not read before has its own value.
-        return traced([by_state.get((id(i.state), i.index), i.array) for i in traced.inputs])
+        return traced, [by_state.get((id(i.state), i.index), i.array) for i in traced.inputs]
 
     def passes(self, *, may_be_step: bool = True) -> list[Passes]:
         """The forward and backward pass; for a training step one pair for each different function that it
@@ -309,6 +335,11 @@ def unjitted(fun: Callable) -> Callable:
     if isinstance(fun, Jit) or _jax.is_jitted(fun):
         return fun.__wrapped__
     return _states.unjitted(fun) or fun
+
+
+def _traced_write(effect: Effect, paths: Paths, num: int) -> TracedWrite:
+    site = effect.last_site or effect.site
+    return TracedWrite(effect.state, paths(effect.state), num, site, effect.num_writes, effect.created)
 
 
 def _state_inputs(lifting: Lifting, paths: Paths) -> Iterator[TracedInput]:

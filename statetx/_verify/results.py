@@ -1,0 +1,76 @@
+"""Results of two programs by their names, and the entries that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._text import type_str
+from .._tree import is_float, is_key
+
+
+class Difference(NamedTuple):
+    """A result that two programs compute differently.
+
+    Attributes:
+        error: the largest difference of an entry; infinite for another type.
+        scale: the largest entry that was expected.
+    """
+
+    text: str
+    error: float = np.inf
+    scale: float = 1.0
+
+    @property
+    def relative(self) -> float:
+        return self.error / max(self.scale, np.finfo(np.float64).tiny)
+
+
+def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Difference]:
+    """The results that are not equal bit for bit, in the order of `expected`; NaN equals NaN."""
+    found = {name: Difference(": only one of them has it") for name in actual if name not in expected}
+    for name, b in expected.items():
+        difference = _difference(actual[name], b) if name in actual else Difference(": only one of them has it")
+        if difference is not None:
+            found[name] = difference
+    return found
+
+
+def _difference(a: Any, b: Any) -> Difference | None:
+    if not hasattr(b, "dtype"):
+        is_same = a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
+        return None if is_same else Difference(f": {a!r} in place of {b!r}")
+    if (np.shape(a), getattr(a, "dtype", None)) != (np.shape(b), b.dtype):
+        return Difference(f": {type_str(a, weak=False)} in place of {type_str(b, weak=False)}")
+    exact = not is_float(b)
+    a, b = numbers(a), numbers(b)
+    is_equal = equal_entries(a, b)
+    if is_equal.all():
+        return None
+    wide = np.complex128 if np.iscomplexobj(b) else np.float64
+    with np.errstate(all="ignore"):
+        errors = np.abs(a.astype(wide) - b.astype(wide))[~is_equal]
+        sizes = np.abs(b.astype(wide))
+    error = np.inf if exact or np.isnan(errors).any() else float(errors.max())
+    return Difference(entries_str(a, b, is_equal), error, float(np.max(sizes, where=np.isfinite(sizes), initial=0.0)))
+
+
+def numbers(x: Any) -> np.ndarray:
+    """An array's entries; the words of keys."""
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
+def equal_entries(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which entries are equal; NaN equals NaN."""
+    return (a == b) | ((a != a) & (b != b))
+
+
+def entries_str(a: np.ndarray, b: np.ndarray, is_equal: np.ndarray) -> str:
+    """The first entry that differs, and how many do."""
+    index = tuple(int(i[0]) for i in np.nonzero(~is_equal)) if is_equal.ndim else ()
+    index_text = f"[{', '.join(map(str, index))}]" if index else ""
+    count = f"({int((~is_equal).sum())} of {is_equal.size} differ)"
+    return f"{index_text}: {a[index]} in place of {b[index]} {count}"

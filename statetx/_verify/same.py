@@ -1,0 +1,518 @@
+"""`same_step`: run a step and its reference from equal states, and say where their results differ."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _jax, _states
+from .._equations.primitives import REMAT
+from .._errors import FunctionError
+from .._lift.wrapper import check_callable, name_of, short_name
+from .._objects.paths import Paths
+from .._objects.walk import created_undone
+from .._remat.override import override
+from .._targets import current
+from .._text import counted
+from .._tree import is_array, is_array_or_type, is_float, is_key, partition
+from ..residuals._trace import TracedCall, unjitted
+from ..transforms.functionalize import Functionalize
+from ..transforms.jit.api import jit
+from .results import Difference, differences
+from .values import Node, Recording, first_unstable, first_values
+
+_FACTOR = 16  # by which rounding may exceed what was measured of it
+_DOUBLE = 1e-11  # relative; rounding in float64 is far below, a fault far above
+_OTHER_FUSIONS: dict[str, str | int] = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
+
+
+@dataclasses.dataclass
+class SameStep:
+    """What `same_step` found. Prints as text.
+
+    Attributes:
+        name, reference: the functions.
+        steps: those that were compared.
+        problem: what differs; empty if nothing does.
+        result: the first result that differs, ``state 'model.w'``.
+        line: where in the step the first value that differs is computed, or the state is written: ``file:line``.
+        reference_line: the same in the reference.
+        error: the largest difference of an entry, relative to the largest entry of its array.
+        rounding: what the reference itself differs by with other fusions; None if it was not needed.
+        double_error: the largest relative difference in float64; None if it was not needed or is not possible.
+    """
+
+    name: str
+    reference: str
+    steps: int = 0
+    num_results: int = 0
+    problem: str = ""
+    result: str = ""
+    line: str = ""
+    reference_line: str = ""
+    error: float = 0.0
+    rounding: float | None = None
+    double_error: float | None = None
+
+    def __str__(self) -> str:
+        if self.problem:
+            return self.problem
+        head = f"{self.name} is the same step as {self.reference}: {counted(self.num_results, 'result')} in "
+        head += counted(self.steps, "step")
+        if not self.error:
+            return f"{head}, bit for bit."
+        return f"{head}, up to {self.error:.1e} (relative){self.measured()}."
+
+    def measured(self) -> str:
+        if self.rounding is None:
+            return ""
+        double = "not possible" if self.double_error is None else f"{self.double_error:.1e}"
+        return f"; {self.reference} compiled with other fusions: {self.rounding:.1e}; both in float64: {double}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def same_step(
+    reference: Callable, step: Callable, args: tuple, kwargs: dict[str, Any], *, steps: int, tolerance: float | None
+) -> SameStep:
+    """Run both for some steps, each step of both from the reference's states.
+
+    Raises:
+        FunctionError: they cannot be compared here.
+    """
+    sides = _Side(reference, args, kwargs), _Side(step, args, kwargs)
+    comparison = _Comparison(*sides, _paired(*sides), tolerance)
+    with _restored(comparison.pairs.values()), created_undone(reference, step, args, kwargs):
+        comparison.run(steps)
+    return comparison.report
+
+
+class _Side:
+    """One of the two functions: as its user calls it, and as equations."""
+
+    def __init__(self, fun: Callable, args: tuple, kwargs: dict[str, Any]):
+        check_callable("assert_same_step", fun)
+        self.fun, self.args, self.kwargs = fun, args, kwargs
+        self.name = short_name(name_of(fun))
+        self._check()
+        is_compiled = unjitted(fun) is not fun or hasattr(fun, "lower")
+        self._call = fun if is_compiled else jit(fun)
+        self.trace()
+        self.paths = Paths(fun, args, kwargs)
+
+    def _check(self) -> None:
+        with contextlib.suppress(ValueError):  # a builtin
+            try:
+                inspect.signature(self.fun).bind(*self.args, **self.kwargs)
+            except TypeError as e:
+                raise FunctionError(
+                    f"{self.name}{inspect.signature(self.fun)} does not take the arguments: {e}.\n"
+                    "Fix: give the arguments of one call, which both functions take."
+                ) from None
+        for x in jax.tree.leaves((self.args, self.kwargs), is_leaf=_states.is_opaque):
+            if isinstance(x, (jax.ShapeDtypeStruct, _jax.Tracer)):
+                raise FunctionError(
+                    f"{self.name} cannot run here: an argument is {type(x).__name__}, which has no numbers.\n"
+                    "Fix: give arrays, and call it outside of functions that are transformed."
+                )
+        if current.current() is not None:
+            raise FunctionError(
+                f"{self.name} cannot run here: it is compiled for {current.current()}, which is another device.\n"
+                "Fix: compare outside of statetx.target."
+            )
+
+    def trace(self) -> None:
+        """Stage the function for the present values of its states."""
+        self.traced = TracedCall("assert_same_step", unjitted(self.fun), self.args, self.kwargs)
+        if created := [w for w in self.traced.writes if w.created]:
+            raise FunctionError(
+                f"{self.name} creates a state that outlives the call, at {created[0].site}, so there is nothing to "
+                "begin both from.\nFix: call it once before, or create the state outside."
+            )
+
+    def states(self) -> dict[int, tuple[str, Any]]:
+        """The states that the call touches, by id, with their paths."""
+        touched = [i.state for i in self.traced.inputs if i.state is not None] + [w.state for w in self.traced.writes]
+        return {id(state): (self.paths(state), state) for state in touched}
+
+    def run(self, values: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+        """Run from these values; the outputs and new values of states, leaf by leaf."""
+        _store(states, values)
+        args, kwargs = _copied((self.args, self.kwargs))
+        try:
+            out = jax.block_until_ready(self._call(*args, **kwargs))
+        except Exception as e:
+            e.add_note(f"Raised while statetx compared {self.name} with another step; all states are as before.")
+            raise
+        results = {f"output{path}": x for path, x in _leaves(out)}
+        self._output_names = [name for name, x in results.items() if is_array(x)]
+        for path, state in states.items():
+            results |= {_of_state(path) + key: x for key, x in _leaves(_value(state))}
+        return results
+
+    def evaluate(self, states: Mapping[str, Any], *, is_double: bool, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Compile the equations with these options, and run them; the results by the names that `run` gives."""
+        traced, arrays = self.equations(is_double)
+        program = jax.jit(lambda *xs: traced.body(traced.body.operands, *xs))
+        outs = program.lower(*arrays).compile(compiler_options=dict(options))(*arrays)
+        return self.named(traced, outs, states)
+
+    def equations(self, is_double: bool) -> tuple[TracedCall, list[Any]]:
+        """The equations with their inputs; traced again for float64, under ``jax.enable_x64``."""
+        arrays = [i.array for i in self.traced.inputs]
+        return self.traced.retrace([_double(x) for x in arrays]) if is_double else (self.traced, arrays)
+
+    def named(self, traced: TracedCall, outs: Sequence[Any], states: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs of equations, or anything in their order, by the names that `run` gives."""
+        named = dict(zip(self._output_names, outs, strict=False))
+        path_of, position = {id(state): path for path, state in states.items()}, len(traced.outputs)
+        for write in traced.writes:
+            keys = [key for key, x in _leaves(_value(write.state)) if is_array(x)]
+            if len(keys) == write.num and id(write.state) in path_of:
+                path = _of_state(path_of[id(write.state)])
+                named |= {path + key: x for key, x in zip(keys, outs[position:], strict=False)}
+            position += write.num
+        return named
+
+
+class _Comparison:
+    """Both sides, step by step; `report` is what is found.
+
+    Attributes:
+        pairs: by path, each state of the reference with the step's.
+    """
+
+    def __init__(self, reference: _Side, step: _Side, pairs: dict[str, tuple[Any, Any]], tolerance: float | None):
+        self.pairs, self._tolerance = pairs, tolerance
+        self._sides = reference, step
+        self._states = [{path: pair[n] for path, pair in pairs.items()} for n in range(2)]
+        self.report = SameStep(step.name, reference.name)
+
+    def run(self, steps: int) -> None:
+        self._start = {path: _value(state) for path, state in self._states[0].items()}
+        self._counts = [_callbacks(side.traced.body.jaxpr) for side in self._sides]
+        for n in range(1, steps + 1):
+            expected = self._run(0)
+            after = {path: _value(state) for path, state in self._states[0].items()}
+            actual = self._run(1)
+            self.report.steps, self.report.num_results = n, len(expected)
+            if found := differences(actual, expected):
+                self._judge(found, expected)
+            if not self.report.problem and self._counts[0] != self._counts[1]:
+                self._fail("", f"calls to the host differ: {_counts_str(*self._counts)}.")
+            if self.report.problem:
+                return
+            self._start = after
+
+    def _run(self, n: int) -> dict[str, Any]:
+        return self._sides[n].run(self._start, self._states[n])
+
+    # -- differences ---------------------------------------------------------------------------------------------------
+
+    def _judge(self, found: Mapping[str, Difference], expected: Mapping[str, Any]) -> None:
+        for n, side in enumerate(self._sides):
+            _store(self._states[n], self._start)
+            side.trace()
+        if self._is_unstable(expected):
+            return
+        self.report.error = max([self.report.error, *(d.relative for d in found.values())])
+        writes = self._different_writes()
+        if self._tolerance is not None:
+            faults = {name: d for name, d in found.items() if not d.relative <= self._tolerance}
+            is_double = False
+        else:
+            faults, is_double = self._beyond_rounding(found, expected)
+            writes = [] if self.report.double_error is not None else writes
+        if not faults and not writes:
+            return
+        result = next((name for name in faults if name.startswith("state")), next(iter(faults), ""))
+        lines = [f"step {self.report.steps} has other results."]
+        lines += [f"{name}{faults[name].text}." for name in dict.fromkeys([*[*faults][:1], *[result] * bool(faults)])]
+        if faults and self.report.rounding is not None:
+            lines.append(f"Relative: {faults[result].relative:.1e}{self.report.measured()}.")
+        lines += writes or self._different_writes()
+        self._fail(result, "\n".join([*lines, *self._first_line(list(faults), is_double)]))
+
+    def _fail(self, result: str, text: str) -> None:
+        self.report.result = result
+        self.report.problem = f"{self.report.name} is not the same step as {self.report.reference}: {text}"
+
+    def _beyond_rounding(
+        self, found: Mapping[str, Difference], expected: Mapping[str, Any]
+    ) -> tuple[dict[str, Difference], bool]:
+        """The differences that are not rounding, and whether they show in float64."""
+        reference, step = self._sides
+        other = reference.evaluate(self._states[0], is_double=False, options=_other_fusions())
+        rounding = differences(other, {name: x for name, x in expected.items() if name in other})
+        typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in other] or [0.0]))
+        self.report.rounding = max([d.relative for d in rounding.values() if np.isfinite(d.error)], default=0.0)
+
+        def is_within(name: str, d: Difference, measured: Mapping[str, Difference], least: float) -> bool:
+            own = measured[name].error if name in measured else 0.0
+            return d.error <= _FACTOR * own or d.error <= least * d.scale
+
+        double: dict[str, Difference] | None = None
+        with jax.enable_x64(True):
+            try:
+                other = reference.evaluate(self._states[0], is_double=True, options=_other_fusions())
+                actual = step.evaluate(self._states[1], is_double=True, options=_other_fusions())
+            except (TypeError, ValueError):  # its own types do not fit to float64
+                pass
+            else:
+                double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
+                if faults := {n: d for n, d in double.items() if not is_within(n, d, {}, _DOUBLE)}:
+                    # It may compute parts in fewer bits all the same.
+                    exact = reference.evaluate(self._states[0], is_double=True, options={})
+                    measured = differences(other, exact)
+                    faults = {n: d for n, d in faults.items() if not is_within(n, d, measured, _DOUBLE)}
+                self.report.double_error = max((d.relative for d in double.values()), default=0.0)
+                if faults:
+                    return {n: found.get(n, faults[n]) for n in [*found, *faults] if n in faults}, True
+        eps = {n: float(jnp.finfo(x.dtype).eps) for n, x in expected.items() if is_float(x)}
+        factor = _FACTOR if double is None else _FACTOR**2
+        least = {n: factor * max(typical, 4 * eps.get(n, 0.0)) for n in found}
+        return {n: d for n, d in found.items() if not is_within(n, d, rounding, least[n])}, False
+
+    def _different_writes(self) -> list[str]:
+        """States that one writes more often; of random states, draws."""
+        counts = [{id(w.state): w for w in side.traced.writes} for side in self._sides]
+        lines = []
+        for path, states in self.pairs.items():
+            first, second = (of_side.get(id(state)) for of_side, state in zip(counts, states, strict=True))
+            numbers = [0 if w is None else w.num_writes for w in (first, second)]
+            if numbers[0] != numbers[1]:
+                kind = _states.kind_of_state(states[0])
+                verb = "drawn from" if kind.is_random(states[0]) else "written"
+                site = (second or first).site  # type: ignore[union-attr]
+                self.report.line = self.report.line or site
+                times = f"{counted(numbers[1], 'time')} in place of {numbers[0]}"
+                lines.append(f"{_of_state(path)} is {verb} {times}, last at {site}.")
+        return lines
+
+    def _is_unstable(self, expected: Mapping[str, Any]) -> bool:
+        """Whether another run or trace of the reference has another result; then it is the problem."""
+        reference = self._sides[0]
+        first = reference.traced
+        reference.trace()
+        second = reference.traced
+        is_stable = not differences(self._run(0), expected)
+        if is_stable and not differences(_constants(second), _constants(first)):
+            return False
+        arrays = [i.array for i in second.inputs]
+        node = first_unstable(*(Recording(t.body, arrays, {}) for t in (first, second)))
+        self.report.line = "" if node is None else node.line
+        where = "." if node is None else f": the first value that differs is {node}."
+        self.report.problem = (
+            f"{reference.name} is not deterministic: two runs from equal states differ{where}\n"
+            "Usual causes: a host callback, a global random generator, the time.\n"
+            "Fix: draw from a state, statetx.RngState, or pass what varies as an argument."
+        )
+        return True
+
+    def _first_line(self, faults: Sequence[str], is_double: bool) -> list[str]:
+        """Where the values begin to differ that lead to these results."""
+        with jax.enable_x64(True) if is_double else contextlib.nullcontext():
+            first, second = self._roots(faults, is_double)
+        if first is None and second is None:
+            sites = [{id(w.state): w.site for w in side.traced.writes} for side in self._sides]
+            path = self.report.result or next((n for n in faults if n.startswith("state")), "")
+            for p, states in self.pairs.items():
+                if any(f.startswith(_of_state(p)) for f in faults):
+                    there, here = (of_side.get(id(s), "") for of_side, s in zip(sites, states, strict=True))
+                    self.report.line, self.report.reference_line = here or there, there
+                    return [f"All its values occur in both; {path or _of_state(p)} is written at {here or 'no line'}."]
+            return []
+        second = second or first
+        self.report.line, self.report.reference_line = (first or second).line, second.line  # type: ignore[union-attr]
+        lines = [f"The first value that differs: {first}."] if first is not None else []
+        return [*lines, f"In {self.report.reference} it is missing or begins to differ with: {second}."]
+
+    def _roots(self, faults: Sequence[str], is_double: bool) -> list[Node | None]:
+        recordings, named = [], []
+        for side, states in zip(self._sides, self._states, strict=True):
+            traced, arrays = side.equations(is_double)
+            recordings.append(Recording(traced.body, arrays, _other_fusions()))
+            named.append(side.named(traced, recordings[-1].outputs, states))
+        missing = {name: -1 for name in faults}
+        there, here = (missing | of_side for of_side in named)
+        pairs = [(here[name], there[name]) for name in faults]
+        return first_values(recordings[1], recordings[0], pairs, 1e-10 if is_double else 1e-6)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def _paired(reference: _Side, step: _Side) -> dict[str, tuple[Any, Any]]:
+    """By path, each state that either touches: one object of both, or those of equal paths."""
+    of_reference, of_step = reference.states(), step.states()
+    pairs: dict[str, tuple[Any, Any]] = {}
+    for key, (path, state) in of_reference.items():
+        pairs[path] = state, state if key in of_step else step.paths.items().get(path, state)
+    seen = {id(x) for pair in pairs.values() for x in pair}
+    for path, state in of_step.values():
+        if id(state) not in seen:
+            pairs[f"{path} of {step.name}" if path in pairs else path] = reference.paths.items().get(path, state), state
+    return pairs
+
+
+@contextlib.contextmanager
+def _restored(pairs: Any) -> Iterator[None]:
+    """Give these states their values again, also after an error."""
+    states = {id(state): state for pair in pairs for state in pair}
+    values = {key: _value(state) for key, state in states.items()}
+    try:
+        yield
+    finally:
+        for key, state in states.items():
+            _states.kind_of_state(state).set_all([state], [values[key]])
+
+
+def _value(state: Any) -> Any:
+    return _states.kind_of_state(state).get(state)
+
+
+def _store(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Store copies: the programs may donate what the states hold."""
+    for path, state in states.items():
+        _states.kind_of_state(state).set_all([state], [_copied(values[path])])
+
+
+def _copied(tree: Any) -> Any:
+    copy = lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, jax.Ref) else x
+    return jax.tree.map(copy, tree, is_leaf=_states.is_opaque)
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves with their paths, without objects that hold states."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_states.is_opaque)
+    is_value = lambda x: is_array(x) or isinstance(x, (bool, int, float, complex, str))
+    return [(jax.tree_util.keystr(path), x) for path, x in leaves if is_value(x)]
+
+
+def _of_state(path: str) -> str:
+    return f"state {path!r}"
+
+
+def _double(x: Any) -> Any:
+    wide = np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64
+    return jnp.asarray(x, wide) if is_float(x) else x
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _other_fusions() -> dict[str, Any]:
+    """Options that let XLA fuse and round otherwise, as far as the backend knows them."""
+    known = {}
+    for name, value in _OTHER_FUSIONS.items():
+        with contextlib.suppress(Exception):
+            jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={name: value})
+            known[name] = value
+    return known
+
+
+def _constants(traced: TracedCall) -> dict[str, Any]:
+    """The arrays and numbers that a trace has taken from Python."""
+    found = list(traced.body.operands)
+
+    def visit(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            found.extend(v.val for v in eqn.invars if isinstance(v, _jax.Literal))
+            for inner in _jax.inner_jaxprs(eqn):
+                visit(inner)
+
+    visit(traced.body.jaxpr)
+    return {str(n): x for n, x in enumerate(found)}
+
+
+def _callbacks(jaxpr: Any, times: int = 1) -> Counter[str]:
+    """How often the host is called with effects, by function and line; not again for a recomputation."""
+    counts: Counter[str] = Counter()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
+            continue
+        if eqn.effects and eqn.primitive.name.endswith(("_callback", "debug_print")):
+            counts += {_jax.callback_name(eqn)[0]: times}  # type: ignore[operator]
+        for inner in _jax.inner_jaxprs(eqn):
+            counts += _callbacks(inner, times * eqn.params.get("length", 1))
+    return counts
+
+
+def _counts_str(expected: Counter[str], actual: Counter[str]) -> str:
+    names = dict.fromkeys([*expected, *actual])
+    return "; ".join(
+        f"{name} {counted(actual[name], 'time')} in place of {expected[name]}"
+        for name in names
+        if expected[name] != actual[name]
+    )
+
+
+# -- references and arguments -----------------------------------------------------------------------------------------
+
+
+def plain(fun: Callable) -> Callable:
+    """The function without rematerialization, plans and checkpoints of loops."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with override.nothing_checkpointed():
+            return unjitted(fun)(*args, **kwargs)
+
+    plain.__name__ = plain.__qualname__ = f"{short_name(name_of(fun))} without rematerialization"
+    return plain
+
+
+def with_gradients(fun: Callable) -> Callable:
+    """The outputs and new values of states of a function, with gradients for all floats, as a function of arrays."""
+
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        pure = Functionalize(fun, takes_refs=True)
+        return pulled_back(pure, pure.values(*args, **kwargs), args, kwargs)
+
+    gradients.__name__ = gradients.__qualname__ = short_name(name_of(fun))
+    return gradients
+
+
+def pulled_back(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The output and new values of a functionalized function, and a gradient for each float among its inputs."""
+    floats, static = partition((values, args, kwargs), is_float)
+    rest: Any = None
+
+    def differentiated(*floats: Any) -> tuple[list[Any], list[Any]]:
+        nonlocal rest
+        values, args, kwargs = static.combine(floats)
+        result = pure(values, *args, **kwargs)
+        arrays, rest = partition(result, is_array_or_type)
+        return partition(result[0], is_float)[0], arrays
+
+    leaves, pullback, arrays = jax.vjp(differentiated, *floats, has_aux=True)
+    # Cotangents differ between entries, so that swapped ones show.
+    types = map(jax.typeof, leaves)
+    cts = [jnp.cos(jnp.arange(t.size, dtype=t.dtype)).reshape(t.shape) for t in types]
+    return *rest.combine(arrays), pullback(cts)
+
+
+def filled(tree: Any) -> Any:
+    """Numbers in place of ``jax.ShapeDtypeStruct``: normal floats, zeros and ones, keys."""
+    draw = np.random.default_rng(0)
+
+    def numbers(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        if is_key(x):
+            impl = {"key<fry>": "threefry2x32", "key<urbg>": "unsafe_rbg"}.get(str(x.dtype), "rbg")
+            return jax.random.split(jax.random.key(0, impl=impl), x.shape)
+        entries = draw.normal(size=x.shape) if is_float(x) else draw.integers(0, 2, x.shape)
+        return jnp.asarray(entries, x.dtype)
+
+    return jax.tree.map(numbers, tree, is_leaf=_states.is_opaque)

@@ -1,0 +1,363 @@
+"""`statetx.testing.assert_same_step`: planted faults with their states and lines, and steps that are the same."""
+
+import re
+import time
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import statetx
+from statetx._verify.same import same_step
+from statetx.testing import assert_same_step
+
+X = jnp.sin(jnp.arange(24.0)).reshape(4, 6)
+
+# `@w` reads or writes a state in the way of each library.
+SOURCE = """\
+import jax
+import jax.numpy as jnp
+NAMES = "w v m u mean mask count key".split()
+log = lambda value: None
+@jax.custom_vjp
+def act(x):
+    return jnp.tanh(x)
+def act_fwd(x):
+    y = jnp.tanh(x)
+    return y, y
+def act_bwd(y, g):
+    return (g * (1 - y * y),)
+act.defvjp(act_fwd, act_bwd)
+def loss(w, v, mask, draw, x):
+    h = act(x @ w * mask[None])
+    keep = jax.random.bernoulli(draw, 0.7, h.shape)
+    h = jnp.where(keep, h / 0.7, 0.0)
+    late = h
+    out = late @ v
+    return (out**2).mean() + 0.1 * jnp.abs(late).sum(1).mean(), h.mean(0)
+def step(ARGUMENTS):
+    READ
+    @count = @count + 1
+    @key, draw = jax.random.split(@key)
+    gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    (value, batch), (gw, gv) = gradient(@w, @v, @mask, draw, x)
+    @mask = jnp.roll(@mask, 1)
+    gw = gw + 0.01 * @w
+    scale = jnp.minimum(1.0, 0.1 / jnp.sqrt((gw**2).sum() + (gv**2).sum()))
+    @m = 0.9 * @m + 0.1 * gw * scale
+    @u = 0.99 * @u + 0.01 * (gw * scale) ** 2
+    @w = @w - 1e-2 * @m / (jnp.sqrt(@u) + 1e-6)
+    @v = @v - 1e-2 * gv * scale
+    @mean = 0.9 * @mean + 0.1 * batch
+    jax.debug.callback(log, value)
+    return RESULT
+"""
+TWICE, USE = "twice", "h = act(x @ w * mask[None])"
+# name: the state that is named, a line, what replaces it or follows it; where its first wrong value is, if elsewhere.
+FAULTS = {
+    "doubled write": ("mean", "@mean = 0.9 * @mean + 0.1 * batch", TWICE),
+    "doubled count": ("count", "@count = @count + 1", TWICE),
+    "key advanced twice": ("key", "@key, draw = jax.random.split(@key)", "{}; @key = jax.random.split(@key)[0]"),
+    "callback twice": ("", "jax.debug.callback(log, value)", TWICE),
+    "moments swapped": ("m", "@mean = 0.9 * @mean + 0.1 * batch", "{}; @m, @u = @u, @m"),
+    "stale mask": ("w", "(value, batch), (gw, gv) = gradient(@w, @v, @mask, draw, x)", "@mask|jnp.roll(@mask, 1)", USE),
+    "dropped gradient": ("w", "out = late @ v", "late|jax.lax.stop_gradient(late)"),
+    "wrong residual": ("w", "return y, y", "y, y|y, x", USE),
+    "wrong derivative": ("w", "return (g * (1 - y * y),)", "1 - y|1.001 - y", USE),
+    "lost weight decay": ("w", "gw = gw + 0.01 * @w", "0.01|0.0"),
+    "cast": ("w", "out = late @ v", "late|late.astype(jnp.bfloat16).astype(late.dtype)"),
+    "epsilon": ("w", "@w = @w - 1e-2 * @m / (jnp.sqrt(@u) + 1e-6)", "1e-6|1.1e-6"),
+    "decay": ("w", "@m = 0.9 * @m + 0.1 * gw * scale", "0.9|0.901"),
+    "no correction of dropout": ("w", "h = jnp.where(keep, h / 0.7, 0.0)", "/ 0.7|/ 0.70001"),
+    "learning rate": ("v", "@v = @v - 1e-2 * gv * scale", "1e-2|1.00001e-2"),
+    "lost clipping": ("v", "@v = @v - 1e-2 * gv * scale", "gv * scale|gv"),
+    "lost update": ("mean", "@mean = 0.9 * @mean + 0.1 * batch", "@mean = 0.9 * @mean + 0.1 * batch|@mean = @mean"),
+    "another axis": ("w", "scale = jnp.minimum(1.0, 0.1 / jnp.sqrt((gw**2).sum() + (gv**2).sum()))", "sum() +|sum() -"),
+}
+ACCESS = {"brainstate": r"\1.value", "nnx": r"\1[...]", "plain": r"\1"}
+THOROUGH = [("brainstate", "doubled write"), ("nnx", "callback twice"), ("plain", "epsilon")]
+
+
+def initial():
+    w, v = jnp.cos(jnp.arange(36.0)).reshape(6, 6) / 2, jnp.sin(jnp.arange(12.0)).reshape(6, 2)
+    mask = jnp.array([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    names = "w v m u mean mask count key".split()
+    values = (
+        w,
+        v,
+        jnp.ones((6, 6)) / 9,
+        jnp.ones((6, 6)) / 100,
+        jnp.zeros(6),
+        mask,
+        jnp.zeros((), int),
+        jax.random.key(3),
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def states_of(library):
+    kind = {"brainstate": brainstate.State, "nnx": nnx.Variable, "plain": lambda x: x}[library]
+    return {name: kind(x) for name, x in initial().items()}
+
+
+def written(library, folder, name, source):
+    """The step of a source, in a file of its own."""
+    is_plain = library == "plain"
+    source = re.sub(r"@(w|v|mask|mean|m|u|count|key)\b", ACCESS[library], source.replace("@jax", "\0"))
+    source = source.replace("\0", "@jax").replace("ARGUMENTS", "states, x" if is_plain else "x")
+    source = source.replace("READ", ", ".join(initial()) + " = (states[n] for n in NAMES)" if is_plain else "pass")
+    source = source.replace("RESULT", f"({', '.join(initial())}), value" if is_plain else "value")
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    space = {} if is_plain else dict(PLANTED[library][0])
+    exec(compile(source, str(path), "exec"), space)
+    return space["step"]
+
+
+PLANTED = {}
+
+
+def planted(library, folder):
+    """The states and the step without a fault: one of each for all faults, so that it is compiled once."""
+    if library not in PLANTED:
+        PLANTED[library] = [states_of(library)]
+        PLANTED[library].append(statetx.jit(written(library, folder, "reference", SOURCE)))
+    return PLANTED[library]
+
+
+def changed(line, change):
+    """The line with a fault, as further lines or a replacement."""
+    if change == TWICE:
+        return f"{line}; {line}"
+    if "{}" in change:
+        return change.replace("{}", line)
+    old, new = change.split("|")
+    assert old in line
+    return line.replace(old, new, 1)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "library, name",
+    [
+        pytest.param(library, name, marks=pytest.mark.thorough if (library, name) in THOROUGH else pytest.mark.slow)
+        for library in ACCESS
+        for name in FAULTS
+    ],
+)
+def test_planted_fault_is_named_with_its_state_and_line(library, name, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("planted")
+    states, reference = planted(library, folder)
+    state, line, change, *used = FAULTS[name]
+    (number,) = [n for n, text in enumerate(SOURCE.splitlines(), 1) if text.strip() == (used or [line])[0]]
+    step = written(library, folder, name.replace(" ", "_"), SOURCE.replace(line, changed(line, change)))
+    args = (states, X) if library == "plain" else (X,)
+    values = None if library == "plain" else statetx._states.kind_of_state(states["w"]).get(states["w"])
+    report = same_step(reference, step, args, {}, steps=1, tolerance=None)
+    assert report.problem.startswith("step is not the same step as step: "), report
+    if state:
+        expected = f"output[0][{list(initial()).index(state)}]" if library == "plain" else f"state '{state}'"
+        assert expected in report.problem, report.problem
+        assert {report.line.rpartition(":")[2], report.reference_line.rpartition(":")[2]} & {str(number)}, (
+            report.problem
+        )
+    else:
+        assert "calls to the host differ" in report.problem
+    if values is not None:
+        assert statetx._states.kind_of_state(states["w"]).get(states["w"]) is values
+
+
+def test_fault_of_a_small_step_is_named_with_its_line():
+    n = statetx.State(jnp.arange(3.0))
+
+    def step(x, epsilon=1e-6):
+        n.value = x / (jnp.abs(n.value) + epsilon)
+
+    wrong = lambda x: step(x, 1.1e-6)
+    here = step.__code__.co_firstlineno + 1
+    with pytest.raises(AssertionError, match=rf"state 'step.n'\[1\].*\n.*\n.*: add f64\[3\] at .*:{here} in step"):
+        assert_same_step(step, wrong, jnp.ones(3), steps=1)
+
+
+# -- steps that are the same ------------------------------------------------------------------------------------------
+
+
+class Network:
+    def __init__(self, depth=3):
+        keys = jax.random.split(jax.random.key(0), depth)
+        self.layers = [statetx.Param(jax.random.normal(k, (6, 6)) / 2) for k in keys]
+        self.rng, self.mean = statetx.RngState(1), statetx.State(jnp.zeros(6))
+
+    def layer(self, w, h):
+        keep = jax.random.bernoulli(self.rng.next(), 0.8, h.shape)
+        return h + jnp.where(keep, jnp.tanh(h @ w.value), 0.0)
+
+    def step(self, x, remat=lambda f: f):
+        def loss(x):
+            for w in self.layers:
+                x = remat(lambda h, w=w: self.layer(w, h))(x)
+            self.mean.value = 0.9 * self.mean.value + 0.1 * x.mean(0)
+            return (x**2).mean()
+
+        value, grads = statetx.value_and_grad(loss, wrt=self.layers)(x)
+        for w, g in zip(self.layers, grads, strict=True):
+            w.value = w.value - 0.1 * g
+        return value
+
+
+def test_rematerialized_step_is_the_same_bit_for_bit():
+    network = Network()
+    step = lambda x: network.step(x, statetx.remat)
+    before = [s.value for s in statetx.states(network).values()]
+    report = assert_same_step(network.step, step, X, steps=2)
+    assert str(report).endswith("in 2 steps, bit for bit.") and report.rounding is None and report.num_results == 6
+    assert all(a is s.value for a, s in zip(before, statetx.states(network).values(), strict=True))
+
+
+def recurrent(checkpoint):
+    def step(x):
+        def loss(x):
+            turn = lambda h, x: ((jnp.tanh(h @ W.value + x), jnp.sin(h).sum()))
+            h, out = statetx.scan(turn, jnp.zeros(6), x, checkpoint=checkpoint)
+            return out.mean() + (h**2).sum()
+
+        value, g = statetx.value_and_grad(loss, wrt=W)(x)
+        W.value = W.value - 0.1 * g
+        return value
+
+    return step
+
+
+W = statetx.Param(jnp.cos(jnp.arange(36.0)).reshape(6, 6) / 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpoint", [statetx.policies.Slots(3), statetx.policies.Levels(2)], ids=repr)
+def test_checkpointed_loop_is_the_same_step(checkpoint):
+    xs = jnp.sin(jnp.arange(72.0)).reshape(12, 6)
+    report = assert_same_step(recurrent(None), recurrent(checkpoint), xs, steps=2)
+    assert report.error < 1e-6
+
+
+@pytest.mark.thorough
+def test_sums_in_another_order_are_rounding_which_is_measured():
+    x = jnp.sin(jnp.arange(64.0 * 6)).reshape(64, 6)
+    loss = lambda x: (jnp.tanh(x @ W.value) ** 2).mean()
+
+    def step(x, parts=None):
+        gradient = statetx.grad(loss, wrt=W)(x)
+        if parts:
+            gradient = statetx.grad(statetx.microbatch(loss, parts), wrt=W)(x)
+        W.value = W.value - 0.1 * gradient
+
+    report = assert_same_step(step, lambda x: step(x, 8), x)
+    assert 0 < report.error < 1e-6 and report.double_error < 1e-14
+    assert "up to" in str(report) and "both in float64" in str(report)
+    wrong = lambda x: step(x * (1 + 1e-6), 8)
+    with pytest.raises(AssertionError, match=r"state '.*W'"):
+        assert_same_step(step, wrong, x)
+
+
+@pytest.mark.thorough
+def test_planned_step_and_gradients_in_place_are_the_same():
+    network = Network()
+    plan = statetx.plan(network.step, X, budget=1.0, time_limit=2)
+    assert_same_step(network.step, plan.apply(network.step), X, steps=1)
+    assert_same_step(network.step, statetx.jit(network.step, donate_states=True), X, steps=2)
+
+
+@pytest.mark.thorough
+def test_verified_plan_is_held_against_the_plain_program(monkeypatch):
+    def loss(w, x):
+        return (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean()
+
+    args, options = (jnp.eye(6), jax.ShapeDtypeStruct((4, 6), jnp.float32)), {"budget": 1.0, "verify": True}
+    assert not statetx.plan(loss, *args, **options).is_step
+    monkeypatch.setattr(statetx.Plan, "apply", lambda self, fun: lambda w, x: fun(w, x) * 1.001)
+    with pytest.raises(statetx.PlanError, match=r"The plan for loss is wrong\..*is not the same step as loss"):
+        statetx.plan(loss, *args, **options)
+    report = statetx.explain_oom(loss, *args, limit="0.4KiB", verify=True)
+    assert report.plan is None or "finds none" in report.plan.text
+
+
+# -- counts, bad input ------------------------------------------------------------------------------------------------
+
+
+def test_a_doubled_update_shows_at_any_tolerance():
+    network = Network(1)
+
+    def step(x):
+        network.step(x)
+        network.mean.value = 0.9 * network.mean.value + 0.1 * x.mean(0)
+
+    twice = lambda x: [step(x), setattr(network.mean, "value", network.mean.value * 1.0001)][0]
+    with pytest.raises(AssertionError, match=r"state '.*mean' is written 3 times in place of 2, last at .*:\d+"):
+        assert_same_step(step, twice, X, tolerance=10.0)
+
+
+def test_two_models_begin_with_the_values_of_the_reference():
+    a, b = Network(1), Network(1)
+    b.layers[0].value = b.layers[0].value * 2
+    before = b.layers[0].value
+    of = lambda model: lambda x: model.step(x)
+    assert_same_step(of(a), of(b), X, steps=1)
+    assert b.layers[0].value is before
+
+
+def test_step_that_is_not_deterministic_is_told_with_the_line():
+    n = statetx.State(jnp.zeros(3))
+    draw = lambda: np.random.default_rng().normal(size=3).astype(np.float32)
+
+    def step():
+        noise = jax.pure_callback(draw, jax.ShapeDtypeStruct((3,), jnp.float32))
+        n.value = n.value + noise
+
+    here = step.__code__.co_firstlineno + 1
+    with pytest.raises(AssertionError, match=rf"step is not deterministic.*\n?.*test_same_step.py:{here} in"):
+        assert_same_step(step, step)
+
+    def traced():
+        n.value = n.value * 2 + jnp.asarray(np.random.normal(size=3), jnp.float32)
+
+    with pytest.raises(AssertionError, match=rf"traced is not deterministic.*:{traced.__code__.co_firstlineno + 1} in"):
+        assert_same_step(traced, lambda: traced())
+
+
+def test_bad_input_and_errors_leave_the_states(monkeypatch):
+    n = statetx.State(jnp.zeros(3))
+    before = n.value
+
+    def step(x):
+        n.value = n.value + x
+
+    with pytest.raises(
+        statetx.FunctionError, match=r"step\(x\) does not take the arguments: missing a required argument"
+    ):
+        assert_same_step(step, step)
+    with pytest.raises(statetx.FunctionError, match="step cannot run here: an argument is ShapeDtypeStruct"):
+        assert_same_step(step, step, jax.ShapeDtypeStruct((3,), jnp.float32))
+    made = []
+    with pytest.raises(statetx.FunctionError, match="creates a state that outlives the call"):
+        assert_same_step(step, lambda x: made.append(statetx.State(x)), X[0, :3])
+
+    def broken(x):
+        def fail(x):
+            raise ZeroDivisionError("on the host")
+
+        step(x)
+        return jax.pure_callback(fail, x, x)
+
+    with pytest.raises(Exception, match="on the host"):
+        assert_same_step(step, broken, X[0, :3])
+    assert n.value is before
+
+
+@pytest.mark.slow
+def test_time_and_memory_of_a_comparison():
+    network = Network(8)
+    start = time.process_time()
+    assert_same_step(network.step, lambda x: network.step(x, statetx.remat), X)
+    assert time.process_time() - start < 10
