@@ -69,13 +69,17 @@ def make_function():
     return Model(2).loss
 
 
-def make_step():
+def make_step(rate=0.1):
     def step(x):
         gradient = statetx.grad(model.loss, wrt=statetx.Param)(x)
         for block, g in zip(model.blocks, gradient.values(), strict=False):
-            block.w.value = block.w.value - 0.1 * jnp.mean(g)
+            block.w.value = block.w.value - rate * jnp.mean(g)
 
     return step, (jax.ShapeDtypeStruct((128, 64), jnp.float32),)
+
+
+def make_wrong_step():
+    return make_step(0.11)
 
 
 def make_number():

@@ -556,3 +556,26 @@ def test_residuals_and_report_have_the_options_of_the_functions(capsys):
     assert run(capsys, "residuals", *LOSS, "--argnums", "0")[0] == 0
     status, out, _ = run(capsys, "report", *LOSS, "--policies", "nothing,dots")
     assert status == 0 and "nothing" in out and "dots" in out
+
+
+# -- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_compares_with_the_step_without_rematerialization(capsys, tmp_path):
+    path = tmp_path / "same.json"
+    status, out, err = run(capsys, "verify", "cli_model.py:make_step", "--factory", "--steps", "1", "--json", path)
+    assert (status, err) == (0, "")
+    assert out.startswith("step is the same step as step without rematerialization: 8 results in 1 step, bit for bit.")
+    assert json.loads(path.read_text())["problem"] == ""
+
+
+def test_verify_against_another_step_fails_with_its_state(capsys, tmp_path):
+    argv = ["verify", "cli_model.py:make_wrong_step", "--against", "cli_model.py:make_step", "--factory"]
+    status, out, err = run(capsys, *argv, "--tolerance", "0")
+    assert (status, err) == (1, "") and re.search(r"state 'model.blocks.\d.w'\[0, 0\]: ", out)
+    assert re.search(r"The first value that differs: mul .*cli_model.py:\d+ in step", out)
+
+
+def test_bad_input_of_verify(capsys):
+    status, out, err = run(capsys, "verify", "cli_model.py:make_step", "--factory", "--against", "cli_model.py:none")
+    assert (status, out) == (2, "") and "has no attribute 'none'" in err and err.count("\n") == 1

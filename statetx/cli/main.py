@@ -34,6 +34,7 @@ _COMMANDS = {
     "residuals": "the values that the forward pass saves for the backward pass, and why",
     "report": "the memory of the compiled program with and without rematerialization",
     "plan": "which values to save and which to recompute, so that the program fits a budget",
+    "verify": "whether two training steps do the same, and the first state and line that differ",
 }
 _EXAMPLES = {
     "memory": """\
@@ -57,7 +58,12 @@ report train:loss --shapes "f32[32,128]" --policies nothing,dots
 plan train:loss --shapes "f32[32,128]" --budget 64MiB
 plan train:loss --shapes "f32[32,128]" --target h100 --budget device --time-limit 300
 """,
+    "verify": """\
+verify train.py:step --against train.py:plain --factory
+verify train:step --shapes "f32[32,128], i32[32]"
+""",
     "targets": "targets\n",
+    "doctor": "doctor\n",
     "help": """\
 help
 help TraceLeakError
@@ -71,8 +77,8 @@ class that needs no arguments, a method is called on a new instance (Model.loss)
 With --factory, FUNCTION is called without arguments and returns (fun, args) or (fun, args, kwargs), or a function
 alone, to call with --shapes. Arrays in args may be jax.ShapeDtypeStruct: nothing is computed.
 
-exit status: 0; 1 if your code fails, nothing makes it fit, no plan keeps the budget, or the memory grew; 2 for
-bad input.
+exit status: 0; 1 if your code fails, nothing makes it fit, no plan keeps the budget, the memory grew, or a step is not
+the same; 2 for bad input.
 """
 
 
@@ -108,6 +114,11 @@ def make_parser() -> argparse.ArgumentParser:
         _add_options(command, name)
     summary = "the devices that --target knows, and which can be compiled for here"
     commands.add_parser("targets", help=summary, description=f"Show {summary}.", epilog=_epilog("targets"), **style)
+    summary = "the versions of JAX and its libraries, and which known faults of theirs are in them"
+    command = commands.add_parser(
+        "doctor", help=summary, description=f"Show {summary}.", epilog=_epilog("doctor"), **style
+    )
+    command.add_argument("--json", metavar="FILE", help="write them")
     summary = "what an error means and how to mend it, or what a function does"
     command = commands.add_parser("help", help=summary, description=f"Show {summary}.", epilog=_epilog("help"), **style)
     command.add_argument(
@@ -125,14 +136,26 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
         "--shapes", metavar="TYPES", help="its arguments, such as \"f32[32,128], {'y': i32[32]}, scale=f32[]\""
     )
-    command.add_argument(
-        "--target",
-        dest="device",
-        metavar="DEVICE",
-        help="compile for a device that may not be here: h100, 'tpu v5e:2x4' (see targets)",
-    )
     command.add_argument("--factory", action="store_true", help="FUNCTION makes the function and its arguments")
-    command.add_argument("--html", metavar="FILE", help="write a page")
+    if name == "verify":
+        command.add_argument(
+            "--against",
+            metavar="MODULE:FUNCTION",
+            help="the reference, of the same arguments (default: the step itself without rematerialization, plans and "
+            "checkpoints of loops)",
+        )
+        command.add_argument("--steps", type=int, default=3, help="how many are compared (default: %(default)s)")
+        command.add_argument(
+            "--tolerance", type=float, metavar="PART", help="relative to the largest entry (default: measured rounding)"
+        )
+    else:
+        command.add_argument(
+            "--target",
+            dest="device",
+            metavar="DEVICE",
+            help="compile for a device that may not be here: h100, 'tpu v5e:2x4' (see targets)",
+        )
+        command.add_argument("--html", metavar="FILE", help="write a page")
     command.add_argument(
         "--json", metavar="FILE", help="write numbers" if name != "plan" else "write the plan, for Plan.load"
     )
@@ -141,6 +164,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             "--limit", metavar="SIZE", help="the memory of the device, such as 16GiB (default: what it tells)"
         )
     if name in ("fit", "plan"):
+        command.add_argument("--verify", action="store_true", help="run the plan, and hold it against the plain step")
         command.add_argument(
             "--time-limit",
             type=_seconds,
@@ -282,6 +306,8 @@ def _execute(options: argparse.Namespace) -> int:
     if options.command in ("targets", "help"):
         _print(_targets() if options.command == "targets" else show(options.words))
         return 0
+    if options.command == "doctor":
+        return _doctor(options.json)
     if options.command == "plan":
         _check_budget(options.budget, options.of)
     if options.command == "memory":
@@ -294,7 +320,7 @@ def _execute(options: argparse.Namespace) -> int:
     if len({*real}) < len(real):
         raise BadInput(f"{' and '.join(f'--{name}' for name in files)} write to the same file")
 
-    with _device(options.device):
+    with _device(getattr(options, "device", None)):
         target = load_target(options.target, options.shapes, options.factory)
         output = _RUN[options.command](target, options)
     _print(output.text)
@@ -455,6 +481,7 @@ def _fit(target: UserFunction, options: argparse.Namespace) -> Output:
 
     is_shown = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
     named = {"limit": options.limit, "gradient": options.gradient, "time_limit": options.time_limit}
+    named["verify"] = options.verify
     report = explain_oom(target.fun, *target.args, **named, progress=is_shown, **target.kwargs)
     if report.limit_bytes is None:
         raise BadInput(f"fit: {report.profile.backend} does not tell its memory; give --limit 16GiB, or --target h100")
@@ -479,9 +506,47 @@ def _report(target: UserFunction, options: argparse.Namespace) -> Output:
 def _plan(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..planner.planner import plan
 
-    names = ("budget", "of", "objective", "offload", "stored_as", "argnums", "time_limit")
+    names = ("budget", "of", "objective", "offload", "stored_as", "argnums", "time_limit", "verify")
     result = plan(target.fun, *target.args, **{name: getattr(options, name) for name in names}, **target.kwargs)
     return Output(str(result), {"html": _html_writer(result), "json": result.save})
+
+
+def _verify(target: UserFunction, options: argparse.Namespace) -> Output:
+    from .._verify.same import filled, plain, same_step
+
+    args, kwargs = filled((target.args, target.kwargs))
+    reference = plain(target.fun)
+    if options.against is not None:
+        reference = load_target(options.against, options.shapes, options.factory).fun
+    report = same_step(reference, target.fun, args, kwargs, steps=options.steps, tolerance=options.tolerance)
+    writers = {"json": lambda path: _write_json(path, report.to_dict())}
+    return Output(str(report), writers, is_failed=bool(report.problem))
+
+
+def _doctor(path: str | None) -> int:
+    """Versions, and a line for each known fault."""
+    from importlib import metadata
+
+    import jax
+
+    from .._known import FAULTS
+
+    if path is not None:
+        _check_writable("json", path)
+    named = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in metadata.distributions()}
+    libraries = ("statetx", "jax", "jaxlib", "numpy", "brainstate", "flax", "libtpu")
+    versions = {name: v for name, v in sorted(named.items()) if name in libraries or name.startswith("jax-")}
+    faults = [{"thread": f.thread, "what": f.what, "fix": f.fix, "verdict": f.verdict()} for f in FAULTS]
+    lines = [f"{name} {version}" for name, version in versions.items()]
+    lines = [f"{', '.join(lines)}; {jax.local_device_count()} x {jax.devices()[0].device_kind}", ""]
+    for f in faults:
+        lines.append(f"{f['verdict']}: {f['what']} {f['thread']}")
+        lines += [f"  Fix: {f['fix']}."] * (f["verdict"] == "wrong here")
+    _print("\n".join(lines))
+    if path is not None:
+        _write_json(path, {"versions": versions, "faults": faults})
+        _print(f"Wrote {path}")
+    return 0
 
 
 def _targets() -> str:
@@ -532,4 +597,11 @@ def _html_writer(result: Any) -> Writer:
     return lambda path: _files.write(path, content)
 
 
-_RUN = {"memory": _memory, "fit": _fit, "residuals": _residuals, "report": _report, "plan": _plan}
+_RUN = {
+    "memory": _memory,
+    "fit": _fit,
+    "residuals": _residuals,
+    "report": _report,
+    "plan": _plan,
+    "verify": _verify,
+}

@@ -239,6 +239,7 @@ def explain_oom(
     gradient: bool | None = None,
     time_limit: float | None = 60.0,
     progress: bool = False,
+    verify: bool = False,
     **kwargs: Any,
 ) -> OutOfMemory:
     """Explain why a step ends with ``RESOURCE_EXHAUSTED``: its memory, the device's, and changes that make it fit.
@@ -261,6 +262,7 @@ def explain_oom(
             No other compilation begins if one as long as the longest so far would not end in time, and a plan only if
             its last compilations would, too. 0 for predictions alone, None for no limit.
         progress: whether to show the trials (with rich).
+        verify: whether the plan is run and held against the plain step, as in `plan`.
 
     Returns:
         `OutOfMemory`, which prints. Where the compiler itself runs out of memory, its profile is an estimate from the
@@ -286,7 +288,7 @@ def explain_oom(
     deadline = Deadline(time_limit)
     with spinner(f"explain_oom of {_name(step)}", is_shown=progress) as tell:
         tell("the step")
-        report = _explained(step, args, kwargs, error, limit, gradient, deadline, tell)
+        report = _explained(step, args, kwargs, error, limit, gradient, deadline, tell, verify)
     return dataclasses.replace(
         report,
         num_compiled=deadline.num_compiled,
@@ -304,6 +306,7 @@ def _explained(
     gradient: bool | None,
     deadline: Deadline,
     tell: Callable[[str], None],
+    verify: bool,
 ) -> OutOfMemory:
     texts = [] if error is None else [str(error)]
     try:
@@ -345,7 +348,7 @@ def _explained(
     if gradient is False or (seconds is not None and seconds < _LEAST_FOR_PLAN):
         return report
     tell("a plan")
-    return dataclasses.replace(report, plan=_planned(report, step, args, kwargs, seconds))
+    return dataclasses.replace(report, plan=_planned(report, step, args, kwargs, seconds, verify))
 
 
 def _name(step: Callable[..., Any]) -> str:
@@ -362,7 +365,7 @@ def _seconds_for_plan(deadline: Deadline, for_trials: float) -> float:
 
 
 def _planned(
-    report: OutOfMemory, step: Callable, args: tuple, kwargs: dict[str, Any], seconds: float | None
+    report: OutOfMemory, step: Callable, args: tuple, kwargs: dict[str, Any], seconds: float | None, verify: bool
 ) -> Alternative:
     """Bytes of a plan within the limit."""
     assert report.available_bytes is not None
@@ -373,7 +376,7 @@ def _planned(
             f"statetx.plan finds none: constants take {constants} of {format_bytes(report.available_bytes)}"
         )
     try:
-        result = plan(step, *args, budget=budget, time_limit=seconds, **kwargs)
+        result = plan(step, *args, budget=budget, time_limit=seconds, verify=verify, **kwargs)
     except StatetxError as e:
         return Alternative(f"statetx.plan finds none within {format_bytes(budget)}: {str(e).splitlines()[0]}")
     needed, added = result.total_bytes + report.profile.constant_bytes, result.extra_flops

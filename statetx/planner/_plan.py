@@ -14,7 +14,7 @@ from typing import Any, Never, ParamSpec, TypeVar, cast
 from .. import _files, _records
 from .._equations.structure import Body
 from .._errors import FunctionError, PlanError
-from .._remat.override import rewritten_by
+from .._remat.override import override, rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tables import Table, Tabular
 from .._text import brief, format_bytes
@@ -120,6 +120,8 @@ class Plan(PlanResult, Tabular, Rewriter):
         # A step differentiates functions that it may define inside itself, so they are replaced when JAX gets them.
         @functools.wraps(fun)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
+            if override.leaves_plain(f"{self.name} under a plan"):
+                return fun(*args, **kwargs)
             with rewritten_by(self), contextlib.nullcontext() if treatment is None else treatment.around():
                 return fun(*args, **kwargs)
 

@@ -20,6 +20,7 @@ from .._remat.override import unobserved
 from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, suggestion
+from .._verify.same import filled, same_step, with_gradients
 from . import _store
 from ._budget import STEP, TEMPORARIES, ByteBudget, impossible, no_plan, read_time_limit
 from ._plan import Plan
@@ -54,6 +55,7 @@ def plan(
     argnums: int | Sequence[int] | None = None,
     time_limit: float | None = DEFAULT_TIME_LIMIT,
     progress: bool = False,
+    verify: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Choose the values that a program saves for its backward passes, so that it fits a budget of memory.
@@ -96,6 +98,8 @@ def plan(
             take twice as long; if there is none then, or it adds more than a quarter of the operations, the cheapest
             programs that are predicted to keep the budget are compiled, two at most. None for no limit.
         progress: whether to show progress (with rich).
+        verify: whether to run the planned program and the plain one, and compare, as `testing.assert_same_step` does:
+            of a loss with its gradients. A ``jax.ShapeDtypeStruct`` is filled with numbers. Both must fit here.
 
     Returns:
         `Plan`. Use it as ``plan.apply(fun)`` or ``remat(fun, policy=plan)``.
@@ -103,7 +107,7 @@ def plan(
     Raises:
         PlanError: no candidate keeps the budget; ``smallest_bytes`` is the least that was reached, of what counts. If
             the budget is below what arguments and outputs take, nothing is searched, and ``smallest_bytes`` is what
-            these take.
+            these take. Or `verify` has found another result, which the error names.
 
     Source:
         Jain et al., Checkmate: Breaking the memory wall with optimal tensor rematerialization (MLSys 2020), for
@@ -124,11 +128,22 @@ def plan(
         True
         >>> ws = plan.apply(step)(ws, x)
     """
-    check_flags("plan", offload=offload, progress=progress)
+    check_flags("plan", offload=offload, progress=progress, verify=verify)
     amount = ByteBudget.read(budget, of).amount  # a mistake shows before anything is traced
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
     options |= {"stored_as": stored_as}
-    return Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(amount)
+    made = Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(amount)
+    if verify:
+        _verify(made, fun, args, kwargs)
+    return made
+
+
+def _verify(made: Plan, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if the planned program has other results than the plain one."""
+    both = [fun, made.apply(fun)] if made.is_step else [with_gradients(fun), with_gradients(made.apply(fun))]
+    report = same_step(both[0], both[1], *filled((args, kwargs)), steps=1, tolerance=None)
+    if report.problem:
+        raise PlanError(f"The plan for {made.name} is wrong. {report.problem}\nFix: report it; use policies.nothing.")
 
 
 def _for_target(method: F) -> F:
