@@ -520,3 +520,20 @@ def test_report_prints_in_every_form():
         assert all(word in form for word in ("step needs", "Block.body", "[1]", "1.0 KiB", "report.profile"))
     data = json.loads(json.dumps(report.to_dict()))
     assert data["short_bytes"] == report.short_bytes and data["remedies"][0]["change"]["text"]
+
+
+def vocabulary_loss(hidden, embedding, labels):
+    logits = hidden @ embedding
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0])
+
+
+def test_logits_at_the_peak_lead_to_chunked():
+    """Without compiled changes: what is looked at are the shapes of the program."""
+    args = [jax.ShapeDtypeStruct((2, 256, 32), "float32"), jax.ShapeDtypeStruct((32, 2000), "float32")]
+    labels = jax.ShapeDtypeStruct((2, 256), "int32")
+    report = explain_oom(vocabulary_loss, *args, labels, limit="256KiB", time_limit=0)
+    assert report.num_words == 2000 and report.logits_bytes >= 2 * 2 * 256 * 2000 * 4  # with their gradient
+    assert "a value for each of 2,000 words" in str(report) and "statetx.chunked(loss" in str(report)
+    hidden_layer = explain_oom(Model().loss, X, limit="1MiB", time_limit=0)
+    assert hidden_layer.num_words == 0 and "chunked" not in str(hidden_layer)
+    assert "chunked" not in str(explain_oom(vocabulary_loss, *args, labels, limit="1GiB", time_limit=0))

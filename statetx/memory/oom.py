@@ -21,6 +21,7 @@ from ..residuals._trace import TracedCall, inspects
 from ..transforms.functionalize import functionalize
 from ._deadline import Deadline
 from ._estimate import estimate
+from ._logits import num_words
 from ._search import Remedy, RemedySearch, Unused
 from ._show import PeakRow, rows_at_peak
 from ._tried import Trials, bytes_on_device
@@ -72,6 +73,8 @@ class OutOfMemory(Tabular):
         tried: the changes that were compiled alone, used or not.
         plan: the automatic alternative; None if none was made.
         num_compiled: the programs that were compiled, with those of the plan.
+        logits_bytes, num_words: the bytes at the peak that are logits, and the words that they are for; zeros if that
+            is little.
         seconds, processor_seconds: wall time, and time of all processors. On a busy machine the first is the longer
             one.
     """
@@ -87,6 +90,8 @@ class OutOfMemory(Tabular):
     tried: tuple[Remedy, ...] = ()
     plan: Alternative | None = None
     num_compiled: int = 0
+    logits_bytes: int = 0
+    num_words: int = 0
     seconds: float = 0.0
     processor_seconds: float = 0.0
 
@@ -158,6 +163,13 @@ class OutOfMemory(Tabular):
             yield from self._remedy_notes()
         else:
             yield "If it failed anyway:", _OTHER_CAUSES
+        if self.short_bytes and self.num_words:
+            yield (
+                "Logits:",
+                f"{format_bytes(self.logits_bytes)} of the peak have a value for each of {self.num_words:,} words, by "
+                "the shapes. statetx.chunked(loss, axis, size) around the last product and the loss has those of a "
+                "chunk.",
+            )
         is_told = any(r.change.action == "argument" for r in self.remedies)
         if self.profile.constant_bytes >= _LEAST_SHARE * self.needed_bytes and not is_told:
             yield "Constants:", _CONSTANTS
@@ -332,6 +344,8 @@ def _explained(
     if limit is not None and profile.constant_bytes >= _LEAST_SHARE * (profile.peak_bytes + profile.constant_bytes):
         other_bytes = bytes_on_device(call.body.operands)
     report = OutOfMemory(_name(step), profile, limit_bytes, source, other_bytes, _first_size(_REQUESTS, text), ())
+    words, logits_bytes = num_words(call.body.jaxpr, profile)
+    report = dataclasses.replace(report, num_words=words, logits_bytes=logits_bytes)
     trials = None
     if report.short_bytes and not profile.note and deadline.limit:
         constant_bytes = profile.constant_bytes
