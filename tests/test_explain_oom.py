@@ -242,25 +242,33 @@ def test_remat_is_compiled_before_it_is_advised_and_takes_what_it_takes_by_hand(
     assert not predicted.remedies[0].is_compiled and "less (predicted)" in str(predicted)
 
 
-def returns_its_argument(w, x):
+def layer_of_two(w, x):
     return x, jnp.tanh(jnp.tanh(x @ w) @ w)
 
 
-def test_remat_of_a_function_that_returns_an_argument_takes_what_it_takes_by_hand():
+def layer_without(w, x):
+    return None, jnp.tanh(jnp.tanh(x @ w) @ w)
+
+
+layer_without.__code__ = layer_without.__code__.replace(co_qualname="layer_of_two")
+
+
+@pytest.mark.parametrize("layer", [layer_of_two, layer_without], ids=["returned", "not"])
+def test_remat_of_a_function_that_returns_an_argument_takes_what_it_takes_by_hand(layer):
     # The cotangent of the argument comes from the backward pass of the call alone; outside it would take memory.
     def loss_with(layer):
         def loss(weights, x):
             for w in weights:
-                x, y = layer(w, x)
-                x = x + y
+                returned, y = layer(w, x)
+                x = (x if returned is None else returned) + y
             return jnp.mean(x**2)
 
         return loss
 
     arrays = [jnp.eye(32)] * 3, jax.ShapeDtypeStruct((512, 32), jnp.float32)
-    call = TracedCall("explain_oom", loss_with(returns_its_argument), arrays, {})
-    tried = Trials(call, gradient=True, deadline=_deadline.Deadline(None)).cost(Rematerialize("returns_its_argument"))
-    assert tried.peak_bytes == statetx.measure(loss_with(statetx.remat(returns_its_argument)), *arrays).peak_bytes
+    call = TracedCall("explain_oom", loss_with(layer), arrays, {})
+    tried = Trials(call, gradient=True, deadline=_deadline.Deadline(None)).cost(Rematerialize("layer_of_two"))
+    assert tried.peak_bytes == statetx.measure(loss_with(statetx.remat(layer)), *arrays).peak_bytes
 
 
 @pytest.mark.thorough

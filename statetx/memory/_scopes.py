@@ -16,7 +16,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,10 +30,22 @@ _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 _MOST_IN_A_LINE = 3  # products of one line of a function without a loop: the query, the key and the value of a layer
 _numbers = itertools.count()  # of all calls of the process: JAX caches traces with the numbers
 _definitions: dict[tuple[str, str], int] = {}  # lines of the functions that were numbered, by name and file
-_num_arrays: dict[str, int] = {}  # by name, how many arrays such a function takes as arguments
-_returned: dict[str, list[Any]] = {}  # by name, the types of the arguments that it returns
+_called: dict[str, _Called] = {}  # the last such function of each name
 # Part of the keys of JAX's caches: a function traced without numbers is traced again.
 _context: Any = jax.make_user_context(None)
+
+
+class _Called(NamedTuple):
+    """What the first call of a function of the user tells.
+
+    Attributes:
+        num_arrays: how many arrays it takes as arguments.
+        returned: the types of the arguments that it returns as they are.
+    """
+
+    code: CodeType
+    num_arrays: int
+    returned: list[Any]
 
 
 @contextlib.contextmanager
@@ -50,9 +62,9 @@ def numbered_calls() -> Iterator[None]:
             if _is_users(frame.f_code):
                 name = _name_in_frames(frame.f_code)
                 _definitions[name, frame.f_code.co_filename] = frame.f_code.co_firstlineno
-                if name not in _num_arrays:
+                if name not in _called or _called[name].code is not frame.f_code:
                     arguments[frame] = found = _arrays_in_arguments(frame)
-                    _num_arrays[name] = len(found)
+                    _called[name] = _Called(frame.f_code, len(found), [])
                 scope = jax.named_scope(f"{name}~{next(_numbers)}")
                 scope.__enter__()
                 opened.append((frame, scope))
@@ -60,7 +72,8 @@ def numbered_calls() -> Iterator[None]:
             opened.pop()[1].__exit__(None, None, None)
             if frame in arguments:
                 known = [id(x) for x in arguments.pop(frame)]
-                _returned[_name_in_frames(frame.f_code)] = [jax.typeof(x) for x in _arrays_of(arg) if id(x) in known]
+                returned = _called[_name_in_frames(frame.f_code)].returned
+                returned += [jax.typeof(x) for x in _arrays_of(arg) if id(x) in known]
 
     # No structure has the numbers of another: an entry of the table would never be found again.
     with _context("numbered"), table.bypassed():
@@ -84,12 +97,12 @@ def takes_as_arguments(function: str, num: int) -> bool:
     """Whether a function of the user takes so many arrays as arguments; else it has some from elsewhere, such as the
     states of its module.
     """
-    return _num_arrays.get(function, 0) >= num
+    return function in _called and _called[function].num_arrays >= num
 
 
 def returned_arguments(function: str) -> list[Any]:
     """The types of the arguments that a function of the user returns as they are."""
-    return _returned.get(function, [])
+    return _called[function].returned if function in _called else []
 
 
 def _name_in_frames(code: CodeType) -> str:
