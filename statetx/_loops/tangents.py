@@ -150,8 +150,8 @@ class PulledStep:
             inputs, cts = args[:num], list(args[num:])
 
             def run(*values: Any) -> list[Any]:
-                values = _jax.evaluate(step.marked[0], (), replaced(inputs, diff, values))
-                return [values[i] for i in outs]
+                results = _jax.evaluate(step.marked[0], (), replaced(inputs, diff, values))
+                return [results[i] for i in outs]
 
             return list(jax.vjp(run, *(inputs[i] for i in diff))[1](cts))
 
