@@ -17,7 +17,7 @@ SEARCHES = {
     "nan gradients": {"faq/"},
     "profile memory of one layer": {"how-to/memory-profile/"},
     "checkpoint_sequential": {"migrate/pytorch/"},
-    "why is my loss different": {"faq/"},
+    "why is my loss different": {"faq/", "how-to/same-step/"},
     "colab": {"gallery/", "faq/"},
     "haiku state": {"migrate/haiku/"},
     "set_key": {"migrate/brainstate/"},
