@@ -96,13 +96,10 @@ def offloading_page(*, is_quick: bool) -> Iterator[Way]:
     width, parts = (64, 4) if is_quick else (7168, 8)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 
-    def layer(x: Any, w: Any) -> Any:
-        return jax.nn.gelu(x @ w)
-
-    def loss(params: Any, x: Any, layer: Callable = layer) -> Any:
+    def loss(params: Any, x: Any) -> Any:
         y = x
         for w in params:
-            y = layer(y, w)
+            y = jax.nn.gelu(y @ w)
         return jnp.mean((y - x) ** 2) + 0.01 * sum(jnp.mean(w**2) for w in params)
 
     def step(take: Callable, params: Any, moments: Any, x: Any) -> Any:
@@ -111,12 +108,11 @@ def offloading_page(*, is_quick: bool) -> Iterator[Way]:
         return optax.apply_updates(params, updates), moments
 
     def in_parts(params: Any, x: Any) -> Any:
-        rematerialized = functools.partial(loss, layer=statetx.remat(layer))
-        return statetx.microbatch(jax.value_and_grad(rematerialized), parts, argnums=1)(params, x)
+        return statetx.microbatch(jax.value_and_grad(loss), parts, argnums=1)(params, x)
 
     params, x = (typed(width, width),) * 4, typed(width, width)
     args = params, jax.eval_shape(optimizer.init, params), x
-    steps = {"as on the page": jax.value_and_grad(loss), f"remat and {parts} parts": in_parts}
+    steps = {"as on the page": jax.value_and_grad(loss), f"{parts} parts": in_parts}
     for way, take in steps.items():
         yield way, jax.jit(functools.partial(step, take), donate_argnums=(0, 1)), args
 
@@ -203,7 +199,7 @@ def figures_of(results: list[dict[str, Any]]) -> dict[str, float]:
     nnx, page, vit = PROGRAMS
     if (row := by_way.get((nnx, "nnx, statetx.jit"))) is not None:
         figures["nnx: GB of temporaries"] = row["temp_bytes"] / GB
-    if (row := by_way.get((page, "remat and 8 parts"))) is not None:
+    if (row := by_way.get((page, "8 parts"))) is not None:
         figures["host offloading: GB at the peak"] = row["peak_bytes"] / GB
     if (row := by_way.get((vit, "statetx.jit"))) is not None:
         figures["ViT-L: peak, of jax.jit"] = row["peak_bytes"] / by_way[vit, "jax.jit"]["peak_bytes"]

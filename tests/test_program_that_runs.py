@@ -44,7 +44,12 @@ def step_of(make):
 
 def in_order(order):
     """Plain JAX, with the states as donated arguments, returned in any order."""
-    step = jax.jit(lambda *args: [adam(*args)[i] for i in (*order, 3)], donate_argnums=(0, 1, 2))
+
+    def reordered(*args):
+        out = adam(*args)
+        return [out[i] for i in (*order, 3)]
+
+    step = jax.jit(reordered, donate_argnums=(0, 1, 2))
     return step, (*[jnp.full((DEPTH, WIDTH, WIDTH), x) for x in (0.1, 0.2, 0.3)], X)
 
 
