@@ -252,3 +252,15 @@ def test_list_inside_of_two_containers_is_two_lists_in_a_transform(wrap):
         return len(state.value["b"])
 
     assert wrap(grow)() == 1 and len(state.value["a"]) == 2
+
+
+@pytest.mark.parametrize("transform", [statetx.jit, statetx.remat, statetx.grad, statetx.vmap], ids=lambda f: f.__name__)
+def test_one_of_two_items_may_be_changed_in_place(transform):
+    state = statetx.State({"a": jnp.zeros(2), "b": jnp.zeros(2)})
+
+    def body(x):
+        state.value["b"] = jnp.ones(2)
+        return x.sum()
+
+    transform(body)(jnp.ones((2, 2)))
+    assert state.value["b"].tolist() == [1.0, 1.0] and state.value["a"].tolist() == [0.0, 0.0]

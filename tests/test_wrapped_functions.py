@@ -3,6 +3,7 @@
 import abc
 import asyncio
 import functools
+import inspect
 import types
 
 import jax
@@ -359,3 +360,10 @@ def test_objects_without_tracers_or_with_outer_tracers_pass():
 
     np.testing.assert_array_equal(outer(X), X)
     assert state.value is box
+
+
+@pytest.mark.parametrize("name", "grad hessian jacfwd jacrev jit make_jaxpr remat trace_states vmap".split())
+def test_function_and_every_option_may_be_given_by_name(name):
+    transform = getattr(statetx, name)
+    options = {p.name: p.default for p in inspect.signature(transform).parameters.values()} | {"fun": jnp.sum}
+    transform(**options)(jnp.ones(2))
