@@ -254,7 +254,9 @@ def test_list_inside_of_two_containers_is_two_lists_in_a_transform(wrap):
     assert wrap(grow)() == 1 and len(state.value["a"]) == 2
 
 
-@pytest.mark.parametrize("transform", [statetx.jit, statetx.remat, statetx.grad, statetx.vmap], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "transform", [statetx.jit, statetx.remat, statetx.grad, statetx.vmap], ids=lambda f: f.__name__
+)
 def test_one_of_two_items_may_be_changed_in_place(transform):
     state = statetx.State({"a": jnp.zeros(2), "b": jnp.zeros(2)})
 
