@@ -326,7 +326,10 @@ class Generator(Statements):
     def updated(self, scope: Scope) -> tuple[list[Statement], Scope]:
         """Sometimes a step whose gradients of stacked weights are used up in a loop: in an update, or in a sum."""
         with self.aside(self.rng_updates):
-            is_possible = scope.depth and not (scope.order > 1 or scope.inspected or scope.foreign or scope.pure)
+            is_mapped = scope.maps or scope.varying  # examples would write different values to shared states
+            is_possible = scope.depth and not (
+                is_mapped or scope.order > 1 or scope.inspected or scope.foreign or scope.pure
+            )
             if not (self.updates and is_possible and self.chance(0.2)):
                 return [], scope
             self.updates -= 1
