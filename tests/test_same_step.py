@@ -1,6 +1,9 @@
 """`statetx.testing.assert_same_step`: planted faults with their states and lines, and steps that are the same."""
 
+import importlib.util
+import pathlib
 import re
+import sys
 import time
 
 import brainstate
@@ -361,3 +364,32 @@ def test_time_and_memory_of_a_comparison():
     start = time.process_time()
     assert_same_step(network.step, lambda x: network.step(x, statetx.remat), X)
     assert time.process_time() - start < 10
+
+
+def example(name, monkeypatch, **sizes):
+    """An example as a module, and its options at these sizes."""
+    folder = pathlib.Path(__file__).parents[1] / "examples"
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    options = module.make_options()
+    options.set_defaults(**sizes)
+    return module, options.parse_args([])
+
+
+@pytest.mark.slow
+@jax.numpy_rank_promotion("allow")
+def test_steps_of_the_examples_are_the_same(monkeypatch):
+    draw, labels = np.random.default_rng(0), np.arange(32, dtype=np.int32) % 10
+    images = draw.random((32, 8, 8), np.float32)
+    refs, options = example("refs", monkeypatch, codes=16, hidden=32, lr=0.01)
+    plain, step = (refs.make_step(kind(options), options) for kind in (refs.PlainAutoencoder, refs.Autoencoder))
+    assert_same_step(plain, step, images, steps=2)
+
+    normalized, options = example("batchnorm_classifier", monkeypatch, blocks=2, channels=8)
+    plain, step = (normalized.build(options, kind)[1] for kind in (normalized.PlainBlock, normalized.Block))
+    with brainstate.environ.context(fit=True):
+        report = assert_same_step(plain, step, images[..., None], labels, steps=2)
+    assert report.error < 1e-5
