@@ -449,3 +449,10 @@ def test_forwarded_branch_outputs_stay_unbatched():
 def test_error_of_a_reversed_loop_names_the_body_of_the_user(loop, name):
     with pytest.raises(ValueError, match=rf"The loop: {name}\(.*lambda.* at {re.escape(__file__)}:\d+\)"):
         jax.grad(loop)(1.5)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_last_branch_with_another_structure_is_refused(num):
+    branches = [*[lambda x: (x, x)] * (num - 1), lambda x: x]
+    with pytest.raises(statetx.CarryTypeError, match="all branches must return the same structure"):
+        statetx.switch(num - 1, branches, 1.0)
