@@ -34,7 +34,7 @@ class Fault(NamedTuple):
         """What the check says of the default device: ``"wrong here"``, ``"right here"``, or why it was not run."""
         if self.platform not in ("", current.platform()):
             return f"not checked: needs a {self.platform.upper()}"
-        if len(jax.local_devices()) < self.num_devices:
+        if len(current.local_devices()) < self.num_devices:
             return f"not checked: needs {self.num_devices} devices"
         return "right here" if self.is_right() else "wrong here"
 
@@ -60,7 +60,7 @@ def _row_after_roll() -> bool:
 
 
 def _sharded_row() -> bool:
-    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:2]), ("rows",))
+    mesh = jax.sharding.Mesh(np.array(current.local_devices()[:2]), ("rows",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     put = jax.jit(lambda x, i: jax.lax.dynamic_update_slice(x, jnp.ones(1), [i]), out_shardings=rows)
     return np.array_equal(put(jax.device_put(jnp.zeros(4), rows), 9), [0, 0, 0, 1])

@@ -527,9 +527,8 @@ def _doctor(path: str | None) -> int:
     """Versions, and a line for each known fault."""
     from importlib import metadata
 
-    import jax
-
     from .._known import FAULTS
+    from .._targets import current
 
     if path is not None:
         _check_writable("json", path)
@@ -538,7 +537,7 @@ def _doctor(path: str | None) -> int:
     versions = {name: v for name, v in sorted(named.items()) if name in libraries or name.startswith("jax-")}
     faults = [{"thread": f.thread, "what": f.what, "fix": f.fix, "verdict": f.verdict()} for f in FAULTS]
     lines = [f"{name} {version}" for name, version in versions.items()]
-    lines = [f"{', '.join(lines)}; {jax.local_device_count()} x {jax.devices()[0].device_kind}", ""]
+    lines = [f"{', '.join(lines)}; {len(current.local_devices())} x {current.local_devices()[0].device_kind}", ""]
     for f in faults:
         lines.append(f"{f['verdict']}: {f['what']} {f['thread']}")
         lines += [f"  Fix: {f['fix']}."] * (f["verdict"] == "wrong here")
