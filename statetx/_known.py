@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
@@ -40,7 +40,11 @@ class Fault(NamedTuple):
 
     def refusal(self) -> str:
         """What an error says of it, where programs that have it are traced."""
-        return f"With jaxlib {jaxlib.__version__} this is wrong ({self.thread}). {self.what}\nFix: {self.fix}."
+        return f"With jaxlib {_jaxlib()} this is wrong ({self.thread}). {self.what}\nFix: {self.fix}."
+
+
+def _jaxlib() -> str:
+    return importlib.metadata.version("jaxlib")
 
 
 def _delay_line() -> bool:
@@ -149,4 +153,4 @@ FAULTS = (DELAY_LINE, ROW_AFTER_ROLL, SHARDED_ROW, ROW_IN_LOOP, DONATED_OUTPUTS,
 
 def offloads_wrongly() -> bool:
     """Whether programs for the present target have `OFFLOADED_RESIDUALS`; by version, since a target cannot run."""
-    return current.platform() == "gpu" and jaxlib.__version__ == "0.11.0"
+    return current.platform() == "gpu" and _jaxlib() == "0.11.0"

@@ -68,11 +68,11 @@ def offloading(x, checkpoint=None):
 @pytest.mark.parametrize("checkpoint", [None, statetx.policies.Levels(2, offload=True)], ids=["residuals", "carries"])
 def test_offloaded_residuals_are_refused_where_they_are_wrong(checkpoint, monkeypatch):
     monkeypatch.setattr(current, "platform", lambda: "gpu")
-    monkeypatch.setattr(jaxlib, "__version__", "0.11.0")
+    monkeypatch.setattr(_known, "_jaxlib", lambda: "0.11.0")
     trace = lambda: jax.make_jaxpr(jax.grad(lambda x: offloading(x, checkpoint)))(jnp.ones(8))
     with pytest.raises(statetx.PolicyError, match=r"(?s)jaxlib 0\.11\.0 .*openxla/xla#46231.*Fix: another jaxlib"):
         trace()
-    monkeypatch.setattr(jaxlib, "__version__", "0.11.2")
+    monkeypatch.setattr(_known, "_jaxlib", lambda: "0.11.2")
     statetx.clear_cache()  # what was staged for the other version
     jax.clear_caches()
     trace()

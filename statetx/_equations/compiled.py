@@ -479,7 +479,8 @@ def in_order(traced: Any) -> Any:
 
 
 def _is_on_mesh(jaxpr: Any) -> bool:
-    return any(not v.aval.sharding.mesh.empty for v in _jax.open_jaxpr(jaxpr)[0].invars)
+    avals: list[Any] = [v.aval for v in _jax.open_jaxpr(jaxpr)[0].invars]
+    return any(not aval.sharding.mesh.empty for aval in avals)
 
 
 def _retraced(traced: Any, run: Callable) -> Any:

@@ -32,7 +32,7 @@ from .values import Node, Recording, first_unstable, first_values
 
 _FACTOR = 16  # by which rounding may exceed what was measured of it
 _DOUBLE = 1e-11  # relative; rounding in float64 is far below, a fault far above
-_OTHER_FUSIONS: dict[str, str | int] = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
+_OTHER_FUSIONS: dict[str, Any] = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass

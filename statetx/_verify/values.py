@@ -62,6 +62,7 @@ class Recording:
 
     def __init__(self, body: Body, arrays: Sequence[Any], options: Mapping[str, Any]):
         self.nodes: list[Node] = []
+        self.outputs: list[int] = []
         jaxpr, inputs = inline(body.jaxpr, calls=INLINED), [*body.operands, *arrays]
 
         def run(*inputs: Any) -> list[Any]:

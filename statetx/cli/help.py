@@ -165,8 +165,8 @@ def _nearest(texts: dict[str, Texts], asked: set[str], phrase: str) -> Found:
         has_phrase = phrase.lower() in "\n".join(parts).lower()
         ranks[name] = sum(map(bool, hits)), has_phrase, sum(hits)
     nearest = sorted(ranks, key=lambda name: ranks[name], reverse=True)
-    most = ranks[nearest[0]] if nearest else (0, False, 0)
-    return Found(*most, [name for name in nearest if ranks[name][0] == most[0]])
+    num_words, has_phrase, weight = ranks[nearest[0]] if nearest else (0, False, 0)
+    return Found(num_words, has_phrase, weight, [name for name in nearest if ranks[name][0] == num_words])
 
 
 def _texts(name: str) -> Texts:

@@ -128,7 +128,7 @@ class State(NotAnArray, Generic[T]):
         # behind.
         if not _jax.is_eager() and (frame is None or _jax.current_trace() is not frame.trace):
             _frames.check_write(self, NATIVE, value, NATIVE.anchor(self, frame, access), _states.call_site())
-        if access is not None:
+        if frame is not None and access is not None:
             access.count_write()
             if not access.written:
                 frame.note_write(access)

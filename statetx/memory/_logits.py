@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from .._jax import Jaxpr
 from .._jax.equations import inner_jaxprs
@@ -35,7 +36,8 @@ def num_words(body: Jaxpr, profile: AdvisedTimeline) -> tuple[int, int]:
 
 def _wide_products(body: Jaxpr) -> Iterator[tuple[int, int]]:
     """The width of a result, and the width of what goes into the product."""
-    for eqn in body.eqns:
+    eqns: list[Any] = body.eqns
+    for eqn in eqns:
         if eqn.primitive.name == "dot_general" and (shape := eqn.outvars[0].aval.shape):
             (contracted, _), _ = eqn.params["dimension_numbers"]
             width = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)

@@ -47,10 +47,11 @@ def _reductions_of_rows(jaxpr: Jaxpr) -> set[Any]:
     readers: dict[Any, list[Any]] = collections.defaultdict(list)
     widest: dict[Any, int] = {}  # of a value and those that are computed from it in its kernel
     rows: set[Any] = set()
-    for eqn in jaxpr.eqns:
+    eqns: list[Any] = jaxpr.eqns
+    for eqn in eqns:
         for v in dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)):
             readers[v].append(eqn)
-    for eqn in reversed(jaxpr.eqns):
+    for eqn in reversed(eqns):
         for v in eqn.outvars:
             further = [widest[u] for reader in readers[v] if row_of(reader).fuses for u in reader.outvars]
             widest[v] = max([v.aval.size, *further])
