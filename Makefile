@@ -70,9 +70,10 @@ test-fast: $(STAMP)  ## run both, make test and make test-thorough, collected on
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow and not outside and not targets" $(ARGS)
 
 TWELFTH ?= today
-test-twelfth: $(STAMP)  ## run the twelfth of the slow tests that is for today, for ten minutes; or TWELFTH=0 to 11
+MINUTES ?= 10
+test-twelfth: $(STAMP)  ## run the twelfth of the slow tests that is for today, for ten minutes; or TWELFTH=0 to 11, MINUTES=60
 	$(PY) -m pytest -n 2 --dist worksteal \
-	  -m "slow and not outside and not targets" --twelfth $(TWELFTH) --minutes 10 $(ARGS)
+	  -m "slow and not outside and not targets" --twelfth $(TWELFTH) --minutes $(MINUTES) $(ARGS)
 
 test-slow: $(STAMP)  ## run every test, the slow ones too, compiled with the options that users have
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(PY) -m pytest -n 2 --dist worksteal -m "not outside" $(ARGS)
