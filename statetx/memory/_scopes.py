@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .. import _states
 from .._equations.structure import table
 from ._names import AGAIN, PRODUCTS, is_library
 from .buffer import Step, Timeline
@@ -116,8 +117,9 @@ def _arrays_in_arguments(frame: FrameType) -> list[Any]:
 
 
 def _arrays_of(tree: Any) -> list[Any]:
+    """The arrays in a tree, without those of states: to take a state apart is to read it, which watchers see."""
     with contextlib.suppress(Exception):  # of the user's own pytrees
-        return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        return [x for x in jax.tree.leaves(tree, is_leaf=_states.is_opaque) if isinstance(x, jax.Array)]
     return []
 
 
