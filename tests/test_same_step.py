@@ -181,7 +181,7 @@ def test_fault_of_a_small_step_is_named_with_its_line():
 
     wrong = lambda x: step(x, 1.1e-6)
     here = step.__code__.co_firstlineno + 1
-    with pytest.raises(AssertionError, match=rf"state 'step.n'\[1\].*\n.*\n.*: add f64\[3\] at .*:{here} in step"):
+    with pytest.raises(AssertionError, match=rf"state 'n'\[0\].*\n.*\n.*: add f64\[3\] at .*:{here} in step"):
         assert_same_step(step, wrong, jnp.ones(3), steps=1)
 
 

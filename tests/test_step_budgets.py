@@ -177,7 +177,7 @@ def test_estimate_of_arguments_and_outputs_is_close():
 def test_unplanned_step_is_not_compiled_for_a_budget_in_bytes(planner, monkeypatch):
     tight = planner.plan(0.7)
     assert tight.unplanned_is_compiled and "(without a plan " in str(tight)
-    monkeypatch.setattr(_search.Search, "_may_baseline_keep", lambda self, num_bytes: False)
+    monkeypatch.setattr(_search.Search, "_may_keep", lambda self, peak, num_bytes, guides: bool(guides))
     plan = statetx.plan(step, *ARGS, budget=tight.budget_bytes)
     assert not plan.unplanned_is_compiled and "(without a plan " not in str(plan)
     assert plan.unplanned_flops == tight.unplanned_flops and plan.total_bytes <= plan.budget_bytes
