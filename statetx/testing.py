@@ -20,8 +20,9 @@ from ._remat.override import override
 from ._targets import current
 from ._text import format_bytes, parse_bytes, type_str
 from ._tree import is_float, is_integer, partition
+from ._verify.functions import pulled_back
 from ._verify.results import entries_str, equal_entries, numbers
-from ._verify.same import SameStep, pulled_back, same_step
+from ._verify.same import SameStep, same_step
 from .memory.baseline import TOLERANCE, UPDATE, Difference, MemoryBaseline, find, key_of, read_tolerance, save
 from .memory.measure import MemoryProfile, memory_profile
 from .residuals._trace import TracedCall

@@ -1,4 +1,4 @@
-"""The action of this repository: its step runs in a shell, with a program called gh that notes what it is asked."""
+"""The action of this repository: its step runs in a shell, with a program called gh that notes its arguments."""
 
 import os
 import pathlib

@@ -16,7 +16,8 @@ from searches import SEARCHES
 
 import statetx
 from statetx.cli.help import show
-from statetx.cli.main import main, make_parser
+from statetx.cli.main import main
+from statetx.cli.parser import make_parser
 from statetx.cli.target import BadInput, parse_shapes
 
 HERE = pathlib.Path(__file__).parent

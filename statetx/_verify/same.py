@@ -20,12 +20,10 @@ from .._errors import FunctionError
 from .._lift.wrapper import check_callable, name_of, short_name
 from .._objects.paths import Paths
 from .._objects.walk import created_undone
-from .._remat.override import override
 from .._targets import current
 from .._text import counted
-from .._tree import is_array, is_array_or_type, is_float, is_key, partition
+from .._tree import is_array, is_float
 from ..residuals._trace import TracedCall, unjitted
-from ..transforms.functionalize import Functionalize
 from ..transforms.jit.api import jit
 from .results import Difference, differences
 from .values import Node, Recording, first_unstable, first_values
@@ -456,63 +454,3 @@ def _counts_str(expected: Counter[str], actual: Counter[str]) -> str:
         for name in names
         if expected[name] != actual[name]
     )
-
-
-# -- references and arguments -----------------------------------------------------------------------------------------
-
-
-def plain(fun: Callable) -> Callable:
-    """The function without rematerialization, plans and checkpoints of loops."""
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        with override.nothing_checkpointed():
-            return unjitted(fun)(*args, **kwargs)
-
-    plain.__name__ = plain.__qualname__ = f"{short_name(name_of(fun))} without rematerialization"
-    return plain
-
-
-def with_gradients(fun: Callable) -> Callable:
-    """The outputs and new values of states of a function, with gradients for all floats, as a function of arrays."""
-
-    def gradients(*args: Any, **kwargs: Any) -> Any:
-        pure = Functionalize(fun, takes_refs=True)
-        return pulled_back(pure, pure.values(*args, **kwargs), args, kwargs)
-
-    gradients.__name__ = gradients.__qualname__ = short_name(name_of(fun))
-    return gradients
-
-
-def pulled_back(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
-    """The output and new values of a functionalized function, and a gradient for each float among its inputs."""
-    floats, static = partition((values, args, kwargs), is_float)
-    rest: Any = None
-
-    def differentiated(*floats: Any) -> tuple[list[Any], list[Any]]:
-        nonlocal rest
-        values, args, kwargs = static.combine(floats)
-        result = pure(values, *args, **kwargs)
-        arrays, rest = partition(result, is_array_or_type)
-        return partition(result[0], is_float)[0], arrays
-
-    leaves, pullback, arrays = jax.vjp(differentiated, *floats, has_aux=True)
-    # Cotangents differ between entries, so that swapped ones show.
-    types = map(jax.typeof, leaves)
-    cts = [jnp.cos(jnp.arange(t.size, dtype=t.dtype)).reshape(t.shape) for t in types]
-    return *rest.combine(arrays), pullback(cts)
-
-
-def filled(tree: Any) -> Any:
-    """Numbers in place of ``jax.ShapeDtypeStruct``: normal floats, zeros and ones, keys."""
-    draw = np.random.default_rng(0)
-
-    def numbers(x: Any) -> Any:
-        if not isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        if is_key(x):
-            impl = {"key<fry>": "threefry2x32", "key<urbg>": "unsafe_rbg"}.get(str(x.dtype), "rbg")
-            return jax.random.split(jax.random.key(0, impl=impl), x.shape)
-        entries = draw.normal(size=x.shape) if is_float(x) else draw.integers(0, 2, x.shape)
-        return jnp.asarray(entries, x.dtype)
-
-    return jax.tree.map(numbers, tree, is_leaf=_states.is_opaque)

@@ -286,7 +286,7 @@ class Difference:
 
 
 def _cell(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape what Markdown would read as its own."""
     return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", text)
 
 

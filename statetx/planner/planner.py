@@ -20,7 +20,8 @@ from .._remat.override import unobserved
 from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, suggestion
-from .._verify.same import filled, same_step, with_gradients
+from .._verify.functions import filled, with_gradients
+from .._verify.same import same_step
 from . import _store
 from ._budget import STEP, TEMPORARIES, ByteBudget, impossible, no_plan, read_time_limit
 from ._plan import Plan
