@@ -149,15 +149,88 @@ def test_moments_are_left_on_cpus():
     assert "on CPUs an update by moments copies these" in step.trace(X).gradients[0]
 
 
+def clipped(bound):
+    """Optimizers whose updates need the norm of all gradients."""
+    clip = optax.clip_by_global_norm(bound)
+    return {"clip+sgd": optax.chain(clip, optax.sgd(0.1)), "clip+adamw": optax.chain(clip, optax.adamw(1e-2))}
+
+
 def test_a_global_norm_needs_all_gradients(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "clip", lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
-    step, optimizer = training("clip")
+    """Where nobody asks for it, no operation is added."""
+    monkeypatch.setitem(OPTIMIZERS, "clip", lambda: clipped(1.0)["clip+sgd"])
+    step, _ = training("clip")
     assert "as for clipping by a global norm, needs them first (reduce_sum at" in step.trace(X).gradients[0]
     runs = [leaves(*training("clip", release_gradients=release)) for release in (False, None)]
     jax.tree.map(np.testing.assert_array_equal, *runs)
-    refusal = r"release_gradients=True .*reduce_sum at .*_tree_math.py.*\n.*optax.clip"
+
+
+@pytest.mark.parametrize("name", clipped(1.0))
+@pytest.mark.parametrize("bound", [1e-3, 1e3])
+def test_clipping_by_a_global_norm_runs_the_loop_twice(monkeypatch, name, bound):
+    """The sum of squares has another order. Where nothing is clipped, it does not matter."""
+    monkeypatch.setitem(OPTIMIZERS, name, lambda: clipped(bound)[name])
+    (plain, _), (step, _) = (training(name, release_gradients=release) for release in (False, True))
+    (told,) = step.trace(X).gradients
+    assert "runs twice: the first time for a number that is computed from all layers (reduce_sum at" in told
+    runs = [leaves(*training(name, release_gradients=release)) for release in (False, True)]
+    if name == "clip+sgd" and bound > 1:
+        jax.tree.map(np.testing.assert_array_equal, *runs)
+    else:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *runs)
+    if name == "clip+sgd":
+        temporaries = [f.lower(X).compile().memory_analysis().temp_size_in_bytes for f in (plain, step)]
+        assert temporaries[1] <= temporaries[0] - 0.9 * WEIGHTS.nbytes
+
+
+def test_what_is_logged_of_all_gradients_needs_no_second_run():
+    w = statetx.Param(WEIGHTS.copy())
+
+    def step(x):
+        grads = statetx.grad(lambda x: scanned()(w.value, x), wrt=w)(x)
+        w.value -= 0.1 * grads
+        return jnp.vdot(grads, grads), jnp.abs(grads).max()
+
+    def run(release):
+        w.value = WEIGHTS.copy()
+        jitted = statetx.jit(step, donate_states=True, release_gradients=release)
+        return jitted(X), w.value, jitted.trace(X).gradients
+
+    (norm, largest), weights, _ = run(False)
+    (other_norm, other_largest), other_weights, (told,) = run(True)
+    assert "layer by layer." in told
+    np.testing.assert_allclose(norm, other_norm, rtol=1e-6)
+    np.testing.assert_array_equal(largest, other_largest)
+    np.testing.assert_array_equal(weights, other_weights)
+
+
+def test_two_stacks_are_clipped_by_one_norm():
+    """The second loop of the backward pass needs the first, and both need the norm of all."""
+    clip = optax.clip_by_global_norm(1e-3)
+
+    def step(ws, x):
+        grads = jax.grad(lambda ws: LOSSES["remat"](ws[1], jnp.tanh(scanned_out(ws[0], x)) @ ws[2]))(ws)
+        return jax.tree.map(lambda w, g: w - g, ws, clip.update(grads, clip.init(ws))[0])
+
+    def scanned_out(ws, x):
+        return statetx.scan(lambda x, w: (statetx.remat(layer)(x, w), None), x, ws)[0]
+
+    args = (WEIGHTS, WEIGHTS[::-1], WEIGHTS[0])
+    plain, twice = (statetx.jit(step, donate_argnums=0, release_gradients=release) for release in (False, True))
+    assert [("runs twice" in told) for told in twice.trace(args, X).gradients] == [True, True]
+    copies = lambda: jax.tree.map(jnp.copy, args)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), plain(copies(), X), twice(copies(), X)
+    )
+
+
+def test_a_mean_of_layers_is_refused_with_its_line():
+    def step(ws, x):
+        grads = jax.grad(LOSSES["remat"])(ws, x)
+        return ws - (grads - grads.mean(0, keepdims=True)) / jnp.linalg.norm(grads.ravel())
+
+    refusal = r"release_gradients=True .*reduce_sum at .*test_release.py.*\n.*optax.clip"
     with pytest.raises(statetx.FunctionError, match=refusal):
-        training("clip", release_gradients=True)[0](X)
+        statetx.jit(step, donate_argnums=0, release_gradients=True).trace(WEIGHTS, X)
 
 
 def test_gradients_that_are_returned_are_named():
@@ -301,6 +374,25 @@ def test_a_plan_updates_weights_in_the_backward_pass(tmp_path):
     assert peak(loaded.apply(donating)) == plan.total_bytes
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def clipping(ws, x):
+    value, gradient = jax.value_and_grad(LOSSES["jax.checkpoint"])(ws, x)
+    updates, _ = clipped(1e-3)["clip+sgd"].update(gradient, clipped(1e-3)["clip+sgd"].init(ws))
+    return optax.apply_updates(ws, updates), value
+
+
+def test_a_plan_runs_a_loop_twice_where_nothing_cheaper_keeps_the_budget():
+    least = peak(clipping) - int(0.9 * WEIGHTS.nbytes)
+    ample, plan = (statetx.plan(clipping, WEIGHTS, X, budget=budget) for budget in (peak(clipping), least))
+    assert ample.released_bytes == 0 and ample.extra_flops < 0.4
+    assert plan.released_bytes == WEIGHTS.nbytes and "runs twice" in str(plan)
+    assert 0.8 < plan.extra_flops
+    planned = plan.apply(clipping)
+    assert peak(planned) == plan.total_bytes <= least
+    results = [step(WEIGHTS.copy(), X) for step in (clipping, planned)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), *results)
+
+
 def test_a_plan_leaves_what_is_not_donated():
     step = jax.jit(donating.__wrapped__)
     assert statetx.plan(step, WEIGHTS, X, budget=1.0).released == ()
@@ -314,3 +406,11 @@ def test_advice_names_updates_in_the_backward_loop():
     assert remedy.change.saved_bytes >= 0.9 * WEIGHTS.nbytes
     assert "release_gradients=True" in remedy.change.text and "gradients of 8 layers" in remedy.change.text
     assert statetx.memory_profile(training("sgd")[0], X).releasable is None
+
+
+def test_advice_tells_what_a_second_run_costs():
+    limit = peak(clipping) - WEIGHTS.nbytes // 2
+    report = statetx.explain_oom(clipping, WEIGHTS, X, limit=limit, gradient=False)
+    (remedy,) = report.remedies
+    assert remedy.change.action == "release" and "runs twice" in remedy.change.text
+    assert remedy.fits and remedy.is_compiled and 0.5 < remedy.added_operations < 0.9

@@ -26,7 +26,7 @@ from .._targets.target import Target
 from .._text import counted, format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
 from .primitives import JIT, count
-from .release import with_released_gradients
+from .release import with_most_released
 from .updates import order_of_updates
 
 _log = logging.getLogger("statetx")
@@ -323,9 +323,9 @@ class Program:
         return None if traced is None else Program.of_traced(traced, self.compiler_options)
 
     def released(self) -> Program | None:
-        """The program with updates of scanned layers in the loops of their backward pass; None if it has no loop."""
+        """The program with updates of scanned layers in the loops of their backward pass; None if none can be."""
         donated = [n for n, x in enumerate(jax.tree.leaves(self._traced.args_info)) if x.donated]
-        jaxpr = with_released_gradients(self._traced.jaxpr, donated)
+        jaxpr = with_most_released(self._traced.jaxpr, donated)
         if jaxpr is self._traced.jaxpr or _is_on_mesh(jaxpr):
             return None
         traced = _retraced(self._traced, lambda *arrays: _jax.evaluate(*_jax.open_jaxpr(jaxpr), arrays))

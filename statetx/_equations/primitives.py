@@ -384,6 +384,8 @@ def _inner(eqn: Any) -> Iterable[tuple[Jaxpr, Fraction | int]]:
     params, row = eqn.params, row_of(eqn)
     if row.runs is Runs.PRIMAL:
         params = {row.jaxpr: params[row.jaxpr]}
+    elif getattr(lowered := params.get("lowered"), "adds_operations", False):
+        params = {row.jaxpr: _jax.without_dead_code(lowered(params[row.jaxpr]))}
     known_runs = _jax.known_runs(eqn)
     times = params["length"] if row.runs is Runs.LOOP else 1 if known_runs is None else known_runs
     for param in params.values():

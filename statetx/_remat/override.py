@@ -64,6 +64,7 @@ class Override(threading.local):
         gradient_order: of the gradients that are rewritten; None outside of such a block.
         observer: is told of the gradients that another rewriter replaces; None to tell nothing.
         releases_gradients: whether jitted functions that are traced release the gradients of their loops.
+        repeats_loops: whether these loops run twice where it needs that.
     """
 
     policy: Policy | Rewriter | None = None
@@ -75,6 +76,7 @@ class Override(threading.local):
     gradient_order: GradientOrder | None = None
     observer: Observer | None = None
     releases_gradients: bool = False
+    repeats_loops: bool = False
 
     @contextlib.contextmanager
     def _set(self, key: Hashable, **settings: Any) -> Iterator[None]:
@@ -84,7 +86,7 @@ class Override(threading.local):
             vars(self).update(settings)
             # jax.jit must not reuse a trace that it made under other settings, nor any where what stays plain is noted.
             noted = object() if self.undone is not None else None
-            with _jax.cache_key_context((key, noted, self.releases_gradients)):
+            with _jax.cache_key_context((key, noted, self.releases_gradients, self.repeats_loops)):
                 yield
         finally:
             vars(self).update(previous)
@@ -125,11 +127,11 @@ class Override(threading.local):
         key = "gradients", rewriter, self.policy, self.is_off, self.suppress_warnings
         return self._set(key, rewriter=rewriter, **settings)
 
-    def releasing_gradients(self) -> contextlib.AbstractContextManager[None]:
+    def releasing_gradients(self, *, repeats: bool = False) -> contextlib.AbstractContextManager[None]:
         """Move the updates of each jitted function that is traced in this block and donates inputs into the loops of
-        its backward pass.
+        its backward pass, which may run twice for it.
         """
-        return self._set("released", releases_gradients=True)
+        return self._set("released", releases_gradients=True, repeats_loops=repeats)
 
     def note(
         self,
@@ -165,7 +167,8 @@ _jax.undo_checkpoints(lambda name: override.leaves_plain(f"{name} under jax.chec
 def _release(jaxpr: Any, is_donated: Sequence[bool]) -> Any:
     if not override.releases_gradients or not any(is_donated):
         return jaxpr
-    return with_released_gradients(jaxpr, [i for i, donated in enumerate(is_donated) if donated])
+    overwritable = [i for i, donated in enumerate(is_donated) if donated]
+    return with_released_gradients(jaxpr, overwritable, repeats=override.repeats_loops)
 
 
 _jax.rewrite_jitted(_release)

@@ -242,15 +242,21 @@ class Planner:
             return whole_of(captured, self._options, report, compile_baseline=is_plain and self._needs_baseline)
 
         plain = {c.variant: c for c in self._variants if c.treatment is None}
-        treated = [c for c in self._variants if c.treatment and c.released_bytes > plain[c.variant].released_bytes]
+        most = {variant: c.released_bytes for variant, c in plain.items()}
+        treated = []
+        for c in self._variants:
+            if c.treatment and c.released_bytes > most[c.variant]:
+                most[c.variant] = c.released_bytes
+                treated.append(c)
         return [start(c) for c in (*treated, *plain.values()) if c is not self._captured] + [start(self._captured)]
 
     @property
     def _searched(self) -> list[AnyWhole]:
-        """The programs among which a plan is chosen: without those that a treatment of the step replaces, which adds no
-        operations.
+        """The programs among which a plan is chosen: without those that a treatment of the step replaces by one with no
+        more operations.
         """
-        replaced = {whole.captured.variant for whole in self._wholes if whole.captured.treatment}
+        treatments = [(whole.captured.variant, whole.captured.treatment) for whole in self._wholes]
+        replaced = {variant for variant, treatment in treatments if treatment and not treatment.adds_operations}
         return [w for w in self._wholes if w.captured.treatment or w.captured.variant not in replaced]
 
     @property

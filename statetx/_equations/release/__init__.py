@@ -15,7 +15,15 @@ The rewriting is for lowering. What it makes is not differentiated any more, so 
 
 from .fates import Fate, Stack, told
 from .loops import RowLoop, has_loop
-from .program import ReleasedProgram, releasable, stacks_in, with_released_gradients
+from .program import (
+    ReleasedProgram,
+    releasable,
+    released_bytes,
+    repeated_flops,
+    stacks_in,
+    with_most_released,
+    with_released_gradients,
+)
 from .rewriting import Release, released
 
 __all__ = [
@@ -27,7 +35,10 @@ __all__ = [
     "has_loop",
     "releasable",
     "released",
+    "released_bytes",
+    "repeated_flops",
     "stacks_in",
     "told",
+    "with_most_released",
     "with_released_gradients",
 ]

@@ -15,6 +15,7 @@ class Fate(enum.Enum):
     """What becomes of a stacked result."""
 
     RELEASED = "it no longer exists"
+    REPEATED = "it no longer exists, since its loop runs twice"
     RETURNED = "the program returns it"
     READ = "an equation needs several rows at once"
     SHARED = "the device would copy what its consumers overwrite"
@@ -28,13 +29,17 @@ class Stack(NamedTuple):
     Attributes:
         loop: the equation of the loop.
         num_bytes: its bytes.
-        reader: the equation that needs several rows at once, if this is its fate.
+        reader: the equation that needs several rows at once, if it decides the fate.
     """
 
     loop: Any
     num_bytes: int
     fate: Fate
     reader: Any = None
+
+    @property
+    def is_released(self) -> bool:
+        return self.fate in (Fate.RELEASED, Fate.REPEATED)
 
 
 def told(stacks: Sequence[Stack]) -> tuple[str, ...]:
@@ -53,6 +58,10 @@ def _sentence(stack: Stack) -> str:
 
 _FATES: dict[Fate, Callable[[Stack], str]] = {
     Fate.RELEASED: lambda stack: "are used up in the loop of the backward pass, layer by layer",
+    Fate.REPEATED: lambda stack: (
+        f"are used up in the loop of the backward pass, which runs twice: the first time for a number that is computed "
+        f"from all layers ({_place(stack.reader)})"
+    ),
     Fate.RETURNED: lambda stack: "are kept: the program returns them",
     Fate.READ: lambda stack: f"are kept: {_reason(stack.reader)}",
     Fate.SHARED: lambda stack: "are kept: on CPUs an update by moments copies these, which takes more memory",
@@ -62,12 +71,16 @@ _FATES: dict[Fate, Callable[[Stack], str]] = {
 
 
 def _reason(reader: Any) -> str:
-    where = f"{reader.primitive.name} at {_site(reader)}"
+    where = _place(reader)
     if not any(v.aval.shape for v in reader.outvars):
         return (
             f"a number that is computed from all layers, as for clipping by a global norm, needs them first ({where})"
         )
     return f"{where} needs several layers at once"
+
+
+def _place(eqn: Any) -> str:
+    return f"{eqn.primitive.name} at {_site(eqn)}"
 
 
 def _site(eqn: Any) -> str:

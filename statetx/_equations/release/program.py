@@ -9,8 +9,8 @@ from ... import _jax
 from ..._jax import Jaxpr, Literal, Var
 from ..._positions import replaced
 from ..inline import hoist
-from ..primitives import inner_jaxprs
-from .fates import Fate, Stack
+from ..primitives import count, flops, inner_jaxprs
+from .fates import Stack
 from .loops import has_loop
 from .rewriting import Release
 
@@ -24,10 +24,10 @@ class ReleasedProgram:
     Args:
         jaxpr: without constants.
         overwritable: the inputs whose memory an output may take.
-        is_demanded: as in `Release`.
+        options: further fields of `Release`.
     """
 
-    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], *, is_demanded: bool = False):
+    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], **options: bool):
         live = _jax.without_dead_code(jaxpr)
         read = {v for eqn in live.eqns for v in eqn.invars if isinstance(v, Var)}
         made = {v for eqn in live.eqns for v in eqn.outvars}
@@ -37,14 +37,14 @@ class ReleasedProgram:
         invars, outvars = [live.invars[i] for i in self._used], [live.outvars[n] for n in self._made]
         self._call = _jax.close(_jax.rebuild(live, invars=invars, outvars=outvars), ())
         positions = [n for n, i in enumerate(self._used) if i in overwritable and live.invars[i] not in live.outvars]
-        self._release = Release(tuple(positions), is_demanded=is_demanded)
+        self._release = Release(tuple(positions), **options)
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr, overwritable: Collection[int], *, is_demanded: bool = False) -> ReleasedProgram | None:
+    def of(cls, jaxpr: Jaxpr, overwritable: Collection[int], **options: bool) -> ReleasedProgram | None:
         """The program; None if it has no loop, or cannot be one equation: a Ref is no operand of a call."""
         if jaxpr.is_high or not has_loop(jaxpr):
             return None
-        return cls(jaxpr, overwritable, is_demanded=is_demanded)
+        return cls(jaxpr, overwritable, **options)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The outputs."""
@@ -58,19 +58,29 @@ class ReleasedProgram:
         return self._release.rewritten(self._call).stacks
 
 
-def with_released_gradients(jaxpr: Any, overwritable: Collection[int]) -> Any:
-    """A closed jaxpr as a `ReleasedProgram`; itself if it cannot be one."""
+def with_released_gradients(jaxpr: Any, overwritable: Collection[int], **options: bool) -> Any:
+    """A closed jaxpr as a `ReleasedProgram`, with these options; itself if it cannot be one."""
     opened, consts = _jax.open_jaxpr(jaxpr)
     if opened.is_high:
         return jaxpr
     hoisted, arrays = hoist(opened, consts)
     num = len(arrays)
-    program = ReleasedProgram.of(hoisted, {num + i for i in overwritable})
+    program = ReleasedProgram.of(hoisted, {num + i for i in overwritable}, **options)
     if program is None:
         return jaxpr
     avals = [v.aval for v in hoisted.invars[num:]]
     new, new_consts = _jax.stage(lambda *args: program([*arrays, *args]), avals, traced_for="jit", name="released")
     return _jax.named_like(_jax.close(*hoist(new, new_consts)), opened)
+
+
+def with_most_released(jaxpr: Any, overwritable: Collection[int]) -> Any:
+    """A closed jaxpr that releases its gradients, in loops that run twice if no other way releases more than now."""
+    now = released_bytes(stacks_in(_jax.open_jaxpr(jaxpr)[0]))
+    for repeats in (False, True):
+        program = with_released_gradients(jaxpr, overwritable, repeats=repeats)
+        if released_bytes(stacks_in(_jax.open_jaxpr(program)[0])) > now:
+            return program
+    return jaxpr
 
 
 def stacks_in(jaxpr: Jaxpr) -> list[Stack]:
@@ -86,11 +96,23 @@ def stacks_in(jaxpr: Jaxpr) -> list[Stack]:
     return found
 
 
+def repeated_flops(jaxpr: Jaxpr) -> int:
+    """Operations that are added by loops which run twice, in programs that release gradients."""
+    added = 0
+    for eqn in jaxpr.eqns:
+        if isinstance(eqn.params.get("lowered"), Release):
+            added += flops(eqn) - count(eqn.params["call_jaxpr"].jaxpr)
+        else:
+            added += sum(map(repeated_flops, inner_jaxprs(eqn)))
+    return added
+
+
+def released_bytes(stacks: Sequence[Stack]) -> int:
+    return sum(stack.num_bytes for stack in stacks if stack.is_released)
+
+
 def releasable(jaxpr: Any) -> list[Stack]:
     """The gradients that a closed jaxpr would release if it donated all inputs; none if it releases as much now."""
-    hoisted, _ = hoist(*_jax.open_jaxpr(jaxpr))
-    program = ReleasedProgram.of(hoisted, range(len(hoisted.invars)))
-    num_bytes = lambda stacks: sum(stack.num_bytes for stack in stacks if stack.fate is Fate.RELEASED)
-    if program is None or num_bytes(stacks := program.stacks()) <= num_bytes(stacks_in(hoisted)):
-        return []
-    return [stack for stack in stacks if stack.fate is Fate.RELEASED]
+    program = with_most_released(jaxpr, range(len(_jax.open_jaxpr(jaxpr)[0].invars)))
+    stacks = [] if program is jaxpr else stacks_in(_jax.open_jaxpr(program)[0])
+    return [stack for stack in stacks if stack.is_released]

@@ -19,6 +19,7 @@ from .entering import into_call, into_row_loop, into_scan
 from .fates import Fate, Stack
 from .flat import flattened, without_copies
 from .loops import has_loop, row_loop, stacks_of, stacks_of_devices, with_jaxpr
+from .repeated import repeated, with_split_reductions
 
 _RUNS_LOOPS = LOOPS | REMAT | {"statetx_loop", "statetx_linear"}
 
@@ -39,41 +40,58 @@ class Release:
         is_demanded: whether consumers move although the device copies stacks for it.
         splits_sums: whether ``total + (a + b)``, for two cotangents of one value, becomes ``(total + a) + b``, so that
             no sum of cotangents exists beside the total. Both are sums of three in other orders.
+        repeats: whether a loop runs twice where a number that is computed from all rows is needed first.
     """
 
     overwritable: tuple[int, ...]
     is_demanded: bool = False
     splits_sums: bool = False
+    repeats: bool = False
     is_general = True
 
     def __call__(self, jaxpr: Any) -> Any:
         return _jax.close(self.rewritten(jaxpr).jaxpr, ())
 
+    @property
+    def adds_operations(self) -> bool:
+        """Whether the operations of a program are those of the rewritten one."""
+        return self.repeats
+
     def rewritten(self, jaxpr: Any) -> Released:
         opened, consts = _jax.open_jaxpr(jaxpr)
         assert not consts
         shares_rows = self.is_demanded or current.platform() != "cpu"
-        return released(opened, self.overwritable, shares_rows=shares_rows, splits_sums=self.splits_sums)
+        options = _Options(shares_rows, self.splits_sums, self.repeats)
+        return released(opened, self.overwritable, options)
 
 
-def released(
-    jaxpr: Jaxpr, overwritable: Collection[int], *, shares_rows: bool = True, splits_sums: bool = False
-) -> Released:
+class _Options(NamedTuple):
+    """How consumers move.
+
+    Attributes:
+        shares_rows: whether several outputs may be computed from rows that are overwritten. XLA on CPUs computes each
+            output by itself, and copies the stack for all but the last.
+        splits_sums, repeats: as in `Release`.
+    """
+
+    shares_rows: bool = True
+    splits_sums: bool = False
+    repeats: bool = False
+
+
+def released(jaxpr: Jaxpr, overwritable: Collection[int], options: _Options) -> Released:
     """Move the consumers of stacked results into the loops, at any depth of loops.
 
     Args:
         jaxpr: without constants.
         overwritable: the positions of inputs whose memory an output may take.
-        shares_rows: whether several outputs may be computed from rows that are overwritten. XLA on CPUs computes each
-            output by itself, and copies the stack for all but the last.
-        splits_sums: as in `Release`.
     """
     if not has_loop(jaxpr):
         return Released(jaxpr, [])
     flat = without_copies(flattened(jaxpr))
-    if splits_sums:
+    if options.splits_sums:
         flat = with_split_sums(flat, {flat.invars[i] for i in overwritable})
-    level = _Level(flat, overwritable, shares_rows, splits_sums)
+    level = _Level(flat, overwritable, options)
     for eqn in level.eqns[:]:
         if level.has(eqn):
             level.visit(eqn)
@@ -83,9 +101,8 @@ def released(
 class _Level:
     """The equations of one jaxpr while consumers move."""
 
-    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], shares_rows: bool, splits_sums: bool):
-        self._jaxpr = jaxpr
-        self._shares_rows, self._splits_sums = shares_rows, splits_sums
+    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], options: _Options):
+        self._jaxpr, self._options = jaxpr, options
         self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
         self.stacks: list[Stack] = []
@@ -111,6 +128,46 @@ class _Level:
 
     def visit(self, eqn: Any) -> None:
         """Move the consumers of an equation into it, and do the same in its own jaxpr."""
+        if not self._options.repeats or not any(self._repeat(eqn, *stacks) for stacks in stacks_of(eqn).items()):
+            self._visit_once(eqn)
+
+    def _repeat(self, loop: Any, length: int, outvars: Sequence[Var]) -> bool:
+        """Release all stacks of a loop, of which numbers are computed from all rows, in a second run of the loop if the
+        consumers need these numbers; without a change if this cannot be.
+        """
+        eqns, stacks = self.eqns, [v for v in outvars if v in self._readers]
+        if any(reader.primitive.name in _RUNS_LOOPS for v in stacks for reader in self._readers[v]):  # no gradients
+            return False
+        split = with_split_reductions(eqns, stacks, length)
+        if len(split) > len(eqns) and self._releases_all(split, loop):
+            return True
+        self._set(split)
+        users = self._with_producers(loop, length, self._rowwise_users(loop, length, stacks))
+        twice = repeated(split, loop, stacks, users)
+        noted = len(self.stacks)
+        if twice is not None and self._releases_all(twice.eqns, twice.first, twice.second):
+            self.stacks[noted:] = [
+                Stack(loop, stack.num_bytes, Fate.REPEATED, twice.reader)
+                for stack in self.stacks[noted:]
+                if stack.loop is twice.second
+            ]
+            return True
+        self._set(eqns)
+        return False
+
+    def _releases_all(self, eqns: list[Any], *loops: Any) -> bool:
+        """Release the stacks of loops in these equations; without a note if one is kept."""
+        noted = len(self.stacks)
+        self._set(eqns)
+        for loop in loops:
+            self._visit_once(loop)
+        stacks = self.stacks[noted:]
+        if {stack.loop for stack in stacks} >= {*loops} and all(stack.fate is Fate.RELEASED for stack in stacks):
+            return True
+        del self.stacks[noted:]
+        return False
+
+    def _visit_once(self, eqn: Any) -> None:
         for length, outvars in stacks_of(eqn).items():
             consumers = self._consumers(eqn, length, outvars)
             new = [] if consumers is None else self._moved(eqn, length, consumers)
@@ -143,8 +200,7 @@ class _Level:
         (inner,) = inner_jaxprs(eqn)
         if inner.constvars or not has_loop(inner):
             return eqn
-        options = {"shares_rows": self._shares_rows, "splits_sums": self._splits_sums}
-        new, stacks = released(inner, overwritable, **options)
+        new, stacks = released(inner, overwritable, self._options)
         self.stacks += stacks
         return with_jaxpr(eqn, new)
 
@@ -232,16 +288,17 @@ class _Level:
             reader = self._first_reader(stacks[0], moving)
             self._note(loop, stacks, Fate.REPLACED if reader is None else Fate.READ, reader)
             return None
-        if not (self._shares_rows or are_read_once(eqns, in_place)):
+        if not (self._options.shares_rows or are_read_once(eqns, in_place)):
             self._note(loop, stacks, Fate.SHARED)
             return None
         return Consumers(stacks, eqns, [*stacked], [*whole], outvars, in_place)
 
     def _is_last(self, v: Var, loop: Any, consumers: Collection[Any]) -> bool:
-        """Whether the variable is read by the loop, its consumers, and before the loop; and may be overwritten."""
+        """Whether the variable is read by the loop, its consumers, and before these; and may be overwritten."""
         if v in self._returned or v in self._kept_inputs:
             return False
-        return all(e is loop or e in consumers or e in self._ancestors(loop) for e in self._readers.get(v, ()))
+        others = [e for e in self._readers.get(v, ()) if e is not loop and e not in consumers]
+        return all(any(e in self._ancestors(x) for x in (loop, *consumers)) for e in others)
 
     def _find_ancestors(self, eqn: Any) -> set[Any]:
         """The equations that an equation needs."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ... import _jax
 from ..._equations.compiled import Cost, Program, donated_inputs
 from ..._equations.differentiate import with_pullback
-from ..._equations.release import has_loop
+from ..._equations.release import has_loop, repeated_flops
 from ..._equations.structure import Body
 from ..._errors import PlanError
 from ..._jax import Jaxpr, Literal
@@ -256,6 +256,11 @@ class Captured:
     def released_bytes(self) -> int:
         """Bytes of the gradients that the step releases without a plan."""
         return self.released(())["bytes"]
+
+    @functools.cached_property
+    def repeated_flops(self) -> int:
+        """Operations of the loops that run twice."""
+        return repeated_flops(self.step.program.jaxpr) if self.step and self.step.treatment else 0
 
     @property
     def treatment(self) -> type[Treatment] | None:

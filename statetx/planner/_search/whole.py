@@ -114,7 +114,7 @@ class Whole:
 
     def total_cost(self) -> float:
         """The cost of the baseline with its gradients."""
-        return sum(max(1e-30, search.baseline.flops) for search in self.searches)
+        return sum(max(1e-30, search.baseline.flops) for search in self.searches) + self.captured.repeated_flops
 
     def is_late(self) -> bool:
         return any(search.is_late() for search in self.searches)

@@ -25,13 +25,14 @@ from .._program.flat import Flat, Part, flatten, run
 from .groups import InGroups
 from .inputs import Copies, StoredInputs
 from .loops import CheckpointedLoop, loop_of
-from .released import ReleasedGradients
+from .released import ReleasedGradients, RepeatedGradients
 from .treatment import Decision, Treatment
 
-TREATMENTS: tuple[type[Treatment], ...] = (Copies, StoredInputs, CheckpointedLoop, InGroups, ReleasedGradients)
+_OF_STEPS = ReleasedGradients, RepeatedGradients
+TREATMENTS: tuple[type[Treatment], ...] = (Copies, StoredInputs, CheckpointedLoop, InGroups, *_OF_STEPS)
 """All treatments, in the order of their proposals."""
 
-OF_STEPS: dict[str, type[Treatment]] = {ReleasedGradients.name: ReleasedGradients}
+OF_STEPS: dict[str, type[Treatment]] = {treatment.name: treatment for treatment in _OF_STEPS}
 """The treatments of a whole step, by name."""
 
 UNPLANNED = Decision()

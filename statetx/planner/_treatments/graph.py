@@ -225,7 +225,7 @@ class Graph:
     def _peak_bytes(self, backward: BackwardPass, recomputed: Sequence[Any]) -> int:
         """The most bytes live at a time during recomputation and the backward pass after it.
 
-        Errs in both directions, by up to half: XLA's fusions and its order of the equations are unknown
+        Errs in both directions, by up to half (decision 9): XLA's fusions and its order of the equations are unknown
         here. So it orders the options, and `measure` replaces it for the chosen ones.
         """
         eqns = [*recomputed, *backward.jaxpr.eqns]

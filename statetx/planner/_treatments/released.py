@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..._equations.release import Fate, has_loop, stacks_in, told
+from ..._equations.release import has_loop, released_bytes, stacks_in, told
 from ..._jax import Jaxpr
 from ..._records import Check, many, record, text, whole
 from ..._remat.override import override
@@ -38,5 +38,19 @@ class ReleasedGradients(Treatment):
     @classmethod
     def released(cls, step: Jaxpr) -> dict[str, Any]:
         """Bytes of the gradients that a staged step releases, and a line for each of its loops; a record."""
-        stacks = [stack for stack in stacks_in(step) if stack.fate is Fate.RELEASED]
-        return {"bytes": sum(stack.num_bytes for stack in stacks), "lines": list(told(stacks))}
+        stacks = [stack for stack in stacks_in(step) if stack.is_released]
+        return {"bytes": released_bytes(stacks), "lines": list(told(stacks))}
+
+
+class RepeatedGradients(ReleasedGradients):
+    """The same where a number of all gradients is needed first, such as their norm: the loop runs twice.
+
+    It adds the operations of a backward pass, so a plan has it where nothing cheaper keeps the budget.
+    """
+
+    name = "repeated"
+    adds_operations = True
+
+    @classmethod
+    def around(cls) -> contextlib.AbstractContextManager[None]:
+        return override.releasing_gradients(repeats=True)

@@ -87,10 +87,12 @@ class Treatment:
 
     Attributes:
         name: in a stored plan.
+        adds_operations: whether a step has more operations with it.
         CHECK: of its record.
     """
 
     name: ClassVar[str]
+    adds_operations: ClassVar[bool] = False
     CHECK: ClassVar[Check]
 
     def __init_subclass__(cls) -> None:

@@ -99,10 +99,10 @@ def jit(
             call), the old values are lost: reading such a state raises `StateAccessError`, and the exception names the
             states. Save a checkpoint before the call, or do not donate.
         release_gradients: whether updates of scanned layers run in the loop of their backward pass ("gradient
-            release"), so that no set of gradients exists. It is for updates of each layer alone, such as Adam's, not
-            for clipping by a global norm. By default where states or arguments are donated and the device gains: on
-            GPUs and TPUs, and on CPUs for updates without moments. `memory_profile` says what was done. True refuses
-            steps in which it cannot be.
+            release"), so that no set of gradients exists. It is for updates of each layer alone, such as Adam's. By
+            default where states or arguments are donated and the device gains: on GPUs and TPUs, and on CPUs for
+            updates without moments. `memory_profile` says what was done. True demands it: the loop runs twice where a
+            number of all gradients is needed first, such as their norm for clipping, and other steps are refused.
         keep_unused: as in ``jax.jit``.
         inline: as in ``jax.jit``.
         compiler_options: as in ``jax.jit``.
@@ -136,7 +136,7 @@ def jit(
 
     Raises:
         StaticArgumentError: a position or name that the function does not have, or that is both static and donated.
-        FunctionError: ``release_gradients=True``, and a gradient is needed as a whole, by the named line.
+        FunctionError: ``release_gradients=True``, and the named line needs several layers of a gradient at once.
         StateFilterError: a path in `donate_states` selects no state that the function can reach.
         ForeignStateError: another thread has written a state that the call writes.
 

@@ -25,7 +25,7 @@ class Gradients:
     def __init__(self, name: str, jaxpr: Any, overwritable: Sequence[int], wanted: bool | None):
         self._jaxpr, self._program = jaxpr, None
         if wanted is not False and (wanted or overwritable):
-            self._program = ReleasedProgram.of(jaxpr, overwritable, is_demanded=bool(wanted))
+            self._program = ReleasedProgram.of(jaxpr, overwritable, is_demanded=bool(wanted), repeats=bool(wanted))
         if wanted:
             self._refuse_kept(name)
 
@@ -39,7 +39,7 @@ class Gradients:
 
     def _refuse_kept(self, name: str) -> None:
         stacks = [] if self._program is None else self._program.stacks()
-        kept = [stack for stack in stacks if stack.fate is not Fate.RELEASED]
+        kept = [stack for stack in stacks if not stack.is_released]
         if stacks and not kept:
             return
         reasons = " ".join(told(kept)) or "No loop of it ends in gradients of layers that an update reads."
