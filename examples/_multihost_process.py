@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import statetx
@@ -93,16 +94,17 @@ def train(job, options):
     compiled = step.lower(split(batches[0], mesh)).compile()
     say = print if jax.process_index() == 0 else lambda *_, **__: None
     losses, seconds = [], []
-    with statetx.Checkpointer(options["checkpoints"], model) as checkpointer:
+    with ocp.CheckpointManager(options["checkpoints"]) as manager:
         if job.resumes:
-            checkpointer.restore()
+            wanted = ocp.args.StandardRestore(statetx.values(model))
+            statetx.restore(model, manager.restore(manager.latest_step(), args=wanted))
         for i in range(int(model.steps.value), options["steps"]):
             start = time.perf_counter()
             losses.append(float(step(split(batches[i], mesh))))
             seconds.append(time.perf_counter() - start)
             say(json.dumps({"step": i + 1, "loss": losses[-1]}), flush=True)
             if job.saves and i + 1 == options["steps"] // 2:
-                checkpointer.save(i + 1)
+                manager.save(i + 1, args=ocp.args.StandardSave(statetx.values(model)))
     summary = {
         "losses": losses,
         "seconds": statistics.median(seconds[1:] or seconds),

@@ -113,8 +113,9 @@ if _TYPE_CHECKING:
     from .residuals.saved import print_saved_residuals as print_saved_residuals
     from .residuals.saved import saved_residuals as saved_residuals
     from .residuals.table import Residuals as Residuals
-    from .training.checkpointer import Checkpointer as Checkpointer
     from .training.optimizer import Optimizer as Optimizer
+    from .training.values import restore as restore
+    from .training.values import values as values
     from .transforms.abstract import eval_shape as eval_shape
     from .transforms.abstract import make_jaxpr as make_jaxpr
     from .transforms.chunked import chunked as chunked
@@ -155,7 +156,7 @@ _PUBLIC = {
     "._loops.truncated": "Truncated",
     "._targets.current": "target",
     "._targets.target": "Target",
-    ".training.checkpointer": "Checkpointer",
+    ".training.values": "restore values",
     ".caches": "CacheInfo cache_info clear_cache",
     ".memory.measure": "MemoryProfile memory_profile",
     ".memory.oom": "explain_oom",
@@ -219,7 +220,7 @@ _ELSEWHERE = {
     "pure_callback": "jax.pure_callback",
     "random": "jax.random with keys from a statetx.RngState",
     "rematerialize": "statetx.remat",
-    "save": "statetx.Checkpointer",
+    "save": "orbax, or another library for files, on the dict that statetx.values(model) gives",
     "vector_grad": "statetx.vjp, with ones for an output that is no scalar",
     "vmap_new_states": "statetx.vmap, under which new states get an axis for the examples",
 }

@@ -12,7 +12,6 @@ import math
 import os
 import random
 import shutil
-import zlib
 
 from statetx import _records
 
@@ -77,11 +76,6 @@ def poisoned(fields, rng):
     else:
         holder[f"{key}_"] = holder[key]
     return fields
-
-
-def sealed(manifest):
-    """What a checkpoint's manifest file has, with the checksum of whatever it says."""
-    return {"states": manifest, "crc32": zlib.crc32(json.dumps(manifest, sort_keys=True).encode())}
 
 
 def places(x):

@@ -1060,11 +1060,6 @@ def plan_plot_without_matplotlib():
     without("matplotlib", plan.plot)
 
 
-mistake("Checkpointer without orbax", ImportError, "orbax", "pip install 'statetx[saving]'")(
-    lambda: without("orbax", lambda: statetx.Checkpointer("/tmp/none", {"w": Param(X)}).save(0))
-)
-
-
 # -- stacks ----------------------------------------------------------------------------------------------------------
 
 
@@ -1186,7 +1181,7 @@ def update_of_model():
 for attribute, word in {
     "step": "optimizer.update(grads)",
     "zero_grad": "Leave it out",
-    "state_dict": "Checkpointer",
+    "state_dict": "statetx.values",
     "apply_gradients": "optimizer.update(grads)",
 }.items():
 
@@ -1195,8 +1190,8 @@ for attribute, word in {
         getattr(adam(Block()), attribute)()
 
 
-mistake("Checkpointer(model, directory)", TypeError, "Block", "directory comes first")(
-    lambda: statetx.Checkpointer(Block(), "/tmp/none")
+mistake("restore(values, model)", statetx.CheckpointError, "Block", "restore(model, values)")(
+    lambda: statetx.restore({"w": X}, Block())
 )
 
 

@@ -24,14 +24,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
 
 EXPORTS = """
-Broadcast CacheInfo Carry CarryTypeError Checkpointer CheckpointError CreatedStateError EffectError First
+Broadcast CacheInfo Carry CarryTypeError CheckpointError CreatedStateError EffectError First
 ForeignStateError FunctionError GradientError Last Mean MemoryProfile Not Optimizer Param Plan PlanError PolicyError
 PolicyWarning Residuals RngState Split Stack State StagingWarning StateAccessError StateFilterError StateTrace
 StateValueError StatetxError StaticArgumentError Target TargetError TraceLeakError Truncated budget cache_info
 checkpoint checkpoint_name chunked clear_cache cond eval_shape explain_oom fori_loop functionalize grad hessian jacfwd
 jacrev jit jvp linearize loop_report make_jaxpr map max_batch measure memory_profile memory_report microbatch plan
-policies print_fwd_bwd print_saved_residuals remat remat_scan saved_residuals scan shard_map stack states switch
-target trace_states unstack value_and_grad vjp vmap while_loop
+policies print_fwd_bwd print_saved_residuals remat remat_scan restore saved_residuals scan shard_map stack states switch
+target trace_states unstack value_and_grad values vjp vmap while_loop
 """.split()
 
 
@@ -262,7 +262,7 @@ def test_tested_versions_are_allowed_and_in_the_readme():
 def test_extras_that_messages_and_pages_name_exist():
     texts = [*SOURCES, ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
     named = {extra for path in texts for extra in re.findall(r"statetx\[([a-z]+)\]", path.read_text())}
-    assert named <= set(project_table()["optional-dependencies"]) and "saving" in named
+    assert named <= set(project_table()["optional-dependencies"]) and "plot" in named
 
 
 def links_of(text):

@@ -595,47 +595,40 @@ STABLE = {name: entry for name, entry in (HELD | BEYOND).items() if name != "lin
 
 
 @holders(STABLE)
-def test_checkpoints_contain_every_holder(make, path, tmp_path):
+def test_values_contain_every_holder(make, path):
     w = Param(W)
-    model = make(w)
-    with statetx.Checkpointer(tmp_path, {"model": model}) as checkpointer:
-        checkpointer.save(1)
-        w.value = jnp.zeros(3)
-        checkpointer.restore()
+    model = {"model": make(w)}
+    saved = jax.device_get(statetx.values(model))
+    w.value = jnp.zeros(3)
+    statetx.restore(model, saved)
     np.testing.assert_array_equal(w.value, W)
 
 
 @holders(OPAQUE)
-def test_checkpoints_of_states_without_stable_path_raise(make, path, tmp_path):
-    with statetx.Checkpointer(tmp_path, make(Param(W))) as checkpointer:
-        with pytest.raises(statetx.CheckpointError, match="held by 'held'"):
-            checkpointer.save(1)
-        assert checkpointer.steps == []
+def test_values_of_states_without_stable_path_raise(make, path):
+    with pytest.raises(statetx.CheckpointError, match="held by 'held'"):
+        statetx.values(make(Param(W)))
 
 
-def test_checkpoints_of_sets_with_equal_items_raise(tmp_path):
-    alike = Model({Param(W), Param(2 * W)})
-    with statetx.Checkpointer(tmp_path / "alike", alike) as checkpointer:
-        with pytest.raises(
-            statetx.CheckpointError, match=r"the state 'held.Param' is in the set 'held', which has no order"
-        ):
-            checkpointer.save(1)
+def test_values_of_sets_with_equal_items_raise():
+    with pytest.raises(
+        statetx.CheckpointError, match=r"the state 'held.Param' is in the set 'held', which has no order"
+    ):
+        statetx.values(Model({Param(W), Param(2 * W)}))
     states = {Param(W, name="a"), Param(2 * W, name="b"), State(W)}
-    with statetx.Checkpointer(tmp_path / "named", Model(states)) as checkpointer:
-        checkpointer.save(1)
-        for state in states:
-            state.value = jnp.zeros(3)
-        checkpointer.restore()
-        assert {s.name: s.value[0] for s in states} == {"a": 2.0, "b": 4.0, None: 2.0}
+    saved = statetx.values(Model(states))
+    for state in states:
+        state.value = jnp.zeros(3)
+    statetx.restore(Model(states), saved)
+    assert {s.name: s.value[0] for s in states} == {"a": 2.0, "b": 4.0, None: 2.0}
     assert list(statetx.states(Model(states))) == ["held.State", "held.a", "held.b"]
 
 
-def test_checkpoints_of_a_function_contain_states_of_its_helpers(tmp_path):
+def test_values_of_a_function_contain_states_of_its_helpers():
     model = helper_elsewhere(Param(W))
-    with statetx.Checkpointer(tmp_path, model) as checkpointer:
-        checkpointer.save(1)
-        elsewhere.weight.value = jnp.zeros(3)
-        checkpointer.restore()
+    saved = statetx.values(model)
+    elsewhere.weight.value = jnp.zeros(3)
+    statetx.restore(model, saved)
     np.testing.assert_array_equal(elsewhere.weight.value, W)
 
 

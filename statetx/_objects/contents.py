@@ -1,6 +1,6 @@
 """The children of Python objects: the one description that all code that looks into objects relies on.
 
-`states`, paths and filters, `Checkpointer`, the comparison of layers by `stack` and the keys of static arguments all
+`states`, paths and filters, `values`, the comparison of layers by `stack` and the keys of static arguments all
 use `children`. A place that it does not list is invisible to all of them.
 """
 

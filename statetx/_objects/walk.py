@@ -163,7 +163,7 @@ class Walk:
         if isinstance(obj, types.ModuleType):
             self._modules.append((path, obj))
             return
-        # Two such items may change places in the next process: `Checkpointer` must not pair them by path.
+        # Two such items may change places in the next process: `values` must not pair them by path.
         if isinstance(obj, (Set, weakref.WeakSet)) and not set_items(obj)[1]:
             self.unstable.append(path)
         yield from children(obj)

@@ -1,1 +1,1 @@
-"""Optimizers with their memory in a state, and checkpoints of states."""
+"""Optimizers with their memory in a state, and the values of states as a dict of arrays."""

@@ -24,8 +24,8 @@ _ELSEWHERE = {
     "apply_gradients": "use optimizer.update(grads)",
     "zero_grad": "gradients are values here, and none are left from an earlier step. Leave it out",
     "param_groups": "the states are optimizer.states; for several learning rates use optax.partition",
-    "state_dict": "save with statetx.Checkpointer(directory, {'model': model, 'optimizer': optimizer})",
-    "load_state_dict": "restore with statetx.Checkpointer(directory, {'model': model, 'optimizer': optimizer})",
+    "state_dict": "take statetx.values({'model': model, 'optimizer': optimizer})",
+    "load_state_dict": "use statetx.restore({'model': model, 'optimizer': optimizer}, values)",
 }
 
 
