@@ -17,12 +17,10 @@ from .._objects.contents import HIDDEN, children
 from .._objects.walk import Walk
 from .._text import brief, type_str
 from .._tree import is_array, is_array_or_number
-from .._typing import public
 
 _NUMBERS = (bool, int, float, complex)
 
 
-@public
 def values(obj: Any) -> dict[str, Any]:
     """Take the values of all states in an object, as a dict of arrays by path.
 
@@ -62,7 +60,6 @@ def values(obj: Any) -> dict[str, Any]:
     return {path: _saved(path, x) for entry in _entries("values", obj) for path, x in entry.leaves.items()}
 
 
-@public
 def restore(obj: Any, values: Mapping[str, Any]) -> None:
     """Give the states in an object the values that `values` took: all of them, or none if it raises.
 
