@@ -13,6 +13,7 @@ import pytest
 
 import statetx
 from statetx import policies
+from statetx._equations import primitives
 
 L, D, B, K = 8, 64, 16, 4
 WEIGHTS = jax.random.normal(jax.random.key(0), (L, D, D)) / D
@@ -180,6 +181,18 @@ def test_clipping_by_a_global_norm_runs_the_loop_twice(monkeypatch, name, bound)
     if name == "clip+sgd":
         temporaries = [f.lower(X).compile().memory_analysis().temp_size_in_bytes for f in (plain, step)]
         assert temporaries[1] <= temporaries[0] - 0.9 * WEIGHTS.nbytes
+
+
+@pytest.mark.parametrize(("examples", "factor"), [(B // 2, 1.3), (B, 1.8)])
+def test_the_second_run_computes_rows_alone_from_little(monkeypatch, examples, factor):
+    """From the cotangents of each layer, if these take at most an eighth of its weights; else it is a whole run."""
+    monkeypatch.setitem(OPTIMIZERS, "clip", lambda: clipped(1e-3)["clip+sgd"])
+    x = jax.random.normal(jax.random.key(2), (examples, D))
+    steps = [training("clip", release_gradients=release)[0] for release in (False, True)]
+    plain, twice = (primitives.count(step.trace(x).jaxpr.jaxpr) for step in steps)
+    assert factor - 0.2 < twice / plain < factor
+    np.testing.assert_array_equal(*[step(x) for step in steps])
+    np.testing.assert_allclose(*[step(x) for step in steps], rtol=1e-6)
 
 
 def test_what_is_logged_of_all_gradients_needs_no_second_run():

@@ -2,7 +2,8 @@
 
 The norm of all gradients, by which they are clipped, is a sum over all rows of all stacks. The first run of the loop
 has only sums over single rows as results, so that no stack exists; the second has what consumes the rows and reads the
-norm. What else the loop computes, such as its carry, is read of the first.
+norm. What else the loop computes, such as its carry, is read of the first. If what the rows are computed from is small,
+the first run saves it (`saved`), and the second computes the rows alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..._jax import Var
 from ..rowwise import is_stack
 from ..sums import in_order
 from .consumers import variables_of
+from .saved import rows_from_saved
 
 # Of parts and of their results alike. A sum has another order then, and may differ in its last bits.
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
@@ -69,8 +71,9 @@ def repeated(eqns: Sequence[Any], loop: Any, stacks: Collection[Var], users: Seq
     fresh = {v: Var(v.aval) for v in (*stacks, *(v for e in producers for v in e.outvars))}
     read = lambda eqn: eqn.replace(invars=[fresh.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
     write = lambda eqn: eqn.replace(outvars=[fresh.get(v, v) for v in eqn.outvars])
-    first = write(loop)
-    second = loop.replace(outvars=[v if v in stacks else Var(v.aval) for v in loop.outvars])
+    runs = rows_from_saved(loop, stacks)
+    first, second = runs or (loop, loop.replace(outvars=[v if v in stacks else Var(v.aval) for v in loop.outvars]))
+    first = write(first)
     new: list[Any] = []
     for eqn in eqns:
         if eqn is loop:
