@@ -1,9 +1,10 @@
-"""Steps whose gradients never exist: three programs of others, with their own jit and with `statetx.jit`.
+"""Steps whose gradients never exist: with another jit, and with `statetx.jit`.
 
 Compared
     A step of nnx layers with Adam, of the sizes of google/flax#5116 (three sets of 2.5 GB; the issue tells temporaries of 5.26 GB for nnx, 2.76 GB for
     pure JAX); the step of JAX's page on host offloading, four layers of 7,168 x 7,168 with a global norm and Adam (the page tells 4.59 GB, and 2.87 GB
-    with moments on the host); and ViT-L/16 of flax.linen with Adam, 24 scanned layers. The code of a step stays, and its jit changes.
+    with moments on the host); ViT-L/16 of flax.linen with Adam, 24 scanned layers; and 16 scanned layers of 1,024 x 1,024 (batch 64) whose gradients are clipped by their norm,
+    which takes two backward passes. The code of a step stays, and its jit changes.
 
 Measured
     Arguments, temporaries and peak of the program compiled for a GPU that is not there, and operations counted from the equations.
@@ -158,10 +159,31 @@ def vision_transformer(*, is_quick: bool) -> Iterator[Way]:
     yield "statetx.jit", statetx.jit(step, donate_argnums=(0, 1)), args
 
 
+def clipped(*, is_quick: bool) -> Iterator[Way]:
+    """Residual layers, rematerialized, with clipping by a global norm and Adam."""
+    layers, width, batch = (4, 64, 4) if is_quick else (16, 1024, 64)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+    def step(weights: Any, moments: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            layer = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))
+            return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        updates, moments = optimizer.update(grads, moments, weights)
+        return optax.apply_updates(weights, updates), moments, value
+
+    weights = typed(layers, width, width)
+    args = weights, jax.eval_shape(optimizer.init, weights), typed(batch, width)
+    yield "jax.jit", jax.jit(step, donate_argnums=(0, 1)), args
+    yield "statetx.jit, True", statetx.jit(step, donate_argnums=(0, 1), release_gradients=True), args
+
+
 PROGRAMS = {
     "nnx layers (flax#5116)": (nnx_layers, "h100"),
     "host offloading (JAX's page)": (offloading_page, "h100"),
     "ViT-L/16": (vision_transformer, "a100-80gb"),
+    "clipped by the norm": (clipped, "h100"),
 }
 
 
@@ -196,13 +218,15 @@ def figures_of(results: list[dict[str, Any]]) -> dict[str, float]:
     """What the limits are about."""
     by_way = {(row["program"], row["way"]): row for row in results}
     figures = {}
-    nnx, page, vit = PROGRAMS
+    nnx, page, vit, norm = PROGRAMS
     if (row := by_way.get((nnx, "nnx, statetx.jit"))) is not None:
         figures["nnx: GB of temporaries"] = row["temp_bytes"] / GB
     if (row := by_way.get((page, "8 parts"))) is not None:
         figures["host offloading: GB at the peak"] = row["peak_bytes"] / GB
     if (row := by_way.get((vit, "statetx.jit"))) is not None:
         figures["ViT-L: peak, of jax.jit"] = row["peak_bytes"] / by_way[vit, "jax.jit"]["peak_bytes"]
+    if (row := by_way.get((norm, "statetx.jit, True"))) is not None:
+        figures["clipped: peak, of jax.jit"] = row["peak_bytes"] / by_way[norm, "jax.jit"]["peak_bytes"]
     return figures
 
 
