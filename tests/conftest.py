@@ -100,9 +100,9 @@ def pytest_sessionstart(session):
 def pytest_collection(session):
     """Type-check edited jaxprs, and load every public class, so that its doctests are found in the module `statetx`."""
     import statetx
-    from statetx import _jax
+    from helpers import check_edits
 
-    _jax.check_edits()
+    check_edits()
     for name in statetx.__all__:
         getattr(statetx, name)
 

@@ -7,13 +7,12 @@ all of them.
 
 import copy
 import gzip
+import hashlib
 import json
 import math
 import os
 import random
 import shutil
-
-from statetx import _records
 
 POISON = [
     None,
@@ -76,6 +75,11 @@ def poisoned(fields, rng):
     else:
         holder[f"{key}_"] = holder[key]
     return fields
+
+
+def with_checksum(fields):
+    """What a stored plan's file has: the fields, after the checksum of whatever they say."""
+    return {"sha256": hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest(), **fields}
 
 
 def places(x):
@@ -157,7 +161,8 @@ def every_damage(fields, num, *, compress, seed=0):
     """
     rng = random.Random(seed)
     pack = (lambda text: gzip.compress(text, 1)) if compress else (lambda text: text)
-    good = pack(_records.dump(fields))
+    dump = lambda fields: json.dumps(with_checksum(fields)).encode()
+    good = pack(dump(fields))
     yield "fifo", os.mkfifo
     yield from (
         ("link", put_link),
@@ -169,19 +174,18 @@ def every_damage(fields, num, *, compress, seed=0):
     for name, text in strange_texts(fields):
         yield name, put_bytes(pack(text))
     for name in fields:
-        yield f"without {name}", put_bytes(pack(_records.dump({k: x for k, x in fields.items() if k != name})))
+        yield f"without {name}", put_bytes(pack(dump({k: x for k, x in fields.items() if k != name})))
     if compress:
         yield "bomb", put_bytes(gzip.compress(bytes(2**28), 9))
         yield "two streams", put_bytes(good + good)
-        yield "of spaces", put_bytes(gzip.compress(b" " * 2**27 + _records.dump(fields), 9))
+        yield "of spaces", put_bytes(gzip.compress(b" " * 2**27 + dump(fields), 9))
     for n in range(num - (17 if compress else 14)):
         if n % 4 == 0:
             yield "bytes", put_bytes(changed(good, rng))
         elif n % 4 == 1:  # the checksum is that of the good fields
-            sealed = json.dumps({**_records.parse(_records.dump(fields)), **poisoned(fields, rng)})
-            yield "fields", put_bytes(pack(sealed.encode()))
+            yield "fields", put_bytes(pack(json.dumps({**with_checksum(fields), **poisoned(fields, rng)}).encode()))
         else:  # by somebody who knows how it is computed
-            yield "poison", put_bytes(pack(_records.dump(poisoned(fields, rng))))
+            yield "poison", put_bytes(pack(dump(poisoned(fields, rng))))
 
 
 def clear(path):

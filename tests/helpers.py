@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 
 from statetx import _frames
+from statetx._jax import check_edits as check_edits
 from statetx._lift.outcome import Outcome
+from statetx._remat.stored import StoredType
+from statetx.planner._treatments import PLAIN as PLAIN
+from statetx.planner._treatments import VARIANTS as VARIANTS
+from statetx.planner._treatments import InnerGradients
 
 REMAT3 = getattr(jax.config, "jax_remat3", False)  # not every JAX has it
 ENABLE_CHECKS = jax.config.jax_enable_checks
@@ -109,6 +114,13 @@ def staged(fun, *args):
     return flatten(Body.close(jaxpr.jaxpr, jaxpr.consts).jaxpr)
 
 
+def captured(fun, *args, argnums=None):
+    """What a plan is made of: the gradients of a training step, or of a loss."""
+    from statetx.planner._search.capture import capture
+
+    return capture(fun, args, {}, argnums)
+
+
 def flat(fun, *args):
     from statetx.planner._program.flat import Flat
 
@@ -124,6 +136,39 @@ def in_turn(cases, num=2):
     return [
         case if n % num == 0 else case._replace(marks=[*case.marks, pytest.mark.slow]) for n, case in enumerate(cases)
     ]
+
+
+class Words(StoredType):
+    """Floats as the bytes that they consist of: exact for all, so that every law holds of what is stored so."""
+
+    def shrinks(self, aval):
+        return jnp.issubdtype(aval.dtype, jnp.floating)
+
+    def stored_type(self, aval):
+        return jax.ShapeDtypeStruct((*aval.shape, aval.dtype.itemsize), jnp.uint8)
+
+    def encode(self, x):
+        return jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+    def decode(self, stored, aval):
+        return jax.lax.bitcast_convert_type(stored, aval.dtype)
+
+
+WORDS = Words("words")
+
+
+def inner_gradients(variant):
+    """A policy that leaves a function unchanged, but for the gradients that it takes: one of `VARIANTS`."""
+
+    class Only(InnerGradients):
+        def __init__(self):
+            super().__init__(PLAIN)
+            object.__setattr__(self, "inner", InnerGradients(variant))
+
+        def rewrite(self, body, name, num_out):
+            return body
+
+    return Only()
 
 
 def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):

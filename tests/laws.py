@@ -14,7 +14,7 @@ import numpy as np
 
 import statetx
 from corpus import Program
-from statetx._remat.stored import StoredType
+from helpers import WORDS
 
 # -- trees -----------------------------------------------------------------------------------------------------
 
@@ -90,25 +90,6 @@ Stateful = Callable[[jax.Array], Any]
 
 def remat(f: Stateful, program: Program) -> Stateful:
     return program.api.remat(f)
-
-
-class Words(StoredType):
-    """Floats as the bytes that they consist of: exact for all, so that every law holds of what is stored so."""
-
-    def shrinks(self, aval: Any) -> bool:
-        return jnp.issubdtype(aval.dtype, jnp.floating)
-
-    def stored_type(self, aval: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*aval.shape, aval.dtype.itemsize), jnp.uint8)
-
-    def encode(self, x: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(x, jnp.uint8)
-
-    def decode(self, stored: Any, aval: Any) -> jax.Array:
-        return jax.lax.bitcast_convert_type(stored, aval.dtype)
-
-
-WORDS = Words("words")
 
 
 def stored(f: Stateful, program: Program) -> Stateful:

@@ -10,9 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from statetx._lift.context import TraceContext, note_shardings, sharding_of
+from helpers import captured
 from statetx.planner import Planner
-from statetx.planner._search.capture import capture
 from statetx.policies import Budget, Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
@@ -276,43 +275,7 @@ def test_while_loop_with_slots_steps_per_device(check_vma):
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-4)
 
 
-# -- shardings of tracers --
-
-
-def test_sharding_of_a_tracer():
-    mesh, found = mesh_of(), {}
-    x, w = batch_on(mesh, 8, 16), statetx.State(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "d"))))
-
-    def look(x):
-        found["argument"], found["state"] = sharding_of(x), sharding_of(w.value)
-        found["computed"] = sharding_of(x + 1)
-        jax.grad(lambda x: [found.update(primal=sharding_of(x)), x.sum()][1])(x)
-        jax.vmap(lambda x: found.update(example=sharding_of(x)), in_axes=1)(x)
-        return x
-
-    statetx.jit(look)(x)
-    named = lambda *spec: NamedSharding(mesh, P(*spec))
-    assert found == {
-        "argument": named("d", None),
-        "state": named(None, "d"),
-        "computed": None,
-        "primal": named("d", None),
-        "example": named(None, "d"),
-    }
-
-
-@pytest.mark.thorough
-def test_sharding_notes_do_not_outlive_tracers():
-    from statetx._lift import context
-
-    mesh, num = mesh_of(), len(context._noted_shardings)
-    statetx.jit(lambda x: x * 2)(batch_on(mesh, 8, 16))
-    jax.clear_caches()
-    import gc
-
-    gc.collect()
-    assert len(context._noted_shardings) <= num
-    assert TraceContext.of([jnp.ones(3)]) == TraceContext() and note_shardings([], []) is None
+# -- outputs of what is measured --
 
 
 @pytest.mark.parametrize(
@@ -361,8 +324,8 @@ def test_types_on_an_abstract_mesh_count_for_one_device(kind):
     """Of more devices than this machine has."""
     mesh = jax.sharding.AbstractMesh((16,), ("data",), axis_types=(kind,))
     x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    captured = capture(lambda x: jnp.sum(jnp.sin(x) ** 2), (x,), {}, None)
-    assert captured.fixed.argument_bytes == 64 * 8 * 4 // 16
-    (gradient,) = captured.gradients
+    found = captured(lambda x: jnp.sum(jnp.sin(x) ** 2), x)
+    assert found.fixed.argument_bytes == 64 * 8 * 4 // 16
+    (gradient,) = found.gradients
     (typed,) = gradient.context.types([v.aval for v in gradient.jaxpr.invars])
     assert typed.sharding.shard_shape(x.shape) == (4, 8)

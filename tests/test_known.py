@@ -9,53 +9,49 @@ import numpy as np
 import pytest
 
 import statetx
-from statetx import _known
-from statetx._targets import current
 from statetx.cli.main import main
 
 VERSION = tuple(map(int, jaxlib.__version__.split(".")[:3]))
 # Seen on CPUs with jaxlib 0.10.2, 0.11.0, 0.11.1, 0.11.2 and 0.12.0.1.
 RIGHT = {
-    _known.DELAY_LINE: False,
-    _known.ROW_AFTER_ROLL: VERSION >= (0, 12, 0),
-    _known.SHARDED_ROW: False,
-    _known.ROW_IN_LOOP: VERSION != (0, 11, 1),
+    "openxla/xla#49176": False,
+    "openxla/xla#49121": VERSION >= (0, 12, 0),
+    "openxla/xla#49118": False,
+    "jax-ml/jax#40101": VERSION != (0, 11, 1),
 }
+OF_GPUS = ["jax-ml/jax#39625", "openxla/xla#46231"]
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("fault", _known.FAULTS, ids=lambda f: f.thread)
-def test_check_of_a_known_fault(fault):
-    if fault.platform == "gpu":
-        assert fault.verdict() == "not checked: needs a GPU"
-        # On CPUs there is no such fault, so that the check itself is right.
-        assert fault is _known.OFFLOADED_RESIDUALS or fault.is_right()
-    else:
-        assert fault.verdict() == ("right here" if RIGHT[fault] else "wrong here")
-
-
-def test_check_of_offloaded_residuals_is_right_where_they_stay_on_the_device():
-    gradients = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_known.jnp, "allclose", lambda a, b, rtol: gradients.append((a, b)) or True)
-        try:
-            assert _known.OFFLOADED_RESIDUALS.is_right()
-        except jax.errors.JaxRuntimeError:
-            pytest.skip("this CPU backend does not compile offloaded values")
-    assert np.allclose(*gradients[0]) and float(jnp.abs(gradients[0][0]).min()) > 0
+def doctor(path):
+    """What the command writes."""
+    assert main(["doctor", "--json", str(path)]) == 0
+    return json.loads(path.read_text())
 
 
 def test_doctor_tells_versions_and_verdicts(capsys, tmp_path):
-    path = tmp_path / "doctor.json"
-    assert main(["doctor", "--json", str(path)]) == 0
+    content = doctor(tmp_path / "doctor.json")
     out = capsys.readouterr().out
     assert f"jaxlib {jaxlib.__version__}" in out and "brainstate " in out and "flax " in out
     assert "wrong here: A shifted array with a reshape" in out and "openxla/xla#49176" in out
     assert "  Fix: jnp.concatenate([x[:1], x[:-1]]), or a ring buffer." in out
-    content = json.loads(path.read_text())
     assert content["versions"]["jax"] == jax.__version__
-    assert [f["thread"] for f in content["faults"]] == [f.thread for f in _known.FAULTS]
+    expected = {thread: "right here" if is_right else "wrong here" for thread, is_right in RIGHT.items()}
+    expected |= dict.fromkeys(OF_GPUS, "not checked: needs a GPU")
+    assert {fault["thread"]: fault["verdict"] for fault in content["faults"]} == expected
     assert main(["doctor", "--json", str(tmp_path / "no" / "file")]) == 2
+
+
+def test_checks_of_gpus_are_right_on_cpus_which_have_no_such_fault(monkeypatch, tmp_path):
+    """That of offloaded residuals compares gradients that are not zero."""
+    compared, allclose = [], jnp.allclose
+    monkeypatch.setattr("statetx._targets.current.platform", lambda: "gpu")
+    monkeypatch.setattr("statetx._known.jnp.allclose", lambda a, b, **k: compared.append(a) or allclose(a, b, **k))
+    try:
+        verdicts = {fault["thread"]: fault["verdict"] for fault in doctor(tmp_path / "doctor.json")["faults"]}
+    except jax.errors.JaxRuntimeError:
+        pytest.skip("this CPU backend does not compile offloaded values")
+    assert {verdicts[thread] for thread in OF_GPUS} == {"right here"}
+    assert len(compared) == 1 and float(jnp.abs(compared[0]).min()) > 0
 
 
 def offloading(x, checkpoint=None):
@@ -67,12 +63,12 @@ def offloading(x, checkpoint=None):
 
 @pytest.mark.parametrize("checkpoint", [None, statetx.policies.Levels(2, offload=True)], ids=["residuals", "carries"])
 def test_offloaded_residuals_are_refused_where_they_are_wrong(checkpoint, monkeypatch):
-    monkeypatch.setattr(current, "platform", lambda: "gpu")
-    monkeypatch.setattr(_known, "_jaxlib", lambda: "0.11.0")
+    monkeypatch.setattr("statetx._targets.current.platform", lambda: "gpu")
+    monkeypatch.setattr("statetx._known._jaxlib", lambda: "0.11.0")
     trace = lambda: jax.make_jaxpr(jax.grad(lambda x: offloading(x, checkpoint)))(jnp.ones(8))
     with pytest.raises(statetx.PolicyError, match=r"(?s)jaxlib 0\.11\.0 .*openxla/xla#46231.*Fix: another jaxlib"):
         trace()
-    monkeypatch.setattr(_known, "_jaxlib", lambda: "0.11.2")
+    monkeypatch.setattr("statetx._known._jaxlib", lambda: "0.11.2")
     statetx.clear_cache()  # what was staged for the other version
     jax.clear_caches()
     trace()

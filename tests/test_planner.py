@@ -1398,3 +1398,31 @@ def test_memory_is_predicted_between_compiled_plans_though_it_is_not_monotone():
     """A plan of a lower peak that takes more says nothing of the plans above the one that takes less."""
     compiled = [SimpleNamespace(name="plan", peak=p, temp_bytes=t) for p, t in ((68, 48), (84, 36), (108, 48))]
     assert [_candidates.predicted_bytes(peak, compiled) for peak in (34, 68, 84, 96, 108)] == [18, 36, 36, 42, 48]
+
+
+def growing(ws, x):
+    for i in range(12):
+        x = jnp.sin(jnp.concatenate([x] * 2) if i % 2 else x @ ws[0])[: 32 + i]
+    return x.sum()
+
+
+def skipping(ws, x):
+    xs = [x]
+    for i in range(12):
+        xs.append(block(ws[0], xs[-1]) + xs[i // 2])
+    return xs[-1].sum()
+
+
+@pytest.mark.parametrize("fun", [growing, skipping])
+def test_periods_that_differ_are_not_extrapolated(fun):
+    assert _candidates.repetition(_flat.Flat(staged(fun, WS, X))) is None
+
+
+@pytest.mark.parametrize(
+    "sizes, expected", {(100, 200, 301): None, (300, 200, 100): None, (100, 200, 300): 300 + 100 * (12 - 5)}.items()
+)
+def test_memory_of_short_versions_is_extrapolated_if_it_is_linear(sizes, expected):
+    program, left = _flat.Flat(staged(loss, [*WS, *FEW], X)), iter(sizes)
+    of_size = lambda n: SimpleNamespace(cost=_compiled.Cost(1, 1.0, 1, 1, n, 0))
+    found = _candidates.Shorter(program, _candidates.repetition(program), lambda _: of_size(next(left))).cost()
+    assert (found if expected is None else found.temp_bytes) == expected

@@ -2,7 +2,6 @@
 memory.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -11,8 +10,6 @@ import pytest
 from libraries import VALUED
 
 import statetx
-from statetx._equations import compiled
-from statetx._equations.updates import order_of_updates
 
 DEPTH, WIDTH = 8, 32
 X = jnp.ones((4, WIDTH))
@@ -89,17 +86,6 @@ def test_a_function_around_a_jitted_step_keeps_its_order(make):
     assert around.peak_bytes <= alone.peak_bytes + 64
 
 
-@pytest.mark.parametrize(
-    "order, found", {(0, 1, 2): None, (1, 2, 0): [2, 0, 1, 3], (2, 1, 0): [2, 1, 0, 3], (0, 2, 1): [0, 2, 1, 3]}.items()
-)
-def test_updates_in_another_order_than_the_donated_inputs_are_found(order, found):
-    step, args = in_order(order)
-    traced = step.trace(*args)
-    is_donated = [x.donated for x in jax.tree.leaves(traced.args_info)]
-    assert order_of_updates(traced.jaxpr.jaxpr, is_donated) == found
-    assert order_of_updates(traced.jaxpr.jaxpr, [False] * 4) is None
-
-
 def test_order_of_outputs_is_advised_by_what_the_program_in_order_takes(monkeypatch):
     """XLA copies on GPUs (`test_target_programs`). Here the program in order is told to take nothing."""
     (step, args), (ordered, _) = in_order((1, 2, 0)), in_order((0, 1, 2))
@@ -109,14 +95,7 @@ def test_order_of_outputs_is_advised_by_what_the_program_in_order_takes(monkeypa
     assert reordered.saved_bytes == saved and reordered.is_compiled
     assert "test_program_that_runs.py:" in reordered.text
 
-    of_traced = compiled.Program.of_traced
-
-    def without_temporaries(traced, options=None):
-        program = of_traced(traced, options)
-        program._cost = dataclasses.replace(program.cost, temp_bytes=0)
-        return program
-
-    monkeypatch.setattr(compiled.Program, "of_traced", without_temporaries)
+    monkeypatch.setattr("statetx._equations.compiled.temp_bytes_of", lambda *_: 0)
     profile = statetx.memory_profile(step, *args)
     assert profile.changes[0].action == "order" and "less (compiled" in str(profile)
     report = statetx.explain_oom(step, *args, limit=profile.peak_bytes - 1)

@@ -5,17 +5,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import statetx
 from helpers import temp_bytes
-from statetx._equations.compiled import Cost
 from statetx.planner import Planner
-from statetx.planner._program import flat as _flat
-from statetx.planner._search import candidates as _candidates
-from statetx.planner._search.capture import capture
 
 LAYERS = 12
 X = jnp.ones((64, 16))
@@ -47,11 +42,7 @@ def adam_step(ws, opt_state, x):
 @pytest.fixture
 def long(monkeypatch):
     """Every program counts as a long one."""
-    monkeypatch.setattr(_candidates, "TUNED", _candidates.TUNED._replace(long_equations=10))
-
-
-def flat(fun, *args):
-    return _flat.Flat(capture(fun, args, {}, 0).gradients[0].flat)
+    monkeypatch.setattr("statetx.planner._search.candidates.is_long", lambda program: True)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +67,6 @@ def test_layers_left_out_take_no_memory_in_a_step(long):
     assert search.baseline.extrapolated.temp_bytes == memory.temp_size_in_bytes
 
 
-def test_short_version_is_the_program_with_fewer_periods():
-    program = flat(loss, WS, X)
-    run = _candidates.repetition(program)
-    assert run.count == LAYERS
-    for count in (1, 3):
-        short = _candidates._shortened(program.jaxpr, run, count)
-        np.testing.assert_allclose(jax.core.eval_jaxpr(short, (), *WS, X)[0], loss(WS[:count], X), rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_baseline_that_may_fit_is_compiled(long):
     planner = Planner(loss, WS, X, of="temporaries", argnums=0)
@@ -102,41 +84,11 @@ def test_long_baseline_without_equal_periods_is_compiled_near_the_budget_only(lo
         assert (candidates.find(*candidates._unplanned) is not None) == (part > 0.5)
 
 
-def wider(ws, x):
-    for i, w in enumerate(ws):
-        x = jnp.sin(jnp.concatenate([x] * 2) if i % 2 else x @ w)[: 32 + i]
-    return x.sum()
-
-
 def skipping(ws, x):
     xs = [x]
     for i, w in enumerate(ws):
         xs.append(block(w, xs[-1]) + xs[i // 2])
     return xs[-1].sum()
-
-
-@pytest.mark.parametrize("fun", [wider, skipping])
-def test_periods_that_differ_are_not_extrapolated(fun):
-    run = _candidates.repetition(flat(fun, WS, X))
-    assert run is None
-
-
-def test_memory_that_is_not_linear_is_not_extrapolated():
-    found = iter([100, 200, 301])
-
-    class Program:
-        @functools.cached_property
-        def cost(self):
-            return Cost(1, 1.0, 1, 1, next(found), 0)
-
-    program = flat(loss, WS, X)
-    shorter = _candidates.Shorter(program, _candidates.repetition(program), lambda _: Program())
-    assert shorter.cost() is None
-    found = iter([300, 200, 100])
-    assert _candidates.Shorter(program, _candidates.repetition(program), lambda _: Program()).cost() is None
-    found = iter([100, 200, 300])
-    shorter = _candidates.Shorter(program, _candidates.repetition(program), lambda _: Program())
-    assert shorter.cost().temp_bytes == 300 + 100 * (LAYERS - 5)
 
 
 def test_no_time_gives_a_program_that_compiles_fast(long):

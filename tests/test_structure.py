@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import compilations
 from statetx import _jax, policies
 from statetx._equations.structure import Body, StructureTable, table
+from statetx._lift import context
+from statetx._lift.context import TraceContext, note_shardings, sharding_of
 from statetx._lift.stage import InputNames, stage
 
 X = jnp.arange(3.0)
@@ -317,3 +321,43 @@ def test_names_can_be_copied():
     names = InputNames(jnp.where)
     names.num_arguments = 3
     assert tuple(names) == ("", "", "") and names[1:] == ("", "")
+
+
+# -- shardings of tracers --
+
+
+def rows_on_mesh():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    return mesh, jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("d")))
+
+
+def test_sharding_of_a_tracer():
+    (mesh, x), found = rows_on_mesh(), {}
+    w = statetx.State(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "d"))))
+
+    def look(x):
+        found["argument"], found["state"] = sharding_of(x), sharding_of(w.value)
+        found["computed"] = sharding_of(x + 1)
+        jax.grad(lambda x: [found.update(primal=sharding_of(x)), x.sum()][1])(x)
+        jax.vmap(lambda x: found.update(example=sharding_of(x)), in_axes=1)(x)
+        return x
+
+    statetx.jit(look)(x)
+    named = lambda *spec: NamedSharding(mesh, P(*spec))
+    assert found == {
+        "argument": named("d", None),
+        "state": named(None, "d"),
+        "computed": None,
+        "primal": named("d", None),
+        "example": named(None, "d"),
+    }
+
+
+@pytest.mark.thorough
+def test_sharding_notes_do_not_outlive_tracers():
+    num = len(context._noted_shardings)
+    statetx.jit(lambda x: x * 2)(rows_on_mesh()[1])
+    jax.clear_caches()
+    gc.collect()
+    assert len(context._noted_shardings) <= num
+    assert TraceContext.of([jnp.ones(3)]) == TraceContext() and note_shardings([], []) is None
