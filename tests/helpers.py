@@ -171,6 +171,15 @@ def inner_gradients(variant):
     return Only()
 
 
+def rewritten(rewriter, fun, *args):
+    """A function of arrays as a rewriter of plans leaves it."""
+    from statetx._equations.structure import Body
+
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    run = rewriter.rewrite(Body.close(jaxpr.jaxpr, jaxpr.consts), "fun", 1)
+    return lambda *args: run([], *args)
+
+
 def publish_all_but_one(self, leaves, *, live=True, publish=Outcome.publish):
     """In place of `Outcome.publish`: the last effect of a call is lost."""
     num = len(self.effects) - 1

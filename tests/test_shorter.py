@@ -42,7 +42,8 @@ def adam_step(ws, opt_state, x):
 @pytest.fixture
 def long(monkeypatch):
     """Every program counts as a long one."""
-    monkeypatch.setattr("statetx.planner._search.candidates.is_long", lambda program: True)
+    for module in ("candidates", "search"):
+        monkeypatch.setattr(f"statetx.planner._search.{module}.is_long", lambda program: True)
 
 
 @pytest.mark.parametrize(

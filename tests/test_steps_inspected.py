@@ -201,9 +201,8 @@ def test_a_loss_whose_integrator_linearizes_is_differentiated(tool):
 
 
 def test_a_loss_whose_integrator_linearizes_is_planned_without_argnums():
-    _, loss = neurons_and_loss()
-    found, expected = (statetx.plan(loss, X, budget="1GiB", time_limit=0, argnums=argnums) for argnums in (None, 0))
-    assert not found.is_step and found == expected
+    neurons, _ = neurons_and_loss()
+    assert not statetx.plan(lambda x: (neurons(x) ** 2).mean(), X, budget="1GiB", time_limit=0).is_step
 
 
 def test_arrays_that_are_differentiated_and_returned_are_a_step():
