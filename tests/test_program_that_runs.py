@@ -86,6 +86,18 @@ def test_a_function_around_a_jitted_step_keeps_its_order(make):
     assert around.peak_bytes <= alone.peak_bytes + 64
 
 
+def test_a_function_around_a_jitted_step_keeps_the_names_of_its_inputs():
+    w = statetx.Param(jnp.eye(WIDTH))
+    model = statetx.jit(lambda x: jnp.tanh(x @ w.value))
+    update = jax.jit(lambda params, x: {"w": params["w"] + x.T @ x}, donate_argnums=0)
+    for fun, args, expected in (
+        (lambda y: model(y), (X,), {("state", "model.w"), ("argument", "y")}),
+        (lambda p, y: update(p, y), ({"w": w.value}, X), {("argument", "p['w']"), ("argument", "y")}),
+    ):
+        profile = statetx.memory_profile(fun, *args, gradient=False)
+        assert {(b.kind, b.owner) for b in profile.buffers if b.kind in ("state", "argument")} == expected
+
+
 def test_order_of_outputs_is_advised_by_what_the_program_in_order_takes(monkeypatch):
     """XLA copies on GPUs (`test_target_programs`). Here the program in order is told to take nothing."""
     (step, args), (ordered, _) = in_order((1, 2, 0)), in_order((0, 1, 2))
