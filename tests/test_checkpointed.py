@@ -596,49 +596,6 @@ def eager(f):
     return f
 
 
-@functools.cache
-def train(strategy, wrap=eager):
-    cell, xs = Cell(), jnp.cos(jnp.arange(39.0)).reshape(13, 3)
-
-    def loss(xs):
-        _, ys = statetx.scan(lambda c, x: (c, cell(x)), None, xs, checkpoint=strategy)
-        return (ys**2).sum() + cell.h.value.sum()
-
-    out = wrap(statetx.value_and_grad(loss, argnums=0, wrt=[cell.w, cell.h]))(xs)
-    return out, {path: s.value for path, s in statetx.states(cell).items()}
-
-
-@pytest.mark.parametrize(
-    "strategy, wrap",
-    [
-        *(pytest.param(s, statetx.jit, id=f"{s!r}-jit", marks=[pytest.mark.slow] * (s not in FEW)) for s in STRATEGIES),
-        *(pytest.param(s, eager, id=f"{s!r}-eager", marks=[pytest.mark.slow] * (s != FEW[1])) for s in STRATEGIES),
-    ],
-)
-def test_states_and_draws(strategy, wrap):
-    actual, expected = train(strategy, wrap), train(None, wrap)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        if jnp.issubdtype(getattr(a, "dtype", None), jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
-    assert int(actual[1]["cell.n" if "cell.n" in actual[1] else "n"]) == 13
-
-
-@pytest.mark.parametrize("strategy", [Slots(3), Levels(2)], ids=repr)
-def test_fori_loop(strategy):
-    def loss(w, checkpoint=None):
-        n = statetx.State(jnp.int32(0))
-
-        def body(i, h):
-            n.value += i
-            return jnp.tanh(h @ w + i)
-
-        return statetx.fori_loop(2, 15, body, H, checkpoint=checkpoint).sum() + n.value
-
-    np.testing.assert_allclose(jax.grad(loss)(W, strategy), jax.grad(loss)(W), rtol=1e-5)
-    assert float(loss(W, strategy)) == float(loss(W))
-
-
 def test_eager_calls_compile_once():
     from helpers import compilations
 

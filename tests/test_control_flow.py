@@ -46,17 +46,6 @@ def test_cond_threads_the_union_of_writes(wrap, pred):
     np.testing.assert_array_equal(m.b.value, np.zeros(3) if pred else np.full(3, 0.5))
 
 
-@pytest.mark.parametrize("pred", [True, False])
-def test_cond_gradients(pred):
-    m = Model()
-    p = jnp.asarray(pred)
-    g = statetx.grad(lambda x: statetx.cond(p, m.left, m.right, x), argnums=0, wrt=[m.w, m.a])
-    (gw, ga), gx = g(0.5)
-    ref = (lambda w, a, x: jnp.sin(x) * a * w) if pred else (lambda w, a, x: x * w)
-    for value, expected in zip((gw, ga, gx), jax.grad(ref, (0, 1, 2))(2.0, 1.0, 0.5), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=1e-6)
-
-
 def test_cond_under_vmap_with_a_batched_predicate():
     m = Model()
     m.b.value = jnp.zeros((2, 3))
@@ -116,28 +105,6 @@ def test_each_branch_of_a_switch_writes_in_turn(num, wrap):
         out = run(jnp.int32(n), jnp.float32(0.5 + n))
         assert float(out) == expected.branch(n)(jnp.float32(0.5 + n))
         assert actual.values() == expected.values()
-
-
-def test_write_only_and_write_in_one_branch_only():
-    s, t = statetx.State(jnp.zeros(2)), statetx.State(jnp.zeros(()))
-
-    def write(x):
-        s.value = x
-        return t.value
-
-    statetx.cond(jnp.asarray(False), write, lambda x: x.sum(), jnp.ones(2))
-    np.testing.assert_array_equal(s.value, 0)
-    statetx.cond(jnp.asarray(True), write, lambda x: x.sum(), jnp.ones(2))
-    np.testing.assert_array_equal(s.value, 1)
-
-
-def test_random_draws_in_branches_advance_only_where_taken():
-    rng = statetx.RngState(0)
-    before = jax.random.key_data(rng.value)
-    f = statetx.jit(lambda p: statetx.cond(p, lambda: jax.random.uniform(rng.next()), lambda: 0.0))
-    assert float(f(jnp.asarray(False))) == 0.0
-    np.testing.assert_array_equal(jax.random.key_data(rng.value), before)
-    assert float(f(jnp.asarray(True))) == float(jax.random.uniform(statetx.RngState(0).next()))
 
 
 def test_mistakes_in_branches():

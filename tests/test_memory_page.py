@@ -857,24 +857,6 @@ def test_smallest_programs_open(browse):
         assert browse(_page.to_html(made), 'press("+"); press("ArrowRight"); click(0); return rows().length;') in (0, 1)
 
 
-@pytest.mark.thorough
-def test_large_program_opens(browse):
-    made = large()
-    outcome = browse(
-        _page.to_html(made),
-        """
-        const listed = rows().length;
-        press_button("All", $("#buffers"));
-        type("mlp residual");
-        return [listed, $("#buffers .status").textContent, Math.max(...timelines[0].stack.total)];
-        """,
-    )
-    found = [b for b in made.buffers if "mlp" in b.owner and b.kind == "residual"]
-    assert outcome[0] == 100
-    assert outcome[1].startswith(f"{len(found):,} buffers, {format_bytes(sum(b.num_bytes for b in found))}")
-    assert outcome[2] == int(made.timeline.max())
-
-
 def test_merged_buffers_are_mentioned(browse, monkeypatch):
     monkeypatch.setattr(_page, "MAX_LISTED", 500)
     made = large(2000, 1500)

@@ -433,41 +433,6 @@ def test_a_stored_plan_of_a_loop_stores_the_same(tmp_path):
     assert_equal(delayed, loaded.apply(delayed), W, CURRENTS)
 
 
-@pytest.mark.slow
-def test_spikes_in_states_of_brainstate_are_stored_as_bits():
-    brainstate, braintools = pytest.importorskip("brainstate"), pytest.importorskip("braintools")
-
-    class Neurons(brainstate.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = brainstate.ParamState(W)
-            self.v = brainstate.HiddenState(jnp.zeros((8, 64)))
-            self.line = brainstate.ShortTermState(jnp.zeros((DELAY, 8, 64)))
-
-        def update(self, current):
-            line = self.line.value
-            self.v.value = 0.9 * self.v.value * (1 - line[0]) + current + line[-1] @ self.w.value
-            self.line.value = jnp.concatenate([braintools.surrogate.ReluGrad()(self.v.value - 1)[None], line[:-1]])
-
-    net = Neurons()
-
-    def loss(currents):
-        net.v.value, net.line.value = jnp.zeros((8, 64)), jnp.zeros((DELAY, 8, 64))
-        brainstate.transform.for_loop(net.update, currents)
-        return (net.v.value**2).sum()
-
-    gradient = lambda currents: brainstate.transform.grad(loss, net.w)(currents)
-    of_floats, of_bits = (
-        Planner(gradient, CURRENTS, of="temporaries", stored_as=formats) for formats in ((), ("bits",))
-    )
-    budget = int(1.15 * of_floats.ends()[0])
-    plan = of_bits.plan(budget)
-    assert "as bits" in plan.loops[0] and plan.extra_flops < 0.5 * of_floats.plan(budget).extra_flops
-    expected = statetx.jit(gradient)(CURRENTS)
-    assert float(jnp.abs(expected).max()) > 0
-    np.testing.assert_array_equal(statetx.jit(plan.apply(gradient))(CURRENTS), expected)
-
-
 # -- storage and errors ----------------------------------------------------------------------------------------------
 
 

@@ -233,37 +233,6 @@ def test_two_networks_share_the_budget_of_the_step():
     assert 0 < plan.extra_flops < 0.5 and plan.measured() and plan.curve()[0][0] <= plan.temp_bytes
 
 
-@pytest.mark.slow
-def test_flax_with_optax():
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(3)])
-
-        def __call__(self, x):
-            for layer in self.layers:
-                x = x + jnp.sin(jnp.tanh(layer(x)))
-            return x
-
-    graph, params = nnx.split(Net(nnx.Rngs(0)))
-    optimizer = optax.adam(1e-3)
-
-    def step(params, memory, x):
-        def mean_square(params):
-            return (nnx.merge(graph, params)(x) ** 2).mean()
-
-        value, grads = jax.value_and_grad(mean_square)(params)
-        updates, memory = optimizer.update(grads, memory)
-        return optax.apply_updates(params, updates), memory, value
-
-    args = (params, optimizer.init(params), X)
-    plan = statetx.plan(step, *args, budget=0.9)
-    assert plan.extra_flops > 0
-    assert total_bytes(plan.apply(step), *args) == plan.total_bytes <= plan.budget_bytes
-    assert_near(jax.jit(plan.apply(step))(*args), jax.jit(step)(*args))
-
-
 def test_flax_gradient_of_a_module():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Sequential(*[nnx.Linear(D, D, rngs=nnx.Rngs(i)) for i in range(4)])

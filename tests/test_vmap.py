@@ -114,43 +114,6 @@ def test_states_created_inside_are_stacked():
     np.testing.assert_allclose(out, expected)
 
 
-def test_composes_with_the_other_transforms():
-    cell = Cell(4)
-
-    def loss(x):
-        return statetx.vmap(statetx.remat(cell.step), states={"*h": 0})(x).sum()
-
-    def pure(w, h, xs):
-        def one(h, x):
-            return jnp.tanh(w * x + h).sum()
-
-        return jax.vmap(one)(h, xs).sum()
-
-    expected = jax.grad(pure, (0, 1, 2))(W, cell.h.value, XS)
-    for wrap in (lambda f: f, statetx.jit):
-        cell.h.value = jnp.ones((4, 3)) * 0.1
-        (gw, gh), gx = wrap(statetx.grad(loss, argnums=0, wrt=[cell.w, cell.h]))(XS)
-        for a, b in zip((gw, gh, gx), expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5)
-    cell.h.value = jnp.ones((4, 3)) * 0.1
-    per_example = statetx.vmap(lambda x: statetx.grad(cell.step)(x), states={"*h": 0})(XS)
-    np.testing.assert_allclose(per_example, expected[2], rtol=1e-5)
-    cell.h.value = jnp.ones((4, 3)) * 0.1
-    _, h = jax.lax.scan(lambda h, _: (jax.vmap(reference)(h, XS)[1],) * 2, cell.h.value, None, 3)
-    statetx.scan(lambda c, _: (c, statetx.vmap(cell.step, states={"*h": 0})(XS)), 0, length=3)
-    np.testing.assert_allclose(cell.h.value, h[-1], rtol=1e-6)
-    nested = statetx.State(jnp.zeros((2, 4)))
-
-    def inner(x):
-        nested.value = nested.value + x
-        return nested.value
-
-    rule = {"nested": 0}
-    out = statetx.vmap(statetx.vmap(inner, states=rule), states=rule)(jnp.arange(8.0).reshape(2, 4))
-    np.testing.assert_array_equal(out, np.arange(8.0).reshape(2, 4))
-    np.testing.assert_array_equal(nested.value, np.arange(8.0).reshape(2, 4))
-
-
 def test_flags_and_numbers_by_name_are_not_mapped():
     f = lambda x, scale, training: x * scale if training else x
     mapped = statetx.vmap(f)
