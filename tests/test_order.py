@@ -140,9 +140,12 @@ def pulled_back_later(first, second, x):
     return pull_a(jnp.ones_like(a)), pull_b(jnp.ones_like(b))
 
 
+PAIR = weights(0, 2), weights(1, 2)
+
+
 @pytest.fixture(scope="module")
 def plan_together():
-    return statetx.plan(together, *PARAMS, BATCH, budget=0.4, of="temporaries", time_limit=None)
+    return statetx.plan(together, *PAIR, BATCH, budget=0.4, of="temporaries", time_limit=None)
 
 
 @pytest.mark.slow
@@ -150,11 +153,11 @@ def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatc
     assert plan_together.extra_flops > 0 and plan_together.is_sequential
     step = plan_together.apply(together)
     # The program of each begins when its inputs are computed, the second moreover when the first gradient is.
-    assert num_holds(step, *PARAMS, BATCH) == 3
-    ordered = temp_bytes(step, *PARAMS, BATCH)
+    assert num_holds(step, *PAIR, BATCH) == 3
+    ordered = temp_bytes(step, *PAIR, BATCH)
     assert ordered == plan_together.temp_bytes <= plan_together.budget_bytes
     monkeypatch.setattr("statetx._jax.is_usable_here", lambda x: False)
-    assert ordered < 0.7 * temp_bytes(plan_together.apply(together), *PARAMS, BATCH)
+    assert ordered < 0.7 * temp_bytes(plan_together.apply(together), *PAIR, BATCH)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +167,11 @@ def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatc
 )
 def test_independent_gradients_keep_their_values(step, plan_together):
     is_made = step is together
-    plan = plan_together if is_made else statetx.plan(step, *PARAMS, BATCH, budget=0.6, of="temporaries")
+    plan = plan_together if is_made else statetx.plan(step, *PAIR, BATCH, budget=0.6, of="temporaries")
     assert plan.is_sequential or plan.extra_flops > 0
-    expected = jax.jit(step)(*PARAMS, BATCH)
+    expected = jax.jit(step)(*PAIR, BATCH)
     with jax.checking_leaks():
-        assert_near(jax.jit(plan.apply(step))(*PARAMS, BATCH), expected)
+        assert_near(jax.jit(plan.apply(step))(*PAIR, BATCH), expected)
 
 
 def test_order_alone_may_keep_the_budget():

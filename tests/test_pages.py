@@ -397,6 +397,7 @@ def copied(browser, page, blocks=""):
     return texts
 
 
+@pytest.mark.thorough
 def test_copied_blocks_of_a_page_run(browser):
     """Without prompts and outputs: the page's own code, block by block."""
     texts = copied(browser, "concepts/state")

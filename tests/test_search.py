@@ -6,6 +6,8 @@ import pathlib
 import pytest
 from searches import SEARCHES
 
+pytestmark = pytest.mark.thorough  # the site is built first
+
 # The first page for each query, or the pages of which one must be first.
 QUERIES = {
     "gradient checkpointing": {"how-to/out-of-memory/", "concepts/remat/", "how-to/choose-a-policy/"},
