@@ -90,6 +90,13 @@ def equations(jaxpr):
             yield from equations(getattr(inner, "jaxpr", inner))
 
 
+def num_operations(jaxpr):
+    """As plans and reports count them."""
+    from statetx._equations.primitives import count
+
+    return count(jaxpr)
+
+
 def temp_bytes(fun, *args):
     """Temporary bytes of the jitted function."""
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes

@@ -4,62 +4,30 @@ from __future__ import annotations
 
 import functools
 import itertools
+import pkgutil
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import statetx
-from statetx.planner import Fit, Planner, _budget
-from statetx.planner._budget import TimeLeft
-from statetx.planner._search import candidates as _candidates
-from statetx.planner._search import lattice as _lattice
-from statetx.planner._search import layout as _layout
+from statetx.planner import Fit, Planner
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that is set by hand: ``clock.append(seconds)``."""
     now = [0.0]
-    monkeypatch.setattr(_budget.time, "monotonic", lambda: now[-1])
+    monkeypatch.setattr("statetx.planner._budget.time.monotonic", lambda: now[-1])
     return now
 
 
-def test_time_passes_only_while_a_search_runs(clock):
-    left = TimeLeft(10)
-    clock.append(100)
-    assert not left.is_over()
-    with left.running():
-        clock.append(106)
-        with left.running():
-            clock.append(109)
-        assert not left.is_over(), "counted once"
-    clock.append(200)
-    assert not left.is_over()
-    with left.running():
-        clock.append(200.9)
-        assert not left.is_over()
-        clock.append(201)
-        assert left.is_over()
-    assert left.is_over()
-
-
-@pytest.mark.parametrize(("took", "seconds"), [(4, 16), (50, 10)])  # too long takes nothing from the next
-def test_what_is_left_goes_to_the_next_search(clock, took, seconds):
-    first, second = TimeLeft(10), TimeLeft(10)
-    with first.running():
-        clock.append(took)
-    first.pass_on(second)
-    with second.running():
-        clock.append(took + seconds - 1)
-        assert not second.is_over()
-        clock.append(took + seconds)
-        assert second.is_over()
-    second.renew()
-    assert not second.is_over()
-    with second.running():
-        clock.append(took + seconds + 10)
-        assert second.is_over()
+def patched(monkeypatch, name, replacement):
+    """A function of the search, which is replaced by another for this test."""
+    name = f"statetx.planner._search.{name}"
+    found = pkgutil.resolve_name(name)
+    monkeypatch.setattr(name, replacement)
+    return found
 
 
 def test_each_plan_has_the_time_limit():
@@ -94,14 +62,13 @@ def layers_planned(**options):
 @pytest.mark.thorough
 def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
     analyzed = []
-    front_of = _lattice.front_of
 
     def slow(*args):
         analyzed.append(1)
         clock.append(clock[-1] + 10)
         return front_of(*args)
 
-    monkeypatch.setattr(_lattice, "front_of", slow)
+    front_of = patched(monkeypatch, "lattice.front_of", slow)
     assert not Planner(layers, WS, jnp.ones((1024, 16)), argnums=0)._search.lacks_regions
     num_regions = len(analyzed)
     analyzed.clear()
@@ -114,7 +81,6 @@ def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
 def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
     """Parts are measured until the choice stays the same, which may take longer than to compile the whole."""
     begun = []
-    compile_together, measure = _layout.compile_together, _candidates.Candidates.measure
 
     def slow(programs):
         programs = list(programs)
@@ -125,8 +91,8 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
         begun.append(clock[-1])
         return measure(self, layout, options, *name)
 
-    monkeypatch.setattr(_layout, "compile_together", slow)
-    monkeypatch.setattr(_candidates.Candidates, "measure", seen)
+    compile_together = patched(monkeypatch, "layout.compile_together", slow)
+    measure = patched(monkeypatch, "candidates.Candidates.measure", seen)
     plan = layers_planned(budget=0.65, time_limit=40.0)
     assert 0 < begun[0] <= 20 and not plan.complete and plan.temp_bytes <= plan.budget_bytes
 
@@ -135,7 +101,6 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
 def compilations(clock, monkeypatch):
     """Each candidate takes 40 seconds to compile; the number of them."""
     compiled = []
-    measure = _candidates.Candidates.measure
 
     def slow(self, layout, options, *name):
         if self.find(layout, options) is None:
@@ -143,7 +108,7 @@ def compilations(clock, monkeypatch):
             clock.append(clock[-1] + 40)
         return measure(self, layout, options, *name)
 
-    monkeypatch.setattr(_candidates.Candidates, "measure", slow)
+    measure = patched(monkeypatch, "candidates.Candidates.measure", slow)
     return compiled
 
 
@@ -228,14 +193,6 @@ def test_plan_of_a_program_that_was_not_the_last_is_complete():
 
     plan = statetx.plan(loss, jnp.eye(8), jnp.ones((64, 8)), argnums=0, budget="1GiB", time_limit=120.0)
     assert plan.inner is not None and plan.complete
-
-
-def test_no_limit(clock):
-    left = TimeLeft(None)
-    left.pass_on(TimeLeft(1))
-    with left.running():
-        clock.append(1e9)
-        assert not left.is_over()
 
 
 @pytest.mark.parametrize("time_limit", ["a", -1, True, float("nan")])

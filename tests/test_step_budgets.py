@@ -13,10 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from helpers import captured, in_turn
+from helpers import captured, in_turn, num_operations
 from statetx import _jax
 from statetx._equations import compiled as _compiled
-from statetx._equations.primitives import count
 from statetx._text import format_bytes
 from statetx.planner import Planner, _budget
 from statetx.planner._search import search as _search
@@ -303,9 +302,11 @@ def test_stock_policies_are_counted_without_compiling_them():
         )(ws)
 
     plan = statetx.plan(gradient, WS, X, "nothing", budget="1GiB")
-    unplanned = count(jax.make_jaxpr(jax.grad(loss))(WS, X).jaxpr)
+    unplanned = num_operations(jax.make_jaxpr(jax.grad(loss))(WS, X).jaxpr)
     for name, temp_bytes, extra, is_predicted in plan.stock_policies():
-        operations = count(_jax.without_dead_code(jax.make_jaxpr(gradient, static_argnums=2)(WS, X, name).jaxpr))
+        operations = num_operations(
+            _jax.without_dead_code(jax.make_jaxpr(gradient, static_argnums=2)(WS, X, name).jaxpr)
+        )
         assert is_predicted and temp_bytes > 0
         assert extra == pytest.approx(operations / unplanned - 1, abs=0.02), name
 
