@@ -140,8 +140,10 @@ def test_following_the_changes_makes_it_fit():
     report = explain_oom(Model().step, X, limit=limit, time_limit=None)
     assert report.can_fit and report.remedies[-1].fits and not any(r.fits for r in report.remedies[:-1])
     assert [r.change.action for r in report.remedies] == ["remat"] and "Block.body" in report.remedies[0].change.text
-    assert peak(Model(statetx.remat).step, X) <= limit
-    assert "It fits then" in str(report)
+    plain, by_hand = (statetx.measure(Model(wrap).step, X, gradient=False) for wrap in (lambda f: f, statetx.remat))
+    assert report.remedies[0].needed_bytes == pytest.approx(by_hand.peak_bytes, abs=100) and by_hand.peak_bytes <= limit
+    assert report.remedies[0].added_operations == pytest.approx(by_hand.flops / plain.flops - 1, rel=0.02)
+    assert "less (compiled, +" in str(report) and "It fits then" in str(report)
     # The step and each change; and a pair, to see that one is not needed.
     assert len(report.tried) < report.num_compiled == report.to_dict()["num_compiled"]
     assert f"{report.num_compiled} programs compiled in {report.seconds:.1f} s, with " in str(report)
@@ -198,48 +200,6 @@ def test_savings_add_up_and_changes_free_different_buffers():
     assert len([c for c in report.profile.changes if c.action == "remat"]) > 1
     assert len([r for r in report.remedies if r.change.action == "remat"]) == 1
     assert not report.can_fit and "do not suffice" in str(report) or "does not suffice" in str(report)
-
-
-class Deep:
-    def __init__(self, seed):
-        keys = jax.random.split(jax.random.key(seed), 4)
-        self.ws = [statetx.Param(jax.random.normal(key, (64, 64)) / 8) for key in keys]
-
-    def __call__(self, x):
-        for w in self.ws:
-            x = jax.nn.gelu(x @ w.value)
-        return x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_jitted", [False, True])
-def test_remat_is_compiled_before_it_is_advised_and_takes_what_it_takes_by_hand(is_jitted):
-    layers = [Deep(seed) for seed in range(5)]
-
-    def step_with(wrap):
-        def loss(x):
-            for layer in layers:
-                x = wrap(layer)(x)
-            return jnp.mean(x**2)
-
-        def step(x):
-            params = statetx.states(layers, statetx.Param)
-            for name, gradient in statetx.grad(loss, wrt=params)(x).items():
-                params[name].value -= 0.1 * gradient
-
-        return statetx.jit(step) if is_jitted else step
-
-    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
-    by_hand = statetx.measure(step_with(statetx.remat), x, gradient=False)
-    plain = statetx.measure(step_with(lambda layer: layer), x, gradient=False)
-    report = explain_oom(step_with(lambda layer: layer), x, limit=by_hand.peak_bytes, time_limit=None)
-    (remedy,) = report.remedies
-    assert remedy.is_compiled and remedy.fits and "Deep.__call__ (5 calls)" in remedy.change.text
-    assert remedy.needed_bytes == by_hand.peak_bytes
-    assert remedy.added_operations == pytest.approx(by_hand.flops / plain.flops - 1, rel=0.02)
-    assert "less (compiled, +" in str(report)
-    predicted = explain_oom(step_with(lambda layer: layer), x, limit=by_hand.peak_bytes, time_limit=0)
-    assert not predicted.remedies[0].is_compiled and "less (predicted)" in str(predicted)
 
 
 def layer_of_two(w, x):

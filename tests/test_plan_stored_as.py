@@ -114,19 +114,6 @@ def test_what_bits_take_is_what_remat_takes_with_them():
 
 
 @pytest.mark.slow
-def test_marked_layers_hold_spikes_as_bits_too():
-    def loss(ws, x):
-        for w in ws:
-            x = statetx.remat(layer)(x, w)
-        return (x.mean(0) ** 2).sum()
-
-    floats, _ = planner(loss, WS, SPIKES, stored_as=()).ends()
-    plan = planner(loss, WS, SPIKES).plan(int(0.7 * floats))
-    assert any("as bits" in line for line in plan.groups)
-    assert_equal(spiking, plan.apply(loss), WS, SPIKES)
-
-
-@pytest.mark.slow
 def test_layers_with_loops_reach_what_remat_of_the_layers_takes():
     def loss(ws, x):
         for w in ws:

@@ -38,7 +38,7 @@ from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _flat
 from statetx.planner._program.flat import fingerprint
 from statetx.planner._program.fusions import between_fusions
-from statetx.planner._program.values import KEEP, ON_HOST, derivative_of
+from statetx.planner._program.values import KEEP, ON_HOST
 from statetx.planner._search import candidates as _candidates
 from statetx.planner._search import lattice as _lattice
 from statetx.planner._search import layout as _layout
@@ -288,20 +288,6 @@ def test_programs_compile_at_the_same_time():
     assert all(p.cost.output_bytes == X.nbytes for p in programs)  # compiled once: no thread waits again
 
 
-def test_derivative_without_marks_is_that_of_the_region():
-    def run(w, x):
-        y = jnp.tanh(x @ w)
-        return jnp.exp(jnp.where(y > 0, y, 0.1 * y)) @ w + x
-
-    graph = Graph(staged(run, WS[0], X), [True, True], [True, True], [True])
-    plain, backward = derivative_of(graph.jaxpr, [0, 1], [0])
-    assert plain.computed_residuals
-    saved = sum(v.aval.size * v.aval.dtype.itemsize for v in plain.computed_residuals)
-    expected = Option(saved, graph._peak_bytes(backward, []), 0.0, decided())
-    assert graph.baseline() == expected
-    assert graph.residual_inputs == [i for i, v in enumerate(plain.jaxpr.invars) if v in plain.residuals]
-
-
 @pytest.mark.parametrize("num", [1, 10, 3000])
 @pytest.mark.parametrize("most", [4, 10**9])  # with ties, and without
 def test_fronts_are_those_of_the_definition(num, most):
@@ -318,20 +304,6 @@ def test_fronts_are_those_of_the_definition(num, most):
         found = {tuple(x[i] for x in columns) for i in rows}
         assert found == {tuple(x[i] for x in columns) for i in range(num) if not is_dominated(i, *columns)}
         assert list(costs[rows]) == sorted(costs[rows]) and len(rows) == len(found)
-
-
-def test_cuts_are_where_little_crosses():
-    def deep(ws, x):
-        for w in ws:
-            wide = jnp.sin(x @ jnp.concatenate([w] * 4, 1))
-            x = jnp.tanh(wide @ jnp.concatenate([w] * 4, 0))
-        return x.sum()
-
-    jaxpr = staged(deep, WS, X)
-    live = _cuts.crossing_bytes(jaxpr)
-    cuts = _cuts._minima(live)
-    assert len(cuts) >= 6
-    assert all(live[c] <= X.nbytes + 64 for c in cuts)
 
 
 # -- planned programs ------------------------------------------------------------------------------------------------
@@ -647,20 +619,6 @@ def test_choice_changes_after_a_measurement():
     assert family.choose(20)[1][0].cost == 2.0
     front.measure(option)
     assert family.choose(20) is None and family.choose(220)[1][0].backward_bytes == 200
-
-
-def test_option_of_zero_bytes_is_measured_once():
-    class CountingGraph:
-        num_measurements = 0
-
-        def measure(self, option):
-            self.num_measurements += 1
-            return option._replace(backward_bytes=0)
-
-    graph, option = CountingGraph(), Option(10, 5, 2.0, decided(frozenset()))
-    front = _layout.Front([Option(100, 0, 0.0, decided()), option], [option], graph)  # a stock policy saves the same
-    assert front.measure(option) and not front.measure(option)
-    assert graph.num_measurements == 1 and front.options[-1].backward_bytes == front.stock[0].backward_bytes == 0
 
 
 class CompiledGraph:
