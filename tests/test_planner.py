@@ -1286,8 +1286,8 @@ def test_operations_decide_where_the_time_of_the_cheapest_is_not_told(monkeypatc
 
 
 def test_plans_for_this_cpu_are_by_operations():
-    options = {"argnums": 0, "budget": 0.7, "of": "temporaries", "time_limit": None}
-    plans = [statetx.plan(loss, FEW, X, objective=objective, **options) for objective in ("auto", "flops")]
+    options = {"argnums": 0, "budget": 0.9, "of": "temporaries", "time_limit": None}
+    plans = [statetx.plan(loss, WS[:2], X, objective=objective, **options) for objective in ("auto", "flops")]
     assert plans[0]._fields["programs"] == plans[1]._fields["programs"]
     assert plans[0].seconds is None and not plans[0].timed()
 

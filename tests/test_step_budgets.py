@@ -241,7 +241,7 @@ def test_error_of_a_budget_above_arguments_and_outputs(planner):
 
 def recurrent(slope_of, w, h):
     step = lambda h, _: (jnp.tanh(h @ w) * slope_of(h), None)
-    return jax.lax.scan(step, h, None, 200)[0].sum()
+    return jax.lax.scan(step, h, None, 50)[0].sum()
 
 
 of_array = functools.partial(recurrent, lambda h: jax.vjp(jnp.sin, h)[1](jnp.ones_like(h))[0])
@@ -253,7 +253,7 @@ of_scalar = functools.partial(recurrent, jax.grad(lambda h: jnp.sin(h).sum()))
 )
 def test_budget_of_a_loss_that_takes_small_gradients_itself(loss, options):
     """As a neuron's integrator does, by the derivative of an array."""
-    plan = statetx.plan(loss, WS[0], X, budget=0.5, **options)
+    plan = statetx.plan(loss, WS[0], X[:32], budget=0.5, **options)
     assert plan.total_bytes <= plan.budget_bytes
 
 
