@@ -24,9 +24,16 @@ class Rowwise(NamedTuple):
 
 def elementwise(eqn: Any, length: int) -> Rowwise | None:
     shapes = {v.aval.shape for v in eqn.outvars}
-    is_stacked = [v.aval.shape in shapes for v in eqn.invars]
-    is_known = all(s or not v.aval.shape for v, s in zip(eqn.invars, is_stacked, strict=True))
-    return Rowwise(eqn.params, is_stacked) if is_known else None
+    operands = [v.aval.shape for v in eqn.invars]
+    if not all(_broadcasts(shape, *shapes) for shape in operands):
+        return None
+    return Rowwise(eqn.params, [bool(shape) and shape[0] != 1 for shape in operands])
+
+
+def _broadcasts(shape: tuple[int, ...], *others: tuple[int, ...]) -> bool:
+    """Whether an operand of a shape has the shape of a result, apart from axes of size one, or is a number."""
+    of = lambda other: len(shape) == len(other) and all(n in (1, m) for n, m in zip(shape, other, strict=True))
+    return not shape or any(map(of, others))
 
 
 def shaped(key: str) -> Callable[[Any, int], Rowwise | None]:

@@ -133,6 +133,13 @@ def without_dead_code(jaxpr: Any) -> Jaxpr:
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
+def with_dropped_results(jaxpr: Jaxpr) -> Jaxpr:
+    """Drop the results that nothing reads."""
+    read = {v for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in atoms if isinstance(v, Var)}
+    drop = lambda eqn: eqn.replace(outvars=[v if v in read else _core.DropVar(v.aval) for v in eqn.outvars])
+    return jaxpr.replace(eqns=[eqn if read.issuperset(eqn.outvars) else drop(eqn) for eqn in jaxpr.eqns])
+
+
 def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
     """Apply `fun` to each jaxpr in an equation, closed or not; in a `CustomLoop`, to the body of a step.
 

@@ -18,7 +18,7 @@ _FEW = 16
 
 
 def flattened(jaxpr: Jaxpr) -> Jaxpr:
-    """Inline calls that have a loop, or few operations, as many functions of `jax.numpy` are."""
+    """Inline calls that have a loop, or few operations, as many functions of `jax.numpy` are; drop what is unread."""
 
     def stays(eqn: Any) -> bool:
         if eqn.primitive.name in JIT and not _jax.is_unplaced(eqn):
@@ -26,7 +26,7 @@ def flattened(jaxpr: Jaxpr) -> Jaxpr:
         (inner,) = inner_jaxprs(eqn)
         return row_loop(eqn) is not None or (len(inner.eqns) > _FEW and not has_loop(inner))
 
-    return inline(jaxpr, calls=_CALLS, deep=False, unless=stays)
+    return _jax.with_dropped_results(inline(jaxpr, calls=_CALLS, deep=False, unless=stays))
 
 
 def without_copies(jaxpr: Jaxpr) -> Jaxpr:

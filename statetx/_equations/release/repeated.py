@@ -20,9 +20,6 @@ from ..sums import in_order
 from .consumers import variables_of
 from .saved import rows_from_saved
 
-# Of parts and of their results alike. A sum has another order then, and may differ in its last bits.
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
-
 
 class Repeated(NamedTuple):
     """Equations in which a loop runs twice.
@@ -86,11 +83,14 @@ def repeated(eqns: Sequence[Any], loop: Any, stacks: Collection[Var], users: Seq
 
 
 def _split(eqn: Any, length: int) -> list[Any]:
-    """A reduction of all rows as reductions of rows, and one of their results; nothing for another equation."""
+    """A reduction of all rows as reductions of rows, and one of their results; nothing for another equation.
+
+    A sum has another order then, and may differ in its last bits.
+    """
     name, params = eqn.primitive.name, eqn.params
     if not all(isinstance(v, Var) and is_stack(v.aval, length) for v in eqn.invars):
         return []
-    if name in _REDUCTIONS and 0 in params["axes"] and params.get("out_sharding") is None:
+    if name.startswith("reduce_") and 0 in params.get("axes", ()) and params.get("out_sharding") is None:
         axes = params["axes"]
 
         def reduce(x: Any) -> Any:

@@ -136,7 +136,8 @@ class _Level:
         consumers need these numbers; without a change if this cannot be.
         """
         eqns, stacks = self.eqns, [v for v in outvars if v in self._readers]
-        if any(reader.primitive.name in _RUNS_LOOPS for v in stacks for reader in self._readers[v]):  # no gradients
+        readers = [reader for v in stacks for reader in self._readers[v] if reader.primitive.name in _RUNS_LOOPS]
+        if any(rowwise(reader, length) is None for reader in readers):  # they are no gradients
             return False
         split = with_split_reductions(eqns, stacks, length)
         if len(split) > len(eqns) and self._releases_all(split, loop):
