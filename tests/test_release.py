@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import statetx
 from helpers import num_operations
@@ -189,6 +190,64 @@ def test_clipping_by_a_global_norm_runs_the_loop_twice(monkeypatch, name, bound)
     if name == "clip+sgd":
         temporaries = [f.lower(X).compile().memory_analysis().temp_size_in_bytes for f in (plain, step)]
         assert temporaries[1] <= temporaries[0] - 0.9 * WEIGHTS.nbytes
+
+
+def nnx_training(release):
+    """`nnx.scan`, `nnx.value_and_grad` and `nnx.Optimizer`."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(D, D, use_bias=False, rngs=rngs)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.split_rngs(splits=L)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, b: x + jnp.tanh(b.linear(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.blocks
+            )
+
+    net = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(net, clipped(1e-2)["clip+adamw"], wrt=nnx.Param)
+
+    @statetx.jit(donate_states=True, release_gradients=release)
+    def step(x):
+        value, grads = nnx.value_and_grad(lambda net: jnp.mean(net(x) ** 2))(net)
+        optimizer.update(net, grads)
+        return value
+
+    return step, lambda: nnx.state((net, optimizer))
+
+
+def by_hand_training(release):
+    """Optax alone."""
+    optimizer = clipped(1e-2)["clip+adamw"]
+    state = [WEIGHTS.copy(), optimizer.init(WEIGHTS)]
+
+    @functools.partial(statetx.jit, donate_argnums=0, release_gradients=release)
+    def update(state, x):
+        value, grads = jax.value_and_grad(LOSSES["scan"])(state[0], x)
+        updates, moments = optimizer.update(grads, state[1], state[0])
+        return [optax.apply_updates(state[0], updates), moments], value
+
+    def step(x):
+        state[:], value = update(state, x)
+        return value
+
+    step.trace = lambda x: update.trace(state, x)
+    return step, lambda: state
+
+
+@pytest.mark.parametrize("train", [nnx_training, by_hand_training])
+def test_clipping_in_steps_of_others(train):
+    runs = []
+    for release in (False, True):
+        step, state = train(release)
+        if release:
+            assert "runs twice" in step.trace(X).gradients[0]
+        runs.append([step(X), step(X), jax.tree.leaves(state())])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *runs)
 
 
 @pytest.mark.parametrize(("examples", "factor"), [(B // 2, 1.3), (B, 1.8)])
