@@ -621,6 +621,20 @@ def test_choice_changes_after_a_measurement():
     assert family.choose(20) is None and family.choose(220)[1][0].backward_bytes == 200
 
 
+def test_option_of_zero_bytes_is_measured_once():
+    class CountingGraph:
+        num_measurements = 0
+
+        def measure(self, option):
+            self.num_measurements += 1
+            return option._replace(backward_bytes=0)
+
+    graph, option = CountingGraph(), Option(10, 5, 2.0, decided(frozenset()))
+    front = _layout.Front([Option(100, 0, 0.0, decided()), option], [option], graph)  # a stock policy saves the same
+    assert front.measure(option) and not front.measure(option)
+    assert graph.num_measurements == 1 and front.options[-1].backward_bytes == front.stock[0].backward_bytes == 0
+
+
 class CompiledGraph:
     """Measures 200 bytes."""
 
