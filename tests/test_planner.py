@@ -306,6 +306,20 @@ def test_fronts_are_those_of_the_definition(num, most):
         assert list(costs[rows]) == sorted(costs[rows]) and len(rows) == len(found)
 
 
+def test_cuts_are_where_little_crosses():
+    def deep(ws, x):
+        for w in ws:
+            wide = jnp.sin(x @ jnp.concatenate([w] * 4, 1))
+            x = jnp.tanh(wide @ jnp.concatenate([w] * 4, 0))
+        return x.sum()
+
+    jaxpr = staged(deep, WS, X)
+    live = _cuts.crossing_bytes(jaxpr)
+    cuts = _cuts._minima(live)
+    assert len(cuts) >= 6
+    assert all(live[c] <= X.nbytes + 64 for c in cuts)
+
+
 # -- planned programs ------------------------------------------------------------------------------------------------
 
 

@@ -212,14 +212,16 @@ def test_arrays_that_are_differentiated_and_returned_are_a_step():
 @pytest.mark.parametrize("way", ["plan", pytest.param("budget", marks=pytest.mark.slow)])
 def test_a_planned_step(way):
     """The plan rewrites what the step differentiates: its residuals are those of the plan."""
+    ws = WS
     if way == "plan":
-        plan = statetx.plan(by_jax, WS[:2], X, budget=0.9, of="temporaries")
+        ws = WS[:2]
+        plan = statetx.plan(by_jax, ws, X, budget=0.9, of="temporaries")
         planned = plan.apply(by_jax)
     else:
         planned = statetx.budget(0.9)(by_jax)
-    assert statetx.measure(planned, WS[:2], X) == statetx.measure(planned, WS[:2], X, gradient=False)
-    assert not statetx.memory_profile(planned, WS[:2], X).gradient
-    found, unplanned = statetx.saved_residuals(planned, WS[:2], X), statetx.saved_residuals(by_jax, WS[:2], X)
+    assert statetx.measure(planned, ws, X) == statetx.measure(planned, ws, X, gradient=False)
+    assert not statetx.memory_profile(planned, ws, X).gradient
+    found, unplanned = statetx.saved_residuals(planned, ws, X), statetx.saved_residuals(by_jax, ws, X)
     assert found.name == "gradient in by_jax" and {"x", "ws[1]"} <= {r.path for r in found}
     assert found.total_bytes != unplanned.total_bytes
 
