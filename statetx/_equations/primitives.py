@@ -387,7 +387,7 @@ def _inner(eqn: Any) -> Iterable[tuple[Jaxpr, Fraction | int]]:
     elif getattr(lowered := params.get("lowered"), "adds_operations", False):
         params = {row.jaxpr: _jax.without_dead_code(lowered(params[row.jaxpr]))}
     known_runs = _jax.known_runs(eqn)
-    times = params["length"] if row.runs is Runs.LOOP else 1 if known_runs is None else known_runs
+    times: Any = params["length"] if row.runs is Runs.LOOP else 1 if known_runs is None else known_runs
     for param in params.values():
         for x in param if isinstance(param, (tuple, list)) else (param,):
             if _jax.is_jaxpr(x):

@@ -93,17 +93,21 @@ def _split(eqn: Any, length: int) -> list[Any]:
     if name.startswith("reduce_") and 0 in params.get("axes", ()) and params.get("out_sharding") is None:
         axes = params["axes"]
 
-        def reduce(x: Any) -> Any:
+        def reduce_rows(x: Any) -> Any:
             block = x.reshape(length, x.shape[0] // length, *x.shape[1:])
             rows = _jax.bind_equation(eqn, {**params, "axes": (1, *(a + 1 for a in axes if a))}, [block])
             return _jax.bind_equation(eqn, {**params, "axes": (0,)}, rows)
 
+        reduce: Any = reduce_rows
+
     elif name == "dot_general" and {len(v.aval.shape) for v in eqn.invars} == {1}:
 
-        def reduce(x: Any, y: Any) -> Any:
+        def reduce_products(x: Any, y: Any) -> Any:
             blocks = [v.reshape(length, -1) for v in (x, y)]
             rows = _jax.bind_equation(eqn, {**params, "dimension_numbers": (((1,), (1,)), ((0,), (0,)))}, blocks)
             return [jax.lax.reduce_sum(rows[0], axes=(0,))]
+
+        reduce = reduce_products
 
     else:
         return []
