@@ -127,7 +127,7 @@ class CreatedStateError(StatetxError, RuntimeError):
 
 @public
 class CheckpointError(StatetxError, ValueError):
-    """A checkpoint is damaged, or of other states; or a step cannot be saved."""
+    """Values of states cannot be taken from an object, or do not fit its states (`values`, `restore`)."""
 
 
 @public

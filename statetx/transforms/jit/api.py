@@ -97,7 +97,7 @@ def jit(
         donate_states: a filter, or True for all: the written states that it selects donate their old memory to the
             program. If JAX fails after it has taken this memory (a callback that raises, an interrupt in the first
             call), the old values are lost: reading such a state raises `StateAccessError`, and the exception names the
-            states. Save a checkpoint before the call, or do not donate.
+            states. Copy them before the call (`values`), or do not donate.
         release_gradients: whether updates of scanned layers run in the loop of their backward pass ("gradient
             release"), so that no set of gradients exists. It is for updates of each layer alone, such as Adam's. By
             default where states or arguments are donated and the device gains: on GPUs and TPUs, and on CPUs for
