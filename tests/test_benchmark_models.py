@@ -88,6 +88,7 @@ _SLOW = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in SMALL])
 def test_model_has_finite_gradients_with_marked_blocks_and_without(harness, name):
     make = harness.MODELS[name]
@@ -257,6 +258,7 @@ def test_families_of_regions_have_turns(harness):
 # -- benchmarks/gpu_times.py -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_estimates_beside_times(monkeypatch):
     """One program at a tiny size, on this CPU; XLA tells times for GPUs only, so they are made up."""
     measure = statetx.measure

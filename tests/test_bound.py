@@ -189,6 +189,7 @@ def by_enumeration(graph, turn):
     return outcomes
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 8))])
 def test_bound_is_the_best_of_all_subsets(seed):
     loss, ws, x = random_program(seed)

@@ -256,6 +256,7 @@ def carries_only(monkeypatch):
     statetx.clear_cache()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("slots", [12, pytest.param(40, marks=pytest.mark.slow)])
 def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
@@ -330,6 +331,7 @@ def test_slots_hold_carries_only_where_steps_read_weights():
     assert temporary_bytes(loss, args) <= 16 * carry + 2 * weights + 4 * carry
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize(
     "mode",
@@ -356,6 +358,7 @@ def test_residuals_in_slots_leave_gradients_equal(name, mode):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "times", [2.5, pytest.param(4, marks=pytest.mark.slow), 20, pytest.param(100, marks=pytest.mark.slow)]
 )
@@ -526,6 +529,7 @@ THIRD = {
 
 
 # Of a loop with ys, whose cotangents reach every step: with the carry alone the third derivatives worked.
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "derivative",
     [pytest.param(d, marks=[pytest.mark.slow] * (d in ("grad of grad of grad", "fourth, compiled"))) for d in THIRD],
@@ -552,6 +556,7 @@ def with_gradient(strategy, layout):
     return jax.value_and_grad(f, (1, 2, 3))(strategy, *args)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "layout, strategy",
     [
@@ -794,6 +799,7 @@ def test_while_loop_with_states():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_while_loop_runs_of_the_body():
     calls = []
 
@@ -821,6 +827,7 @@ def test_while_loop_runs_are_near_the_fewest_for_every_length(slots):
     assert sum(ratios) / len(ratios) <= 1.02
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("slots", in_turn([1, 2, 3, 5, 8]))
 def test_while_loop_of_every_length_under_vmap(slots):
     """Each example drops its own slots."""

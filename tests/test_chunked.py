@@ -59,6 +59,7 @@ def test_keyword_arguments_are_whole():
     )
 
 
+@pytest.mark.thorough
 def test_sum_of_several_outputs_and_masks():
     def sums(hidden, labels, mask, embedding):
         of_tokens = entropies(hidden, labels, embedding)

@@ -334,6 +334,7 @@ def test_malformed_shapes_say_what_is_wrong(text, message):
     assert str(info.value).startswith(f"--shapes: {message}") and len(str(info.value)) < 400
 
 
+@pytest.mark.thorough
 def test_commands_of_the_readme_fit_its_program():
     text = (HERE.parent / "README.md").read_text()
     exec(re.search(r"```python\n(.*?)```", text, re.S)[1], scope := {})
@@ -570,6 +571,7 @@ def test_verify_compares_with_the_step_without_rematerialization(capsys, tmp_pat
     assert json.loads(path.read_text())["problem"] == ""
 
 
+@pytest.mark.thorough
 def test_verify_against_another_step_fails_with_its_state(capsys, tmp_path):
     argv = ["verify", "cli_model.py:make_wrong_step", "--against", "cli_model.py:make_step", "--factory"]
     status, out, err = run(capsys, *argv, "--tolerance", "0")

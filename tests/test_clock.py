@@ -129,6 +129,7 @@ def test_search_that_is_cut_short_does_not_return_the_smallest_plan(compilations
     assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 0.3
 
 
+@pytest.mark.thorough
 def test_time_that_ended_an_expensive_plan_is_said(compilations, tmp_path, monkeypatch):
     """In this memory no plan costs little: its carries alone are in slots."""
     monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
@@ -143,6 +144,7 @@ def test_time_that_ended_an_expensive_plan_is_said(compilations, tmp_path, monke
     assert len(compilations) == num_compiled
 
 
+@pytest.mark.thorough
 def test_policy_says_that_the_time_ended_an_expensive_plan(compilations):
     args = jnp.ones(8), jnp.ones((400, 8))
     planned = statetx.remat(long_loop, policy=Fit("3200", time_limit=60))
@@ -184,6 +186,7 @@ def test_plan_that_fails_leaves_the_next_its_time():
     assert "time limit" not in str(error.value)
 
 
+@pytest.mark.thorough
 def test_plan_of_a_program_that_was_not_the_last_is_complete():
     """Its time that was left went to the next one."""
 

@@ -51,6 +51,7 @@ def compiled_bytes(fun, *args):
 # -- plans and fit: --
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
 def test_plan_counts_bytes_per_device(kind):
     mesh = mesh_of(kind)
@@ -124,6 +125,7 @@ def test_fit_on_a_mesh_whose_types_name_axes():
 # -- loops --
 
 
+@pytest.mark.sample
 @KINDS
 def test_loop_budget_counts_bytes_per_device(kind):
     mesh = mesh_of(kind)
@@ -212,6 +214,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_budgets_in_shard_map(name, check_vma):
@@ -223,6 +226,7 @@ def test_budgets_in_shard_map(name, check_vma):
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["checked", "unchecked"])
 def test_budget_in_shard_map_is_per_device(check_vma):
     mesh, x = mesh_of(), jnp.ones((512, 64))
@@ -234,6 +238,7 @@ def test_budget_in_shard_map_is_per_device(check_vma):
     assert sizes[1] < sizes[Budget("512KiB")] <= 2**19 + 2**15
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 def test_while_loop_with_slots_steps_per_device(check_vma):
     """Gradients of replicated weights are summed over devices after the loop: within it they would wait for
@@ -278,6 +283,7 @@ def test_while_loop_with_slots_steps_per_device(check_vma):
 # -- outputs of what is measured --
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "spec", [P("d"), pytest.param(P(), marks=pytest.mark.slow)], ids=["sharded weights", "replicated weights"]
 )

@@ -133,6 +133,7 @@ def programs() -> list:
 BROAD = ("Dropout", "MutatedDict")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("make", "nesting"), in_turn(programs(), 3))
 def test_compiled_programs_equal_handwritten(make, nesting):
     program = make()

@@ -134,6 +134,7 @@ def test_limit_that_is_no_size_raises():
 # -- changes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_following_the_changes_makes_it_fit():
     needed = peak(Model().step, X)
     limit = int(0.7 * needed)
@@ -173,6 +174,7 @@ class Clock:
         raise NotTried("by the clock")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("limit, trials, plans", [(5, 0, 0), (25, 0, 0), (30, 1, 0), (60, 3, 0), (120, 4, 1)])
 def test_one_time_limit_ends_the_first_compilation_the_trials_and_the_plan(limit, trials, plans, monkeypatch):
     clock = Clock(monkeypatch)

@@ -105,6 +105,7 @@ SYMBOLIC = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", in_turn(SYMBOLIC))
 def test_gradients_of_a_symbolic_batch(name):
     w, gradient = jnp.eye(4) / 2, jax.grad(SYMBOLIC[name])

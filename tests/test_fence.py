@@ -43,6 +43,7 @@ def cost(program):
     return statetx.measure(program.loss, program.params, *program.data)
 
 
+@pytest.mark.thorough
 @on_cpu
 def test_independent_recomputations_run_one_by_one():
     """From jaxlib 0.11.1 on the barrier stays until XLA orders the operations, but independent ones all start early."""
@@ -87,6 +88,7 @@ def test_unrolled_memory_at_most_half(name):
         assert cost(make(functools.partial(statetx.remat, fence="barrier"))).temp_bytes > 0.9 * none.temp_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "fence", ["auto", *(pytest.param(f, marks=pytest.mark.slow) for f in ("barrier", "cond", None))]
 )
@@ -123,6 +125,7 @@ def test_every_mode(transform, value):
     np.testing.assert_allclose(fenced(value), jax.jit(transform(f))(value), rtol=1e-6)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64", "float8_e4m3fn"])
 def test_every_dtype(dtype):
     with jax.enable_x64(dtype == "float64"):

@@ -115,6 +115,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("kind", "num_devices"), CASES)
 def test_donating_step_equals_handwritten(kind, num_devices):
     mesh = jax.make_mesh((num_devices,), ("d",), axis_types=(kind,))

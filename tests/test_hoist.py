@@ -238,6 +238,7 @@ def touching(kind, act):
     return spike
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "rule, library", [*zip(RULES, ("native", "nnx", "Ref"), strict=True), ("custom_jvp", "brainstate")]
 )
@@ -285,6 +286,7 @@ def test_a_rule_that_jax_runs_at_once_reads_a_state(name, rule):
     assert gradient(x) == jitted(x) == 6
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", WITH_RULES)
 def test_the_fix_of_the_error_works(name):
     """The value is an argument of the function that has the rule, where it may be differentiated, too."""

@@ -78,6 +78,7 @@ def test_inspection_runs_no_program(inspect):
     assert runs
 
 
+@pytest.mark.sample
 @each_inspection
 @pytest.mark.parametrize(
     ("kind", "is_jitted"),
@@ -119,6 +120,7 @@ def test_view_traces_a_jitted_step_once(view):
     assert num_traces(view, Cell("statetx").step, is_jitted=True) == 1
 
 
+@pytest.mark.thorough
 def test_profile_traces_a_jitted_step_twice_since_its_own_jit_stages_what_is_compiled():
     assert num_traces("memory_profile", Cell("statetx").step, is_jitted=True) == 2
     assert num_traces("memory_profile", Cell("statetx").step, is_jitted=True, gradient=False) == 1
@@ -224,6 +226,7 @@ def training_step():
 JITS = {"brainstate": brainstate.transform.jit, "statetx": statetx.jit, "plain": lambda step: step}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("planned", "jit"),
     [
@@ -240,6 +243,7 @@ def test_plan_applies_to_a_step_with_init_all_states_inside(planned, jit):
         np.testing.assert_allclose([step() for _ in range(3)], expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", in_turn(KINDS, 3))
 def test_plan_of_a_loss_applies_to_its_gradient(kind):
     cell, reference = Cell(kind), Cell(kind)
@@ -268,6 +272,7 @@ def test_make_jaxpr_refuses_a_created_state_and_does_not_speak_of_loops():
     assert "inside make_jaxpr(Cell.loss)" in str(error.value) and "loop" not in str(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", in_turn(KINDS, 3))
 def test_reports_of_a_jitted_step_warn_of_nothing(kind):
     """They stage the step many times, each in a trace of its own, and training stages it once."""
@@ -470,6 +475,7 @@ def check_no_trace(transform, kind, inspections):
     assert [float(get_cell(cell)) for cell in cells] == [8.0] * len(cells)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("transform", "kind"), [*places()])
 def test_inspection_in_a_transform_leaves_no_trace(transform, kind):
     check_no_trace(transform, kind, [*ASIDE.values()])
@@ -681,6 +687,7 @@ class Net:
         return self.w - jax.grad(lambda w: Net(w, self.size).loss(x))(self.w)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("fun", [Net.loss, Net.step])
 @pytest.mark.parametrize(
     "inspect",

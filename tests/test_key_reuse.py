@@ -87,6 +87,7 @@ def test_two_uses_of_the_key_of_a_random_state_are_reported(wrap, is_drawn):
         wrap(lambda: jax.random.normal(key()) + jax.random.normal(key()))()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), statetx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LOOPS])
 def test_recomputed_step_is_not_key_reuse(name, wrap):

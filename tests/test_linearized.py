@@ -113,6 +113,7 @@ SLOW = ("reverse over reverse over forward", "reverse over reverse of a remateri
 OF_VJP = ("reverse over reverse", "forward over reverse")  # JAX has no other mode
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "rule"),
     [
@@ -169,6 +170,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.thorough
 def test_rule_that_closes_over_a_traced_value():
     plain = lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 3)[0]
     loops = [plain, *LOOPS.values()]
@@ -213,6 +215,7 @@ def assert_equal_derivatives(order, *functions, **options):
     np.testing.assert_allclose(found, wanted, rtol=2e-4)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("order", "rule", "parts"),
     [
@@ -246,6 +249,7 @@ def combined(mean, total, joined, first, last):
     return mean + 2 * total + (joined**2).sum() + first * last + last**2
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("rule", RULES)
 def test_all_outputs_of_parts_have_the_derivatives_of_the_whole(rule):
     sine = RULES[rule]
@@ -254,6 +258,7 @@ def test_all_outputs_of_parts_have_the_derivatives_of_the_whole(rule):
     assert_equal_derivatives("RR", parts, lambda z: combined(*outputs(sine, z, z * BATCH)))
 
 
+@pytest.mark.thorough
 def test_parts_that_update_states_for_later_calls_have_the_derivatives_of_the_whole():
     """A running mean, and a key that each part advances: what the parts compute depends on neither's derivative."""
 

@@ -169,6 +169,7 @@ def on_a_mesh(layout, program, kind):
         yield training, jax.device_put(X, NamedSharding(mesh, batch_spec))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("layout", "program", "kind"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
@@ -255,6 +256,7 @@ def test_fence_adds_no_collective():
 # -- programs for one device of several --
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
 def test_collectives_in_a_rematerialized_function_of_one_device(kind):
     """Weights gathered by hand within remat, gradients reduced by the transpose, a mean over devices as a state."""

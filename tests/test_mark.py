@@ -480,6 +480,7 @@ def test_names_in_rules_of_custom_vjp_are_saved_with_jax_remat3(name, remat3):
             np.testing.assert_allclose(jax.grad(stored)(X), jax.grad(outer)(X), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_gradients_of_scans_in_a_region_with_jax_remat3(remat3):
     """Linearized loops are equations of their own, such as ``vjp_node[scan]``."""
     body = lambda c, _: (jnp.sin(statetx.checkpoint_name(2 * jnp.cos(c), "h")), None)

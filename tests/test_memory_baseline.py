@@ -120,7 +120,7 @@ def saved(tmp_path_factory):
     return path
 
 
-@pytest.mark.sample
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BEFORE)
 def test_unchanged_program_passes_and_a_size_below_its_peak_fails(saved, name):
     fun, args = BEFORE[name]
@@ -134,6 +134,7 @@ def test_unchanged_program_passes_and_a_size_below_its_peak_fails(saved, name):
         assert_memory(fun, *args, at_most=peak - 1)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_planted_regression_is_named_by_owner_and_line(saved, name):
     program, fun, args, pattern = REGRESSIONS[name]

@@ -272,6 +272,7 @@ def test_loop_that_comes_back_is_around_the_others():
     ]
 
 
+@pytest.mark.thorough
 def test_page_of_a_large_program_is_below_4_mb_and_complete():
     made = large()
     page = _page.to_html(made)

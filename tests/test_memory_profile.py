@@ -179,6 +179,7 @@ SLOW_PROGRAMS = ("SwiGLU transformer", "convolutional net", "deep MLP")
 WRAPS = {"plain": lambda f: f, "remat": statetx.remat}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_PROGRAMS)) for n in programs.PROGRAMS]
@@ -188,6 +189,7 @@ def test_planners_programs_sum_to_xlas_figures(name, wrap):
     check_sums(loss, params, *data)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make", memory_programs.KNOWN, ids=lambda f: f.__name__)
 def test_first_line_names_the_known_answer_and_the_advice_saves_what_it_predicts(make):
     case = make()
@@ -681,6 +683,7 @@ def test_backend_without_buffer_assignment(monkeypatch):
     json.dumps(profile.to_dict())
 
 
+@pytest.mark.thorough
 def test_a_compiled_program_without_buffer_assignment(monkeypatch):
     """As on a GPU: XLA can be told to write it only while it compiles."""
     fun = lambda params, x, *, scale: (jnp.tanh(x @ params["w"]) * scale).sum()

@@ -204,6 +204,7 @@ def loop_in_a_stage(layer, scan):
     return lambda ws, x: (stage(ws[0], stage(ws[1], x)) ** 2).mean()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make, action",
     [
@@ -408,6 +409,7 @@ def two_gradients(wrap=lambda loss: loss):
 BATCH = jnp.eye(64), X, X
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "step, by_hand, gradient",
     [

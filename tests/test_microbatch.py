@@ -723,6 +723,7 @@ def test_under_disable_jit():
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [pytest.param("gradients", marks=pytest.mark.slow), "loss"])
 def test_eight_parts_take_a_sixth_of_the_memory(kind):
     import programs

@@ -160,6 +160,7 @@ def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatc
     assert ordered < 0.7 * temp_bytes(plan_together.apply(together), *PAIR, BATCH)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "step",
     [together, *(pytest.param(f, marks=pytest.mark.slow) for f in (of_examples, of_parts, pulled_back_later))],
@@ -184,6 +185,7 @@ def test_order_alone_may_keep_the_budget():
     assert_near(jax.jit(plan.apply(together))(*args), jax.jit(together)(*args))
 
 
+@pytest.mark.thorough
 def test_smallest_choice_is_compiled_with_each_order_and_without():
     """To wait may copy an input: with jaxlib 0.10 a tenth of the memory here. With newer ones waiting for the inputs
     alone takes the most.

@@ -71,6 +71,7 @@ def run_page(page, folder, monkeypatch):
 LONG = {"every-nth-layer", "loops", "out-of-memory", "planning", "recipes", "spiking-networks"}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, marks=[pytest.mark.slow] * (p.stem in LONG)) for p in PAGES if p not in GUIDES],
@@ -80,6 +81,7 @@ def test_page_runs(page, tmp_path, monkeypatch):
     run_page(page, tmp_path, monkeypatch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "page",
     [p if p.stem in ("brainstate", "linen") else pytest.param(p, marks=pytest.mark.slow) for p in GUIDES],
@@ -99,6 +101,7 @@ def test_guide_compares_both_sides(page, tmp_path, monkeypatch):
     assert sum(x > 1e-3 for x in largest) > 0.8 * len(largest)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=[pytest.mark.slow] * (p.stem == "memory")) for p in sorted(ROOT.glob("examples/*.ipynb"))],

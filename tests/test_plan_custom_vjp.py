@@ -80,6 +80,7 @@ def test_values_of_a_rule_have_addresses_and_results_their_own():
     assert results.keys() == {(call, 0)} and results[call, 0].eqn.primitive.name == "dot_general"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy", ["dots", *(pytest.param(p, marks=pytest.mark.slow) for p in ("everything", "nothing"))]
 )
@@ -235,6 +236,7 @@ def test_inputs_are_counted_beside_the_arrays_of_a_rule(rule):
     assert held == [0, arrays[1].nbytes, 0]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("rule", [scaled, scaled_back])
 def test_loop_whose_rule_holds_an_array_is_planned(rule):
     def loss(w, xs):

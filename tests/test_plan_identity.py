@@ -186,7 +186,7 @@ def test_second_derivatives_of_a_loop_in_groups():
     np.testing.assert_allclose(product(plan.apply(loss)), expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.sample
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_planned_so", [False, True])
 def test_plan_fits_states_that_hold_one_array(is_planned_so):
     key, w = jax.random.key(3), WS[0]

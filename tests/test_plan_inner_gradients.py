@@ -50,6 +50,7 @@ def measured(fun, *args):
     return statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_variant_has_the_same_gradient(loss):
     planner = Planner(loss, WS, X, Y, argnums=0)

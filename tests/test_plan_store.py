@@ -69,6 +69,7 @@ def entries(folder):
     return sorted((folder / "plans").glob("*.json.gz"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fun", [pytest.param(loss, marks=pytest.mark.slow), step])
 def test_second_plan_compiles_nothing(folder, compilations, fun):
     first = statetx.plan(fun, WS, X, budget=0.8)
@@ -151,6 +152,7 @@ def test_keys_tell_small_gradients_apart():
     assert key(jnp.sin) == key(jnp.sin) != key(jnp.cos)
 
 
+@pytest.mark.thorough
 def test_order_of_differentiated_arrays_makes_no_difference():
     """brainstate differentiates with respect to a dict by addresses of states, which JAX sorts: in each process another
     order.
@@ -179,6 +181,7 @@ def test_order_of_differentiated_arrays_makes_no_difference():
         assert jax.tree.all(jax.tree.map(jnp.array_equal, jax.jit(plan.apply(step))(ws, X), jax.jit(step)(ws, X)))
 
 
+@pytest.mark.thorough
 def test_fit_is_stored(folder, compilations):
     planned = lambda: jax.make_jaxpr(jax.grad(statetx.remat(loss, policy="fit:0.8")))(WS, X)
     first = planned()
@@ -244,6 +247,7 @@ def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
     assert same[0] == same[1] != key(lambda x: 2 * jnp.cos(x) - jnp.cos(x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, damaged_plan, monkeypatch, num):
     """What is accepted is what the call may get: another valid decision, whose gradient is the same, or
@@ -358,6 +362,7 @@ def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
     assert not any(taken["float8_e5m2"]) and not all(taken["bits"])
 
 
+@pytest.mark.thorough
 def test_entry_of_another_program_is_not_used(folder, compilations):
     """As after a collision of digests."""
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)

@@ -221,6 +221,7 @@ def dropped(ws, x):
     return (x**2).mean()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_plans_under_strict_promotion(num):
     with jax.numpy_dtype_promotion("strict"):

@@ -94,6 +94,7 @@ def test_one_gradient_is_captured(step):
     assert sum(e.primitive.name == "dot_general" for e in gradient.flat.eqns) == num
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "step",
     [by_value_and_grad, *(pytest.param(f, marks=pytest.mark.slow) for f in (by_bound_name, by_vjp))],
@@ -172,6 +173,7 @@ def test_written_state_in_a_gradient_of_jax_still_leaks():
     assert float(seen.value) == 0
 
 
+@pytest.mark.thorough
 def test_states_of_a_planned_step_are_written_once():
     ps = [statetx.Param(w) for w in jax.tree.leaves(FEW)]
     calls = statetx.State(0)
@@ -262,6 +264,7 @@ def halves(ws, x):
     return (second_half(ws[1:], first_half(ws[:1], x)) ** 2).mean()
 
 
+@pytest.mark.thorough
 def test_functions_share_a_budget():
     budget = int(0.7 * temp_bytes(jax.grad(loss), FEW, X))
 
@@ -278,6 +281,7 @@ def test_functions_share_a_budget():
     assert temp_bytes(jax.grad(alone), FEW, X) > budget
 
 
+@pytest.mark.thorough
 def test_budget_is_that_of_the_block_and_thread():
     traced = lambda: jax.eval_shape(jax.grad(halves), FEW, X)
     with pytest.raises(statetx.PolicyError, match=r"no statetx.budget\(...\) is around the gradient"):

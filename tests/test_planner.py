@@ -80,6 +80,7 @@ def plan_of_loss():
 # -- the budget ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [0.6, *(pytest.param(b, marks=pytest.mark.slow) for b in (0.95, 0.47))])
 @pytest.mark.parametrize(
     "fun",
@@ -95,6 +96,7 @@ def test_plan_stays_within_budget_with_equal_gradients(fun, budget, plan_of_loss
     assert_same_gradients(step, jax.jit(jax.value_and_grad(fun)), WS, X)
 
 
+@pytest.mark.thorough
 def test_baseline_that_fits_is_unchanged():
     plan = statetx.plan(loss, WS, X, of="temporaries", budget="1GiB", argnums=0)
     assert plan.stock == "no remat" and plan.extra_flops == 0 and "It fits unchanged." in str(plan)
@@ -475,6 +477,7 @@ def recurrent_layers(num, wrap=lambda f: f):
     return loss, [w] * num, jnp.linspace(0, 1, 64 * 8 * 32).reshape(64, 8, 32)
 
 
+@pytest.mark.thorough
 def test_planned_loops_allocate_nothing_early():
     """XLA on CPUs begins a program by making what the backward passes of all its loops write: the fence holds that
     back.
@@ -512,6 +515,7 @@ def test_loops_with_constant_results_are_planned():
     np.testing.assert_allclose(jax.grad(plan.apply(fun))(*args), jax.grad(fun)(*args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_loops_are_fenced_where_there_are_several():
     """A fenced loop takes a copy of a cotangent more, and a stock policy is as the user would write it."""
     for num in (1, 2):
@@ -850,6 +854,7 @@ KINDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=() if k == "custom rule with a constant" else pytest.mark.slow) for k in KINDS]
 )
@@ -879,6 +884,7 @@ def loop_with_clock(ws, x, after=lambda t: t):
     return (h**2).mean() * after(t)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", [pytest.param(lambda t: t, marks=pytest.mark.slow), no_reverse_mode])
 def test_clock_of_a_loop_needs_no_derivative(after):
     """JAX differentiates neither the clock nor what reads it, so the loop is planned like one without."""
@@ -1099,6 +1105,7 @@ def test_refused_for_another_program_with_the_first_difference(plan_of_loss):
         jax.grad(plan_of_loss.apply(lambda ws, x: 2 * loss(ws, x)))(WS, X)
 
 
+@pytest.mark.thorough
 def test_plan_fits_before_and_after_the_update_of_weakly_typed_states():
     """The sum of weakly typed parameters and updates, such as those of optax, is strongly typed."""
 
@@ -1200,6 +1207,7 @@ def test_table_names_values_owners_and_decisions():
     assert all(row.bytes > 0 and row.times > 0 for row in plan.rows)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("argnums", "differentiated"), [(0, ()), ((0, 1), (0,)), ((0, 1), ())])
 def test_loops_in_groups_read_the_whole_xs(reverse, argnums, differentiated):
@@ -1278,6 +1286,7 @@ def _loss_of_four(w, x):
     return x.sum()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_times_of_a_target_are_estimates(monkeypatch, sign):
     """Nothing runs. The program that is told to be the fastest is taken, and one whose time is not known is not."""
@@ -1306,6 +1315,7 @@ def test_stock_policies_are_timed_when_the_time_is_over(monkeypatch):
     assert plan.seconds == min(fitting)
 
 
+@pytest.mark.thorough
 def test_operations_decide_where_the_time_of_the_cheapest_is_not_told(monkeypatch):
     unplanned = statetx.measure(loss, FEW, X).temp_bytes
     _with_estimates(monkeypatch, lambda temp_bytes: None if temp_bytes > 0.95 * unplanned else 1.0)
@@ -1313,6 +1323,7 @@ def test_operations_decide_where_the_time_of_the_cheapest_is_not_told(monkeypatc
     assert plan.stock == "no remat" and plan.seconds is None and plan.timed()
 
 
+@pytest.mark.thorough
 def test_plans_for_this_cpu_are_by_operations():
     options = {"argnums": 0, "budget": 0.9, "of": "temporaries", "time_limit": None}
     plans = [statetx.plan(loss, WS[:2], X, objective=objective, **options) for objective in ("auto", "flops")]
@@ -1340,6 +1351,7 @@ def test_values_within_a_fusion_are_not_worth_saving():
     assert worth(gate, w, x, x) == ["dot_general", "dot_general", "add", "tanh"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_fitting", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest(monkeypatch, num_fitting):
     """As on GPUs: the zeros that a program is timed with come on top of the caller's arrays."""

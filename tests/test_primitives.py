@@ -68,6 +68,7 @@ WORDS = {
 TABLES_ELSEWHERE = {"_jax/rules.py", "kinds/misuse.py"}
 
 
+@pytest.mark.thorough
 def test_no_other_module_has_a_table_of_primitives():
     """A set, list or dict display, or a split string, with two names of primitives."""
     tables = {}

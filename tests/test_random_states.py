@@ -46,6 +46,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_next_draws_after_a_transform_equal_none_of_its_draws(transform):
     rngs = [kind.rng() for kind in LIBRARIES.values()]

@@ -114,6 +114,7 @@ def test_periods_also_begin_behind_the_product():
     assert late.count == 5, "the first product is in no period"
 
 
+@pytest.mark.thorough
 def test_cheapest_regions_in_little_memory_begin_with_activations():
     fun, ws, x = layers(6)
     program = flat(fun, ws, x)
@@ -155,6 +156,7 @@ def tied_layers(share, num=12):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_decisions_are_those_of_the_regions_own_fronts(share):
     """Two periods with one weight have another input list than two with two weights: `Decision.inputs` counts
@@ -186,6 +188,7 @@ def test_plans_of_layers_that_share_weights_have_equal_gradients(share):
             np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.thorough
 def test_regions_are_a_union():
     """The user's functions, cuts within them, and several of them merged."""
     marked = flat(functools.partial(loss, block=statetx.remat(block)), WS, X)
@@ -325,6 +328,7 @@ def chain(num, wrap=lambda layers: layers):
     return loss, [0.1 * jnp.ones((8 if i == 0 else 64, 64)) for i in range(num)], jnp.ones((2048, 8))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num", [5, pytest.param(10, marks=pytest.mark.slow)])
 def test_unmarked_chains_reach_the_memory_of_segments_by_hand(num):
     """Segments that save nothing: XLA holds their outputs twice where they are saved, too."""
@@ -353,6 +357,7 @@ def test_layers_that_share_a_mask_cost_no_more_than_by_hand():
     assert plan.flops <= budget.flops
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("time_limit", [0.0, 0.2])
 def test_program_with_rematerialized_functions_keeps_its_own_budget_in_no_time(time_limit):
     layers = functools.partial(loss, block=statetx.remat(block))
@@ -361,6 +366,7 @@ def test_program_with_rematerialized_functions_keeps_its_own_budget_in_no_time(t
     assert plan.temp_bytes <= budget
 
 
+@pytest.mark.thorough
 def test_smallest_bytes_may_be_those_without_rematerialization():
     layer = statetx.remat(lambda w, x: jnp.tanh(x @ w))
 
@@ -457,6 +463,7 @@ def test_copies_take_less_memory_and_compute_the_same():
     assert jnp.allclose(jnp.stack(expected), jnp.stack(found), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_paths_that_copy_are_cheaper_by_the_model():
     program = flat(stream, PAIRS, RAMP)
     families = Lattice(program, range(9), 1, Settings(treatments=TREATMENTS)).families

@@ -125,6 +125,7 @@ def differing(name):
     return sum(int((np.asarray(a) != np.asarray(b)).sum()) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.thorough
 def test_a_step_without_moments_has_no_set_of_gradients():
     profile = statetx.memory_profile(training("sgd")[0], X)
     plain = training("sgd", release_gradients=False)[0].lower(X)
@@ -453,6 +454,7 @@ def peak(fun):
     return memory.argument_size_in_bytes + memory.output_size_in_bytes - aliased + memory.temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_a_plan_updates_weights_in_the_backward_pass(tmp_path):
     """A budget that rematerialization alone does not keep."""
     budget = int(peak(donating) - 0.9 * WEIGHTS.nbytes)
@@ -494,6 +496,7 @@ def test_a_plan_leaves_what_is_not_donated():
     assert statetx.plan(step, WEIGHTS, X, budget=1.0).released == ()
 
 
+@pytest.mark.thorough
 def test_advice_names_updates_in_the_backward_loop():
     profile = statetx.memory_profile(donating, WEIGHTS, X)
     report = statetx.explain_oom(donating, WEIGHTS, X, limit=profile.peak_bytes - WEIGHTS.nbytes // 2, gradient=False)

@@ -290,6 +290,7 @@ def test_verified_plan_is_held_against_the_plain_program(monkeypatch):
 # -- counts, bad input ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_doubled_update_shows_at_any_tolerance():
     network = Network(1)
 

@@ -48,6 +48,7 @@ def fewest_runs_ahead(length, slots):
     return min(m + fewest_runs_ahead(m, slots) + fewest_runs_ahead(length - m, slots - 1) for m in range(1, length))
 
 
+@pytest.mark.thorough
 def test_num_evaluations_equals_brute_force():
     for n, c in itertools.product(range(1, 41), range(1, 43)):
         assert num_evaluations(n, c) == fewest_runs_ahead(n + 1, c) + n
@@ -340,6 +341,7 @@ def assert_bits_take_less(policy, slots):
     assert temporary[1] <= temporary[0] - saved + 1024
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy", [pytest.param(SPIKES, id="named"), pytest.param(policies.everything, id="proved", marks=pytest.mark.slow)]
 )
@@ -359,6 +361,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("strategy", "num"), STRATEGIES.values(), ids=STRATEGIES)
 def test_carries_of_nested_loops_in_bits(strategy, num):
     args = data()
@@ -434,6 +437,7 @@ def test_slots_with_a_format_give_carries_back():
     assert_equal(slots.read(pools, 1, first), carry)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("width", "slots"), [(40, 10), pytest.param(64, 20, marks=pytest.mark.slow)])
 def test_carries_in_bits_whose_last_axis_is_split_over_devices(width, slots):
     if jax.device_count() < 4:
@@ -489,6 +493,7 @@ def while_grads(policy, slots):
         yield jax.grad(functools.partial(while_loss, checkpoint=Slots(slots, policy=p)), (0, 1, 2))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("policy", [SPIKES, policies.everything], ids=["named", "proved"])
 @pytest.mark.parametrize("slots", [1, 4, 5])
 def test_while_loop_with_carries_in_bits_leaves_gradients_equal(policy, slots):
@@ -506,12 +511,14 @@ WHILE_MODES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", in_turn(WHILE_MODES))
 def test_while_loop_with_carries_in_bits_under_transforms(mode):
     args, wrap = data(12, 2, 20), jax.jit if mode != "eager" else lambda f: f
     assert_equal(*(wrap(WHILE_MODES[mode](f))(*args) for f in while_grads(policies.everything, slots=4)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
     if jax.device_count() < 2:
@@ -531,6 +538,7 @@ def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
     np.testing.assert_allclose(stored, alone, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_while_loop_with_carries_in_bits_takes_fewer_bytes():
     args = data()
     stored, exact = (jax.jit(f).lower(*args).compile() for f in while_grads(policies.everything, 8))
@@ -543,6 +551,7 @@ def test_while_loop_with_carries_in_bits_takes_fewer_bytes():
 # -- residuals -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_slots_hold_residuals_of_a_step_that_stores_bits():
     policy = policies.everything
     row = statetx.loop_report(functools.partial(loss, policy=policy.stored_as("bits")), *data()).rows[0]
@@ -562,6 +571,7 @@ def norms(w, carry, x):
     return (0.9 * h * factors[0] * s, 0.5 * s + factors[1] * factors[2] * factors[3]), s
 
 
+@pytest.mark.thorough
 def test_scalars_of_a_step_are_in_rows_of_its_arrays(monkeypatch):
     w, h, _ = data(32)
     args = w / 2, h + 0.1, jnp.sin(jnp.arange(200.0))

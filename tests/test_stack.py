@@ -251,6 +251,7 @@ def nnx_layers():
     return [NnxLayer(rngs.fork()) for _ in range(5)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "make, apply",
     [
@@ -299,6 +300,7 @@ def check_layers(each, layers, deep, xs):
 LENGTHS = [(6,), (2, 3), (2, 2), "auto", policies.Budget("1MiB"), policies.Slots(2), policies.Levels(2), 6]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(statetx.jit, marks=pytest.mark.slow)], ids=["eager", "jit"])
 @pytest.mark.parametrize("lengths", in_turn([pytest.param(x) for x in LENGTHS]), ids=str)
 def test_equals_the_python_loop(lengths, wrap):

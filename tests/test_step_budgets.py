@@ -61,6 +61,7 @@ def planner():
 # -- the whole step --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "donate", [pytest.param((), marks=pytest.mark.slow, id="plain"), pytest.param((0, 1), id="donated")]
 )
@@ -76,6 +77,7 @@ def test_compiled_step_keeps_the_budget(donate):
     assert ("in place of donated arguments" in text) == bool(donate) and re.search(r"Arguments .*, outputs", text)
 
 
+@pytest.mark.thorough
 def test_donation_leaves_more_for_temporaries(planner):
     budget = total(jax.jit(step), *ARGS) - 20_000
     with_copies = planner.plan(budget)
@@ -101,6 +103,7 @@ def test_planned_jitted_step_donates_and_traces_once():
     assert len(traces) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit", [pytest.param(jax.jit, marks=pytest.mark.slow), statetx.jit], ids=["jax", "statetx"])
 def test_planned_jitted_step_has_the_stages_of_jit(jit):
     jitted = jit(step, donate_argnums=(0, 1))
@@ -131,6 +134,7 @@ def test_arrays_that_the_step_closes_over_are_constants():
         assert plan.temp_bytes == temporaries
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "donate", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="donated")]
 )
@@ -153,6 +157,7 @@ def test_states_of_an_optimizer_count(donate):
     assert (plan.alias_bytes > 0) == donate
 
 
+@pytest.mark.thorough
 def test_loss_counts_its_gradient():
     plan = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     cost = statetx.measure(jax.value_and_grad(plan.apply(loss)), WS, X, gradient=False)
@@ -231,6 +236,7 @@ def test_error_says_what_donated_arguments_and_constants_take():
     assert "Its constants, which do not count, take 32.0 KiB." in str(e.value) and "that donates" not in str(e.value)
 
 
+@pytest.mark.thorough
 def test_error_of_a_budget_above_arguments_and_outputs(planner):
     with pytest.raises(statetx.PlanError, match=r"Arguments take .* of it and outputs .*plan the jitted step") as e:
         planner.plan("85KiB")
@@ -248,6 +254,7 @@ of_array = functools.partial(recurrent, lambda h: jax.vjp(jnp.sin, h)[1](jnp.one
 of_scalar = functools.partial(recurrent, jax.grad(lambda h: jnp.sin(h).sum()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("loss", "options"), [(of_array, {}), pytest.param(of_scalar, {"argnums": (0, 1)}, marks=pytest.mark.slow)]
 )
@@ -272,6 +279,7 @@ def test_planner_of_a_step(planner):
     assert planner.best(most).total_bytes <= most and planner.best(least // 2) is None
 
 
+@pytest.mark.thorough
 def test_printed_parts_and_layers():
     marked = statetx.remat(lambda w, x: x + jnp.sin(jnp.tanh(x @ w) @ w.T))
 
@@ -292,6 +300,7 @@ def test_printed_parts_and_layers():
     assert "(~: predicted, not compiled)." in text
 
 
+@pytest.mark.thorough
 def test_stock_policies_are_counted_without_compiling_them():
     """Their operations are those of the rematerialized program; their bytes a prediction."""
     block = lambda w, x: x + jnp.sin(jnp.tanh(x @ w) @ w.T)
@@ -348,6 +357,7 @@ def test_memory_that_the_device_reports(monkeypatch):
         _budget.device_memory()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
@@ -367,6 +377,7 @@ def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
         np.testing.assert_allclose(plan.apply(sharded)(ws, x)[1], sharded(ws, x)[1], rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_budget_inside_shard_map(check_vma):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -384,7 +395,7 @@ def test_budget_inside_shard_map(check_vma):
     assert total(jax.jit(plan.apply(sharded)), WS, x) <= budget
 
 
-@pytest.mark.sample
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("axis_type", "check_vma", "shard_map", "wrap"),
     in_turn(
@@ -446,6 +457,7 @@ def test_two_gradients_around_shard_maps():
         np.testing.assert_allclose(planned, out, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("axis_type", "shard_map"),
     [
@@ -558,6 +570,7 @@ def two_gradients(ws, x, wrap):
     return first, jax.grad(in_branches)(second, x, wrap)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("step", [jax.value_and_grad(in_branches), two_gradients], ids=["one", "two"])
 def test_added_operations_are_relative_to_no_rematerialization_at_any_depth(step):
     """Plans leave blocks within branches and within loops in loops as they are: what these compute again counts as

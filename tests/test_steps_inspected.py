@@ -209,6 +209,7 @@ def test_arrays_that_are_differentiated_and_returned_are_a_step():
     assert statetx.plan(by_vjp_of_arrays, WS, X, budget="1GiB").is_step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["plan", pytest.param("budget", marks=pytest.mark.slow)])
 def test_a_planned_step(way):
     """The plan rewrites what the step differentiates: its residuals are those of the plan."""

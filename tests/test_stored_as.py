@@ -204,6 +204,7 @@ def test_second_derivatives_reach_through_what_is_stored():
     np.testing.assert_allclose(third(0.7), jax.grad(jax.grad(jax.grad(lambda x: jnp.sin(x**3))))(0.7), rtol=1e-5)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("block", [BLOCKS["both"], BLOCKS["words"]], ids=["bits", "words"])
 def test_inside_loops_branches_and_other_regions(block):
     x, w = data()
@@ -248,6 +249,7 @@ def test_a_derivative_that_reads_its_result_reads_what_was_stored():
     np.testing.assert_allclose(stored(x), f(x), rtol=1e-7)  # the forward pass uses the value itself
 
 
+@pytest.mark.thorough
 def test_lossy_formats_change_the_backward_pass_only():
     x, w = data()
     x = x + 0.1 * jax.random.normal(jax.random.key(5), x.shape)
@@ -539,6 +541,7 @@ def test_the_stored_value_dies_before_what_follows():
     assert compiled(loss_of(looped), x, w).as_text().count(" conditional(") == 0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "strategy", [functools.partial(policies.Slots, 3), functools.partial(policies.Levels, 2)], ids=["slots", "levels"]
 )
@@ -575,6 +578,7 @@ def test_offloaded_codes():
     assert str(jaxpr) != str(jax.make_jaxpr(jax.grad(loss_of(statetx.remat(pair)), 1))(x, w))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("form", ["shard_map", "sharded", "shard_map outside"])
 def test_on_several_devices(form):
     if jax.device_count() < 2:
@@ -691,6 +695,7 @@ def test_memory_profile_advises_bits_and_predicts_what_they_save():
     assert "u8[16,32,16] (bits)" in str(after)
 
 
+@pytest.mark.thorough
 def test_bits_in_a_plain_while_loop_of_a_rematerialized_function():
     """A `while_loop` can save nothing: what the inner function stores is computed again."""
     stored = statetx.remat(lambda h: jnp.tanh(h) * (h > 0), policy=policies.everything.stored_as("bits"))

@@ -317,6 +317,7 @@ def reference(seed, xs, steps):
     return value, w, h, steps * len(xs)
 
 
+@pytest.mark.sample
 @MAKE
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_models_trained_concurrently_equal_models_trained_alone(make, compiled):

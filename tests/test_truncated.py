@@ -66,6 +66,7 @@ def of_all(fun):
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("segment", SEGMENTS)
 @pytest.mark.parametrize("length", [1, 6, pytest.param(11, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_stop_gradient(segment, length):
@@ -95,6 +96,7 @@ def test_first_carry_has_the_gradient_of_the_first_segment():
     near(jax.grad(last)(H, Truncated(11)), jax.grad(last)(H, None))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("checkpoint", [Truncated(3), Truncated(4, checkpoint=Levels(1)), Truncated(3, policy="dots")])
 def test_other_modes_and_orders(checkpoint):
     def ours(w):
@@ -113,6 +115,7 @@ def test_other_modes_and_orders(checkpoint):
     near(along(ours)(W), along(reference)(W))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("checkpoint", [Truncated(4), Truncated(4, checkpoint=2)])
 def test_vmap_inside_and_outside(checkpoint):
     hs = jnp.stack([H, 2 * H, -H])
@@ -164,6 +167,7 @@ def test_disable_jit_stops_the_same_gradients():
 # -- states --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("lib", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("checkpoint", [Truncated(4), Truncated(3, checkpoint=2)])
 def test_carried_states_stop_and_continue(lib, checkpoint):

@@ -66,6 +66,7 @@ def assert_equal_numbers(ours, theirs):
 FAST = "delayed_network spiking_classifier trained_online".split()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])
 def test_results_equal_brainstates_transforms_with_one_trace(name):
     result, compiled = run(name, OURS)
@@ -82,6 +83,7 @@ MIXED = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "name",
     [
@@ -167,6 +169,7 @@ def train_with_every_optimizer(t, in_a_loop):
     return {name: (weights[name].value, optimizers[name].opt_state.value) for name in OPTIMIZERS}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "in_a_loop", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in steps", "in a loop"]
 )
