@@ -61,17 +61,21 @@ def write(path: Path, content: bytes | str) -> None:
     if mode is not None and not os.access(path, os.W_OK):  # a rename would replace a file that is protected
         raise PermissionError(13, os.strerror(13), os.fspath(path))
     try:
-        replace(os.path.realpath(path), data, None if mode is None else stat.S_IMODE(mode))
+        replace(os.path.realpath(path), data, mode=None if mode is None else stat.S_IMODE(mode))
     except OSError as e:
         raise OSError(e.errno, e.strerror, os.fspath(path)) from e  # not the temporary file's name
 
 
-def replace(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Create or replace a file atomically: another process sees all of the old or all of the new one."""
+def replace(path: Path, *parts: Any, mode: int | None = None) -> None:
+    """Create or replace a file atomically: another process sees all of the old or all of the new one.
+
+    Args:
+        parts: of the content, which are buffers.
+    """
     temporary = os.path.join(os.path.dirname(path), f".statetx-{secrets.token_hex(8)}.part")
     try:
         with open(temporary, "xb") as file:
-            file.write(content)
+            file.writelines(parts)
         if mode is not None:
             os.chmod(temporary, mode)
         os.replace(temporary, path)

@@ -39,11 +39,13 @@ from ._remat.atoms import nothing as nothing
 from ._remat.parse import as_value_policy
 from ._remat.policy import Or
 from ._remat.policy import Policy as Policy
+from ._segments.disk import Disk as Disk
 from ._text import parse_bytes, suggestion
 from ._typing import Filter
 
 __all__ = [
     "Budget",
+    "Disk",
     "Lengths",
     "Levels",
     "Policy",

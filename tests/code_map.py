@@ -26,6 +26,7 @@ _equations
 _lift
 _remat
 _loops
+_segments
 policies
 transforms
 caches

@@ -1,0 +1,133 @@
+"""The compiled programs of a segment of a loop: run it, and pull cotangents back through it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax
+from .._lift.staged import to_key_data
+from .._loops.step import LoopStep
+from .._positions import replaced
+
+
+class Segments:
+    """A loop in segments of equal length; the last one may be shorter.
+
+    Args:
+        step: of the whole loop.
+        length: of a segment.
+        strategy: how a segment stores less for its pull-back; None for all residuals of its steps.
+    """
+
+    def __init__(self, step: LoopStep, length: int, strategy: Any):
+        self.step, self.length, self._strategy = step, length, strategy
+        self.num = -(-step.length // length)
+        self._advance = functools.cache(self._make_advance)
+        self._pull = functools.cache(self._make_pull)
+
+    def num_steps(self, segment: int) -> int:
+        return min(self.length, self.step.length - segment * self.length)
+
+    def _place(self, segment: int) -> int:
+        """The first element of xs of a segment."""
+        first, num = segment * self.length, self.num_steps(segment)
+        return self.step.length - first - num if self.step.reverse else first
+
+    def advance(self, segment: int, *args: Any) -> tuple[list, list, Any]:
+        """``(constants, carry, xs) ->`` the carry after a segment, its ys, and the checksum of the carry."""
+        return self._advance(self.num_steps(segment))(self._place(segment), *args)
+
+    def text(self, *args: Any) -> str:
+        """The program that `advance` runs with these arguments."""
+        return self._advance(self.num_steps(0)).lower(0, *args).as_text()
+
+    def _make_advance(self, num: int) -> Callable:
+        loop = self.step.with_length(num, None).plain()
+
+        def advance(start: Any, constants: list, carry: list, xs: list) -> tuple[list, list, Any]:
+            carry, ys = loop(constants, carry, _slices(xs, start, num))
+            return carry, ys, checksum(carry)
+
+        return jax.jit(advance)
+
+    def pull(self, segment: int, diff_indices: tuple[int, ...], of_ys: Mapping[int, Any], *args: Any) -> tuple:
+        """``(constants, carry, xs, cotangents) ->`` cotangents of constants, of the carry, and of the segment's xs.
+
+        Cotangents are of what is differentiated; `of_ys` has those of ys that have one.
+        """
+        pull = self._pull(self.num_steps(segment), diff_indices, tuple(of_ys))
+        return pull(self._place(segment), list(of_ys.values()), *args)
+
+    def pull_text(self, diff_indices: tuple[int, ...], of_ys: Mapping[int, Any], *args: Any) -> str:
+        """The program that `pull` runs with these arguments."""
+        pull = self._pull(self.num_steps(0), diff_indices, tuple(of_ys))
+        return pull.lower(0, list(of_ys.values()), *args).as_text()
+
+    def _make_pull(self, num: int, diff_indices: tuple[int, ...], with_ct: tuple[int, ...]) -> Callable:
+        diff_constants, diff_carry, diff_xs = self.step.sorted_indices(diff_indices)
+        if self._strategy is None:
+            loop = _with_tangents_in_carry(self.step.with_length(num, None), diff_constants)
+        else:
+            built = self._strategy.build(self.step.with_length(num, self._strategy.policy))
+            loop = lambda constants, copies, *args: built(replaced(constants, diff_constants, copies), *args)
+
+        def pull(start: Any, of_ys: list, constants: list, carry: list, xs: list, cts: list) -> tuple:
+            xs = _slices(xs, start, num)
+
+            def run(copies: list, diff: list, elements: list) -> tuple[list, list, list]:
+                args = replaced(carry, diff_carry, diff), replaced(xs, diff_xs, elements)
+                last, ys = loop(constants, copies, *args)
+                copies, last = (last[: -len(carry)], last[-len(carry) :]) if self._strategy is None else (copies, last)
+                return copies, [last[i] for i in diff_carry], [ys[i] for i in with_ct]
+
+            inputs = [[constants[i] for i in diff_constants], [carry[i] for i in diff_carry], [xs[i] for i in diff_xs]]
+            return jax.vjp(run, *inputs)[1]((*cts, _slices(of_ys, start, num)))
+
+        return jax.jit(pull)
+
+
+def _slices(xs: list, start: Any, num: int) -> list:
+    return [jax.lax.dynamic_slice_in_dim(x, start, num) for x in xs]
+
+
+def _with_tangents_in_carry(step: LoopStep, diff_constants: list[int]) -> Callable:
+    """The loop ``(constants, copies of those differentiated, carry, xs) -> ([*copies, *carry], ys)``.
+
+    The copies pass through all steps, and each step has their tangents for the constants'. So their cotangents are a
+    running sum, which a segment adds to step by step, in the order of the loop that is not in segments: the same bits.
+    """
+    num_copies, num_carry = len(diff_constants), len(diff_constants) + step.num_carry
+
+    def body(*values: Any) -> list[Any]:
+        constants, rest = list(values[: step.num_constants]), values[step.num_constants :]
+        copies, rest = rest[:num_copies], rest[num_copies:]
+        moved = [_jax.with_tangent_of(x, constants[i]) for x, i in zip(copies, diff_constants, strict=True)]
+        return [*copies, *step.body((), *replaced(constants, diff_constants, moved), *rest)]
+
+    copy_avals = [step.constant_avals[i] for i in diff_constants]
+    avals = [*step.constant_avals, *copy_avals, *step.avals, *step.x_avals]
+    closed = _jax.close(*_jax.stage(body, avals, traced_for="scan", name=step.name))
+
+    def loop(constants: list, copies: list, carry: list, xs: list) -> tuple[list, list]:
+        options = {"length": step.length, "reverse": step.reverse}
+        outs = _jax.bind_scan(closed, constants, [*copies, *carry], xs, **options)
+        return outs[:num_carry], outs[num_carry:]
+
+    return loop
+
+
+def checksum(values: Sequence[Any]) -> jax.Array:
+    """32 bits that tell arrays apart, computed where they are: it reads them once."""
+    total = jnp.uint32(0)
+    for x in to_key_data(values):
+        x = x.astype(jnp.uint8) if x.dtype == bool else x
+        x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+        words = jax.lax.bitcast_convert_type(x, f"uint{min(32, jax.dtypes.itemsize_bits(x.dtype))}").reshape(-1)
+        weights = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(2654435761) | jnp.uint32(1)
+        total = total * jnp.uint32(1000003) + jnp.sum(words.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+    return total

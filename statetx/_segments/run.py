@@ -1,0 +1,316 @@
+"""One gradient of a loop in segments: run it forward, reverse it, and resume what a killed process has left."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from .._errors import CheckpointError, EffectError, PolicyError
+from .._lift.staged import as_types, to_key_data, to_keys
+from .._spinner import spinner
+from .._text import format_bytes, type_str
+from .._tree import is_float, num_bytes
+from .program import Segments
+from .schedule import AT_HAND, DISK, MEMORY, Action, Advance, Drop, Keep, Load, Reverse, Schedule
+from .store import Store, digest
+
+_OVERHEAD = 2048  # bytes of the files of a segment, beside their arrays
+_PULL = 3  # runs of a segment that a pull-back takes, for the time that is left
+
+
+@dataclasses.dataclass
+class Trail:
+    """Arrays that segments have given, one after the other, and that are on disk in pieces.
+
+    Attributes:
+        kind: in the names of the files.
+        items: the arrays of each segment; the first `num_saved` are on disk.
+    """
+
+    kind: str
+    items: list[list] = dataclasses.field(default_factory=list)
+    num_saved: int = 0
+
+    def save(self, store: Store) -> None:
+        if new := self.items[self.num_saved :]:
+            store.write(f"{self.kind}-{self.num_saved}-{len(self.items)}", [x for item in new for x in item])
+            self.num_saved = len(self.items)
+
+    def resume(self, store: Store, kind: str) -> tuple[int, Any]:
+        """Take over the pieces. Returns the last position in files of `kind` that they reach, and its content."""
+        for first, end in store.names(self.kind):
+            if first == self.num_saved and (found := store.read(f"{self.kind}-{first}-{end}")):
+                num = len(found[0]) // (end - first)
+                self.items += [list(found[0][i * num : (i + 1) * num]) for i in range(end - first)]
+                self.num_saved = end
+        for (position,) in reversed(store.names(kind)):
+            if position <= self.num_saved and (found := store.read(f"{kind}-{position}")):
+                return position, found
+        return 0, None
+
+    def joined(self, reverse: bool, avals: Sequence[Any]) -> list[Any]:
+        """The arrays of the whole loop, without the first one of each item."""
+        parts = zip(*(item[1:] for item in self.items[:: -1 if reverse else 1]), strict=True)
+        return as_types(to_keys([jnp.concatenate(x) for x in parts], avals), avals)
+
+
+class Run:
+    """The forward sweep and the reversal of one call.
+
+    Whatever is lost, a carry in memory or a damaged file, is computed again from the nearest carry before it; the
+    arguments are the first one. Every carry is a result of the same compiled program, so all ways lead to the same
+    bits.
+
+    Args:
+        segments: the loop.
+        options: the strategy, a `Disk`.
+        primals: constants, carry, xs.
+        diff_indices: the differentiated ones, by leaf.
+
+    Attributes:
+        stored: the tiers of the stored carries, by the number of segments before them; `memory` has those in memory.
+        carry: at hand.
+        outs: of each segment that has run the checksum of its last carry and, in the sweep, its ys.
+        pulled: of each segment that was reversed a zero, and cotangents of xs; `cts` are those of the constants and of
+            the carry.
+    """
+
+    def __init__(self, segments: Segments, options: Any, primals: tuple, diff_indices: tuple[int, ...]):
+        self.segments, self.options, self.step = segments, options, segments.step
+        self.constants, self.init, self.xs = primals
+        self.args, self.diff_indices = [*self.constants, *self.init, *self.xs], diff_indices
+        self.stored: dict[int, str] = {}
+        self.memory: dict[int, list] = {}
+        self.carry, self.outs, self.last_save = self.init, Trail("out"), time.monotonic()
+        self.pulled: Trail | None = None
+
+    # -- the store --
+
+    def open(self) -> Store:
+        """Lock the store, and check that it is empty, of this call, or of one that is done."""
+        store = Store(self.options.path, self.options.limit)
+        try:
+            about = (store.read("program") or (None, None))[1]
+            if about and (
+                changed := [k for k in self.facts | about["facts"] if self.facts.get(k) != about["facts"].get(k)]
+            ):
+                self.clear_if_done(store, about["facts"]["segments"], ", ".join(changed))
+                about = None
+            costs = self.options.costs or (about["costs"] if about else self.measured(store))
+            if about is None:
+                store.write("program", [], {"facts": self.facts, "costs": costs})
+                store.flush()
+            store.owner = digest(json.dumps(self.facts).encode())
+            self.schedule = Schedule(self.segments.num, self.options.slots + self.options.host, self.num_files, *costs)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def clear_if_done(self, store: Store, num: int, changed: str, *kinds: str) -> None:
+        """Remove what another call has left; raise if it is not done."""
+        if (num,) not in store.names("ct"):
+            raise CheckpointError(
+                f"{self.step.name}: the store {store.path} has an unfinished gradient of another call. It differs in: "
+                f"{changed}.\nFix: repeat that call to finish it; or give another directory, or delete this one."
+            )
+        for kind in kinds or ("program", "carry", "out", "ct", "xs"):
+            store.prune(kind, ())
+        store.flush()
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """What the results depend on, by the name that a message has for it."""
+        kinds = {"constant": self.constants, "carry or state": self.init, "xs": self.xs}
+        named = {f"{kind} {i}, {type_str(x)}": x for kind, values in kinds.items() for i, x in enumerate(values)}
+        return {
+            "versions": [jax.__version__, jaxlib.__version__, jax.local_devices()[0].device_kind],
+            "equations of the step": digest(self.segments.text(self.constants, self.init, self.xs).encode()),
+            "length": self.step.length,
+            "segments": self.segments.num,
+            "what is differentiated": list(self.diff_indices),
+            **{name: digest(*map(np.asarray, to_key_data([x]))) for name, x in named.items()},
+        }
+
+    @functools.cached_property
+    def num_files(self) -> int | None:
+        """How many carries of the schedule fit on the disk."""
+        if self.options.limit is None:
+            return None
+        carry, diff = num_bytes(self.step.avals), num_bytes([self.args[i] for i in self.diff_indices])
+        # Beside them outputs, the last carry, two to resume from, and cotangents; what is replaced is there twice.
+        fixed = self.step.length * num_bytes(self.step.y_avals) + 5 * carry + 2 * diff + _OVERHEAD * self.segments.num
+        if self.options.limit < fixed:
+            raise PolicyError(
+                f"{self.step.name}: {self.options!r}: outputs, cotangents and carries to resume from take "
+                f"{format_bytes(fixed)} on disk.\nFix: raise limit=."
+            )
+        return (self.options.limit - fixed) // max(carry, 1)
+
+    def measured(self, store: Store) -> list[float]:
+        """The times to write and to read a carry, in runs of a segment."""
+
+        def seconds(fun: Callable[[], Any]) -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(fun())
+            return time.perf_counter() - start
+
+        run = lambda: self.segments.advance(0, self.constants, self.init, self.xs)
+        run()  # compiles
+        write = lambda: (store.write("probe", to_key_data(self.init)), store.flush())[1]
+        of_run, *others = [seconds(fun) for fun in (run, write, lambda: (store.read("probe") or "")[:1])]
+        store.prune("probe", ())
+        return [float(f"{x / of_run:.2g}") for x in others]
+
+    def save(self, store: Store, position: int) -> None:
+        """Let a killed call resume here: after so many segments, or before them in the reversal."""
+        num, files = self.segments.num, [p for p, tier in self.stored.items() if tier == DISK]
+        if self.pulled is None:
+            self.outs.save(store)
+            store.write(f"carry-{position}", to_key_data(self.carry))
+            store.prune("carry", [position, *files])
+        else:
+            self.pulled.save(store)
+            store.write(f"ct-{num - position}", [x for cts in self.cts for x in cts], self.key)
+            store.prune("ct", [num - position])
+            store.prune("carry", [num, *(p for p in files if p < position)])
+        self.last_save = time.monotonic()
+
+    def load(self, store: Store, position: int) -> list | None:
+        """A stored carry; None if it is damaged."""
+        if position == 0:
+            return self.init
+        found = self.memory.get(position) or (store.read(f"carry-{position}") or [None])[0]
+        return None if found is None else self.restored(found, self.step.avals, self.init)
+
+    def restored(self, arrays: Sequence[Any], avals: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+        """Values of these types, where the values `like` were put: elsewhere JAX would compile other programs."""
+        values = zip(to_keys([jnp.asarray(x) for x in arrays], avals), like, strict=True)
+        placed = [jax.device_put(x, y.sharding) if getattr(y, "committed", False) else x for x, y in values]
+        return as_types(placed, avals)
+
+    # -- the two passes --
+
+    def forward(self) -> tuple[list, list]:
+        """The last carry, and the ys of all steps."""
+        store, num = self.open(), self.segments.num
+        try:
+            start, found = self.outs.resume(store, "carry")
+            if found:
+                self.carry = self.restored(found[0], self.step.avals, self.init)
+                self.stored = {0: DISK, **{p: DISK for (p,) in store.names("carry") if 0 < p <= start and p < num}}
+            if start < num:
+                self.perform(self.schedule.sweep(start, self.stored), store)
+                self.save(store, num)
+            store.flush()
+        finally:
+            store.close()
+        ys = self.outs.joined(self.step.reverse, self.step.y_avals)
+        self.outs.items = [item[:1] for item in self.outs.items]
+        return as_types(self.carry, self.step.avals), ys
+
+    def reverse(self, cts: Sequence[Any]) -> list[Any]:
+        """The cotangents of the differentiated arguments, from those of the float outputs, of which None is zero."""
+        step, num = self.step, self.segments.num
+        diff_constants, diff_carry, diff_xs = step.sorted_indices(self.diff_indices)
+        floats = [i for i, aval in enumerate([*step.avals, *step.y_avals]) if is_float(aval)]
+        given = {i: ct for i, ct in zip(floats, cts, strict=True) if ct is not None}
+        of_carry = [given.get(i, jnp.zeros_like(self.init[i])) for i in diff_carry]
+        self.cts = [[jnp.zeros_like(self.constants[i]) for i in diff_constants], of_carry]
+        self.of_ys = {i - step.num_carry: ct for i, ct in given.items() if i >= step.num_carry}
+        text = self.segments.pull_text(self.diff_indices, self.of_ys, self.constants, self.init, self.xs, self.cts)
+        self.key = digest(text.encode(), *map(np.asarray, [*of_carry, *self.of_ys.values()]))
+
+        store = self.open()
+        try:
+            self.pulled = Trail("xs")
+            keys = [(store.read(f"ct-{n}") or [0, self.key])[1] for (n,) in store.names("ct")]
+            if any(key != self.key for key in keys):
+                self.clear_if_done(store, num, "the cotangents of its results: another loss follows it", "ct", "xs")
+            done, found = self.pulled.resume(store, "ct")
+            if found:
+                like = [x for cts in self.cts for x in cts]
+                restored = self.restored(found[0], [x.aval for x in like], like)
+                self.cts = [restored[: len(diff_constants)], restored[len(diff_constants) :]]
+            self.stored = {p: tier for p, tier in self.stored.items() if p < num - done} or {0: DISK}
+            self.perform(self.schedule.reversal(num - done, self.stored), store)
+            if done < num:
+                self.save(store, 0)
+            store.flush()
+        finally:
+            store.close()
+        of_carry = dict(zip(diff_carry, self.cts[1], strict=True))
+        of_xs = self.pulled.joined(not step.reverse, [self.xs[i].aval for i in diff_xs])
+        first, last = step.num_constants, step.num_constants + step.num_carry
+        return [*self.cts[0], *(of_carry[i - first] for i in self.diff_indices if first <= i < last), *of_xs]
+
+    def perform(self, actions: Iterable[Action], store: Store) -> None:
+        num, began, last = 0, time.monotonic(), self.segments.num
+        total = self.schedule.cost + (1 + _PULL) * last
+
+        def note(runs: int, position: int) -> None:
+            """Show the progress, and save it if it is time to."""
+            nonlocal num
+            num += runs
+            left = (time.monotonic() - began) / num * max(0, total - num)
+            steps = min(position * self.segments.length, self.step.length)
+            way, size = "forward" if self.pulled is None else "backward", format_bytes(store.num_bytes)
+            show(f"{way}, step {steps:,} of {self.step.length:,}, {size} on disk, {left:.0f} s left")
+            is_new = position == len(self.outs.items) if self.pulled is None else runs == _PULL
+            if is_new and 0 < position < last and time.monotonic() - self.last_save >= self.options.save_every:
+                self.save(store, position)
+
+        with spinner(self.step.name, is_shown=self.step.is_shown) as show:
+            for action in actions:
+                match action:
+                    case Advance(first, end):
+                        for segment in range(first, end):
+                            self.advance(segment)
+                            note(1, segment + 1)
+                    case Keep(position, tier):
+                        self.keep(store, position, tier)
+                    case Load(position):
+                        self.carry = self.load(store, position) or self.stored.pop(position) and self.carry
+                    case Reverse(position):
+                        self.pull(position)
+                        note(_PULL, position)
+                    case Drop(position):
+                        self.memory.pop(position, None)
+
+    def advance(self, segment: int) -> None:
+        self.carry, ys, checksum = self.segments.advance(segment, self.constants, self.carry, self.xs)
+        checksum = np.asarray(checksum)
+        if segment == len(self.outs.items):
+            self.outs.items.append([checksum, *to_key_data(ys)])
+        elif self.outs.items[segment][0] != checksum:
+            first = segment * self.segments.length
+            raise EffectError(
+                f"{self.step.name}: the steps from {first} to {first + self.segments.num_steps(segment)} gave another "
+                f"carry when they ran again. The step is not deterministic, so that its gradient would be wrong.\n"
+                f"Fix: on a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true."
+            )
+
+    def pull(self, segment: int) -> None:
+        args = (self.diff_indices, self.of_ys, self.constants, self.carry, self.xs, self.cts)
+        *self.cts, of_xs = jax.block_until_ready(self.segments.pull(segment, *args))
+        if segment == self.segments.num - 1 - len(self.pulled.items):  # type: ignore[union-attr]
+            self.pulled.items.append([np.zeros((), np.uint32), *of_xs])  # type: ignore[union-attr]
+
+    def keep(self, store: Store, position: int, tier: str) -> None:
+        if tier == DISK and self.pulled is not None:  # first of all files that are not needed any more go
+            self.save(store, self.segments.num - len(self.pulled.items))
+        if tier == DISK and position:  # the first carry is an argument
+            store.write(f"carry-{position}", to_key_data(self.carry))
+        elif position:
+            values = to_key_data(self.carry)
+            on_device = tier == AT_HAND or list(self.stored.values()).count(MEMORY) <= self.options.slots
+            self.memory[position] = values if on_device else [np.asarray(x) for x in values]

@@ -1,0 +1,174 @@
+"""The fewest runs of a loop's segments for carries in memory and on disk: H-Revolve.
+
+A loop of n segments is reversed from carries that are stored, the first one included, in s slots in memory, which cost
+nothing, and in d files, each with a cost to write and to read. Costs are in runs of a segment. The pull-back of a
+segment runs it once more in any case and is not counted.
+
+- ``memory[n]``: the cost from a carry in a slot, where all slots are free: Griewank and Walther 2000, in closed form.
+- ``on_disk[d][n]``: from a carry at hand that is on disk, too, and has one of d files. Either slots do the rest; or the
+  loop is advanced by j, the right part is reversed, and the carry is read for the left part:
+  ``min(memory[n], min_j j + at_hand[d - 1][n - j] + read + on_disk[d][j])``.
+- ``at_hand[d][n]``: from a carry at hand, with d files free: ``min(memory[n], write + on_disk[d][n])``.
+
+Source: Herrmann and Pallez 2020, "H-Revolve", ACM TOMS 46(2). Their model runs and writes one after the other. Where a
+thread writes beside the computation a write costs less: the schedule errs on the side of fewer files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+MEMORY, DISK = "memory", "disk"
+AT_HAND = "at hand"  # the carry that the last segment starts from: its pull-back comes next, and takes no slot for it
+
+
+class Load(NamedTuple):
+    """Take the stored carry at `position`. If it cannot be read, whoever runs this removes it from `stored`."""
+
+    position: int
+
+
+class Advance(NamedTuple):
+    """Run the segments from `start` to `end`."""
+
+    start: int
+    end: int
+
+
+class Keep(NamedTuple):
+    """Store the carry at hand in `tier`."""
+
+    position: int
+    tier: str
+
+
+class Reverse(NamedTuple):
+    """Pull the cotangents back through the segment at `position`, from the carry at hand."""
+
+    position: int
+
+
+class Drop(NamedTuple):
+    """Forget the stored carry at `position`."""
+
+    position: int
+
+
+Action = Load | Advance | Keep | Reverse | Drop
+
+
+def num_repetitions(length: int, slots: int) -> int:
+    """The least r with ``C(slots + r, slots) >= length``: no segment runs more often, except in its pull-back."""
+    r = 0
+    while math.comb(slots + r, slots) < length:
+        r += 1
+    return r
+
+
+def fewest_runs(length: int, slots: int) -> int:
+    """Runs of `length` segments from one carry in a slot, with so many slots for it and others."""
+    r = num_repetitions(length, slots)
+    return r * length - math.comb(slots + r, slots + 1)
+
+
+def jump_in_memory(length: int, slots: int) -> int:
+    """How far to advance from a carry in a slot before the next one is stored."""
+    if slots == 1:
+        return length - 1
+    r = num_repetitions(length, slots)
+    most = math.comb(slots + r - 1, slots)  # of the left part, which then takes r - 1 repetitions
+    least = math.comb(slots + r - 2, slots - 1)  # of the right part
+    return min(most, length - min(least, length - 1))
+
+
+@dataclasses.dataclass(eq=False)
+class Schedule:
+    """The schedule of a loop of `length` segments.
+
+    Args:
+        slots: carries in memory, at least one. A loop whose slots do without files starts in one of them.
+        files: carries on disk; None for as many as are worth it.
+        write, read: costs.
+    """
+
+    length: int
+    slots: int
+    files: int | None
+    write: float
+    read: float
+
+    def __post_init__(self) -> None:
+        self.slots = min(self.slots, self.length)
+        if self.files is not None and self.files >= self.length:
+            self.files = None
+        num_rows = 1 if self.files is None else self.files + 1
+        self._memory = np.array([fewest_runs(n, self.slots) for n in range(self.length + 1)], np.float64)
+        self._at_hand, self._on_disk = (np.tile(self._memory, (num_rows, 1)) for _ in range(2))
+        self._jumps = np.zeros((num_rows, self.length + 1), np.int32)
+        # The right part has a file less, unless there are always enough: then one row serves all.
+        rows, right_rows = (slice(0, 1), slice(0, 1)) if self.files is None else (slice(1, None), slice(0, -1))
+        for n in range(2, self.length + 1):
+            right, left = self._at_hand[right_rows, n - 1 : 0 : -1], self._on_disk[rows, 1:n]
+            costs = np.arange(1, n) + right + self.read + left
+            jumps = costs.argmin(axis=1) + 1 if costs.size else np.zeros(0, np.int32)
+            least = np.minimum(self._memory[n], costs.min(axis=1, initial=np.inf))
+            self._jumps[rows, n] = np.where(least < self._memory[n], jumps, 0)
+            self._on_disk[rows, n] = least
+            self._at_hand[rows, n] = np.minimum(self._memory[n], self.write + least)
+
+    @property
+    def cost(self) -> float:
+        """Runs of segments, with reads and writes, to reverse the loop; pull-backs and the last run do not count."""
+        return float(self._at_hand[-1, self.length])
+
+    def _row(self, stored: dict[int, str]) -> int:
+        """The row for the files that are free."""
+        return 0 if self.files is None else max(0, self.files - list(stored.values()).count(DISK))
+
+    # -- actions; `stored` maps positions to tiers, and has 0, the arguments of the loop, at all times --
+
+    def sweep(self, start: int, stored: dict[int, str]) -> Iterator[Action]:
+        """Run the loop forward from a position whose carry is at hand, to its end."""
+        yield from self._descend(start, self.length, stored)
+        if stored.setdefault(self.length - 1, AT_HAND) == AT_HAND:
+            yield Keep(self.length - 1, AT_HAND)
+        yield Advance(self.length - 1, self.length)
+
+    def reversal(self, end: int, stored: dict[int, str]) -> Iterator[Action]:
+        """Reverse the segments before `end`, the last one first."""
+        while end > 0:
+            start = max(position for position in stored if position < end)
+            yield Load(start)
+            if start not in stored:
+                continue
+            yield from self._descend(start, end, stored)
+            yield Reverse(end - 1)
+            end -= 1
+            for position in [p for p in stored if p >= end > 0]:
+                del stored[position]
+                yield Drop(position)
+
+    def _descend(self, position: int, end: int, stored: dict[int, str]) -> Iterator[Action]:
+        """Advance from a carry at hand to the last segment before `end`, and store carries on the way."""
+        while (num := end - position) > 1:
+            tier, row = stored.get(position), self._row(stored)
+            jump = 0
+            if tier == DISK:
+                jump = int(self._jumps[min(row + 1, len(self._jumps) - 1), num])
+            elif tier == MEMORY:
+                jump = jump_in_memory(num, self.slots - list(stored.values()).count(MEMORY) + 1)
+            if not jump:  # it is not stored, or slots do the rest
+                is_file = tier is None and self.write + self._on_disk[row, num] < self._memory[num]
+                stored[position] = DISK if is_file else MEMORY
+                yield Keep(position, stored[position])
+                continue
+            yield Advance(position, position + jump)
+            position += jump
+            if tier == MEMORY and end - position > 1:
+                stored[position] = MEMORY
+                yield Keep(position, MEMORY)

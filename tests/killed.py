@@ -1,0 +1,94 @@
+"""Gradients of a loop on disk whose processes are killed: ``killed.py DIRECTORY MOMENTS``.
+
+For each moment a process calls the gradient and kills itself (SIGKILL) at the operation of this number, a run of a
+segment or a change of a file; then another one repeats the call. Prints a line of JSON for each: the moment, whether
+the first process was killed, in which pass, and whether the second gave the bits of the plain loop.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import statetx
+from statetx import _files
+from statetx._segments.program import Segments
+from statetx._segments.store import Store
+
+STEPS, SEGMENT = 40, 4
+W = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32) / 2
+
+
+def gradient(checkpoint):
+    w, rng, count = statetx.Param(jnp.asarray(W)), statetx.RngState(0), statetx.State(jnp.zeros(()))
+
+    def step(h, x):
+        h = jnp.tanh(h @ w.value + x) + 0.1 * jax.random.normal(rng.next(), (3,))
+        count.value += jnp.sum(h)
+        return h, count.value
+
+    def loss(h):
+        h, ys = statetx.scan(step, h, jnp.linspace(0, 1, STEPS), checkpoint=checkpoint)
+        return jnp.sum(h**2) + ys @ jnp.cos(jnp.arange(float(STEPS)))
+
+    value, (of_w, of_h) = statetx.value_and_grad(loss, 0, wrt=w)(jnp.ones(3))
+    results = value, of_w, of_h, count.value, jax.random.key_data(rng.value)
+    return "".join(np.asarray(x).tobytes().hex() for x in results)
+
+
+def kill_at(moment, path):
+    num = 0
+
+    def counted(fun):
+        def operation(*args, **kwargs):
+            nonlocal num
+            num += 1
+            if num > moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return fun(*args, **kwargs)
+
+        return operation
+
+    for owner, name in ((_files, "replace"), (Store, "_remove"), (Segments, "advance"), (Segments, "pull")):
+        setattr(owner, name, counted(getattr(owner, name)))
+
+
+def child(run):
+    """Run a function in a forked process; its exit status, and what it returned, if it did."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write, run().encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        text = pipe.read().decode()
+    return os.waitpid(pid, 0)[1], text
+
+
+def main(path, moments):
+    disk = statetx.policies.Disk(path, SEGMENT, slots=1, save_every=0, costs=(0.1, 0.1))
+    _, expected = child(lambda: gradient(None))  # no backend starts in this process, which forks
+    for moment in moments:
+        shutil.rmtree(path, ignore_errors=True)
+
+        def killed(moment=moment):
+            kill_at(moment, path)
+            return gradient(disk)
+
+        status, _ = child(killed)
+        files = os.listdir(path) if os.path.isdir(path) else []
+        backward = any(file.startswith("ct-") for file in files)
+        _, resumed = child(lambda: gradient(disk))
+        same = resumed == expected != ""
+        print(json.dumps({"moment": moment, "killed": status == signal.SIGKILL, "backward": backward, "same": same}))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], list(map(int, sys.argv[2:])))

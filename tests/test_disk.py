@@ -1,0 +1,417 @@
+"""Loops with carries on disk: the bits of the plain loop, whatever happens to the process and its files."""
+
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from libraries import LIBRARIES
+
+import statetx
+from statetx import _files, policies
+from statetx._segments import run as module
+from statetx._segments.program import Segments
+from statetx._segments.store import Store
+from statetx.policies import Disk
+
+STEPS = 12
+RNG = np.random.default_rng(0)
+W = jnp.asarray(RNG.normal(size=(3, 3)) / 2, jnp.float32)
+H = jnp.asarray(RNG.normal(size=3), jnp.float32)
+XS = jnp.asarray(RNG.normal(size=(STEPS, 3)), jnp.float32)
+EAGER = {"slots": 1, "save_every": 0, "costs": (0.1, 0.1)}  # files after each segment, and files of the schedule
+
+
+def step(w, h, x):
+    h = jnp.tanh(h @ w + x * jnp.sum(w))  # two uses of w, whose cotangents are summed in the order of the plain loop
+    return h, jnp.sum(h)
+
+
+def loss(w, h, xs, checkpoint=None, reverse=False, scale=1.0):
+    h, ys = statetx.scan(functools.partial(step, w), h, xs, checkpoint=checkpoint, reverse=reverse)
+    return jnp.sum(h**2) + ys @ jnp.arange(scale, scale + len(xs))
+
+
+of_all = jax.value_and_grad(loss, (0, 1, 2))
+
+
+@functools.cache
+def plain(reverse=False):
+    return of_all(W, H, XS, None, reverse)
+
+
+def same(actual, desired):
+    jax.tree.map(np.testing.assert_array_equal, actual, desired)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "options", [EAGER, {"slots": 2}, {"slots": 1, "host": 2, "save_every": 0}, {"slots": 1, "limit": "64KiB"}], ids=str
+)
+def test_values_and_gradients_have_the_bits_of_the_plain_loop(tmp_path, options, reverse):
+    disk = Disk(tmp_path, 4, **options)
+    same(of_all(W, H, XS, disk, reverse), plain(reverse))
+    with forbidden("advance", "pull"):  # it is done, and its results are there
+        same(of_all(W, H, XS, disk, reverse), plain(reverse))
+
+
+def test_within_a_segment_a_strategy_stores_less(tmp_path):
+    actual = of_all(W, H, XS, Disk(tmp_path, 4, checkpoint=2, **EAGER))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, plain())
+
+
+@contextlib.contextmanager
+def forbidden(*names):
+    """Let the programs of segments not run."""
+
+    def run(*_):
+        raise AssertionError("a segment has run")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(Segments, name, run)
+        yield
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_states_of_every_kind_take_part(name, tmp_path):
+    library = LIBRARIES[name]
+
+    def results(checkpoint):
+        w, count, rng = library.param(W), library.make(jnp.zeros(())), library.rng()
+        of_w = () if library.name == "ref" else (w,)
+
+        def step(h, x):
+            weights = w if library.name == "ref" else library.get(w)
+            library.set(count, library.get(count) + jnp.sum(h))
+            h = jnp.tanh(h @ weights + x) + 0.1 * jax.random.normal(library.draw(rng), h.shape)
+            return h, jnp.sum(h) * library.get(count)
+
+        def loss(h):
+            h, ys = statetx.scan(step, h, XS, checkpoint=checkpoint)
+            return jnp.sum(ys) + jnp.sum(h) + library.get(count)
+
+        options = {"wrt": list(of_w)} if of_w else {}
+        out = statetx.value_and_grad(loss, 0, **options)(H)
+        key = library.get(library.key_of(rng))
+        state = jax.tree.map(
+            lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, key
+        )
+        return out, library.get(count), state
+
+    same(results(Disk(tmp_path, 4, **EAGER)), results(None))
+
+
+# -- kills ---------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In place of a kill: nothing that comes after it reaches the disk."""
+
+
+def run_until(moment, disk, patch):
+    """Call the gradient; at the operation of this number the process is as good as dead. Whether it was reached."""
+    num, dead = 0, False
+
+    def counted(fun):
+        def operation(*args, **kwargs):
+            nonlocal num, dead
+            num += 1
+            dead = dead or num > moment
+            if dead:
+                raise Killed
+            return fun(*args, **kwargs)
+
+        return operation
+
+    for owner, name in ((_files, "replace"), (Store, "_remove"), (Segments, "advance"), (Segments, "pull")):
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+    try:
+        of_all(W, H, XS, disk)
+    except Killed:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_killed_call_resumes_with_the_same_bits(tmp_path, every):
+    disk = Disk(tmp_path / "store", 4, **EAGER)
+    for moment in itertools.count(0, every):
+        with pytest.MonkeyPatch.context() as patch:
+            if not run_until(moment, disk, patch):
+                break
+        same(of_all(W, H, XS, disk), plain())
+        shutil.rmtree(disk.path)
+    assert moment > 20
+
+
+def test_a_call_that_is_killed_again_and_again_ends(tmp_path):
+    disk = Disk(tmp_path, 2, **EAGER)
+    for num_calls in itertools.count(1):  # noqa: B007
+        with pytest.MonkeyPatch.context() as patch:
+            if not run_until(12, disk, patch):
+                break
+    assert 2 < num_calls < 30
+    same(of_all(W, H, XS, disk), plain())
+
+
+# -- damage, and what a store refuses ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unfinished(tmp_path):
+    """The path of a store whose reversal was killed half way."""
+    path = tmp_path / "store"
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_until(26, Disk(path, 2, **EAGER), patch)
+    return path
+
+
+def damage(path, draw):
+    """Change some files: a bit, a part, all of one; or give one the content of another."""
+    for file in draw.sample(sorted(path.glob("*.arrays")), draw.randint(1, 3)):
+        content = bytearray(file.read_bytes())
+        match draw.randrange(5):
+            case 0:
+                content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            case 1:
+                del content[draw.randrange(len(content)) :]
+            case 2:
+                content += bytes(draw.randrange(1, 9))
+            case 3:
+                content = draw.choice(sorted(path.glob("*.arrays"))).read_bytes()
+            case 4:
+                file.unlink()
+                continue
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 200), marks=pytest.mark.thorough)], ids=["one", "many"])
+def test_damaged_files_are_found_and_computed_again(unfinished, seed):
+    whole = shutil.copytree(unfinished, unfinished.with_name("whole"))
+    for number in [seed] if isinstance(seed, int) else seed:
+        shutil.rmtree(unfinished)
+        shutil.copytree(whole, unfinished)
+        damage(unfinished, random.Random(number))
+        same(of_all(W, H, XS, Disk(unfinished, 2, **EAGER)), plain())
+
+
+def test_a_call_that_is_not_the_same_is_refused_by_name(unfinished):
+    disk, other = Disk(unfinished, 2, **EAGER), Disk(unfinished, 3, **EAGER)
+    files = {file: file.read_bytes() for file in unfinished.glob("*.arrays")}
+
+    def other_step(w, h, xs, checkpoint):
+        h, ys = statetx.scan(lambda h, x: (jnp.sin(h @ w + x), jnp.sum(h)), h, xs, checkpoint=checkpoint)
+        return jnp.sum(h) + jnp.sum(ys)
+
+    def refused(*words, call=of_all, args=(W, H, XS), disk=disk, **options):
+        with pytest.raises(statetx.CheckpointError) as e:
+            call(*args, disk, **options)
+        assert all(word in str(e.value) for word in ("unfinished gradient of another call", *words))
+
+    refused("constant 0, f32[3,3]", args=(W + 1, H, XS))
+    refused("carry or state 0, f32[3]", args=(W, -H, XS))
+    refused("xs 0, f32[12,3]", args=(W, H, XS.at[3].set(0)))
+    refused("length", "equations of the step", args=(W, H, XS[:-1]))
+    refused("segments", disk=other)
+    refused("what is differentiated", call=jax.grad(loss))
+    refused("equations of the step", call=jax.value_and_grad(other_step, (0, 1, 2)))
+    refused("cotangents", scale=2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.0.1")
+        refused("versions")
+    assert files == {file: file.read_bytes() for file in unfinished.glob("*.arrays")}
+    same(of_all(W, H, XS, disk), plain())
+
+
+def test_a_store_that_is_done_serves_the_next_call(tmp_path):
+    disk = Disk(tmp_path, 4, slots=2)
+    same(of_all(W, H, XS, disk), plain())
+    same(of_all(-W, H, XS, disk), of_all(-W, H, XS))
+    same(of_all(-W, H, XS, disk, scale=3.0), of_all(-W, H, XS, scale=3.0))
+
+
+def test_a_pullback_may_be_called_twice(tmp_path):
+    of_disk, of_plain = (jax.vjp(functools.partial(loss, checkpoint=c), W, H, XS)[1] for c in (Disk(tmp_path, 4), None))
+    for ct in (1.0, 1.0, 0.5):
+        same(of_disk(jnp.float32(ct)), of_plain(jnp.float32(ct)))
+
+
+def test_one_of_two_users_of_a_store_is_refused(tmp_path):
+    holder = Store(str(tmp_path))
+    with pytest.raises(statetx.CheckpointError, match="in use, by another process"):
+        of_all(W, H, XS, Disk(tmp_path, 4))
+    holder.close()
+    same(of_all(W, H, XS, Disk(tmp_path, 4)), plain())
+
+
+@pytest.mark.parametrize("num", range(1, 12, 3))
+def test_a_full_disk_harms_nothing(tmp_path, monkeypatch, num):
+    disk, written = Disk(tmp_path, 4, **EAGER), statetx.State(jnp.zeros(()))
+    replace = _files.replace
+
+    def full(path, *parts):
+        nonlocal num
+        num -= 1
+        if num < 0:
+            pathlib.Path(path).with_name(".statetx-0123456789abcdef.part").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        replace(path, *parts)
+
+    def counted(*args):
+        def body(h, x):
+            written.value += 1
+            return step(args[0], h, x)
+
+        h, ys = statetx.scan(body, args[1], args[2], checkpoint=disk)
+        return jnp.sum(h**2) + ys @ jnp.arange(1.0, 1 + STEPS)
+
+    monkeypatch.setattr(_files, "replace", full)
+    with pytest.raises(statetx.CheckpointError, match="No space left on device"):
+        statetx.value_and_grad(counted, (0, 1, 2))(W, H, XS)
+    assert float(written.value) == 0
+    monkeypatch.undo()
+    same(statetx.value_and_grad(counted, (0, 1, 2))(W, H, XS), plain())
+    assert float(written.value) == STEPS
+    assert not [*tmp_path.glob(".statetx-*")]
+
+
+def test_the_limit_of_bytes_is_kept(tmp_path, monkeypatch):
+    sizes, limit = [], 160 * 1024
+    replace = _files.replace
+
+    def measured(path, *parts):
+        replace(path, *parts)
+        sizes.append(sum(file.stat().st_size for file in tmp_path.glob("*.arrays")))
+
+    monkeypatch.setattr(_files, "replace", measured)
+    big = jnp.ones((4096,))
+    call = jax.grad(lambda x, c: statetx.scan(lambda x, _: (jnp.sin(x), None), x, length=9, checkpoint=c)[0].sum())
+    same(call(big, Disk(tmp_path, 1, limit=limit, **EAGER)), call(big, None))
+    assert 0.5 * limit < max(sizes) <= limit
+    with pytest.raises(policies.PolicyError, match="raise limit="):
+        call(big, Disk(tmp_path / "small", 1, limit=limit // 2))
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_deterministic_is_found(tmp_path, monkeypatch):
+    advance, num = Segments.advance, itertools.count()
+
+    def noisy(self, segment, constants, carry, xs):
+        noise = 1e-6 * next(num) if segment == 0 else 0.0
+        return advance(self, segment, constants, [x + noise for x in carry], xs)
+
+    monkeypatch.setattr(Segments, "advance", noisy)
+    with pytest.raises(statetx.EffectError, match="steps from 0 to 4 gave another carry"):
+        of_all(W, H, XS, Disk(tmp_path, 4, slots=1, costs=(9, 9)))
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda h: jax.debug.print("{}", h),
+        lambda h: jax.pure_callback(lambda h: h, jax.ShapeDtypeStruct((), "float32"), h),
+    ],
+)
+def test_a_step_that_calls_the_host_is_refused(tmp_path, callback):
+    def body(h, _):
+        callback(h)
+        return h, None
+
+    with pytest.raises(statetx.EffectError, match="a step calls the host"):
+        statetx.scan(body, 1.0, length=4, checkpoint=Disk(tmp_path, 2))
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [
+        lambda f: statetx.jit(jax.grad(f)),
+        lambda f: jax.vmap(jax.grad(f), in_axes=(None, 0)),
+        lambda f: jax.hessian(f),
+        lambda f: jax.grad(lambda w, h: jax.grad(f, 1)(w, h).sum()),
+    ],
+    ids=["jit", "vmap", "hessian", "twice"],
+)
+def test_a_traced_gradient_is_refused(tmp_path, traced):
+    disk = Disk(tmp_path, 4)
+    h = jnp.stack([H, H]) if "vmap" in traced.__code__.co_names else H
+    with pytest.raises(policies.PolicyError, match="runs the loop from the host"):
+        traced(lambda w, h: loss(w, h, XS, disk))(W, h)
+    assert not [*tmp_path.glob("*.arrays")]
+
+
+def test_values_and_forward_mode_need_no_files(tmp_path):
+    disk = Disk(tmp_path, 4)
+    same(loss(W, H, XS, disk), loss(W, H, XS))
+    same(statetx.jit(loss)(W, H, XS, disk), statetx.jit(loss)(W, H, XS))
+    same(*(jax.jvp(lambda w, c=c: loss(w, H, XS, c), (W,), (W,)) for c in (disk, None)))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_mapped_loop_is_one_loop(tmp_path):
+    def total(w, checkpoint):
+        return jax.vmap(lambda h: loss(w, h, XS, checkpoint))(jnp.stack([H, -H])).sum()
+
+    same(jax.value_and_grad(total)(W, Disk(tmp_path, 4)), jax.value_and_grad(total)(W, None))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"path": 1},
+        {"segment": 0},
+        {"segment": 2.5},
+        {"slots": 0},
+        {"host": -1},
+        {"limit": "much"},
+        {"checkpoint": "most"},
+        {"save_every": -1.0},
+        {"costs": (1.0, float("nan"))},
+    ],
+    ids=str,
+)
+def test_an_option_that_is_wrong_is_named(options):
+    with pytest.raises(policies.PolicyError, match=next(iter(options))):
+        Disk(**{"path": "store", "segment": 4, **options})
+
+
+def test_runs_are_told():
+    assert Disk("store", 4, slots=8).num_runs(12) == 12 + 12  # in the sweep and in the pull-backs
+    assert Disk("store", 4, slots=1, costs=(9, 9)).num_runs(12) == 12 + 12 + 4  # and the first segment again
+
+
+def test_progress_is_one_line(tmp_path, capsys):
+    def body(h, x):
+        return step(W, h, x)
+
+    run = lambda h: jnp.sum(statetx.scan(body, h, XS, checkpoint=Disk(tmp_path, 4), progress=True)[0])
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "spinner", lambda *_, is_shown: contextlib.nullcontext(lines.append))
+        jax.grad(run)(H)
+    assert lines[0].startswith("forward, step 4 of 12, ") and " on disk, " in lines[0] and lines[0].endswith(" s left")
+    assert lines[-1].startswith("backward, step 0 of 12, ") and lines[-1].endswith(", 0 s left")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_killed_processes_resume_with_the_same_bits(tmp_path):
+    script, moments = pathlib.Path(__file__).with_name("killed.py"), map(str, range(0, 80, 4))
+    run = [sys.executable, str(script), str(tmp_path / "store"), *moments]
+    result = subprocess.run(run, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == 20 and all(row["killed"] and row["same"] for row in rows)
+    assert {row["backward"] for row in rows} == {False, True}
