@@ -174,7 +174,8 @@ def unfinished(tmp_path):
     """The path of a store whose reversal was killed half way."""
     path = tmp_path / "store"
     with pytest.MonkeyPatch.context() as patch:
-        assert run_until(26, Disk(path, 2, **EAGER), patch)
+        assert run_until(46, Disk(path, 2, **EAGER), patch)
+    assert [*path.glob("ct-*")] and not [*path.glob("ct-6.*")]
     return path
 
 
@@ -197,7 +198,7 @@ def damage(path, draw):
         file.write_bytes(content)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 200), marks=pytest.mark.thorough)], ids=["one", "many"])
+@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 201), marks=pytest.mark.slow)], ids=["one", "many"])
 def test_damaged_files_are_found_and_computed_again(unfinished, seed):
     whole = shutil.copytree(unfinished, unfinished.with_name("whole"))
     for number in [seed] if isinstance(seed, int) else seed:
@@ -288,7 +289,7 @@ def test_a_full_disk_harms_nothing(tmp_path, monkeypatch, num):
 
 
 def test_the_limit_of_bytes_is_kept(tmp_path, monkeypatch):
-    sizes, limit = [], 160 * 1024
+    sizes, limit = [], 200 * 1024
     replace = _files.replace
 
     def measured(path, *parts):
@@ -299,7 +300,7 @@ def test_the_limit_of_bytes_is_kept(tmp_path, monkeypatch):
     big = jnp.ones((4096,))
     call = jax.grad(lambda x, c: statetx.scan(lambda x, _: (jnp.sin(x), None), x, length=9, checkpoint=c)[0].sum())
     same(call(big, Disk(tmp_path, 1, limit=limit, **EAGER)), call(big, None))
-    assert 0.5 * limit < max(sizes) <= limit
+    assert 4 * big.nbytes < max(sizes) <= limit
     with pytest.raises(policies.PolicyError, match="raise limit="):
         call(big, Disk(tmp_path / "small", 1, limit=limit // 2))
 
@@ -311,7 +312,7 @@ def test_a_step_that_is_not_deterministic_is_found(tmp_path, monkeypatch):
     advance, num = Segments.advance, itertools.count()
 
     def noisy(self, segment, constants, carry, xs):
-        noise = 1e-6 * next(num) if segment == 0 else 0.0
+        noise = 0.1 * next(num) if segment == 0 else 0.0
         return advance(self, segment, constants, [x + noise for x in carry], xs)
 
     monkeypatch.setattr(Segments, "advance", noisy)
@@ -406,7 +407,7 @@ def test_progress_is_one_line(tmp_path, capsys):
     assert lines[-1].startswith("backward, step 0 of 12, ") and lines[-1].endswith(", 0 s left")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_processes_resume_with_the_same_bits(tmp_path):
     script, moments = pathlib.Path(__file__).with_name("killed.py"), map(str, range(0, 80, 4))

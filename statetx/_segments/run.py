@@ -154,7 +154,7 @@ class Run:
                 f"{self.step.name}: {self.options!r}: outputs, cotangents and carries to resume from take "
                 f"{format_bytes(fixed)} on disk.\nFix: raise limit=."
             )
-        return (self.options.limit - fixed) // max(carry, 1)
+        return (self.options.limit - fixed) // max(carry, 1) + 1  # the first carry is an argument, not a file
 
     def measured(self, store: Store) -> list[float]:
         """The times to write and to read a carry, in runs of a segment."""
