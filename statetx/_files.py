@@ -85,6 +85,24 @@ def replace(path: Path, *parts: Any, mode: int | None = None) -> None:
         raise
 
 
+def lock(path: Path) -> io.IOBase:
+    """Lock a file, made if there is none, until it is closed or the process ends, even by a kill.
+
+    Raises:
+        BlockingIOError: it is locked.
+        OSError: it cannot be opened.
+    """
+    import fcntl  # not on Windows
+
+    file = open(path, "ab")  # noqa: SIM115  # the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 def write_figure(path: Path | io.IOBase, figure: Any) -> None:
     """`write` a figure of matplotlib. As in its ``savefig``, the suffix is the format, and .png is added if there is
     none.

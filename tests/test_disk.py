@@ -198,6 +198,36 @@ def damage(path, draw):
         file.write_bytes(content)
 
 
+def test_every_changed_byte_of_a_file_is_found(tmp_path):
+    store = Store(str(tmp_path))
+    for n in range((store.write("carry-1", [W]), store.flush(), store.sizes["carry-1.arrays"])[2]):
+        store.write("carry-1", [W])
+        store.flush()
+        file = tmp_path / "carry-1.arrays"
+        content = bytearray(file.read_bytes())
+        content[n] ^= 1
+        file.write_bytes(content)
+        assert store.read("carry-1") is None and not file.exists()
+    store.close()
+
+
+def test_a_file_beyond_the_limit_is_not_written(tmp_path):
+    store = Store(str(tmp_path), limit=1000)
+    store.write("carry-1", [W])
+    store.write("carry-2", [np.ones(300, np.float32)])
+    with pytest.raises(statetx.CheckpointError, match=r"its limit is 1000 B"):
+        store.flush()
+    store.close()
+    assert [*tmp_path.glob("*.arrays")] == [tmp_path / "carry-1.arrays"]
+
+
+def test_numbers_are_differentiated(tmp_path):
+    def loss(w, checkpoint=None):
+        return statetx.scan(lambda h, _: (jnp.tanh(w * h), None), 1.0, length=9, checkpoint=checkpoint)[0]
+
+    same(jax.grad(loss)(0.9, Disk(tmp_path, 2)), jax.grad(loss)(0.9))
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(range(1, 201), marks=pytest.mark.slow)], ids=["one", "many"])
 def test_damaged_files_are_found_and_computed_again(unfinished, seed):
     whole = shutil.copytree(unfinished, unfinished.with_name("whole"))

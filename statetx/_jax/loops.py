@@ -20,6 +20,7 @@ from .._positions import function_of as _function_of
 from . import patches
 from .equations import ClosedJaxpr, Jaxpr, Var, abstract, as_array, open_jaxpr, with_nonzero
 from .primitives import call_primitive, identity
+from .traces import eval_context
 from .versions import SCAN_HAS_TREES, packed, tree_of
 
 CustomLoop = Any
@@ -53,7 +54,8 @@ def call_loop(loop: CustomLoop, args: Sequence[Any]) -> list[Any]:
 
 
 def _loop_jvp(args: Any, tangents: Any, *, loop: CustomLoop, **_: Any) -> tuple[list, list]:
-    args = [as_array(x) for x in args]
+    with eval_context():  # a linearization would trace the conversion of a number
+        args = [as_array(x) for x in args]
     tangents, diff_indices = with_nonzero(tangents)
     diff_tangents = {i: tangents[i] for i in diff_indices}
     # A linearization is a jvp at tangents that it does not know.

@@ -33,7 +33,8 @@ def digest(*parts: Any) -> str:
 def _hash(parts: Sequence[Any]) -> bytes:
     hashed = hashlib.blake2b(digest_size=_DIGEST)
     for part in parts:
-        hashed.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8) if isinstance(part, np.ndarray) else part)
+        is_array = isinstance(part, np.ndarray)
+        hashed.update(memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8)) if is_array else part)
     return hashed.digest()
 
 
@@ -53,25 +54,20 @@ class Store:
     """
 
     def __init__(self, path: str, limit: int | None = None):
-        import fcntl  # not on Windows
-
         self.path, self.limit, self.owner = path, limit, ""
         self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
         self._failure: BaseException | None = None
         self.waited = 0.0
         try:
             os.makedirs(path, exist_ok=True)
-            self._lock = open(os.path.join(path, "lock"), "ab")  # noqa: SIM115  # until `close`
-        except OSError as e:
-            raise self._unwritable(e) from e
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlocked by the system if the process is killed
-        except OSError as e:
-            self._lock.close()
+            self._lock = _files.lock(os.path.join(path, "lock"))
+        except BlockingIOError as e:
             raise CheckpointError(
                 f"The store {path} is in use, by another process or by another loop of this one.\n"
                 f"Fix: wait until it is done, or give each loop a directory of its own."
             ) from e
+        except OSError as e:
+            raise self._unwritable(e) from e
         for name in os.listdir(path):  # left by a killed process
             if re.fullmatch(_files.TEMPORARY, name):
                 os.unlink(os.path.join(path, name))
