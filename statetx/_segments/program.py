@@ -82,7 +82,8 @@ class Segments:
             def run(copies: list, diff: list, elements: list) -> tuple[list, list, list]:
                 args = replaced(carry, diff_carry, diff), replaced(xs, diff_xs, elements)
                 last, ys = loop(constants, copies, *args)
-                copies, last = (last[: -len(carry)], last[-len(carry) :]) if self._strategy is None else (copies, last)
+                if self._strategy is None:
+                    copies, last = last[: len(copies)], last[len(copies) :]
                 return copies, [last[i] for i in diff_carry], [ys[i] for i in with_ct]
 
             inputs = [[constants[i] for i in diff_constants], [carry[i] for i in diff_carry], [xs[i] for i in diff_xs]]

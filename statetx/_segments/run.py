@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,34 +35,39 @@ class Trail:
 
     Attributes:
         kind: in the names of the files.
+        key: noted in the files; one with another note is not taken over.
         items: the arrays of each segment; the first `num_saved` are on disk.
     """
 
     kind: str
+    key: str | None = None
     items: list[list] = dataclasses.field(default_factory=list)
     num_saved: int = 0
 
     def save(self, store: Store) -> None:
         if new := self.items[self.num_saved :]:
-            store.write(f"{self.kind}-{self.num_saved}-{len(self.items)}", [x for item in new for x in item])
+            store.write(f"{self.kind}-{self.num_saved}-{len(self.items)}", [x for item in new for x in item], self.key)
             self.num_saved = len(self.items)
 
-    def resume(self, store: Store, kind: str) -> tuple[int, Any]:
-        """Take over the pieces. Returns the last position in files of `kind` that they reach, and its content."""
+    def resume(self, store: Store, kind: str) -> tuple[int, list | None]:
+        """Take over the pieces. Returns the last position in files of `kind` that they reach, and its arrays."""
         for first, end in store.names(self.kind):
-            if first == self.num_saved and (found := store.read(f"{self.kind}-{first}-{end}")):
+            found = store.read(f"{self.kind}-{first}-{end}") if first == self.num_saved else None
+            if found and found[1] == self.key:
                 num = len(found[0]) // (end - first)
-                self.items += [list(found[0][i * num : (i + 1) * num]) for i in range(end - first)]
+                self.items += [found[0][i * num : (i + 1) * num] for i in range(end - first)]
                 self.num_saved = end
         for (position,) in reversed(store.names(kind)):
-            if position <= self.num_saved and (found := store.read(f"{kind}-{position}")):
-                return position, found
+            found = store.read(f"{kind}-{position}") if position <= self.num_saved else None
+            if found and found[1] == self.key:
+                return position, found[0]
         return 0, None
 
-    def joined(self, reverse: bool, avals: Sequence[Any]) -> list[Any]:
-        """The arrays of the whole loop, without the first one of each item."""
-        parts = zip(*(item[1:] for item in self.items[:: -1 if reverse else 1]), strict=True)
-        return as_types(to_keys([jnp.concatenate(x) for x in parts], avals), avals)
+
+def _joined(parts: Sequence[list], is_reversed: bool, avals: Sequence[Any]) -> list[Any]:
+    """The arrays of the whole loop from those of its segments."""
+    whole = [jnp.concatenate(x) for x in zip(*parts[:: -1 if is_reversed else 1], strict=True)]
+    return as_types(to_keys(whole, avals), avals)
 
 
 class Run:
@@ -80,12 +87,12 @@ class Run:
         stored: the tiers of the stored carries, by the number of segments before them; `memory` has those in memory.
         carry: at hand.
         outs: of each segment that has run the checksum of its last carry and, in the sweep, its ys.
-        pulled: of each segment that was reversed a zero, and cotangents of xs; `cts` are those of the constants and of
-            the carry.
+        pulled: of each segment that was reversed cotangents of xs; None in the sweep. `cts` are those of the constants
+            and of the carry.
     """
 
     def __init__(self, segments: Segments, options: Any, primals: tuple, diff_indices: tuple[int, ...]):
-        self.segments, self.options, self.step = segments, options, segments.step
+        self.segments, self.options, self.step, self.num = segments, options, segments.step, segments.num
         self.constants, self.init, self.xs = primals
         self.args, self.diff_indices = [*self.constants, *self.init, *self.xs], diff_indices
         self.stored: dict[int, str] = {}
@@ -95,48 +102,60 @@ class Run:
 
     # -- the store --
 
-    def open(self) -> Store:
-        """Lock the store, and check that it is empty, of this call, or of one that is done."""
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Store]:
+        """Lock the store, and make it this call's."""
+        num_files, costs = self.num_files, self.options.costs
         store = Store(self.options.path, self.options.limit)
         try:
-            about = (store.read("program") or (None, None))[1]
-            if about and (
-                changed := [k for k in self.facts | about["facts"] if self.facts.get(k) != about["facts"].get(k)]
-            ):
-                self.clear_if_done(store, about["facts"]["segments"], ", ".join(changed))
-                about = None
-            costs = self.options.costs or (about["costs"] if about else self.measured(store))
-            if about is None:
-                store.write("program", [], {"facts": self.facts, "costs": costs})
-                store.flush()
+            self.claim(store, "program", self.facts, "probe", "costs", "carry", "out", "ct", "xs", "loss")
             store.owner = digest(json.dumps(self.facts).encode())
-            self.schedule = Schedule(self.segments.num, self.options.slots + self.options.host, self.num_files, *costs)
-        except BaseException:
+            if not costs and not (found := store.read("costs")):
+                store.write("costs", [], self.measured(store))
+                found = store.read("costs")
+            self.schedule = Schedule(
+                self.num,
+                self.options.slots + self.options.host,
+                num_files,
+                *(costs or found[1]),  # type: ignore[index]
+            )
+            yield store
+            store.flush()
+        finally:
             store.close()
-            raise
-        return store
 
-    def clear_if_done(self, store: Store, num: int, changed: str, *kinds: str) -> None:
-        """Remove what another call has left; raise if it is not done."""
-        if (num,) not in store.names("ct"):
+    def claim(self, store: Store, name: str, facts: dict[str, Any], *kinds: str) -> None:
+        """Let the file of this name have the facts. If it had others, files of these kinds are removed.
+
+        Raises:
+            CheckpointError: it has those of another call, which is not done.
+        """
+        about = (store.read(name) or (None, {}))[1]
+        changed = [k for k in facts | about if facts.get(k) != about.get(k)]
+        if about and changed and (about["segments"],) not in store.names("ct"):
             raise CheckpointError(
                 f"{self.step.name}: the store {store.path} has an unfinished gradient of another call. It differs in: "
-                f"{changed}.\nFix: repeat that call to finish it; or give another directory, or delete this one."
+                f"{', '.join(changed)}.\nFix: repeat that call to finish it; or delete this directory, or give another "
+                f"one: each loop needs its own."
             )
-        for kind in kinds or ("program", "carry", "out", "ct", "xs"):
-            store.prune(kind, ())
-        store.flush()
+        if changed:
+            for kind in kinds:
+                store.prune(kind, ())
+            store.write(name, [], facts)
+            store.flush()
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
         """What the results depend on, by the name that a message has for it."""
         kinds = {"constant": self.constants, "carry or state": self.init, "xs": self.xs}
+        device = jax.local_devices()[0]
         named = {f"{kind} {i}, {type_str(x)}": x for kind, values in kinds.items() for i, x in enumerate(values)}
         return {
-            "versions": [jax.__version__, jaxlib.__version__, jax.local_devices()[0].device_kind],
+            "versions": [jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version],
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             "equations of the step": digest(self.segments.text(self.constants, self.init, self.xs).encode()),
             "length": self.step.length,
-            "segments": self.segments.num,
+            "segments": self.num,
             "what is differentiated": list(self.diff_indices),
             **{name: digest(*map(np.asarray, to_key_data([x]))) for name, x in named.items()},
         }
@@ -148,7 +167,7 @@ class Run:
             return None
         carry, diff = num_bytes(self.step.avals), num_bytes([self.args[i] for i in self.diff_indices])
         # Beside them outputs, the last carry, two to resume from, and cotangents; what is replaced is there twice.
-        fixed = self.step.length * num_bytes(self.step.y_avals) + 5 * carry + 2 * diff + _OVERHEAD * self.segments.num
+        fixed = self.step.length * num_bytes(self.step.y_avals) + 5 * carry + 2 * diff + _OVERHEAD * self.num
         if self.options.limit < fixed:
             raise PolicyError(
                 f"{self.step.name}: {self.options!r}: outputs, cotangents and carries to resume from take "
@@ -173,24 +192,28 @@ class Run:
 
     def save(self, store: Store, position: int) -> None:
         """Let a killed call resume here: after so many segments, or before them in the reversal."""
-        num, files = self.segments.num, [p for p, tier in self.stored.items() if tier == DISK]
+        files, done = [p for p, tier in self.stored.items() if tier == DISK], self.num - position
         if self.pulled is None:
             self.outs.save(store)
             store.write(f"carry-{position}", to_key_data(self.carry))
             store.prune("carry", [position, *files])
         else:
             self.pulled.save(store)
-            store.write(f"ct-{num - position}", [x for cts in self.cts for x in cts], self.key)
-            store.prune("ct", [num - position])
-            store.prune("carry", [num, *(p for p in files if p < position)])
+            store.write(f"ct-{done}", [x for cts in self.cts for x in cts], self.pulled.key)
+            store.prune("ct", [done])
+            store.prune("carry", [self.num, *(p for p in files if p < position)])
         self.last_save = time.monotonic()
 
-    def load(self, store: Store, position: int) -> list | None:
-        """A stored carry; None if it is damaged."""
+    def load(self, store: Store, position: int) -> None:
+        """Take a stored carry; forget it if it is damaged."""
         if position == 0:
-            return self.init
-        found = self.memory.get(position) or (store.read(f"carry-{position}") or [None])[0]
-        return None if found is None else self.restored(found, self.step.avals, self.init)
+            self.carry = self.init
+        elif (found := self.memory.get(position)) or (
+            found := (store.read(f"carry-{position}") or (None,))[0]
+        ) is not None:
+            self.carry = self.restored(found, self.step.avals, self.init)
+        else:
+            del self.stored[position]
 
     def restored(self, arrays: Sequence[Any], avals: Sequence[Any], like: Sequence[Any]) -> list[Any]:
         """Values of these types, where the values `like` were put: elsewhere JAX would compile other programs."""
@@ -202,25 +225,21 @@ class Run:
 
     def forward(self) -> tuple[list, list]:
         """The last carry, and the ys of all steps."""
-        store, num = self.open(), self.segments.num
-        try:
+        with self.opened() as store:
             start, found = self.outs.resume(store, "carry")
-            if found:
-                self.carry = self.restored(found[0], self.step.avals, self.init)
-                self.stored = {0: DISK, **{p: DISK for (p,) in store.names("carry") if 0 < p <= start and p < num}}
-            if start < num:
-                self.perform(self.schedule.sweep(start, self.stored), store)
-                self.save(store, num)
-            store.flush()
-        finally:
-            store.close()
-        ys = self.outs.joined(self.step.reverse, self.step.y_avals)
+            if found is not None:
+                self.carry = self.restored(found, self.step.avals, self.init)
+                self.stored = {0: DISK, **{p: DISK for (p,) in store.names("carry") if 0 < p <= start and p < self.num}}
+            if start < self.num:
+                self.perform(store, start)
+                self.save(store, self.num)
+        ys = _joined([item[1:] for item in self.outs.items], self.step.reverse, self.step.y_avals)
         self.outs.items = [item[:1] for item in self.outs.items]
         return as_types(self.carry, self.step.avals), ys
 
     def reverse(self, cts: Sequence[Any]) -> list[Any]:
         """The cotangents of the differentiated arguments, from those of the float outputs, of which None is zero."""
-        step, num = self.step, self.segments.num
+        step = self.step
         diff_constants, diff_carry, diff_xs = step.sorted_indices(self.diff_indices)
         floats = [i for i, aval in enumerate([*step.avals, *step.y_avals]) if is_float(aval)]
         given = {i: ct for i, ct in zip(floats, cts, strict=True) if ct is not None}
@@ -228,49 +247,53 @@ class Run:
         self.cts = [[jnp.zeros_like(self.constants[i]) for i in diff_constants], of_carry]
         self.of_ys = {i - step.num_carry: ct for i, ct in given.items() if i >= step.num_carry}
         text = self.segments.pull_text(self.diff_indices, self.of_ys, self.constants, self.init, self.xs, self.cts)
-        self.key = digest(text.encode(), *map(np.asarray, [*of_carry, *self.of_ys.values()]))
+        key = digest(text.encode(), *map(np.asarray, [*of_carry, *self.of_ys.values()]))
 
-        store = self.open()
-        try:
-            self.pulled = Trail("xs")
-            keys = [(store.read(f"ct-{n}") or [0, self.key])[1] for (n,) in store.names("ct")]
-            if any(key != self.key for key in keys):
-                self.clear_if_done(store, num, "the cotangents of its results: another loss follows it", "ct", "xs")
+        with self.opened() as store:
+            self.pulled = Trail("xs", key)
+            loss = {"the cotangents of its results: another loss follows it": key, "segments": self.num}
+            self.claim(store, "loss", loss, "ct", "xs")
             done, found = self.pulled.resume(store, "ct")
-            if found:
+            if found is not None:
                 like = [x for cts in self.cts for x in cts]
-                restored = self.restored(found[0], [x.aval for x in like], like)
+                restored = self.restored(found, [x.aval for x in like], like)
                 self.cts = [restored[: len(diff_constants)], restored[len(diff_constants) :]]
-            self.stored = {p: tier for p, tier in self.stored.items() if p < num - done} or {0: DISK}
-            self.perform(self.schedule.reversal(num - done, self.stored), store)
-            if done < num:
+            self.stored = {p: tier for p, tier in self.stored.items() if p < self.num - done} or {0: DISK}
+            if done < self.num:
+                self.perform(store, self.num - done)
                 self.save(store, 0)
-            store.flush()
-        finally:
-            store.close()
         of_carry = dict(zip(diff_carry, self.cts[1], strict=True))
-        of_xs = self.pulled.joined(not step.reverse, [self.xs[i].aval for i in diff_xs])
+        of_xs = _joined(self.pulled.items, not step.reverse, [self.xs[i].aval for i in diff_xs])
         first, last = step.num_constants, step.num_constants + step.num_carry
         return [*self.cts[0], *(of_carry[i - first] for i in self.diff_indices if first <= i < last), *of_xs]
 
-    def perform(self, actions: Iterable[Action], store: Store) -> None:
-        num, began, last = 0, time.monotonic(), self.segments.num
-        total = self.schedule.cost + (1 + _PULL) * last
+    def actions(self, position: int, stored: dict[int, str], *, is_whole: bool = False) -> Iterator[Action]:
+        """Those of a pass from a position; with `is_whole` also those of the pass that follows it."""
+        if self.pulled is None:
+            yield from self.schedule.sweep(position, stored)
+        if self.pulled is not None or is_whole:
+            yield from self.schedule.reversal(self.num if self.pulled is None else position, stored)
+
+    def perform(self, store: Store, position: int) -> None:
+        """Run what is left of a pass."""
+        ahead = list(self.actions(position, dict(self.stored), is_whole=True))
+        left = sum(a.end - a.start if isinstance(a, Advance) else _PULL * isinstance(a, Reverse) for a in ahead)
+        num, began = 0, time.monotonic()
 
         def note(runs: int, position: int) -> None:
             """Show the progress, and save it if it is time to."""
             nonlocal num
             num += runs
-            left = (time.monotonic() - began) / num * max(0, total - num)
+            seconds = (time.monotonic() - began) / num * max(0, left - num)
             steps = min(position * self.segments.length, self.step.length)
             way, size = "forward" if self.pulled is None else "backward", format_bytes(store.num_bytes)
-            show(f"{way}, step {steps:,} of {self.step.length:,}, {size} on disk, {left:.0f} s left")
+            show(f"{way}, step {steps:,} of {self.step.length:,}, {size} on disk, {seconds:.0f} s left")
             is_new = position == len(self.outs.items) if self.pulled is None else runs == _PULL
-            if is_new and 0 < position < last and time.monotonic() - self.last_save >= self.options.save_every:
+            if is_new and 0 < position < self.num and time.monotonic() - self.last_save >= self.options.save_every:
                 self.save(store, position)
 
         with spinner(self.step.name, is_shown=self.step.is_shown) as show:
-            for action in actions:
+            for action in self.actions(position, self.stored):
                 match action:
                     case Advance(first, end):
                         for segment in range(first, end):
@@ -279,7 +302,7 @@ class Run:
                     case Keep(position, tier):
                         self.keep(store, position, tier)
                     case Load(position):
-                        self.carry = self.load(store, position) or self.stored.pop(position) and self.carry
+                        self.load(store, position)
                     case Reverse(position):
                         self.pull(position)
                         note(_PULL, position)
@@ -295,22 +318,24 @@ class Run:
             first = segment * self.segments.length
             raise EffectError(
                 f"{self.step.name}: the steps from {first} to {first + self.segments.num_steps(segment)} gave another "
-                f"carry when they ran again. The step is not deterministic, so that its gradient would be wrong.\n"
-                f"Fix: on a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true."
+                f"carry when they ran again: the step is not deterministic, or another kind of processor began this "
+                f"store.\nFix: on a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true, or "
+                f"delete {self.options.path}."
             )
 
     def pull(self, segment: int) -> None:
         args = (self.diff_indices, self.of_ys, self.constants, self.carry, self.xs, self.cts)
         *self.cts, of_xs = jax.block_until_ready(self.segments.pull(segment, *args))
-        if segment == self.segments.num - 1 - len(self.pulled.items):  # type: ignore[union-attr]
-            self.pulled.items.append([np.zeros((), np.uint32), *of_xs])  # type: ignore[union-attr]
+        if segment == self.num - 1 - len(self.pulled.items):  # type: ignore[union-attr]
+            self.pulled.items.append(of_xs)  # type: ignore[union-attr]
 
     def keep(self, store: Store, position: int, tier: str) -> None:
         if tier == DISK and self.pulled is not None:  # first of all files that are not needed any more go
-            self.save(store, self.segments.num - len(self.pulled.items))
+            self.save(store, self.num - len(self.pulled.items))
         if tier == DISK and position:  # the first carry is an argument
             store.write(f"carry-{position}", to_key_data(self.carry))
         elif position:
             values = to_key_data(self.carry)
-            on_device = tier == AT_HAND or list(self.stored.values()).count(MEMORY) <= self.options.slots
+            # Those that are stored last are read most often. The first ones are in the host's memory.
+            on_device = tier == AT_HAND or list(self.stored.values()).count(MEMORY) > self.options.host
             self.memory[position] = values if on_device else [np.asarray(x) for x in values]

@@ -17,11 +17,12 @@ thread writes beside the computation a write costs less: the schedule errs on th
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+
+from .._loops.schedule import beta, repetitions
 
 MEMORY, DISK = "memory", "disk"
 AT_HAND = "at hand"  # the carry that the last segment starts from: its pull-back comes next, and takes no slot for it
@@ -62,27 +63,17 @@ class Drop(NamedTuple):
 Action = Load | Advance | Keep | Reverse | Drop
 
 
-def num_repetitions(length: int, slots: int) -> int:
-    """The least r with ``C(slots + r, slots) >= length``: no segment runs more often, except in its pull-back."""
-    r = 0
-    while math.comb(slots + r, slots) < length:
-        r += 1
-    return r
-
-
 def fewest_runs(length: int, slots: int) -> int:
     """Runs of `length` segments from one carry in a slot, with so many slots for it and others."""
-    r = num_repetitions(length, slots)
-    return r * length - math.comb(slots + r, slots + 1)
+    r = repetitions(length, slots)  # no segment runs more often, except in its pull-back
+    return r * length - beta(slots + 1, r - 1)
 
 
 def jump_in_memory(length: int, slots: int) -> int:
     """How far to advance from a carry in a slot before the next one is stored."""
-    if slots == 1:
-        return length - 1
-    r = num_repetitions(length, slots)
-    most = math.comb(slots + r - 1, slots)  # of the left part, which then takes r - 1 repetitions
-    least = math.comb(slots + r - 2, slots - 1)  # of the right part
+    r = repetitions(length, slots)
+    most = beta(slots, r - 1)  # of the left part, which then takes r - 1 repetitions
+    least = beta(slots - 1, r - 1)  # of the right part
     return min(most, length - min(least, length - 1))
 
 

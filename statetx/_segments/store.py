@@ -134,7 +134,7 @@ class Store:
         text = json.dumps(header).encode()
         parts = [len(text).to_bytes(8, "little"), text, *(x.reshape(-1).view(np.uint8) for x in values)]
         size = len(MAGIC) + _DIGEST + 8 + len(text) + sum(x.nbytes for x in values)
-        total = self.num_bytes - self.sizes.get(file, 0) + size
+        total = self.num_bytes + size  # a file that is replaced is there until the new one is whole
         if self.limit is not None and total > self.limit:
             raise CheckpointError(
                 f"The store {self.path} would have {format_bytes(total)} with {name}, and its limit is "
