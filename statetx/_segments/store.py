@@ -34,7 +34,7 @@ def _hash(parts: Sequence[Any]) -> bytes:
     hashed = hashlib.blake2b(digest_size=_DIGEST)
     for part in parts:
         is_array = isinstance(part, np.ndarray)
-        hashed.update(memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8)) if is_array else part)
+        hashed.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data if is_array else part)
     return hashed.digest()
 
 
