@@ -449,6 +449,36 @@ def test_runs_are_told():
     assert Disk("store", 4, slots=1, costs=(9, 9)).num_runs(12) == 12 + 12 + 4  # and the first segment again
 
 
+@pytest.mark.parametrize("options", [{"slots": 3}, {"slots": 3, "host": 4, "costs": (9, 9)}], ids=str)
+def test_carries_in_each_tier_are_as_many_as_told(tmp_path, monkeypatch, options):
+    x, runs, most = jnp.ones(1 << 14), [], [0, 0, 0]
+    monkeypatch.setattr(module.Run, "forward", lambda self, f=module.Run.forward: (runs.append(self), f(self))[1])
+    others = sum(a.nbytes for a in jax.live_arrays()) - x.nbytes
+
+    def look():
+        in_host = sum(a.nbytes for arrays in runs[-1].memory.values() for a in arrays if isinstance(a, np.ndarray))
+        # A copy in the host's memory is one in name only where the host is the device.
+        on_device = sum(a.nbytes for a in jax.live_arrays()) - others - in_host
+        on_disk = sum(os.path.getsize(path) for path in list(tmp_path.glob("*.arrays")) if path.exists())
+        most[:] = map(max, most, (on_device, in_host, on_disk))
+
+    def watched(fun):
+        def call(*args):
+            out = fun(*args)
+            look()
+            return out
+
+        return call
+
+    for owner, name in ((Segments, "advance"), (Segments, "pull"), (_files, "replace")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    disk = Disk(tmp_path, 1, **{"costs": (1, 1), **options})
+    jax.grad(lambda x: statetx.scan(lambda h, _: (jnp.sin(h), None), x, length=40, checkpoint=disk)[0].sum())(x)
+    told = np.array([*disk.num_carries(40).values()])
+    np.testing.assert_allclose(np.array(most) / x.nbytes, told, rtol=0.02, atol=1e-9)
+    assert told[2] == 2 or told[1] == 0
+
+
 def test_progress_is_one_line(tmp_path, capsys):
     def body(h, x):
         return step(W, h, x)

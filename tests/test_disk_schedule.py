@@ -1,6 +1,8 @@
 """The schedule of carries in memory and on disk has the cost of H-Revolve."""
 
 import functools
+import heapq
+import itertools
 
 import pytest
 
@@ -80,6 +82,36 @@ def test_cost_is_that_of_hrevolve(length, slots):
     schedules = [Schedule(length, slots, files, write, read) for files, write, read in DISKS]
     assert tuple(s.cost for s in schedules) == ORACLE[length, slots]
     assert tuple(map(performed, schedules)) == ORACLE[length, slots]
+
+
+def least_cost(length, slots, files, write, read):
+    """The least cost of all schedules, by Dijkstra's algorithm over what is at hand, in slots, in files, and left."""
+    queue, seen, ties = [(0.0, 0, (0, frozenset(), frozenset(), length))], set(), itertools.count(1)
+    while True:
+        cost, _, state = heapq.heappop(queue)
+        if state in seen:
+            continue
+        seen.add(state)
+        hand, memory, disk, end = state
+        if end == 0:
+            return cost
+        steps = [(0, (p, memory, disk, end)) for p in memory] + [(read, (p, memory, disk, end)) for p in disk]
+        steps += [(0, (hand, memory - {p}, disk, end)) for p in memory]
+        steps += [(0, (hand, memory, disk - {p}, end)) for p in disk]
+        if hand is not None:
+            steps += [(1, (hand + 1, memory, disk, end))] * (hand < end - 1)
+            steps += [(0, (None, memory, disk, end - 1))] * (hand == end - 1)
+            steps += [(0, (hand, memory | {hand}, disk, end))] * (len(memory) < slots)
+            steps += [(write, (hand, memory, disk | {hand}, end))] * (len(disk) < files)
+        for added, new in steps:
+            heapq.heappush(queue, (cost + added, next(ties), new))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("disk", DISKS, ids=str)
+def test_no_schedule_costs_less(disk, slots):
+    for length in range(1, 6):
+        assert Schedule(length, slots, *disk).cost == least_cost(length, slots, *disk)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from .._loops.strategy import Strategy, as_count, set_counts
 from .._text import parse_bytes
 from .program import Segments
 from .run import Run
-from .schedule import Schedule
+from .schedule import DISK, MEMORY, Schedule
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -46,8 +47,7 @@ class Disk(Strategy):
         costs: the times to write and to read a carry, in runs of a segment; measured once by default.
 
     Memory:
-        ``slots + 3`` carries, the residuals of a segment, and two carries that wait to be written. Files are written in
-        a thread.
+        `num_carries`, the residuals of a segment, and up to two carries that wait for the thread that writes files.
 
     Raises:
         PolicyError: an option is wrong; the gradient is traced, by ``jit``, ``vmap`` or a second derivative.
@@ -108,10 +108,33 @@ class Disk(Strategy):
             )
         return LoopOnDisk(step, self)
 
+    def _schedule(self, length: int) -> Schedule:
+        num = max(1, -(-as_count("Disk: length", length, 0) // self.segment))
+        return Schedule(num, self.slots + self.host, None, *(self.costs or (1.0, 1.0)))
+
     def num_runs(self, length: int) -> int:
-        num = max(1, -(-length // self.segment))
-        schedule = Schedule(num, self.slots + self.host, None, *(self.costs or (1.0, 1.0)))
-        return length + math.ceil((schedule.cost + 1) * length / num)
+        schedule = self._schedule(length)
+        return length + math.ceil((schedule.cost + 1) * length / schedule.length)
+
+    def num_carries(self, length: int) -> dict[str, int]:
+        """The most carries at a time on the device, in the host's memory and on disk.
+
+        The device has the loop's argument and the stored ones, and as many more as the carry at hand, its next value,
+        and two cotangents. The disk has those of the schedule, the last carry, and its cotangent; with files to resume
+        from (`save_every`) up to three more. For a step whose carry has a cotangent of its size, without `limit`, and
+        for a read and a write that take as long as a segment if there are no `costs`.
+
+        Example:
+            >>> from statetx import policies
+            >>> policies.Disk("store", 1000, slots=3, host=4).num_carries(40_000)
+            {'device': 8, 'host': 4, 'disk': 2}
+        """
+        schedule, stored, counts = self._schedule(length), {}, []
+        for _ in itertools.chain(schedule.sweep(0, stored), schedule.reversal(schedule.length, stored)):
+            tiers = [tier for position, tier in stored.items() if position]
+            in_host, on_disk = min(self.host, tiers.count(MEMORY)), tiers.count(DISK)
+            counts.append((len(tiers) - in_host - on_disk + 4, in_host, on_disk + 2))
+        return dict(zip(("device", "host", "disk"), map(max, *counts), strict=True))
 
 
 class LoopOnDisk(DifferentiableLoop):

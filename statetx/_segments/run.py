@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import os
 import time
@@ -13,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from .._errors import CheckpointError, EffectError, PolicyError
@@ -113,12 +113,8 @@ class Run:
             if not costs and not (found := store.read("costs")):
                 store.write("costs", [], self.measured(store))
                 found = store.read("costs")
-            self.schedule = Schedule(
-                self.num,
-                self.options.slots + self.options.host,
-                num_files,
-                *(costs or found[1]),  # type: ignore[index]
-            )
+            num_slots = self.options.slots + self.options.host
+            self.schedule = Schedule(self.num, num_slots, num_files, *(costs or found[1]))  # type: ignore[index]
             yield store
             store.flush()
         finally:
@@ -148,10 +144,10 @@ class Run:
     def facts(self) -> dict[str, Any]:
         """What the results depend on, by the name that a message has for it."""
         kinds = {"constant": self.constants, "carry or state": self.init, "xs": self.xs}
-        device = jax.local_devices()[0]
+        device, jaxlib = jax.local_devices()[0], importlib.metadata.version("jaxlib")
         named = {f"{kind} {i}, {type_str(x)}": x for kind, values in kinds.items() for i, x in enumerate(values)}
         return {
-            "versions": [jax.__version__, jaxlib.__version__, device.device_kind, device.client.platform_version],
+            "versions": [jax.__version__, jaxlib, device.device_kind, device.client.platform_version],
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             "equations of the step": digest(self.segments.text(self.constants, self.init, self.xs).encode()),
             "length": self.step.length,
@@ -235,7 +231,8 @@ class Run:
                 self.save(store, self.num)
         ys = _joined([item[1:] for item in self.outs.items], self.step.reverse, self.step.y_avals)
         self.outs.items = [item[:1] for item in self.outs.items]
-        return as_types(self.carry, self.step.avals), ys
+        carry, self.carry = self.carry, []
+        return as_types(carry, self.step.avals), ys
 
     def reverse(self, cts: Sequence[Any]) -> list[Any]:
         """The cotangents of the differentiated arguments, from those of the float outputs, of which None is zero."""
@@ -337,5 +334,5 @@ class Run:
         elif position:
             values = to_key_data(self.carry)
             # Those that are stored last are read most often. The first ones are in the host's memory.
-            on_device = tier == AT_HAND or list(self.stored.values()).count(MEMORY) > self.options.host
+            on_device = tier == AT_HAND or sum(x == MEMORY for p, x in self.stored.items() if p) > self.options.host
             self.memory[position] = values if on_device else [np.asarray(x) for x in values]
