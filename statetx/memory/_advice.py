@@ -36,6 +36,7 @@ _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
 _MUCH = 0.15  # of the peak, that a function has which is tried though it is predicted to save nothing
 _MOST_TRIED = 4  # of such functions
 _NUM_PARTS = 8  # of a value that is computed in parts
+_POLICY = "dots_without_batch_dims"  # for a rematerialized function
 
 
 class AdvisedTimeline(Timeline):
@@ -98,7 +99,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
         unadvised = [c for c in unadvised if c.edit not in edits]
         unadvised = sorted((c for c in unadvised if held(c) >= _MUCH * profile.peak_bytes), key=held, reverse=True)
         unpredicted = [c._replace(change=c.change._replace(saved_bytes=0)) for c in unadvised[:_MOST_TRIED]]
-        return [*advised, *unpredicted, *in_parts(profile, _NUM_PARTS)]
+        return [*advised, *unpredicted, *_policies(advised), *in_parts(profile, _NUM_PARTS)]
     # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where
     # no other change does a quarter of it.
     most = max((c.change.saved_bytes for c in advised), default=0)
@@ -199,6 +200,15 @@ def _remat(profile: Timeline) -> Iterable[ChangeCandidate]:
         yield ChangeCandidate(Change("remat", function, text, saved), frozenset(freed), Rematerialize(function))
 
 
+def _policies(advised: Iterable[ChangeCandidate]) -> Iterable[ChangeCandidate]:
+    """Propose a policy for the function whose rematerialization is predicted to save most; how much is not known."""
+    functions = [c for c in advised if isinstance(c.edit, Rematerialize) and "statetx.remat" in c.change.text]
+    for c in sorted(functions, key=lambda c: -c.change.saved_bytes)[:1]:
+        text = c.change.text.replace("@statetx.remat", f"@statetx.remat(policy={_POLICY!r})")
+        change = c.change._replace(action="policy", text=text, saved_bytes=0)
+        yield ChangeCandidate(change, c.buffers, Rematerialize(c.change.target, _POLICY), stronger=lambda c=c: c)
+
+
 def _stacked(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Functions in the body of a loop, which stacks their residuals: by how much the peak falls is not known."""
     by_function: dict[str, list[Buffer]] = defaultdict(list)
@@ -248,11 +258,14 @@ def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
     proposed: set[frozenset[Buffer]] = set()
     for function in _functions(profile, {r for b in bits for r in b.readers}):
         calls = Calls(profile, function)
-        inputs = frozenset(b for b in bits if any(calls.of(r) not in (None, calls.of(b.start)) for r in b.readers))
+        # XLA may fuse what reads a value in the backward pass into steps of other calls: the forward pass tells.
+        takers = {b: {calls.of(r) for r in b.readers if not is_backward(profile, r, b)} for b in bits}
+        inputs = frozenset(b for b in bits if takers[b] - {None, calls.of(b.start)})
         if not inputs or inputs in proposed:
             continue
         proposed.add(inputs)
         freed, gaps = history.freed(function, calls)
+        saved_by_remat = saving(profile, gaps)
         for b in inputs:
             backward = [r for r in b.readers if is_backward(profile, r, b)]
             forward = [r for r in b.readers if r < min(backward, default=0)]
@@ -265,7 +278,8 @@ def _bits(profile: Timeline) -> Iterable[ChangeCandidate]:
                 gaps.append(Gap(b.start, min(forward) - 1, b.num_bytes))
         readers = (profile.steps[r] for b in inputs for r in b.readers)
         file = next((f.file for step in readers for f in step.frames if f.function == function), "")
-        yield from _storing_bits(function, file, inputs, saving(profile, gaps), freed, calls.num)
+        saved = saving(profile, gaps) - saved_by_remat
+        yield from _storing_bits(profile, function, file, inputs, saved, freed, calls.num)
 
 
 def _stacked_bits(profile: Timeline) -> Iterable[ChangeCandidate]:
@@ -278,7 +292,7 @@ def _stacked_bits(profile: Timeline) -> Iterable[ChangeCandidate]:
             for function in {b.function, *profile.steps[b.start].stack}:
                 by_function[function].append(b)
     for function, buffers in by_function.items():
-        yield from _storing_bits(function, buffers[0].source.rpartition(":")[0], buffers, 0)
+        yield from _storing_bits(profile, function, buffers[0].source.rpartition(":")[0], buffers, 0)
 
 
 def _bits_kept(profile: Timeline) -> list[Buffer]:
@@ -286,7 +300,13 @@ def _bits_kept(profile: Timeline) -> list[Buffer]:
 
 
 def _storing_bits(
-    function: str, file: str, buffers: Iterable[Buffer], saved: int, freed: Iterable[Buffer] = (), num_calls: int = 1
+    profile: Timeline,
+    function: str,
+    file: str,
+    buffers: Iterable[Buffer],
+    saved: int,
+    freed: Iterable[Buffer] = (),
+    num_calls: int = 1,
 ) -> Iterable[ChangeCandidate]:
     if module_with_method(function, file) is not None:  # `flax.linen.remat` stores no bits
         return
@@ -296,7 +316,12 @@ def _storing_bits(
         f"@statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
     )
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
-    yield ChangeCandidate(Change("bits", function, text, saved), frozenset([*buffers, *freed]), StoreBits(function))
+    change, freed = Change("bits", function, text, saved), frozenset([*buffers, *freed])
+    # Of a callable object, the region has the name of its class.
+    names = {end for b in profile.buffers if b.region for end in (f".{b.region}", f".{b.region}.__call__")}
+    is_rematerialized = any(f".{function}".endswith(end) for end in names)
+    after = None if is_rematerialized else Rematerialize(function)
+    yield ChangeCandidate(change, freed, StoreBits(function), after=after)
 
 
 def _most_ended(buffers: Sequence[Buffer]) -> int:

@@ -47,9 +47,10 @@ class Edit:
 
 @dataclasses.dataclass(frozen=True)
 class Rematerialize(Edit):
-    """``@statetx.remat`` on a function: each call of it saves nothing."""
+    """``@statetx.remat`` on a function: each call of it saves nothing, or what a policy saves."""
 
     function: str
+    policy: str | None = None
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
         intervals = [i for i in _calls(program.jaxpr, self.function) if _is_allowed(program, i)]
@@ -190,6 +191,7 @@ class ChangeCandidate(NamedTuple):
 
     Attributes:
         edit: the change of the staged program, for the trial.
+        after: the change that it presupposes; None for none.
         stronger: makes the same change with a number that saves more; None if there is none.
     """
 
@@ -197,6 +199,7 @@ class ChangeCandidate(NamedTuple):
     buffers: frozenset[Buffer]
     edit: Edit
     stronger: Callable[[], ChangeCandidate | None] = lambda: None
+    after: Edit | None = None
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------

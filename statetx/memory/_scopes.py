@@ -60,7 +60,7 @@ def numbered_calls() -> Iterator[None]:
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
-            if _is_users(frame.f_code):
+            if _is_users(frame.f_code.co_filename, frame.f_code.co_flags):
                 name = _name_in_frames(frame.f_code)
                 _definitions[name, frame.f_code.co_filename] = frame.f_code.co_firstlineno
                 if name not in _called or _called[name].code is not frame.f_code:
@@ -124,10 +124,12 @@ def _arrays_of(tree: Any) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _is_users(code: CodeType) -> bool:
-    """Whether it is a function of the user; not a generator, which other calls interrupt."""
-    file = code.co_filename
-    return not (code.co_flags & _SUSPENDED or is_library(file) or file.startswith(_OWN))
+def _is_users(file: str, flags: int) -> bool:
+    """Whether it is a function of the user; not a generator, which other calls interrupt.
+
+    Each call of a trace asks: the hash of a code object would go through all its constants.
+    """
+    return not (flags & _SUSPENDED or is_library(file) or file.startswith(_OWN))
 
 
 class Calls:

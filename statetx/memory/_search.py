@@ -1,36 +1,42 @@
-"""Search for changes that make a step fit: each is tried alone, then together, the cheapest first, until it fits or the
-time is over.
+"""Search for changes that make a step fit: each is compiled alone, in a fixed order, then together with others, until
+it fits or the time is over.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .._equations.compiled import Cost
 from .._text import format_bytes
 from ._advice import candidates, in_parts
-from ._edits import ChangeCandidate
+from ._edits import ChangeCandidate, Edit
 from ._tried import Trials
 from .buffer import Buffer, Change
 from .measure import MemoryProfile
 
 _WORTH = 0.005  # of the peak, that a change in a combination has to save
 _MOST_PARTS = 1024
+_FREE = ("order", "donate", "argument", "release")
+"""The changes that add no operations. They are tried first."""
+_FIRST = ("remat", "policy", "microbatch")
+"""Then one of each of these, also where the time is over."""
+_NEGLIGIBLE = 0.001  # of the operations: no other change is sought for less
 
 
 class Remedy(NamedTuple):
     """A change, and the program after it and all changes before it.
 
     Attributes:
-        change: the change. If it was compiled, its ``saved_bytes`` are measured.
+        change: the change. If it was compiled, its ``saved_bytes`` are measured: what it adds to the changes before it.
+            Else they are 0.
         saved_bytes: the saving of all changes so far.
         needed_bytes: the program's peak after them.
-        fits: whether this is within the limit.
+        fits: whether this is within the limit, as compiled.
         is_compiled: whether the program was compiled with this change and the compiled changes before it; else the
-            saving is predicted.
-        why_predicted: why it was not compiled; empty if it was, or if nothing was.
+            change is only named.
+        why_untried: why it was not compiled; empty if it was, or if nothing was.
         added_operations: of the program with the compiled changes so far, relative to the unchanged step; None if it is
             not compiled.
         seconds: XLA's estimate of the time of a run with them, for a target that it knows; else None.
@@ -43,7 +49,7 @@ class Remedy(NamedTuple):
     is_compiled: bool = False
     added_operations: float | None = None
     seconds: float | None = None
-    why_predicted: str = ""
+    why_untried: str = ""
 
 
 class Unused(NamedTuple):
@@ -55,7 +61,7 @@ class Unused(NamedTuple):
 
 TOOLS = {
     "remat": ("rematerialization", "no function keeps residuals at the peak beyond its own backward pass"),
-    "policy": ("a policy that saves less", "no policy saves much of the peak"),
+    "policy": ("a policy", "no function is rematerialized, or could be"),
     "slots": ("checkpoint= of a loop", "no loop of known length keeps residuals of its steps"),
     "donate": ("donation", "no output could take the memory of an argument that is not donated yet"),
     "bits": ("bits", "no function takes large arrays that are known to be 0 or 1"),
@@ -72,7 +78,7 @@ class RemedySearch:
 
     Args:
         available: bytes for the program; None if unknown.
-        trials: compiles changed programs; None to predict only.
+        trials: compiles changed programs; None to name changes only.
         tell: is told of each step.
 
     Attributes:
@@ -95,20 +101,23 @@ class RemedySearch:
         # An array that is passed as an argument may have no other copy on the device.
         if trials is None:
             advised = [c for c in advised if c.change.action != "argument"]
-        self._candidates = sorted(advised, key=lambda c: -c.change.saved_bytes)
+        self._first, self._others = in_order(advised)
         self.unused: tuple[Unused, ...] = ()
         self.tried: tuple[Remedy, ...] = ()
 
     def run(self) -> tuple[Remedy, ...]:
+        if self._available is not None and self._needed <= self._available:
+            return ()
         chosen: list[ChangeCandidate] = []
-        untried, remedies = self._candidates, []
+        unknown, remedies = [*self._first, *self._others], []
         if self._trials is not None:
             tried = self._try_alone(self._trials)
             chosen = self._cheapest(tried) or self._together(self._trials, tried)
             compiled = [t.candidate for t in tried]
-            untried = [c for c in untried if c not in compiled and c.change.saved_bytes > 0]
+            unknown = [c for c in unknown if c not in compiled and c.change.saved_bytes > 0]
             remedies = list(self._compiled(self._trials, chosen))
-        remedies += self._predicted(remedies, {b for c in chosen for b in c.buffers}, untried)
+        if not (remedies and remedies[-1].fits):
+            remedies += self._named(remedies, {b for c in chosen for b in c.buffers}, unknown)
         used = {r.change.action for r in remedies}
         if self._profile.reordered is None:  # most programs return their updates in order
             used.add("order")
@@ -128,49 +137,64 @@ class RemedySearch:
     def _of(self, cost: Cost) -> int:
         return cost.peak_bytes + self._profile.constant_bytes
 
-    def _cost(self, trials: Trials, chosen: Sequence[ChangeCandidate]) -> Cost | None:
+    def _cost(self, trials: Trials, chosen: Sequence[ChangeCandidate], *, is_first: bool = False) -> Cost | None:
         self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.target}" for c in chosen))
-        return trials.cost(*(c.edit for c in chosen))
+        return trials.cost(*_edits_of(chosen), is_first=is_first)
 
-    def _try_alone(self, trials: Trials) -> list[_Tried]:
-        compiled = []
-        for c in self._candidates:
-            cost = self._cost(trials, [c])
+    def _try_alone(self, trials: Trials) -> list[_Alone]:
+        compiled: list[_Alone] = []
+        for n, c in enumerate([*self._first, *self._others]):
+            is_first = n < len(self._first)
+            if not is_first and any(t.suffices and t.operations <= _NEGLIGIBLE for t in compiled):
+                self._alone.setdefault(c.change.action, "not tried: what is listed costs nothing")
+                continue
+            cost = self._cost(trials, [c], is_first=is_first)
+            before = None if cost is None else self._before(trials, c)
             if cost is None and not c.change.saved_bytes:  # nothing is predicted of it
                 continue
-            if cost is None:
-                why = f"predicted {format_bytes(c.change.saved_bytes)} less, not tried: {trials.why_not(c.edit)}"
+            if cost is None or before is None:
+                why = f"not tried: {trials.why_not(c.edit)}"
             else:
-                compiled.append(tried := _Tried(c, self._remedy(trials, c.change, self._needed, cost)))
+                compiled.append(tried := _Alone(c, self._remedy(trials, c.change, before, cost)))
                 why = tried.text
             self._alone.setdefault(c.change.action, why)
         self.tried = tuple(t.alone for t in compiled)
         return compiled
+
+    def _before(self, trials: Trials, c: ChangeCandidate) -> int | None:
+        """The bytes before a change that presupposes another one: it claims only what it adds."""
+        if c.after is None:
+            return self._needed
+        before = trials.cost(c.after)
+        return None if before is None else self._of(before)
 
     def _remedy(self, trials: Trials, change: Change, needed_before: int, cost: Cost) -> Remedy:
         needed, operations = self._of(cost), trials.added_operations(cost)
         change = change._replace(saved_bytes=needed_before - needed)
         return Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
 
-    def _cheapest(self, tried: Sequence[_Tried]) -> list[ChangeCandidate]:
+    def _cheapest(self, tried: Sequence[_Alone]) -> list[ChangeCandidate]:
         """The cheapest change that suffices alone, and holds without a condition."""
-        fitting = [t for t in tried if t.alone.fits and not t.alone.change.condition]
-        return [min(fitting, key=lambda t: (round(t.operations, 3), -t.saved_bytes)).candidate] if fitting else []
+        cheapest = min(
+            (t for t in tried if t.suffices), key=lambda t: (round(t.operations, 3), -t.alone.saved_bytes), default=None
+        )
+        return [] if cheapest is None else [cheapest.candidate]
 
-    def _together(self, trials: Trials, tried: Sequence[_Tried]) -> list[ChangeCandidate]:
+    def _together(self, trials: Trials, tried: Sequence[_Alone]) -> list[ChangeCandidate]:
         """Changes in the order of operations for a byte until the program fits, then greater numbers of them, then
         parts of the batch.
         """
         chosen: list[ChangeCandidate] = []
         needed = self._needed
         for t in sorted(tried, key=lambda t: t.price):
+            c = t.candidate
             if t.alone.change.condition:  # only if nothing else suffices
                 continue
-            if any(t.candidate.change.target == c.change.target for c in chosen):
+            if any(c.change.target == x.change.target and c.after != x.edit for x in chosen):
                 continue
-            cost = self._cost(trials, [*chosen, t.candidate])
+            cost = self._cost(trials, [*chosen, c], is_first=any(c is x for x in self._first))
             if cost is not None and needed - self._of(cost) > _WORTH * self._needed:
-                chosen, needed = [*chosen, t.candidate], self._of(cost)
+                chosen, needed = [*chosen, c], self._of(cost)
                 if self._fits(cost):
                     return self._without_needless(trials, chosen, tried)
         for n in range(len(chosen)):
@@ -191,7 +215,7 @@ class RemedySearch:
         while num <= _MOST_PARTS and (c := next(iter(in_parts(self._profile, num)), None)) is not None:
             cost = self._cost(trials, [*chosen, c])
             if cost is None:
-                self._alone.setdefault("microbatch", f"not tried: {trials.why_not(*(x.edit for x in [*chosen, c]))}")
+                self._alone.setdefault("microbatch", f"not tried: {trials.why_not(*_edits_of([*chosen, c]))}")
                 break
             if self._of(cost) >= needed:
                 self._alone.setdefault("microbatch", f"{num} parts save nothing")
@@ -205,13 +229,14 @@ class RemedySearch:
         return best
 
     def _without_needless(
-        self, trials: Trials, chosen: Sequence[ChangeCandidate], tried: Sequence[_Tried]
+        self, trials: Trials, chosen: Sequence[ChangeCandidate], tried: Sequence[_Alone]
     ) -> list[ChangeCandidate]:
         """Drop the changes that cost operations and are not needed, the most expensive first."""
         operations = {t.candidate.change.target: t.operations for t in tried}
         for c in sorted(chosen, key=lambda c: -operations.get(c.change.target, 0)):
             fewer = [x for x in chosen if x is not c]
-            if fewer and operations.get(c.change.target, 0) > 0.001 and self._fits(self._cost(trials, fewer)):
+            is_costly = operations.get(c.change.target, 0) > _NEGLIGIBLE
+            if fewer and is_costly and self._fits(self._cost(trials, fewer)):
                 chosen = fewer
         return list(chosen)
 
@@ -224,51 +249,70 @@ class RemedySearch:
             yield self._remedy(trials, c.change, needed, cost)
             needed = self._of(cost)
 
-    # -- predicted ---------------------------------------------------------------------------------------------------
+    # -- named -------------------------------------------------------------------------------------------------------
 
-    def _predicted(
-        self, compiled: Sequence[Remedy], freed: set[Buffer], untried: Sequence[ChangeCandidate]
+    def _named(
+        self, compiled: Sequence[Remedy], freed: set[Buffer], unknown: Sequence[ChangeCandidate]
     ) -> Iterator[Remedy]:
-        """The changes of largest saving until the program fits. Of two that free the same buffer the larger one: their
-        savings do not add up.
+        """The changes that were not compiled, without bytes. Of two that free the same buffer the one that is predicted
+        to save more.
         """
-        saved = compiled[-1].saved_bytes if compiled else 0
-        freed = set(freed)
-        for change, buffers, edit, _ in untried:
-            if freed & buffers or (self._available is not None and self._needed - saved <= self._available):
-                continue
-            freed |= buffers
-            saved += change.saved_bytes
-            needed = max(0, self._needed - saved)
-            fits = self._available is not None and needed <= self._available
-            why = "" if self._trials is None else self._trials.why_not(edit)
-            yield Remedy(change, saved, needed, fits, why_predicted=why)
+        saved, freed = compiled[-1].saved_bytes if compiled else 0, set(freed)
+        for c in sorted(unknown, key=lambda c: -c.change.saved_bytes):
+            if not freed & c.buffers:
+                freed |= c.buffers
+                why = "" if self._trials is None else self._trials.why_not(c.edit)
+                change = c.change._replace(saved_bytes=0)
+                yield Remedy(change, saved, self._needed - saved, False, why_untried=why)
 
 
-class _Tried(NamedTuple):
+def in_order(advised: Iterable[ChangeCandidate]) -> tuple[list[ChangeCandidate], list[ChangeCandidate]]:
+    """The changes in the order in which they are tried: those that are tried in any case, and the others.
+
+    First those that add no operations, then rematerialization of the functions or loop that are predicted to save most,
+    the same with a policy, and parts of the batch.
+    """
+    by_saving = sorted(advised, key=lambda c: -c.change.saved_bytes)
+    first = [c for c in by_saving if c.change.action in _FREE]
+    first += [c for a in _FIRST for c in [c for c in by_saving if c.change.action == a][:1]]
+    return first, [c for c in by_saving if not any(c is x for x in first)]
+
+
+def _edits_of(chosen: Sequence[ChangeCandidate]) -> list[Edit]:
+    """Their edits, without those that another contains, as one that presupposes it."""
+    contained = {c.after for c in chosen}
+    return [c.edit for c in chosen if c.edit not in contained]
+
+
+class _Alone(NamedTuple):
     """A change that was compiled alone."""
 
     candidate: ChangeCandidate
     alone: Remedy
 
     @property
-    def saved_bytes(self) -> int:
-        return self.alone.saved_bytes
+    def suffices(self) -> bool:
+        """Whether the step fits with it alone, without a condition."""
+        return self.alone.fits and not self.alone.change.condition and self.candidate.after is None
 
     @property
     def operations(self) -> float:
         return self.alone.added_operations or 0.0
 
     @property
-    def price(self) -> tuple[float, int]:
-        """Sort key: added operations for a byte; changes that save nothing alone come last, by their predictions."""
-        if self.saved_bytes <= 0:
-            return float("inf"), -self.candidate.change.saved_bytes
-        return max(round(self.operations, 3), 0.0) / self.saved_bytes, -self.saved_bytes
+    def price(self) -> tuple[bool, float, int]:
+        """Sort key: added operations for a byte; changes that save nothing alone come last, by their predictions. A
+        change that presupposes another one comes after that.
+        """
+        saved, is_late = self.alone.saved_bytes, self.candidate.after is not None
+        if saved <= 0:
+            return is_late, float("inf"), -self.candidate.change.saved_bytes
+        return is_late, max(round(self.operations, 3), 0.0) / saved, -saved
 
     @property
     def text(self) -> str:
-        if self.saved_bytes <= 0:
+        saved = self.alone.change.saved_bytes
+        if saved <= 0:
             return "saves nothing as compiled"
         not_needed = "" if self.alone.fits else "; not enough alone, nor needed with the others"
         if self.alone.change.condition:
@@ -276,6 +320,5 @@ class _Tried(NamedTuple):
                 f" with {self.alone.change.text.partition(' parts')[0].split()[-1]} parts, if the examples are "
                 f"independent"
             )
-        return (
-            f"{format_bytes(self.saved_bytes)} less, {100 * self.operations:+.1f}% operations, as compiled{not_needed}"
-        )
+        beside = " beyond rematerialization" if self.candidate.after is not None else ""
+        return f"{format_bytes(saved)} less{beside}, {100 * self.operations:+.1f}% operations, as compiled{not_needed}"

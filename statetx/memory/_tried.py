@@ -18,7 +18,9 @@ from .._equations.primitives import REMAT
 from .._equations.structure import Body
 from .._errors import StatetxError
 from .._jax import Jaxpr, Literal
+from .._remat import decide, fence
 from .._remat.override import rewritten_by
+from .._remat.parse import as_policy
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
 from ..planner._program.flat import Flat, Interval, Part, flatten
@@ -30,7 +32,7 @@ from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice import argument_of
 from ._deadline import Deadline
-from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients
+from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients, Rematerialize
 from ._scopes import numbered_calls, returned_arguments, takes_as_arguments
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
@@ -69,13 +71,15 @@ class Trials:
         self._deadline, self._share = deadline, share
         self._costs: dict[frozenset[Edit], Cost | NotTried] = {}
 
-    def cost(self, *edits: Edit) -> Cost | None:
-        """Cost of the program with these edits; None if they cannot be tried, for the reason that `why_not`
-        tells.
+    def cost(self, *edits: Edit, is_first: bool = False) -> Cost | None:
+        """Cost of the program with these edits; None if they cannot be tried, for the reason that `why_not` tells.
+
+        Args:
+            is_first: whether it is compiled even if the time is over.
         """
         key = frozenset(edits)
         if key not in self._costs:
-            if not self._deadline.has_time(self._share):
+            if not (is_first or self._deadline.has_time(self._share)):
                 return None
             with self._deadline.compiling():
                 try:
@@ -286,19 +290,24 @@ def _changed_part(
     if decision.inputs:
         numbers = {i: called.invars.index(part.invars[i]) for i in decision.inputs}
         decision = Decision(frozenset(((INPUT, numbers[i]), way) for i, way in decision.inputs.items()))
-    return (_InStep(called, decision), UNPLANNED) if is_step else (called, decision)
+    policy = edit.policy if isinstance(edit, Rematerialize) else None
+    if policy is not None:
+        return _Rematerialized(called, *decide.apply(as_policy(policy), called.jaxpr, (), ""), is_step), UNPLANNED
+    return (
+        (_Rematerialized(called, *decision.marked(called.jaxpr), is_step), UNPLANNED) if is_step else (called, decision)
+    )
 
 
-class _InStep(Part):
-    """A rematerialized part of the step of a loop."""
+class _Rematerialized(Part):
+    """A part that is rematerialized with a policy, also of the step of a loop."""
 
-    def __init__(self, part: Part, decision: Decision):
+    def __init__(self, part: Part, marked: Jaxpr, policy: Any, is_step: bool):
         super().__init__(part.jaxpr, part.invars, part.outvars)
-        self._decision = decision
+        self._marked, self._is_step = marked, is_step
+        self._policy = policy if is_step else fence.with_fence(policy, "auto")
 
     def __call__(self, *args: Any) -> list[Any]:
-        jaxpr, policy = self._decision.marked(self.jaxpr)
-        return _jax.rematerialize(jaxpr, args, policy=policy, prevent_cse=False)
+        return _jax.rematerialize(self._marked, args, policy=self._policy, prevent_cse=not self._is_step)
 
 
 def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part:

@@ -176,14 +176,20 @@ def memory_profile(
     check_flags("memory_profile", progress=progress)
     with spinner("memory_profile", is_shown=progress) as tell:
         tell("compiling")
-        return profiled(fun, args, kwargs, gradient, memory_analysis_options())
+        return profiled(fun, args, kwargs, gradient, memory_analysis_options())[0]
 
 
 def profiled(
     fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None, compiler_options: dict[str, Any]
-) -> MemoryProfile:
-    """`memory_profile` of a program that is compiled with these options, unless it is compiled already."""
-    traced = _trace(fun, args, kwargs, gradient)
+) -> tuple[MemoryProfile, TracedCall | None]:
+    """`memory_profile` of a program that is compiled with these options, unless it is compiled already; and its call,
+    if it was traced.
+    """
+    traced, call = _trace(fun, args, kwargs, gradient)
+    return _profiled(traced, compiler_options), call
+
+
+def _profiled(traced: _TracedProgram, compiler_options: dict[str, Any]) -> MemoryProfile:
     compiled, program = _compiled(traced.stage, compiler_options)
     memory = compiled.memory_analysis()
     if program is None:
@@ -317,28 +323,32 @@ class _TracedProgram(NamedTuple):
     jaxpr: Any = None
 
 
-def _trace(fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None) -> _TracedProgram:
+def _trace(
+    fun: Any, args: tuple, kwargs: dict[str, Any], gradient: bool | None
+) -> tuple[_TracedProgram, TracedCall | None]:
     if isinstance(fun, _STAGES):
         if args or kwargs:
             raise FunctionError(
                 f"{brief(fun)} is staged for certain arguments already, and memory_profile was called with more.\n"
                 f"Fix: call memory_profile with it alone, or with the function itself and the arguments."
             )
-        return _staged(fun)
+        return _staged(fun), None
     check_callable("memory_profile", fun)
     # A program that another library's jit has staged has no names of states: "state_vals[3]". Only there arrays that
     # are no states are inputs.
     is_named = _states.unjitted(fun) is not None and not _states.holds_other_arrays(args)
     is_jitted = hasattr(fun, "lower") and hasattr(fun, "trace") and not is_named
+    call = None
     if gradient is not False or not is_jitted:
         with numbered_calls():
             call = TracedCall("memory_profile", fun, args, kwargs)
         has_gradient = not call.is_step if gradient is None else gradient
         if (has_gradient and any(map(is_float, call.outputs))) or not is_jitted:
-            return _of_call(call, has_gradient and any(map(is_float, call.outputs)))
+            return _of_call(call, has_gradient and any(map(is_float, call.outputs))), call
     with created_undone(fun, args, kwargs), numbered_calls():
         traced = _staged(fun.trace(*args, **kwargs))
-        return traced if traced.inputs.states else traced._replace(inputs=Inputs(_state_names(fun, args, kwargs)))
+        named = traced if traced.inputs.states else traced._replace(inputs=Inputs(_state_names(fun, args, kwargs)))
+        return named, call
 
 
 _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)

@@ -107,8 +107,8 @@ class OutOfMemory(Tabular):
 
     @property
     def can_fit(self) -> bool:
-        """Whether it fits, or does or is predicted to after the changes, if their conditions hold, or with a plan.
-        False if the limit is unknown.
+        """Whether it fits, or does after the changes, as compiled, if their conditions hold, or with a plan. False if
+        the limit is unknown.
         """
         is_planned = self.plan is not None and self.plan.needed_bytes is not None
         return self.limit_bytes is not None and (
@@ -190,21 +190,22 @@ class OutOfMemory(Tabular):
 
     def _remedy_notes(self) -> Iterator[tuple[str, str]]:
         for n, remedy in enumerate(self.remedies, 1):
-            text = f"{remedy.change.text.rstrip('.')}: {format_bytes(remedy.change.saved_bytes)} less"
-            text += f" ({_how_known(remedy)})"
+            text = remedy.change.text.rstrip(".")
+            if not remedy.is_compiled:
+                yield f"[{n}]", f"{text} ({_how_known(remedy)})."
+                continue
+            text += f": {format_bytes(remedy.change.saved_bytes)} less ({_how_known(remedy)})"
             total = f", {format_bytes(remedy.saved_bytes)} with those before it" if n > 1 else ""
             end = f"; {format_bytes(remedy.needed_bytes)} needed then."
             if remedy.fits:
                 is_sure = not any(r.change.condition for r in self.remedies[:n])
                 end = ". It fits then." if is_sure else ". It fits then, but only if the condition holds."
             yield f"[{n}]", f"{text}{total}{end}"
-        fits = any(r.fits for r in self.remedies)
-        if not fits:
+        if not all(r.is_compiled for r in self.remedies):
+            yield "Not known:", f"whether these changes suffice, since not all were compiled. Else use {_LAST_RESORT}"
+        elif not any(r.fits for r in self.remedies):
             which = "these changes do" if len(self.remedies) > 1 else "this change does" if self.remedies else ""
-            yield (
-                "Not enough:",
-                f"{which} not suffice. Use {_LAST_RESORT}" if which else f"no change was found. Use {_LAST_RESORT}",
-            )
+            yield "Not enough:", f"{f'{which} not suffice' if which else 'no change was found'}. Use {_LAST_RESORT}"
         if self.plan is not None:
             yield "Or a plan:", self.plan.text
         if self.unused:
@@ -213,7 +214,7 @@ class OutOfMemory(Tabular):
 
 def _how_known(remedy: Remedy) -> str:
     if not remedy.is_compiled:
-        return f"predicted; not tried: {remedy.why_predicted}" if remedy.why_predicted else "predicted"
+        return f"not tried: {remedy.why_untried}" if remedy.why_untried else "not compiled"
     time = "" if remedy.seconds is None else f", estimated {format_seconds(remedy.seconds)}"
     return f"compiled, {100 * (remedy.added_operations or 0):+.1f}% operations{time}"
 
@@ -257,10 +258,10 @@ def explain_oom(
     """Explain why a step ends with ``RESOURCE_EXHAUSTED``: its memory, the device's, and changes that make it fit.
 
     The step, or a loss with its gradient, is compiled and not run. No state changes. A change is tried before it is
-    told: the program with it is compiled, alone and together with others, the cheapest first, until it fits. Changes
-    that cannot be tried, or not within the time limit, are predicted from the lifetimes of the
-    buffers, and say so: savings of changes that free different buffers are added, so that the sum is too large where
-    the peak moves to another place.
+    told: the program with it is compiled, alone and together with others, until it fits. First come changes that cost
+    no operations, such as donation, then rematerialization of the function that holds most, the same with a policy, and
+    parts of the batch. The bytes of a change are what it adds to those before it. Changes that cannot be tried, or not
+    within the time limit, are named without bytes.
 
     Args:
         step: the function that failed, or would: a training step, which differentiates inside, or a loss.
@@ -270,9 +271,10 @@ def explain_oom(
             else the error. CPUs tell none.
         gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless
             it is a training step. False for an evaluation.
-        time_limit: seconds of wall time for all; then the best so far is told. The step itself is compiled in any case.
-            No other compilation begins if one as long as the longest so far would not end in time, and a plan only if
-            its last compilations would, too. 0 for predictions alone, None for no limit.
+        time_limit: seconds of wall time for all; then the best so far is told. The step itself, the first changes and
+            what is told to fit are compiled in any case. No other compilation begins if one as long as the longest so
+            far would not end in time, and a plan only if its last compilations would, too. 0 to name changes only, None
+            for no limit.
         progress: whether to show the trials (with rich).
         verify: whether the plan is run and held against the plain step, as in `plan`.
 
@@ -323,14 +325,14 @@ def _explained(
     texts = [] if error is None else [str(error)]
     try:
         with deadline.compiling():
-            profile = profiled(step, args, kwargs, gradient, full_device_options())
+            profile, call = profiled(step, args, kwargs, gradient, full_device_options())
     except Exception as e:
         if not is_out_of_memory(e):
             raise
         texts.append(str(e))
-        profile = estimate(step, args, kwargs, gradient)
+        profile, call = estimate(step, args, kwargs, gradient), None
 
-    call = TracedCall("explain_oom", step, args, kwargs)
+    call = call or TracedCall("explain_oom", step, args, kwargs)
     text = "\n".join(texts)
     limit_bytes, source, other_bytes = None if limit is None else parse_bytes(limit), "limit=", 0
     stats = current.memory_stats() if limit_bytes is None else None
