@@ -317,6 +317,16 @@ def call_site() -> str:
     return "unknown place" if frame is None else printable(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 
+def is_called_from(files: tuple[str, ...], *, through: tuple[str, ...]) -> bool:
+    """Whether the nearest caller that is neither in statetx nor in the files `through` is in these files; both are
+    beginnings of paths.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, *through)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(files)
+
+
 def user_stacklevel() -> int:
     """The ``stacklevel`` that makes a warning from the caller of this function point at the user's line."""
     return _user_frame()[1]

@@ -7,6 +7,7 @@ branch outlives it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -32,7 +33,8 @@ class Access:
         previous_owner: the frame that owned the state before this one.
         stepped: whether an `Optimizer`, or an inner call that differentiated the state, has updated it.
         site: of the first write. `kinds.debug` sets `read_site`.
-        num_writes: those of the call itself, and of calls inside of it once they have returned.
+        num_writes: those of the call itself, and of calls inside of it once they have returned; infinite if a transform
+            of another library has written a result back, since it does not tell how often its body has written.
         last_site: of the last write, if there are several.
         copy: the copy of a container that the body was given.
     """
@@ -46,14 +48,14 @@ class Access:
     value_in_body: Any = UNKNOWN
     written: bool = False
     stepped: bool = False
-    num_writes: int = 0
+    num_writes: float = 0
     last_site: str = ""
     site: str = ""
     read_site: str = ""
     copy: Copy | None = None
 
-    def count_write(self) -> None:
-        self.num_writes += 1
+    def count_write(self, is_known: bool = True) -> None:
+        self.num_writes += 1 if is_known else math.inf
         if self.num_writes > 1:
             self.last_site = call_site()
 
@@ -103,7 +105,7 @@ class Effect:
         value_before: the state's value before the call; UNKNOWN if `publish` need not compare it.
         stepped: whether the call is a training step for this state: it differentiated the value, and then wrote another
             one.
-        num_writes: as the body has written it; for a `jax.Ref`, whose writes nobody sees, 1.
+        num_writes: as the body has written it, see `Access`; for a `jax.Ref`, whose writes nobody sees, 1.
         last_site: as in `Access`.
     """
 
@@ -114,7 +116,7 @@ class Effect:
     value_before: Any = UNKNOWN
     created: bool = False
     stepped: bool = False
-    num_writes: int = 1
+    num_writes: float = 1
     last_site: str = ""
 
 

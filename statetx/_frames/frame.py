@@ -269,7 +269,7 @@ class Frame:
                     self._check_unreported_write(access.state, access.kind, value, site)
                 effect = Effect(access.state, access.kind, value, site, value_before=access.value_before)
                 effect.stepped = self._is_stepped(access, value)
-                effect.num_writes, effect.last_site = max(access.num_writes, 1), access.last_site
+                effect.num_writes, effect.last_site = max(access.num_writes, int(changed)), access.last_site
                 effects.append(effect)
 
         for state, kind in self.created():

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -288,7 +289,7 @@ class _Comparison:
         for path, states in self.pairs.items():
             first, second = (of_side.get(id(state)) for of_side, state in zip(counts, states, strict=True))
             numbers = [0 if w is None else w.num_writes for w in (first, second)]
-            if numbers[0] != numbers[1]:
+            if numbers[0] != numbers[1] and all(map(math.isfinite, numbers)):  # else it is unknown
                 kind = _states.kind_of_state(states[0])
                 verb = "drawn from" if kind.is_random(states[0]) else "written"
                 site = (second or first).site  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx import pytreelib, tracers
+from flax.nnx import extract, graphlib, pytreelib, tracers, transforms, variablelib
 
 from .. import _frames, _jax, _states
 from .._atomic import Store
@@ -100,7 +100,8 @@ def _set_value(state: nnx.Variable, value: Any) -> None:
             # See `native.State.value`: only another trace's tracers would stay behind.
             if _jax.current_trace() is not frame.trace:
                 _frames.check_write(state, KIND, value, frame.trace, _states.call_site())
-            access.count_write()
+            if value is not _value.__get__(state):  # nnx's transforms put back what they have not changed, too
+                access.count_write(not _states.is_called_from(_TRANSFORMS, through=_VARIABLES))
             if not access.written:
                 frame.note_write(access)
         _value.__set__(state, value)
@@ -108,6 +109,11 @@ def _set_value(state: nnx.Variable, value: Any) -> None:
         KIND.set_all([state], [value])
     else:
         _value.__set__(state, value)
+
+
+# Where a Variable is written by its user, and where nnx writes it back. In between the stack has these files only.
+_VARIABLES = variablelib.__file__, graphlib.__file__
+_TRANSFORMS = extract.__file__, os.path.join(os.path.dirname(transforms.__file__), "")
 
 
 class _NoValue:

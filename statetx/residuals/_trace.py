@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import re
 import sysconfig
@@ -22,7 +23,7 @@ from .._equations.differentiate import backward_pass, forward_pass
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import Body, table
-from .._frames import Effect
+from .._frames import Effect, Frame
 from .._jax import Jaxpr
 from .._lift.carry import leaf_names
 from .._lift.context import note_shardings
@@ -153,7 +154,7 @@ class TracedWrite(NamedTuple):
     path: str
     num: int
     site: str
-    num_writes: int
+    num_writes: float
     created: bool
 
 
@@ -232,7 +233,7 @@ class TracedCall:
             recorder.note(tracers, origins)
             # A trace for other types is part of another one, which may have a rewriter of its own.
             with _observed_by(observer) if types is None else contextlib.nullcontext():
-                out = frame.run(fun, *call_args, **call_kwargs)
+                out = frame.run(_without_garbage, frame, fun, call_args, call_kwargs)
             leaves, _ = partition_output(split_aux(out, fun)[0] if has_aux else out, is_array)
             num_out = len(leaves)
             for effect in frame.effects:
@@ -314,6 +315,14 @@ class TracedCall:
         floats = [i for i, v in enumerate(self.outputs) if is_float(v)]
         sources = [InputOrigin("constant")] * first + [i.origin for i in self.inputs]
         return [Passes(self.name, jaxpr, floats, chosen, sources)]
+
+
+def _without_garbage(frame: Frame, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function so that states in its cyclic garbage, as gradients of nnx are, do not seem to outlive the call."""
+    out = fun(*args, **kwargs)
+    if any(frame.created()):
+        gc.collect()
+    return out
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,10 @@ from ..native import NATIVE, Invalidated, RngState, State, _reset_dead_home
 
 context: Any = _private.TRACE_CONTEXT
 """brainstate's stacks of this thread."""
+
+
+_STATES = (os.path.join(os.path.dirname(brainstate.__file__), "_state"),)  # and modules of their hooks
+_TRANSFORMS = (os.path.join(os.path.dirname(brainstate.transform.__file__), ""),)
 
 
 class View(brainstate.State):
@@ -179,7 +184,9 @@ class TraceObserver(brainstate.StateTraceStack):
         if isinstance(state, View):
             self._touch_native(state.native)
             if context.state_stack[-1] is self:
-                self.frame.note_write(self.frame.touch(state.native, NATIVE, writing=True))
+                access = self.frame.touch(state.native, NATIVE, writing=True)
+                access.count_write(is_known=False)
+                self.frame.note_write(access)
             return
         if not state._been_writen:
             self.unwritten.append(state)
@@ -190,7 +197,7 @@ class TraceObserver(brainstate.StateTraceStack):
         if access is None or (innermost and not access.acquired):
             access = self.frame.touch(state, self.kind, writing=innermost)
         if innermost:
-            access.count_write()
+            access.count_write(not _states.is_called_from(_TRANSFORMS, through=_STATES))
         if innermost and (not access.written or _jax.current_trace() is not self.frame.trace):
             self.frame.mark_written(access)
 
