@@ -30,6 +30,7 @@ from .results import Difference, differences
 from .values import Node, Recording, first_unstable, first_values
 
 _FACTOR = 16  # by which rounding may exceed what was measured of it
+_NUM_NUDGED = 3  # runs that measure what becomes of rounding, such as that of gradients which are zero but for it
 _DOUBLE = 1e-11  # relative; rounding in float64 is far below, a fault far above
 _OTHER_FUSIONS: dict[str, Any] = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
 
@@ -46,7 +47,8 @@ class SameStep:
         line: where in the step the first value that differs is computed, or the state is written: ``file:line``.
         reference_line: the same in the reference.
         error: the largest difference of an entry, relative to the largest entry of its array.
-        rounding: what the reference itself differs by with other fusions; None if it was not needed.
+        rounding: what the reference itself differs by with other fusions, and with inputs that differ by a unit in the
+            last place; None if it was not needed.
         double_error: the largest relative difference in float64; None if it was not needed or is not possible.
     """
 
@@ -75,7 +77,7 @@ class SameStep:
         if self.rounding is None:
             return ""
         double = "not possible" if self.double_error is None else f"{self.double_error:.1e}"
-        return f"; {self.reference} compiled with other fusions: {self.rounding:.1e}; both in float64: {double}"
+        return f"; {self.reference} with other roundings: {self.rounding:.1e}; both in float64: {double}"
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -106,6 +108,7 @@ class _Side:
         self._check()
         is_compiled = unjitted(fun) is not fun or hasattr(fun, "lower")
         self._call = fun if is_compiled else jit(fun)
+        self._programs: dict[Any, Any] = {}
         self.trace()
         self.paths = Paths(fun, args, kwargs)
 
@@ -159,12 +162,22 @@ class _Side:
             results |= {_of_state(path) + key: x for key, x in _leaves(_value(state))}
         return results
 
-    def evaluate(self, states: Mapping[str, Any], *, is_double: bool, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Compile the equations with these options, and run them; the results by the names that `run` gives."""
+    def evaluate(
+        self, states: Mapping[str, Any], *, is_double: bool, options: Mapping[str, Any], num_nudged: int = 0
+    ) -> list[dict[str, Any]]:
+        """Compile the equations with these options, and run them; the results by the names that `run` gives.
+
+        Then run them from inputs that differ by a unit in the last place, some times.
+        """
         traced, arrays = self.equations(is_double)
-        program = jax.jit(lambda *xs: traced.body(traced.body.operands, *xs))
-        outs = program.lower(*arrays).compile(compiler_options=dict(options))(*arrays)
-        return self.named(traced, outs, states)
+        inputs = [*traced.body.operands, *arrays]
+        key = traced.body.key, tuple(options), *map(jax.typeof, inputs)
+        if key not in self._programs:
+            program = jax.jit(lambda *xs: traced.body(xs[: len(xs) - len(arrays)], *xs[len(xs) - len(arrays) :]))
+            self._programs[key] = program.lower(*inputs).compile(compiler_options=dict(options))
+        program, draw = self._programs[key], np.random.default_rng(0)
+        runs = [inputs, *([_nudged(x, draw) for x in inputs] for _ in range(num_nudged))]
+        return [self.named(traced, program(*xs), states) for xs in runs]
 
     def equations(self, is_double: bool) -> tuple[TracedCall, list[Any]]:
         """The equations with their inputs; traced again for float64, under ``jax.enable_x64``."""
@@ -251,9 +264,12 @@ class _Comparison:
     ) -> tuple[dict[str, Difference], bool]:
         """The differences that are not rounding, and whether they show in float64."""
         reference, step = self._sides
-        other = reference.evaluate(self._states[0], is_double=False, options=_other_fusions())
+        other, *nudged = reference.evaluate(
+            self._states[0], is_double=False, options=_other_fusions(), num_nudged=_NUM_NUDGED
+        )
         rounding = differences(other, {name: x for name, x in expected.items() if name in other})
         typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in other] or [0.0]))
+        rounding = _largest(rounding, *(differences(x, other) for x in nudged))
         self.report.rounding = max([d.relative for d in rounding.values() if np.isfinite(d.error)], default=0.0)
 
         def is_within(name: str, d: Difference, measured: Mapping[str, Difference], least: float) -> bool:
@@ -263,16 +279,19 @@ class _Comparison:
         double: dict[str, Difference] | None = None
         with jax.enable_x64(True):
             try:
-                other = reference.evaluate(self._states[0], is_double=True, options=_other_fusions())
-                actual = step.evaluate(self._states[1], is_double=True, options=_other_fusions())
+                other, *nudged = reference.evaluate(
+                    self._states[0], is_double=True, options=_other_fusions(), num_nudged=_NUM_NUDGED
+                )
+                (actual,) = step.evaluate(self._states[1], is_double=True, options=_other_fusions())
             except (TypeError, ValueError):  # its own types do not fit to float64
                 pass
             else:
                 double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
-                if faults := {n: d for n, d in double.items() if not is_within(n, d, {}, _DOUBLE)}:
+                measured = _largest(*(differences(x, other) for x in nudged))
+                if faults := {n: d for n, d in double.items() if not is_within(n, d, measured, _DOUBLE)}:
                     # It may compute parts in fewer bits all the same.
-                    exact = reference.evaluate(self._states[0], is_double=True, options={})
-                    measured = differences(other, exact)
+                    (exact,) = reference.evaluate(self._states[0], is_double=True, options={})
+                    measured = _largest(measured, differences(other, exact))
                     faults = {n: d for n, d in faults.items() if not is_within(n, d, measured, _DOUBLE)}
                 self.report.double_error = max((d.relative for d in double.values()), default=0.0)
                 if faults:
@@ -405,6 +424,20 @@ def _of_state(path: str) -> str:
 def _double(x: Any) -> Any:
     wide = np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64
     return jnp.asarray(x, wide) if is_float(x) else x
+
+
+def _nudged(x: Any, draw: np.random.Generator) -> Any:
+    """Floats that differ by a unit in the last place, up or down; whole numbers are exact."""
+    if not is_float(x):
+        return x
+    signs = draw.choice([-1.0, 1.0], np.shape(x)) * (x != jnp.round(x))
+    return (x * (1 + jnp.asarray(signs * float(jnp.finfo(x.dtype).eps), x.dtype))).astype(x.dtype)
+
+
+def _largest(*measured: Mapping[str, Difference]) -> dict[str, Difference]:
+    """Of each result the largest difference."""
+    names = {name for found in measured for name in found}
+    return {name: max((d[name] for d in measured if name in d), key=lambda d: d.error) for name in names}
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------

@@ -136,7 +136,10 @@ def _entries(x: Any) -> Any:
 def _projections(library: Any, x: Any) -> Any:
     """On two vectors, and the sum of magnitudes, along the last axis."""
     x = x.real + 1.7 * x.imag if library.iscomplexobj(x) else x
+    # Masks are as large as can be: with their sum nothing else would count, and it overflows.
+    limit = 1e19 if x.dtype.itemsize <= 4 else 1e154
     x = library.nan_to_num(x.astype(float), nan=0.37)
+    x = library.where(abs(x) > limit, 1.7 * library.sign(x), x)
     n = library.arange(x.shape[-1], dtype=x.dtype)
     vectors = 2 + library.cos(1.3 * n), 2 + library.sin(0.7 * n)
     return library.stack([*((x * v).sum(-1) for v in vectors), abs(x).sum(-1)], -1)
