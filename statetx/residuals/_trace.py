@@ -318,7 +318,7 @@ class TracedCall:
 
 
 def _without_garbage(frame: Frame, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function so that states in its cyclic garbage, as gradients of nnx are, do not seem to outlive the call."""
+    """Call a function so that states in its cyclic garbage, as nnx leaves them, do not seem to outlive the call."""
     out = fun(*args, **kwargs)
     if any(frame.created()):
         gc.collect()
