@@ -251,16 +251,18 @@ def assert_same_step(
     """Check that two training steps do the same: outputs, new values of states, keys, moments of optimizers.
 
     Both run, jitted, each time from the reference's states; at the end every state holds its value from before. Results
-    are compared bit for bit. If some differ, the reference is compiled with other fusions, and both run in float64
-    where their types allow it: a difference within this rounding counts as none. For another the error names the first
-    state by path, and the lines where the first value that differs is computed.
+    are compared bit for bit. If some differ, the reference is compiled with other fusions and run from inputs that
+    differ by a unit in the last place, and both run in float64 where their types allow it: a difference within this
+    rounding counts as none. For another the error names the first state by path, and the lines where the first value
+    that differs is computed.
 
     Args:
         reference, step: functions of the same arguments, jitted or not, on one model or on two of equal paths.
         *args, **kwargs: their arguments; copies are passed.
         steps: how many steps are compared.
         tolerance: relative to the largest entry of each array; nothing is measured then. As many writes of each state,
-            draws of each key and calls to the host are demanded as the reference has.
+            draws of each key and calls to the host are demanded as the reference has; what a transform of another
+            library writes back is not counted.
 
     Returns:
         What was compared and measured; prints as text.
