@@ -6,6 +6,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -173,7 +174,7 @@ def test_help_imports_nothing_large():
     path = str(ROOT / "examples")  # where Python finds _common when it runs a script by name
     run = subprocess.run(command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("--quick") >= len(scripts) == 11
+    assert run.stdout.count("--quick") >= len(scripts) == 12
 
 
 @pytest.mark.slow
@@ -368,6 +369,28 @@ def test_hypergradient(example):
     assert results["temporary_bytes"]["slots"] < results["temporary_bytes"]["all steps"] / 2
     assert len(results["after"]["inner_losses"]) == 40
     assert f"{results['after']['validation_loss']:.4f}" in out
+
+
+@pytest.mark.slow
+def test_a_killed_wave_simulation_resumes(tmp_path):
+    def start(name):
+        sizes = ("--steps", "20000", "--cells", "100", "--segment", "50", "--slots", "3", "--save-every", "0")
+        command = [sys.executable, str(SCRIPT.with_name("wave_on_disk.py")), "--out", str(tmp_path / name), *sizes]
+        return subprocess.Popen(command, env=environment(TERM="dumb"), stdout=subprocess.PIPE, encoding="utf-8")
+
+    killed = start("killed")
+    while not [*tmp_path.glob("killed/store/ct-9*")]:  # in the middle of the reversal
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    outputs, results = {}, {}
+    for name in ("killed", "whole"):
+        outputs[name] = start(name).communicate()[0]
+        results[name] = json.loads((tmp_path / name / "results.json").read_text())
+    assert "the run resumes from there" in outputs["killed"] and "resumes" not in outputs["whole"]
+    assert results["killed"]["gradient"] == results["whole"]["gradient"] and any(results["whole"]["gradient"])
+    assert results["killed"]["difference"] < 1e-5
 
 
 @pytest.mark.parametrize("name", OTHERS)
