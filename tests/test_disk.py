@@ -114,6 +114,74 @@ def test_states_of_every_kind_take_part(name, tmp_path):
     same(results(Disk(tmp_path, 4, **EAGER)), results(None))
 
 
+def ei_network():
+    """Excitatory and inhibitory neurons of brainpy, after Vogels and Abbott 2005: 16 and 4."""
+    brainstate, brainpy, u = (pytest.importorskip(name) for name in ("brainstate", "brainpy", "brainunit"))
+
+    class Network(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            options = {"V_rest": -60 * u.mV, "V_th": -50 * u.mV, "V_reset": -60 * u.mV}
+            self.neurons = brainpy.state.LIFRef(20, R=1 * u.ohm, tau=20 * u.ms, tau_ref=5 * u.ms, **options)
+            self.excitation, self.inhibition = self.project(16, 2, 0), self.project(4, 20, -80)
+
+        def project(self, num, strength, potential):
+            weights = RNG.random((num, 20)).astype(np.float32) * strength * u.mS
+            return brainpy.state.AlignPostProj(
+                comm=brainstate.nn.Linear(num, 20, w_init=weights, b_init=None),
+                syn=brainpy.state.Expon.desc(20, tau=5 * u.ms),
+                out=brainpy.state.COBA.desc(E=potential * u.mV),
+                post=self.neurons,
+            )
+
+        def update(self, n, current):
+            with brainstate.environ.context(t=n * 0.1 * u.ms, dt=0.1 * u.ms):
+                spikes = self.neurons.get_spike()
+                self.excitation(spikes[:16])
+                self.inhibition(spikes[16:])
+                noise = brainstate.random.uniform(0.9, 1.1, 20)
+                self.neurons(current * noise * u.mA)
+                return self.neurons.get_spike()
+
+    network = Network()
+    return network, network.states(brainstate.ParamState), lambda: brainstate.nn.init_all_states(network), brainstate
+
+
+@pytest.mark.slow
+def test_a_network_of_brainpy_runs_unchanged(tmp_path):
+    network, weights, initialize, brainstate = ei_network()
+
+    def rate(current, checkpoint):
+        initialize()
+        body = lambda _, n: (None, network.update(n, current))
+        return jnp.mean(statetx.scan(body, None, jnp.arange(60.0), checkpoint=checkpoint)[1])
+
+    def results(checkpoint):
+        brainstate.random.seed(0)
+        value, grads = statetx.value_and_grad(rate, 0, wrt=weights)(20.0, checkpoint)
+        last = [network.neurons.V.value.mantissa, jax.random.key_data(brainstate.random.DEFAULT.value)]
+        return [np.asarray(x) for x in jax.tree.leaves((value, grads, last))]
+
+    on_disk, desired = results(Disk(tmp_path, 20, slots=1, save_every=0, costs=(0.1, 0.1))), results(None)
+    for a, b in zip(on_disk, desired, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
+    assert len(desired) == 6 and all(x.any() for x in desired)
+
+
+def test_a_partial_differential_equation_of_plain_jax(tmp_path):
+    def step(u, _):  # Gray and Scott's reaction with diffusion, on a torus
+        a, b = u
+        spread = lambda x: sum(jnp.roll(x, n, axis) for n in (-1, 1) for axis in (0, 1)) - 4 * x
+        reaction = a * b**2
+        return (a + 0.2 * spread(a) - reaction + 0.03 * (1 - a), b + 0.1 * spread(b) + reaction - 0.09 * b), None
+
+    def final(u, checkpoint):
+        return jnp.sum(statetx.scan(step, u, length=50, checkpoint=checkpoint)[0][1] ** 2)
+
+    u = jnp.ones((8, 8)), jnp.zeros((8, 8)).at[3:5, 3:5].set(0.5)
+    same(jax.value_and_grad(final)(u, Disk(tmp_path, 10, **EAGER)), jax.value_and_grad(final)(u, None))
+
+
 # -- kills ---------------------------------------------------------------------------------------------------------
 
 
