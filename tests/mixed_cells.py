@@ -137,7 +137,7 @@ def strengthens(value: Tree, entry: Tree) -> bool:
 
 def as_weak(x: Any) -> Any:
     """The value with a weak type."""
-    weak = jnp.full(jnp.shape(x), jnp.zeros((), jnp.result_type(x)).item())
+    weak = jnp.full(jnp.shape(x), np.zeros((), jnp.result_type(x)).item())
     return jax.lax.cond(True, lambda: x, lambda: weak)
 
 

@@ -130,6 +130,47 @@ def test_derivative_equals_that_of_the_plain_loop(mode, rule):
         np.testing.assert_allclose(value, wanted, rtol=2e-4, atol=2e-4, err_msg=name)
 
 
+def stopped(sine, z, every=3):
+    """The plain loop, whose carry keeps its value and loses its derivative after so many steps."""
+
+    def body(loop, x):
+        i, c = loop
+        c = jnp.where((i > 0) & (i % every == 0), jax.lax.stop_gradient(c), c)
+        c, y = step(sine, z[0], c, x)
+        return (i + 1, c), y
+
+    (_, c), ys = jax.lax.scan(body, (0, z[1]), z[2] * jnp.linspace(-0.5, 0.6, 2 * LENGTH))
+    return c**2 + (ys**2).sum()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "forward",
+        *(
+            pytest.param(m, marks=pytest.mark.thorough if m == "reverse over forward" else ())
+            for m in MODES
+            if m not in SLOW
+        ),
+    ],
+)
+def test_truncated_loop_with_rules_stops_derivatives_in_each_mode(mode):
+    def truncated(z, checkpoint):
+        strategy = statetx.Truncated(3, checkpoint=checkpoint)
+        xs = z[2] * jnp.linspace(-0.5, 0.6, 2 * LENGTH)
+        c, ys = statetx.scan(functools.partial(step, sine_jvp, z[0]), z[1], xs, checkpoint=strategy)
+        return c**2 + (ys**2).sum()
+
+    # A checkpointed loop in a region in a loop, as a segment then is, has another second derivative in reverse mode.
+    within = [None] if "over reverse" in mode else [None, 2]
+    losses = [functools.partial(stopped, sine_jvp)]
+    losses += [functools.partial(truncated, checkpoint=checkpoint) for checkpoint in within]
+    of = MODES.get(mode, forward)
+    wanted, *found = jax.jit(lambda z: [of(loss)(z) for loss in losses])(jnp.array([0.8, 0.7, 1.1]))
+    for value in found:
+        np.testing.assert_allclose(value, wanted, rtol=2e-4, atol=2e-4)
+
+
 def test_scan_and_unrolled_loop_differ():
     """Otherwise the table above shows nothing."""
 

@@ -39,6 +39,7 @@ class LoopStep:
         fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on
             CPUs allocates its results (cotangents of xs, residuals of a turn) at the start of the program if nothing
             holds them back.
+        tangent_carry: the carries that are tangents of others. Where a loop stops gradients, they become zero.
     """
 
     body: Body
@@ -55,6 +56,7 @@ class LoopStep:
     exact_first: Collection[int] = ()
     fence: str | None = None
     place: str = ""
+    tangent_carry: Collection[int] = ()
 
     def __post_init__(self) -> None:
         types = lambda variables: [v.aval for v in variables]

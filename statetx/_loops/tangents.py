@@ -41,7 +41,10 @@ class PushedStep:
         body = _pushed(step, diff_constants, diff_carry, diff_xs)
         num_constants = body.num_operands + step.num_constants + len(diff_constants)
         formats = [*step.carry_formats, *[None] * len(diff_carry)]
-        pushed = with_equations(step, body.jaxpr, num_constants, step.num_carry + len(diff_carry), formats)
+        num_carry = step.num_carry + len(diff_carry)
+        pushed = with_equations(step, body.jaxpr, num_constants, num_carry, formats)
+        tangent_carry = (*step.tangent_carry, *range(step.num_carry, num_carry))
+        pushed = dataclasses.replace(pushed, tangent_carry=tangent_carry)
         return cls(step, diff_indices, pushed, body.operands)
 
     def tangents(self, loop: Callable, operands: list, primals: tuple, tangents: Sequence[Any]) -> list[Any]:
@@ -195,7 +198,7 @@ class PulledStep:
         assert not consts, "equations without constants were staged"
         num_carry = len(varying) + num_sums
         pulled = with_equations(step, whole, len(constants), num_carry, [None] * num_carry)
-        return dataclasses.replace(pulled, reverse=not step.reverse)
+        return dataclasses.replace(pulled, reverse=not step.reverse, tangent_carry=())
 
     def cotangents(self, loop: Callable, primals: tuple, recorded: list, cts: Sequence[Any]) -> list[Any]:
         """The cotangents of the differentiated inputs, by a loop of `step`.

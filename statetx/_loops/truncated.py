@@ -135,7 +135,7 @@ class _TruncatedLoop(NamedTuple):
             return self._whole(num, constants, carry, xs)
 
         def remainder(carry: list, xs: list) -> tuple[list, list]:
-            outs = self._segment(num_remaining)(constants, _stopped(carry), xs)
+            outs = self._segment(num_remaining)(constants, self._stopped(carry), xs)
             self.step.tick(self.step.length)
             return outs
 
@@ -150,7 +150,7 @@ class _TruncatedLoop(NamedTuple):
         # loop would be a second copy of the program.
         def body(loop: tuple[Any, list], xs: list) -> tuple[tuple[Any, list], list]:
             i, carry = loop
-            carry, ys = segment(constants, _stopped(carry, unless=i == 0), xs)
+            carry, ys = segment(constants, self._stopped(carry, unless=i == 0), xs)
             self.step.tick((i + 1) * self.strategy.num)
             return (i + 1, carry), ys
 
@@ -172,14 +172,13 @@ class _TruncatedLoop(NamedTuple):
         policy = None if inner is not None else self.step.marked[1]
         return lambda *args: rematerialized(run, policy, *args)
 
+    def _stopped(self, carry: list, unless: Any = None) -> list:
+        """The carry without its gradient; where `unless` holds, with it."""
 
-def _stopped(carry: list, unless: Any = None) -> list:
-    """The carry without its gradient; where `unless` holds, with it."""
+        def stop(n: int, x: Any) -> Any:
+            if not is_float(x):
+                return x
+            stopped = jnp.zeros_like(x) if n in self.step.tangent_carry else jax.lax.stop_gradient(x)
+            return stopped if unless is None else jax.lax.select(_jax.varying_like(unless, x), x, stopped)
 
-    def stop(x: Any) -> Any:
-        if not is_float(x):
-            return x
-        stopped = jax.lax.stop_gradient(x)
-        return stopped if unless is None else jax.lax.select(_jax.varying_like(unless, x), x, stopped)
-
-    return [stop(x) for x in carry]
+        return [stop(n, x) for n, x in enumerate(carry)]
