@@ -134,6 +134,19 @@ def test_files_that_are_worth_it_are_as_good_as_more():
     assert Schedule(60, 2, None, 2, 2).cost == Schedule(60, 2, 59, 2, 2).cost < Schedule(60, 2, 2, 2, 2).cost
 
 
+@pytest.mark.parametrize("write", [0.25, 2, 9])
+def test_files_beyond_those_that_are_used_cost_no_time(write):
+    for length in (1, 7, 30, 60):
+        enough = Schedule(length, 2, None, write, 1)
+        num, stored = 0, {}
+        for _ in itertools.chain(enough.sweep(0, stored), enough.reversal(length, stored)):
+            num = max(num, list(stored.values()).count(DISK))
+        assert enough._most_files() == num
+        assert Schedule(length, 2, num, write, 1).files is None
+        if num:
+            assert Schedule(length, 2, num - 1, write, 1).files == num - 1
+
+
 def test_a_loop_of_one_segment_stores_nothing():
     assert performed(Schedule(1, 8, None, 1, 1)) == 0
 
@@ -142,6 +155,17 @@ def test_a_loop_of_one_segment_stores_nothing():
 def test_carries_that_cannot_be_read_are_computed_again(lost):
     schedule = Schedule(30, 1, None, 0.25, 0.25)
     assert performed(schedule, lost) >= schedule.cost
+
+
+def test_files_of_kills_leave_less_room_for_others():
+    schedule = Schedule(60, 2, 18, 2, 1)
+    assert schedule.files is None
+    stored = {0: DISK, **dict.fromkeys(range(1, 12), DISK)}
+    reversed_ = []
+    for action in itertools.chain(schedule.sweep(11, stored), schedule.reversal(60, stored)):
+        assert list(stored.values()).count(DISK) <= 18 and list(stored.values()).count(MEMORY) <= 2
+        reversed_ += [action.position] if isinstance(action, Reverse) else []
+    assert reversed_ == list(range(60))[::-1]
 
 
 def test_a_sweep_resumes_from_files():

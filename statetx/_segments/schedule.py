@@ -95,9 +95,14 @@ class Schedule:
 
     def __post_init__(self) -> None:
         self.slots = min(self.slots, self.length)
-        if self.files is not None and self.files >= self.length:
-            self.files = None
-        num_rows = 1 if self.files is None else self.files + 1
+        self._most = self.length if self.files is None else self.files
+        files, self.files = self.files, None
+        self._plan(1)
+        if files is not None and self._most_files() > files:  # a row for each takes as much longer
+            self.files = files
+            self._plan(files + 1)
+
+    def _plan(self, num_rows: int) -> None:
         self._memory = np.array([fewest_runs(n, self.slots) for n in range(self.length + 1)], np.float64)
         self._at_hand, self._on_disk = (np.tile(self._memory, (num_rows, 1)) for _ in range(2))
         self._jumps = np.zeros((num_rows, self.length + 1), np.int32)
@@ -111,6 +116,15 @@ class Schedule:
             self._jumps[rows, n] = np.where(least < self._memory[n], jumps, 0)
             self._on_disk[rows, n] = least
             self._at_hand[rows, n] = np.minimum(self._memory[n], self.write + least)
+
+    def _most_files(self) -> int:
+        """How many files are there at a time, if there are always enough."""
+        most = [0] * (self.length + 1)  # beside the one of the carry at hand
+        is_file = self.write + self._on_disk[0] < self._memory
+        for n, jump in enumerate(self._jumps[0].tolist()):
+            if jump:
+                most[n] = max(most[jump], is_file[n - jump] + most[n - jump])
+        return int(is_file[-1] + most[-1])
 
     @property
     def cost(self) -> float:
@@ -154,7 +168,9 @@ class Schedule:
             elif tier == MEMORY:
                 jump = jump_in_memory(num, self.slots - list(stored.values()).count(MEMORY) + 1)
             if not jump:  # it is not stored, or slots do the rest
-                is_file = tier is None and self.write + self._on_disk[row, num] < self._memory[num]
+                # A loop that was killed again and again has more files than the schedule has chosen.
+                has_room = list(stored.values()).count(DISK) < self._most
+                is_file = tier is None and has_room and self.write + self._on_disk[row, num] < self._memory[num]
                 stored[position] = DISK if is_file else MEMORY
                 yield Keep(position, stored[position])
                 continue
