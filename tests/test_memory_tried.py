@@ -1,6 +1,7 @@
 """Changes that are tried: the program with an edit takes what the program takes that is changed by hand."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -116,6 +117,34 @@ def test_an_edit_that_cannot_be_made_is_not_tried_and_the_reason_is_told():
         (AsArguments(), "the step closes over no array"),
     ):
         assert trials.cost(edit) is None and trials.why_not(edit).startswith(reason), trials.why_not(edit)
+
+
+@pytest.mark.parametrize("over", [lambda grad: grad, lambda grad: jax.vmap(grad, in_axes=(None, 0))])
+def test_a_step_is_traced_once_for_all_trials_unless_its_gradient_is_mapped(over):
+    calls = []
+
+    def inner(w, x):
+        return jnp.sin(jnp.tanh(x @ w) @ w)
+
+    def loss(w, x):
+        calls.append(1)
+        return (inner(w, x) ** 2).mean()
+
+    def step(w, x):
+        return w - over(jax.grad(loss))(w, x).reshape(-1, 8, 8).sum(0)
+
+    args = jnp.eye(8), jnp.ones((3, 4, 8))
+    trials, edit = trials_of(step, args), Rematerialize(inner.__qualname__.replace("<locals>.", ""))
+    costs = [trials.cost(*edits) for edits in ([], [edit])]
+    num = len(calls)
+    costs += [trials.cost(dataclasses.replace(edit, policy="dots"))]
+    assert (len(calls) > num) == (over(jax.grad) is not jax.grad)
+    by_hand = lambda w, x: (
+        w - over(jax.grad(lambda w, x: (statetx.remat(inner)(w, x) ** 2).mean()))(w, x).reshape(-1, 8, 8).sum(0)
+    )
+    for cost, program in zip(costs, (step, by_hand), strict=False):
+        check_as_by_hand(cost, program, args)
+    assert costs[0].flops <= costs[2].flops < costs[1].flops
 
 
 def test_an_error_of_the_package_itself_is_not_taken_for_a_change_that_cannot_be_tried():

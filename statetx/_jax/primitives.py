@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -235,20 +236,55 @@ def _deferred_jvp(primals: Any, tangents: Any, *, fun: Callable, out_avals: Any)
     def jvp(primals: list, tangents: list) -> list[Any]:
         return jax.jvp(floats_of(primals), [primals[i] for i in inputs], tangents)[1]
 
-    def vjp(primals: list, cts: list) -> list[Any]:
-        return list(jax.vjp(floats_of(primals), *(primals[i] for i in inputs))[1](cts))
-
     def bind_jvp(primals: list, tangents: list) -> list[Any]:
         return linear_call(jvp, bind_vjp, primals, _without_none(tangents, ct_avals), tangent_avals)
 
+    is_differentiated = [type(tangents[i]) is not _Zero for i in inputs]
+
     def bind_vjp(primals: list, cts: list) -> list[Any]:
-        return linear_call(vjp, bind_jvp, primals, _without_none(cts, tangent_avals), ct_avals)
+        is_given = [ct is not None for ct in cts]
+        pullback = DeferredPullback(fun, floats_of, inputs, results, is_differentiated, is_given)
+        return linear_call(pullback, bind_jvp, primals, _without_none(cts, tangent_avals), ct_avals)
 
     out_tangents: list[Any] = [_Zero(aval.to_tangent_aval()) for aval in out_avals]
     if inputs and results:
         diff_tangents = [_instantiate_zeros(tangents[i]) for i in inputs]
         out_tangents = replaced(out_tangents, results, bind_jvp(primals, diff_tangents))
     return deferred_call(fun, primals, out_avals), out_tangents
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeferredPullback:
+    """The pullback of a `deferred_call`: ``(inputs of the call, cotangents of float results) -> cotangents of float
+    inputs``.
+
+    Attributes:
+        fun: of the call.
+        inputs, results: the numbers of the float inputs and results.
+        is_differentiated: which of these inputs have a tangent.
+        is_given: which of these results have a cotangent; those of others are zero.
+    """
+
+    fun: Callable[[list], list]
+    _floats_of: Callable[[list], Callable[..., list[Any]]]
+    inputs: Sequence[int]
+    results: Sequence[int]
+    is_differentiated: Sequence[bool]
+    is_given: Sequence[bool]
+
+    def __call__(self, primals: list, cts: list) -> list[Any]:
+        return list(jax.vjp(self._floats_of(primals), *(primals[i] for i in self.inputs))[1](cts))
+
+
+def deferred_function(eqn: Any) -> Callable[[list], list] | None:
+    """The function of an equation of `deferred_call`; None for any other equation."""
+    return eqn.params["fun"] if eqn.primitive is _deferred_p else None
+
+
+def deferred_pullback(eqn: Any) -> DeferredPullback | None:
+    """The pullback that an equation calls; None if it calls none."""
+    fun = eqn.params["fun"] if eqn.primitive is _linear_p else None
+    return fun if isinstance(fun, DeferredPullback) else None
 
 
 def _without_none(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:

@@ -33,6 +33,7 @@ from ..transforms.microbatch import microbatch
 from ._advice import argument_of
 from ._deadline import Deadline
 from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients, Rematerialize
+from ._outline import Outline, UnresolvedError
 from ._scopes import numbered_calls, returned_arguments, takes_as_arguments
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
@@ -65,8 +66,9 @@ class Trials:
         share: float = 1.0,
         constant_bytes: int = 0,
     ):
-        # Each program is traced again, with the edits of its derivatives.
-        self._arrays = ArrayProgram(call, gradient, retraces=True)
+        self._call, self._retraces = call, False
+        self._outlines: dict[tuple[Any, ...], Outline] = {}  # by the types of the inputs
+        self._arrays = ArrayProgram(call, gradient, evaluate=self._evaluated)
         self._constant_bytes = constant_bytes
         self._deadline, self._share = deadline, share
         self._costs: dict[frozenset[Edit], Cost | NotTried] = {}
@@ -128,15 +130,33 @@ class Trials:
     def _captured(self) -> list[Any]:
         return captured(self._arrays.run, self._arrays.arrays)[1]
 
+    def _evaluated(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The call, with what it differentiates as the rewriter of this block makes it."""
+        if self._retraces:
+            return self._call.retraced(arrays)
+        types = tuple(_jax.abstract(x) for x in arrays)
+        if types not in self._outlines:
+            self._outlines[types] = Outline(self._call, types, keeps_order=self._keeps_order)
+        return self._outlines[types](arrays)
+
     def _program(self, edits: Sequence[Edit]) -> Program:
+        if not self._retraces:
+            try:
+                return self._changed(edits)
+            except UnresolvedError:
+                self._retraces = True
         with numbered_calls():
             return self._changed(edits)
+
+    @property
+    def _keeps_order(self) -> bool:
+        return not self._arrays.states
 
     def _changed(self, edits: Sequence[Edit]) -> Program:
         if untried := next((e for e in edits if isinstance(e, Predicted)), None):
             raise NotTried(untried.why)
         arrays = self._arrays
-        rewriter: _Edited = _Edited(edits, keeps_order=not arrays.states)
+        rewriter: _Edited = _Edited(edits, keeps_order=self._keeps_order)
         if in_parts := next((e for e in edits if isinstance(e, InParts)), None):
             rewriter = self._in_parts(rewriter, in_parts)
         donated_names = {name for e in edits if isinstance(e, Donate) for name in e.inputs}

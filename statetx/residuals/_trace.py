@@ -285,8 +285,12 @@ class TracedCall:
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values of the states that are written or created."""
-        outs, num_out = self.body(self.body.operands, *arrays), len(self.outputs)
-        return outs[:num_out], [outs[i] for i in self._written]
+        return self.results(self.body(self.body.operands, *arrays))
+
+    def results(self, outs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """As by a call, of all outputs of the equations."""
+        num_out = len(self.outputs)
+        return list(outs[:num_out]), [outs[i] for i in self._written]
 
     def retraced(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Trace again, for arrays of any types: the user's Python runs for them."""

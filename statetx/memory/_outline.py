@@ -1,0 +1,178 @@
+"""A call that is traced once, with each function that it differentiates as one equation, to be evaluated with others in
+their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax
+from .._equations.structure import Body
+from .._jax import Jaxpr
+from .._positions import replaced
+from .._remat.override import override, rewritten_by, unobserved
+from .._remat.rewriter import Rewriter
+from ..residuals._trace import TracedCall
+from ._scopes import numbered_calls
+
+
+class UnresolvedError(Exception):
+    """A derivative whose function is not known, as under `jax.vmap`."""
+
+
+class _Gradient:
+    """A function that is differentiated: ``(inputs) -> outputs``."""
+
+    def __init__(self, body: Body, name: str, num_out: int):
+        self.body, self.name, self.num_out = body, name, num_out
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        return self.body((), *inputs)
+
+
+class _Deferring(Rewriter):
+    """Makes each function that is differentiated one equation, also inside of others."""
+
+    is_used_once = True
+    keeps_policies = True
+
+    def __init__(self, *, keeps_order: bool):
+        self.keeps_order = keeps_order
+
+    @property
+    def inner(self) -> Rewriter:
+        return self
+
+    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+        gradient, types = _Gradient(body, name, num_out), [v.aval for v in body.jaxpr.outvars]
+        return lambda operands, *args: _jax.deferred_call(gradient, [*operands, *args], types)
+
+
+class Outline:
+    """A traced call, whose calls of the user's functions are numbered.
+
+    Args:
+        types: of the inputs.
+        keeps_order: as in `Rewriter`, of the rewriters that it is evaluated with.
+    """
+
+    def __init__(self, call: TracedCall, types: Sequence[Any], *, keeps_order: bool):
+        with numbered_calls(), rewritten_by(_Deferring(keeps_order=keeps_order)):
+            self._traced, _ = call.retrace(types)
+        numbers = {(id(i.state), i.index): n for n, i in enumerate(call.inputs)}
+        self._numbers = [numbers.get((id(i.state), i.index)) for i in self._traced.inputs]
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """As the traced call; what it differentiates is rewritten by the rewriter of this block.
+
+        Raises:
+            UnresolvedError: a derivative whose function is not known.
+        """
+        body, pairs = self._traced.body, zip(self._numbers, self._traced.inputs, strict=True)
+        inputs = [i.array if n is None else arrays[n] for n, i in pairs]
+        return self._traced.results(resolved(body.jaxpr, [*body.operands, *inputs], override.rewriter))
+
+
+class _Called(NamedTuple):
+    """A deferred call of a jaxpr, with the equation of its derivative.
+
+    Attributes:
+        derivative: None if it has none.
+    """
+
+    gradient: _Gradient
+    derivative: Any
+
+
+def resolved(jaxpr: Jaxpr, args: Sequence[Any], rewriter: Rewriter | None) -> list[Any]:
+    """Evaluate a jaxpr with its deferred functions as a rewriter makes them."""
+    called = _calls(jaxpr)
+    pullbacks: dict[int, Callable] = {}
+
+    def rule(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if (call := called.get(id(eqn))) is not None:
+            outs, pullback = _call(call, operands, rewriter)
+            pullbacks[id(call.derivative)] = pullback
+            return outs
+        if id(eqn) in pullbacks:
+            return pullbacks[id(eqn)](operands)
+        if _jax.deferred_function(eqn) is not None or _jax.deferred_pullback(eqn) is not None:
+            raise UnresolvedError
+        if any(map(_has_deferred, _jax.inner_jaxprs(eqn))):
+            if eqn.primitive.name == "shard_map":
+                raise UnresolvedError
+            eqn = _jax.map_jaxprs(lambda x: _resolved_jaxpr(x, rewriter), eqn)
+        return _jax.bind_equation(eqn, eqn.params, operands)
+
+    return _jax.interpret(jaxpr, args, rule)
+
+
+def _calls(jaxpr: Jaxpr) -> Mapping[int, _Called]:
+    """The deferred calls of a jaxpr, by their equations."""
+    pullbacks = [(eqn, p) for eqn in jaxpr.eqns if (p := _jax.deferred_pullback(eqn)) is not None]
+    called = {}
+    for eqn in jaxpr.eqns:
+        gradient = _jax.deferred_function(eqn)
+        if isinstance(gradient, _Gradient):
+            inputs = list(eqn.invars)
+            derivatives = [e for e, p in pullbacks if p.fun is gradient and e.invars[: len(inputs)] == inputs]
+            if len(derivatives) > 1:
+                raise UnresolvedError
+            called[id(eqn)] = _Called(gradient, derivatives[0] if derivatives else None)
+    return called
+
+
+def _call(call: _Called, operands: list[Any], rewriter: Rewriter | None) -> tuple[list[Any], Callable]:
+    """The results of a deferred call, and its derivative: ``(operands of the equation) -> results``."""
+    gradient = call.gradient
+    body = gradient.body
+    if _has_deferred(body.jaxpr):
+        body = Body(_resolved_jaxpr(body.jaxpr, None if rewriter is None else rewriter.inner), [])
+    edited = body if rewriter is None else rewriter.rewrite(body, gradient.name, gradient.num_out)
+    if call.derivative is None:
+        return edited((), *operands), lambda operands: []
+    pullback = _jax.deferred_pullback(call.derivative)
+    assert pullback is not None
+    numbers = [i for i, flag in zip(pullback.inputs, pullback.is_differentiated, strict=True) if flag]
+    given = [i for i, flag in zip(pullback.results, pullback.is_given, strict=True) if flag]
+
+    def run(*floats: Any) -> tuple[list[Any], list[Any]]:
+        outs = edited((), *replaced(operands, numbers, floats))
+        return [outs[i] for i in given], list(outs)
+
+    with unobserved():
+        _, vjp, outs = jax.vjp(run, *(operands[i] for i in numbers), has_aux=True)
+
+    def derivative(values: list[Any]) -> list[Any]:
+        cts = values[len(operands) :]
+        floats = iter(vjp([ct for ct, flag in zip(cts, pullback.is_given, strict=True) if flag]))
+        types = [v.aval for v in call.derivative.outvars]
+        return [
+            next(floats) if flag else jnp.zeros(aval.shape, aval.dtype)
+            for flag, aval in zip(pullback.is_differentiated, types, strict=True)
+        ]
+
+    return outs, derivative
+
+
+def _resolved_jaxpr(x: Any, rewriter: Rewriter | None) -> Any:
+    jaxpr, constants = _jax.open_jaxpr(x)
+    if not _has_deferred(jaxpr):
+        return x
+    avals = [v.aval for v in jaxpr.invars]
+    run = lambda *args: resolved(jaxpr, [*constants, *args], rewriter)
+    body = Body.close(*_jax.stage(run, avals, traced_for="statetx.explain_oom", name="resolved"))
+    if body.operands:
+        raise UnresolvedError
+    return _jax.closed_like(x, body.jaxpr)
+
+
+def _has_deferred(x: Any) -> bool:
+    return any(
+        _jax.deferred_function(eqn) is not None or any(map(_has_deferred, _jax.inner_jaxprs(eqn)))
+        for eqn in _jax.open_jaxpr(x)[0].eqns
+    )
