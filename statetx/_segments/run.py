@@ -35,31 +35,29 @@ class Trail:
 
     Attributes:
         kind: in the names of the files.
-        key: noted in the files; one with another note is not taken over.
         items: the arrays of each segment; the first `num_saved` are on disk.
     """
 
     kind: str
-    key: str | None = None
     items: list[list] = dataclasses.field(default_factory=list)
     num_saved: int = 0
 
     def save(self, store: Store) -> None:
         if new := self.items[self.num_saved :]:
-            store.write(f"{self.kind}-{self.num_saved}-{len(self.items)}", [x for item in new for x in item], self.key)
+            store.write(f"{self.kind}-{self.num_saved}-{len(self.items)}", [x for item in new for x in item])
             self.num_saved = len(self.items)
 
     def resume(self, store: Store, kind: str) -> tuple[int, list | None]:
         """Take over the pieces. Returns the last position in files of `kind` that they reach, and its arrays."""
         for first, end in store.names(self.kind):
             found = store.read(f"{self.kind}-{first}-{end}") if first == self.num_saved else None
-            if found and found[1] == self.key:
+            if found:
                 num = len(found[0]) // (end - first)
                 self.items += [found[0][i * num : (i + 1) * num] for i in range(end - first)]
                 self.num_saved = end
         for (position,) in reversed(store.names(kind)):
             found = store.read(f"{kind}-{position}") if position <= self.num_saved else None
-            if found and found[1] == self.key:
+            if found:
                 return position, found[0]
         return 0, None
 
@@ -195,7 +193,7 @@ class Run:
             store.prune("carry", [position, *files])
         else:
             self.pulled.save(store)
-            store.write(f"ct-{done}", [x for cts in self.cts for x in cts], self.pulled.key)
+            store.write(f"ct-{done}", [x for cts in self.cts for x in cts])
             store.prune("ct", [done])
             store.prune("carry", [self.num, *(p for p in files if p < position)])
         self.last_save = time.monotonic()
@@ -247,7 +245,7 @@ class Run:
         key = digest(text.encode(), *map(np.asarray, [*of_carry, *self.of_ys.values()]))
 
         with self.opened() as store:
-            self.pulled = Trail("xs", key)
+            self.pulled = Trail("xs")
             loss = {"the cotangents of its results: another loss follows it": key, "segments": self.num}
             self.claim(store, "loss", loss, "ct", "xs")
             done, found = self.pulled.resume(store, "ct")
