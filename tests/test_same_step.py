@@ -187,6 +187,17 @@ def test_fault_of_a_small_step_is_named_with_its_line():
         assert_same_step(step, wrong, jnp.ones(3), steps=1)
 
 
+def test_output_whose_value_is_elsewhere_in_the_reference_has_its_line():
+    def step(n, x):
+        n = n + 1
+        return n, 2 * x
+
+    wrong = lambda n, x: (n + 1 + 1, 2 * x)
+    here = wrong.__code__.co_firstlineno
+    with pytest.raises(AssertionError, match=rf"output\[0\]: 2 in place of 1 .*\n.*\n.*: add i32\[\] at .*:{here} in"):
+        assert_same_step(step, wrong, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32), steps=1)
+
+
 # -- steps that are the same ------------------------------------------------------------------------------------------
 
 
