@@ -520,7 +520,9 @@ def test_runs_are_told():
 @pytest.mark.parametrize("options", [{"slots": 3}, {"slots": 3, "host": 4, "costs": (9, 9)}], ids=str)
 def test_carries_in_each_tier_are_as_many_as_told(tmp_path, monkeypatch, options):
     x, runs, most = jnp.ones(1 << 14), [], [0, 0, 0]
-    monkeypatch.setattr(module.Run, "forward", lambda self, f=module.Run.forward: (runs.append(self), f(self))[1])
+    monkeypatch.setattr(
+        module.SegmentedRun, "forward", lambda self, f=module.SegmentedRun.forward: (runs.append(self), f(self))[1]
+    )
     others = sum(a.nbytes for a in jax.live_arrays()) - x.nbytes
 
     def look():

@@ -14,7 +14,7 @@ from statetx._segments.schedule import (
     Keep,
     Load,
     Reverse,
-    Schedule,
+    TierSchedule,
     fewest_runs,
     jump_in_memory,
 )
@@ -79,7 +79,7 @@ def performed(schedule, lost=()):
 
 @pytest.mark.parametrize("length, slots", ORACLE)
 def test_cost_is_that_of_hrevolve(length, slots):
-    schedules = [Schedule(length, slots, files, write, read) for files, write, read in DISKS]
+    schedules = [TierSchedule(length, slots, files, write, read) for files, write, read in DISKS]
     assert tuple(s.cost for s in schedules) == ORACLE[length, slots]
     assert tuple(map(performed, schedules)) == ORACLE[length, slots]
 
@@ -111,7 +111,7 @@ def least_cost(length, slots, files, write, read):
 @pytest.mark.parametrize("disk", DISKS, ids=str)
 def test_no_schedule_costs_less(disk, slots):
     for length in range(1, 6):
-        assert Schedule(length, slots, *disk).cost == least_cost(length, slots, *disk)
+        assert TierSchedule(length, slots, *disk).cost == least_cost(length, slots, *disk)
 
 
 @functools.cache
@@ -131,34 +131,36 @@ def test_runs_in_memory_are_the_optimum():
 
 
 def test_files_that_are_worth_it_are_as_good_as_more():
-    assert Schedule(60, 2, None, 2, 2).cost == Schedule(60, 2, 59, 2, 2).cost < Schedule(60, 2, 2, 2, 2).cost
+    assert (
+        TierSchedule(60, 2, None, 2, 2).cost == TierSchedule(60, 2, 59, 2, 2).cost < TierSchedule(60, 2, 2, 2, 2).cost
+    )
 
 
 @pytest.mark.parametrize("write", [0.25, 2, 9])
 def test_files_beyond_those_that_are_used_cost_no_time(write):
     for length in (1, 7, 30, 60):
-        enough = Schedule(length, 2, None, write, 1)
+        enough = TierSchedule(length, 2, None, write, 1)
         num, stored = 0, {}
         for _ in itertools.chain(enough.sweep(0, stored), enough.reversal(length, stored)):
             num = max(num, list(stored.values()).count(DISK))
         assert enough._most_files() == num
-        assert Schedule(length, 2, num, write, 1).files is None
+        assert TierSchedule(length, 2, num, write, 1).files is None
         if num:
-            assert Schedule(length, 2, num - 1, write, 1).files == num - 1
+            assert TierSchedule(length, 2, num - 1, write, 1).files == num - 1
 
 
 def test_a_loop_of_one_segment_stores_nothing():
-    assert performed(Schedule(1, 8, None, 1, 1)) == 0
+    assert performed(TierSchedule(1, 8, None, 1, 1)) == 0
 
 
 @pytest.mark.parametrize("lost", [[6], [3, 6, 9], range(1, 30)])
 def test_carries_that_cannot_be_read_are_computed_again(lost):
-    schedule = Schedule(30, 1, None, 0.25, 0.25)
+    schedule = TierSchedule(30, 1, None, 0.25, 0.25)
     assert performed(schedule, lost) >= schedule.cost
 
 
 def test_files_of_kills_leave_less_room_for_others():
-    schedule = Schedule(60, 2, 18, 2, 1)
+    schedule = TierSchedule(60, 2, 18, 2, 1)
     assert schedule.files is None
     stored = {0: DISK, **dict.fromkeys(range(1, 12), DISK)}
     reversed_ = []
@@ -169,7 +171,7 @@ def test_files_of_kills_leave_less_room_for_others():
 
 
 def test_a_sweep_resumes_from_files():
-    schedule, stored = Schedule(20, 2, 3, 1, 1), {0: DISK, 4: DISK, 9: DISK}
+    schedule, stored = TierSchedule(20, 2, 3, 1, 1), {0: DISK, 4: DISK, 9: DISK}
     actions = [*schedule.sweep(9, stored), *schedule.reversal(20, stored)]
     assert actions[0] in (Keep(9, MEMORY), Advance(9, actions[0][-1]))
     assert [a.position for a in actions if isinstance(a, Reverse)] == list(range(20))[::-1]

@@ -19,8 +19,8 @@ from .._loops.step import LoopStep
 from .._loops.strategy import Strategy, as_count, set_counts
 from .._text import parse_bytes
 from .program import Segments
-from .run import Run
-from .schedule import DISK, MEMORY, Schedule
+from .run import SegmentedRun
+from .schedule import DISK, MEMORY, TierSchedule
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -108,9 +108,9 @@ class Disk(Strategy):
             )
         return LoopOnDisk(step, self)
 
-    def _schedule(self, length: int) -> Schedule:
+    def _schedule(self, length: int) -> TierSchedule:
         num = max(1, -(-as_count("Disk: length", length, 0) // self.segment))
-        return Schedule(num, self.slots + self.host, None, *(self.costs or (1.0, 1.0)))
+        return TierSchedule(num, self.slots + self.host, None, *(self.costs or (1.0, 1.0)))
 
     def num_runs(self, length: int) -> int:
         schedule = self._schedule(length)
@@ -154,7 +154,7 @@ class LoopOnDisk(DifferentiableLoop):
             return jvp_of(self._plain, primals, tangents)
         self.refuse_traced(primals)
         with _jax.eval_context():
-            run = Run(self.segments, self.options, primals, tuple(tangents))
+            run = SegmentedRun(self.segments, self.options, primals, tuple(tangents))
             outs = run.forward()
 
         def reverse(_: tuple, __: list, ___: tuple[int, ...], cts: list) -> list:

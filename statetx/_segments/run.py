@@ -22,7 +22,7 @@ from .._spinner import spinner
 from .._text import format_bytes, type_str
 from .._tree import is_float, num_bytes
 from .program import Segments
-from .schedule import AT_HAND, DISK, MEMORY, Action, Advance, Drop, Keep, Load, Reverse, Schedule
+from .schedule import AT_HAND, DISK, MEMORY, Action, Advance, Drop, Keep, Load, Reverse, TierSchedule
 from .store import Store, digest
 
 _OVERHEAD = 2048  # bytes of the files of a segment, beside their arrays
@@ -68,7 +68,7 @@ def _joined(parts: Sequence[list], is_reversed: bool, avals: Sequence[Any]) -> l
     return as_types(to_keys(whole, avals), avals)
 
 
-class Run:
+class SegmentedRun:
     """The forward sweep and the reversal of one call.
 
     Whatever is lost, a carry in memory or a damaged file, is computed again from the nearest carry before it; the
@@ -112,7 +112,7 @@ class Run:
                 store.write("costs", [], self.measured(store))
                 found = store.read("costs")
             num_slots = self.options.slots + self.options.host
-            self.schedule = Schedule(self.num, num_slots, num_files, *(costs or found[1]))  # type: ignore[index]
+            self.schedule = TierSchedule(self.num, num_slots, num_files, *(costs or found[1]))  # type: ignore[index]
             yield store
             store.flush()
         finally:

@@ -78,7 +78,7 @@ def jump_in_memory(length: int, slots: int) -> int:
 
 
 @dataclasses.dataclass(eq=False)
-class Schedule:
+class TierSchedule:
     """The schedule of a loop of `length` segments.
 
     Args:

@@ -313,7 +313,7 @@ class _Comparison:
                 verb = "drawn from" if kind.is_random(states[0]) else "written"
                 site = (second or first).site  # type: ignore[union-attr]
                 self.report.line = self.report.line or site
-                times = f"{counted(numbers[1], 'time')} in place of {numbers[0]}"
+                times = f"{counted(int(numbers[1]), 'time')} in place of {numbers[0]}"
                 lines.append(f"{_of_state(path)} is {verb} {times}, last at {site}.")
         return lines
 

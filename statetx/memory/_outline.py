@@ -77,7 +77,7 @@ class Outline:
         return self._traced.results(resolved(body.jaxpr, [*body.operands, *inputs], override.rewriter))
 
 
-class _Called(NamedTuple):
+class _OutlinedCall(NamedTuple):
     """A deferred call of a jaxpr, with the equation of its derivative.
 
     Attributes:
@@ -111,7 +111,7 @@ def resolved(jaxpr: Jaxpr, args: Sequence[Any], rewriter: Rewriter | None) -> li
     return _jax.interpret(jaxpr, args, rule)
 
 
-def _calls(jaxpr: Jaxpr) -> Mapping[int, _Called]:
+def _calls(jaxpr: Jaxpr) -> Mapping[int, _OutlinedCall]:
     """The deferred calls of a jaxpr, by their equations."""
     pullbacks = [(eqn, p) for eqn in jaxpr.eqns if (p := _jax.deferred_pullback(eqn)) is not None]
     called = {}
@@ -122,11 +122,11 @@ def _calls(jaxpr: Jaxpr) -> Mapping[int, _Called]:
             derivatives = [e for e, p in pullbacks if p.fun is gradient and e.invars[: len(inputs)] == inputs]
             if len(derivatives) > 1:
                 raise UnresolvedError
-            called[id(eqn)] = _Called(gradient, derivatives[0] if derivatives else None)
+            called[id(eqn)] = _OutlinedCall(gradient, derivatives[0] if derivatives else None)
     return called
 
 
-def _call(call: _Called, operands: list[Any], rewriter: Rewriter | None) -> tuple[list[Any], Callable]:
+def _call(call: _OutlinedCall, operands: list[Any], rewriter: Rewriter | None) -> tuple[list[Any], Callable]:
     """The results of a deferred call, and its derivative: ``(operands of the equation) -> results``."""
     gradient = call.gradient
     body = gradient.body

@@ -310,9 +310,10 @@ def _changed_part(
     if decision.inputs:
         numbers = {i: called.invars.index(part.invars[i]) for i in decision.inputs}
         decision = Decision(frozenset(((INPUT, numbers[i]), way) for i, way in decision.inputs.items()))
-    policy = edit.policy if isinstance(edit, Rematerialize) else None
-    if policy is not None:
-        return _Rematerialized(called, *decide.apply(as_policy(policy), called.jaxpr, (), ""), is_step), UNPLANNED
+    if isinstance(edit, Rematerialize) and edit.policy is not None:
+        policy = as_policy(edit.policy)
+        assert not isinstance(policy, Rewriter), "an edit names a stock policy"
+        return _Rematerialized(called, *decide.apply(policy, called.jaxpr, (), ""), is_step), UNPLANNED
     return (
         (_Rematerialized(called, *decision.marked(called.jaxpr), is_step), UNPLANNED) if is_step else (called, decision)
     )
