@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,7 +168,8 @@ class _Side:
     ) -> list[dict[str, Any]]:
         """Compile the equations with these options, and run them; the results by the names that `run` gives.
 
-        Then run them from inputs that differ by a unit in the last place, some times.
+        Then run them from inputs that differ by a unit in the last place, some times: of the narrowest floats that are
+        computed, since what is narrow rounds smaller ones away.
         """
         traced, arrays = self.equations(is_double)
         inputs = [*traced.body.operands, *arrays]
@@ -176,7 +178,8 @@ class _Side:
             program = jax.jit(lambda *xs: traced.body(xs[: len(xs) - len(arrays)], *xs[len(xs) - len(arrays) :]))
             self._programs[key] = program.lower(*inputs).compile(compiler_options=dict(options))
         program, draw = self._programs[key], np.random.default_rng(0)
-        runs = [inputs, *([_nudged(x, draw) for x in inputs] for _ in range(num_nudged))]
+        unit = _unit(traced.body.jaxpr) if is_double and num_nudged else 0.0
+        runs = [inputs, *([_nudged(x, draw, unit) for x in inputs] for _ in range(num_nudged))]
         return [self.named(traced, program(*xs), states) for xs in runs]
 
     def equations(self, is_double: bool) -> tuple[TracedCall, list[Any]]:
@@ -288,17 +291,17 @@ class _Comparison:
             else:
                 double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
                 measured = _largest(*(differences(x, other) for x in nudged))
-                if faults := {n: d for n, d in double.items() if not is_within(n, d, measured, _DOUBLE)}:
-                    # It may compute parts in fewer bits all the same.
+                # It may compute parts in fewer bits all the same, and results, too.
+                least = {n: max(_DOUBLE, _FACTOR * _unit_of(x)) for n, x in other.items()}
+                if faults := {n: d for n, d in double.items() if not is_within(n, d, measured, least[n])}:
                     (exact,) = reference.evaluate(self._states[0], is_double=True, options={})
                     measured = _largest(measured, differences(other, exact))
-                    faults = {n: d for n, d in faults.items() if not is_within(n, d, measured, _DOUBLE)}
+                    faults = {n: d for n, d in faults.items() if not is_within(n, d, measured, least[n])}
                 self.report.double_error = max((d.relative for d in double.values()), default=0.0)
                 if faults:
                     return {n: found.get(n, faults[n]) for n in [*found, *faults] if n in faults}, True
-        eps = {n: float(jnp.finfo(x.dtype).eps) for n, x in expected.items() if is_float(x)}
         factor = _FACTOR if double is None else _FACTOR**2
-        least = {n: factor * max(typical, 4 * eps.get(n, 0.0)) for n in found}
+        least = {n: factor * max(typical, 4 * _unit_of(expected[n])) for n in found}
         return {n: d for n, d in found.items() if not is_within(n, d, rounding, least[n])}, False
 
     def _different_writes(self) -> list[str]:
@@ -431,12 +434,23 @@ def _double(x: Any) -> Any:
     return jnp.asarray(x, wide) if is_float(x) else x
 
 
-def _nudged(x: Any, draw: np.random.Generator) -> Any:
-    """Floats that differ by a unit in the last place, up or down; whole numbers are exact."""
+def _unit_of(x: Any) -> float:
+    """The relative unit in the last place; 0 of whole numbers."""
+    return float(jnp.finfo(x.dtype).eps) if is_float(x) else 0.0
+
+
+def _unit(jaxpr: _jax.Jaxpr) -> float:
+    """The largest unit of the values that are computed."""
+    units = [[*(_unit_of(v.aval) for v in e.outvars), *map(_unit, _jax.inner_jaxprs(e))] for e in jaxpr.eqns]
+    return max(itertools.chain(*units), default=0.0)
+
+
+def _nudged(x: Any, draw: np.random.Generator, unit: float) -> Any:
+    """Floats that differ by `unit`, or by their own in the last place, up or down; whole numbers are exact."""
     if not is_float(x):
         return x
     signs = draw.choice([-1.0, 1.0], np.shape(x)) * (x != jnp.round(x))
-    return (x * (1 + jnp.asarray(signs * float(jnp.finfo(x.dtype).eps), x.dtype))).astype(x.dtype)
+    return (x * (1 + jnp.asarray(signs * max(unit, _unit_of(x)), x.dtype))).astype(x.dtype)
 
 
 def _largest(*measured: Mapping[str, Difference]) -> dict[str, Difference]:
