@@ -38,7 +38,7 @@ NARROW = jax.ShapeDtypeStruct((64, 16), jnp.float32)
 
 
 def profile_and_program(fun, *args, **options):
-    traced = measure._trace(fun, args, {}, options.get("gradient", True))
+    traced, _ = measure._trace(fun, args, {}, options.get("gradient", True))
     compiled = traced.stage
     if not isinstance(compiled, jax.stages.Compiled):
         compiled = compiled.compile(memory_analysis_options())
@@ -344,7 +344,7 @@ def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(kind):
 def test_interrupt_while_a_call_is_numbered_leaves_no_scope_behind(monkeypatch):
     answers = iter([True])  # then an interrupt
 
-    def is_users(code):
+    def is_users(file, flags):
         for answer in answers:
             return answer
         raise KeyboardInterrupt

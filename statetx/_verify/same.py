@@ -368,7 +368,7 @@ class _Comparison:
         there, here = (missing | of_side for of_side in named)
         pairs = [(here[name], there[name]) for name in faults]
         first, second = first_values(recordings[1], recordings[0], pairs, 1e-10 if is_double else 1e-6)
-        if first is None and second is None and faults[0].startswith("output") and min(pairs[0]) >= 0:
+        if pairs and first is None and second is None and faults[0].startswith("output") and min(pairs[0]) >= 0:
             # All values occur in both: another one is returned.
             nodes = [recordings[n].nodes[pairs[0][1 - n]] for n in (1, 0)]
             first, second = (None if node.eqn is None else node for node in nodes)
