@@ -24,7 +24,7 @@ from _common import finish, start
 import statetx
 
 GB = 2**30
-COLUMNS = ("program", "way", "target", "arguments", "temporaries", "peak", "operations")
+COLUMNS = ("program", "way", "arguments", "temporaries", "peak", "operations")
 Way = tuple[str, Callable, tuple]
 
 
@@ -204,13 +204,14 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     first = {row["program"]: row["flops"] for row in reversed(results)}
     return [
         [
-            row["program"],
+            f"{row['program']}, {row['target'].upper()}"
+            if before is None or before["program"] != row["program"]
+            else "",
             row["way"],
-            row["target"].upper(),
             *(f"{row[size] / GB:.2f} GB" for size in sizes),
             f"{100 * (row['flops'] / first[row['program']] - 1):+.1f}%",
         ]
-        for row in results
+        for before, row in zip([None, *results], results, strict=False)
     ]
 
 

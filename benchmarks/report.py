@@ -516,6 +516,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "published: environment": lambda: module("published").conditions(load("published")),
     "published: delays": lambda: published("delays"),
     "published: vgg": lambda: published("vgg"),
+    "published: models": lambda: wide(*module("published_models").table(load("published_models"))),
     "gradients": lambda: log("gradients", lambda m, results: [(m.COLUMNS, m.rows(results))]),
     **{
         name: functools.partial(log, name, lambda m, results: [(m.COLUMNS, m.rows(results))])
