@@ -19,6 +19,7 @@ import numpy as np
 from .._errors import CheckpointError, EffectError, PolicyError
 from .._lift.staged import as_types, to_key_data, to_keys
 from .._spinner import spinner
+from .._targets import current
 from .._text import format_bytes, type_str
 from .._tree import is_float, num_bytes
 from .program import Segments
@@ -142,7 +143,7 @@ class SegmentedRun:
     def facts(self) -> dict[str, Any]:
         """What the results depend on, by the name that a message has for it."""
         kinds = {"constant": self.constants, "carry or state": self.init, "xs": self.xs}
-        device, jaxlib = jax.local_devices()[0], importlib.metadata.version("jaxlib")
+        device, jaxlib = current.local_device(), importlib.metadata.version("jaxlib")
         named = {f"{kind} {i}, {type_str(x)}": x for kind, values in kinds.items() for i, x in enumerate(values)}
         return {
             "versions": [jax.__version__, jaxlib, device.device_kind, device.client.platform_version],
