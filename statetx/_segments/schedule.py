@@ -29,7 +29,7 @@ AT_HAND = "at hand"  # the carry that the last segment starts from: its pull-bac
 
 
 class Load(NamedTuple):
-    """Take the stored carry at `position`. If it cannot be read, whoever runs this removes it from `stored`."""
+    """Take the stored carry at `position`, or remove it from `stored` if it cannot be read."""
 
     position: int
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax, _states
@@ -24,16 +21,16 @@ from .._objects.paths import Paths
 from .._objects.walk import created_undone
 from .._targets import current
 from .._text import counted
-from .._tree import is_array, is_float
+from .._tree import is_array
 from ..residuals._trace import TracedCall, unjitted
 from ..transforms.jit.api import jit
 from .results import Difference, differences
+from .rounding import as_double, largest, largest_unit, nudged, other_fusions, unit_of
 from .values import Node, Recording, first_unstable, first_values
 
 _FACTOR = 16  # by which rounding may exceed what was measured of it
 _NUM_NUDGED = 3  # runs that measure what becomes of rounding, such as that of gradients which are zero but for it
 _DOUBLE = 1e-11  # relative; rounding in float64 is far below, a fault far above
-_OTHER_FUSIONS: dict[str, Any] = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass
@@ -178,14 +175,14 @@ class _Side:
             program = jax.jit(lambda *xs: traced.body(xs[: len(xs) - len(arrays)], *xs[len(xs) - len(arrays) :]))
             self._programs[key] = program.lower(*inputs).compile(compiler_options=dict(options))
         program, draw = self._programs[key], np.random.default_rng(0)
-        unit = _unit(traced.body.jaxpr) if is_double and num_nudged else 0.0
-        runs = [inputs, *([_nudged(x, draw, unit) for x in inputs] for _ in range(num_nudged))]
+        unit = largest_unit(traced.body.jaxpr) if is_double and num_nudged else 0.0
+        runs = [inputs, *([nudged(x, draw, unit) for x in inputs] for _ in range(num_nudged))]
         return [self.named(traced, program(*xs), states) for xs in runs]
 
     def equations(self, is_double: bool) -> tuple[TracedCall, list[Any]]:
         """The equations with their inputs; traced again for float64, under ``jax.enable_x64``."""
         arrays = [i.array for i in self.traced.inputs]
-        return self.traced.retrace([_double(x) for x in arrays]) if is_double else (self.traced, arrays)
+        return self.traced.retrace([as_double(x) for x in arrays]) if is_double else (self.traced, arrays)
 
     def named(self, traced: TracedCall, outs: Sequence[Any], states: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs of equations, or anything in their order, by the names that `run` gives."""
@@ -267,12 +264,12 @@ class _Comparison:
     ) -> tuple[dict[str, Difference], bool]:
         """The differences that are not rounding, and whether they show in float64."""
         reference, step = self._sides
-        other, *nudged = reference.evaluate(
-            self._states[0], is_double=False, options=_other_fusions(), num_nudged=_NUM_NUDGED
+        other, *near = reference.evaluate(
+            self._states[0], is_double=False, options=other_fusions(), num_nudged=_NUM_NUDGED
         )
         rounding = differences(other, {name: x for name, x in expected.items() if name in other})
         typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in other] or [0.0]))
-        rounding = _largest(rounding, *(differences(x, other) for x in nudged))
+        rounding = largest(rounding, *(differences(x, other) for x in near))
         self.report.rounding = max([d.relative for d in rounding.values() if np.isfinite(d.error)], default=0.0)
 
         def is_within(name: str, d: Difference, measured: Mapping[str, Difference], least: float) -> bool:
@@ -282,26 +279,26 @@ class _Comparison:
         double: dict[str, Difference] | None = None
         with jax.enable_x64(True):
             try:
-                other, *nudged = reference.evaluate(
-                    self._states[0], is_double=True, options=_other_fusions(), num_nudged=_NUM_NUDGED
+                other, *near = reference.evaluate(
+                    self._states[0], is_double=True, options=other_fusions(), num_nudged=_NUM_NUDGED
                 )
-                (actual,) = step.evaluate(self._states[1], is_double=True, options=_other_fusions())
+                (actual,) = step.evaluate(self._states[1], is_double=True, options=other_fusions())
             except (TypeError, ValueError):  # its own types do not fit to float64
                 pass
             else:
                 double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
-                measured = _largest(*(differences(x, other) for x in nudged))
+                measured = largest(*(differences(x, other) for x in near))
                 # It may compute parts in fewer bits all the same, and results, too.
-                least = {n: max(_DOUBLE, _FACTOR * _unit_of(x)) for n, x in other.items()}
+                least = {n: max(_DOUBLE, _FACTOR * unit_of(x)) for n, x in other.items()}
                 if faults := {n: d for n, d in double.items() if not is_within(n, d, measured, least[n])}:
                     (exact,) = reference.evaluate(self._states[0], is_double=True, options={})
-                    measured = _largest(measured, differences(other, exact))
+                    measured = largest(measured, differences(other, exact))
                     faults = {n: d for n, d in faults.items() if not is_within(n, d, measured, least[n])}
                 self.report.double_error = max((d.relative for d in double.values()), default=0.0)
                 if faults:
                     return {n: found.get(n, faults[n]) for n in [*found, *faults] if n in faults}, True
         factor = _FACTOR if double is None else _FACTOR**2
-        least = {n: factor * max(typical, 4 * _unit_of(expected[n])) for n in found}
+        least = {n: factor * max(typical, 4 * unit_of(expected[n])) for n in found}
         return {n: d for n, d in found.items() if not is_within(n, d, rounding, least[n])}, False
 
     def _different_writes(self) -> list[str]:
@@ -362,7 +359,7 @@ class _Comparison:
         recordings, named = [], []
         for side, states in zip(self._sides, self._states, strict=True):
             traced, arrays = side.equations(is_double)
-            recordings.append(Recording(traced.body, arrays, _other_fusions()))
+            recordings.append(Recording(traced.body, arrays, other_fusions()))
             named.append(side.named(traced, recordings[-1].outputs, states))
         missing = {name: -1 for name in faults}
         there, here = (missing | of_side for of_side in named)
@@ -429,48 +426,7 @@ def _of_state(path: str) -> str:
     return f"state {path!r}"
 
 
-def _double(x: Any) -> Any:
-    wide = np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64
-    return jnp.asarray(x, wide) if is_float(x) else x
-
-
-def _unit_of(x: Any) -> float:
-    """The relative unit in the last place; 0 of whole numbers."""
-    return float(jnp.finfo(x.dtype).eps) if is_float(x) else 0.0
-
-
-def _unit(jaxpr: _jax.Jaxpr) -> float:
-    """The largest unit of the values that are computed."""
-    units = [[*(_unit_of(v.aval) for v in e.outvars), *map(_unit, _jax.inner_jaxprs(e))] for e in jaxpr.eqns]
-    return max(itertools.chain(*units), default=0.0)
-
-
-def _nudged(x: Any, draw: np.random.Generator, unit: float) -> Any:
-    """Floats that differ by `unit`, or by their own in the last place, up or down; whole numbers are exact."""
-    if not is_float(x):
-        return x
-    signs = draw.choice([-1.0, 1.0], np.shape(x)) * (x != jnp.round(x))
-    return (x * (1 + jnp.asarray(signs * max(unit, _unit_of(x)), x.dtype))).astype(x.dtype)
-
-
-def _largest(*measured: Mapping[str, Difference]) -> dict[str, Difference]:
-    """Of each result the largest difference."""
-    names = {name for found in measured for name in found}
-    return {name: max((d[name] for d in measured if name in d), key=lambda d: d.error) for name in names}
-
-
 # -- programs ---------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _other_fusions() -> dict[str, Any]:
-    """Options that let XLA fuse and round otherwise, as far as the backend knows them."""
-    known = {}
-    for name, value in _OTHER_FUSIONS.items():
-        with contextlib.suppress(Exception):
-            jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={name: value})
-            known[name] = value
-    return known
 
 
 def _constants(traced: TracedCall) -> dict[str, Any]:

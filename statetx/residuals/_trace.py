@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import re
 import sysconfig
@@ -23,7 +22,7 @@ from .._equations.differentiate import backward_pass, forward_pass
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import Body, table
-from .._frames import Effect, Frame
+from .._frames import Effect
 from .._jax import Jaxpr
 from .._lift.carry import leaf_names
 from .._lift.context import note_shardings
@@ -228,12 +227,13 @@ class TracedCall:
         def body(*tracers: Any) -> tuple[list, None]:
             nonlocal num_out
             note_shardings(tracers, arrays)
-            frame = frame_for(name, fun, on_read=lifting.on_read)
+            # nnx leaves gradients in cyclic garbage, which would seem to outlive the call.
+            frame = frame_for(name, fun, on_read=lifting.on_read, frees_cycles=True)
             call_args, call_kwargs = static_part.combine(tracers)
             recorder.note(tracers, origins)
             # A trace for other types is part of another one, which may have a rewriter of its own.
             with _observed_by(observer) if types is None else contextlib.nullcontext():
-                out = frame.run(_without_garbage, frame, fun, call_args, call_kwargs)
+                out = frame.run(fun, *call_args, **call_kwargs)
             leaves, _ = partition_output(split_aux(out, fun)[0] if has_aux else out, is_array)
             num_out = len(leaves)
             for effect in frame.effects:
@@ -319,14 +319,6 @@ class TracedCall:
         floats = [i for i, v in enumerate(self.outputs) if is_float(v)]
         sources = [InputOrigin("constant")] * first + [i.origin for i in self.inputs]
         return [Passes(self.name, jaxpr, floats, chosen, sources)]
-
-
-def _without_garbage(frame: Frame, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function so that states in its cyclic garbage, as nnx leaves them, do not seem to outlive the call."""
-    out = fun(*args, **kwargs)
-    if any(frame.created()):
-        gc.collect()
-    return out
 
 
 @contextlib.contextmanager

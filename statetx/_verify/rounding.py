@@ -1,0 +1,60 @@
+"""What a program rounds: compiled with other fusions, and run from inputs that differ by a unit in the last place."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _jax
+from .._tree import is_float
+from .results import Difference
+
+_OTHER_FUSIONS: dict[str, Any] = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
+
+
+@functools.cache
+def other_fusions() -> dict[str, Any]:
+    """Options that let XLA fuse and round otherwise, as far as the backend knows them."""
+    known = {}
+    for name, value in _OTHER_FUSIONS.items():
+        with contextlib.suppress(Exception):
+            jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={name: value})
+            known[name] = value
+    return known
+
+
+def as_double(x: Any) -> Any:
+    wide = np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64
+    return jnp.asarray(x, wide) if is_float(x) else x
+
+
+def unit_of(x: Any) -> float:
+    """The relative unit in the last place; 0 of whole numbers."""
+    return float(jnp.finfo(x.dtype).eps) if is_float(x) else 0.0
+
+
+def largest_unit(jaxpr: _jax.Jaxpr) -> float:
+    """The largest unit of the values that are computed."""
+    units = [[*(unit_of(v.aval) for v in e.outvars), *map(largest_unit, _jax.inner_jaxprs(e))] for e in jaxpr.eqns]
+    return max(itertools.chain(*units), default=0.0)
+
+
+def nudged(x: Any, draw: np.random.Generator, unit: float) -> Any:
+    """Floats that differ by `unit`, or by their own in the last place, up or down; whole numbers are exact."""
+    if not is_float(x):
+        return x
+    signs = draw.choice([-1.0, 1.0], np.shape(x)) * (x != jnp.round(x))
+    return (x * (1 + jnp.asarray(signs * max(unit, unit_of(x)), x.dtype))).astype(x.dtype)
+
+
+def largest(*measured: Mapping[str, Difference]) -> dict[str, Difference]:
+    """Of each result the largest difference."""
+    names = {name for found in measured for name in found}
+    return {name: max((d[name] for d in measured if name in d), key=lambda d: d.error) for name in names}
