@@ -2,6 +2,8 @@
 keys give brainstate's numbers.
 """
 
+import functools
+
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -106,6 +108,54 @@ def test_key_that_is_set_for_each_step_of_a_split_scan(disabled):
     other.split(3)
     np.testing.assert_array_equal(draws, [jax.random.uniform(jax.random.split(key)[1]) for key in KEYS])
     np.testing.assert_array_equal(data(rng.value), data(other.value))
+
+
+def fail(draw):
+    def failing():
+        draw()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        statetx.remat(failing)()
+
+
+def hold(draw):
+    def fun(x):
+        if x.ndim:  # it is not
+            draw()
+        return x
+
+    specs = {"in_specs": jax.P(), "out_specs": jax.P()}
+    statetx.shard_map(fun, mesh=jax.make_mesh((1,), ("d",)), check_vma=False, **specs)(jnp.ones(()))
+
+
+LOOKS = {
+    "make_jaxpr": lambda draw: statetx.make_jaxpr(draw)(),
+    "eval_shape": lambda draw: statetx.eval_shape(draw),
+    "lower": lambda draw: statetx.jit(draw).lower(),
+    "saved_residuals": lambda draw: statetx.saved_residuals(lambda x: x * jax.random.normal(draw()), 1.0),
+    "failed call": fail,
+    "shard_map that does not draw": hold,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_call_in_a_map_that_only_looks_at_a_function_advances_no_key(look):
+    for kind in LIBRARIES.values():
+        rng = kind.rng()
+        draw = functools.partial(kind.draw, rng)
+        statetx.vmap(lambda x, draw=draw: (LOOKS[look](draw), x)[1])(XS)
+        np.testing.assert_array_equal(data(kind.draw(rng)), data(kind.draw(kind.rng())), kind.name)
+
+
+def test_read_of_a_key_in_an_inner_call_of_a_map_advances_it():
+    keys = []
+    for call in (lambda f: f(), lambda f: statetx.remat(f)(), lambda f: statetx.jit(f)()):
+        rng = random.RandomState(7)
+        statetx.vmap(lambda x, rng=rng, call=call: call(lambda: jax.random.normal(rng.value)))(XS)
+        keys.append(data(rng.value))
+    np.testing.assert_array_equal(keys[1:], keys[:1] * 2)
+    assert (keys[0] != data(random.RandomState(7).value)).any()
 
 
 def test_key_without_a_value_that_a_map_sets():

@@ -69,6 +69,7 @@ class Frame:
     at_end: Callable[[], None] | None = None
     differentiates_states: bool = False
     is_open: bool = False
+    is_complete: bool = False  # whether the function has returned, and no check has failed
     accesses: dict[int, Access] = dataclasses.field(default_factory=dict)
     effects: list[Effect] = dataclasses.field(default_factory=list)
     differentiated: dict[int, tuple[Any, list[Any]]] = dataclasses.field(default_factory=dict)
@@ -94,6 +95,7 @@ class Frame:
                 gc.collect()
             self.effects = self._collect()
             self.close()
+            self.is_complete = True
             return out
         except BaseException as e:
             self._abandon()
@@ -377,6 +379,15 @@ def _site_of_user(traceback: TracebackType | None) -> str | None:
 def enclosing_frame(closing: Any) -> Any:
     """The parent of a frame that is about to close; the current frame for None."""
     return _local.frame if closing is None else closing.parent
+
+
+def open_inside(frame: Frame) -> list[Frame]:
+    """The open frames of this thread inside of one, the innermost first."""
+    inner, current = [], _local.frame
+    while current is not None and current is not frame:
+        inner.append(current)
+        current = current.parent
+    return inner
 
 
 def end_differentiated(frame: Any) -> None:

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import threading
 import types
 import weakref
 from collections.abc import Iterator, Set
@@ -229,6 +230,28 @@ def _core(obj: Any) -> Any:
 _NONE = object()
 
 
+class _Inspections(threading.local):
+    num_open = 0
+
+
+_inspections = _Inspections()
+
+
+def num_inspections() -> int:
+    """How many calls of this thread are being traced only to be looked at."""
+    return _inspections.num_open
+
+
+@contextlib.contextmanager
+def inspecting() -> Iterator[None]:
+    """Around a call that is traced only to be looked at: what it draws and writes does not count."""
+    _inspections.num_open += 1
+    try:
+        yield
+    finally:
+        _inspections.num_open -= 1
+
+
 @contextlib.contextmanager
 def created_undone(*roots: Any) -> Iterator[None]:
     """Undo, at the end, the assignments of new states, and of tracers, to attributes of the objects that these roots
@@ -242,7 +265,8 @@ def created_undone(*roots: Any) -> Iterator[None]:
     # Held for the call: the references to earlier states cost `jit` another staging at most (decision 16).
     saved = [(obj, dict(attributes)) for obj in visited_from(*roots) if (attributes := _attributes(obj)) is not None]
     try:
-        yield
+        with inspecting():
+            yield
     finally:
         for obj, attributes in saved:
             for name, value in list((_attributes(obj) or {}).items()):

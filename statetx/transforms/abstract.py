@@ -17,7 +17,7 @@ from .._lift.signature import StaticArguments
 from .._lift.stage import InputNames, read_types, stage
 from .._lift.staged import Staged
 from .._lift.wrapper import check_callable, name_of
-from .._objects.walk import created_undone
+from .._objects.walk import created_undone, inspecting
 from .._tree import as_array, is_argument, is_array_or_number, is_array_or_type, partition
 from .._typing import Indices, PyTree
 
@@ -72,7 +72,8 @@ def eval_shape(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTr
         staged, outcome, _ = stage(body, avals, traced_for="statetx.eval_shape", names=names)
         return staged(staged.operands, *tracers)
 
-    shapes = jax.eval_shape(run, *arrays)
+    with inspecting():
+        shapes = jax.eval_shape(run, *arrays)
     assert outcome is not None
     return outcome.finish(shapes)
 

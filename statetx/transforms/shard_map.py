@@ -18,6 +18,7 @@ from .._lift.outcome import OutputGroups
 from .._lift.run import call, frame_for
 from .._lift.wrapper import Wrapper, name_of, place_of
 from .._objects.paths import Paths, as_predicate, check_paths, leaf_names
+from .._objects.walk import inspecting
 from .._text import brief, type_str
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
@@ -200,7 +201,8 @@ class _Devices:
     def _add_input(self, state: Any, spec: PartitionSpec, is_required: bool) -> None:
         kind = _states.kind_of_state(state)
         try:
-            value = kind.read(state)
+            with inspecting():  # whether the function reads it is not known yet
+                value = kind.read(state)
         except Exception:  # the state's library refuses: it has no value, or may not be read here
             if is_required:
                 raise

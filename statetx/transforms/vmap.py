@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._errors import StateAccessError, StateValueError
-from .._frames import Effect, Frame
+from .._frames import Effect, Frame, open_inside
 from .._lift.batch import common_length
 from .._lift.options import broadcast_prefix, check_whole, keeps_type, transform
 from .._lift.outcome import OutputGroups
@@ -26,6 +26,7 @@ from .._lift.run import call, frame_for
 from .._lift.staged import is_loop_leaf
 from .._lift.wrapper import Wrapper, name_of
 from .._objects.paths import argument_names, leaf_names
+from .._objects.walk import num_inspections
 from .._states import Kind
 from .._text import brief, type_str
 from .._tree import Partition, as_array, is_array, is_array_or_number, partition
@@ -127,11 +128,12 @@ class Vmap(Wrapper, made_by=vmap):
             examples.frame = frame = frame_for("vmap", fun, on_read=examples.on_read)
             examples.trace = _jax.current_trace()
 
-            def ask_rules() -> None:
+            def at_end() -> None:
                 for state, _ in frame.created():  # asked while they have their values, which a filter may look at
                     rules(state)
+                examples.note_reads()
 
-            frame.at_end = ask_rules
+            frame.at_end = at_end
             out = frame.run(call, fun, *args_part.combine(dynamic))
             groups.add_output(out, _broadcast_axes("out_axes", self._out_axes, out), is_loop_leaf)
             examples.add_effects(frame.effects, groups)
@@ -186,13 +188,15 @@ class _Examples:
         self._owner = owner
         self._rules = rules
         self._advanced: dict[int, Any] = {}  # by id, the next values of the split states that were read
+        self._num_inspections = num_inspections()
+        self._reads: list[tuple[Any, str, list[Frame]]] = []  # of states that a read advances: line, inner frames
 
     def on_read(self, state: Any, kind: Kind, value: Any) -> Any:
         rule = self._rule(state, kind)
         if rule is Split:
             keys, part = self._split(state, kind, value)
-            if kind.advances_when_read and (access := self.frame.accesses.get(id(state))) is not None:
-                self.frame.note_write(access)
+            if kind.advances_when_read and num_inspections() == self._num_inspections:
+                self._reads.append((state, _states.call_site(), open_inside(self.frame)))
             return part.combine([_jax.batch_tracer(self.trace, x, 0) for x in keys])
         if not isinstance(rule, int):
             return value
@@ -216,6 +220,13 @@ class _Examples:
             keys, kept = self._rules.split(state, kind, arrays, _jax.batch_size(self.trace))
         self._advanced[id(state)] = part.combine(kept)
         return keys, part
+
+    def note_reads(self) -> None:
+        """Count reads that advance a state as writes, but for those of inner calls that have failed."""
+        for state, site, frames in self._reads:
+            access = self.frame.accesses.get(id(state))
+            if access is not None and all(frame.is_complete for frame in frames):
+                self.frame.note_write(access, site)
 
     def add_effects(self, effects: Sequence[Effect], groups: OutputGroups) -> None:
         """Group the leaves of written values by axis: 0 for those with one slice for each example, None for those that
