@@ -161,14 +161,46 @@ def test_truncated_loop_with_rules_stops_derivatives_in_each_mode(mode):
         c, ys = statetx.scan(functools.partial(step, sine_jvp, z[0]), z[1], xs, checkpoint=strategy)
         return c**2 + (ys**2).sum()
 
-    # A checkpointed loop in a region in a loop, as a segment then is, has another second derivative in reverse mode.
-    within = [None] if "over reverse" in mode else [None, 2]
     losses = [functools.partial(stopped, sine_jvp)]
-    losses += [functools.partial(truncated, checkpoint=checkpoint) for checkpoint in within]
+    losses += [functools.partial(truncated, checkpoint=checkpoint) for checkpoint in (None, 2)]
     of = MODES.get(mode, forward)
     wanted, *found = jax.jit(lambda z: [of(loss)(z) for loss in losses])(jnp.array([0.8, 0.7, 1.1]))
     for value in found:
         np.testing.assert_allclose(value, wanted, rtol=2e-4, atol=2e-4)
+
+
+def in_region(sine, z, region, scan):
+    """A loop over segments, each a loop in a region."""
+
+    def segment(c, xs):
+        return scan(functools.partial(step, sine, z[0]), c, xs)
+
+    c, ys = jax.lax.scan(region(segment), z[1], z[2] * jnp.linspace(-0.5, 0.6, 6).reshape(2, 3))
+    return c**2 + (ys**2).sum()
+
+
+REGIONS = {
+    "checkpoint": jax.checkpoint,
+    "twice": lambda f: jax.checkpoint(lambda c, xs: jax.lax.scan(jax.checkpoint(f), c, xs[None])),
+    "branch": lambda f: jax.checkpoint(lambda c, xs: jax.lax.cond(c < 50, f, lambda c, xs: (c, c * xs), c, xs)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("mode", "rule", "region"),
+    [
+        pytest.param(mode, rule, region, marks=() if region == "checkpoint" and mode in OF_VJP else pytest.mark.slow)
+        for region in REGIONS
+        for rule, modes in {"custom_jvp": MODES, "custom_vjp": OF_VJP}.items()
+        for mode in modes
+    ],
+)
+def test_loop_in_a_region_of_a_loop_has_the_derivative_of_the_plain_loop(mode, rule, region):
+    scans = jax.lax.scan, functools.partial(statetx.scan, checkpoint=policies.Levels(1))
+    losses = [functools.partial(in_region, RULES[rule], region=REGIONS[region], scan=scan) for scan in scans]
+    wanted, found = jax.jit(lambda z: [MODES[mode](loss)(z) for loss in losses])(jnp.array([0.8, 0.7, 1.1]))
+    np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-4)
 
 
 def test_scan_and_unrolled_loop_differ():

@@ -23,7 +23,7 @@ from jax._src.interpreters import partial_eval as _pe
 from .._positions import function_of as _function_of
 from .._positions import replaced
 from .batching import map_over, with_batch_axis
-from .equations import ClosedJaxpr, abstract, with_nonzero
+from .equations import ClosedJaxpr, Var, abstract, with_nonzero
 from .versions import NUM_CHECKIFY_CONTEXTS
 
 
@@ -456,10 +456,10 @@ def _settled_batch(
 
 
 def _settled_partial_eval(trace: Any, *tracers: Any, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr) -> Any:
-    params = {"call_jaxpr": call_jaxpr, "after": after}
-    if not all(t.is_known() for t in tracers):
-        return trace.default_process_primitive(_settled_p, tracers, params)
-    return _call_p.bind(*(t.pval.get_known() for t in tracers), call_jaxpr=after, lowered=None)
+    if all(t.is_known() for t in tracers):
+        return _call_p.bind(*(t.pval.get_known() for t in tracers), call_jaxpr=after, lowered=None)
+    # A loop around it looks for what reads its constants alone: JAX drops the rules of all else.
+    return trace.default_process_primitive(_call_p, tracers, {"call_jaxpr": after, "lowered": None})
 
 
 _settled_p = call_primitive(
@@ -471,3 +471,16 @@ _settled_p = call_primitive(
     jaxpr_of=lambda *_, call_jaxpr, after: call_jaxpr,
 )
 _pe.custom_partial_eval_rules[_settled_p] = _settled_partial_eval
+
+
+def _settled_partial_eval_of_region(
+    _: Callable, is_unknown: Sequence[bool], is_there: Sequence[bool], eqn: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Var]]:
+    """What a region computes for the derivative has no rules any more; what it computes again has them."""
+    is_linear, num_outs = any(is_unknown), len(eqn.outvars)
+    known = eqn.replace(primitive=_call_p, params={"call_jaxpr": eqn.params["after"], "lowered": None})
+    stored = [v for v, flag in zip(eqn.invars, is_there, strict=True) if isinstance(v, Var) and not flag]
+    return None if is_linear else known, eqn, [is_linear] * num_outs, [True] * num_outs, stored
+
+
+_pe.partial_eval_jaxpr_custom_rules[_settled_p] = _settled_partial_eval_of_region
