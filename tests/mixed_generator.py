@@ -139,6 +139,8 @@ class Generator(Statements):
         before = len(scope.names)
         call = calls(scope)
         call.depth = scope.depth
+        if self.parts:  # a part that differentiates a state's own value, and writes the state, is refused
+            call.parts = [Expr(p.shape, "(0.9 * {0})", [p]) if p.template == "{cell}" else p for p in call.parts]
         if not (scope.inspected or scope.pure):
             self.look_before(call)
         assert len(scope.names) == before
