@@ -149,7 +149,14 @@ def plain_loop_of(fun: Callable, x: Any, length: int, checkpoint: str) -> Any:
     return jax.lax.fori_loop(0, length, step, x)
 
 
-WIDTH, WIDTH_REF = statetx.State(jnp.float32(0.8)), jax.new_ref(jnp.float32(0.8))
+class Widths(threading.local):
+    """What rules read: a state has one thread at a time."""
+
+    def __init__(self) -> None:
+        self.state, self.ref = statetx.State(jnp.float32(0.8)), jax.new_ref(jnp.float32(0.8))
+
+
+WIDTHS = Widths()
 HALVES = jnp.asarray([256, 1, 1], jnp.bfloat16)  # 258; added up in bfloat16 one by one, 256
 
 
@@ -166,7 +173,7 @@ def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
 
 def by_state(x: Any) -> Any:
     """A sine whose derivative rule gets the value of a state."""
-    return scaled_sine(WIDTH.value, x)
+    return scaled_sine(WIDTHS.state.value, x)
 
 
 @jax.custom_jvp
@@ -174,7 +181,7 @@ def by_ref(x: Any) -> Any:
     """A sine that reads a Ref, which its derivative rule does not: a rule in a branch of a plain `jax.jit`, as in
     `run_pure`, cannot.
     """
-    return WIDTH_REF[...] * jnp.sin(x)
+    return WIDTHS.ref[...] * jnp.sin(x)
 
 
 @by_ref.defjvp
@@ -654,6 +661,7 @@ def check_threads(seed: int) -> str:
                 step(jnp.float32(0.5))
 
         def work(i: int) -> None:
+            _ = WIDTHS.state  # made before a program runs, not in a call of it
             start.wait()
             try:
                 actual[i] = run(programs[i], System(), between)
