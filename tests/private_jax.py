@@ -104,9 +104,10 @@ source_info_util
     current current_name_stack user_context: source lines of equations | none
     register_exclusion: the user's lines in messages | none
 state.discharge
-    discharge_state: Refs as inputs and outputs | none
+    discharge_state register_discharge_rule: Refs as inputs and outputs, of calls that are one equation, too | none
 state.types
     AbstractRef: the type of a Ref | none
+    AccumEffect WriteEffect: writes of Refs by functions with derivative rules | none
 traceback_util
     api_boundary register_exclusion: tracebacks without lines of statetx | none
 tree_util

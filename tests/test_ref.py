@@ -349,6 +349,37 @@ def test_rule_that_touches_a_ref_it_closes_over_is_refused(name, kind):
     assert ref[...] == 2.0
 
 
+@pytest.mark.parametrize("name", IN_LOOPS)
+def test_function_with_a_rule_writes_a_ref_or_is_refused(name):
+    """Its writes count; in a gradient JAX calls the rule in its place, late, and the write would be lost."""
+    ref, message = jax.new_ref(jnp.float32(0.0)), r"the derivative rule of <lambda> at .*test_ref.py:\d+ touches Ref"
+
+    def double(x):
+        ref[...] += 1.0
+        return 2 * x
+
+    def loss(x):
+        f = jax.custom_vjp(lambda x: double(x))
+        f.defvjp(lambda x: (double(x), ()), lambda _, g: (2 * g,))
+        return IN_LOOPS[name](f, x)
+
+    if name == "while_loop":
+        for call in (loss, statetx.jit(loss), statetx.grad(loss)):
+            with pytest.raises(
+                statetx.StateAccessError, match=r"a function with a derivative rule writes a Ref(.|\n)*Fix"
+            ):
+                call(1.0)
+        return
+    num_calls = 6 if name in ("microbatch", "chunked") else 3
+    for n, call in enumerate((loss, statetx.jit(loss)), 1):
+        call(1.0)
+        assert ref[...] == n * num_calls
+    for gradient in (statetx.grad(loss), statetx.jit(statetx.grad(loss))):
+        with pytest.raises(statetx.StateAccessError, match=message):
+            gradient(1.0)
+    assert ref[...] == 2 * num_calls
+
+
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 @pytest.mark.parametrize("name", IN_LOOPS)
 def test_function_with_a_rule_reads_a_ref_that_the_rule_does_not(name, kind):

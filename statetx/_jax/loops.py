@@ -110,7 +110,7 @@ _loop_p = call_primitive(
     lambda *args, loop, jaxpr: loop.run(list(args)),
     # With effects, or JAX would take a loop with a debug callback for pure, and remove it when nothing reads its
     # results.
-    lambda *_, loop, jaxpr: (jaxpr.out_avals, jaxpr.effects),
+    lambda *_, loop, jaxpr: (jaxpr.out_avals, _core.positional_effects(jaxpr)),
     jvp=_loop_jvp,
     batch=_loop_batch,
     jaxpr_of=lambda *_, loop, jaxpr: jaxpr,

@@ -19,6 +19,9 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.state.discharge import discharge_state as _discharge_state
+from jax._src.state.discharge import register_discharge_rule as _register_discharge_rule
+from jax._src.state.types import AbstractRef as _AbstractRef
 
 from .._positions import function_of as _function_of
 from .._positions import replaced
@@ -77,6 +80,15 @@ def call_primitive(
         return _checkify.checkify_jaxpr(*context, jaxpr, enabled_errors, error, *args)
 
     _checkify.error_checks[primitive] = check
+
+    def discharge(avals: Sequence[Any], out_avals: Sequence[Any], *args: Any, **params: Any) -> tuple[list, list]:
+        """For a `jax.Ref` that a function with a derivative rule writes in the call."""
+        assert jaxpr_of is not None, "a call with Refs has equations"
+        values = _core.jaxpr_as_fun(_discharge_state(jaxpr_of(*args, **params)))(*args)
+        last = iter(values[len(out_avals) :])
+        return [next(last) if isinstance(aval, _AbstractRef) else None for aval in avals], values[: len(out_avals)]
+
+    _register_discharge_rule(primitive)(discharge)
     return primitive
 
 
@@ -418,7 +430,7 @@ def _call_batch(
 _call_p = call_primitive(
     "statetx_call",
     _call_impl,
-    lambda *_, call_jaxpr, lowered: (call_jaxpr.out_avals, call_jaxpr.effects),
+    lambda *_, call_jaxpr, lowered: (call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)),
     jvp=_call_jvp,
     batch=_call_batch,
     jaxpr_of=lambda *_, call_jaxpr, lowered: call_jaxpr,
@@ -465,7 +477,7 @@ def _settled_partial_eval(trace: Any, *tracers: Any, call_jaxpr: ClosedJaxpr, af
 _settled_p = call_primitive(
     "statetx_settled",
     lambda *args, call_jaxpr, after: _call_impl(*args, call_jaxpr=call_jaxpr),
-    lambda *_, call_jaxpr, after: (call_jaxpr.out_avals, call_jaxpr.effects),
+    lambda *_, call_jaxpr, after: (call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)),
     jvp=_settled_jvp,
     batch=_settled_batch,
     jaxpr_of=lambda *_, call_jaxpr, after: call_jaxpr,

@@ -11,6 +11,8 @@ import jax.core
 from jax._src import core as _core
 from jax._src.state.discharge import discharge_state as _discharge_state
 from jax._src.state.types import AbstractRef as _AbstractRef
+from jax._src.state.types import AccumEffect as _AccumEffect
+from jax._src.state.types import WriteEffect as _WriteEffect
 
 from . import patches
 from .editing import map_jaxprs, rebuild, stage
@@ -89,6 +91,11 @@ def touches_refs(jaxpr: Jaxpr, consts: Sequence[Any]) -> bool:
 def takes_refs(jaxpr: Jaxpr) -> bool:
     """Whether an input is a Ref: a derivative rule may write it in the backward pass."""
     return any(isinstance(v.aval, _AbstractRef) for v in jaxpr.invars)
+
+
+def writes_refs(jaxpr: Jaxpr) -> bool:
+    """Whether an input is a Ref that is written: after `discharge_refs`, by a function with a derivative rule."""
+    return any(isinstance(e, (_AccumEffect, _WriteEffect)) for e in jaxpr.effects)
 
 
 def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._equations.structure import Body, table
-from .._errors import PolicyError
+from .._errors import PolicyError, StateAccessError
 from .._lift.carry import flatten_carry, settle
 from .._lift.options import check_flags, check_whole
 from .._lift.rules import Rules
@@ -63,7 +63,8 @@ def while_loop(
     Raises:
         PolicyError: `checkpoint` is neither a number of slots nor `Truncated`, has a block, or is offloaded.
         EffectError: the body calls a host callback with effects, and `checkpoint` would call it again.
-        StateAccessError: `cond_fun` wrote a state (a random draw is a write).
+        StateAccessError: `cond_fun` wrote a state (a random draw is a write); or, with `checkpoint`, a function with a
+            derivative rule writes a `jax.Ref`.
         CarryTypeError: a step changes the type of the value or of a state.
         CreatedStateError: a body created a state that outlives the loop.
 
@@ -284,6 +285,12 @@ class _WhileLoop:
             step = LoopStep(body, num_constants, len(body.jaxpr.outvars), **options)
             if strategy is None:
                 return online.while_loop(test, step, None, max_steps)
+            if _jax.writes_refs(body.jaxpr):
+                raise StateAccessError(
+                    f"{name}: a function with a derivative rule writes a Ref, and with checkpoint= JAX cannot carry "
+                    "the Ref.\n"
+                    "Fix: let the function return the value, and write the Ref in the body of the loop."
+                )
             return strategy.build_while(test, step, max_steps)
 
         values = [*carry, *(x for i in self._carried for x in i.values)]
