@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import gc
 import itertools
 import json
 import os
@@ -517,36 +518,97 @@ def test_runs_are_told():
     assert Disk("store", 4, slots=1, costs=(9, 9)).num_runs(12) == 12 + 12 + 4  # and the first segment again
 
 
-@pytest.mark.parametrize("options", [{"slots": 3}, {"slots": 3, "host": 4, "costs": (9, 9)}], ids=str)
-def test_carries_in_each_tier_are_as_many_as_told(tmp_path, monkeypatch, options):
-    x, runs, most = jnp.ones(1 << 14), [], [0, 0, 0]
-    monkeypatch.setattr(
-        module.SegmentedRun, "forward", lambda self, f=module.SegmentedRun.forward: (runs.append(self), f(self))[1]
-    )
-    others = sum(a.nbytes for a in jax.live_arrays()) - x.nbytes
+def watched_run(monkeypatch, disk, call, *args):
+    """Call a gradient; the most bytes on the device, in the host's memory and on disk, and the runs of the step."""
+    runs, most, num_runs = [], [0, 0, 0], 0
+    forward, write = module.SegmentedRun.forward, Store.write
+    monkeypatch.setattr(module.SegmentedRun, "forward", lambda self: (runs.append(self), forward(self))[1])
+    # No carry waits for the thread.
+    monkeypatch.setattr(Store, "write", lambda self, *args: (write(self, *args), self.flush())[0])
+    gc.collect()
+    of_all = lambda arrays, kind: sum(x.nbytes for x in jax.tree.leaves(list(arrays)) if isinstance(x, kind))
+    others = sum(x.nbytes for x in jax.live_arrays()) - of_all(args[:1], jax.Array)
 
-    def look():
-        in_host = sum(a.nbytes for arrays in runs[-1].memory.values() for a in arrays if isinstance(a, np.ndarray))
+    def look(*new):
+        run = runs[-1]
+        in_host = of_all(run.memory.values(), np.ndarray)
+        of_loop = of_all([new, run.outs.items, run.pulled.items if run.pulled else []], jax.Array)
         # A copy in the host's memory is one in name only where the host is the device.
-        on_device = sum(a.nbytes for a in jax.live_arrays()) - others - in_host
-        on_disk = sum(os.path.getsize(path) for path in list(tmp_path.glob("*.arrays")) if path.exists())
-        most[:] = map(max, most, (on_device, in_host, on_disk))
+        on_device = sum(x.nbytes for x in jax.live_arrays()) - others - in_host - of_loop
+        most[:2] = max(most[0], on_device), max(most[1], in_host)
 
-    def watched(fun):
-        def call(*args):
-            out = fun(*args)
-            look()
-            return out
+    def run(self, segment, *args, fun, of_loop):
+        nonlocal num_runs
+        num_runs += self.num_steps(segment)
+        out = fun(self, segment, *args)
+        look(out[of_loop])
+        return out
 
-        return call
+    def replace(*args, fun=_files.replace):
+        fun(*args)
+        most[2] = max(most[2], sum(path.stat().st_size for path in pathlib.Path(disk.path).glob("*.arrays")))
 
-    for owner, name in ((Segments, "advance"), (Segments, "pull"), (_files, "replace")):
-        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
-    disk = Disk(tmp_path, 1, **{"costs": (1, 1), **options})
-    jax.grad(lambda x: statetx.scan(lambda h, _: (jnp.sin(h), None), x, length=40, checkpoint=disk)[0].sum())(x)
-    told = np.array([*disk.num_carries(40).values()])
-    np.testing.assert_allclose(np.array(most) / x.nbytes, told, rtol=0.02, atol=1e-9)
-    assert told[2] == 2 or told[1] == 0
+    monkeypatch.setattr(Segments, "advance", functools.partialmethod(run, fun=Segments.advance, of_loop=1))
+    monkeypatch.setattr(Segments, "pull", functools.partialmethod(run, fun=Segments.pull, of_loop=2))
+    monkeypatch.setattr(_files, "replace", replace)
+    call(*args)
+    return most, num_runs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"slots": 3}, {"slots": 3, "host": 4, "costs": (9, 9)}, {"slots": 2, "limit": "6200 KiB"}],
+    ids=str,
+)
+def test_bytes_in_each_tier_are_as_told(tmp_path, monkeypatch, options):
+    def loss(h, scale, xs):
+        def step(carry, x):
+            h, n = carry
+            return (jnp.sin(h * scale) + x, n + 1), h[:32] * n[0]
+
+        carry, ys = statetx.scan(step, (h, jnp.zeros(1 << 13, jnp.int32)), xs, checkpoint=disk)
+        return jnp.sum(carry[0]) + jnp.sum(ys)
+
+    disk = Disk(tmp_path, 1, **{"costs": (1, 1), "save_every": 0, **options})
+    args = jnp.ones(1 << 14), jnp.ones(1 << 14), jnp.ones((40, 1 << 14))
+    (row,) = statetx.loop_report(loss, *args).rows
+    assert (row.length, row.carry_bytes) == (40, 3 << 15) and not [*tmp_path.iterdir()]
+    most, num_runs = watched_run(monkeypatch, disk, jax.grad(loss, (0, 1, 2)), *args)
+    assert [tier.name for tier in row.tiers] == ["device", "host", "disk"]
+    np.testing.assert_allclose(most, [tier.num_bytes for tier in row.tiers], rtol=0.02)
+    assert num_runs == round(40 * row.runs) and most[1] == row.carry_bytes * row.tiers[1].num_carries
+
+
+def test_carries_in_each_tier_are_as_many_as_told(tmp_path, monkeypatch):
+    disk, x = Disk(tmp_path, 3, slots=2, save_every=0, costs=(1, 1)), jnp.ones(1 << 14)
+    gradient = jax.grad(lambda x: statetx.scan(lambda h, _: (jnp.sin(h), None), x, length=40, checkpoint=disk)[0].sum())
+    most, num_runs = watched_run(monkeypatch, disk, gradient, x)
+    np.testing.assert_allclose(np.array(most) / x.nbytes, [*disk.num_carries(40).values()], rtol=0.02)
+    assert num_runs == disk.num_runs(40)
+    (row,) = statetx.loop_report(gradient, x).rows
+    assert [t.num_carries for t in row.tiers] == [*disk.num_carries(40).values()] and row.runs == num_runs / 40
+    assert "on disk" in str(statetx.loop_report(gradient, x))
+
+
+def test_runs_within_segments_are_those_of_their_loops(tmp_path):
+    (row, inner) = statetx.loop_report(lambda w: loss(w, H, XS, Disk(tmp_path, 6, checkpoint=3)), W).rows
+    assert (inner.length, inner.slots, inner.tiers) == (6, 3, ())
+    assert row.runs == 1 + inner.runs
+
+
+def test_a_profile_is_of_the_largest_program_with_the_stored_carries(tmp_path):
+    x = jnp.ones(1 << 12)
+
+    def loss(x, slots):
+        disk = Disk(tmp_path, 5, slots=slots)
+        return statetx.scan(lambda h, _: (jnp.sin(h), None), x, length=100, checkpoint=disk)[0].sum()
+
+    few, many = (functools.partial(loss, slots=n) for n in (2, 9))
+    profiles = [statetx.memory_profile(fun, x) for fun in (few, many, jax.grad(few))]
+    tiers = [statetx.loop_report(fun, x).rows[0].tiers[0].num_carries for fun in (few, many)]
+    assert profiles[1].peak_bytes - profiles[0].peak_bytes == (tiers[1] - tiers[0]) * x.nbytes > 0
+    assert profiles[2].peak_bytes == profiles[0].peak_bytes >= (tiers[0] + 5) * x.nbytes  # residuals of 5 steps
+    assert "driven from the host, by policies.Disk" in str(profiles[0]) and not [*tmp_path.iterdir()]
 
 
 def test_progress_is_one_line(tmp_path, capsys):

@@ -379,6 +379,21 @@ _linear_p = call_primitive("statetx_linear", _linear_impl, _given_types, jvp=_li
 _ad.primitive_transposes[_linear_p] = _linear_transpose
 
 
+# -- a call that no compiled program can make ------------------------------------------------------------------------
+
+
+def refused_call(error: Callable[[], Exception], args: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
+    """A call in a program that can be traced to be looked at: to compile, run, map or differentiate it raises."""
+    return _refused_p.bind(*args, error=error, out_avals=tuple(out_avals))
+
+
+def _refuse(*_: Any, error: Callable[[], Exception], **__: Any) -> Any:
+    raise error()
+
+
+_refused_p = call_primitive("statetx_refused", _refuse, _given_types, jvp=_refuse, batch=_refuse)
+
+
 # -- a call that partial evaluation leaves whole ---------------------------------------------------------------------
 
 # JAX drops the rule of a `jax.custom_jvp` function where partial evaluation does not know its operands: it takes the

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,10 +16,13 @@ from .._loops.build import as_strategy
 from .._loops.derivative import DifferentiableLoop, Differentiated, jvp_of, linear_in_tangents
 from .._loops.step import LoopStep
 from .._loops.strategy import Strategy, as_count, set_counts
-from .._text import parse_bytes
+from .._text import format_bytes, parse_bytes
+from .._tree import num_bytes
 from .program import Segments
 from .run import SegmentedRun
-from .schedule import DISK, MEMORY, TierSchedule
+from .schedule import Moment, Reverse, TierSchedule, runs_of
+
+_OVERHEAD = 2048  # bytes of the files of a segment, beside their arrays
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -108,33 +110,77 @@ class Disk(Strategy):
             )
         return LoopOnDisk(step, self)
 
+    def schedule(self, num: int, num_files: int | None = None, costs: Sequence[float] | None = None) -> TierSchedule:
+        """Of so many segments; for a read and a write that take as long as a segment if no costs are known."""
+        return TierSchedule(num, self.slots + self.host, num_files, *(self.costs or costs or (1.0, 1.0)))
+
     def _schedule(self, length: int) -> TierSchedule:
-        num = max(1, -(-as_count("Disk: length", length, 0) // self.segment))
-        return TierSchedule(num, self.slots + self.host, None, *(self.costs or (1.0, 1.0)))
+        return self.schedule(max(1, -(-as_count("Disk: length", length, 0) // self.segment)))
+
+    def runs_of_pull(self, num: int) -> int:
+        """Runs of the step in the pull-back of a segment of so many."""
+        return num if self.checkpoint is None else self.checkpoint.num_runs(num)
 
     def num_runs(self, length: int) -> int:
-        schedule = self._schedule(length)
-        return length + math.ceil((schedule.cost + 1) * length / schedule.length)
+        return int(runs_of(self._schedule(length).replay(self.host), length, self.segment, self.runs_of_pull))
 
     def num_carries(self, length: int) -> dict[str, int]:
-        """The most carries at a time on the device, in the host's memory and on disk.
+        """The most carries at a time on the device, in the host's memory and on disk, cotangents included.
 
-        The device has the loop's argument and the stored ones, and as many more as the carry at hand, its next value,
-        and two cotangents. The disk has those of the schedule, the last carry, and its cotangent; with files to resume
-        from (`save_every`) up to three more. For a step whose carry has a cotangent of its size, without `limit`, and
-        for a read and a write that take as long as a segment if there are no `costs`.
+        The device has the loop's argument, the stored ones, the one at hand, its next value, and cotangents; the disk
+        those of the schedule, the last carry, and the cotangents of two segments. For a step whose carry has a
+        cotangent of its size, without `limit`, and for a read and a write that take as long as a segment if there are
+        no `costs`; `statetx.loop_report` knows the step.
 
         Example:
             >>> from statetx import policies
             >>> policies.Disk("store", 1000, slots=3, host=4).num_carries(40_000)
-            {'device': 8, 'host': 4, 'disk': 2}
+            {'device': 8, 'host': 4, 'disk': 3}
         """
-        schedule, stored, counts = self._schedule(length), {}, []
-        for _ in itertools.chain(schedule.sweep(0, stored), schedule.reversal(schedule.length, stored)):
-            tiers = [tier for position, tier in stored.items() if position]
-            in_host, on_disk = min(self.host, tiers.count(MEMORY)), tiers.count(DISK)
-            counts.append((len(tiers) - in_host - on_disk + 4, in_host, on_disk + 2))
-        return dict(zip(("device", "host", "disk"), map(max, *counts), strict=True))
+        tiers = tiers_of(list(self._schedule(length).replay(self.host)), Sizes(1, 1, 1))
+        return {tier.name: tier.num_carries for tier in tiers}
+
+
+class Tier(NamedTuple):
+    """A place of carries: how many it has at a time at the most, cotangents included, and their bytes.
+
+    On disk the outputs and cotangents of a loop's length count in the bytes, too. Up to two carries that wait for the
+    thread that writes files are in the device's memory besides.
+    """
+
+    name: str
+    num_carries: int
+    num_bytes: int
+
+
+class Sizes(NamedTuple):
+    """Bytes of a carry, of its cotangents, of all that a segment passes on, of all outputs and cotangents of xs."""
+
+    carry: int
+    of_carry: int
+    cotangents: int
+    outs: int = 0
+    of_xs: int = 0
+
+
+def tiers_of(moments: Sequence[Moment], sizes: Sizes) -> tuple[Tier, ...]:
+    """The most carries in each tier."""
+    left = num = max(moment.action[-1] for moment in moments)
+    on_disk = 0
+    for moment in moments:
+        left = moment.action.position if isinstance(moment.action, Reverse) else left
+        on_disk = max(on_disk, moment.disk * sizes.carry + sizes.of_xs * (num - left) // num)
+    on_device = max(
+        m.device * sizes.carry + m.cotangents * sizes.cotangents + m.given * sizes.of_carry for m in moments
+    )
+    in_host = max(moment.host for moment in moments)
+    # Beside the carries of the schedule the last one, and cotangents of two segments; or the last ones of the sweep.
+    on_disk += sizes.carry + max(sizes.carry, 2 * sizes.cotangents) + sizes.outs
+    return (
+        Tier("device", max(m.device + m.cotangents + m.given for m in moments), on_device),
+        Tier("host", in_host, in_host * sizes.carry),
+        Tier("disk", max(moment.disk for moment in moments) + 3, on_disk),
+    )
 
 
 class LoopOnDisk(DifferentiableLoop):
@@ -152,25 +198,63 @@ class LoopOnDisk(DifferentiableLoop):
     ) -> tuple[tuple[list, list], list]:
         if not is_linearized:  # forward mode stores nothing
             return jvp_of(self._plain, primals, tangents)
-        self.refuse_traced(primals)
-        with _jax.eval_context():
-            run = SegmentedRun(self.segments, self.options, primals, tuple(tangents))
-            outs = run.forward()
-
-        def reverse(_: tuple, __: list, ___: tuple[int, ...], cts: list) -> list:
-            self.refuse_traced(cts)
+        run = None
+        if _is_traced(primals):
+            outs = self._plain(*primals)
+        else:
             with _jax.eval_context():
-                return run.reverse(cts)
+                run = SegmentedRun(self, primals, tuple(tangents))
+                outs = run.forward()
+
+        def reverse(primals: tuple, _: list, diff_indices: tuple[int, ...], cts: list) -> list:
+            if run is not None and not _is_traced(cts):
+                with _jax.eval_context():
+                    return run.reverse(cts)
+            leaves = jax.tree.leaves(primals)
+            avals = [_jax.abstract(leaves[i]).to_ct_aval() for i in diff_indices]
+            return _jax.refused_call(self.refusal, [*leaves, *(ct for ct in cts if ct is not None)], avals)
 
         note = Differentiated.here(self, tangents)
         options: dict[str, Any] = {"forward": self._plain, "reverse": reverse, "note": note}
         return outs, linear_in_tangents(primals, [], outs, tangents, **options)
 
-    def refuse_traced(self, values: Any) -> None:
-        if any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(values)):
+    def refusal(self) -> PolicyError:
+        return PolicyError(
+            f"{self.step.name}: {self.options!r} runs the loop from the host, and this gradient is traced, by jit, "
+            f"vmap, another loop or a second derivative.\n"
+            f"Fix: call statetx.value_and_grad(loss)(...) where nothing is traced, and jit what comes before and after "
+            f"(statetx.loop_report tells what it stores); or use policies.Slots, which is compiled."
+        )
+
+    # -- sizes --
+
+    def sizes(self, diff_indices: tuple[int, ...]) -> Sizes:
+        step, of = self.step, lambda avals, indices: num_bytes([avals[i] for i in indices])
+        diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
+        of_carry = of(step.avals, diff_carry)
+        cts = of(step.constant_avals, diff_constants) + of_carry
+        outs = step.length * num_bytes(step.y_avals) + 4 * self.segments.num  # and checksums
+        return Sizes(num_bytes(step.avals), of_carry, cts, outs, step.length * of(step.x_avals, diff_xs))
+
+    def num_files(self, diff_indices: tuple[int, ...]) -> int | None:
+        """How many carries of the schedule fit on the disk."""
+        if self.options.limit is None:
+            return None
+        carry, _, cts, outs, of_xs = self.sizes(diff_indices)
+        # Beside them outputs, the last carry, two to resume from, and cotangents; what is replaced is there twice.
+        fixed = outs + 5 * carry + 2 * (cts + of_xs) + _OVERHEAD * self.segments.num
+        if self.options.limit < fixed:
             raise PolicyError(
-                f"{self.step.name}: {self.options!r} runs the loop from the host, and this gradient is being traced, "
-                f"by jit, vmap, another loop or a second derivative.\n"
-                f"Fix: call statetx.value_and_grad(loss)(...) where nothing is traced, and jit what comes before and "
-                f"after; or use policies.Slots, which is compiled."
+                f"{self.step.name}: {self.options!r}: outputs, cotangents and carries to resume from take "
+                f"{format_bytes(fixed)} on disk.\nFix: raise limit=."
             )
+        return (self.options.limit - fixed) // max(carry, 1) + 1  # the first carry is an argument, not a file
+
+    def replay(self, diff_indices: tuple[int, ...]) -> list[Moment]:
+        """A gradient, if all goes well."""
+        schedule = self.options.schedule(self.segments.num, self.num_files(diff_indices))
+        return list(schedule.replay(self.options.host))
+
+
+def _is_traced(values: Any) -> bool:
+    return any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(values))

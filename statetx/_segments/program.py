@@ -13,6 +13,7 @@ from .. import _jax
 from .._lift.staged import to_key_data
 from .._loops.step import LoopStep
 from .._positions import replaced
+from .._tree import is_float
 
 
 class Segments:
@@ -67,6 +68,32 @@ class Segments:
         """The program that `pull` runs with these arguments."""
         pull = self._pull(self.num_steps(0), diff_indices, tuple(of_ys))
         return pull.lower(0, list(of_ys.values()), *args).as_text()
+
+    def programs(self, diff_indices: tuple[int, ...], nums_stored: tuple[int, int] = (0, 0)) -> list[Any]:
+        """Traces of the two programs of a whole segment; its pull-back is of all float outputs.
+
+        Args:
+            nums_stored: further arguments of each: as many carries, which it does not read.
+        """
+        step, num = self.step, self.num_steps(0)
+        of_loop = lambda avals: [jax.ShapeDtypeStruct((step.length, *aval.shape), aval.dtype) for aval in avals]
+        constants, carry, xs = step.constant_avals, step.avals, of_loop(step.x_avals)
+        diff_constants, diff_carry, _ = step.sorted_indices(diff_indices)
+        cts = [constants[i] for i in diff_constants], [carry[i] for i in diff_carry]
+        of_ys = {i: x for i, x in enumerate(of_loop(step.y_avals)) if is_float(x)}
+
+        def advance(stored: Any, start: Any, constants: Any, carry: Any, xs: Any) -> tuple:
+            return self._advance(num)(start, constants, carry, xs)
+
+        def pull(stored: Any, start: Any, constants: Any, carry: Any, xs: Any, of_ys: Any, cotangents: Any) -> tuple:
+            return self._pull(num, diff_indices, tuple(of_ys))(
+                start, [*of_ys.values()], constants, carry, xs, cotangents
+            )
+
+        def trace(fun: Callable, num_stored: int, *args: Any) -> Any:
+            return jax.jit(fun, keep_unused=True).trace([carry] * num_stored, 0, constants, carry, xs, *args)
+
+        return [trace(advance, nums_stored[0]), trace(pull, nums_stored[1], of_ys, cts)]
 
     def _make_pull(self, num: int, diff_indices: tuple[int, ...], with_ct: tuple[int, ...]) -> Callable:
         diff_constants, diff_carry, diff_xs = self.step.sorted_indices(diff_indices)

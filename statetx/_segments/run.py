@@ -16,17 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import CheckpointError, EffectError, PolicyError
+from .._errors import CheckpointError, EffectError
 from .._lift.staged import as_types, to_key_data, to_keys
 from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, type_str
-from .._tree import is_float, num_bytes
-from .program import Segments
-from .schedule import AT_HAND, DISK, MEMORY, Action, Advance, Drop, Keep, Load, Reverse, TierSchedule
+from .._tree import is_float
+from .schedule import AT_HAND, DISK, MEMORY, Action, Advance, Drop, Keep, Load, Reverse
 from .store import Store, digest
 
-_OVERHEAD = 2048  # bytes of the files of a segment, beside their arrays
 _PULL = 3  # runs of a segment that a pull-back takes, for the time that is left
 
 
@@ -77,8 +75,7 @@ class SegmentedRun:
     bits.
 
     Args:
-        segments: the loop.
-        options: the strategy, a `Disk`.
+        loop: a `LoopOnDisk`.
         primals: constants, carry, xs.
         diff_indices: the differentiated ones, by leaf.
 
@@ -90,8 +87,9 @@ class SegmentedRun:
             and of the carry.
     """
 
-    def __init__(self, segments: Segments, options: Any, primals: tuple, diff_indices: tuple[int, ...]):
-        self.segments, self.options, self.step, self.num = segments, options, segments.step, segments.num
+    def __init__(self, loop: Any, primals: tuple, diff_indices: tuple[int, ...]):
+        self.loop, self.options, self.segments = loop, loop.options, loop.segments
+        self.step, self.num = loop.step, loop.segments.num
         self.constants, self.init, self.xs = primals
         self.args, self.diff_indices = [*self.constants, *self.init, *self.xs], diff_indices
         self.stored: dict[int, str] = {}
@@ -104,16 +102,16 @@ class SegmentedRun:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Store]:
         """Lock the store, and make it this call's."""
-        num_files, costs = self.num_files, self.options.costs
+        num_files, costs = self.loop.num_files(self.diff_indices), self.options.costs
         store = Store(self.options.path, self.options.limit)
         try:
             self.claim(store, "program", self.facts, "probe", "costs", "carry", "out", "ct", "xs", "loss")
             store.owner = digest(json.dumps(self.facts).encode())
-            if not costs and not (found := store.read("costs")):
-                store.write("costs", [], self.measured(store))
-                found = store.read("costs")
-            num_slots = self.options.slots + self.options.host
-            self.schedule = TierSchedule(self.num, num_slots, num_files, *(costs or found[1]))  # type: ignore[index]
+            if not costs and (found := store.read("costs")):
+                costs = found[1]
+            elif not costs:
+                store.write("costs", [], costs := self.measured(store))
+            self.schedule = self.options.schedule(self.num, num_files, costs)
             yield store
             store.flush()
         finally:
@@ -154,21 +152,6 @@ class SegmentedRun:
             "what is differentiated": list(self.diff_indices),
             **{name: digest(*map(np.asarray, to_key_data([x]))) for name, x in named.items()},
         }
-
-    @functools.cached_property
-    def num_files(self) -> int | None:
-        """How many carries of the schedule fit on the disk."""
-        if self.options.limit is None:
-            return None
-        carry, diff = num_bytes(self.step.avals), num_bytes([self.args[i] for i in self.diff_indices])
-        # Beside them outputs, the last carry, two to resume from, and cotangents; what is replaced is there twice.
-        fixed = self.step.length * num_bytes(self.step.y_avals) + 5 * carry + 2 * diff + _OVERHEAD * self.num
-        if self.options.limit < fixed:
-            raise PolicyError(
-                f"{self.step.name}: {self.options!r}: outputs, cotangents and carries to resume from take "
-                f"{format_bytes(fixed)} on disk.\nFix: raise limit=."
-            )
-        return (self.options.limit - fixed) // max(carry, 1) + 1  # the first carry is an argument, not a file
 
     def measured(self, store: Store) -> list[float]:
         """The times to write and to read a carry, in runs of a segment."""

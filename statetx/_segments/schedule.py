@@ -17,7 +17,8 @@ thread writes beside the computation a write costs less: the schedule errs on th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,30 @@ class Drop(NamedTuple):
 
 
 Action = Load | Advance | Keep | Reverse | Drop
+
+
+class Moment(NamedTuple):
+    """An action that runs a program, with the numbers of carries in each tier.
+
+    Attributes:
+        device: the loop's argument, the stored ones, the one at hand, and the next one.
+        cotangents: those that segments pass on; `given` are of the loop's results, which the caller holds.
+    """
+
+    action: Action
+    device: int
+    host: int
+    disk: int
+    cotangents: int
+    given: int
+
+
+def runs_of(moments: Iterable[Moment], length: int, segment: int, of_pull: Callable[[int], float]) -> float:
+    """Runs of the step of a loop of `length` steps; `of_pull` says how many a pull-back takes."""
+    num = lambda n: min(segment, length - n * segment)
+    actions = [moment.action for moment in moments]
+    moved = sum(num(n) for a in actions if isinstance(a, Advance) for n in range(a.start, a.end))
+    return moved + sum(of_pull(num(a.position)) for a in actions if isinstance(a, Reverse))
 
 
 def fewest_runs(length: int, slots: int) -> int:
@@ -134,6 +159,23 @@ class TierSchedule:
     def _row(self, stored: dict[int, str]) -> int:
         """The row for the files that are free."""
         return 0 if self.files is None else max(0, self.files - list(stored.values()).count(DISK))
+
+    def replay(self, host: int) -> Iterator[Moment]:
+        """A whole gradient, whose first `host` carries in memory are in the host's."""
+        stored: dict[int, str] = {}
+        is_reversed = 0
+        for action in itertools.chain(self.sweep(0, stored), self.reversal(self.length, stored)):
+            of = lambda *tiers: [p for p, tier in stored.items() if p and tier in tiers]
+            on_device = {0, *of(MEMORY)[host:], *of(AT_HAND)}
+            elsewhere = min(host, len(of(MEMORY))), len(of(DISK))
+            match action:
+                case Advance(start, end):
+                    num_new = 1 + (end - start > 1 or start not in on_device)
+                    yield Moment(action, len(on_device) + num_new, *elsewhere, is_reversed, is_reversed)
+                case Reverse(position):
+                    num_new = position not in on_device
+                    yield Moment(action, len(on_device) + num_new, *elsewhere, 2, is_reversed)
+                    is_reversed = 1
 
     # -- actions; `stored` maps positions to tiers, and has 0, the arguments of the loop, at all times --
 

@@ -27,12 +27,15 @@ from .._equations.compiled import (
     temp_bytes_of,
 )
 from .._equations.release import Stack, releasable, stacks_in, told
-from .._errors import FunctionError, printable
+from .._errors import FunctionError, PolicyError, printable
 from .._jax import CompiledProgram
 from .._lift.options import check_flags
 from .._lift.wrapper import check_callable, short_name
+from .._loops.derivative import Differentiated
 from .._objects.paths import argument_names
 from .._objects.walk import created_undone
+from .._segments.disk import LoopOnDisk
+from .._segments.schedule import Advance, Reverse
 from .._spinner import spinner
 from .._tables import Line, Printed, Table, Tabular
 from .._targets import current
@@ -41,6 +44,7 @@ from .._text import brief
 from .._tree import is_float
 from .._typing import public
 from ..residuals._trace import TracedCall, inspects
+from ..residuals.loop_report import notes_of
 from ..residuals.measure import ArrayProgram
 from ..transforms.jit.api import Compiled, Lowered, Traced
 from . import _show
@@ -145,6 +149,9 @@ def memory_profile(
     already has none there, nor has one of a backend that writes none: the result has XLA's totals then, no buffers, and
     a ``note`` that says so.
 
+    A function with a loop of `policies.Disk` is several programs: shown is the largest one of its loops, with the
+    stored carries, and a ``note`` says so.
+
     Args:
         fun: a function that may read and write states, a jitted function, or a program that is traced, lowered or
             compiled already (of ``jax.jit`` or `statetx.jit`; then without further arguments).
@@ -201,6 +208,7 @@ def _profiled(traced: _TracedProgram, compiler_options: dict[str, Any]) -> Memor
     if reordered is not None:
         saved = profile.peak_bytes - Program.of_traced(reordered, compiler_options).cost.peak_bytes
         profile = dataclasses.replace(profile, reordered=_reordering(traced.jax_traced, saved))
+    profile = dataclasses.replace(profile, note=traced.note)
     stacks = [] if traced.jaxpr is None else releasable(traced.jaxpr)
     return dataclasses.replace(profile, releasable=_releasing(stacks)) if stacks else profile
 
@@ -266,7 +274,7 @@ def _totals(traced: _TracedProgram, memory: Any) -> MemoryProfile:
         backend=current.platform(),
         gradient=traced.gradient,
         gradients=traced.gradients,
-        note=note,
+        note=" ".join(filter(None, (traced.note, note))),
     )
 
 
@@ -312,6 +320,7 @@ class _TracedProgram(NamedTuple):
         jax_traced: JAX's trace that was lowered; None if it is not known.
         gradients: what it does with gradients of scanned layers, in sentences.
         jaxpr: its equations, if it is a step; None if they are not known.
+        note: of the profile.
     """
 
     name: str
@@ -321,6 +330,7 @@ class _TracedProgram(NamedTuple):
     jax_traced: Any = None
     gradients: tuple[str, ...] = ()
     jaxpr: Any = None
+    note: str = ""
 
 
 def _trace(
@@ -383,10 +393,34 @@ def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str
 def _of_call(call: TracedCall, gradient: bool) -> _TracedProgram:
     program = ArrayProgram(call, gradient)
     run = _jax.name_function(lambda *arrays: program.run(*arrays), "jit", call.name, program.names)
-    traced = Program(run, program.arrays, donated=program.donated)
+    try:
+        traced = Program(run, program.arrays, donated=program.donated)
+    except PolicyError:
+        loops = [x for x in notes_of(call, may_be_step=not gradient) if isinstance(x.loop, LoopOnDisk)]
+        if not loops:
+            raise
+        return _of_segments(call.name, loops)
     inputs = Inputs(frozenset(program.states), _output_names(call, program) if gradient else ())
     jaxpr = None if gradient else traced.jaxpr
     return _TracedProgram(short_name(call.name), traced.lowered, inputs, gradient, jaxpr=jaxpr)
+
+
+def _of_segments(name: str, loops: Sequence[Differentiated]) -> _TracedProgram:
+    """The largest program of loops that are driven from the host, with the carries that are stored around it."""
+    traces = []
+    for note in loops:
+        moments = note.loop.replay(note.diff_indices)
+        of = lambda kind, moments=moments: [m.device for m in moments if isinstance(m.action, kind)]
+        # Without the carries that the program reads and writes.
+        nums = max(of(Advance)) - 2, max(of(Reverse)) - 1
+        traces += note.loop.segments.programs(note.diff_indices, nums)
+    options = memory_analysis_options()
+    largest = max(traces, key=lambda traced: Program.of_traced(traced, options).cost.peak_bytes)
+    text = (
+        f"{short_name(name)} is driven from the host, by policies.Disk. This is the largest program of its loops, with "
+        f"the stored carries (statetx.loop_report tells how many). What runs before and after the loops is not in it."
+    )
+    return _TracedProgram(short_name(name), lower(largest), Inputs(), note=text)
 
 
 def _output_names(call: TracedCall, program: ArrayProgram) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from .._loops.step import LoopStep
 from .._loops.tune import LoopOfLevels
 from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
+from .._segments.disk import LoopOnDisk, Tier, tiers_of
+from .._segments.schedule import runs_of
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
 from .._typing import Policy
@@ -49,6 +51,9 @@ class LoopRow:
         runs: how often a gradient runs each step, in the mean. Of steps whose residuals are kept this includes the
             parts that the policy recomputes.
         carry_runs: the same if slots held carries only.
+        tiers: of a loop with `Disk` the most carries at a time, cotangents included, and their bytes: a row each for
+            "device", "host" and "disk", with ``num_carries`` and ``num_bytes``. Files of outputs and cotangents of the
+            loop's length count, too.
         is_fixed: whether the loop always takes `length` steps. A `while_loop` takes as many as its condition says, and
             has a row for each of several numbers.
     """
@@ -64,6 +69,7 @@ class LoopRow:
     carry_runs: float
     is_mixed: bool = False
     is_fixed: bool = True
+    tiers: tuple[Tier, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -93,6 +99,8 @@ class LoopReport(Tabular):
             Column("runs a step", "right"),
             Column("with carries only", "right", rank=1),
         ]
+        is_tiered = any(r.tiers for r in self.rows)
+        columns += [Column(text, "right") for text in ("on the device", "in host memory", "on disk")] * is_tiered
         of = lambda r: (r.loop, r.length)
         least = {of(r): min(x.runs for x in self.rows if of(x) == of(r)) for r in self.rows}
         rows = [
@@ -105,6 +113,8 @@ class LoopReport(Tabular):
                 Cell(format_bytes(r.residual_bytes)),
                 Cell(f"{r.runs:.2f}", "green" if r.is_fixed and r.runs == least[of(r)] else ""),
                 Cell(f"{r.carry_runs:.2f}"),
+                *(Cell(f"{t.num_carries}, {format_bytes(t.num_bytes)}") for t in r.tiers),
+                *[Cell("")] * (3 * is_tiered - len(r.tiers)),
             ]
             for r in self.rows
         ]
@@ -131,6 +141,9 @@ def loop_report(
     loop that runs several times is listed once. Not listed are loops with `Levels` or `Lengths` of your own; if
     ``"auto"`` or a size has chosen them, on GPUs, they have a row. The counts hold for a first derivative in reverse
     mode; a program that differentiates it again runs steps more often.
+
+    A loop with `Disk` has the carries in memory and on disk, with their bytes, as its schedule has them: by the times
+    in ``costs=``, or for a read and a write that take as long as a segment. A loop in its segments has a row, too.
 
     The number of steps of a `while_loop` is known only when it runs. So it has rows for some numbers of steps, up to
     ``max_steps=``. Its slots hold carries only, whatever a policy keeps, so that no other policies are listed.
@@ -174,12 +187,12 @@ def loop_report(
     # Without a choice numbers stay numbers: they may be shapes.
     call = TracedCall("loop_report", fun, args, kwargs, argnums=argnums, traces_numbers=argnums is not None)
     loops: dict[Any, Differentiated] = {}
-    for note in _notes(call, may_be_step=argnums is None):
+    for note in notes_of(call, may_be_step=argnums is None):
         loops.setdefault((note.loop, note.diff_indices, note.context.num_examples), note)
     return LoopReport(call.name, tuple(row for note in loops.values() for row in _rows(note, compared)))
 
 
-def _notes(call: TracedCall, *, may_be_step: bool) -> list[Differentiated]:
+def notes_of(call: TracedCall, *, may_be_step: bool) -> list[Differentiated]:
     """The notes in the program of a step, or in the gradient of a loss."""
     notes = _notes_in(call.body.jaxpr)
     if may_be_step and notes:
@@ -208,11 +221,28 @@ def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
         if isinstance(note.loop, online.OnlineLoop):
             yield from _rows_of_while(note, step)
             return
+        if isinstance(note.loop, LoopOnDisk):
+            yield from _rows_on_disk(note, step)
+            return
         yield _row(note, step, is_own=True)
         other_policies = [policy for policy in policies if policy != step.policy]
         with override(suppress_warnings=True):  # the user has chosen none of them
             rows = [_row(note, step.with_length(step.length, policy), is_own=False) for policy in other_policies]
         yield from rows
+
+
+def _rows_on_disk(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
+    loop: LoopOnDisk = note.loop
+    pull = loop.segments.programs(note.diff_indices)[1]
+    inner = [row for note in _notes_in(pull.jaxpr.jaxpr) for row in _rows(note, ())]
+    runs_of_pull = (lambda num: num * inner[0].runs) if inner else loop.options.runs_of_pull
+    moments = loop.replay(note.diff_indices)
+    runs = runs_of(moments, step.length, loop.segments.length, runs_of_pull)
+    tiers = tiers_of(moments, loop.sizes(note.diff_indices))
+    counts: dict[str, Any] = dict.fromkeys(("runs", "carry_runs"), runs / max(1, step.length))
+    slots = loop.options.slots + loop.options.host
+    yield LoopRow(**_facts(note, step), **counts, is_own=True, length=step.length, slots=slots, tiers=tiers)
+    yield from inner
 
 
 def _row(note: Differentiated, step: LoopStep, *, is_own: bool) -> LoopRow:
