@@ -95,7 +95,7 @@ def judge(name: str, *, quick: bool) -> dict[str, Any]:
         "budgets": budgets,
         "stock": {p: {"bytes": c.temp_bytes, "extra": c.flops / base.flops - 1} for p, c in stock.items()},
         "points": points,
-        "compiled": len(planner.best(10**15).measured()),
+        "compiled": len(planner.best(10**15).measured),
         "seconds": seconds,
         "seconds of the first plan": first,
         "difference": difference(
@@ -180,7 +180,7 @@ def time_to_plan(program: Program) -> dict[str, Any]:
         "seconds": seconds,
         "seconds again": seconds_again,
         "seconds to compile unplanned": time.perf_counter() - start,
-        "compiled": len(plan.measured()),
+        "compiled": len(plan.measured),
         "of budget": plan.temp_bytes / plan.budget_bytes,
         "extra": plan.extra_flops,
     }

@@ -53,7 +53,6 @@ from statetx.planner._treatments import PLAIN, TREATMENTS
 from statetx.planner._treatments.groups import Groups, InGroups
 from statetx.planner._treatments.inputs import Copies
 from statetx.planner._treatments.loops import CheckpointedLoop
-from statetx.planner._treatments.treatment import Decision
 
 DEVICES = ("h100", "tpu v5e", "cpu")
 BLOCKS = "remat on the blocks"
@@ -101,10 +100,9 @@ def _drop(options: dict[str, Any], treatment: type) -> None:
 
 def used(plan: statetx.Plan) -> list[str]:
     """The treatments that a plan consists of."""
-    fields = plan._fields
-    found = {"inner gradients"} if fields["inner"] not in (None, PLAIN) else set()
-    for program in fields["programs"]:
-        for decision in (Decision.from_json(program["decisions"][i]) for i in program["parts"]):
+    found = {"inner gradients"} if plan.variant not in (None, PLAIN) else set()
+    for gradient in plan.gradients:
+        for decision in gradient.decisions:
             loop = decision.get(CheckpointedLoop)
             is_stored = any(isinstance(way, InFormat) for _, way in decision.saved or ())
             is_stored |= loop is not None and bool(loop.carries)
@@ -173,8 +171,8 @@ def planned(
     own = cost_of(model, plan.apply(model.loss))
     row |= {"bytes": own["bytes"], "seconds": own["seconds"], "extra": own["flops"] / base_flops - 1}
     row |= {"planned bytes": plan.temp_bytes, "planned extra": plan.extra_flops, "stock": plan.stock}
-    row |= {"candidates": len(plan.measured()), "complete": plan.complete, "uses": used(plan)}
-    within = [seconds for name, num_bytes, seconds in plan.timed() if name != "plan" and num_bytes <= budget]
+    row |= {"candidates": len(plan.measured), "complete": plan.complete, "uses": used(plan)}
+    within = [seconds for name, num_bytes, seconds in plan.timed if name != "plan" and num_bytes <= budget]
     row |= {"fastest policy": min(within, default=None)}
     if current.platform() == "tpu":  # it does not hold there
         return row

@@ -131,11 +131,11 @@ def plans_of(model: Model, loss: Callable, base_flops: int, budgets: set[int], e
             row |= {"bytes": own.temp_bytes, "extra": own.flops / base_flops - 1}
             row |= {"planned bytes": plan.temp_bytes, "planned extra": plan.extra_flops, "stock": plan.stock}
             row |= {
-                "compiled": len(plan.measured()) - compiled,
+                "compiled": len(plan.measured) - compiled,
                 "complete": plan.complete,
                 "bound": bound_of(lower, plan),
             }
-            compiled = len(plan.measured())
+            compiled = len(plan.measured)
             if budget == explained:
                 row |= what_binds(model, plan.apply(loss), budget, lower)
                 row |= what_else_binds(model, loss, lower, budget - row["working"], inner_cost(planner, plan))
@@ -229,7 +229,7 @@ def judge_step(model: Model, marked: Model, *, brief: bool = False) -> dict[str,
             planned = plan.apply(model.step)
             own_flops = statetx.measure(planned, *model.step_args, gradient=False).flops
             row |= {"bytes": total_of(model, planned), "extra": own_flops / base_flops - 1}
-            row |= {"planned extra": plan.extra_flops, "compiled": len(plan.measured()), "complete": plan.complete}
+            row |= {"planned extra": plan.extra_flops, "compiled": len(plan.measured), "complete": plan.complete}
         except Exception as e:
             row |= error_of(e)
         rows.append({"seconds": time.perf_counter() - start, **row})

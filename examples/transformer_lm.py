@@ -178,7 +178,7 @@ def example(options, progress, results):
         raise BadInput(f"--width {options.width} is not a multiple of 32, the width of a head")
     windows, vocabulary = sample_windows(options)
     plan = make_plan(LanguageModel(vocabulary, options), windows[0], options, progress)
-    results |= {"budget_bytes": plan.budget_bytes, "planned_bytes": plan.temp_bytes, "curve": plan.curve()}
+    results |= {"budget_bytes": plan.budget_bytes, "planned_bytes": plan.temp_bytes, "curve": plan.curve}
     ways = {"no remat": {}, "each layer": {"wrap": lambda layers: statetx.remat_scan(layers, len(layers))}, "plan": {}}
     steps, memory = {}, {}
     for name, how in ways.items():
@@ -216,7 +216,7 @@ def draw(runs, plan, options):
     bytes_ = {name: r["temporary_bytes"] for name, r in runs.items()}
     bar_chart(memory, bytes_, COLORS, show_bytes, title="temporary memory and time of a training step", yticks=[])
     memory.set_xticks(range(len(runs)), [f"{name}\n{show_seconds(r['step_seconds'])}" for name, r in runs.items()])
-    points = ((b / MIB, 100 * x) for b, x in plan.curve())
+    points = ((b / MIB, 100 * x) for b, x in plan.curve)
     curve.plot(*zip(*points, strict=True), ".-", color=GREEN, label="possible plans")
     curve.plot(plan.temp_bytes / MIB, 100 * plan.extra_flops, "o", color=GREEN, label="this plan")
     curve.axvline(plan.budget_bytes / MIB, color="black", linestyle=":", label="budget")

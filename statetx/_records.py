@@ -6,11 +6,13 @@ and raises `ValueError` with both.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from ._text import brief
 
@@ -205,6 +207,35 @@ def decoded_by(decode: Callable[[Any], Any]) -> Check:
             raise ValueError(f"{path}: {e.args[0]}") from e
 
     return check
+
+
+# -- dataclasses -----------------------------------------------------------------------------------------------------
+
+
+def encoded(x: Any) -> Any:
+    """A value as JSON: dataclasses as objects, tuples as lists, others by their `to_json`."""
+    if hasattr(x, "to_json"):
+        return x.to_json()
+    if dataclasses.is_dataclass(x):
+        return {f.name: encoded(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    return [encoded(item) for item in x] if isinstance(x, (list, tuple)) else x
+
+
+def decoded(hint: Any, x: Any) -> Any:
+    """The inverse of `encoded` for a checked value that is annotated with `hint`."""
+    if hasattr(hint, "from_json"):
+        return hint.from_json(x)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return hint(**decoded_fields(hint, x))
+    return tuple(decoded(get_args(hint)[0], item) for item in x) if isinstance(x, (list, tuple)) else x
+
+
+def decoded_fields(cls: type, x: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoded fields of a dataclass, of those that an object in JSON has."""
+    return {name: decoded(hint, x[name]) for name, hint in _hints(cls).items() if name in x}
+
+
+_hints = functools.cache(get_type_hints)
 
 
 def metadata(cls: type) -> dict[str, Any]:

@@ -103,8 +103,7 @@ def test_each_gradient_of_a_step_begins_when_its_inputs_are_computed(tmp_path):
     assert plan.extra_flops > 0
     plan.save(tmp_path / "plan.json")
     for applied in (plan, statetx.Plan.load(tmp_path / "plan.json")):
-        programs = applied._fields["programs"]
-        assert len(programs) == 2 and all(isinstance(p["last_input"], int) for p in programs)
+        assert len(applied.gradients) == 2 and all(isinstance(g.last_input, int) for g in applied.gradients)
         step = applied.apply(adversarial)
         # The second reads what the first has updated, and so need not wait for its gradient.
         assert not applied.is_sequential
@@ -216,7 +215,7 @@ def test_gradients_of_one_function_run_one_after_the_other():
     args = PARAMS[0], BATCH
     plain = temp_bytes(accumulated, *args)
     plan = statetx.plan(accumulated, *args, budget=0.5, of="temporaries")
-    assert plan.is_sequential and plan.extra_flops == 0 and len(plan._fields["programs"]) == 1
+    assert plan.is_sequential and plan.extra_flops == 0 and len(plan.gradients) == 1
     step = plan.apply(accumulated)
     assert num_holds(step, *args) == 4 + 3
     assert temp_bytes(step, *args) == plan.temp_bytes < 0.5 * plain

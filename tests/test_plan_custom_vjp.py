@@ -96,7 +96,7 @@ def test_a_plan_keeps_what_the_rule_computes(tmp_path):
     dots = statetx.measure(statetx.value_and_grad(marked("dots")), WS, X, gradient=False).temp_bytes
     plan = statetx.plan(loss, WS, X, argnums=0, budget=int(0.8 * dots), of="temporaries")
     assert plan.flops - plain < (full - plain) / 4
-    kept = [a for program in plan._fields["programs"] for d in program["decisions"] for *a, _ in d["saved"] or ()]
+    kept = [a for gradient in plan.gradients for d in gradient.decisions for a, _ in d.saved or ()]
     assert any(len(a) == 4 and a[1] == RULE for a in kept)
     assert_same_gradients(jax.jit(jax.grad(plan.apply(loss))), jax.jit(jax.grad(loss)), WS, X)
 

@@ -25,6 +25,7 @@ from statetx._equations import compiled
 from statetx.memory import baseline
 from statetx.planner import Planner, _budget, _store
 from statetx.planner._record import STORED_PLAN
+from statetx.planner._treatments.loops import CheckpointedLoop
 
 KEY = "0" * 64
 X = jnp.ones((128, 32))
@@ -291,9 +292,10 @@ def masked(ws, x):
 def damaged_plan():
     planner = Planner(masked, WS, X, argnums=0, of="temporaries")
     plan = planner.plan(0.6)
-    decisions = [d for program in plan._fields["programs"] for d in program["decisions"]]
-    assert any("loop" in d for d in decisions) and any(d["saved"] for d in decisions)
-    fields = json.loads(json.dumps(plan._fields))
+    decisions = [decision for gradient in plan.gradients for decision in gradient.decisions]
+    assert any(d.get(CheckpointedLoop) for d in decisions) and any(d.saved for d in decisions)
+    fields = json.loads(json.dumps(plan.to_dict()))
+    del fields["shown"]
     return planner, _budget.ByteBudget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
 
 
@@ -340,7 +342,7 @@ NOT_THERE = {
 def test_entry_that_decides_about_what_is_not_there_is_a_miss(damaged_plan, change):
     planner, budget, fields, _ = damaged_plan
     changed = json.loads(json.dumps(fields))
-    (program,) = changed["programs"]
+    (program,) = changed["gradients"]
     decisions = program["decisions"]
     region = next(d for d in decisions if d["saved"] and "loop" not in d)
     change(program, region, next(d for d in decisions if "loop" in d))
@@ -352,7 +354,7 @@ def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
     """A valid decision for values that are not 0 or 1 would change the gradient."""
     planner, budget, fields, _ = damaged_plan
     changed = json.loads(json.dumps(fields))
-    decision = next(d for d in changed["programs"][0]["decisions"] if d["saved"])
+    decision = next(d for d in changed["gradients"][0]["decisions"] if d["saved"])
     taken, saved = {"float8_e5m2": [], "bits": []}, decision["saved"]
     for format, found in taken.items():
         for i, (*address, _) in enumerate(saved):
@@ -368,7 +370,7 @@ def test_entry_of_another_program_is_not_used(folder, compilations):
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     (entry,) = entries(folder)
     fields = _store.load(entry.name.partition(".")[0], STORED_PLAN)
-    fields["programs"][0]["equations"][0] = "sin v0"
+    fields["gradients"][0]["equations"][0] = "sin v0"
     _store.save(entry.name.partition(".")[0], fields)
     compilations.clear()
     assert statetx.plan(loss, WS, X, budget=0.8, argnums=0).temp_bytes == first.temp_bytes and compilations

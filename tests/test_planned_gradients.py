@@ -229,10 +229,9 @@ def test_two_networks_share_the_budget_of_the_step():
     assert_near(jax.jit(plan.apply(adversarial))(*args), jax.jit(adversarial)(*args))
 
     # Both gradients are rematerialized: neither alone takes the step that far.
-    programs = plan._fields["programs"]
-    assert len(programs) == 2
-    assert all(any(decision["saved"] is not None for decision in program["decisions"]) for program in programs)
-    assert 0 < plan.extra_flops < 0.5 and plan.measured() and plan.curve()[0][0] <= plan.temp_bytes
+    assert len(plan.gradients) == 2
+    assert all(any(decision.saved is not None for decision in gradient.decisions) for gradient in plan.gradients)
+    assert 0 < plan.extra_flops < 0.5 and plan.measured and plan.curve[0][0] <= plan.temp_bytes
 
 
 def test_flax_gradient_of_a_module():

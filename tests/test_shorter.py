@@ -56,9 +56,9 @@ def test_memory_is_extrapolated_to_the_byte(long, fun, gradient):
     plan = statetx.plan(fun, WS, X, budget=0.6, of="temporaries", argnums=0 if fun is loss else None)
     assert plan.unplanned_bytes == temp_bytes(gradient, WS, X) and plan.unplanned_is_compiled
     assert plan.unplanned_flops == statetx.measure(gradient, WS, X, gradient=False).flops
-    assert "no remat" not in [name for name, _, _ in plan.measured()]
+    assert "no remat" not in [name for name, _, _ in plan.measured]
     assert plan.temp_bytes <= plan.budget_bytes == int(0.6 * plan.unplanned_bytes)
-    assert len(plan.measured()) <= 12, "candidates predicted to take too much are not compiled"
+    assert len(plan.measured) <= 12, "candidates predicted to take too much are not compiled"
 
 
 @pytest.mark.thorough
@@ -96,5 +96,5 @@ def skipping(ws, x):
 
 def test_no_time_gives_a_program_that_compiles_fast(long):
     plan = statetx.plan(loss, WS, X, budget=0.9, of="temporaries", argnums=0, time_limit=0.0)
-    assert [name for name, _, _ in plan.measured()] == ["nothing"] and not plan.complete
+    assert [name for name, _, _ in plan.measured] == ["nothing"] and not plan.complete
     assert plan.temp_bytes <= plan.budget_bytes

@@ -292,7 +292,7 @@ def test_printed_parts_and_layers():
     text = str(plan)
     assert "Arguments 44.0 KiB" in text and "Compared with: no remat" in text
     assert re.search(r"keep tanh.* \(\d+\.\d KiB\)", " ".join(plan.groups))
-    for name, temp_bytes, extra, is_predicted in plan.stock_policies():
+    for name, temp_bytes, extra, is_predicted in plan.stock_policies:
         mark = "~" if is_predicted else ""
         size = format_bytes(temp_bytes + plan.fixed_bytes)
         is_shown = f" {name} {mark}{size} {mark}{100 * extra:+.1f}%" in text
@@ -312,7 +312,7 @@ def test_stock_policies_are_counted_without_compiling_them():
 
     plan = statetx.plan(gradient, WS, X, "nothing", budget="1GiB")
     unplanned = num_operations(jax.make_jaxpr(jax.grad(loss))(WS, X).jaxpr)
-    for name, temp_bytes, extra, is_predicted in plan.stock_policies():
+    for name, temp_bytes, extra, is_predicted in plan.stock_policies:
         operations = num_operations(
             _jax.without_dead_code(jax.make_jaxpr(gradient, static_argnums=2)(WS, X, name).jaxpr)
         )
@@ -524,7 +524,7 @@ def test_fastest_measured_candidate_is_chosen(monkeypatch):
     times = iter([1e-3 * n for n in range(10_000, 0, -1)])
     monkeypatch.setattr(_whole.statistics, "median", lambda _: next(times))
     plan = Planner(jax.jit(step, donate_argnums=(0, 1)), *ARGS, objective="time").plan(0.85)
-    timed = plan.timed()
+    timed = plan.timed
     assert len(timed) >= 2 and plan.seconds == min(s for _, _, s in timed) == timed[-1][2]
     assert plan.total_bytes <= plan.budget_bytes and "the fastest of" in str(plan)
 
@@ -539,8 +539,8 @@ def test_stock_policies_within_the_budget_are_measured():
 
     dots = statetx.measure(functools.partial(gradient, policy="dots"), WS, X, gradient=False).temp_bytes
     plan = statetx.plan(gradient, WS, X, of="temporaries", budget=dots, objective="time")
-    assert {"dots", "nothing"} <= {name for name, _, _ in plan.timed()}
-    assert plan.seconds == min(seconds for _, _, seconds in plan.timed())
+    assert {"dots", "nothing"} <= {name for name, _, _ in plan.timed}
+    assert plan.seconds == min(seconds for _, _, seconds in plan.timed)
 
 
 @pytest.mark.slow

@@ -406,7 +406,7 @@ def test_plan_compares_estimates():
     with statetx.target("h100"):
         plan = statetx.plan(wide, WIDE, ROWS, budget=0.85, time_limit=10)
         users = statetx.measure(plan.apply(wide), WIDE, ROWS)
-    times = [seconds for _, num_bytes, seconds in plan.timed() if num_bytes + plan.fixed_bytes <= plan.budget_bytes]
+    times = [seconds for _, num_bytes, seconds in plan.timed if num_bytes + plan.fixed_bytes <= plan.budget_bytes]
     # Operations decide between times that are nearly equal.
     assert min(times) <= plan.seconds <= 1.003 * min(times)
     assert plan.seconds == pytest.approx(users.seconds, rel=0.02)

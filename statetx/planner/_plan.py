@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from ..transforms.remat import Remat
 from . import _show
 from ._budget import STEP
 from ._program.flat import digest_of, fingerprint, flatten, of_device
-from ._record import PLAN, VERSION, PlanResult, parts_of
+from ._record import PLAN, VERSION, GradientPlan, PlanData
 from ._treatments import OF_STEPS, as_planned, rewrite
 
 _MAX_BYTES = 2**28  # of a file
@@ -33,7 +31,7 @@ R = TypeVar("R")
 
 
 @public
-class Plan(PlanResult, Tabular, Rewriter):
+class Plan(PlanData, Tabular, Rewriter):
     """The values of a program to save, offload or recompute. Made by `plan`; a policy for `remat`.
 
     Prints as a table: as text, in colors with ``rich.print``, as HTML in a notebook. Applies to any function with the
@@ -55,6 +53,13 @@ class Plan(PlanResult, Tabular, Rewriter):
         seconds: XLA's estimate of the time of a run, for a GPU or a target where it has one; with
             ``objective="time"`` the median time of a run; else None.
         objective: as in `plan`.
+        curve: the model's trade-off: points (predicted bytes, added operations relative to the baseline), each the best
+            choice of the model for its bytes. Fewer bytes never cost less.
+        measured: the compiled programs: name ("plan", "no remat" or a stock policy), temporary bytes, and added
+            operations as in `curve`.
+        stock_policies: name, temporary bytes and added operations of each, measured where the search compiled it, else
+            by the model; and whether they are predicted.
+        timed: the programs whose times are known: name, temporary bytes, and `seconds`.
         rows: a `PlanRow` for every value of the program; saved values first, the largest first.
         groups: a line for each set of regions of equal structure, such as layers: which of them keep what.
         loops: a line for each loop that the plan changes.
@@ -70,19 +75,8 @@ class Plan(PlanResult, Tabular, Rewriter):
         is_sequential: whether the gradients of the step are computed one after the other.
         inner: how the blocks of functions are rematerialized whose gradients are taken inside of the loss; None if
             there are none.
+        gradients: how each gradient of the program is rewritten.
     """
-
-    @functools.cached_property
-    def _digest(self) -> str:
-        # The shown text follows from the decisions.
-        decided = {name: value for name, value in self._fields.items() if name != "shown"}
-        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -115,7 +109,7 @@ class Plan(PlanResult, Tabular, Rewriter):
         return step
 
     def _rewriting(self, fun: Callable[P, R]) -> Callable[P, R]:
-        treatment = OF_STEPS.get(self._fields["of_step"])
+        treatment = OF_STEPS.get(self.of_step or "")
 
         # A step differentiates functions that it may define inside itself, so they are replaced when JAX gets them.
         @functools.wraps(fun)
@@ -130,24 +124,22 @@ class Plan(PlanResult, Tabular, Rewriter):
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         program = flatten(body.jaxpr)
-        lines = fingerprint(program)
-        fields = self._find(lines, name)
-        if fields is None:
+        found = self._find(fingerprint(program), name)
+        if found is None:
             return body
-        waits = {"last_input": fields["last_input"], "is_sequential": fields["is_sequential"]}
-        return as_planned(Body(rewrite(*parts_of(program, fields), **waits), []))
+        waits = {"last_input": found.last_input, "is_sequential": found.is_sequential}
+        return as_planned(Body(rewrite(*found.split(program), **waits), []))
 
-    def _find(self, lines: Sequence[str], name: str) -> dict[str, Any] | None:
-        """The program with these equations; None if the plan leaves it unchanged."""
-        programs = self._fields["programs"]
-        for fields in programs:
-            if fields["equations"] == lines:
-                return fields
-        if digest_of(lines) in self._fields["ignored"]:
+    def _find(self, lines: tuple[str, ...], name: str) -> GradientPlan | None:
+        """The gradient with these equations; None if the plan leaves it unchanged."""
+        for gradient in self.gradients:
+            if gradient.equations == lines:
+                return gradient
+        if digest_of(lines) in self.ignored:
             return None
 
-        # Of several programs the one that agrees for longest is the one that was meant.
-        expected = max((p["equations"] for p in programs), key=lambda e: _num_common(e, lines))
+        # Of several gradients the one that agrees for longest is the one that was meant.
+        expected = max((g.equations for g in self.gradients), key=lambda e: _num_common(e, lines))
         n, total = _num_common(expected, lines), len(expected)
         what, numbers = f"it has {len(lines)} equations, and had {total} when the plan was made.", ""
         if n < min(total, len(lines)):
@@ -161,13 +153,10 @@ class Plan(PlanResult, Tabular, Rewriter):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan to a file, as JSON. An existing file is replaced once the plan is written."""
-        _files.write(path, _records.dump(self._stored_fields(), indent=1))
-
-    def _stored_fields(self) -> dict[str, Any]:
-        return self._fields | {"shown": self._shown}
+        _files.write(path, _records.dump(self.to_dict(), indent=1))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (self._stored_fields(),)
+        return Plan, (self.to_dict(),)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:

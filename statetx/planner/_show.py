@@ -23,7 +23,7 @@ from ..residuals.table import see_profile
 from ._budget import STEP
 from ._program.flat import Part
 from ._program.values import InFormat, Way, values_of
-from ._record import PlanResult, PlanRow, parts_of
+from ._record import GradientPlan, PlanData, PlanRow, Shown
 from ._treatments.loops import steps_of
 from ._treatments.treatment import Decision
 
@@ -40,7 +40,7 @@ _COLUMNS = (
 _COLORS = {"keep": "green", "offload": "cyan", "recompute": "yellow"}
 
 
-def table(plan: PlanResult) -> Table:
+def table(plan: PlanData) -> Table:
     # Rows that differ in their number only, from parts of different structure, become one.
     totals: collections.Counter[PlanRow] = collections.Counter()
     for row in plan.rows:
@@ -71,7 +71,7 @@ def _color(decision: str) -> str:
     return _COLORS.get(decision.split(" as ")[0], "")
 
 
-def _title(plan: PlanResult) -> str:
+def _title(plan: PlanData) -> str:
     if plan.of == STEP:
         taken, notes = f"{format_bytes(plan.total_bytes)} of {format_bytes(plan.budget_bytes)}", []
     else:
@@ -86,7 +86,7 @@ def _title(plan: PlanResult) -> str:
     return f"{name}: {taken}{in_brackets}, {100 * plan.extra_flops:+.1f}% operations{time}"
 
 
-def _notes(plan: PlanResult) -> Iterator[str]:
+def _notes(plan: PlanData) -> Iterator[str]:
     yield (
         f"Arguments {format_bytes(plan.argument_bytes)}, outputs {format_bytes(plan.output_bytes)}"
         f"{f' ({format_bytes(plan.alias_bytes)} of them in place of donated arguments)' if plan.alias_bytes else ''}, "
@@ -113,21 +113,21 @@ def _notes(plan: PlanResult) -> Iterator[str]:
         unchanged = "It fits without rematerialization." if plan.released else "It fits unchanged."
         yield unchanged if plan.stock == BASELINE else f"This is the stock policy {plan.stock!r}."
     if plan.seconds is not None:
-        num = sum(_counted(plan, num_bytes) <= plan.budget_bytes for _, num_bytes, _ in plan.timed())
+        num = sum(_counted(plan, num_bytes) <= plan.budget_bytes for _, num_bytes, _ in plan.timed)
         among = "" if plan.objective == "flops" else f", the fastest of {num} within the budget"
         yield f"{'Time' if plan.objective == 'time' else 'Estimated time'}: {format_seconds(plan.seconds)}{among}."
     if not plan.complete:
         yield "The time limit ended the search; this is the best plan so far."
 
 
-def _stock_texts(plan: PlanResult) -> Iterator[str]:
+def _stock_texts(plan: PlanData) -> Iterator[str]:
     """Bytes, cost and time of the baseline, if it was compiled, and of the stock policies."""
-    times = {(name, temp_bytes): f" {format_seconds(seconds)}" for name, temp_bytes, seconds in plan.timed()}
+    times = {(name, temp_bytes): f" {format_seconds(seconds)}" for name, temp_bytes, seconds in plan.timed}
     rows: dict[str, tuple[int, float, str]] = {}
-    for name, temp_bytes, extra in plan.measured():
+    for name, temp_bytes, extra in plan.measured:
         if name != "plan":  # a stock policy may have been compiled for several cuts: the smallest counts
             rows[name] = min(rows.get(name, (temp_bytes, extra, "")), (temp_bytes, extra, ""))
-    for name, temp_bytes, extra, is_predicted in plan.stock_policies():
+    for name, temp_bytes, extra, is_predicted in plan.stock_policies:
         # The model knows the unplanned program badly, and `everything` is nearly that.
         if not is_predicted or name != "everything":
             rows.setdefault(name, (temp_bytes, extra, "~" if is_predicted else ""))
@@ -136,12 +136,12 @@ def _stock_texts(plan: PlanResult) -> Iterator[str]:
         yield f"{name} {mark}{format_bytes(_counted(plan, temp_bytes))} {mark}{100 * extra:+.1f}%{time}"
 
 
-def _counted(plan: PlanResult, temp_bytes: int) -> int:
+def _counted(plan: PlanData, temp_bytes: int) -> int:
     """Bytes that the budget counts of a program with these temporaries."""
     return temp_bytes + (plan.fixed_bytes if plan.of == STEP else 0)
 
 
-def plot(plan: PlanResult, path: str | os.PathLike | None) -> Any:
+def plot(plan: PlanData, path: str | os.PathLike | None) -> Any:
     require("matplotlib.figure", "plot")
     from matplotlib.figure import Figure
 
@@ -155,8 +155,8 @@ def plot(plan: PlanResult, path: str | os.PathLike | None) -> Any:
         (x,), (y,) = coordinates([point])
         axes.annotate(text, (x, y), textcoords="offset points", xytext=(7, 6), **options)
 
-    axes.plot(*coordinates(plan.curve()), color="#0072b2", label="model", zorder=1)
-    plans, other_rows = ([row for row in plan.measured() if (row[0] == "plan") is is_plan] for is_plan in (True, False))
+    axes.plot(*coordinates(plan.curve), color="#0072b2", label="model", zorder=1)
+    plans, other_rows = ([row for row in plan.measured if (row[0] == "plan") is is_plan] for is_plan in (True, False))
     axes.scatter(*coordinates([point for _, *point in plans]), s=22, color="#0072b2", label="plans, compiled")
     axes.scatter(*coordinates([point for _, *point in other_rows]), marker="D", s=30, color="#e69f00")
     for name, *point in other_rows:
@@ -180,17 +180,18 @@ def plot(plan: PlanResult, path: str | os.PathLike | None) -> Any:
 # -- the rows and lines of a program --------------------------------------------------------------------------------
 
 
-def described(programs: Sequence[tuple[Jaxpr, dict[str, Any]]]) -> dict[str, Any]:
+def described(programs: Sequence[Jaxpr], gradients: Sequence[GradientPlan]) -> Shown:
     """Rows and lines that print a plan: a row for each value, and lines for its loops and groups of regions.
 
     Args:
-        programs: the flat gradients, each with its fields.
+        programs: the flat gradients.
+        gradients: the plan of each.
     """
     rows: list[PlanRow] = []
     loops: list[str] = []
     groups: list[str] = []
-    for program, fields in programs:
-        _, parts, decisions = parts_of(program, fields)
+    for program, gradient in zip(programs, gradients, strict=True):
+        _, parts, decisions = gradient.split(program)
         pairs = list(zip(parts, decisions, strict=True))
         # Equal parts with equal decisions have equal rows: list them once, with their number.
         ranges = collections.defaultdict(list)
@@ -200,7 +201,7 @@ def described(programs: Sequence[tuple[Jaxpr, dict[str, Any]]]) -> dict[str, Any
             rows += _rows(equal[0], decision, len(equal))
         loops += [line for part, decision in pairs for t in decision.treatments if (line := t.line(part))]
         groups += _groups(pairs)
-    return {"rows": [dataclasses.asdict(row) for row in rows], "loops": loops, "groups": groups}
+    return Shown(tuple(rows), tuple(groups), tuple(loops))
 
 
 def _rows(part: Part, decision: Decision, times: int) -> Iterator[PlanRow]:

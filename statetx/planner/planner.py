@@ -359,10 +359,9 @@ class Planner:
         return fields if self._timer is None else fields | self._timer.fields(choice)
 
     def _as_plan(self, fields: dict[str, Any]) -> Plan:
-        gradients = self._variant_of(fields).gradients
-        pairs = list(zip([g.flat for g in gradients], fields["programs"], strict=True))
+        flat = [gradient.flat for gradient in self._variant_of(fields).gradients]
         # It may be asked for outside of the block of the target.
-        return Plan(fields | {"name": self.name}, current.bind(lambda: described(pairs)))
+        return Plan(fields | {"name": self.name}, current.bind(lambda gradients: described(flat, gradients)))
 
     @_for_target
     def key(self, *settings: Any) -> str:
@@ -379,7 +378,7 @@ class Planner:
         """Whether stored fields are what this planner may answer: all that it can check."""
         captured, options = self._variant_of(fields), self._options
         asked = {"objective": options.objective, "of": budget.of, "is_step": captured.is_step}
-        asked |= {"num_devices": captured.num_devices, "inner": captured.variant}
+        asked |= {"num_devices": captured.num_devices, "variant": captured.variant}
         asked |= {"of_step": None if captured.treatment is None else captured.treatment.name}
         asked |= {"budget_bytes": budget.amount} if isinstance(budget.amount, int) else {}
         is_asked = all(fields[name] == value for name, value in asked.items())
@@ -388,7 +387,7 @@ class Planner:
     def _variant_of(self, fields: dict[str, Any]) -> Captured:
         """The program that stored fields are for."""
         of = lambda c: (c.variant, None if c.treatment is None else c.treatment.name)
-        return next((c for c in self._variants if of(c) == (fields["inner"], fields["of_step"])), self._captured)
+        return next((c for c in self._variants if of(c) == (fields["variant"], fields["of_step"])), self._captured)
 
     @contextlib.contextmanager
     def _show_progress(self) -> Iterator[None]:

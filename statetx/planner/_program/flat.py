@@ -346,11 +346,11 @@ def digest_of(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def fingerprint(jaxpr: Jaxpr) -> list[str]:
+def fingerprint(jaxpr: Jaxpr) -> tuple[str, ...]:
     """A line for each equation of a flat program. Programs with equal equations have equal lines, whatever their
     outputs.
     """
-    return list(full_fingerprint(jaxpr)[:-1])
+    return full_fingerprint(jaxpr)[:-1]
 
 
 def full_fingerprint(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[str, ...]:

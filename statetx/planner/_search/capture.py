@@ -255,7 +255,7 @@ class Captured:
     @functools.cached_property
     def released_bytes(self) -> int:
         """Bytes of the gradients that the step releases without a plan."""
-        return self.released(())["bytes"]
+        return self.released(())["released_bytes"]
 
     @functools.cached_property
     def repeated_flops(self) -> int:

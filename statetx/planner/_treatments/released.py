@@ -8,15 +8,10 @@ from typing import Any
 
 from ..._equations.release import has_loop, released_bytes, stacks_in, told
 from ..._jax import Jaxpr
-from ..._records import Check, many, record, text, whole
 from ..._remat.override import override
 from .treatment import Treatment
 
-RELEASED: Check = record({"bytes": whole(), "lines": many(text)})
-"""Check what a step releases in a record."""
-
-
-NOTHING_RELEASED = {"bytes": 0, "lines": []}
+NOTHING_RELEASED: dict[str, Any] = {"released_bytes": 0, "released": []}
 
 
 class ReleasedGradients(Treatment):
@@ -37,9 +32,9 @@ class ReleasedGradients(Treatment):
 
     @classmethod
     def released(cls, step: Jaxpr) -> dict[str, Any]:
-        """Bytes of the gradients that a staged step releases, and a line for each of its loops; a record."""
+        """Bytes of the gradients that a staged step releases, and a line for each of its loops; as in a record."""
         stacks = [stack for stack in stacks_in(step) if stack.is_released]
-        return {"bytes": released_bytes(stacks), "lines": list(told(stacks))}
+        return {"released_bytes": released_bytes(stacks), "released": list(told(stacks))}
 
 
 class RepeatedGradients(ReleasedGradients):
