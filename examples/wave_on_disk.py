@@ -106,8 +106,9 @@ def example(options, progress, results):
 
     title = f"A gradient through {options.steps:,} steps of {options.cells:,} cells"
     table = Table("", "on disk", "in memory", title=title)
-    stored = disk.num_carries(options.steps)
-    table.add_row("pairs of fields in memory", str(stored["device"]), str(slots.num))
+    on_device, _, in_files = statetx.loop_report(lambda speeds: misfit(speeds, disk), start, policies=()).rows[0].tiers
+    table.add_row("pairs of fields in memory", str(on_device.num_carries), str(slots.num))
+    table.add_row("bytes of files", f"{in_files.num_bytes:,}", "")
     runs = [policy.num_runs(options.steps) / options.steps for policy in (disk, slots)]
     table.add_row("runs a step", *(f"{r:.2f}" for r in runs))
     table.add_row("time, compilations included", *map(show_seconds, results["seconds"].values()))

@@ -20,9 +20,10 @@ from .._text import format_bytes, parse_bytes
 from .._tree import num_bytes
 from .program import Segments
 from .run import SegmentedRun
-from .schedule import Moment, Reverse, TierSchedule, runs_of
+from .schedule import TierSchedule, runs_of
 
 _OVERHEAD = 2048  # bytes of the files of a segment, beside their arrays
+UNKNOWN = (1.0, 1.0)  # costs: a write and a read take as long as a segment
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -49,7 +50,8 @@ class Disk(Strategy):
         costs: the times to write and to read a carry, in runs of a segment; measured once by default.
 
     Memory:
-        `num_carries`, the residuals of a segment, and up to two carries that wait for the thread that writes files.
+        `statetx.loop_report` tells the carries in each tier. Beside them the residuals of a segment, and up to two
+        carries that wait for the thread that writes files.
 
     Raises:
         PolicyError: an option is wrong; the gradient is traced, by ``jit``, ``vmap`` or a second derivative.
@@ -87,20 +89,15 @@ class Disk(Strategy):
         put("path", os.path.abspath(self.path))
         set_counts(self, "segment", "slots")
         put("host", as_count("Disk: host", self.host, 0))
-        if self.limit is not None:
-            try:
-                put("limit", parse_bytes(self.limit))
-            except ValueError as e:
-                raise PolicyError(f"Disk: limit: {e}") from None
-        if self.checkpoint is not None:
-            put("checkpoint", as_strategy("Disk", self.checkpoint))
-        numbers = [self.save_every] if self.costs is None else [self.save_every, *self.costs]
+        try:
+            put("limit", None if self.limit is None else parse_bytes(self.limit))
+        except PolicyError as e:
+            raise PolicyError(f"Disk: limit: {e}") from None
+        put("checkpoint", None if self.checkpoint is None else as_strategy("Disk", self.checkpoint))
+        put("costs", None if self.costs is None else tuple(self.costs))
+        numbers = [self.save_every, *(self.costs or ())]
         if not all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in numbers):
-            raise PolicyError(
-                f"Disk: save_every and costs are finite numbers of at least 0, got {self.save_every!r}, {self.costs!r}."
-            )
-        if self.costs is not None:
-            put("costs", tuple(map(float, self.costs)))
+            raise PolicyError(f"Disk: save_every and costs are finite numbers of at least 0, got {numbers}.")
 
     def build(self, step: LoopStep) -> Callable:
         if _jax.calls_host(step.body.jaxpr) or step.body.jaxpr.effects:
@@ -110,47 +107,14 @@ class Disk(Strategy):
             )
         return LoopOnDisk(step, self)
 
-    def schedule(self, num: int, num_files: int | None = None, costs: Sequence[float] | None = None) -> TierSchedule:
-        """Of so many segments; for a read and a write that take as long as a segment if no costs are known."""
-        return TierSchedule(num, self.slots + self.host, num_files, *(self.costs or costs or (1.0, 1.0)))
-
-    def _schedule(self, length: int) -> TierSchedule:
-        return self.schedule(max(1, -(-as_count("Disk: length", length, 0) // self.segment)))
+    def num_runs(self, length: int) -> int:
+        num = max(1, -(-as_count("Disk: length", length, 0) // self.segment))
+        schedule = TierSchedule(num, self.slots + self.host, None, *(self.costs or UNKNOWN))
+        return int(runs_of(schedule.replay(self.host), length, self.segment, self.runs_of_pull))
 
     def runs_of_pull(self, num: int) -> int:
         """Runs of the step in the pull-back of a segment of so many."""
         return num if self.checkpoint is None else self.checkpoint.num_runs(num)
-
-    def num_runs(self, length: int) -> int:
-        return int(runs_of(self._schedule(length).replay(self.host), length, self.segment, self.runs_of_pull))
-
-    def num_carries(self, length: int) -> dict[str, int]:
-        """The most carries at a time on the device, in the host's memory and on disk, cotangents included.
-
-        The device has the loop's argument, the stored ones, the one at hand, its next value, and cotangents; the disk
-        those of the schedule, the last carry, and the cotangents of two segments. For a step whose carry has a
-        cotangent of its size, without `limit`, and for a read and a write that take as long as a segment if there are
-        no `costs`; `statetx.loop_report` knows the step.
-
-        Example:
-            >>> from statetx import policies
-            >>> policies.Disk("store", 1000, slots=3, host=4).num_carries(40_000)
-            {'device': 8, 'host': 4, 'disk': 3}
-        """
-        tiers = tiers_of(list(self._schedule(length).replay(self.host)), Sizes(1, 1, 1))
-        return {tier.name: tier.num_carries for tier in tiers}
-
-
-class Tier(NamedTuple):
-    """A place of carries: how many it has at a time at the most, cotangents included, and their bytes.
-
-    On disk the outputs and cotangents of a loop's length count in the bytes, too. Up to two carries that wait for the
-    thread that writes files are in the device's memory besides.
-    """
-
-    name: str
-    num_carries: int
-    num_bytes: int
 
 
 class Sizes(NamedTuple):
@@ -159,28 +123,8 @@ class Sizes(NamedTuple):
     carry: int
     of_carry: int
     cotangents: int
-    outs: int = 0
-    of_xs: int = 0
-
-
-def tiers_of(moments: Sequence[Moment], sizes: Sizes) -> tuple[Tier, ...]:
-    """The most carries in each tier."""
-    left = num = max(moment.action[-1] for moment in moments)
-    on_disk = 0
-    for moment in moments:
-        left = moment.action.position if isinstance(moment.action, Reverse) else left
-        on_disk = max(on_disk, moment.disk * sizes.carry + sizes.of_xs * (num - left) // num)
-    on_device = max(
-        m.device * sizes.carry + m.cotangents * sizes.cotangents + m.given * sizes.of_carry for m in moments
-    )
-    in_host = max(moment.host for moment in moments)
-    # Beside the carries of the schedule the last one, and cotangents of two segments; or the last ones of the sweep.
-    on_disk += sizes.carry + max(sizes.carry, 2 * sizes.cotangents) + sizes.outs
-    return (
-        Tier("device", max(m.device + m.cotangents + m.given for m in moments), on_device),
-        Tier("host", in_host, in_host * sizes.carry),
-        Tier("disk", max(moment.disk for moment in moments) + 3, on_disk),
-    )
+    outs: int
+    of_xs: int
 
 
 class LoopOnDisk(DifferentiableLoop):
@@ -231,29 +175,26 @@ class LoopOnDisk(DifferentiableLoop):
     def sizes(self, diff_indices: tuple[int, ...]) -> Sizes:
         step, of = self.step, lambda avals, indices: num_bytes([avals[i] for i in indices])
         diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
-        of_carry = of(step.avals, diff_carry)
-        cts = of(step.constant_avals, diff_constants) + of_carry
         outs = step.length * num_bytes(step.y_avals) + 4 * self.segments.num  # and checksums
-        return Sizes(num_bytes(step.avals), of_carry, cts, outs, step.length * of(step.x_avals, diff_xs))
+        of_constants, of_carry = of(step.constant_avals, diff_constants), of(step.avals, diff_carry)
+        return Sizes(
+            num_bytes(step.avals), of_carry, of_constants + of_carry, outs, step.length * of(step.x_avals, diff_xs)
+        )
 
-    def num_files(self, diff_indices: tuple[int, ...]) -> int | None:
-        """How many carries of the schedule fit on the disk."""
-        if self.options.limit is None:
-            return None
+    def schedule(self, diff_indices: tuple[int, ...], costs: Sequence[float] = UNKNOWN) -> TierSchedule:
+        """The schedule for these costs, if the options have none."""
         carry, _, cts, outs, of_xs = self.sizes(diff_indices)
-        # Beside them outputs, the last carry, two to resume from, and cotangents; what is replaced is there twice.
-        fixed = outs + 5 * carry + 2 * (cts + of_xs) + _OVERHEAD * self.segments.num
-        if self.options.limit < fixed:
-            raise PolicyError(
-                f"{self.step.name}: {self.options!r}: outputs, cotangents and carries to resume from take "
-                f"{format_bytes(fixed)} on disk.\nFix: raise limit=."
-            )
-        return (self.options.limit - fixed) // max(carry, 1) + 1  # the first carry is an argument, not a file
-
-    def replay(self, diff_indices: tuple[int, ...]) -> list[Moment]:
-        """A gradient, if all goes well."""
-        schedule = self.options.schedule(self.segments.num, self.num_files(diff_indices))
-        return list(schedule.replay(self.options.host))
+        options, num_files = self.options, None
+        if options.limit is not None:
+            # Outputs, the last carry, two to resume from, and cotangents; what is replaced is there twice.
+            fixed = outs + 5 * carry + 2 * (cts + of_xs) + _OVERHEAD * self.segments.num
+            if options.limit < fixed:
+                raise PolicyError(
+                    f"{self.step.name}: {options!r}: outputs, cotangents and carries to resume from take "
+                    f"{format_bytes(fixed)} on disk.\nFix: raise limit=."
+                )
+            num_files = (options.limit - fixed) // max(carry, 1) + 1  # the first carry is an argument, not a file
+        return TierSchedule(self.segments.num, options.slots + options.host, num_files, *(options.costs or costs))
 
 
 def _is_traced(values: Any) -> bool:

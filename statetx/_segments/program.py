@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,95 +28,72 @@ class Segments:
     def __init__(self, step: LoopStep, length: int, strategy: Any):
         self.step, self.length, self._strategy = step, length, strategy
         self.num = -(-step.length // length)
-        self._advance = functools.cache(self._make_advance)
-        self._pull = functools.cache(self._make_pull)
+        self.advance_program = jax.jit(self._advance, static_argnums=0)
+        self.pull_program = jax.jit(self._pull, static_argnums=(0, 1))
 
     def num_steps(self, segment: int) -> int:
         return min(self.length, self.step.length - segment * self.length)
 
-    def _place(self, segment: int) -> int:
+    def place(self, segment: int) -> int:
         """The first element of xs of a segment."""
         first, num = segment * self.length, self.num_steps(segment)
         return self.step.length - first - num if self.step.reverse else first
 
     def advance(self, segment: int, *args: Any) -> tuple[list, list, Any]:
         """``(constants, carry, xs) ->`` the carry after a segment, its ys, and the checksum of the carry."""
-        return self._advance(self.num_steps(segment))(self._place(segment), *args)
+        return self.advance_program(self.num_steps(segment), self.place(segment), *args)
 
-    def text(self, *args: Any) -> str:
-        """The program that `advance` runs with these arguments."""
-        return self._advance(self.num_steps(0)).lower(0, *args).as_text()
+    def _advance(self, num: int, start: Any, constants: list, carry: list, xs: list) -> tuple[list, list, Any]:
+        carry, ys = self.step.with_length(num, None).plain()(constants, carry, _slices(xs, start, num))
+        return carry, ys, checksum(carry)
 
-    def _make_advance(self, num: int) -> Callable:
-        loop = self.step.with_length(num, None).plain()
+    def pull(self, segment: int, diff_indices: tuple[int, ...], *args: Any) -> tuple:
+        """``(constants, carry, xs, cotangents, those of ys) ->`` cotangents of constants, of the carry, and of the
+        segment's xs.
 
-        def advance(start: Any, constants: list, carry: list, xs: list) -> tuple[list, list, Any]:
-            carry, ys = loop(constants, carry, _slices(xs, start, num))
-            return carry, ys, checksum(carry)
-
-        return jax.jit(advance)
-
-    def pull(self, segment: int, diff_indices: tuple[int, ...], of_ys: Mapping[int, Any], *args: Any) -> tuple:
-        """``(constants, carry, xs, cotangents) ->`` cotangents of constants, of the carry, and of the segment's xs.
-
-        Cotangents are of what is differentiated; `of_ys` has those of ys that have one.
+        Cotangents are of what is differentiated, those of ys by number.
         """
-        pull = self._pull(self.num_steps(segment), diff_indices, tuple(of_ys))
-        return pull(self._place(segment), list(of_ys.values()), *args)
+        return self.pull_program(self.num_steps(segment), diff_indices, self.place(segment), *args)
 
-    def pull_text(self, diff_indices: tuple[int, ...], of_ys: Mapping[int, Any], *args: Any) -> str:
-        """The program that `pull` runs with these arguments."""
-        pull = self._pull(self.num_steps(0), diff_indices, tuple(of_ys))
-        return pull.lower(0, list(of_ys.values()), *args).as_text()
-
-    def programs(self, diff_indices: tuple[int, ...], nums_stored: tuple[int, int] = (0, 0)) -> list[Any]:
-        """Traces of the two programs of a whole segment; its pull-back is of all float outputs.
-
-        Args:
-            nums_stored: further arguments of each: as many carries, which it does not read.
-        """
+    def programs(self, diff_indices: tuple[int, ...]) -> list[tuple[Callable, dict[str, Any]]]:
+        """The two programs of a whole segment, each with the types of its arguments, of all float ys."""
         step, num = self.step, self.num_steps(0)
         of_loop = lambda avals: [jax.ShapeDtypeStruct((step.length, *aval.shape), aval.dtype) for aval in avals]
-        constants, carry, xs = step.constant_avals, step.avals, of_loop(step.x_avals)
+        args = {"start": 0, "constants": step.constant_avals, "carry": step.avals, "xs": of_loop(step.x_avals)}
         diff_constants, diff_carry, _ = step.sorted_indices(diff_indices)
-        cts = [constants[i] for i in diff_constants], [carry[i] for i in diff_carry]
+        cts = [step.constant_avals[i] for i in diff_constants], [step.avals[i] for i in diff_carry]
         of_ys = {i: x for i, x in enumerate(of_loop(step.y_avals)) if is_float(x)}
+        pull = functools.partial(self._pull, num, diff_indices)
+        return [(functools.partial(self._advance, num), args), (pull, {**args, "cts": cts, "of_ys": of_ys})]
 
-        def advance(stored: Any, start: Any, constants: Any, carry: Any, xs: Any) -> tuple:
-            return self._advance(num)(start, constants, carry, xs)
-
-        def pull(stored: Any, start: Any, constants: Any, carry: Any, xs: Any, of_ys: Any, cotangents: Any) -> tuple:
-            return self._pull(num, diff_indices, tuple(of_ys))(
-                start, [*of_ys.values()], constants, carry, xs, cotangents
-            )
-
-        def trace(fun: Callable, num_stored: int, *args: Any) -> Any:
-            return jax.jit(fun, keep_unused=True).trace([carry] * num_stored, 0, constants, carry, xs, *args)
-
-        return [trace(advance, nums_stored[0]), trace(pull, nums_stored[1], of_ys, cts)]
-
-    def _make_pull(self, num: int, diff_indices: tuple[int, ...], with_ct: tuple[int, ...]) -> Callable:
+    def _pull(
+        self,
+        num: int,
+        diff_indices: tuple[int, ...],
+        start: Any,
+        constants: list,
+        carry: list,
+        xs: list,
+        cts: Sequence[list],
+        of_ys: dict[int, Any],
+    ) -> tuple:
         diff_constants, diff_carry, diff_xs = self.step.sorted_indices(diff_indices)
         if self._strategy is None:
             loop = _with_tangents_in_carry(self.step.with_length(num, None), diff_constants)
         else:
             built = self._strategy.build(self.step.with_length(num, self._strategy.policy))
             loop = lambda constants, copies, *args: built(replaced(constants, diff_constants, copies), *args)
+        xs = _slices(xs, start, num)
 
-        def pull(start: Any, of_ys: list, constants: list, carry: list, xs: list, cts: list) -> tuple:
-            xs = _slices(xs, start, num)
+        def run(copies: list, diff: list, elements: list) -> tuple[list, list, list]:
+            args = replaced(carry, diff_carry, diff), replaced(xs, diff_xs, elements)
+            last, ys = loop(constants, copies, *args)
+            if self._strategy is None:
+                copies, last = last[: len(copies)], last[len(copies) :]
+            return copies, [last[i] for i in diff_carry], [ys[i] for i in of_ys]
 
-            def run(copies: list, diff: list, elements: list) -> tuple[list, list, list]:
-                args = replaced(carry, diff_carry, diff), replaced(xs, diff_xs, elements)
-                last, ys = loop(constants, copies, *args)
-                if self._strategy is None:
-                    copies, last = last[: len(copies)], last[len(copies) :]
-                return copies, [last[i] for i in diff_carry], [ys[i] for i in with_ct]
-
-            inputs = [[constants[i] for i in diff_constants], [carry[i] for i in diff_carry], [xs[i] for i in diff_xs]]
-            return jax.vjp(run, *inputs)[1]((*cts, _slices(of_ys, start, num)))
-
-        return jax.jit(pull)
+        inputs = [[constants[i] for i in diff_constants], [carry[i] for i in diff_carry], [xs[i] for i in diff_xs]]
+        return jax.vjp(run, *inputs)[1]((*cts, _slices(list(of_ys.values()), start, num)))
 
 
 def _slices(xs: list, start: Any, num: int) -> list:

@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,13 +51,13 @@ class Trail:
         for first, end in store.names(self.kind):
             found = store.read(f"{self.kind}-{first}-{end}") if first == self.num_saved else None
             if found:
-                num = len(found[0]) // (end - first)
-                self.items += [found[0][i * num : (i + 1) * num] for i in range(end - first)]
+                num = len(found) // (end - first)
+                self.items += [found[i * num : (i + 1) * num] for i in range(end - first)]
                 self.num_saved = end
         for (position,) in reversed(store.names(kind)):
             found = store.read(f"{kind}-{position}") if position <= self.num_saved else None
-            if found:
-                return position, found[0]
+            if found is not None:
+                return position, found
         return 0, None
 
 
@@ -102,16 +102,14 @@ class SegmentedRun:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Store]:
         """Lock the store, and make it this call's."""
-        num_files, costs = self.loop.num_files(self.diff_indices), self.options.costs
+        self.schedule = self.loop.schedule(self.diff_indices)
         store = Store(self.options.path, self.options.limit)
         try:
             self.claim(store, "program", self.facts, "probe", "costs", "carry", "out", "ct", "xs", "loss")
             store.owner = digest(json.dumps(self.facts).encode())
-            if not costs and (found := store.read("costs")):
-                costs = found[1]
-            elif not costs:
-                store.write("costs", [], costs := self.measured(store))
-            self.schedule = self.options.schedule(self.num, num_files, costs)
+            if not self.options.costs:
+                costs = store.read("costs") or self.measured(store)
+                self.schedule = self.loop.schedule(self.diff_indices, costs[0].tolist())
             yield store
             store.flush()
         finally:
@@ -123,7 +121,8 @@ class SegmentedRun:
         Raises:
             CheckpointError: it has those of another call, which is not done.
         """
-        about = (store.read(name) or (None, {}))[1]
+        found = store.read(name)
+        about = json.loads(found[0].tobytes()) if found else {}
         changed = [k for k in facts | about if facts.get(k) != about.get(k)]
         if about and changed and (about["segments"],) not in store.names("ct"):
             raise CheckpointError(
@@ -134,39 +133,38 @@ class SegmentedRun:
         if changed:
             for kind in kinds:
                 store.prune(kind, ())
-            store.write(name, [], facts)
+            store.write(name, [np.frombuffer(json.dumps(facts).encode(), np.uint8)])
             store.flush()
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
         """What the results depend on, by the name that a message has for it."""
         kinds = {"constant": self.constants, "carry or state": self.init, "xs": self.xs}
+        program = self.segments.advance_program.lower(self.segments.num_steps(0), 0, self.constants, self.init, self.xs)
         device, jaxlib = current.local_device(), importlib.metadata.version("jaxlib")
         named = {f"{kind} {i}, {type_str(x)}": x for kind, values in kinds.items() for i, x in enumerate(values)}
         return {
             "versions": [jax.__version__, jaxlib, device.device_kind, device.client.platform_version],
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            "equations of the step": digest(self.segments.text(self.constants, self.init, self.xs).encode()),
+            "equations of the step": digest(program.as_text().encode()),
             "length": self.step.length,
             "segments": self.num,
             "what is differentiated": list(self.diff_indices),
             **{name: digest(*map(np.asarray, to_key_data([x]))) for name, x in named.items()},
         }
 
-    def measured(self, store: Store) -> list[float]:
+    def measured(self, store: Store) -> list[np.ndarray]:
         """The times to write and to read a carry, in runs of a segment."""
-
-        def seconds(fun: Callable[[], Any]) -> float:
+        run = lambda: self.segments.advance(0, self.constants, self.init, self.xs)
+        write = lambda: (store.write("probe", to_key_data(self.init)), store.flush())[1]
+        seconds = []
+        for fun in (run, run, write, lambda: store.read("probe")):  # the first run compiles
             start = time.perf_counter()
             jax.block_until_ready(fun())
-            return time.perf_counter() - start
-
-        run = lambda: self.segments.advance(0, self.constants, self.init, self.xs)
-        run()  # compiles
-        write = lambda: (store.write("probe", to_key_data(self.init)), store.flush())[1]
-        of_run, *others = [seconds(fun) for fun in (run, write, lambda: (store.read("probe") or "")[:1])]
+            seconds.append(time.perf_counter() - start)
         store.prune("probe", ())
-        return [float(f"{x / of_run:.2g}") for x in others]
+        store.write("costs", costs := [np.array([float(f"{x / seconds[1]:.2g}") for x in seconds[2:]])])
+        return costs
 
     def save(self, store: Store, position: int) -> None:
         """Let a killed call resume here: after so many segments, or before them in the reversal."""
@@ -184,14 +182,13 @@ class SegmentedRun:
 
     def load(self, store: Store, position: int) -> None:
         """Take a stored carry; forget it if it is damaged."""
-        if position == 0:
-            self.carry = self.init
-        elif (found := self.memory.get(position)) or (
-            found := (store.read(f"carry-{position}") or (None,))[0]
-        ) is not None:
+        found = self.memory.get(position) or (store.read(f"carry-{position}") if position else None)
+        if found is not None:
             self.carry = self.restored(found, self.step.avals, self.init)
-        else:
+        elif position:
             del self.stored[position]
+        else:
+            self.carry = self.init
 
     def restored(self, arrays: Sequence[Any], avals: Sequence[Any], like: Sequence[Any]) -> list[Any]:
         """Values of these types, where the values `like` were put: elsewhere JAX would compile other programs."""
@@ -225,9 +222,11 @@ class SegmentedRun:
         of_carry = [given.get(i, jnp.zeros_like(self.init[i])) for i in diff_carry]
         self.cts = [[jnp.zeros_like(self.constants[i]) for i in diff_constants], of_carry]
         self.of_ys = {i - step.num_carry: ct for i, ct in given.items() if i >= step.num_carry}
-        text = self.segments.pull_text(self.diff_indices, self.of_ys, self.constants, self.init, self.xs, self.cts)
-        key = digest(text.encode(), *map(np.asarray, [*of_carry, *self.of_ys.values()]))
-
+        num = self.segments.num_steps(0)
+        program = self.segments.pull_program.lower(
+            num, self.diff_indices, 0, self.constants, self.init, self.xs, self.cts, self.of_ys
+        )
+        key = digest(program.as_text().encode(), *map(np.asarray, [*of_carry, *self.of_ys.values()]))
         with self.opened() as store:
             self.pulled = Trail("xs")
             loss = {"the cotangents of its results: another loss follows it": key, "segments": self.num}
@@ -303,8 +302,8 @@ class SegmentedRun:
             )
 
     def pull(self, segment: int) -> None:
-        args = (self.diff_indices, self.of_ys, self.constants, self.carry, self.xs, self.cts)
-        *self.cts, of_xs = jax.block_until_ready(self.segments.pull(segment, *args))
+        args = (self.constants, self.carry, self.xs, self.cts, self.of_ys)
+        *self.cts, of_xs = jax.block_until_ready(self.segments.pull(segment, self.diff_indices, *args))
         if segment == self.num - 1 - len(self.pulled.items):  # type: ignore[union-attr]
             self.pulled.items.append(of_xs)  # type: ignore[union-attr]
 

@@ -95,13 +95,13 @@ class Store:
 
     # -- in the thread, one after the other --
 
-    def write(self, name: str, arrays: Sequence[Any], about: Any = None) -> None:
+    def write(self, name: str, arrays: Sequence[Any]) -> None:
         """Write a file beside the computation.
 
         Raises:
             CheckpointError: this file, or one before it, cannot be written.
         """
-        self._submit(self._write, name, list(arrays), about)
+        self._submit(self._write, name, list(arrays))
 
     def prune(self, kind: str, kept: Sequence[int]) -> None:
         """Remove all files of a kind but those with these numbers, once the writes before are done."""
@@ -127,11 +127,10 @@ class Store:
             self._pending.popleft().result()
         self.waited += time.perf_counter() - start
 
-    def _write(self, name: str, arrays: list, about: Any) -> None:
+    def _write(self, name: str, arrays: list) -> None:
         file, values = f"{name}.arrays", [np.ascontiguousarray(x) for x in arrays]
-        header = {"name": name, "owner": self.owner, "about": about}
-        header["types"] = [(x.dtype.name, np.shape(y)) for x, y in zip(values, arrays, strict=True)]
-        text = json.dumps(header).encode()
+        types = [(x.dtype.name, np.shape(y)) for x, y in zip(values, arrays, strict=True)]
+        text = json.dumps([name, self.owner, types]).encode()
         parts = [len(text).to_bytes(8, "little"), text, *(x.reshape(-1).view(np.uint8) for x in values)]
         size = len(MAGIC) + _DIGEST + 8 + len(text) + sum(x.nbytes for x in values)
         total = self.num_bytes + size  # a file that is replaced is there until the new one is whole
@@ -156,8 +155,8 @@ class Store:
             os.unlink(self._at(file))
         self.sizes.pop(file, None)
 
-    def read(self, name: str) -> tuple[list[np.ndarray], Any] | None:
-        """The arrays of a file, and what was noted about them. A damaged file is removed."""
+    def read(self, name: str) -> list[np.ndarray] | None:
+        """The arrays of a file. A damaged file is removed."""
         self.flush()
         file = f"{name}.arrays"
         try:
@@ -166,15 +165,15 @@ class Store:
             if bytes(head) != MAGIC + _hash([payload]):
                 raise ValueError("the checksum differs")
             end = 8 + int.from_bytes(payload[:8], "little")
-            header = json.loads(bytes(payload[8:end]))
-            if (header["name"], header["owner"]) != (name, self.owner):
+            *owner, types = json.loads(bytes(payload[8:end]))
+            if owner != [name, self.owner]:
                 raise ValueError("it is of another run")
             arrays = []
-            for dtype, shape in header["types"]:
+            for dtype, shape in types:
                 count = int(np.prod(shape, dtype=np.int64))
                 arrays.append(np.frombuffer(payload, jnp.dtype(dtype), count, end).reshape(shape))
                 end += arrays[-1].nbytes
-            return arrays, header["about"]
+            return arrays
         except (OSError, ValueError):
             self._remove(file)
             return None

@@ -409,11 +409,13 @@ def _of_segments(name: str, loops: Sequence[Differentiated]) -> _TracedProgram:
     """The largest program of loops that are driven from the host, with the carries that are stored around it."""
     traces = []
     for note in loops:
-        moments = note.loop.replay(note.diff_indices)
+        moments = [*note.loop.schedule(note.diff_indices).replay(note.loop.options.host)]
         of = lambda kind, moments=moments: [m.device for m in moments if isinstance(m.action, kind)]
         # Without the carries that the program reads and writes.
         nums = max(of(Advance)) - 2, max(of(Reverse)) - 1
-        traces += note.loop.segments.programs(note.diff_indices, nums)
+        for (fun, segment), num in zip(note.loop.segments.programs(note.diff_indices), nums, strict=True):
+            with_stored = jax.jit(lambda stored, segment, fun=fun: fun(**segment), keep_unused=True)
+            traces.append(with_stored.trace([segment["carry"]] * num, segment))
     options = memory_analysis_options()
     largest = max(traces, key=lambda traced: Program.of_traced(traced, options).cost.peak_bytes)
     text = (

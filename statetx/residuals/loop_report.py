@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,8 +23,8 @@ from .._loops.step import LoopStep
 from .._loops.tune import LoopOfLevels
 from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
-from .._segments.disk import LoopOnDisk, Tier, tiers_of
-from .._segments.schedule import runs_of
+from .._segments.disk import LoopOnDisk, Sizes
+from .._segments.schedule import Moment, Reverse, runs_of
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
 from .._typing import Policy
@@ -33,6 +33,19 @@ from .measure import ArrayProgram
 
 _POLICIES: tuple[Any, ...] = (None, "dots", "nothing")
 _LENGTHS = (10, 100, 1000, 10_000)  # of a loop of unknown length
+
+
+class Tier(NamedTuple):
+    """A place of carries: how many it has at a time at the most, cotangents included, and their bytes.
+
+    The device has the loop's argument, the stored carries, the one at hand, its next value, and cotangents. Up to two
+    more may wait for the thread that writes files. The disk has the carries of the schedule, the last one, and the
+    cotangents of two segments; the outputs and cotangents of the loop's length count in its bytes.
+    """
+
+    name: str
+    num_carries: int
+    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +64,7 @@ class LoopRow:
         runs: how often a gradient runs each step, in the mean. Of steps whose residuals are kept this includes the
             parts that the policy recomputes.
         carry_runs: the same if slots held carries only.
-        tiers: of a loop with `Disk` the most carries at a time, cotangents included, and their bytes: a row each for
-            "device", "host" and "disk", with ``num_carries`` and ``num_bytes``. Files of outputs and cotangents of the
-            loop's length count, too.
+        tiers: of a loop with `Disk` a `Tier` each for "device", "host" and "disk".
         is_fixed: whether the loop always takes `length` steps. A `while_loop` takes as many as its condition says, and
             has a row for each of several numbers.
     """
@@ -233,16 +244,34 @@ def _rows(note: Differentiated, policies: Sequence[Any]) -> Iterator[LoopRow]:
 
 def _rows_on_disk(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
     loop: LoopOnDisk = note.loop
-    pull = loop.segments.programs(note.diff_indices)[1]
-    inner = [row for note in _notes_in(pull.jaxpr.jaxpr) for row in _rows(note, ())]
+    pull, args = loop.segments.programs(note.diff_indices)[1]
+    traced = jax.jit(lambda args: pull(**args)).trace(args)
+    inner = [row for note in _notes_in(traced.jaxpr.jaxpr) for row in _rows(note, ())]
     runs_of_pull = (lambda num: num * inner[0].runs) if inner else loop.options.runs_of_pull
-    moments = loop.replay(note.diff_indices)
+    moments = [*loop.schedule(note.diff_indices).replay(loop.options.host)]
     runs = runs_of(moments, step.length, loop.segments.length, runs_of_pull)
-    tiers = tiers_of(moments, loop.sizes(note.diff_indices))
+    tiers = _tiers(moments, loop.sizes(note.diff_indices))
     counts: dict[str, Any] = dict.fromkeys(("runs", "carry_runs"), runs / max(1, step.length))
     slots = loop.options.slots + loop.options.host
     yield LoopRow(**_facts(note, step), **counts, is_own=True, length=step.length, slots=slots, tiers=tiers)
     yield from inner
+
+
+def _tiers(moments: Sequence[Moment], sizes: Sizes) -> tuple[Tier, ...]:
+    left = num = max(moment.action[-1] for moment in moments)
+    on_disk = 0
+    for m in moments:
+        left = m.action.position if isinstance(m.action, Reverse) else left
+        on_disk = max(on_disk, m.disk * sizes.carry + sizes.of_xs * (num - left) // num)
+    of_device = [m.device * sizes.carry + m.cotangents * sizes.cotangents + m.given * sizes.of_carry for m in moments]
+    in_host = max(m.host for m in moments)
+    # Beside the carries of the schedule the last one, and cotangents of two segments; or the last ones of the sweep.
+    on_disk += sizes.carry + max(sizes.carry, 2 * sizes.cotangents) + sizes.outs
+    return (
+        Tier("device", max(m.device + m.cotangents + m.given for m in moments), max(of_device)),
+        Tier("host", in_host, in_host * sizes.carry),
+        Tier("disk", max(m.disk for m in moments) + 3, on_disk),
+    )
 
 
 def _row(note: Differentiated, step: LoopStep, *, is_own: bool) -> LoopRow:
