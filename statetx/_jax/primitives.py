@@ -27,7 +27,7 @@ from .._positions import function_of as _function_of
 from .._positions import replaced
 from .batching import map_over, with_batch_axis
 from .equations import ClosedJaxpr, Var, abstract, with_nonzero
-from .versions import NUM_CHECKIFY_CONTEXTS
+from .versions import NUM_CHECKIFY_CONTEXTS, NUM_DISCHARGE_CONTEXTS
 
 
 def identity(name: str) -> Any:
@@ -81,12 +81,14 @@ def call_primitive(
 
     _checkify.error_checks[primitive] = check
 
-    def discharge(avals: Sequence[Any], out_avals: Sequence[Any], *args: Any, **params: Any) -> tuple[list, list]:
+    def discharge(*operands: Any, **params: Any) -> tuple[list, list]:
         """For a `jax.Ref` that a function with a derivative rule writes in the call."""
         assert jaxpr_of is not None, "a call with Refs has equations"
-        values = _core.jaxpr_as_fun(_discharge_state(jaxpr_of(*args, **params)))(*args)
-        last = iter(values[len(out_avals) :])
-        return [next(last) if isinstance(aval, _AbstractRef) else None for aval in avals], values[: len(out_avals)]
+        args = operands[NUM_DISCHARGE_CONTEXTS:]
+        jaxpr = jaxpr_of(*args, **params)
+        values, num_outs = _core.jaxpr_as_fun(_discharge_state(jaxpr))(*args), len(jaxpr.out_avals)
+        last = iter(values[num_outs:])
+        return [next(last) if isinstance(aval, _AbstractRef) else None for aval in jaxpr.in_avals], values[:num_outs]
 
     _register_discharge_rule(primitive)(discharge)
     return primitive

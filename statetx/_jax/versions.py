@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax._src import checkify as _checkify
 from jax._src import core as _core
+from jax._src.state import discharge as _discharge
 
 try:
     from jax._src import flattree as _flattree  # pyright: ignore[reportAttributeAccessIssue]
@@ -40,6 +41,9 @@ else:
 
 NUM_CHECKIFY_CONTEXTS = int("ctx" in inspect.signature(_checkify.checkify_jaxpr).parameters)
 """Since 0.11 a rule of checkify takes a context, which numbers the errors, before the error."""
+
+NUM_DISCHARGE_CONTEXTS = 1 if hasattr(_discharge, "DischargeContext") else 2
+"""A rule that discharges Refs takes the types of its operands and results before its operands, since 0.11 in one."""
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
 """How ``jax.jit`` leaves no equation. 0.12 has several ways to inline, and takes True for a later one."""
