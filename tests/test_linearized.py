@@ -1,8 +1,8 @@
 """Loops with checkpoints have the derivatives of JAX's plain loop, with rules that are not those of their functions.
 
-Where the derivative is linearized, JAX's `scan` drops the rule of a `custom_jvp` from the primals, so that the second
-derivative is another one than that of the unrolled loop. Parts of a batch that do not depend on each other have the
-derivatives of the whole, which has no loop: no rule is dropped.
+Where the derivative is linearized, JAX's `scan` drops the rule of a `custom_jvp` from the primals before JAX 0.12, so
+that the second derivative is another one than that of the unrolled loop. Parts of a batch that do not depend on each
+other have the derivatives of the whole, which has no loop: no rule is dropped.
 """
 
 import functools
@@ -17,6 +17,7 @@ import statetx
 from statetx import policies
 
 LENGTH = 4
+DROPS_RULES = jax.__version_info__ < (0, 12)
 
 
 @jax.custom_jvp
@@ -217,7 +218,7 @@ def test_scan_and_unrolled_loop_differ():
     by_scan = second(lambda x: jax.lax.scan(lambda c, _: (sine_jvp(c), None), x, None, LENGTH)[0])
     by_slots = second(lambda x: statetx.fori_loop(0, LENGTH, lambda _, c: sine_jvp(c), x, checkpoint=2))
     assert by_slots == pytest.approx(by_scan, rel=1e-4)
-    assert abs(second(unrolled) - by_scan) > 0.01
+    assert (abs(second(unrolled) - by_scan) > 0.01) is DROPS_RULES
 
 
 def second_with_a_rule(scale, x, loop):
@@ -244,6 +245,7 @@ LOOPS = {
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(not DROPS_RULES, reason="since jax 0.12 the plain loop raises")
 def test_rule_that_closes_over_a_traced_value():
     plain = lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 3)[0]
     loops = [plain, *LOOPS.values()]
@@ -309,7 +311,7 @@ def test_derivatives_by_rules_and_without_differ():
     """Otherwise the table above shows nothing."""
     by_scan = lambda z: jax.lax.scan(lambda c, x: (c + part_loss(sine_jvp, z, x) / 6, None), 0.0, BATCH)[0]
     second, other = derivatives("RR", [functools.partial(whole, sine_jvp), by_scan])
-    assert abs(second - other) > 0.01
+    assert bool(abs(second - other) > 0.01) is DROPS_RULES
 
 
 def outputs(sine, z, x):
