@@ -15,7 +15,6 @@ from statetx._segments.schedule import (
     Load,
     Reverse,
     TierSchedule,
-    fewest_runs,
     jump_in_memory,
 )
 
@@ -124,7 +123,7 @@ def optimum(length, slots):
 def test_runs_in_memory_are_the_optimum():
     for slots in range(1, 6):
         for length in range(1, 40):
-            assert fewest_runs(length, slots) == optimum(length, slots)
+            assert TierSchedule(length, slots, 0, 1, 1).cost == optimum(length, slots)
             if length > 1 < slots:
                 j = jump_in_memory(length, slots)
                 assert j + optimum(length - j, slots - 1) + optimum(j, slots) == optimum(length, slots)

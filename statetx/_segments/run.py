@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _jax
 from .._errors import CheckpointError, EffectError
 from .._lift.staged import as_types, to_key_data, to_keys
 from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, type_str
 from .._tree import is_float
-from .schedule import AT_HAND, DISK, MEMORY, Action, Advance, Drop, Keep, Load, Reverse
+from .schedule import AT_HAND, DISK, MEMORY, Advance, Drop, Keep, Load, Reverse
 from .store import Store, digest
 
 _PULL = 3  # runs of a segment that a pull-back takes, for the time that is left
@@ -184,14 +185,15 @@ class SegmentedRun:
         """Take a stored carry; forget it if it is damaged."""
         found = self.memory.get(position) or (store.read(f"carry-{position}") if position else None)
         if found is not None:
-            self.carry = self.restored(found, self.step.avals, self.init)
+            self.carry = self.restored(found, self.init)
         elif position:
             del self.stored[position]
         else:
             self.carry = self.init
 
-    def restored(self, arrays: Sequence[Any], avals: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-        """Values of these types, where the values `like` were put: elsewhere JAX would compile other programs."""
+    def restored(self, arrays: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+        """Values where those of `like` were put, of their types: elsewhere JAX would compile other programs."""
+        avals = [_jax.abstract(x) for x in like]
         values = zip(to_keys([jnp.asarray(x) for x in arrays], avals), like, strict=True)
         placed = [jax.device_put(x, y.sharding) if getattr(y, "committed", False) else x for x, y in values]
         return as_types(placed, avals)
@@ -203,7 +205,7 @@ class SegmentedRun:
         with self.opened() as store:
             start, found = self.outs.resume(store, "carry")
             if found is not None:
-                self.carry = self.restored(found, self.step.avals, self.init)
+                self.carry = self.restored(found, self.init)
                 self.stored = {0: DISK, **{p: DISK for (p,) in store.names("carry") if 0 < p <= start and p < self.num}}
             if start < self.num:
                 self.perform(store, start)
@@ -233,8 +235,7 @@ class SegmentedRun:
             self.claim(store, "loss", loss, "ct", "xs")
             done, found = self.pulled.resume(store, "ct")
             if found is not None:
-                like = [x for cts in self.cts for x in cts]
-                restored = self.restored(found, [x.aval for x in like], like)
+                restored = self.restored(found, [x for cts in self.cts for x in cts])
                 self.cts = [restored[: len(diff_constants)], restored[len(diff_constants) :]]
             self.stored = {p: tier for p, tier in self.stored.items() if p < self.num - done} or {0: DISK}
             if done < self.num:
@@ -245,17 +246,12 @@ class SegmentedRun:
         first, last = step.num_constants, step.num_constants + step.num_carry
         return [*self.cts[0], *(of_carry[i - first] for i in self.diff_indices if first <= i < last), *of_xs]
 
-    def actions(self, position: int, stored: dict[int, str], *, is_whole: bool = False) -> Iterator[Action]:
-        """Those of a pass from a position; with `is_whole` also those of the pass that follows it."""
-        if self.pulled is None:
-            yield from self.schedule.sweep(position, stored)
-        if self.pulled is not None or is_whole:
-            yield from self.schedule.reversal(self.num if self.pulled is None else position, stored)
-
     def perform(self, store: Store, position: int) -> None:
         """Run what is left of a pass."""
-        ahead = list(self.actions(position, dict(self.stored), is_whole=True))
-        left = sum(a.end - a.start if isinstance(a, Advance) else _PULL * isinstance(a, Reverse) for a in ahead)
+        is_sweep, sweep, reversal = self.pulled is None, self.schedule.sweep, self.schedule.reversal
+        ahead = dict(self.stored)
+        actions = [*(sweep(position, ahead) if is_sweep else ()), *reversal(self.num if is_sweep else position, ahead)]
+        left = sum(a.end - a.start if isinstance(a, Advance) else _PULL * isinstance(a, Reverse) for a in actions)
         num, began = 0, time.monotonic()
 
         def note(runs: int, position: int) -> None:
@@ -264,14 +260,14 @@ class SegmentedRun:
             num += runs
             seconds = (time.monotonic() - began) / num * max(0, left - num)
             steps = min(position * self.segments.length, self.step.length)
-            way, size = "forward" if self.pulled is None else "backward", format_bytes(store.num_bytes)
+            way, size = "forward" if is_sweep else "backward", format_bytes(store.num_bytes)
             show(f"{way}, step {steps:,} of {self.step.length:,}, {size} on disk, {seconds:.0f} s left")
-            is_new = position == len(self.outs.items) if self.pulled is None else runs == _PULL
+            is_new = position == len(self.outs.items) if is_sweep else runs == _PULL
             if is_new and 0 < position < self.num and time.monotonic() - self.last_save >= self.options.save_every:
                 self.save(store, position)
 
         with spinner(self.step.name, is_shown=self.step.is_shown) as show:
-            for action in self.actions(position, self.stored):
+            for action in (sweep if is_sweep else reversal)(position, self.stored):
                 match action:
                     case Advance(first, end):
                         for segment in range(first, end):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._loops.schedule import beta, repetitions
+from .._loops.schedule import beta, num_evaluations, repetitions
 
 MEMORY, DISK = "memory", "disk"
 AT_HAND = "at hand"  # the carry that the last segment starts from: its pull-back comes next, and takes no slot for it
@@ -88,12 +88,6 @@ def runs_of(moments: Iterable[Moment], length: int, segment: int, of_pull: Calla
     return moved + sum(of_pull(num(a.position)) for a in actions if isinstance(a, Reverse))
 
 
-def fewest_runs(length: int, slots: int) -> int:
-    """Runs of `length` segments from one carry in a slot, with so many slots for it and others."""
-    r = repetitions(length, slots)  # no segment runs more often, except in its pull-back
-    return r * length - beta(slots + 1, r - 1)
-
-
 def jump_in_memory(length: int, slots: int) -> int:
     """How far to advance from a carry in a slot before the next one is stored."""
     r = repetitions(length, slots)
@@ -128,7 +122,9 @@ class TierSchedule:
             self._plan(files + 1)
 
     def _plan(self, num_rows: int) -> None:
-        self._memory = np.array([fewest_runs(n, self.slots) for n in range(self.length + 1)], np.float64)
+        # The last segment is not advanced again: its pull-back does that.
+        fewest = (num_evaluations(n - 1, self.slots) - n + 1 for n in range(1, self.length + 1))
+        self._memory = np.array([0, *fewest], np.float64)
         self._at_hand, self._on_disk = (np.tile(self._memory, (num_rows, 1)) for _ in range(2))
         self._jumps = np.zeros((num_rows, self.length + 1), np.int32)
         # The right part has a file less, unless there are always enough: then one row serves all.

@@ -20,7 +20,6 @@ from .. import _files
 from .._errors import CheckpointError
 from .._text import format_bytes
 
-MAGIC = b"statetx1"
 _DIGEST = 16  # bytes
 _NAME = re.compile(r"[a-z]+(-\d+)*\.arrays")
 
@@ -130,9 +129,9 @@ class Store:
     def _write(self, name: str, arrays: list) -> None:
         file, values = f"{name}.arrays", [np.ascontiguousarray(x) for x in arrays]
         types = [(x.dtype.name, np.shape(y)) for x, y in zip(values, arrays, strict=True)]
-        text = json.dumps([name, self.owner, types]).encode()
-        parts = [len(text).to_bytes(8, "little"), text, *(x.reshape(-1).view(np.uint8) for x in values)]
-        size = len(MAGIC) + _DIGEST + 8 + len(text) + sum(x.nbytes for x in values)
+        header = json.dumps([name, self.owner, types]).encode() + b"\n"
+        parts = [header, *(x.reshape(-1).view(np.uint8) for x in values)]
+        size = _DIGEST + sum(map(len, parts))
         total = self.num_bytes + size  # a file that is replaced is there until the new one is whole
         if self.limit is not None and total > self.limit:
             raise CheckpointError(
@@ -140,7 +139,7 @@ class Store:
                 f"{format_bytes(self.limit)}.\nFix: raise limit=, or let the segments be longer."
             )
         try:
-            _files.replace(self._at(file), MAGIC, _hash(parts), *parts)
+            _files.replace(self._at(file), _hash(parts), *parts)
         except OSError as e:
             raise self._unwritable(e) from e
         self.sizes[file] = size
@@ -160,18 +159,17 @@ class Store:
         self.flush()
         file = f"{name}.arrays"
         try:
-            content = memoryview(_files.read(self._at(file), self.sizes.get(file, 0)))
-            head, payload = content[: len(MAGIC) + _DIGEST], content[len(MAGIC) + _DIGEST :]
-            if bytes(head) != MAGIC + _hash([payload]):
+            content = _files.read(self._at(file), self.sizes.get(file, 0))
+            if content[:_DIGEST] != _hash([memoryview(content)[_DIGEST:]]):
                 raise ValueError("the checksum differs")
-            end = 8 + int.from_bytes(payload[:8], "little")
-            *owner, types = json.loads(bytes(payload[8:end]))
+            end = content.index(b"\n", _DIGEST) + 1
+            *owner, types = json.loads(content[_DIGEST:end])
             if owner != [name, self.owner]:
                 raise ValueError("it is of another run")
             arrays = []
             for dtype, shape in types:
                 count = int(np.prod(shape, dtype=np.int64))
-                arrays.append(np.frombuffer(payload, jnp.dtype(dtype), count, end).reshape(shape))
+                arrays.append(np.frombuffer(content, jnp.dtype(dtype), count, end).reshape(shape))
                 end += arrays[-1].nbytes
             return arrays
         except (OSError, ValueError):
