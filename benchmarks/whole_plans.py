@@ -181,7 +181,7 @@ def inner_cost(planner: Planner, plan: Any) -> float:
     """Operations that rematerialization of the gradients inside of the loss adds, before anything else is planned."""
     if plan.inner is None:
         return 0.0
-    costs = {whole.captured.variant: whole.total_cost() for whole in planner._wholes}
+    costs = {search.captured.variant: search.total_cost() for search in planner._searches}
     return costs[plan.inner.variant] / costs[PLAIN] - 1
 
 

@@ -36,7 +36,7 @@ def test_each_plan_has_the_time_limit():
         lambda w, x: (jnp.tanh(x @ w) ** 2).mean(), jnp.eye(8), jnp.ones((64, 8)), argnums=0, time_limit=60.0
     )
     seen = []
-    whole = planner._whole
+    whole = planner._plain
     whole.time_left._left = -1000.0  # all of it is used
     assert whole.is_late()
     seen.append(planner.plan(1.0).complete)
@@ -177,7 +177,7 @@ def test_plan_that_fails_leaves_the_next_its_time():
         of="temporaries",
         time_limit=60.0,
     )
-    whole = planner._whole
+    whole = planner._plain
     whole.time_left._left = -1000.0
     with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
         planner.plan(1)

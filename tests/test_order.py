@@ -192,13 +192,13 @@ def test_smallest_choice_is_compiled_with_each_order_and_without():
     planner = statetx.planner.Planner(together, *(weights(4, 1), weights(5, 1), BATCH[:16]), of="temporaries")
     with pytest.raises(statetx.PlanError) as e:
         planner.plan(1)
-    (whole,) = planner._wholes
-    of = {choice.waits: choice for choice in whole.choices() if choice.candidates == whole.smallest().candidates}
-    assert set(of) == set(type(whole.smallest().waits))
-    sizes = {waits: choice.temp_bytes for waits, choice in of.items()}
+    smallest = planner._plain.smallest()
+    of = {program.waits: program for program in planner._plain.programs() if program.candidates == smallest.candidates}
+    assert set(of) == set(type(smallest.waits))
+    sizes = {waits: program.temp_bytes for waits, program in of.items()}
     assert e.value.smallest_bytes == min(sizes.values()) < max(sizes.values())
-    for waits, choice in of.items():
-        assert whole.compile(choice).cost.temp_bytes == sizes[waits]
+    for waits, program in of.items():
+        assert program.program().cost.temp_bytes == sizes[waits]
 
 
 def accumulated(ws, x):

@@ -107,7 +107,7 @@ def test_a_plan_reaches_the_memory_of_rematerialized_blocks(is_marked, tmp_path,
     # From the store, without a search.
     planner = Planner(loss, WS, X, Y, argnums=0, of="temporaries")
     again = planner.plan(full.temp_bytes)
-    assert "_wholes" not in vars(planner) and again.flops == plan.flops and again.inner == plan.inner
+    assert "_searches" not in vars(planner) and again.flops == plan.flops and again.inner == plan.inner
     assert f"with policy {plan.inner.variant!r} on their blocks" in str(again)
 
 

@@ -43,7 +43,7 @@ from statetx.planner._search import candidates as _candidates
 from statetx.planner._search import lattice as _lattice
 from statetx.planner._search import layout as _layout
 from statetx.planner._search import search as _search
-from statetx.planner._search import whole as _whole
+from statetx.planner._search import times as _times
 from statetx.planner._treatments import rewrite
 from statetx.planner._treatments import treatment as _treatment
 from statetx.planner._treatments.graph import Graph
@@ -539,7 +539,7 @@ def test_loops_are_fenced_where_there_are_several():
         return jax.grad(recurrent_layers(1)[0])(ws, xs), jax.grad(recurrent_layers(1)[0])(ws, 2 * xs**2)
 
     planner = Planner(two_gradients, *recurrent_layers(1)[1:], of="temporaries")
-    fronts = [f for search in planner._whole.searches for f in search.lattice._fronts.values()]
+    fronts = [f for search in planner._plain.searches for f in search.lattice._fronts.values()]
     assert any(loop.is_fenced for f in fronts for o in f.options if (loop := o.decision.get(CheckpointedLoop))), (
         "each gradient has one loop, the step two"
     )
@@ -1306,7 +1306,7 @@ def test_times_of_a_target_are_estimates(monkeypatch, sign):
 def _with_estimates(monkeypatch, seconds_of):
     """Let XLA on this CPU tell a time of each program, by its temporary bytes."""
     told = lambda compiled, platform: seconds_of(compiled.memory_analysis().temp_size_in_bytes)
-    monkeypatch.setattr(_whole, "estimate_options", lambda: {"told": True})
+    monkeypatch.setattr(_search, "estimate_options", lambda: {"told": True})
     monkeypatch.setattr(_jax, "estimated_seconds", told)
 
 
@@ -1358,7 +1358,7 @@ def test_values_within_a_fusion_are_not_worth_saving():
 @pytest.mark.parametrize("num_fitting", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest(monkeypatch, num_fitting):
     """As on GPUs: the zeros that a program is timed with come on top of the caller's arrays."""
-    zeros, fitting = _whole._zeros, []
+    zeros, fitting = _times._zeros, []
 
     def limited(program):
         if program not in fitting and len(fitting) == num_fitting:
@@ -1366,7 +1366,7 @@ def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest
         fitting.extend([program] if program not in fitting else [])
         return zeros(program)
 
-    monkeypatch.setattr(_whole, "_zeros", limited)
+    monkeypatch.setattr(_times, "_zeros", limited)
     plan = statetx.plan(_loss_of_four, jnp.eye(32), jnp.ones((256, 32)), budget=1.0, objective="time", time_limit=20)
     assert len(plan.timed) == num_fitting and (plan.seconds is None) == (num_fitting == 0)
     assert str(plan)
@@ -1377,7 +1377,7 @@ def test_zeros_of_a_sharded_program_are_made_in_shards():
     mesh = jax.sharding.Mesh(devices, ("d",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     x = jax.ShapeDtypeStruct((8 * len(devices), 3), "bfloat16", sharding=sharding)
-    (x,) = _whole._zeros(jax.jit(lambda x: 2 * x).lower(x).compile())
+    (x,) = _times._zeros(jax.jit(lambda x: 2 * x).lower(x).compile())
     assert x.sharding == sharding and x.dtype == "bfloat16" and not x.any()
 
 

@@ -65,7 +65,7 @@ def test_memory_is_extrapolated_to_the_byte(long, fun, gradient):
 def test_layers_left_out_take_no_memory_in_a_step(long):
     # Gradients of zeros, which Adam reads, would take more memory, the fewer layers a short version has.
     args = WS, ADAM.init(WS), X[:8]
-    search = Planner(adam_step, *args)._whole.searches[0]
+    search = Planner(adam_step, *args)._search
     memory = adam_step.lower(*args).compile().memory_analysis()
     assert search.baseline.extrapolated.temp_bytes == memory.temp_size_in_bytes
 

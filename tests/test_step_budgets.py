@@ -518,11 +518,11 @@ def test_plan_of_a_loss_with_states_in_a_shard_map():
 
 @pytest.mark.slow
 def test_fastest_measured_candidate_is_chosen(monkeypatch):
-    from statetx.planner._search import whole as _whole
+    from statetx.planner._search import times as _times
 
     # The choice follows the clock, not the operations: each program is faster than the one before it.
     times = iter([1e-3 * n for n in range(10_000, 0, -1)])
-    monkeypatch.setattr(_whole.statistics, "median", lambda _: next(times))
+    monkeypatch.setattr(_times.statistics, "median", lambda _: next(times))
     plan = Planner(jax.jit(step, donate_argnums=(0, 1)), *ARGS, objective="time").plan(0.85)
     timed = plan.timed
     assert len(timed) >= 2 and plan.seconds == min(s for _, _, s in timed) == timed[-1][2]

@@ -21,7 +21,7 @@ import statetx
 from statetx import Target, TargetError
 from statetx._targets import absent, current, plugins
 from statetx._targets.plugins import CHECKS, Gpu, table
-from statetx.planner._search import whole as _whole
+from statetx.planner._search import times as _times
 
 SOURCES = pathlib.Path(statetx.__file__).parent
 
@@ -334,7 +334,7 @@ def test_target_of_the_environment(installed, monkeypatch):
 
 
 def test_times_of_a_target_without_estimates_are_refused(installed, monkeypatch):
-    monkeypatch.setattr(_whole, "estimate_options", dict)
+    monkeypatch.setattr(_times, "estimate_options", dict)
     with pytest.raises(
         TargetError, match=r"nothing runs on the target a100-40gb; XLA's estimates.*\nFix: use objective='flops'"
     ):

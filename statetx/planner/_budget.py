@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from .._equations.compiled import Cost
 from .._errors import PlanError
 from .._targets import current
-from .._text import MOST_BYTES, brief, format_bytes, parse_bytes, suggestion
+from .._text import MOST_BYTES, brief, parse_bytes, suggestion
 
 STEP = "step"
 TEMPORARIES = "temporaries"
@@ -36,21 +37,13 @@ class ByteBudget(NamedTuple):
             raise PlanError(f"of={of!r} must be 'step' or 'temporaries'.{suggestion(str(of), accepted)}")
         return cls(read_amount(amount), of)
 
-    def fixed_bytes(self, whole: Any) -> int:
-        """Bytes of it that arguments and outputs of a program (`_search.whole.Whole`) take."""
-        return whole.fixed().fixed_bytes if self.of == STEP else 0
+    def fixed_bytes(self, fixed: Cost) -> int:
+        """Bytes of it that arguments and outputs of a program take."""
+        return fixed.fixed_bytes if self.of == STEP else 0
 
-    def num_bytes(self, whole: Any) -> int:
-        """Bytes of it for a program."""
-        if isinstance(self.amount, int):
-            return self.amount
-        temp_bytes = whole.fraction_of_baseline(self.amount)  # compiles it, which makes the fixed bytes exact
-        fixed = self.fixed_bytes(whole)
-        return temp_bytes + fixed - int((1 - self.amount) * fixed)  # rounded up to a whole byte
-
-    def left(self, whole: Any) -> int:
+    def left(self, fixed: Cost) -> int:
         """The bytes that it leaves for temporaries of a program."""
-        return self.num_bytes(whole) - self.fixed_bytes(whole)
+        return int(self.amount) - self.fixed_bytes(fixed)
 
 
 def read_amount(argument: Any) -> int | float:
@@ -121,53 +114,6 @@ def unit_question(amount: int | float) -> str:
     if isinstance(amount, float) or amount >= 1024:
         return ""
     return f" Was a unit forgotten, as in '{amount}MiB' or '{amount}GiB'?"
-
-
-def impossible(name: str, budget: ByteBudget, budget_bytes: int, fixed: Any, constant_bytes: int) -> PlanError:
-    """The error that arguments and outputs leave nothing of the budget for temporaries.
-
-    Args:
-        constant_bytes: of the arrays that are constants of the program, which the budget does not count.
-    """
-    donated = f" ({format_bytes(fixed.alias_bytes)} of them in place of donated arguments)" if fixed.alias_bytes else ""
-    constants = f" Its constants, which do not count, take {format_bytes(constant_bytes)}." if constant_bytes else ""
-    return PlanError(
-        f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: arguments take "
-        f"{format_bytes(fixed.argument_bytes)} and outputs {format_bytes(fixed.output_bytes)}{donated}, which no plan "
-        f"changes, so none was searched for.{constants}{unit_question(budget.amount)}\n"
-        f"Fix: allow more than {format_bytes(fixed.fixed_bytes)}; make the arguments smaller (a smaller batch, "
-        f"bfloat16, more devices){'' if fixed.alias_bytes else ', or plan the jitted step that donates them'}; "
-        f"or count temporaries alone, of='temporaries'.",
-        smallest_bytes=fixed.fixed_bytes,
-    )
-
-
-def no_plan(name: str, budget: ByteBudget, whole: Any, smallest_bytes: int) -> PlanError:
-    """The error that no candidate for a program keeps a budget.
-
-    Args:
-        smallest_bytes: the least bytes reached, counted as in the budget.
-    """
-    budget_bytes, fixed, is_late = budget.num_bytes(whole), whole.fixed(), not whole.is_complete()
-    late = ", when the time limit ended the search" if is_late else ""
-    fixes = ["give the search more time (time_limit=None)"] if is_late else []
-    if whole.captured.is_step and not whole.has_saving():  # its gradients take nothing that a plan could save
-        loss = f"if {name} is a loss, give argnums=, so that its own gradient is planned (it takes small ones itself)"
-        fixes.insert(0, loss)
-    parts = ""
-    if budget.of == STEP:
-        donate = "" if fixed.alias_bytes else " (plan the jitted step, if it donates arguments)"
-        parts = (
-            f" Arguments take {format_bytes(fixed.argument_bytes)} of it and outputs "
-            f"{format_bytes(fixed.output_bytes - fixed.alias_bytes)}, which no plan changes{donate}."
-        )
-    fixes.append("allow that much; or rematerialize smaller parts, make the batch smaller, or let the loop's steps")
-    return PlanError(
-        f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: the smallest found needs "
-        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} "
-        f"more{late}.{parts}{unit_question(budget.amount)}\nFix: {'; '.join(fixes)} compute less.",
-        smallest_bytes=smallest_bytes,
-    )
 
 
 # -- time -------------------------------------------------------------------------------------------------------------

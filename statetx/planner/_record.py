@@ -17,8 +17,8 @@ from ._program.values import KEEP, ON_HOST, InFormat, Way
 from ._search.candidates import Candidate
 from ._search.capture import Recorded
 from ._search.layout import Waits
-from ._search.search import Options, Search
-from ._search.several import AnyWhole
+from ._search.program import PlannedProgram, ProgramSearch
+from ._search.search import Options
 from ._treatments import OF_STEPS, VARIANTS, InnerGradients
 from ._treatments.treatment import Decision, Facts
 
@@ -100,7 +100,7 @@ class GradientPlan:
     equations: _Texts
 
     @classmethod
-    def of(cls, search: Search, candidate: Candidate, waits: Waits) -> GradientPlan:
+    def of(cls, gradient: Recorded, candidate: Candidate, waits: Waits) -> GradientPlan:
         layout, decisions = candidate.layout, [option.decision for option in candidate.options]
         numbers = {decision: number for number, decision in enumerate(dict.fromkeys(decisions))}
         return cls(
@@ -109,7 +109,7 @@ class GradientPlan:
             tuple(numbers),
             None if waits is Waits.FOR_NOTHING else layout.first_read(),
             waits is Waits.FOR_GRADIENTS,
-            search.captured.gradients[0].lines,
+            gradient.lines,
         )
 
     def split(self, program: Jaxpr, ways: Container[Way] | None = None) -> tuple[Jaxpr, list[Part], list[Decision]]:
@@ -271,15 +271,17 @@ STORED_PLAN: Check = record({name: check for name, check in _checks.items() if n
 # -- of a search -------------------------------------------------------------------------------------------------------
 
 
-def fields_of(whole: AnyWhole, choice: Any, unplanned: AnyWhole, options: Options, **of_call: Any) -> dict[str, Any]:
+def fields_of(
+    search: ProgramSearch, program: PlannedProgram, unplanned: ProgramSearch, options: Options, **of_call: Any
+) -> dict[str, Any]:
     """The fields of a plan for the store, as JSON values.
 
     Args:
-        unplanned: the program that the plan is compared with.
+        unplanned: for the program that the plan is compared with.
         of_call: further fields: name and budget.
     """
-    fixed, captured, total_cost = whole.fixed(), whole.captured, whole.total_cost()
-    gradients = [GradientPlan.of(s, c, choice.waits) for s, c in zip(whole.searches, choice.candidates, strict=True)]
+    fixed, captured, total_cost = search.fixed(), search.captured, search.total_cost()
+    pairs = zip(captured.gradients, program.candidates, strict=True)
     return of_call | {
         "version": VERSION,
         "objective": options.objective,
@@ -287,36 +289,36 @@ def fields_of(whole: AnyWhole, choice: Any, unplanned: AnyWhole, options: Option
         "argument_bytes": fixed.argument_bytes,
         "output_bytes": fixed.output_bytes,
         "alias_bytes": fixed.alias_bytes,
-        "temp_bytes": choice.temp_bytes,
-        "flops": choice.compiled.flops,
-        "stock": "" if choice.name == "plan" else choice.name,
-        "complete": whole.is_complete(),
-        "seconds": choice.compiled.seconds,
-        "timed": [[c.name, c.temp_bytes, c.compiled.seconds] for c in whole.choices() if c.compiled.seconds],
+        "temp_bytes": program.temp_bytes,
+        "flops": program.compiled.flops,
+        "stock": "" if program.name == "plan" else program.name,
+        "complete": search.is_complete(),
+        "seconds": program.compiled.seconds,
+        "timed": [[c.name, c.temp_bytes, c.compiled.seconds] for c in search.programs() if c.compiled.seconds],
         "ignored": [digest_of(lines) for lines in captured.ignored],
         "variant": captured.variant,
         "of_step": None if captured.treatment is None else captured.treatment.name,
-        **captured.released(whole.rewritten(choice.candidates, choice.waits)),
+        **captured.released(program.rewritten()),
         "num_devices": captured.num_devices,
-        "gradients": _records.encoded(gradients),
+        "gradients": [_records.encoded(GradientPlan.of(*pair, program.waits)) for pair in pairs],
         # A leave-one-out prediction: the candidate's own measurement does not correct it.
-        "predicted_bytes": int(whole.predict(choice)),
-        "initial_prediction_bytes": int(max(c.predicted_bytes for c in choice.candidates)),
-        "curve": [[int(num_bytes), cost] for num_bytes, cost in whole.curve()],
-        "measured": [[c.name, c.temp_bytes, c.added_cost / total_cost] for c in whole.choices()],
-        "stock_policies": [[n, b, c / total_cost, is_predicted] for n, b, c, is_predicted in whole.stock_policies()],
-        "unplanned_bytes": _unplanned_bytes(whole, unplanned),
+        "predicted_bytes": int(search.predict(program)),
+        "initial_prediction_bytes": int(max(c.predicted_bytes for c in program.candidates)),
+        "curve": [[int(num_bytes), cost] for num_bytes, cost in search.curve()],
+        "measured": [[c.name, c.temp_bytes, c.added_cost / total_cost] for c in search.programs()],
+        "stock_policies": [[n, b, c / total_cost, is_predicted] for n, b, c, is_predicted in search.stock_policies()],
+        "unplanned_bytes": _unplanned_bytes(search, unplanned),
         "unplanned_is_compiled": unplanned.has_baseline(),
         "unplanned_flops": unplanned.unplanned_flops,
     }
 
 
-def _unplanned_bytes(whole: AnyWhole, unplanned: AnyWhole) -> int:
-    captured = whole.captured
+def _unplanned_bytes(search: ProgramSearch, unplanned: ProgramSearch) -> int:
+    captured = search.captured
     if captured.treatment is None or unplanned.has_baseline():
         return unplanned.unplanned_bytes()
     # Nothing of it was compiled: from the program with the treatment.
-    return whole.unplanned_bytes() + captured.released_bytes - unplanned.captured.released_bytes
+    return search.unplanned_bytes() + captured.released_bytes - unplanned.captured.released_bytes
 
 
 def are_decisions_for(gradients: Sequence[Recorded], fields: Mapping[str, Any], options: Options) -> bool:

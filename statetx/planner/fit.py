@@ -17,12 +17,12 @@ from .._remat.override import rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from .._text import format_bytes
 from .._tree import is_float
-from ._budget import ByteBudget, read_amount, read_time_limit
+from ._budget import TEMPORARIES, ByteBudget, read_amount, read_time_limit
 from ._plan import Plan
 from ._program.flat import closed_over_by_rules, flatten, of_device
-from ._search.capture import Recorded
+from ._search.capture import Captured, Recorded
 from ._search.search import Options
-from .planner import DEFAULT_TIME_LIMIT, Planner
+from .planner import DEFAULT_TIME_LIMIT, ProgramPlanner
 
 
 class Fit(Rewriter):
@@ -90,7 +90,8 @@ class Fit(Rewriter):
         without = {*fixed, *closed_over_by_rules(flatten(body.jaxpr))}
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval) and i not in without]
         recorded = Recorded(body.jaxpr, num_out, floats, floats, context)
-        return Planner.of_function(recorded, name, self._options).plan(self.budget.amount)
+        program = Captured((recorded,), name=name)
+        return ProgramPlanner([program], TEMPORARIES, self._options).plan(self.budget.amount)
 
 
 def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int, ...]:

@@ -23,15 +23,16 @@ from .._text import format_bytes, suggestion
 from .._verify.functions import filled, with_gradients
 from .._verify.same import same_step
 from . import _store
-from ._budget import STEP, TEMPORARIES, ByteBudget, impossible, no_plan, read_time_limit
+from ._budget import STEP, ByteBudget, read_time_limit
 from ._plan import Plan
 from ._program.flat import full_fingerprint
 from ._program.values import read_formats
 from ._record import OBJECTIVES, STORED_PLAN, are_decisions_for, fields_of
-from ._search.capture import Captured, Recorded, variants
-from ._search.search import Options
-from ._search.several import AnyWhole, whole_of
-from ._search.whole import Timer, fixed_above, refuse_unknown_times
+from ._search.capture import Captured, variants
+from ._search.errors import impossible
+from ._search.program import PlannedProgram, ProgramSearch, fixed_above
+from ._search.search import Options, Search
+from ._search.times import Timer, refuse_unknown_times
 from ._show import described
 from ._treatments import TREATMENTS
 from ._treatments.treatment import Treatment
@@ -151,14 +152,227 @@ def _for_target(method: F) -> F:
     """Let a method of `Planner` run for the target that the planner was made for, and within its program."""
 
     @functools.wraps(method)
-    def run(self: Planner, *args: Any, **kwargs: Any) -> Any:
+    def run(self: ProgramPlanner, *args: Any, **kwargs: Any) -> Any:
         with current.kept(self._target), self._captured.context.bind_axes():
             return method(self, *args, **kwargs)
 
     return cast("F", run)
 
 
-class Planner:
+class ProgramPlanner:
+    """Plans for a captured program and many budgets, which share compiled candidates.
+
+    Args:
+        variants: programs with its results, the one without rematerialization of inner gradients first.
+        of: what the budgets count.
+    """
+
+    def __init__(self, variants: list[Captured], of: str, options: Options, *, progress: bool = False):
+        self._variants, self._captured, self._of = variants, variants[0], of
+        self.name = self._captured.name
+        self._target = current.current()
+        self._progress = spinner(f"plan {self.name}", is_shown=progress)
+        num_searched = sum(c.treatment is None for c in variants)
+        limit = None if options.time_limit is None else options.time_limit / num_searched
+        self._options = dataclasses.replace(options, time_limit=limit)
+        self._timer = Timer() if options.objective == "time" and current.absent() is None else None
+        self._needs_baseline = False
+
+        # The search outlives each progress bar: it reports to the current one.
+        self._report: Callable[[str], None] = lambda text: None
+
+    @functools.cached_property
+    def _searches(self) -> list[ProgramSearch]:
+        """For programs with these results; last the one without rematerialization of inner gradients.
+
+        They are analyzed and compiled only when something is asked that the store does not have.
+        """
+
+        def start(captured: Captured) -> ProgramSearch:
+            is_plain = captured is self._captured
+            note = "" if is_plain else f", inner gradients with policy {captured.variant!r}"
+            report = lambda text: self._report(text + note)
+            return ProgramSearch(captured, self._options, report, is_plain and self._needs_baseline)
+
+        plain = {c.variant: c for c in self._variants if c.treatment is None}
+        most = {variant: c.released_bytes for variant, c in plain.items()}
+        treated = []
+        for c in self._variants:
+            if c.treatment and c.released_bytes > most[c.variant]:
+                most[c.variant] = c.released_bytes
+                treated.append(c)
+        return [start(c) for c in (*treated, *plain.values()) if c is not self._captured] + [start(self._captured)]
+
+    @property
+    def _searched(self) -> list[ProgramSearch]:
+        """Those among which a plan is chosen: without the programs that a treatment of the step replaces by one with no
+        more operations.
+        """
+        programs = [search.captured for search in self._searches]
+        replaced = {c.variant for c in programs if c.treatment and not c.treatment.adds_operations}
+        return [s for s in self._searches if s.captured.treatment or s.captured.variant not in replaced]
+
+    @property
+    def _plain(self) -> ProgramSearch:
+        return self._searches[-1]
+
+    @property
+    def _search(self) -> Search:
+        """The search for the only gradient."""
+        return self._plain.searches[0]
+
+    @_for_target
+    def ends(self) -> tuple[int, int]:
+        """The least bytes reached so far, and the baseline's, counted as in the budget."""
+        ends = []
+        for search in self._searches:
+            with search.time_left.running():
+                ends.append(search.ends())
+        self._renew_time()
+        fixed = ByteBudget(0, self._of).fixed_bytes(self._plain.fixed())
+        return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
+
+    @_for_target
+    def plan(self, budget: int | float | str) -> Plan:
+        """The best plan for a budget."""
+        budget_ = ByteBudget.read(budget, self._of)
+        key = self.key(budget_)
+        is_valid = lambda fields: self._is_for_program(fields, budget_)
+        fields = _store.remembered(key, STORED_PLAN, lambda: self._found(budget_), is_valid)
+        return _warn_if_expensive(self._as_plan(fields))
+
+    def _found(self, budget: ByteBudget) -> dict[str, Any]:
+        """The fields of the best plan for a budget."""
+        with self._show_progress(), unobserved():  # a search takes gradients itself
+            amount = budget.amount
+            if budget.of == STEP and isinstance(amount, int):
+                fixed = fixed_above(self._captured, amount)
+                if fixed is not None:
+                    raise impossible(self._captured, budget, fixed)
+            self._needs_baseline = isinstance(amount, float)
+            try:
+                with self._plain.time_left.running():
+                    budget = self._plain.in_bytes(budget)
+                return self._fields(self._choose(budget), budget)
+            finally:
+                self._renew_time()
+
+    def _renew_time(self) -> None:
+        """Let the next plan have as much time."""
+        for search in vars(self).get("_searches", ()):
+            search.time_left.renew()
+
+    @_for_target
+    def best(self, budget: int) -> Plan | None:
+        """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
+        budget_ = ByteBudget(int(budget), self._of)
+        best = (search.best(budget_.left(search.fixed())) for search in self._searches)
+        fitting = [program for program in best if program is not None]
+        return self._as_plan(self._fields(self._faster(fitting), budget_)) if fitting else None
+
+    def _choose(self, budget: ByteBudget) -> PlannedProgram:
+        """The best program: of one of the variants."""
+        programs: list[PlannedProgram] = []
+        errors: list[PlanError] = []
+        searches = sorted(self._searched, key=lambda search: search.total_cost())
+        for search, following in itertools.zip_longest(searches, searches[1:]):
+            # A program with as many operations of its own as an earlier plan cannot be cheaper.
+            is_beaten = programs and search.total_cost() >= _cheapest(programs).total_cost > 0
+            if self._timer is not None or not is_beaten:
+                try:
+                    programs.append(self._best_of(search, budget))
+                except PlanError as e:
+                    errors.append(e)
+            if following is not None:
+                search.time_left.pass_on(following.time_left)
+        if not programs:
+            raise min(errors, key=lambda e: e.smallest_bytes or 0)
+        return self._faster(programs) if self._timer is None else self._timer.faster(programs)
+
+    def _faster(self, programs: Sequence[PlannedProgram]) -> PlannedProgram:
+        """The best of programs: the fastest if all times are known, else the cheapest."""
+        seconds = [program.compiled.seconds for program in programs]
+        known = [x for x in seconds if x is not None]
+        if self._options.objective == "flops" or len(known) < len(seconds):
+            return _cheapest(programs)
+        return programs[seconds.index(min(known))]
+
+    def _best_of(self, search: ProgramSearch, budget: ByteBudget) -> PlannedProgram:
+        with search.time_left.running():
+            program = search.fit(budget)
+            if self._timer is None:
+                return program
+            return self._timer.fastest(search, program, budget.left(search.fixed()))
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _fields(self, program: PlannedProgram, budget: ByteBudget) -> dict[str, Any]:
+        of_call = {"name": self.name, "of": budget.of, "budget_bytes": budget.amount}
+        (search,) = (search for search in self._searches if search.captured is program.captured)
+        fields = fields_of(search, program, self._plain, self._options, **of_call)
+        return fields if self._timer is None else fields | self._timer.fields(program)
+
+    def _as_plan(self, fields: dict[str, Any]) -> Plan:
+        flat = [gradient.flat for gradient in self._variant_of(fields).gradients]
+        # It may be asked for outside of the block of the target.
+        return Plan(fields | {"name": self.name}, current.bind(lambda gradients: described(flat, gradients)))
+
+    @_for_target
+    def key(self, *settings: Any) -> str:
+        """A digest of the program, the options of its plans, and other settings, in the store."""
+        captured = self._captured
+        more: list[Any] = [gradient.stored for gradient in captured.gradients]
+        if captured.step is not None:
+            outline = captured.step.outline
+            more += [full_fingerprint(outline.jaxpr), [str(v.aval) for v in outline.jaxpr.invars], outline.context]
+            more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
+        return _store.key_of(*settings, self._options, *more)
+
+    def _is_for_program(self, fields: dict[str, Any], budget: ByteBudget) -> bool:
+        """Whether stored fields are what this planner may answer: all that it can check."""
+        captured, options = self._variant_of(fields), self._options
+        asked = {"objective": options.objective, "of": budget.of, "is_step": captured.is_step}
+        asked |= {"num_devices": captured.num_devices, "variant": captured.variant}
+        asked |= {"of_step": None if captured.treatment is None else captured.treatment.name}
+        asked |= {"budget_bytes": budget.amount} if isinstance(budget.amount, int) else {}
+        is_asked = all(fields[name] == value for name, value in asked.items())
+        return is_asked and are_decisions_for(captured.gradients, fields, options)
+
+    def _variant_of(self, fields: dict[str, Any]) -> Captured:
+        """The program that stored fields are for."""
+        of = lambda c: (c.variant, None if c.treatment is None else c.treatment.name)
+        return next((c for c in self._variants if of(c) == (fields["variant"], fields["of_step"])), self._captured)
+
+    @contextlib.contextmanager
+    def _show_progress(self) -> Iterator[None]:
+        try:
+            with self._progress as report:
+                self._report = report
+                yield
+        finally:
+            self._report = lambda text: None
+
+
+def _cheapest(programs: Sequence[PlannedProgram]) -> PlannedProgram:
+    return min(programs, key=lambda program: program.total_cost)
+
+
+def _warn_if_expensive(plan: Plan) -> Plan:
+    """Warn of a plan that the time limit left expensive; return the plan."""
+    if not plan.complete and plan.extra_flops > 0.5:
+        warnings.warn(
+            f"plan({plan.name}): the time limit ended the search. The best plan until then takes "
+            f"{1 + plan.extra_flops:.1f} times the operations of the program without a plan; one that takes fewer "
+            f"within the budget of {format_bytes(plan.budget_bytes)} may exist.\nFix: give the search more time, "
+            f"time_limit=300, or None for no limit; for policy='fit:...' as "
+            f"policy=statetx.planner.Fit(..., time_limit=300).",
+            PolicyWarning,
+            stacklevel=_states.user_stacklevel(),
+        )
+    return plan
+
+
+class Planner(ProgramPlanner):
     """Plans for one program and many budgets, which share compiled candidates. Arguments as in `plan`.
 
     The time limit is for each plan; by default there is none. The target is the one in force when the planner is made.
@@ -203,246 +417,9 @@ class Planner:
         formats = read_formats(stored_as)
         with unobserved():
             captured_variants = variants(fun, args, kwargs, argnums)
+        name = short_name(name_of(fun))
+        captured_variants = [dataclasses.replace(c, name=name) for c in captured_variants]
         captured_variants += [treated for c in captured_variants for treated in c.treated(treatments)]
         limit = read_time_limit(time_limit)
         settings = Options(objective, offload, limit, formats, tuple(treatments))
-        self._set(captured_variants, short_name(name_of(fun)), of, settings, progress)
-
-    def _set(self, variants: list[Captured], name: str, of: str, options: Options, progress: bool = False) -> None:
-        self._variants, self._captured, self.name, self._of = variants, variants[0], name, of
-        self._target = current.current()
-        self._progress = spinner(f"plan {name}", is_shown=progress)
-        num_searched = sum(c.treatment is None for c in variants)
-        limit = None if options.time_limit is None else options.time_limit / num_searched
-        self._options = dataclasses.replace(options, time_limit=limit)
-        self._timer = Timer() if options.objective == "time" and current.absent() is None else None
-        self._needs_baseline = False
-
-        # The search outlives each progress bar: it reports to the current one.
-        self._report: Callable[[str], None] = lambda text: None
-
-    @classmethod
-    def of_function(cls, recorded: Recorded, name: str, options: Options) -> Planner:
-        """The plans for a function that is being differentiated, whose budgets count temporaries."""
-        planner = cls.__new__(cls)
-        planner._set([Captured((recorded,))], name, TEMPORARIES, options)
-        return planner
-
-    @functools.cached_property
-    def _wholes(self) -> list[AnyWhole]:
-        """Programs with these results; last the one without rematerialization of inner gradients.
-
-        They are analyzed and compiled only when something is asked that the store does not have.
-        """
-
-        def start(captured: Captured) -> AnyWhole:
-            is_plain = captured is self._captured
-            note = "" if is_plain else f", inner gradients with policy {captured.variant!r}"
-            report = lambda text: self._report(text + note)
-            return whole_of(captured, self._options, report, compile_baseline=is_plain and self._needs_baseline)
-
-        plain = {c.variant: c for c in self._variants if c.treatment is None}
-        most = {variant: c.released_bytes for variant, c in plain.items()}
-        treated = []
-        for c in self._variants:
-            if c.treatment and c.released_bytes > most[c.variant]:
-                most[c.variant] = c.released_bytes
-                treated.append(c)
-        return [start(c) for c in (*treated, *plain.values()) if c is not self._captured] + [start(self._captured)]
-
-    @property
-    def _searched(self) -> list[AnyWhole]:
-        """The programs among which a plan is chosen: without those that a treatment of the step replaces by one with no
-        more operations.
-        """
-        treatments = [(whole.captured.variant, whole.captured.treatment) for whole in self._wholes]
-        replaced = {variant for variant, treatment in treatments if treatment and not treatment.adds_operations}
-        return [w for w in self._wholes if w.captured.treatment or w.captured.variant not in replaced]
-
-    @property
-    def _whole(self) -> AnyWhole:
-        return self._wholes[-1]
-
-    @property
-    def _search(self) -> Any:
-        """The search for the only gradient."""
-        return self._whole.searches[0]
-
-    @_for_target
-    def ends(self) -> tuple[int, int]:
-        """The least bytes reached so far, and the baseline's, counted as in the budget."""
-        ends = []
-        for whole in self._wholes:
-            with whole.time_left.running():
-                ends.append(whole.ends())
-        self._renew_time()
-        fixed = ByteBudget(0, self._of).fixed_bytes(self._whole)
-        return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
-
-    @_for_target
-    def plan(self, budget: int | float | str) -> Plan:
-        """The best plan for a budget."""
-        budget_ = ByteBudget.read(budget, self._of)
-        key = self.key(budget_)
-        is_valid = lambda fields: self._is_for_program(fields, budget_)
-        fields = _store.remembered(key, STORED_PLAN, lambda: self._found(budget_), is_valid)
-        return _warn_if_expensive(self._as_plan(fields))
-
-    def _found(self, budget: ByteBudget) -> dict[str, Any]:
-        """The fields of the best plan for a budget."""
-        with self._show_progress(), unobserved():  # a search takes gradients itself
-            amount = budget.amount
-            if budget.of == STEP and isinstance(amount, int):
-                fixed = fixed_above(self._captured, amount)
-                if fixed is not None:
-                    raise impossible(self.name, budget, amount, fixed, self._captured.constant_bytes)
-            self._needs_baseline = isinstance(amount, float)
-            try:
-                return self._fields(*self._choose(budget), budget)
-            finally:
-                self._renew_time()
-
-    def _renew_time(self) -> None:
-        """Let the next plan have as much time."""
-        for whole in vars(self).get("_wholes", ()):
-            whole.time_left.renew()
-
-    @_for_target
-    def best(self, budget: int) -> Plan | None:
-        """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
-        budget_ = ByteBudget(int(budget), self._of)
-        choices = ((whole, whole.best(budget_.left(whole))) for whole in self._wholes)
-        fitting = [(whole, choice) for whole, choice in choices if choice is not None]
-        return self._as_plan(self._fields(*self._faster(fitting), budget_)) if fitting else None
-
-    def _choose(self, budget: ByteBudget) -> tuple[AnyWhole, Any]:
-        """The best choice, and the program that it is for: one of the variants."""
-        if len(self._wholes) == 1:
-            return self._whole, self._best_of(self._whole, budget)
-        if isinstance(budget.amount, float):  # a fraction is one of the memory without a plan
-            self._whole.fraction_of_baseline(budget.amount)  # compiled, so that arguments and outputs are exact
-            budget = ByteBudget(budget.num_bytes(self._whole), budget.of)
-        choices: list[tuple[AnyWhole, Any]] = []
-        errors: list[PlanError] = []
-        wholes = sorted(self._searched, key=lambda whole: whole.total_cost())
-        for whole, following in itertools.zip_longest(wholes, wholes[1:]):
-            # A program with as many operations of its own as an earlier plan cannot be cheaper.
-            is_beaten = choices and whole.total_cost() >= _total_cost(*_cheapest(choices)) > 0
-            if self._timer is not None or not is_beaten:
-                try:
-                    choices.append((whole, self._best_of(whole, budget)))
-                except PlanError as e:
-                    errors.append(e)
-            if following is not None:
-                whole.time_left.pass_on(following.time_left)
-        if not choices:
-            raise min(errors, key=lambda e: e.smallest_bytes or 0)
-        return self._faster(choices) if self._timer is None else self._timer.faster(choices)
-
-    def _faster(self, choices: Sequence[tuple[AnyWhole, Any]]) -> tuple[AnyWhole, Any]:
-        """The best of choices for several programs: the fastest if all times are known, else the cheapest."""
-        seconds = [choice.compiled.seconds for _, choice in choices]
-        if self._options.objective == "flops" or None in seconds:
-            return _cheapest(choices)
-        return choices[seconds.index(min(seconds))]
-
-    def _best_of(self, whole: AnyWhole, budget: ByteBudget) -> Any:
-        with whole.time_left.running():
-            choice = _fit(whole, budget, self.name)
-            return choice if self._timer is None else self._timer.fastest(whole, choice, budget.left(whole))
-
-    # -- records -----------------------------------------------------------------------------------------------------
-
-    def _fields(self, whole: AnyWhole, choice: Any, budget: ByteBudget) -> dict[str, Any]:
-        of_call = {"name": self.name, "of": budget.of, "budget_bytes": budget.num_bytes(self._whole)}
-        fields = fields_of(whole, choice, self._whole, self._options, **of_call)
-        return fields if self._timer is None else fields | self._timer.fields(choice)
-
-    def _as_plan(self, fields: dict[str, Any]) -> Plan:
-        flat = [gradient.flat for gradient in self._variant_of(fields).gradients]
-        # It may be asked for outside of the block of the target.
-        return Plan(fields | {"name": self.name}, current.bind(lambda gradients: described(flat, gradients)))
-
-    @_for_target
-    def key(self, *settings: Any) -> str:
-        """A digest of the program, the options of its plans, and other settings, in the store."""
-        captured = self._captured
-        more: list[Any] = [gradient.stored for gradient in captured.gradients]
-        if captured.step is not None:
-            outline = captured.step.outline
-            more += [full_fingerprint(outline.jaxpr), [str(v.aval) for v in outline.jaxpr.invars], outline.context]
-            more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
-        return _store.key_of(*settings, self._options, *more)
-
-    def _is_for_program(self, fields: dict[str, Any], budget: ByteBudget) -> bool:
-        """Whether stored fields are what this planner may answer: all that it can check."""
-        captured, options = self._variant_of(fields), self._options
-        asked = {"objective": options.objective, "of": budget.of, "is_step": captured.is_step}
-        asked |= {"num_devices": captured.num_devices, "variant": captured.variant}
-        asked |= {"of_step": None if captured.treatment is None else captured.treatment.name}
-        asked |= {"budget_bytes": budget.amount} if isinstance(budget.amount, int) else {}
-        is_asked = all(fields[name] == value for name, value in asked.items())
-        return is_asked and are_decisions_for(captured.gradients, fields, options)
-
-    def _variant_of(self, fields: dict[str, Any]) -> Captured:
-        """The program that stored fields are for."""
-        of = lambda c: (c.variant, None if c.treatment is None else c.treatment.name)
-        return next((c for c in self._variants if of(c) == (fields["variant"], fields["of_step"])), self._captured)
-
-    @contextlib.contextmanager
-    def _show_progress(self) -> Iterator[None]:
-        try:
-            with self._progress as report:
-                self._report = report
-                yield
-        finally:
-            self._report = lambda text: None
-
-
-def _cheapest(choices: Sequence[tuple[AnyWhole, Any]]) -> tuple[AnyWhole, Any]:
-    return min(choices, key=lambda pair: _total_cost(*pair))
-
-
-def _warn_if_expensive(plan: Plan) -> Plan:
-    """Warn of a plan that the time limit left expensive; return the plan."""
-    if not plan.complete and plan.extra_flops > 0.5:
-        warnings.warn(
-            f"plan({plan.name}): the time limit ended the search. The best plan until then takes "
-            f"{1 + plan.extra_flops:.1f} times the operations of the program without a plan; one that takes fewer "
-            f"within the budget of {format_bytes(plan.budget_bytes)} may exist.\nFix: give the search more time, "
-            f"time_limit=300, or None for no limit; for policy='fit:...' as "
-            f"policy=statetx.planner.Fit(..., time_limit=300).",
-            PolicyWarning,
-            stacklevel=_states.user_stacklevel(),
-        )
-    return plan
-
-
-def _total_cost(whole: AnyWhole, choice: Any) -> float:
-    # The added cost of a choice is relative to its own program, which may rematerialize gradients inside of the loss.
-    return whole.total_cost() + choice.added_cost
-
-
-def _fit(whole: AnyWhole, budget: ByteBudget, name: str) -> Any:
-    """The cheapest choice within a budget.
-
-    Raises:
-        PlanError: none is found.
-    """
-
-    def left() -> int:
-        num_left = budget.left(whole)
-        # Arguments and outputs are exact once something is compiled. Where these are the whole budget, a program
-        # without temporaries keeps it.
-        if any(whole.choices()) and (num_left < 0 or (num_left == 0 and whole.best(0) is None)):
-            raise impossible(name, budget, budget.num_bytes(whole), whole.fixed(), whole.captured.constant_bytes)
-        return max(num_left, 1)
-
-    choice = whole.fit(left)
-    smallest = 0
-    if choice is None:  # a small program may keep the budget without a plan, whatever was predicted
-        smallest = whole.smallest_bytes()
-        choice = whole.best(left())
-    if choice is not None and choice.temp_bytes <= left():
-        return choice
-    raise no_plan(name, budget, whole, smallest + budget.fixed_bytes(whole))
+        super().__init__(captured_variants, of, settings, progress=progress)

@@ -29,14 +29,14 @@ from .._treatments import UNPLANNED, rewrite
 from .._treatments.treatment import Option
 from .._tuned import TUNED
 from .lattice import Choice
-from .layout import Layout, Waits
+from .layout import Layout
 
 ProgramOf = Callable[[Jaxpr, dict[str, Any]], Program]
 """``(jaxpr, compiler_options) -> Program`` makes the program to compile for a rewritten one: with its gradient, or the
 step that takes it.
 """
 
-Compiled = TypeVar("Compiled", bound=Any)  # a `Candidate`, or a choice of one for each gradient
+Compiled = TypeVar("Compiled", bound=Any)  # a `Candidate`, or a program with one for each gradient
 
 Result = TypeVar("Result")
 
@@ -66,16 +66,9 @@ class Candidate:
     compiled: Cost
     predicted_bytes: float
 
-    waits = Waits.FOR_NOTHING
-
     @property
     def temp_bytes(self) -> int:
         return self.compiled.temp_bytes
-
-    @property
-    def candidates(self) -> tuple[Candidate]:
-        """This one: a program with one gradient is a choice of one candidate."""
-        return (self,)
 
 
 class Candidates:
@@ -192,13 +185,13 @@ def cheapest_within(compiled: Iterable[Compiled], num_bytes: float) -> Compiled 
     return min(fitting, key=lambda c: (c.added_cost, c.name != BASELINE, c.temp_bytes), default=None)
 
 
-def fastest_within(compiled: Iterable[Compiled], num_bytes: float) -> Compiled | None:
-    """The compiled program of the least estimated time with at most these temporary bytes. Operations decide between
-    times that are nearly equal, and alone where the time of the cheapest is not told.
+def best_within(compiled: Iterable[Compiled], num_bytes: float, objective: str) -> Compiled | None:
+    """The compiled program of the least estimated time with at most these temporary bytes; for ``"flops"`` of the least
+    cost. Operations decide between times that are nearly equal, and alone where the time of the cheapest is not told.
     """
     fitting = [c for c in compiled if c.temp_bytes <= num_bytes]
     cheapest = cheapest_within(fitting, num_bytes)
-    if cheapest is None or cheapest.compiled.seconds is None:
+    if objective == "flops" or cheapest is None or cheapest.compiled.seconds is None:
         return cheapest
     seconds = {c: c.compiled.seconds for c in fitting if c.compiled.seconds is not None}
     least = (1 + TUNED.negligible) * min(seconds.values())

@@ -223,6 +223,7 @@ class Captured:
         step: the step that differentiates them; None for a loss, unless it consists of a shard_map.
         variant: of the gradients inside of these, as in `InnerGradients`; None if there are none.
         is_loss: whether the step only differentiates a loss.
+        name: of the function.
     """
 
     gradients: tuple[Recorded, ...]
@@ -231,6 +232,7 @@ class Captured:
     variant: str | None = None
     num_taken: int = 1
     is_loss: bool = False
+    name: str = ""
 
     def program(self, programs: Sequence[Jaxpr], compiler_options: dict[str, Any] | None) -> Program:
         """The program that the budget is for, with these in place of its gradients; none for the user's."""

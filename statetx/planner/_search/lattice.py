@@ -16,7 +16,7 @@ import concurrent.futures
 import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,11 +31,20 @@ from .layout import Front, Layout, OptionTable, Region, front_of
 _MAX_STATES = 256  # pairs of bytes and cost that the dynamic program follows
 _NUM_SOLVERS = 2
 
-Choice = tuple[Layout, list[Option]]
 
+class Choice(NamedTuple):
+    """A partition of a program, with an option for each part."""
 
-def cost_of(choice: Choice) -> float:
-    return sum(option.cost for option in choice[1])
+    layout: Layout
+    options: list[Option]
+
+    @property
+    def cost(self) -> float:
+        return sum(option.cost for option in self.options)
+
+    @property
+    def peak(self) -> int:
+        return self.layout.peak(self.options)
 
 
 class Lattice:
@@ -121,7 +130,7 @@ def _is_better(family: Family, original: Family) -> bool:
     for n in (1, 2, 3):
         limit = math.exp(n * TUNED.drift) * least
         choice, reference = family.choose(limit), original.choose(limit)
-        if choice and (reference is None or cost_of(choice) < (1 - TUNED.scatter) * cost_of(reference)):
+        if choice and (reference is None or choice.cost < (1 - TUNED.scatter) * reference.cost):
             return True
     return False
 
@@ -209,7 +218,7 @@ class Family:
             path.append((region, region.front.options[option]))
             end, state = region.start, parent
         path.reverse()
-        return Layout(self._program, [region for region, _ in path]), [option for _, option in path]
+        return Choice(Layout(self._program, [region for region, _ in path]), [option for _, option in path])
 
 
 class _Lifetimes:

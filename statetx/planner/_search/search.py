@@ -5,28 +5,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ... import _jax
+from ..._equations.compiled import estimate_options
 from ..._equations.primitives import flops
 from ..._remat.parse import as_policy
 from ..._remat.stored import BITS
 from ..._targets import current
 from ..._text import format_bytes
 from ...residuals.diagnosis import BASELINE
-from .._budget import TimeLeft
+from .._budget import ByteBudget, TimeLeft
 from .._program.flat import Flat
 from .._program.values import Formats
 from .._treatments import TREATMENTS
 from .._treatments.treatment import Option, Settings, Treatment
 from .._tuned import TUNED
-from .candidates import STOCK, Baseline, Candidate, Candidates, is_long, predicted_bytes
+from .candidates import STOCK, Baseline, Candidate, Candidates, Compiled, best_within, is_long, predicted_bytes
 from .capture import Captured
-from .lattice import Choice, Family, Lattice, cost_of
+from .errors import impossible
+from .lattice import Choice, Family, Lattice
 from .layout import Layout, measure
-from .whole import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,27 @@ class Options:
     formats: Formats = (BITS,)
     treatments: tuple[type[Treatment], ...] = TREATMENTS
 
+    @property
+    def has_times(self) -> bool:
+        """Whether programs are compared by XLA's estimates of their times."""
+        return self.objective != "flops" and bool(estimate_options())
 
-class Search(Whole):
+
+def bytes_left(budget: ByteBudget, captured: Captured, compiled: Sequence[Compiled]) -> int:
+    """The temporary bytes that a budget leaves, 1 at least.
+
+    Raises:
+        PlanError: arguments and outputs, which are exact once something is compiled, leave nothing.
+    """
+    if not compiled:
+        return max(budget.left(captured.fixed), 1)
+    left = budget.left(compiled[0].compiled)
+    if left < 0 or (left == 0 and all(c.temp_bytes for c in compiled)):  # one without temporaries keeps the budget
+        raise impossible(captured, budget, compiled[0].compiled)
+    return max(left, 1)
+
+
+class Search:
     """The search for the plan of one gradient, shared by all budgets.
 
     Args:
@@ -73,9 +93,8 @@ class Search(Whole):
         compile_baseline: bool = False,
         has_others: bool = False,
     ):
-        super().__init__(captured, options.objective, time_left)
+        self._captured, self._options, self._time_left = captured, options, time_left
         (gradient,) = captured.gradients
-        self.searches = [self]
         program_of = lambda jaxpr, options: captured.program([jaxpr], options)
         self.lacks_regions = False
         self._budget: float = float("inf")  # of the fit under way
@@ -93,11 +112,11 @@ class Search(Whole):
         # memory nothing is offloaded; the values are saved or recomputed.
         offload = options.offload and _jax.HOST_MEMORY in current.memory_kinds()
         policies = [as_policy(p) for p in STOCK]
-        of_program = options.treatments, policies, gradient.context, self.has_times, self._is_late_for_regions
+        of_program = options.treatments, policies, gradient.context, options.has_times, self._is_late_for_regions
         settings = Settings(options.formats, is_alone, offload, *of_program)
         self.lattice = Lattice(program, gradient.diff_indices, gradient.num_out, settings)
         layout, _ = self.lattice.stock_layout
-        unplanned = layout, [front.baseline for front in layout.fronts]
+        unplanned = Choice(layout, [front.baseline for front in layout.fronts])
         report_candidate = lambda text: report(text + self._best_so_far())
         self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
         self._forward_cost = sum(map(flops, program.jaxpr.eqns))
@@ -110,34 +129,38 @@ class Search(Whole):
         distances = [TUNED.scatter / 2 * 2**n for n in ([2] if self._is_long else range(6))]
         self._steps = [1.0, *(math.exp(sign * d) for d in distances for sign in (-1, 1))]
 
+    @property
+    def _total_cost(self) -> float:
+        """The cost of the baseline with its gradient."""
+        return max(1e-30, self.baseline.flops) + self._captured.repeated_flops
+
     def is_late(self) -> bool:
         """Whether the time is up: as long as no candidate keeps the budget, twice the time."""
-        return self.time_left.is_over(2.0 if self.candidates.best(self._budget) is None else 1.0)
+        return self._time_left.is_over(2.0 if self.candidates.best(self._budget) is None else 1.0)
 
     def _is_late_for_regions(self) -> bool:
         """Whether the time for the analysis is up. A plan of the regions found until then beats none."""
-        is_late = self.time_left.is_over(0.5)
+        is_late = self._time_left.is_over(0.5)
         self.lacks_regions |= is_late
         return is_late
 
     def _is_late_for_parts(self) -> bool:
         """Whether the time to measure parts is up: half of it, as long as no plan is compiled, which takes longest."""
         is_first = all(c.name == BASELINE for c in self.candidates)
-        return self.time_left.is_over(0.5 if is_first else 1.0)
+        return self._time_left.is_over(0.5 if is_first else 1.0)
 
     # -- fitting ---------------------------------------------------------------------------------------------------
 
-    def fit(self, budget_of: Callable[[], int]) -> Candidate | None:
+    def fit(self, total: ByteBudget) -> Candidate | None:
         """Return the cheapest candidate within a budget, compiling a few; None if none of them keeps it.
 
-        The budget is asked again once something is compiled: until then arguments and outputs are estimated, and what
-        they leave.
+        Until something is compiled, arguments and outputs are estimated, and what they leave.
 
         It is a heuristic: more memory by the model may be less in the compiled program, and the number of tries is
         limited; some more follow each improvement. So a cheaper choice within the budget may be missed, and even the
         only one; a returned one keeps it, since its program was compiled.
         """
-        budget = self._budget = budget_of()
+        budget = self._budget = self._left(total)
         # The baseline costs nothing: where it may be the answer, its bytes must be exact. Far above the budget it is
         # not compiled.
         if self.baseline.extrapolated is not None:
@@ -146,11 +169,11 @@ class Search(Whole):
         elif self.baseline.is_started or self._may_keep(self.candidates.baseline_peak, budget, ()):
             # Without guides: the model of the program without rematerialization may be far off.
             self.candidates.compile_baseline()
-            budget = self._budget = budget_of()
+            budget = self._budget = self._left(total)
             if self.candidates.baseline_bytes() <= budget:
                 self.baseline.compile_exactly()
 
-        budget = self._improve(budget_of)
+        budget = self._improve(total)
         first_best = self.candidates.best(budget)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
         if first_best is None and not self.is_late():
@@ -163,62 +186,66 @@ class Search(Whole):
                     if family is self.lattice.families[0]:
                         self._try_saving_nothing(least[0])
         if self.candidates.best(budget) not in (None, first_best):
-            budget = self._improve(budget_of)
+            budget = self._improve(total)
         if self.is_late():
             self._measure_last(budget)
-        if self.has_times:
+        if self._options.has_times:
             self.stock_choices(budget)
-        return self.best(budget)
+        return best_within(self.candidates, budget, self._options.objective)
+
+    def _left(self, total: ByteBudget) -> int:
+        return bytes_left(total, self._captured, [*self.candidates])
 
     def _may_keep(self, peak: float, num_bytes: float, guides: Sequence[Candidate]) -> bool:
         """Whether a choice with this peak is worth one of the tries."""
         return self._probability(peak, num_bytes, guides) > 1 / TUNED.tries
 
-    def _improve(self, budget_of: Callable[[], int]) -> int:
+    def _improve(self, total: ByteBudget) -> int:
         """Compile the choices of the most expected gain, until none is left that is worth it, and return the budget."""
-        budget, num_vain = budget_of(), 0
+        budget, num_vain = self._left(total), 0
         while not self.is_late():
             best = self.candidates.best(budget)
             most = self._tries if best is not None else 3 * self._tries
-            choice = self._most_promising(budget, best) if num_vain < most else None
-            if choice is None:
+            proposal = self._most_promising(budget, best) if num_vain < most else None
+            if proposal is None:
                 break
-            self.candidates.measure(*choice)
-            budget = self._budget = budget_of()
+            choice, name = proposal
+            self.candidates.measure(*choice, name)
+            budget = self._budget = self._left(total)
             num_vain = num_vain + 1 if self.candidates.best(budget) is best else 0
         return budget
 
-    def _most_promising(self, budget: int, best: Candidate | None) -> tuple[Layout, list[Option], str] | None:
+    def _most_promising(self, budget: int, best: Candidate | None) -> tuple[Choice, str] | None:
         """The choice of the most expected gain, made of measured options; None if none is worth a compilation."""
         while True:
             proposals = self._proposals(budget, best)
             if not proposals:
                 return None
-            layout, options, name = max(proposals, key=lambda x: x[0])[1]
-            if not _measure_parts(layout, options, self._is_late_for_parts):
-                return layout, options, name
+            choice, name = max(proposals, key=lambda x: x[0])[1]
+            if not _measure_parts(*choice, self._is_late_for_parts):
+                return choice, name
 
-    def _proposals(self, budget: int, best: Candidate | None) -> list[tuple[float, tuple[Layout, list[Option], str]]]:
+    def _proposals(self, budget: int, best: Candidate | None) -> list[tuple[float, tuple[Choice, str]]]:
         """Choices that are not compiled, each with its expected gain: the cost that it spares, times the probability
         that it keeps the budget.
         """
         # The stock policies are surer than the cheapest choice by the model, and no plan should cost more.
-        choices = [(*choice, name) for name, choice in self._stock.items()]
+        choices = [(choice, name) for name, choice in self._stock.items()]
         guides = self.candidates.known()
         target = self._limit_for(budget, guides)
         for family in self.lattice.families:
             least = 0.0 if best is not None else 1.001 * family.least_peak() + 1
             family_choices = [family.choose(step * max(target, least)) for step in self._steps]
-            choices += [(*choice, "plan") for choice in family_choices if choice is not None]
+            choices += [(choice, "plan") for choice in family_choices if choice is not None]
         proposals = []
-        for layout, options, name in choices:
-            cost = sum(o.cost for o in options)
+        for choice, name in choices:
             # Until something keeps the budget, whatever does is a gain, the cheaper the more.
-            gain = self._high_cost / (1 + cost / self._high_cost) if best is None else best.predicted_cost - cost
-            if gain > self._negligible and self.candidates.find(layout, options) is None:
-                value = gain * self._probability(layout.peak(options), budget, guides)
+            any_gain = self._high_cost / (1 + choice.cost / self._high_cost)
+            gain = any_gain if best is None else best.predicted_cost - choice.cost
+            if gain > self._negligible and self.candidates.find(*choice) is None:
+                value = gain * self._probability(choice.peak, budget, guides)
                 if value > self._negligible / (2 * TUNED.tries):  # the tries together are to gain half of it
-                    proposals.append((value, (layout, options, name)))
+                    proposals.append((value, (choice, name)))
         return proposals
 
     def _probability(self, peak: float, budget: float, guides: Sequence[Candidate]) -> float:
@@ -231,7 +258,7 @@ class Search(Whole):
 
     @functools.cached_property
     def _high_cost(self) -> float:
-        return max(*map(cost_of, self._stock.values()), self._forward_cost)
+        return max(*(choice.cost for choice in self._stock.values()), self._forward_cost)
 
     def _try_saving_nothing(self, layout: Layout) -> None:
         """XLA may hold a value twice that a region both saves and outputs, which the model counts once."""
@@ -251,12 +278,12 @@ class Search(Whole):
         if not self.candidates and not self._is_long:
             self.candidates.compile_baseline()  # the prediction needs one
         best = self.candidates.best(budget)
-        if best is not None and best.added_cost <= self.total_cost() / 4:
+        if best is not None and best.added_cost <= self._total_cost / 4:
             return
         # The first choice of a long program may take long to compile; remat on the blocks does not.
         for _ in range(2 if self.candidates else 0):
             choice = self.lattice.families[0].choose(self._limit_for(budget, self.candidates.known()))
-            if choice is None or (best is not None and cost_of(choice) >= best.predicted_cost):
+            if choice is None or (best is not None and choice.cost >= best.predicted_cost):
                 break
             if self.candidates.measure(*choice).temp_bytes <= budget:
                 return
@@ -273,19 +300,6 @@ class Search(Whole):
         return f"; best so far {format_bytes(best.temp_bytes)}{fits}, {percent:+.1f}% of a forward pass"
 
     # -- its memory ------------------------------------------------------------------------------------------------
-
-    def choices(self) -> Iterable[Candidate]:
-        return self.candidates
-
-    def has_baseline(self) -> bool:
-        return self.baseline.known is not None
-
-    def unplanned_bytes(self) -> int:
-        return self.candidates.unplanned_bytes
-
-    @property
-    def unplanned_flops(self) -> int:
-        return self.baseline.flops_without_remat
 
     def predict(self, choice: Candidate) -> float:
         """Temporary bytes of a choice, predicted from all others."""
@@ -307,7 +321,9 @@ class Search(Whole):
 
     def fraction_of_baseline(self, fraction: float) -> int:
         """A fraction of the baseline's temporary bytes."""
-        if fraction > 0.99:  # the baseline may be the answer, and fast compilation may be off by a few hundred bytes
+        # The baseline may be the answer, and fast compilation may be off by a few hundred bytes.
+        may_be_short = self.baseline.extrapolated is not None and (1 + TUNED.scatter) * fraction >= 1
+        if fraction > 0.99 or may_be_short:
             self.baseline.compile_exactly()
         return int(fraction * self.candidates.baseline_bytes())
 
@@ -319,13 +335,13 @@ class Search(Whole):
         everything = self.lattice.families[0]
         low = everything.least_peak()
         high = max(low + 1, self.candidates.baseline_peak, *(c.peak for c in self.candidates))
-        total_cost = self.total_cost()
+        total_cost = self._total_cost
 
         points: list[tuple[float, float]] = []
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
             choice = everything.choose(limit)
             if choice is not None:
-                points.append((self.candidates.predict(choice[0].peak(choice[1])), cost_of(choice) / total_cost))
+                points.append((self.candidates.predict(choice.peak), choice.cost / total_cost))
 
         # Predictions are not monotone in the limit: take running extrema.
         least = float("inf")
@@ -343,7 +359,7 @@ class Search(Whole):
         layout, is_planned = self.lattice.stock_layout
         pairs = list(zip(layout.fronts, is_planned, strict=True))
         return {
-            name: (layout, [front.stock[n] if acts else front.baseline for front, acts in pairs])
+            name: Choice(layout, [front.stock[n] if acts else front.baseline for front, acts in pairs])
             for n, name in enumerate(STOCK)
         }
 
@@ -364,7 +380,7 @@ class Search(Whole):
     def stock_choices(self, temp_bytes: float) -> list[Candidate]:
         """The stock policies that keep a number of temporary bytes: all that may are compiled, also when it is late."""
         measured = []
-        for name, (layout, options) in sorted(self._stock.items(), key=lambda x: x[1][0].peak(x[1][1])):
+        for name, (layout, options) in sorted(self._stock.items(), key=lambda x: x[1].peak):
             is_known = self.candidates.find(layout, options) is not None
             may_keep = lambda peak: self._may_keep(peak, temp_bytes, self.candidates.known())
             if is_known or not measured or may_keep(layout.peak(options)):
