@@ -171,7 +171,8 @@ def test_curve_is_monotone(plan_of_loss, tmp_path):
     assert extras[-1] == 0 < extras[0]
     assert plan.measured[0][0] == "no remat" and plan.measured[0][1] == plan.unplanned_bytes
     pytest.importorskip("matplotlib")
-    plan.plot(tmp_path / "plan.png")
+    figure = plan.plot(tmp_path / "plan.png")
+    assert [text.get_text() for text in figure.axes[0].get_legend().texts] == ["model", "plans, compiled", "budget"]
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
