@@ -120,11 +120,12 @@ def pytest_collection_modifyitems(items):
     leave_crosses_to_the_slow_suite(items)
     seen, sampled = set(), set()
     for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+        sample = item.get_closest_marker("sample")
+        if sample and not item.get_closest_marker("slow"):
             params = item.callspec.params
             cell = item.path, item.originalname, *(str(params[name]) for name in KINDS if name in params)
             if cell in sampled:
-                item.add_marker("thorough")
+                item.add_marker(*sample.args or ("thorough",))
             sampled.add(cell)
         name = item.path.stem.removeprefix("test_")
         kind = item.callspec.params.get("dialect") if hasattr(item, "callspec") else None

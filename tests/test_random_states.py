@@ -150,11 +150,11 @@ def test_call_in_a_map_that_only_looks_at_a_function_advances_no_key(look):
 
 def test_read_of_a_key_in_an_inner_call_of_a_map_advances_it():
     keys = []
-    for call in (lambda f: f(), lambda f: statetx.remat(f)(), lambda f: statetx.jit(f)()):
+    for transform in (lambda f: f, statetx.remat, statetx.jit, brainstate.transform.jit):
         rng = random.RandomState(7)
-        statetx.vmap(lambda x, rng=rng, call=call: call(lambda: jax.random.normal(rng.value)))(XS)
+        statetx.vmap(lambda x, rng=rng, wrap=transform: wrap(lambda: jax.random.normal(rng.value))())(XS)
         keys.append(data(rng.value))
-    np.testing.assert_array_equal(keys[1:], keys[:1] * 2)
+    np.testing.assert_array_equal(keys[1:], keys[:1] * 3)
     assert (keys[0] != data(random.RandomState(7).value)).any()
 
 

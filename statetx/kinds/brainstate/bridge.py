@@ -24,6 +24,7 @@ class Bridge:
     """
 
     is_undo = False
+    is_complete = False
     is_kept = True  # brainstate keeps its staged programs for other calls
     differentiates_states = False
 
@@ -143,6 +144,7 @@ def install() -> None:
             # Even if brainstate refuses the exit, as it does out of order: else every touched state would stay owned.
             bridge = bridges.pop(id(self), None)
             if bridge is not None:  # else the stack was entered before this module was imported
+                bridge.is_complete = not any(exc)
                 bridge.close()
 
     reason = (
