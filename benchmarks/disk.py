@@ -2,8 +2,8 @@
 
 The step is elementwise, on a carry of ``--megabytes``, and costs ``--work`` sines for each element. Each way runs in a
 process of its own, whose peak of resident memory is shown, with what the process has before the loop subtracted. Time
-is of one gradient, compilations included; ``waited`` is the part of it in which the computation waits for the disk.
-Gradients are compared by a checksum of their bits.
+is of one gradient, compilations included, and so is ``cpu``, that of all threads; ``waited`` is the part of the time in
+which the computation waits for the disk. Gradients are compared by a checksum of their bits.
 """
 
 import hashlib
@@ -12,12 +12,11 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import parse_args, start, write_json
+from _common import Stopwatch, parse_args, start, write_json
 
 import statetx
 from statetx import policies
@@ -63,14 +62,15 @@ def measure(options):
         disk = policies.Disk(folder, options.segment, slots=options.slots)
         slots = policies.Slots(options.in_memory or options.steps)
         checkpoint = {"plain": None, "slots": slots, "disk": disk}[options.way]
-        before, began = peak_bytes(), time.perf_counter()
+        before, watch = peak_bytes(), Stopwatch()
         gradient = jax.block_until_ready(statetx.grad(loss)(h, checkpoint))
-        seconds = time.perf_counter() - began
+        seconds = watch.read()
     return {
         "way": f"{checkpoint!s}".replace(folder, "store"),
-        "seconds": seconds,
+        "seconds": seconds["wall"],
+        "cpu": seconds["cpu"],
         "memory": peak_bytes() - before,
-        "waited": sum(waited) / seconds,
+        "waited": sum(waited) / seconds["wall"],
         "disk": max(num_bytes),
         "bits": hashlib.blake2b(np.asarray(gradient).data, digest_size=4).hexdigest(),
     }
@@ -93,7 +93,8 @@ def main():
         rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
         print(json.dumps(rows[-1]), flush=True)
     if options.json:
-        write_json(options.json, env, {"options": vars(options), "rows": rows})
+        sizes = {name: value for name, value in vars(options).items() if name != "json"}
+        write_json(options.json, env, {"options": sizes, "rows": rows})
 
 
 if __name__ == "__main__":
