@@ -61,7 +61,7 @@ def run(folder, *, python=None, **inputs):
     return done.returncode, done.stdout + done.stderr, summary.read_text(), noted.read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_grew_is_in_the_summary_and_in_a_comment(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM.format(layer="statetx.remat"))
     words = ["train.py:loss", "--shapes", "f32[32,32], f32[256,32]"]

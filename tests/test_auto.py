@@ -131,7 +131,7 @@ def energy(vorticity, checkpoint, num_frames=12, num_steps=6, dt=0.01, viscosity
     return statetx.scan(frame, jnp.fft.rfft2(vorticity), None, num_frames, checkpoint=checkpoint)[1].sum()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_solver_of_frames_of_steps_takes_what_nested_levels_take(monkeypatch):
     monkeypatch.setattr("statetx._loops.tune._SMALL", 2**16)  # bytes; the small solver keeps 300 KiB
     first = jax.random.normal(jax.random.key(0), (16, 16))

@@ -88,7 +88,7 @@ _SLOW = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in SMALL])
 def test_model_has_finite_gradients_with_marked_blocks_and_without(harness, name):
     make = harness.MODELS[name]
@@ -130,7 +130,7 @@ def test_step_with_states_returns_another_loss_each_time(harness):
     assert len(set(values)) == 3 and np.isfinite(values).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_gradient_of_the_sum_of_a_gan_is_that_of_its_two_losses(harness):
     """The loss that is planned is a sum; the step takes two gradients. Their optimizers begin in the same way."""
     model = harness.MODELS["GAN (haiku)"](**SMALL["GAN (haiku)"])
@@ -180,7 +180,7 @@ def test_failures_name_an_error_and_a_step_over_its_budget(harness):
     assert len(lines) == 3 and "PlanError" in lines[0] and lines[-1].startswith("step")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_binds_is_read_from_the_compiled_program(harness):
     """Three products are held, of an elementwise chain whose cotangents take as much; the largest result lies in the
     memory of an output.
@@ -258,7 +258,7 @@ def test_families_of_regions_have_turns(harness):
 # -- benchmarks/gpu_times.py -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_estimates_beside_times(monkeypatch):
     """One program at a tiny size, on this CPU; XLA tells times for GPUs only, so they are made up."""
     measure = statetx.measure

@@ -238,7 +238,7 @@ def params_of(block, key):
 _SLOW = pytest.mark.slow
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "is_scanned"),
     [

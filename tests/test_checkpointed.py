@@ -87,7 +87,7 @@ def test_gradient_with_residuals_in_slots_runs_the_body_as_the_schedule_says(len
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_residuals_in_slots_are_used_where_they_save_three_percent():
     # 1,000 steps with 10 slots: 4.640 runs a step without, 4.513 with three times the bytes of a carry, 4.374 with two.
     for num_residuals, is_mixed in ((3, False), (2, True)):
@@ -124,7 +124,7 @@ def recurrent_gradient(checkpoint):
     return jax.grad(loss)(*args), measured
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_values_kept_for_the_whole_loop_run_no_product_again():
     names, step_bytes, product = policies.names("z"), 16 * 32 * 4, 2 * 16 * 32 * 32
     plain, plain_cost = recurrent_gradient(None)
@@ -176,7 +176,7 @@ def compiled_gradient(length, slots):
     return jax.jit(gradient).lower(*types, leading(64), (types[1], leading(1))).compile()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_memory_depends_on_slots_not_on_length():
     carry, step = 64 * 4, 8 * 64 * 4
     weights = 3 * 64 * 64 * 4  # their gradient, the increment of a step, and one more
@@ -256,7 +256,7 @@ def carries_only(monkeypatch):
     statetx.clear_cache()
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("slots", [12, pytest.param(40, marks=pytest.mark.slow)])
 def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
@@ -291,7 +291,7 @@ def test_a_step_with_a_loop_runs_as_often_as_the_schedule_says():
     assert len(calls) == round(60 * row.runs)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_bfloat16_in_slots_takes_no_memory(carries_only):
     """XLA:CPU copies arrays of bfloat16 that it computes with, and the slots are not among them."""
 
@@ -331,7 +331,7 @@ def test_slots_hold_carries_only_where_steps_read_weights():
     assert temporary_bytes(loss, args) <= 16 * carry + 2 * weights + 4 * carry
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize(
     "mode",
@@ -358,7 +358,7 @@ def test_residuals_in_slots_leave_gradients_equal(name, mode):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize(
     "times", [2.5, pytest.param(4, marks=pytest.mark.slow), 20, pytest.param(100, marks=pytest.mark.slow)]
 )
@@ -446,7 +446,7 @@ def test_strategies_agree_with_the_plain_loop(strategy, mode):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [jax.lax.scan, statetx.scan], ids=["jax", "statetx"])
 @pytest.mark.parametrize("strategy", [Slots(3), Levels(2)], ids=repr)
 def test_second_gradient_of_a_loop_in_a_scan(scan, strategy):
@@ -529,7 +529,7 @@ THIRD = {
 
 
 # Of a loop with ys, whose cotangents reach every step: with the carry alone the third derivatives worked.
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize(
     "derivative",
     [pytest.param(d, marks=[pytest.mark.slow] * (d in ("grad of grad of grad", "fourth, compiled"))) for d in THIRD],
@@ -799,7 +799,7 @@ def test_while_loop_with_states():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_while_loop_runs_of_the_body():
     calls = []
 

@@ -50,7 +50,7 @@ def test_mean_equals_the_whole_loss(size):
     near(both(ours, HIDDEN, LABELS, EMBEDDING), both(mean, HIDDEN, LABELS, EMBEDDING))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_keyword_arguments_are_whole():
     ours = statetx.chunked(mean, axis=1, size=9)
     near(
@@ -59,7 +59,7 @@ def test_keyword_arguments_are_whole():
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_sum_of_several_outputs_and_masks():
     def sums(hidden, labels, mask, embedding):
         of_tokens = entropies(hidden, labels, embedding)
@@ -87,7 +87,7 @@ def test_sum_of_several_outputs_and_masks():
     assert not np.isclose(of_chunks(*args), masked(*args))  # the mean of the chunks' means is another number
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_value_for_each_token():
     tokens = HIDDEN.reshape(100, 16), LABELS.reshape(100)
 

@@ -74,7 +74,7 @@ def test_residuals_and_report(capsys, tmp_path, command, word):
     assert "prefers-color-scheme: dark" in page and "max-width: 720px" in page  # as the page of a profile
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plan_keeps_the_budget_and_can_be_loaded(capsys, tmp_path):
     path = tmp_path / "plan.json"
     target = ["cli_model.py:make", "--factory"]
@@ -334,7 +334,7 @@ def test_malformed_shapes_say_what_is_wrong(text, message):
     assert str(info.value).startswith(f"--shapes: {message}") and len(str(info.value)) < 400
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_commands_of_the_readme_fit_its_program():
     text = (HERE.parent / "README.md").read_text()
     exec(re.search(r"```python\n(.*?)```", text, re.S)[1], scope := {})
@@ -571,7 +571,7 @@ def test_verify_compares_with_the_step_without_rematerialization(capsys, tmp_pat
     assert json.loads(path.read_text())["problem"] == ""
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_verify_against_another_step_fails_with_its_state(capsys, tmp_path):
     argv = ["verify", "cli_model.py:make_wrong_step", "--against", "cli_model.py:make_step", "--factory"]
     status, out, err = run(capsys, *argv, "--tolerance", "0")

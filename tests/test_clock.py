@@ -59,7 +59,7 @@ def layers_planned(**options):
     return statetx.plan(layers, WS, jnp.ones((1024, 16)), argnums=0, of="temporaries", **options)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
     analyzed = []
 
@@ -129,7 +129,7 @@ def test_search_that_is_cut_short_does_not_return_the_smallest_plan(compilations
     assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 0.3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_time_that_ended_an_expensive_plan_is_said(compilations, tmp_path, monkeypatch):
     """In this memory no plan costs little: its carries alone are in slots."""
     monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
@@ -144,7 +144,7 @@ def test_time_that_ended_an_expensive_plan_is_said(compilations, tmp_path, monke
     assert len(compilations) == num_compiled
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_policy_says_that_the_time_ended_an_expensive_plan(compilations):
     args = jnp.ones(8), jnp.ones((400, 8))
     planned = statetx.remat(long_loop, policy=Fit("3200", time_limit=60))
@@ -153,7 +153,7 @@ def test_policy_says_that_the_time_ended_an_expensive_plan(compilations):
     assert compilations
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_search_goes_on_until_a_plan_keeps_the_budget(compilations):
     """For at most twice the time limit. The cheapest that is predicted to keep the budget comes next."""
     plan = layers_planned(budget=0.8, time_limit=30.0)
@@ -161,7 +161,7 @@ def test_search_goes_on_until_a_plan_keeps_the_budget(compilations):
     assert 0 < len(compilations) <= 2, "a candidate takes more than the time"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_search_that_keeps_no_budget_ends_with_the_time(compilations):
     with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
         layers_planned(budget=0.3, time_limit=30.0)
@@ -186,7 +186,7 @@ def test_plan_that_fails_leaves_the_next_its_time():
     assert "time limit" not in str(error.value)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plan_of_a_program_that_was_not_the_last_is_complete():
     """Its time that was left went to the next one."""
 

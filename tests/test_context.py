@@ -51,7 +51,7 @@ def compiled_bytes(fun, *args):
 # -- plans and fit: --
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
 def test_plan_counts_bytes_per_device(kind):
     mesh = mesh_of(kind)
@@ -102,7 +102,7 @@ def test_plan_of_a_step_counts_bytes_per_device():
     assert plan.num_devices == 8 and "bytes of all 8 devices" in str(plan)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fit_on_a_mesh_whose_types_name_axes():
     """Operands that are made within a function are sharded by their types."""
     mesh = mesh_of(EXPLICIT)
@@ -161,7 +161,7 @@ def test_loop_that_fits_on_a_device_stays_plain():
 # -- vmap and shard_map --
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fit_under_a_named_axis():
     w, xs = statetx.Param(jnp.eye(64)), jnp.linspace(-1, 1, 2 * 128 * 64).reshape(2, 128, 64)
 
@@ -226,7 +226,7 @@ def test_budgets_in_shard_map(name, check_vma):
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["checked", "unchecked"])
 def test_budget_in_shard_map_is_per_device(check_vma):
     mesh, x = mesh_of(), jnp.ones((512, 64))
@@ -238,7 +238,7 @@ def test_budget_in_shard_map_is_per_device(check_vma):
     assert sizes[1] < sizes[Budget("512KiB")] <= 2**19 + 2**15
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 def test_while_loop_with_slots_steps_per_device(check_vma):
     """Gradients of replicated weights are summed over devices after the loop: within it they would wait for
@@ -283,7 +283,7 @@ def test_while_loop_with_slots_steps_per_device(check_vma):
 # -- outputs of what is measured --
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [P("d"), pytest.param(P(), marks=pytest.mark.slow)], ids=["sharded weights", "replicated weights"]
 )

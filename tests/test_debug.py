@@ -46,7 +46,7 @@ def run(script, folder, **env):
     return done.stdout.replace(f"{folder}{os.sep}", "")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_source_locations_are_shown_for_every_kind(tmp_path):
     text = PAGE.read_text()
     script = re.search(r"```python\n(.*?)```", text, re.S)[1]
@@ -56,7 +56,7 @@ def test_source_locations_are_shown_for_every_kind(tmp_path):
     assert run(script + MORE, tmp_path, STATETX_DEBUG="1") == f"{expected}{places}\n"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_edited_equations_are_type_checked_if_it_is_set(tmp_path):
     asked = "from statetx import _jax; print(_jax.check_edits())\n"
     assert run("import statetx\n" + asked, tmp_path, STATETX_DEBUG="1") == "True\n"

@@ -70,7 +70,7 @@ def test_a_difference_of_the_exact_run_is_refused():
         figure["make_table"](changed)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="other versions of XLA reserve other amounts")
 @pytest.mark.parametrize(
     "name, argument",

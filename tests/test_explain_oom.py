@@ -134,7 +134,7 @@ def test_limit_that_is_no_size_raises():
 # -- changes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_following_the_changes_makes_it_fit():
     needed = peak(Model().step, X)
     limit = int(0.7 * needed)
@@ -246,7 +246,7 @@ def test_remat_of_a_function_that_returns_an_argument_takes_what_it_takes_by_han
     assert tried.peak_bytes == statetx.measure(loss_with(statetx.remat(layer)), *arrays).peak_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_splitting_the_batch_is_advised_under_its_condition_alone():
     def loss(w, x, y):
         for _ in range(6):
@@ -279,7 +279,7 @@ def recurrent_step(ws, xs):  # time-major, as usual: 64 steps of 8 sequences
 RECURRENT_ARGS = [jnp.eye(128)] * 13, jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_axis_that_a_scan_runs_over_is_no_batch():
     report = explain_oom(jax.jit(recurrent_step, donate_argnums=0), *RECURRENT_ARGS, limit="1MiB", time_limit=0)
     assert report.remedies[0].change.action == "slots" and "scan of 64 steps" in report.remedies[0].change.text

@@ -59,7 +59,7 @@ def test_independent_recomputations_run_one_by_one():
     assert temp_bytes(statetx.remat(branch, fence="barrier")) > 0.9 * temp_bytes(branch)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @on_cpu
 def test_unrolled_blocks_with_loops():
     """From jaxlib 0.11.1 on the barrier stays until XLA orders the operations, but loops start early in spite of it."""

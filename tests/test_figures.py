@@ -85,7 +85,7 @@ def texts(svg):
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_charts_are_drawn_from_results(report, tmp_path):
     report.draw(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.svg" for name in report.CHARTS)
@@ -105,7 +105,7 @@ def test_comparison_has_every_row(report):
     assert num_shown + num_more == len(behaviors.ROWS)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @same_xla
 def test_memory_of_blocks_is_what_the_page_says(report):
     planner = report.module("planner")
@@ -115,7 +115,7 @@ def test_memory_of_blocks_is_what_the_page_says(report):
     assert got[2] < 0.3 * got[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @same_xla
 def test_memory_of_a_loop_is_what_the_page_says(report):
     """The largest loop of the page, with two numbers of stored carries; compiled, not run."""

@@ -165,7 +165,7 @@ SCANS = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("name, library", [*((name, jax.lax.scan) for name in SCANS), ("Levels", hk.scan)])
 def test_autoregressive_rollout_equals_that_of_haiku(name, library):
     """Four training steps of a rollout in ``hk.transform``."""

@@ -226,7 +226,7 @@ def training_step():
 JITS = {"brainstate": brainstate.transform.jit, "statetx": statetx.jit, "plain": lambda step: step}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planned", "jit"),
     [
@@ -272,7 +272,7 @@ def test_make_jaxpr_refuses_a_created_state_and_does_not_speak_of_loops():
     assert "inside make_jaxpr(Cell.loss)" in str(error.value) and "loop" not in str(error.value)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", in_turn(KINDS, 3))
 def test_reports_of_a_jitted_step_warn_of_nothing(kind):
     """They stage the step many times, each in a trace of its own, and training stages it once."""

@@ -206,7 +206,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
 @pytest.mark.parametrize(("how", "kinds"), CASES)
 def test_interrupt_at_every_line_of_a_call(how, kinds, step):
@@ -218,7 +218,7 @@ def test_interrupt_at_every_line_of_a_call(how, kinds, step):
     assert check_every_line(model, lambda: call, step=step or FAST.get(how, 43)) > 10
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
 @pytest.mark.parametrize("how", [None, "remat, eager", "jit"])
 def test_interrupt_at_every_line_of_an_update(how, step):
@@ -269,7 +269,7 @@ def test_interrupt_at_every_line_of_a_compiled_call_that_creates_a_state(kinds, 
     assert id(model.made) == made  # no call was staged again
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 53])
 @pytest.mark.parametrize("how", [pytest.param("jit", marks=pytest.mark.slow), "jit, donated"])
 def test_interrupt_while_staging_and_compiling(how, step):
@@ -297,7 +297,7 @@ def test_interrupt_at_every_line_of_a_restore():
     assert model.steps_done() == 5.0 and num > 20
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [pytest.param(100, marks=pytest.mark.slow), 2])
 def test_interrupted_plan_leaves_states_and_stored_plans_as_they_were(num, tmp_path, monkeypatch):
     w, h, x = statetx.Param(jnp.eye(16)), statetx.State(jnp.zeros(16)), jnp.ones((256, 16))

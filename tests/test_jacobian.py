@@ -71,7 +71,7 @@ def test_jacobians_have_the_structure_of_wrt(name):
     np.testing.assert_allclose(m.last.value, pure(m.w.value, m.s.value, X)["y"], rtol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_hessian():
     m = Model()
 

@@ -114,7 +114,7 @@ SLOW = ("reverse over reverse over forward", "reverse over reverse of a remateri
 OF_VJP = ("reverse over reverse", "forward over reverse")  # JAX has no other mode
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "rule"),
     [
@@ -324,7 +324,7 @@ def combined(mean, total, joined, first, last):
     return mean + 2 * total + (joined**2).sum() + first * last + last**2
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("rule", RULES)
 def test_all_outputs_of_parts_have_the_derivatives_of_the_whole(rule):
     sine = RULES[rule]
@@ -333,7 +333,7 @@ def test_all_outputs_of_parts_have_the_derivatives_of_the_whole(rule):
     assert_equal_derivatives("RR", parts, lambda z: combined(*outputs(sine, z, z * BATCH)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_parts_that_update_states_for_later_calls_have_the_derivatives_of_the_whole():
     """A running mean, and a key that each part advances: what the parts compute depends on neither's derivative."""
 

@@ -115,7 +115,7 @@ def test_advice_of_the_error_works():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), theirs, ours)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_remat_does_not_import_flax():
     program = (
         "import sys, jax, statetx; jax.grad(statetx.remat(lambda x: x * x))(1.0); assert 'flax' not in sys.modules"
@@ -139,7 +139,7 @@ def test_report_advises_remat_of_flax(activation):
     assert "Make its repeated blocks with flax's nn.remat(Wide), which" in text and "@statetx.remat" not in text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_profile_advises_remat_of_flax():
     class Norm(nn.Module):
         @nn.compact
@@ -183,7 +183,7 @@ class Recurrent(nn.Module):
         return nn.GRUCell(8, name="cell")(carry, x)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_scan_of_a_cell_takes_the_place_of_linens_scan():
     cell, start, xs = nn.GRUCell(8), jnp.zeros((4, 8)), jnp.sin(jnp.arange(192.0)).reshape(48, 4, 1)
     variables = Recurrent().init(KEYS["params"], start, xs)

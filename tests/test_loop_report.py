@@ -232,7 +232,7 @@ def counting_loss(runs, w, h, num, *, checkpoint, max_steps=None):
     return statetx.while_loop(below, step, (h, 0), checkpoint=checkpoint, max_steps=max_steps)[0].sum()
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize(
     "slots", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4, pytest.param(7, marks=pytest.mark.slow), 20]
 )
@@ -245,7 +245,7 @@ def test_runs_of_a_while_loop_are_those_of_its_gradient(slots):
         assert round(row.length * row.runs) == runs.of(gradient, W, H, row.length)
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize(
     "length", [0, 5, 33, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 6, 8, 31, 57))]
 )

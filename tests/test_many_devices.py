@@ -256,7 +256,7 @@ def test_fence_adds_no_collective():
 # -- programs for one device of several --
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
 def test_collectives_in_a_rematerialized_function_of_one_device(kind):
     """Weights gathered by hand within remat, gradients reduced by the transpose, a mean over devices as a state."""

@@ -161,7 +161,7 @@ def their_gradient(nesting, policy):
     return jax.grad(lambda w, x: theirs(nesting, policy, w)(x).sum(), (0, 1))
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("nesting", in_turn(NESTINGS))
 def test_residuals_and_recomputation_equal_jax(nesting):
     found = {}
@@ -480,7 +480,7 @@ def test_names_in_rules_of_custom_vjp_are_saved_with_jax_remat3(name, remat3):
             np.testing.assert_allclose(jax.grad(stored)(X), jax.grad(outer)(X), rtol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_gradients_of_scans_in_a_region_with_jax_remat3(remat3):
     """Linearized loops are equations of their own, such as ``vjp_node[scan]``."""
     body = lambda c, _: (jnp.sin(statetx.checkpoint_name(2 * jnp.cos(c), "h")), None)

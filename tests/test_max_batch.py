@@ -50,7 +50,7 @@ def test_progress(monkeypatch, capsys):
     assert sorted(seen) == sorted(f"compiling the step for {size} examples" for size, _ in fit.tried)
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("donate", [False, True])
 def test_the_largest_batch_that_fits(donate):
     step = jax.jit(sgd, donate_argnums=0) if donate else sgd
@@ -94,7 +94,7 @@ def test_a_stateful_step_by_types_only():
     assert seen.value == 0 and (w.value == jnp.eye(64)).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_loss_with_its_gradient():
     fit = statetx.max_batch(PROGRAM.loss, PARAMS, X, argnums=1, budget=5 * MIB, gradient=True)
     forward = statetx.max_batch(PROGRAM.loss, PARAMS, X, argnums=1, budget=5 * MIB)
@@ -253,7 +253,7 @@ def bytes_in_parts(program, num):
     return statetx.measure(f, program.params, *program.data, gradient=False).peak_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("gradients", marks=pytest.mark.slow), "loss"])
 def test_fit_takes_the_fewest_parts(program, kind):
     budget = bytes_in_parts(program, 4) + 2**14
@@ -338,7 +338,7 @@ def test_a_choice_for_flags_keeps_the_budget():
     assert f.fit(w, x, "wide").total_bytes <= 96 * 2**10
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fit_of_a_loss_with_aux_counts_the_gradient_of_its_states():
     w, x = statetx.Param(jnp.eye(16)), jnp.ones((64, 16))
 

@@ -120,7 +120,7 @@ def saved(tmp_path_factory):
     return path
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BEFORE)
 def test_unchanged_program_passes_and_a_size_below_its_peak_fails(saved, name):
     fun, args = BEFORE[name]
@@ -239,7 +239,7 @@ def main():
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_command_saves_compares_and_annotates(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train1.py").write_text(SOURCE.format(layer="statetx.remat"))

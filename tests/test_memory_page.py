@@ -776,7 +776,7 @@ def test_hover_over_a_row_shows_the_lifetime(browse):
     assert zoomed[0] < b["start"] and b["end"] + 1 < zoomed[1] and zoomed[1] - zoomed[0] < len(made.steps)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_theme_follows_the_system_and_the_button(browse):
     script = """
         const color = () => getComputedStyle(document.body).backgroundColor, button = $("#theme"), found = [color(), button.textContent];
@@ -792,7 +792,7 @@ def test_theme_follows_the_system_and_the_button(browse):
     assert (system[0], system[2], system[6]) == (dark, light, dark)
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("width", [360, 768])
 def test_page_fits_a_narrow_screen(browse, width):
     """Also with names that have no place to break the line."""
@@ -851,7 +851,7 @@ def test_names_are_text_in_the_browser(browse):
     assert "{{data}}" in outcome[4]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_smallest_programs_open(browse):
     step = Step("a", "", "forward", "", None)
     for made in (profile([], [step]), profile([buffer("a", 1, 0, 0)], [step])):

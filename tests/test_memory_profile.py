@@ -179,7 +179,7 @@ SLOW_PROGRAMS = ("SwiGLU transformer", "convolutional net", "deep MLP")
 WRAPS = {"plain": lambda f: f, "remat": statetx.remat}
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_PROGRAMS)) for n in programs.PROGRAMS]
@@ -232,7 +232,7 @@ def test_calls_of_a_function_are_counted_once_where_xla_copies_operands_of_its_p
     assert "Layer.__call__ (3 calls)" in profile.changes[0].text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_policy_is_advised_where_the_loss_is_rematerialized_as_a_whole():
     """A counter that a rematerialized loss writes has its region, as what a policy saves has."""
     layers = [memory_programs.Dropped(64, 256) for _ in range(4)]
@@ -1083,7 +1083,7 @@ def test_a_slice_that_is_written_beside_other_operations_takes_the_memory_of_the
     assert overlaps(_lifetimes.lifetimes(program, schedule, _lifetimes.Flow(program, schedule))) == []
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("flag", ["--xla_dump_hlo_module_re=nothing", "--xla_dump_compress_protos=true"])
 def test_flags_of_the_user_about_what_xla_writes_do_not_matter(flag):
     code = (

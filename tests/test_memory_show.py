@@ -430,7 +430,7 @@ def long_named(x):
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_reports_fit_the_terminal_and_tables_fit_files(monkeypatch):
     reports = long_named(jnp.ones((64, 64)))
     longest = lambda report: max(map(len, str(report).splitlines()))

@@ -92,7 +92,7 @@ def test_a_loop_gets_the_number_with_which_it_fits():
         assert "test_memory_tried.py:" in remedy.change.text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_body_of_a_loop_around_a_loop_is_predicted_and_tried():
     def loss(w, xs):
         outer = lambda h, x: jax.lax.scan(lambda h, _: (jnp.tanh(h @ w + x), None), h, None, length=20)
@@ -187,7 +187,7 @@ def training_step(blocks, wrap=lambda block: block):
     return step
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_policy_that_saves_less_takes_what_it_takes_by_hand():
     saving = training_step([Block(n, "dots") for n in range(4)])
     cost = cost_of(saving, (X,), SaveLess("Block.body"))
@@ -195,7 +195,7 @@ def test_a_policy_that_saves_less_takes_what_it_takes_by_hand():
     assert cost.peak_bytes < 0.9 * statetx.measure(saving, X, gradient=False).peak_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_functions_with_policies_inside_of_a_rematerialized_one_keep_them():
     blocks = [Block(n, "dots") for n in range(4)]
     cost = cost_of(training_step(blocks), (X,), Rematerialize("Block.__call__"))
@@ -233,7 +233,7 @@ def loop_in_a_stage(layer, scan):
     return lambda ws, x: (stage(ws[0], stage(ws[1], x)) ** 2).mean()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, action",
     [
@@ -283,7 +283,7 @@ def test_functions_that_have_their_parameters_from_elsewhere_take_them_as_they_r
     assert cost.peak_bytes == statetx.measure(functools.partial(step, wrap=statetx.remat), *args).peak_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_calls_under_a_derivative_forward_take_what_they_take_by_hand():
     def loss(ws, x, layer=layer):
         y, tangent = jax.jvp(lambda x: functools.reduce(lambda x, w: layer(w, x), ws, x), (x,), (jnp.cos(x),))
@@ -316,7 +316,7 @@ def spiking(ws, x, first=dense, others=dense):
     return (functools.reduce(lambda s, w: others(w, s), ws[1:], first(ws[0], x)) ** 2).sum()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("is_rematerialized", [False, True])
 def test_spikes_stored_as_bits_take_what_they_take_by_hand(is_rematerialized):
     args = [jnp.eye(64)] * 5, X
@@ -441,7 +441,7 @@ def two_gradients(wrap=lambda loss: loss):
 BATCH = jnp.eye(64), X, X
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize(
     "step, by_hand, gradient",
     [
@@ -461,7 +461,7 @@ def test_parts_of_a_batch_take_what_they_take_by_hand(step, by_hand, gradient):
     assert cost.peak_bytes < 0.7 * statetx.measure(step, *BATCH, gradient=gradient).peak_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_parts_and_rematerialization_go_together():
     blocks = [Block(n) for n in range(4)]
     (parts,) = in_parts(statetx.memory_profile(training_step(blocks), X), 4)
@@ -549,7 +549,7 @@ def test_progress_tells_what_is_tried(monkeypatch):
     assert shown == [True] and "rematerialization Block.__call__" in " ".join(told) and "parts batch" in " ".join(told)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_without_time_changes_are_predicted():
     report = explain_oom(training_step([Block(n) for n in range(4)]), X, limit=1000, time_limit=0)
     assert report.remedies and not any(r.is_compiled for r in report.remedies) and report.unused == ()

@@ -115,7 +115,7 @@ def test_gradients_equal_the_full_batch(num, reduce):
     assert_close(jax.jit(of_loss)(PARAMS, X, Y), expected)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_derivatives_of_a_loss_in_parts():
     """With respect to the batch, too; in forward mode; of second order; for each example of a vmap."""
     loss = statetx.microbatch(mean_loss, 4, argnums=(1, 2))
@@ -143,7 +143,7 @@ def test_a_loss_is_differentiated_without_another_run():
     assert of_loss <= full + 5 * 3 * (num_params + 10)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_has_aux_and_reductions():
     def loss(params, x, y):
         out = jnp.tanh(x @ params["a"]) @ params["b"]
@@ -297,7 +297,7 @@ def test_the_first_and_the_last_part_alone_have_derivatives(how):
     assert_close(jax.grad(lambda x: sum(both(x)))(x), expected + 0.5 / jnp.sqrt(x + 1))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_weighted_loss_beside_states_is_differentiated_without_another_run():
     def program(wrap):
         seen = statetx.State(jnp.zeros(7))
@@ -367,7 +367,7 @@ def test_states_are_carried_as_a_loop_leaves_them(num, kind):
     assert int(b.count.value) == num
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mean_first_and_last():
     written = [0.9 * 2.0 + 0.1 * part.mean(0) for part in parts(X, 4)]
     expected = {
@@ -680,7 +680,7 @@ def test_callbacks_fire_once_a_part():
     assert sorted(seen) == [0, 2, 4, 6, 8]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_as_a_method_and_other_precisions():
     class Model:
         def __init__(self):
@@ -723,7 +723,7 @@ def test_under_disable_jit():
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("gradients", marks=pytest.mark.slow), "loss"])
 def test_eight_parts_take_a_sixth_of_the_memory(kind):
     import programs
@@ -847,7 +847,7 @@ def test_means_of_half_precision():
     assert got == statistic.value != np.asarray(x, np.float64).mean().astype(x.dtype)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_half_precision_states_and_devices():
     """A weight in a state, carried statistics, examples over devices."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

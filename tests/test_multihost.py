@@ -128,7 +128,7 @@ json.dump(said, open(f"{sys.argv[3]}/said-{index}.json", "w"))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_share_a_key(tmp_path):
     finish(two_processes(TWO_PROCESSES, tmp_path))
     said = [json.loads((tmp_path / f"said-{i}.json").read_text()) for i in range(2)]

@@ -425,7 +425,7 @@ def test_ref_variables_are_refs_of_jax():
 # -- installation ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_flax_imported_after_statetx_and_inside_a_frame():
     code = """
         import statetx, sys

@@ -69,7 +69,7 @@ def test_planned_branches_keep_their_values(plan):
     assert_near(along(plan.apply(two_losses)), along(two_losses))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
 def test_planned_gradient_on_several_devices(plan):
     batch = jax.device_put(BATCH, NamedSharding(ROWS, P("d")))
@@ -159,7 +159,7 @@ def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatc
     assert ordered < 0.7 * temp_bytes(plan_together.apply(together), *PAIR, BATCH)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [together, *(pytest.param(f, marks=pytest.mark.slow) for f in (of_examples, of_parts, pulled_back_later))],
@@ -184,7 +184,7 @@ def test_order_alone_may_keep_the_budget():
     assert_near(jax.jit(plan.apply(together))(*args), jax.jit(together)(*args))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_smallest_choice_is_compiled_with_each_order_and_without():
     """To wait may copy an input: with jaxlib 0.10 a tenth of the memory here. With newer ones waiting for the inputs
     alone takes the most.

@@ -82,7 +82,7 @@ def test_lazy_exports_match_type_checking_imports():
         statetx.rematt  # noqa: B018
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_imports_point_down():
     """Between folders by their tiers; inside a folder, without a circle. Imports in functions and for types
     count, too.
@@ -112,7 +112,7 @@ def test_code_map_matches_the_tree():
     assert PAGE.read_text() == with_map(PAGE.read_text()), "run python tests/code_map.py"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="other versions of JAX call back in other places")
 def test_data_in_motion_is_what_an_object_visits():
     """In a process of its own, in which no other library is loaded."""
@@ -164,7 +164,7 @@ def test_environment_variables_are_those_of_the_security_page():
     assert read == set(re.findall(r"\bSTATETX_[A-Z_]+", page)) and len(read) > 3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_import_side_effects_are_documented():
     """Each change, in a program that loads everything, has a row of the page."""
     code = (
@@ -183,7 +183,7 @@ def test_import_side_effects_are_documented():
     assert words(rows) == words(listed.strip().split("\n")) and len(rows) > 10
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_import_is_light_and_needs_no_other_library():
     code = (
         "import sys, statetx; "
@@ -199,7 +199,7 @@ def test_import_is_light_and_needs_no_other_library():
     assert out.stdout.strip() == str(expected)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_brainstate_imported_late_is_observed():
     code = """
 import jax.numpy as jnp, statetx

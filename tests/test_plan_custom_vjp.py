@@ -80,7 +80,7 @@ def test_values_of_a_rule_have_addresses_and_results_their_own():
     assert results.keys() == {(call, 0)} and results[call, 0].eqn.primitive.name == "dot_general"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["dots", *(pytest.param(p, marks=pytest.mark.slow) for p in ("everything", "nothing"))]
 )
@@ -105,7 +105,7 @@ def test_a_plan_keeps_what_the_rule_computes(tmp_path):
     assert loaded == plan and flops_of(loaded.apply(loss)) == plan.flops
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_value_of_a_rule_can_be_kept():
     program = flat(loss, WS[:1], X)
     jaxpr, part = program.jaxpr, program.part(0, len(program))
@@ -236,7 +236,7 @@ def test_inputs_are_counted_beside_the_arrays_of_a_rule(rule):
     assert held == [0, arrays[1].nbytes, 0]
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("rule", [scaled, scaled_back])
 def test_loop_whose_rule_holds_an_array_is_planned(rule):
     def loss(w, xs):

@@ -45,7 +45,7 @@ def spiking(result, how):
     return loss
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("how", ["cond", "custom_jvp", "rule"])
 def test_plan_of_a_program_that_returns_something_else_is_refused(how):
     first, second = spiking("spike", how), spiking("current", how)
@@ -141,7 +141,7 @@ def test_what_a_backward_rule_reads_is_part_of_the_key(how, monkeypatch):
     assert keys[0] == keys[2] != keys[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_gradients_of_functions_with_equal_equations_and_other_outputs():
     def body(ws, x):
         for w in ws:
@@ -164,7 +164,7 @@ def test_gradients_of_functions_with_equal_equations_and_other_outputs():
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_second_derivatives_of_a_loop_in_groups():
     """Its steps read the whole of xs, to which no tangent flows: that flows through the slices."""
     w, h, xs = WS[0][:16, :16] * 2, jnp.zeros((8, 16)), jax.random.normal(jax.random.key(2), (64, 8, 16))
@@ -186,7 +186,7 @@ def test_second_derivatives_of_a_loop_in_groups():
     np.testing.assert_allclose(product(plan.apply(loss)), expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("is_planned_so", [False, True])
 def test_plan_fits_states_that_hold_one_array(is_planned_so):
     key, w = jax.random.key(3), WS[0]

@@ -50,7 +50,7 @@ def measured(fun, *args):
     return statetx.measure(statetx.value_and_grad(fun), *args, gradient=False)
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_variant_has_the_same_gradient(loss):
     planner = Planner(loss, WS, X, Y, argnums=0)
@@ -143,7 +143,7 @@ def recurrent_task(w, xs, wrap=lambda f: f):
     return (jax.lax.scan(wrap(step), xs[0], xs)[1] ** 2).mean()
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("wrap", [lambda f: f, functools.partial(jax.checkpoint, prevent_cse=False)])
 def test_inner_gradient_of_a_loop(variant, wrap):
@@ -163,7 +163,7 @@ def test_inner_gradient_of_a_loop(variant, wrap):
     assert least <= num_products <= most
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_loss_with_a_gradient_of_a_loop_is_planned():
     def loss(w, xs):
         return recurrent_task(w - 0.1 * jax.grad(recurrent_task)(w, xs), xs)

@@ -70,7 +70,7 @@ def entries(folder):
     return sorted((folder / "plans").glob("*.json.gz"))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [pytest.param(loss, marks=pytest.mark.slow), step])
 def test_second_plan_compiles_nothing(folder, compilations, fun):
     first = statetx.plan(fun, WS, X, budget=0.8)
@@ -82,7 +82,7 @@ def test_second_plan_compiles_nothing(folder, compilations, fun):
     assert second.apply(fun) is not None and Planner(fun, WS, X).plan(0.8) == first
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_step_of_a_stored_plan_is_not_differentiated(folder):
     differentiated = []
     sine = Primitive("sine")  # a rule of JAX, which no key asks
@@ -225,7 +225,7 @@ def test_other_programs_are_other_plans(folder):
     assert len({*keys}) == len(keys) and key(loss, WS, X + 1) == keys[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_constants_are_not_arguments(folder):
     """A step that closes over arrays has the equations of one that takes them."""
     taken = Planner(jax.grad(loss, argnums=1), WS, X)
@@ -256,7 +256,7 @@ def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
     assert same[0] == same[1] != key(lambda x: 2 * jnp.cos(x) - jnp.cos(x))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, damaged_plan, monkeypatch, num):
     """What is accepted is what the call may get: another valid decision, whose gradient is the same, or
@@ -307,7 +307,7 @@ def damaged_plan():
     return planner, _budget.ByteBudget.read(0.6, "temporaries"), fields, jax.grad(masked)(WS, X)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_damaged_entry_is_planned_again_and_replaced(folder, compilations):
     first = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     (entry,) = entries(folder)

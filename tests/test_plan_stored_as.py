@@ -100,7 +100,7 @@ def test_layers_that_read_spikes_hold_them_as_bits():
     assert_equal(spiking, plan.apply(spiking), WS, SPIKES)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_bits_take_is_what_remat_takes_with_them():
     def loss(block, ws, x):
         for w in ws:
@@ -221,7 +221,7 @@ def dropped(ws, x):
     return (x**2).mean()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_plans_under_strict_promotion(num):
     with jax.numpy_dtype_promotion("strict"):

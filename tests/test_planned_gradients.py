@@ -94,7 +94,7 @@ def test_one_gradient_is_captured(step):
     assert sum(e.primitive.name == "dot_general" for e in gradient.flat.eqns) == num
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [by_value_and_grad, *(pytest.param(f, marks=pytest.mark.slow) for f in (by_bound_name, by_vjp))],
@@ -263,7 +263,7 @@ def halves(ws, x):
     return (second_half(ws[1:], first_half(ws[:1], x)) ** 2).mean()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_functions_share_a_budget():
     budget = int(0.7 * temp_bytes(jax.grad(loss), FEW, X))
 
@@ -280,7 +280,7 @@ def test_functions_share_a_budget():
     assert temp_bytes(jax.grad(alone), FEW, X) > budget
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_budget_is_that_of_the_block_and_thread():
     traced = lambda: jax.eval_shape(jax.grad(halves), FEW, X)
     with pytest.raises(statetx.PolicyError, match=r"no statetx.budget\(...\) is around the gradient"):

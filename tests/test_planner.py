@@ -80,7 +80,7 @@ def plan_of_loss():
 # -- the budget ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.6, *(pytest.param(b, marks=pytest.mark.slow) for b in (0.95, 0.47))])
 @pytest.mark.parametrize(
     "fun",
@@ -96,7 +96,7 @@ def test_plan_stays_within_budget_with_equal_gradients(fun, budget, plan_of_loss
     assert_same_gradients(step, jax.jit(jax.value_and_grad(fun)), WS, X)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_baseline_that_fits_is_unchanged():
     plan = statetx.plan(loss, WS, X, of="temporaries", budget="1GiB", argnums=0)
     assert plan.stock == "no remat" and plan.extra_flops == 0 and "It fits unchanged." in str(plan)
@@ -104,7 +104,7 @@ def test_baseline_that_fits_is_unchanged():
     assert "remat" not in text and "checkpoint" not in text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rematerialized_functions_inside_of_others_are_inlined():
     """A budget above all fits without any of them; at the memory of the nested functions a plan costs no more than
     these.
@@ -149,7 +149,7 @@ def test_fast_compilation_result_is_verified(monkeypatch):
     assert statetx.plan(loss, FEW, X, of="temporaries", budget=1.0, argnums=0).budget_bytes == unplanned
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_stock_policy_does_better():
     marked = functools.partial(loss, block=statetx.remat(block))
     planner = Planner(marked, FEW, X, argnums=0, of="temporaries")
@@ -225,7 +225,7 @@ def family_of(regions, num):
     return _lattice.Family(range(num), regions)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_saved_values_are_not_recomputed():
     """The compiled program computes as much as the model says."""
     planner = Planner(functools.partial(loss, block=statetx.remat(block)), FEW, X, argnums=0, of="temporaries")
@@ -351,7 +351,7 @@ def test_states_are_written_once_and_random_draws_are_not_repeated():
     assert (jax.random.key_data(model.rng.value) == jax.random.key_data(other.rng.value)).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_states_that_are_written_get_no_cotangent():
     mean, scale = statetx.State(jnp.zeros(64)), statetx.Param(jnp.ones((1, 64)))
 
@@ -434,7 +434,7 @@ def groups_of(*groups, differentiated=()):
     return Groups(tuple(decisions), differentiated)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_decision_for_a_loop_gives_equal_gradients():
     jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)
     flat = _flat.Flat(jaxpr)
@@ -729,7 +729,7 @@ def test_loops_with_a_remainder_copy_their_sequence():
     assert Lengths(20, 20) in options and Lengths(50, 8) in options
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monkeypatch):
     measure, marked = _candidates.Candidates.measure, functools.partial(loss, block=statetx.remat(block))
     planner, other = (Planner(marked, FEW, X, of="temporaries", argnums=0) for _ in range(2))
@@ -783,7 +783,7 @@ def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
     assert far <= most < near
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_progress(capsys):
     """One line, with a count, the best plan so far, and the seconds since the beginning; it is gone at the end."""
     statetx.plan(loss, FEW, X, of="temporaries", budget=0.9, argnums=0, progress=True, time_limit=0)
@@ -886,7 +886,7 @@ def loop_with_clock(ws, x, after=lambda t: t):
     return (h**2).mean() * after(t)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [pytest.param(lambda t: t, marks=pytest.mark.slow), no_reverse_mode])
 def test_clock_of_a_loop_needs_no_derivative(after):
     """JAX differentiates neither the clock nor what reads it, so the loop is planned like one without."""
@@ -1081,7 +1081,7 @@ def test_strategies_of_plans_are_found_by_registered_names(monkeypatch):
             Strategy.from_json(wrong)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plan_with_a_python_number_is_told_of_jit():
     w = jnp.eye(16)
 
@@ -1109,7 +1109,7 @@ def test_refused_for_another_program_with_the_first_difference(plan_of_loss):
         jax.grad(plan_of_loss.apply(lambda ws, x: 2 * loss(ws, x)))(WS, X)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plan_fits_before_and_after_the_update_of_weakly_typed_states():
     """The sum of weakly typed parameters and updates, such as those of optax, is strongly typed."""
 
@@ -1290,7 +1290,7 @@ def _loss_of_four(w, x):
     return x.sum()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_times_of_a_target_are_estimates(monkeypatch, sign):
     """Nothing runs. The program that is told to be the fastest is taken, and one whose time is not known is not."""
@@ -1319,7 +1319,7 @@ def test_stock_policies_are_timed_when_the_time_is_over(monkeypatch):
     assert plan.seconds == min(fitting)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_operations_decide_where_the_time_of_the_cheapest_is_not_told(monkeypatch):
     unplanned = statetx.measure(loss, FEW, X).temp_bytes
     _with_estimates(monkeypatch, lambda temp_bytes: None if temp_bytes > 0.95 * unplanned else 1.0)
@@ -1327,7 +1327,7 @@ def test_operations_decide_where_the_time_of_the_cheapest_is_not_told(monkeypatc
     assert plan.stock == "no remat" and plan.seconds is None and plan.timed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plans_for_this_cpu_are_by_operations():
     options = {"argnums": 0, "budget": 0.9, "of": "temporaries", "time_limit": None}
     plans = [statetx.plan(loss, WS[:2], X, objective=objective, **options) for objective in ("auto", "flops")]
@@ -1355,7 +1355,7 @@ def test_values_within_a_fusion_are_not_worth_saving():
     assert worth(gate, w, x, x) == ["dot_general", "dot_general", "add", "tanh"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("num_fitting", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest(monkeypatch, num_fitting):
     """As on GPUs: the zeros that a program is timed with come on top of the caller's arrays."""

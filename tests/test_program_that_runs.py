@@ -98,7 +98,7 @@ def test_a_function_around_a_jitted_step_keeps_the_names_of_its_inputs():
         assert {(b.kind, b.owner) for b in profile.buffers if b.kind in ("state", "argument")} == expected
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_order_of_outputs_is_advised_by_what_the_program_in_order_takes(monkeypatch):
     """XLA copies on GPUs (`test_target_programs`). Here the program in order is told to take nothing."""
     (step, args), (ordered, _) = in_order((1, 2, 0)), in_order((0, 1, 2))

@@ -36,20 +36,20 @@ def test_reference_compares_keys_while_something_is_traced():
         jax.jit(lambda x: (mixed_reference._check_equal([key, other], key), x)[1])(1.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, NUM_FAST, 4))
 def test_mixed_program_equals_its_reference(first):
     for seed in range(first, first + 4):
         check_seed(seed)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_gradient_of_a_loop_whose_steps_reverse_a_loop():
     """JAX hoists what is constant in the outer loop, and would drop the derivative rule of the reversal there."""
     check_seed(3192)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_loop_over_states_that_begin_with_one_container():
     check_seed(1720)
 
@@ -66,7 +66,7 @@ def rematerializing(seeds):
     return [seed for seed in seeds if " remat(" in source(program_of(seed), "statetx")]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mixed_program_stored_in_another_form(stored):
     for seed in rematerializing(range(12))[:4]:
         check_seed(seed)
@@ -124,7 +124,7 @@ BREAKAGES = {
 """By breakage: a name of statetx, its replacement, and a word in the programs that may fail."""
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "breakage", [b if n == 0 else pytest.param(b, marks=pytest.mark.slow) for n, b in enumerate(BREAKAGES)]
 )
@@ -143,7 +143,7 @@ def test_broken_feature_is_found_and_reduced(breakage, monkeypatch):
 # -- coverage of the generator ---------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_generator_reaches_every_feature():
     """Of 400 programs, at least four have each; `python tests/mixed_search.py 0 400 --coverage` prints the counts."""
     counts = mixed_search.coverage(range(400))

@@ -156,7 +156,7 @@ def tied_layers(share, num=12):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_decisions_are_those_of_the_regions_own_fronts(share):
     """Two periods with one weight have another input list than two with two weights: `Decision.inputs` counts
@@ -275,7 +275,7 @@ def test_baseline_is_not_compiled_for_bytes_far_below_it():
     assert [name for name, _, _ in plan.measured].count("no remat") == planner._search.baseline.is_started
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plans_are_deterministic():
     programs = [Planner(loss, WS[:2], X, of="temporaries", argnums=0).plan(0.6).gradients for _ in range(2)]
     assert programs[0] == programs[1]
@@ -327,7 +327,7 @@ def chain(num, wrap=lambda layers: layers):
     return loss, [0.1 * jnp.ones((8 if i == 0 else 64, 64)) for i in range(num)], jnp.ones((2048, 8))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [5, pytest.param(10, marks=pytest.mark.slow)])
 def test_unmarked_chains_reach_the_memory_of_segments_by_hand(num):
     """Segments that save nothing: XLA holds their outputs twice where they are saved, too."""
@@ -348,7 +348,7 @@ def masked(wrap):
     return loss, WS, X, jnp.ones((256, 64))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_layers_that_share_a_mask_cost_no_more_than_by_hand():
     by_hand, *args = masked(statetx.remat)
     budget = statetx.measure(statetx.value_and_grad(by_hand), *args, gradient=False)
@@ -365,7 +365,7 @@ def test_program_with_rematerialized_functions_keeps_its_own_budget_in_no_time(t
     assert plan.temp_bytes <= budget
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_smallest_bytes_may_be_those_without_rematerialization():
     layer = statetx.remat(lambda w, x: jnp.tanh(x @ w))
 
@@ -428,7 +428,7 @@ def test_a_deep_stream_is_kept_once_in_a_while():
     assert max(len(copies.sources[v]) for v in tanhs) < 12 < len(tanhs)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_copies_take_less_memory_and_compute_the_same():
     program = flat(stream, PAIRS, RAMP)
     parts = program.split([0, 6, 12, 18])
@@ -462,7 +462,7 @@ def test_copies_take_less_memory_and_compute_the_same():
     assert jnp.allclose(jnp.stack(expected), jnp.stack(found), rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_paths_that_copy_are_cheaper_by_the_model():
     program = flat(stream, PAIRS, RAMP)
     families = Lattice(program, range(9), 1, Settings(treatments=TREATMENTS)).families

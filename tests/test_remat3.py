@@ -19,7 +19,7 @@ FILES = ["test_remat.py", "test_ref.py", "test_scan.py", "test_control_flow.py",
 FAST = ["test_remat.py"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has none")
 @pytest.mark.skipif(REMAT3, reason="it is on already")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in FILES])

@@ -258,7 +258,7 @@ def test_checkpointed_loop_is_the_same_step(checkpoint):
     assert report.error < 1e-6
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_sums_in_another_order_are_rounding_which_is_measured():
     x = jnp.sin(jnp.arange(64.0 * 6)).reshape(64, 6)
     loss = lambda x: (jnp.tanh(x @ W.value) ** 2).mean()
@@ -277,7 +277,7 @@ def test_sums_in_another_order_are_rounding_which_is_measured():
         assert_same_step(step, wrong, x)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_planned_step_and_gradients_in_place_are_the_same():
     network = Network()
     plan = statetx.plan(network.step, X, budget=1.0, time_limit=2)
@@ -285,7 +285,7 @@ def test_planned_step_and_gradients_in_place_are_the_same():
     assert_same_step(network.step, statetx.jit(network.step, donate_states=True), X, steps=2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_verified_plan_is_held_against_the_plain_program(monkeypatch):
     def loss(w, x):
         return (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean()
@@ -321,7 +321,7 @@ def attention(softmax, decay=0.1, of=None, scale=1.0):
 SOFTMAX = jax.nn.softmax, lambda scores: jnp.exp(jax.nn.log_softmax(scores))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [None, jnp.float32])  # float32 in a program of float64, too
 def test_rounding_that_an_optimizer_amplifies_is_no_fault(of):
     plain, other = SOFTMAX
@@ -329,7 +329,7 @@ def test_rounding_that_an_optimizer_amplifies_is_no_fault(of):
     assert report.error > 1e-3 and report.rounding > 1e-2  # of the bias
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fault_beside_amplified_rounding_and_an_infinite_mask_is_named():
     steps = attention(SOFTMAX[0]), attention(SOFTMAX[1], decay=0.0)
     with pytest.raises(
@@ -341,7 +341,7 @@ def test_fault_beside_amplified_rounding_and_an_infinite_mask_is_named():
 # -- counts, bad input ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_doubled_update_shows_at_any_tolerance():
     network = Network(1)
 

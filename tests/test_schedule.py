@@ -439,7 +439,7 @@ def test_slots_with_a_format_give_carries_back():
     assert_equal(slots.read(pools, 1, first), carry)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "slots"), [(40, 10), pytest.param(64, 20, marks=pytest.mark.slow)])
 def test_carries_in_bits_whose_last_axis_is_split_over_devices(width, slots):
     if jax.device_count() < 4:
@@ -495,7 +495,7 @@ def while_grads(policy, slots):
         yield jax.grad(functools.partial(while_loss, checkpoint=Slots(slots, policy=p)), (0, 1, 2))
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("policy", [SPIKES, policies.everything], ids=["named", "proved"])
 @pytest.mark.parametrize("slots", [1, 4, 5])
 def test_while_loop_with_carries_in_bits_leaves_gradients_equal(policy, slots):
@@ -513,14 +513,14 @@ WHILE_MODES = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", in_turn(WHILE_MODES))
 def test_while_loop_with_carries_in_bits_under_transforms(mode):
     args, wrap = data(12, 2, 20), jax.jit if mode != "eager" else lambda f: f
     assert_equal(*(wrap(WHILE_MODES[mode](f))(*args) for f in while_grads(policies.everything, slots=4)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
     if jax.device_count() < 2:
@@ -540,7 +540,7 @@ def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
     np.testing.assert_allclose(stored, alone, rtol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_while_loop_with_carries_in_bits_takes_fewer_bytes():
     args = data()
     stored, exact = (jax.jit(f).lower(*args).compile() for f in while_grads(policies.everything, 8))
@@ -553,7 +553,7 @@ def test_while_loop_with_carries_in_bits_takes_fewer_bytes():
 # -- residuals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_slots_hold_residuals_of_a_step_that_stores_bits():
     policy = policies.everything
     row = statetx.loop_report(functools.partial(loss, policy=policy.stored_as("bits")), *data()).rows[0]
@@ -573,7 +573,7 @@ def norms(w, carry, x):
     return (0.9 * h * factors[0] * s, 0.5 * s + factors[1] * factors[2] * factors[3]), s
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_scalars_of_a_step_are_in_rows_of_its_arrays(monkeypatch):
     w, h, _ = data(32)
     args = w / 2, h + 0.1, jnp.sin(jnp.arange(200.0))

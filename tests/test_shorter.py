@@ -46,7 +46,7 @@ def long(monkeypatch):
         monkeypatch.setattr(f"statetx.planner._search.{module}.is_long", lambda program: True)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fun, gradient",
     [(loss, jax.value_and_grad(loss)), pytest.param(step, step, marks=pytest.mark.slow)],
@@ -61,7 +61,7 @@ def test_memory_is_extrapolated_to_the_byte(long, fun, gradient):
     assert len(plan.measured) <= 12, "candidates predicted to take too much are not compiled"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_layers_left_out_take_no_memory_in_a_step(long):
     # Gradients of zeros, which Adam reads, would take more memory, the fewer layers a short version has.
     args = WS, ADAM.init(WS), X[:8]

@@ -251,7 +251,7 @@ def nnx_layers():
     return [NnxLayer(rngs.fork()) for _ in range(5)]
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize(
     "make, apply",
     [

@@ -61,7 +61,7 @@ def planner():
 # -- the whole step --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "donate", [pytest.param((), marks=pytest.mark.slow, id="plain"), pytest.param((0, 1), id="donated")]
 )
@@ -77,7 +77,7 @@ def test_compiled_step_keeps_the_budget(donate):
     assert ("in place of donated arguments" in text) == bool(donate) and re.search(r"Arguments .*, outputs", text)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_donation_leaves_more_for_temporaries(planner):
     budget = total(jax.jit(step), *ARGS) - 20_000
     with_copies = planner.plan(budget)
@@ -85,7 +85,7 @@ def test_donation_leaves_more_for_temporaries(planner):
     assert donated.alias_bytes > 20_000 and donated.stock == "no remat" and with_copies.extra_flops > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_planned_jitted_step_donates_and_traces_once():
     traces = []
 
@@ -103,7 +103,7 @@ def test_planned_jitted_step_donates_and_traces_once():
     assert len(traces) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [pytest.param(jax.jit, marks=pytest.mark.slow), statetx.jit], ids=["jax", "statetx"])
 def test_planned_jitted_step_has_the_stages_of_jit(jit):
     jitted = jit(step, donate_argnums=(0, 1))
@@ -113,7 +113,7 @@ def test_planned_jitted_step_has_the_stages_of_jit(jit):
     assert jax.tree.map(jnp.shape, planned.eval_shape(*ARGS)) == jax.tree.map(jnp.shape, jitted.eval_shape(*ARGS))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_arrays_that_the_step_closes_over_are_constants():
     closed_over = jnp.arange(256)[::-1]
 
@@ -134,7 +134,7 @@ def test_arrays_that_the_step_closes_over_are_constants():
         assert plan.temp_bytes == temporaries
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "donate", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="donated")]
 )
@@ -157,7 +157,7 @@ def test_states_of_an_optimizer_count(donate):
     assert (plan.alias_bytes > 0) == donate
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_loss_counts_its_gradient():
     plan = statetx.plan(loss, WS, X, budget=0.8, argnums=0)
     cost = statetx.measure(jax.value_and_grad(plan.apply(loss)), WS, X, gradient=False)
@@ -176,7 +176,7 @@ def test_estimate_of_arguments_and_outputs_is_close():
         assert abs(fixed.output_bytes - outputs) < 1024  # XLA's table of outputs
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_unplanned_step_is_not_compiled_for_a_budget_in_bytes(planner, monkeypatch):
     tight = planner.plan(0.7)
     assert tight.unplanned_is_compiled and "(without a plan " in str(tight)
@@ -254,7 +254,7 @@ of_array = functools.partial(recurrent, lambda h: jax.vjp(jnp.sin, h)[1](jnp.one
 of_scalar = functools.partial(recurrent, jax.grad(lambda h: jnp.sin(h).sum()))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "options"), [(of_array, {}), pytest.param(of_scalar, {"argnums": (0, 1)}, marks=pytest.mark.slow)]
 )
@@ -279,7 +279,7 @@ def test_planner_of_a_step(planner):
     assert planner.best(most).total_bytes <= most and planner.best(least // 2) is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_printed_parts_and_layers():
     marked = statetx.remat(lambda w, x: x + jnp.sin(jnp.tanh(x @ w) @ w.T))
 
@@ -300,7 +300,7 @@ def test_printed_parts_and_layers():
     assert "(~: predicted, not compiled)." in text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_stock_policies_are_counted_without_compiling_them():
     """Their operations are those of the rematerialized program; their bytes a prediction."""
     block = lambda w, x: x + jnp.sin(jnp.tanh(x @ w) @ w.T)
@@ -323,7 +323,7 @@ def test_stock_policies_are_counted_without_compiling_them():
 # -- the device ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_budget_of_the_device(monkeypatch):
     monkeypatch.setenv("STATETX_DEVICE_MEMORY", str(int(0.8 * total(jax.jit(step), *ARGS))) + "B")
     plan = statetx.plan(step, *ARGS, budget="device")
@@ -357,7 +357,7 @@ def test_memory_that_the_device_reports(monkeypatch):
         _budget.device_memory()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
@@ -377,7 +377,7 @@ def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
         np.testing.assert_allclose(plan.apply(sharded)(ws, x)[1], sharded(ws, x)[1], rtol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_budget_inside_shard_map(check_vma):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -395,7 +395,7 @@ def test_budget_inside_shard_map(check_vma):
     assert total(jax.jit(plan.apply(sharded)), WS, x) <= budget
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "check_vma", "shard_map", "wrap"),
     in_turn(
@@ -457,7 +457,7 @@ def test_two_gradients_around_shard_maps():
         np.testing.assert_allclose(planned, out, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "shard_map"),
     [
@@ -493,7 +493,7 @@ def test_plan_of_a_loss_that_is_a_shard_map(axis_type, shard_map, tmp_path):
             assert out.sharding.is_equivalent_to(expected.sharding, out.ndim)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plan_of_a_loss_with_states_in_a_shard_map():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     params, mean = [statetx.Param(w) for w in WS], statetx.State(jnp.zeros(X.shape[1]))
@@ -570,7 +570,7 @@ def two_gradients(ws, x, wrap):
     return first, jax.grad(in_branches)(second, x, wrap)
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("step", [jax.value_and_grad(in_branches), two_gradients], ids=["one", "two"])
 def test_added_operations_are_relative_to_no_rematerialization_at_any_depth(step):
     """Plans leave blocks within branches and within loops in loops as they are: what these compute again counts as

@@ -209,7 +209,7 @@ def test_arrays_that_are_differentiated_and_returned_are_a_step():
     assert statetx.plan(by_vjp_of_arrays, WS, X, budget="1GiB").is_step
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plan", pytest.param("budget", marks=pytest.mark.slow)])
 def test_a_planned_step(way):
     """The plan rewrites what the step differentiates: its residuals are those of the plan."""
@@ -242,7 +242,7 @@ def test_report_of_a_step_without_remat_has_one_row():
     assert "as a whole" not in diagnosis.text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_report_of_a_loss_that_differentiates_a_scalar_itself():
     """A penalty on a gradient: it counts as a step unless it is said to be a loss."""
 

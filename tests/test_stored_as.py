@@ -204,7 +204,7 @@ def test_second_derivatives_reach_through_what_is_stored():
     np.testing.assert_allclose(third(0.7), jax.grad(jax.grad(jax.grad(lambda x: jnp.sin(x**3))))(0.7), rtol=1e-5)
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("block", [BLOCKS["both"], BLOCKS["words"]], ids=["bits", "words"])
 def test_inside_loops_branches_and_other_regions(block):
     x, w = data()
@@ -249,7 +249,7 @@ def test_a_derivative_that_reads_its_result_reads_what_was_stored():
     np.testing.assert_allclose(stored(x), f(x), rtol=1e-7)  # the forward pass uses the value itself
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_lossy_formats_change_the_backward_pass_only():
     x, w = data()
     x = x + 0.1 * jax.random.normal(jax.random.key(5), x.shape)
@@ -680,7 +680,7 @@ def spiking(block, num=8):
     return statetx.memory_profile(loss, ws, x)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_memory_profile_advises_bits_and_predicts_what_they_save():
     before = spiking(statetx.remat(layer))
     (change,) = [c for c in before.changes if c.action == "bits"]

@@ -353,7 +353,7 @@ def test_sharding_of_a_tracer():
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_sharding_notes_do_not_outlive_tracers():
     num = len(context._noted_shardings)
     statetx.jit(lambda x: x * 2)(rows_on_mesh()[1])

@@ -389,7 +389,7 @@ def test_budget_of_the_device_is_the_target(installed, monkeypatch):
         assert device_memory() == 2**30
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_other_module_asks_for_devices():
     """One module knows for which device is compiled."""
     names = {"default_backend", "local_devices", "get_backend", "device_count", "local_device_count"}
@@ -430,7 +430,7 @@ def test_one_compilation_at_a_time_has_a_file_of_kernels():
         assert again == first
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_files_of_kernels_go_when_the_process_ends():
     """And not when one that was forked from it does, which has its own."""
     program = """

@@ -27,7 +27,7 @@ class Layer:
         return jnp.where(keep, jnp.tanh(self.w.value * x), 0.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -69,7 +69,7 @@ def wrong(f, break_it):
     return run
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_difference_is_named():
     layer = Layer()
     with pytest.raises(AssertionError, match=r"(?s)gives other results.*output\[0\]: .* in place of .*\d of 3 differ"):

@@ -819,7 +819,7 @@ print("child:", os.waitstatus_to_exitcode(status))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_child_of_a_fork_uses_states_that_other_threads_held():
     run = [sys.executable, "-W", "ignore:os.fork:RuntimeWarning", "-c", FORKED]

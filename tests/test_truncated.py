@@ -96,7 +96,7 @@ def test_first_carry_has_the_gradient_of_the_first_segment():
     near(jax.grad(last)(H, Truncated(11)), jax.grad(last)(H, None))
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("checkpoint", [Truncated(3), Truncated(4, checkpoint=Levels(1)), Truncated(3, policy="dots")])
 def test_other_modes_and_orders(checkpoint):
     def ours(w):
@@ -115,7 +115,7 @@ def test_other_modes_and_orders(checkpoint):
     near(along(ours)(W), along(reference)(W))
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("checkpoint", [Truncated(4), Truncated(4, checkpoint=2)])
 def test_vmap_inside_and_outside(checkpoint):
     hs = jnp.stack([H, 2 * H, -H])

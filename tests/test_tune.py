@@ -67,7 +67,7 @@ def temporary(f):
     return jax.jit(f).lower(W, X).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize(
     "name", [p if n in (0, 4) else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)]
 )
@@ -103,7 +103,7 @@ def through(loop):
     return locals()[loop]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [pytest.param("fori_loop", marks=pytest.mark.slow), "map", pytest.param("remat_scan", marks=pytest.mark.slow)],
@@ -189,7 +189,7 @@ def test_loops_on_gpus_are_reported(checkpoint, monkeypatch):
     assert (row.slots, row.runs, row.carry_bytes, row.is_mixed) == (90, 3.0, 2048, False)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_least_budget_is_reported_with_its_examples():
     with pytest.raises(statetx.PolicyError, match=r"mapped over 64 examples.* needs .* with one slot"):
         grad_of_vmap(jax.vmap)(policies.Budget("8KiB"))(W, X)
@@ -227,7 +227,7 @@ def test_nothing_is_measured_without_a_gradient():
         jax.grad(one)(W, X[0], policies.Budget(1))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_budget_is_measured_once():
     f, x = PROGRAMS["vmap of grad"](policies.Budget(BUDGET)), X + 1
     f(W, X)
@@ -279,7 +279,7 @@ ARGS = (
 AXES = (None, 0, 1, 0, 1, None)
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "strategy",
@@ -303,7 +303,7 @@ def test_mapped_loops_have_the_gradients_of_plain_loops(strategy, reverse):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mapped_loop_with_an_axis_name_and_a_collective():
     def loss(x, checkpoint):
         step = lambda h, _: (jnp.tanh(h + jax.lax.pmean(h, "examples")), None)

@@ -66,7 +66,7 @@ def assert_equal_numbers(ours, theirs):
 FAST = "delayed_network spiking_classifier trained_online".split()
 
 
-@pytest.mark.sample
+@pytest.mark.sample("slow")
 @pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])
 def test_results_equal_brainstates_transforms_with_one_trace(name):
     result, compiled = run(name, OURS)
@@ -169,7 +169,7 @@ def train_with_every_optimizer(t, in_a_loop):
     return {name: (weights[name].value, optimizers[name].opt_state.value) for name in OPTIMIZERS}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "in_a_loop", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in steps", "in a loop"]
 )
@@ -248,7 +248,7 @@ def surrogate_gradients(t):
     return t.jit(t.value_and_grad(loss, weights))()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_surrogate_gradients_through_a_loop_are_the_same():
     (value, grads), theirs = surrogate_gradients(OURS), surrogate_gradients(THEIRS)
     assert_equal_numbers((value, grads), theirs)
