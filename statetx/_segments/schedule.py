@@ -72,7 +72,7 @@ class Moment(NamedTuple):
         cotangents: those that segments pass on; `given` are of the loop's results, which the caller holds.
     """
 
-    action: Action
+    action: Advance | Reverse
     device: int
     host: int
     disk: int

@@ -250,16 +250,15 @@ def _rows_on_disk(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
     runs_of_pull = (lambda num: num * inner[0].runs) if inner else loop.options.runs_of_pull
     moments = [*loop.schedule(note.diff_indices).replay(loop.options.host)]
     runs = runs_of(moments, step.length, loop.segments.length, runs_of_pull)
-    tiers = _tiers(moments, loop.sizes(note.diff_indices))
+    tiers = _tiers(moments, loop.sizes(note.diff_indices), loop.segments.num)
     counts: dict[str, Any] = dict.fromkeys(("runs", "carry_runs"), runs / max(1, step.length))
     slots = loop.options.slots + loop.options.host
     yield LoopRow(**_facts(note, step), **counts, is_own=True, length=step.length, slots=slots, tiers=tiers)
     yield from inner
 
 
-def _tiers(moments: Sequence[Moment], sizes: Sizes) -> tuple[Tier, ...]:
-    left = num = max(moment.action[-1] for moment in moments)
-    on_disk = 0
+def _tiers(moments: Sequence[Moment], sizes: Sizes, num: int) -> tuple[Tier, ...]:
+    left, on_disk = num, 0
     for m in moments:
         left = m.action.position if isinstance(m.action, Reverse) else left
         on_disk = max(on_disk, m.disk * sizes.carry + sizes.of_xs * (num - left) // num)
