@@ -790,3 +790,19 @@ def test_number_assigned_in_a_branch_of_brainstate_under_eager_remat_is_a_write_
 
     assert f(jnp.float32(1.0)) == 1.75 and state.value == 0.25
     assert f(jnp.float32(-1.0)) == -0.75 and state.value == 0.25
+
+
+def test_random_state_reads_a_seed_as_a_key():
+    rng, plain = brainstate.random.RandomState(3), brainstate.random.RandomState(3)
+    rng.value = np.array([0, 3], np.uint32)
+    assert rng.value == plain.value
+    rng.value = np.array([0, 3], np.uint32)
+    assert statetx.remat(lambda x: x + jax.random.normal(rng.value))(0.0) == jax.random.normal(plain.value)
+    assert rng.value == plain.value
+
+
+def test_transforms_of_brainstate_leave_no_catcher_of_states():
+    state = statetx.State(0.0)
+    for transform in (brainstate.transform.jit, brainstate.transform.checkpoint):
+        transform(lambda x: state.value + x)(1.0)
+    assert not observe.context.new_state_catcher and not observe.context.state_stack

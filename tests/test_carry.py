@@ -432,3 +432,29 @@ def test_branch_in_loop_promotes_more_than_brainstate():
         brainstate.transform.for_loop(step(brainstate.transform.cond), XS)
     statetx.map(step(statetx.cond), XS)
     assert total.value.dtype == jnp.float32
+
+
+def test_structures_of_equal_text_are_told_apart():
+    @jax.tree_util.register_pytree_node_class
+    class Tagged:
+        def __init__(self, x, mode):
+            self.x, self.mode = x, mode
+
+        def __repr__(self):
+            return f"Tagged({self.x})"
+
+        def tree_flatten(self):
+            return (self.x,), self.mode
+
+        @classmethod
+        def tree_unflatten(cls, mode, xs):
+            return cls(*xs, mode)
+
+    state = statetx.State(Tagged(jnp.ones(2), "first"))
+
+    def step(carry, _):
+        state.value = Tagged(state.value.x, "second")
+        return carry, None
+
+    with pytest.raises(statetx.CarryTypeError, match=r"first(.|\n)*second"):
+        statetx.scan(step, 0.0, None, 3)

@@ -640,3 +640,11 @@ def test_gradient_of_a_module_with_integers_names_the_filter_of_flax():
         statetx.grad(lambda net: net(X).sum())(
             nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
         )
+
+
+def test_record_of_nnx_without_variables_is_a_tree():
+    class Record(nnx.Pytree):
+        def __init__(self):
+            self.x = jnp.arange(3.0)
+
+    np.testing.assert_array_equal(statetx.vmap(lambda record: 2 * record.x)(Record()), [0.0, 2.0, 4.0])

@@ -204,6 +204,14 @@ def test_scan_slices_a_ref_in_xs(reverse, options, compiled):
     np.testing.assert_allclose(ours[...], theirs[...], rtol=1e-6)
 
 
+def test_scan_without_jit_slices_a_ref_in_xs():
+    ours, theirs = jax.new_ref(START), jax.new_ref(START)
+    with jax.disable_jit():
+        out = sliced(statetx.scan, True)(ours, W[1])
+    np.testing.assert_allclose(out[0], sliced(jax.lax.scan, True)(theirs, W[1])[0], rtol=1e-6)
+    np.testing.assert_allclose(ours[...], theirs[...], rtol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"checkpoint": 2}], ids=str)
 def test_gradient_of_a_scan_over_a_ref(options):
     def loss(scan, options, start, w):
