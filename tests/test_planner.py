@@ -1295,13 +1295,13 @@ def _loss_of_four(w, x):
 def test_times_of_a_target_are_estimates(monkeypatch, sign):
     """Nothing runs. The program that is told to be the fastest is taken, and one whose time is not known is not."""
 
-    _with_estimates(monkeypatch, lambda temp_bytes: 1.0 + sign * 1e-5 * temp_bytes)
+    _with_estimates(monkeypatch, lambda temp_bytes: 10.0 + sign * 1e-5 * temp_bytes)
     plan = statetx.plan(loss, FEW, X, argnums=0, budget=1.0, of="temporaries")
     sizes = {temp_bytes for _, temp_bytes, _ in plan.timed}
     assert {"dots", "nothing"} < {name for name, *_ in plan.timed} and len(sizes) > 2
-    assert plan.temp_bytes == (min if sign > 0 else max)(sizes) and plan.seconds == min(t for *_, t in plan.timed)
-    num_within = sum(temp_bytes <= plan.budget_bytes for temp_bytes in sizes)
-    assert f"the fastest of {num_within} within the budget" in str(plan)
+    within = {temp_bytes: t for _, temp_bytes, t in plan.timed if temp_bytes <= plan.budget_bytes}
+    assert plan.temp_bytes == (min if sign > 0 else max)(within) and plan.seconds == min(within.values())
+    assert f"the fastest of {len(within)} within the budget" in str(plan)
 
 
 def _with_estimates(monkeypatch, seconds_of):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from .. import _jax
+from .._equations.dataflow import alive_bytes
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, row_of
 from .._jax import Jaxpr, Literal, Var
@@ -100,11 +100,8 @@ def _values(jaxpr: Jaxpr) -> Iterator[_EstimatedValue]:
 
 def _peak(jaxpr: Jaxpr) -> int:
     """The most bytes alive in a jaxpr, without its inputs."""
-    change = np.zeros(len(jaxpr.eqns) + 1, np.int64)
-    for value in _values(jaxpr):
-        change[value.equation] += num_bytes(value.var.aval)
-        change[value.end + 1] -= num_bytes(value.var.aval)
-    alive = np.cumsum(change)[:-1] + [_inner_peak(eqn) for eqn in jaxpr.eqns]
+    spans = ((value.equation, value.end, num_bytes(value.var.aval)) for value in _values(jaxpr))
+    alive = alive_bytes(len(jaxpr.eqns), spans) + [_inner_peak(eqn) for eqn in jaxpr.eqns]
     return int(alive.max(initial=0))
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from .._equations.dataflow import alive_bytes
 from .._jax import StackFrame
 from .._text import short_path
 
@@ -244,11 +245,7 @@ class Timeline:
         """Bytes alive at each step, without constants: ``int64[len(steps)]``. Memory that two buffers share counts
         once.
         """
-        change = np.zeros(len(self.steps) + 1, np.int64)
-        for b in self._counted():
-            change[b.start] += b.num_bytes
-            change[b.end + 1] -= b.num_bytes
-        alive = np.cumsum(change)[:-1]
+        alive = alive_bytes(len(self.steps), ((b.start, b.end, b.num_bytes) for b in self._counted()))
         for _, b, shared in self._replacements:
             alive[b.start] -= shared
         return alive
@@ -320,12 +317,7 @@ class Gap(NamedTuple):
 
 def saving(profile: Timeline, gaps: Iterable[Gap]) -> int:
     """Bytes that these gaps take off the peak of the timeline."""
-    change = np.zeros(len(profile.steps) + 1, np.int64)
-    for gap in gaps:
-        if gap.start <= gap.end:
-            change[gap.start] -= gap.num_bytes
-            change[gap.end + 1] += gap.num_bytes
-    new_timeline = profile.timeline + np.cumsum(change)[:-1]
+    new_timeline = profile.timeline - alive_bytes(len(profile.steps), gaps)
     return int(profile.timeline.max() - new_timeline.max())
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..._equations.dataflow import alive_bytes
 from ..._equations.primitives import REMAT, flops, row_of
 from ..._jax import Jaxpr
 from ..._lift.context import device_bytes
@@ -68,17 +69,11 @@ class CutCandidates(NamedTuple):
 
 def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
     """Bytes of values computed before each equation and read by it or later."""
-    # A value crosses into the equations after its own, up to and including its last reader: add its bytes at the first
-    # of them, subtract them after the last, and take running sums. Outputs are read at index `len(eqns)`, hence two
-    # more entries.
-    reads = last_reads(jaxpr)
-    deltas = [0] * (len(jaxpr.eqns) + 2)
-    for i, eqn in enumerate(jaxpr.eqns):
-        for v in eqn.outvars:
-            if v in reads:
-                deltas[i + 1] += device_bytes(v.aval)
-                deltas[reads[v] + 1] -= device_bytes(v.aval)
-    return list(itertools.accumulate(deltas[:-2]))
+    # A value crosses into the equations after its own, up to and including its last reader. Outputs are read at index
+    # `len(eqns)`, hence one more step.
+    reads, eqns = last_reads(jaxpr), jaxpr.eqns
+    values = [(i, v) for i, eqn in enumerate(eqns) for v in eqn.outvars if v in reads]
+    return alive_bytes(len(eqns) + 1, ((i + 1, reads[v], device_bytes(v.aval)) for i, v in values))[:-1].tolist()
 
 
 def candidates(program: Flat) -> CutCandidates:

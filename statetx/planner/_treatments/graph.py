@@ -10,7 +10,6 @@ fused into their readers.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 
 from ... import _jax
 from ..._equations.compiled import Program, fast_compile_options
+from ..._equations.dataflow import alive_bytes
 from ..._equations.primitives import flops, row_of
 from ..._jax import Jaxpr, Var
 from ..._lift.context import TraceContext, device_bytes
@@ -263,19 +263,12 @@ class Graph:
 
         # Allocated at the equation that computes it, freed after its last use: an equation holds operands and outputs.
         # XLA may reuse a buffer in place, so this errs high.
-        changes = [0] * (len(eqns) + 2)
-
-        def hold(v: Any, start: int) -> None:
-            changes[start] += device_bytes(v.aval)
-            changes[last_use.get(v, start) + 1] -= device_bytes(v.aval)
-
-        for v in backward.cotangents:
-            hold(v, 0)
+        held = [(0, v) for v in backward.cotangents]
         for i, eqn in enumerate(eqns):
-            for v in eqn.outvars:
-                if v in last_use and v not in uncounted and (v in in_memory or not row_of(eqn).fuses):
-                    hold(v, i)
-        return max(itertools.accumulate(changes))
+            is_held = lambda v, eqn=eqn: v not in uncounted and (v in in_memory or not row_of(eqn).fuses)
+            held += [(i, v) for v in eqn.outvars if v in last_use and is_held(v)]
+        spans = ((i, last_use.get(v, i), device_bytes(v.aval)) for i, v in held)
+        return int(alive_bytes(len(eqns) + 1, spans).max())
 
     def measure(self, option: Option) -> Option:
         """Return the option with the backward bytes of the region's backward pass, compiled on its own."""
