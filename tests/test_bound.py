@@ -284,7 +284,6 @@ def test_no_compiled_program_takes_less(block, is_scanned):
 # -- as a function
 
 
-@pytest.mark.thorough
 def test_bound_is_monotone():
     bound = Bound(chain, *CHAIN)
     sizes = [bound.bytes_at(x * PRODUCT) for x in (0, 0.5, 1.0, 2.5, 4.0, 9.0)]

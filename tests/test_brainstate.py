@@ -230,7 +230,6 @@ BRAINSTATE = {
 }
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("program", BRAINSTATE)
 def test_native_states_under_brainstates_transforms(program, remat):
@@ -622,7 +621,6 @@ UNDER = {
 }
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("program", UNDER)
 @pytest.mark.parametrize("state", STATES)
 def test_every_kind_of_state_under_statetx(state, program):

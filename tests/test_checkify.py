@@ -31,7 +31,6 @@ def loss(checkpoint):
 STRATEGIES = [None, 2, policies.Levels(2), statetx.Truncated(3), policies.Slots(2, policy=policies.dots)]
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("checkpoint", STRATEGIES, ids=str)
 def test_checks_in_the_steps_of_a_loop(checkpoint):
     assert "too large: 4.0" in error_of(loss(checkpoint))

@@ -207,7 +207,6 @@ def test_wrong_time_limit_raises(time_limit):
         pass
 
 
-@pytest.mark.thorough
 def test_block_without_a_size_raises():
     with pytest.raises(statetx.PlanError, match="budget=None is not a size"), statetx.budget(None):  # pyright: ignore
         pass

@@ -153,7 +153,6 @@ class Lazy:
         return (jnp.sin(jnp.tanh(x @ self.layer.w.value)) ** 2).mean() * self.layer.states["n"][0].value
 
 
-@pytest.mark.sample
 @each_inspection
 def test_state_that_is_created_once_counts_from_the_first_real_call(inspect):
     lazy = Lazy()

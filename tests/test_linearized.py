@@ -144,6 +144,7 @@ def stopped(sine, z, every=3):
     return c**2 + (ys**2).sum()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "mode",
     [

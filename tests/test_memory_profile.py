@@ -616,6 +616,7 @@ def test_programs_of_plain_jax():
         statetx.memory_profile(stages[0], params)
 
 
+@pytest.mark.thorough
 def test_advice_on_a_loop_in_a_library_is_a_plan_or_a_loop_of_ones_own():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.RNN(nnx.OptimizedLSTMCell(16, 16, rngs=nnx.Rngs(0)))
@@ -683,7 +684,6 @@ def test_backend_without_buffer_assignment(monkeypatch):
     json.dumps(profile.to_dict())
 
 
-@pytest.mark.thorough
 def test_a_compiled_program_without_buffer_assignment(monkeypatch):
     """As on a GPU: XLA can be told to write it only while it compiles."""
     fun = lambda params, x, *, scale: (jnp.tanh(x @ params["w"]) * scale).sum()
@@ -704,7 +704,6 @@ def untold(monkeypatch):
     measure._tells.cache_clear()
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("gradient", [True, False])
 def test_a_program_that_xla_writes_is_the_compiled_one(gradient, request):
     exact = statetx.memory_profile(Net().__call__, X, gradient=gradient)

@@ -246,7 +246,6 @@ def shown_with(name):
         yield "error", str(e)
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("character", [ESCAPE, OVERRIDE, "\x9b", "\x07"])
 def test_names_reach_terminals_and_notebooks_without_control_characters(character, capsys):
     texts = [*shown_with(f"a{character}b"), ("printed", capsys.readouterr().out)]

@@ -177,7 +177,6 @@ def test_means_of_integers_and_of_half_precision():
     assert half.dtype == jnp.bfloat16 and float(half) == 3.0
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("how", ["first", "last", "stack"])
 def test_outputs_that_are_random_keys(how):
     def loss(x, key):
@@ -625,7 +624,6 @@ def test_parts_that_the_devices_do_not_divide():
             assert_close(f(params, x, y), expected)
 
 
-@pytest.mark.thorough
 def test_interleaved_parts():
     rows = statetx.microbatch(lambda x: x, 5, reduce="stack", interleave=True)(jnp.arange(10))
     np.testing.assert_array_equal(rows, np.arange(10).reshape(2, 5).T)
@@ -799,7 +797,6 @@ HALF_PRECISION = {
 }
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("name", HALF_PRECISION)
 def test_half_precision_adds_up(name):
     got = HALF_PRECISION[name](ONE)
@@ -1032,7 +1029,6 @@ def training_steps():
     }
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("in_parts", [lambda f: statetx.microbatch(f, 2), lambda f: statetx.chunked(f, 0, 2)])
 @pytest.mark.parametrize("case", training_steps())
 def test_training_step_is_refused(case, in_parts):
@@ -1095,7 +1091,6 @@ def losses_with_inner_updates():
     }
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("case", losses_with_inner_updates())
 def test_function_that_is_no_training_step_is_run_in_parts(case):
     x = jnp.arange(1.0, 3.0)

@@ -482,7 +482,6 @@ CALLS = {
 }
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("name", CALLS)
 def test_self_referencing_module_as_argument(name):
     class Cyclic(nnx.Module):

@@ -121,7 +121,6 @@ def test_jitted_step_compiles_once_and_optimizer_state_has_a_path():
     assert int(optimizer.state.value.count) == 3
 
 
-@pytest.mark.thorough
 def test_states_keep_their_dtype_and_extra_arguments_are_passed_on():
     w = statetx.Param(jnp.ones(2, jnp.bfloat16))
     tx = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))

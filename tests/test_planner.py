@@ -164,6 +164,7 @@ def test_no_stock_policy_does_better():
     assert extras == sorted(extras, reverse=True), "more memory never costs more"
 
 
+@pytest.mark.thorough
 def test_curve_is_monotone(plan_of_loss, tmp_path):
     plan = plan_of_loss
     sizes, extras = zip(*plan.curve, strict=True)
@@ -755,6 +756,7 @@ def test_time_that_ends_at_once_gives_a_plan_of_few_operations(monkeypatch):
     assert plan.total_bytes <= plan.budget_bytes and 0 < plan.extra_flops < 1.2
 
 
+@pytest.mark.thorough
 def test_time_limit_gives_the_best_so_far():
     with pytest.raises(statetx.PlanError):
         statetx.plan(loss, WS, X, of="temporaries", budget="1KiB", argnums=0, time_limit=1e-3)

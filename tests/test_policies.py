@@ -299,7 +299,6 @@ LOOPS = {
 }
 
 
-@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore::statetx.PolicyWarning")  # of the limit that selects nothing
 @pytest.mark.parametrize("loop", LOOPS)
 def test_bytes_of_a_value_are_those_that_saving_it_takes(loop):

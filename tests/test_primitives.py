@@ -221,7 +221,6 @@ def test_zeros_and_nans_do_not_decide_the_value():
         assert_near(jax.jit(lambda x, y: _jax.hold(x, [y]))(X, jnp.full(3, value)), X)
 
 
-@pytest.mark.thorough
 def test_exported_for_a_symbolic_size():
     size = export.symbolic_shape("b")[0]
     ordered, plain = (jax.jit(jax.grad(f, (0, 1))) for f in twins(of_one))

@@ -10,6 +10,7 @@ import pytest
 from libraries import VALUED
 
 import statetx
+from statetx._equations import compiled
 
 DEPTH, WIDTH = 8, 32
 X = jnp.ones((4, WIDTH))
@@ -113,3 +114,12 @@ def test_order_of_outputs_is_advised_by_what_the_program_in_order_takes(monkeypa
     assert profile.changes[0].action == "order" and "less (compiled" in str(profile)
     report = statetx.explain_oom(step, *args, limit=profile.peak_bytes - 1)
     assert report.remedies[0].change.action == "order" and report.remedies[0].is_compiled
+
+
+def test_options_of_a_program_that_is_compiled_to_be_measured(monkeypatch):
+    fast = {"xla_backend_optimization_level": 0}
+    assert fast.items() <= compiled.memory_analysis_options().items()
+    monkeypatch.setattr(compiled, "estimate_options", lambda: fast)
+    args = jnp.sin, [jnp.ones(3)]
+    assert compiled.Program(*args, estimates=True).compiler_options == fast
+    assert compiled.Program(*args).compiler_options in (None, {})

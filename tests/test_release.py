@@ -479,6 +479,7 @@ def clipping(ws, x):
     return optax.apply_updates(ws, updates), value
 
 
+@pytest.mark.thorough
 def test_a_plan_runs_a_loop_twice_where_nothing_cheaper_keeps_the_budget():
     least = peak(clipping) - int(0.9 * WEIGHTS.nbytes)
     ample, plan = (statetx.plan(clipping, WEIGHTS, X, budget=budget) for budget in (peak(clipping), least))
@@ -507,6 +508,7 @@ def test_advice_names_updates_in_the_backward_loop():
     assert statetx.memory_profile(training("sgd")[0], X).releasable is None
 
 
+@pytest.mark.thorough
 def test_advice_tells_what_a_second_run_costs():
     limit = peak(clipping) - WEIGHTS.nbytes // 2
     report = statetx.explain_oom(clipping, WEIGHTS, X, limit=limit, gradient=False)

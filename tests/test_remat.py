@@ -168,7 +168,6 @@ def test_any_object_passes_in_and_out_under_a_trace():
     np.testing.assert_allclose(jax.grad(loss)(X), jnp.cos(X), rtol=1e-6)
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize(
     "options",
     [{"static_argnums": 2}, {"static_argnums": -1}, {"static_argnums": (1, -1)}, {"static_argnames": "mask"}],
@@ -393,7 +392,6 @@ def test_host_callbacks():
     np.testing.assert_allclose(statetx.remat(with_effect)(1.0), np.sin(1.0), rtol=1e-6)  # eager: f(x) itself
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("compiled", [False, True])
 def test_callback_on_a_written_value_fires_once(compiled):
     shown, fired = statetx.State(jnp.zeros(())), []

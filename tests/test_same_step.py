@@ -224,6 +224,7 @@ class Network:
         return value
 
 
+@pytest.mark.thorough
 def test_rematerialized_step_is_the_same_bit_for_bit():
     network = Network()
     step = lambda x: network.step(x, statetx.remat)

@@ -94,6 +94,7 @@ def skipping(ws, x):
     return xs[-1].sum()
 
 
+@pytest.mark.thorough
 def test_no_time_gives_a_program_that_compiles_fast(long):
     plan = statetx.plan(loss, WS, X, budget=0.9, of="temporaries", argnums=0, time_limit=0.0)
     assert [name for name, _, _ in plan.measured] == ["nothing"] and not plan.complete

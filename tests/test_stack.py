@@ -82,7 +82,6 @@ def test_layers_are_initialized_independently_and_stacked():
     assert len(layers) == 6 and repr(layers) == "Stack(6 x Layer, axis=0)"
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_a_stack_applies_its_layers_in_turn(axis):
     def make():
@@ -407,7 +406,6 @@ def test_innermost_level_is_rematerialized_by_default():
     assert kept((2, 3)) < one_level
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize(
     "lengths", [policies.Levels(1), policies.Lengths(6), policies.Slots(2), "auto", policies.Budget("1MiB")], ids=repr
 )

@@ -272,6 +272,7 @@ def test_loss_with_the_gradient_of_a_scalar_counts_as_a_step_without_argnums():
     assert "argnums" not in str(error.value)
 
 
+@pytest.mark.thorough
 def test_planner_of_a_step(planner):
     least, most = planner.ends()
     assert least < most == total(jax.jit(step), *ARGS)

@@ -200,6 +200,7 @@ def test_a_loss_whose_integrator_linearizes_is_differentiated(tool):
     assert isinstance(neurons.v.value, jax.Array)
 
 
+@pytest.mark.thorough
 def test_a_loss_whose_integrator_linearizes_is_planned_without_argnums():
     neurons, _ = neurons_and_loss()
     assert not statetx.plan(lambda x: (neurons(x) ** 2).mean(), X, budget="1GiB", time_limit=0).is_step

@@ -230,6 +230,7 @@ def temp_bytes(checkpoint, length, size=512):
     return jax.jit(jax.grad(loss)).lower(w).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_one_segment_and_a_carry_for_each():
     """A step computes much more than its carry."""
     carry, weights = 64 * 512 * 4, 512 * 512 * 4

@@ -198,6 +198,7 @@ def test_least_budget_is_reported_with_its_examples():
     jax.grad(one)(W, X[0], policies.Budget("8KiB"))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("size", [BUDGET, 2**14])  # plain for one example, or in slots
 def test_gradient_mapped_too_late_raises(size):
     f = jax.jit(jax.grad(lambda x: one(W, x, policies.Budget(size))))
