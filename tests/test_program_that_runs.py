@@ -11,6 +11,7 @@ from libraries import VALUED
 
 import statetx
 from statetx._equations import compiled
+from statetx._equations.updates import order_of_updates
 
 DEPTH, WIDTH = 8, 32
 X = jnp.ones((4, WIDTH))
@@ -123,3 +124,13 @@ def test_options_of_a_program_that_is_compiled_to_be_measured(monkeypatch):
     args = jnp.sin, [jnp.ones(3)]
     assert compiled.Program(*args, estimates=True).compiler_options == fast
     assert compiled.Program(*args).compiler_options in (None, {})
+
+
+def test_updates_come_in_the_order_of_the_donated_inputs_and_other_outputs_after_them():
+    def step(w, m):
+        return m * 2, w * 3, jnp.zeros(3), w.sum() * jnp.ones(3), m.sum()
+
+    jaxpr = jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(3)).jaxpr
+    assert order_of_updates(jaxpr, [True, True]) == [1, 0, 2, 3, 4]
+    assert order_of_updates(jaxpr, [True, False]) == [1, 0, 2, 3, 4]
+    assert order_of_updates(jaxpr, [False, True]) is None

@@ -67,7 +67,6 @@ def sets(fun, *args):
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes / WEIGHTS.nbytes
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_parts_are_added_in_one_set(name):
     """The output is the other set; by hand a turn has a third."""
