@@ -860,3 +860,26 @@ def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
     }  # asked by the transform that has made it
     missing = {name for name in vars(frame) if not name.startswith("_") and not hasattr(bridge, name)}
     assert type(bridge) is not _frames.Frame and missing == of_the_call
+
+
+@MAKE
+def test_child_of_a_fork_has_the_states_that_another_thread_held(make):
+    """As in the child, which lacks that thread: what the fork calls there runs here."""
+    state, held, go_on = make(jnp.float32(2.0)), threading.Event(), threading.Event()
+
+    def fun(x):
+        y = state.value * x
+        held.set()
+        go_on.wait(20)
+        return y
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(statetx.jit(fun), 1.0)
+        assert held.wait(20)
+        try:
+            with pytest.raises(statetx.ForeignStateError):
+                _ = state.value
+            _frames.frame._release_lost_frames()
+            assert state.value == 2.0
+        finally:
+            go_on.set()
