@@ -117,7 +117,7 @@ class Disk(Strategy):
         return num if self.checkpoint is None else self.checkpoint.num_runs(num)
 
 
-class Sizes(NamedTuple):
+class StoredSizes(NamedTuple):
     """Bytes of a carry, of its cotangents, of all that a segment passes on, of all outputs and cotangents of xs."""
 
     carry: int
@@ -172,12 +172,12 @@ class LoopOnDisk(DifferentiableLoop):
 
     # -- sizes --
 
-    def sizes(self, diff_indices: tuple[int, ...]) -> Sizes:
+    def sizes(self, diff_indices: tuple[int, ...]) -> StoredSizes:
         step, of = self.step, lambda avals, indices: num_bytes([avals[i] for i in indices])
         diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
         outs = step.length * num_bytes(step.y_avals) + 4 * self.segments.num  # and checksums
         of_constants, of_carry = of(step.constant_avals, diff_constants), of(step.avals, diff_carry)
-        return Sizes(
+        return StoredSizes(
             num_bytes(step.avals), of_carry, of_constants + of_carry, outs, step.length * of(step.x_avals, diff_xs)
         )
 

@@ -91,7 +91,7 @@ class Fit(Rewriter):
         floats = [i for i, v in enumerate(body.jaxpr.invars) if is_float(v.aval) and i not in without]
         recorded = Recorded(body.jaxpr, num_out, floats, floats, context)
         program = Captured((recorded,), name=name)
-        return ProgramPlanner([program], TEMPORARIES, self._options).plan(self.budget.amount)
+        return ProgramPlanner([program], TEMPORARIES, self._options, progress=False).plan(self.budget.amount)
 
 
 def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int, ...]:

@@ -167,7 +167,7 @@ class ProgramPlanner:
         of: what the budgets count.
     """
 
-    def __init__(self, variants: list[Captured], of: str, options: Options, *, progress: bool = False):
+    def __init__(self, variants: list[Captured], of: str, options: Options, *, progress: bool):
         self._variants, self._captured, self._of = variants, variants[0], of
         self.name = self._captured.name
         self._target = current.current()

@@ -23,7 +23,7 @@ from .._loops.step import LoopStep
 from .._loops.tune import LoopOfLevels
 from .._remat.override import override
 from .._remat.parse import as_sequence, as_value_policy
-from .._segments.disk import LoopOnDisk, Sizes
+from .._segments.disk import LoopOnDisk, StoredSizes
 from .._segments.schedule import Moment, Reverse, runs_of
 from .._tables import Cell, Column, Table, Tabular
 from .._text import format_bytes
@@ -257,7 +257,7 @@ def _rows_on_disk(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
     yield from inner
 
 
-def _tiers(moments: Sequence[Moment], sizes: Sizes, num: int) -> tuple[Tier, ...]:
+def _tiers(moments: Sequence[Moment], sizes: StoredSizes, num: int) -> tuple[Tier, ...]:
     left, on_disk = num, 0
     for m in moments:
         left = m.action.position if isinstance(m.action, Reverse) else left
