@@ -239,9 +239,10 @@ class Search:
             choices += [(choice, "plan") for choice in family_choices if choice is not None]
         proposals = []
         for choice, name in choices:
-            # Until something keeps the budget, whatever does is a gain, the cheaper the more.
-            any_gain = self._high_cost / (1 + choice.cost / self._high_cost)
-            gain = any_gain if best is None else best.predicted_cost - choice.cost
+            if best is not None:
+                gain = best.predicted_cost - choice.cost
+            else:  # until something keeps the budget, whatever does is a gain, the cheaper the more
+                gain = self._high_cost / (1 + choice.cost / self._high_cost)
             if gain > self._negligible and self.candidates.find(*choice) is None:
                 value = gain * self._probability(choice.peak, budget, guides)
                 if value > self._negligible / (2 * TUNED.tries):  # the tries together are to gain half of it
