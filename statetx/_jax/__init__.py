@@ -22,3 +22,4 @@ from .rules import *
 from .traces import *
 from .traces import _context as _context
 from .versions import *
+from .whole_calls import *

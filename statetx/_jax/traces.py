@@ -87,6 +87,11 @@ def is_eager() -> bool:
     return _context.trace is eager_trace
 
 
+def has_tracers(tree: Any) -> bool:
+    """Whether a leaf is a tracer."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+
+
 def trace_ref(trace: Any) -> weakref.ref | None:
     """A weak reference to a trace; None for the eager trace."""
     return None if trace is eager_trace else weakref.ref(trace)

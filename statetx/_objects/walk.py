@@ -238,13 +238,13 @@ _inspections = _Inspections()
 
 
 def num_inspections() -> int:
-    """How many calls of this thread are being traced only to be looked at."""
+    """How many blocks of `inspecting` this thread is in."""
     return _inspections.num_open
 
 
 @contextlib.contextmanager
 def inspecting() -> Iterator[None]:
-    """Around a call that is traced only to be looked at: what it draws and writes does not count."""
+    """A block that only looks at a call or a state: reads, draws and writes in it do not count."""
     _inspections.num_open += 1
     try:
         yield

@@ -143,7 +143,7 @@ class LoopOnDisk(DifferentiableLoop):
         if not is_linearized:  # forward mode stores nothing
             return jvp_of(self._plain, primals, tangents)
         run = None
-        if _is_traced(primals):
+        if _jax.has_tracers(primals):
             outs = self._plain(*primals)
         else:
             with _jax.eval_context():
@@ -151,7 +151,7 @@ class LoopOnDisk(DifferentiableLoop):
                 outs = run.forward()
 
         def reverse(primals: tuple, _: list, diff_indices: tuple[int, ...], cts: list) -> list:
-            if run is not None and not _is_traced(cts):
+            if run is not None and not _jax.has_tracers(cts):
                 with _jax.eval_context():
                     return run.reverse(cts)
             leaves = jax.tree.leaves(primals)
@@ -195,7 +195,3 @@ class LoopOnDisk(DifferentiableLoop):
                 )
             num_files = (options.limit - fixed) // max(carry, 1) + 1  # the first carry is an argument, not a file
         return TierSchedule(self.segments.num, options.slots + options.host, num_files, *(options.costs or costs))
-
-
-def _is_traced(values: Any) -> bool:
-    return any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(values))

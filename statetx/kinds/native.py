@@ -270,7 +270,7 @@ def _check_home(state: State, value: Any) -> None:
     home = state._home() if state._home is not None else None
     if home is None or _jax.is_live(home):
         return
-    if any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(value)):
+    if _jax.has_tracers(value):
         name = _jax.transform_name(home)
         reason = f"it was created under jax's {name}, which has ended, and holds what {name} was tracing"
         raise _states.invalidated_state_error(state, NATIVE.site_of(state), reason)

@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import brainstate
-import jax
 from brainstate import _state as _private
 
 from ... import _frames, _jax, _states
@@ -95,9 +94,7 @@ class Bridge:
                 continue
             # brainstate manages the new states that it catches: its maps batch their values, its traces remove the
             # tracers.
-            if not _is_catching_new_states() and any(
-                isinstance(x, _jax.Tracer) for x in jax.tree.leaves(kind.get(state))
-            ):
+            if not _is_catching_new_states() and _jax.has_tracers(kind.get(state)):
                 stores += kind.invalidate(state, f"it was created inside {self.name}", self)
             else:
                 stores += _transferred(state, kind, self.parent)

@@ -18,7 +18,6 @@ from ..._lift.context import divides
 from ..._lift.outcome import Outcome
 from ..._lift.stage import Input
 from ..._tree import freeze, is_array_or_number, partition
-from ..._typing import PyTree
 
 
 class Acceptance:
@@ -62,7 +61,7 @@ class Acceptance:
         """Whether the written states have the shardings that the program returns; `values` are the inputs' values."""
         if not self.shardings:
             return True
-        if self.shardings.is_partial and not has_tracer([*arrays, *values]):
+        if self.shardings.is_partial and not _jax.has_tracers([*arrays, *values]):
             return False
         return self.shardings.accept(values)
 
@@ -160,7 +159,7 @@ class StateShardings:
         old_leaves = [x for leaves in old_leaves_of if leaves is not None for x in leaves]
         mesh = _mesh_of(operands, old_leaves)
         self.is_open = False
-        is_traced = has_tracer(operands if mesh is None else old_leaves)
+        is_traced = _jax.has_tracers(operands if mesh is None else old_leaves)
         self.is_partial = is_traced and is_on_mesh(map(_jax.abstract, operands))
         self.has_inner_mesh = mesh is None and has_inner_mesh and not is_traced
         if mesh is None and not self.has_inner_mesh:
@@ -194,7 +193,7 @@ class StateShardings:
 
     def learn(self, writes: Sequence[Any]) -> None:
         """Record the shardings that are not known yet from the values that the first call returned."""
-        if has_tracer(writes):
+        if _jax.has_tracers(writes):
             return
         for w in self._written:
             for n, sharding in enumerate(w.shardings):
@@ -228,10 +227,6 @@ def names_mesh(jaxpr: _jax.Jaxpr) -> bool:
 def is_on_mesh(avals: Iterable[Any]) -> bool:
     """Whether a value of one of these types is on a mesh. Types name the mesh for automatic axes, too."""
     return any(not a.sharding.mesh.empty for a in avals)
-
-
-def has_tracer(values: Iterable[PyTree]) -> bool:
-    return any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves(list(values)))
 
 
 def _has_expected_sharding(x: jax.Array, sharding: Sharding | None, is_fixed: bool) -> bool:

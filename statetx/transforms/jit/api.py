@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
-import jax
-
 from ... import _frames, _jax
 from ..._atomic import locked
 from ..._errors import StateAccessError
@@ -362,7 +360,7 @@ class Compiled(_Stage):
         return runner
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if not _frames.is_idle() or any(isinstance(x, _jax.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        if not _frames.is_idle() or _jax.has_tracers((args, kwargs)):
             raise StateAccessError(
                 f"{self._program.name} was compiled ahead of time, and cannot be differentiated, mapped or traced.\n"
                 f"Fix: call the jitted function itself."

@@ -1,0 +1,133 @@
+"""Calls that are one equation: partial evaluation leaves them whole, or changes their function where it passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax._src import core as _core
+from jax._src.ad_util import Zero as _Zero
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import partial_eval as _pe
+
+from .equations import ClosedJaxpr, Var, abstract, with_nonzero
+from .primitives import call_primitive
+
+# -- a call that partial evaluation leaves whole ---------------------------------------------------------------------
+
+# JAX drops the rule of a `jax.custom_jvp` function where partial evaluation does not know its operands: it takes the
+# function for linear. It does so in the forward pass of a differentiated scan, where it hoists constants out of the
+# loop. A second derivative of the scan would then differentiate the function's equations.
+
+
+def call_whole(
+    jaxpr: ClosedJaxpr, args: Sequence[Any], lowered: Callable[[ClosedJaxpr], ClosedJaxpr] | None = None
+) -> list[Any]:
+    """Call a closed jaxpr as one equation, differentiated and batched equation by equation, by the rules of each.
+
+    Args:
+        lowered: gives an equal jaxpr to compile, which need not be differentiable. It is for this jaxpr, and not for
+            the mapped one under `jax.vmap`, unless its attribute `is_general` is true.
+    """
+    return _call_p.bind(*args, call_jaxpr=jaxpr, lowered=lowered)
+
+
+def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
+    return _core.jaxpr_as_fun(call_jaxpr)(*args)
+
+
+def _call_lowered(*args: Any, call_jaxpr: ClosedJaxpr, lowered: Callable | None) -> list[Any]:
+    return _core.jaxpr_as_fun(call_jaxpr if lowered is None else lowered(call_jaxpr))(*args)
+
+
+def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[Any]]:
+    tangents, diff_indices = with_nonzero(tangents)
+    is_nonzero = [i in diff_indices for i in range(len(primals))]
+    # Not `jax.jvp`: it makes arrays of zeros in the device's memory, where outputs that are offloaded are not.
+    jvp, out_is_nonzero = _ad.jvp_jaxpr(call_jaxpr, is_nonzero, instantiate=False)
+    values = _core.jaxpr_as_fun(jvp)(*primals, *[tangents[i] for i in diff_indices])
+    outs, nonzero_tangents = values[: len(out_is_nonzero)], iter(values[len(out_is_nonzero) :])
+    return outs, [
+        next(nonzero_tangents) if flag else _Zero(abstract(x).to_tangent_aval())
+        for x, flag in zip(outs, out_is_nonzero, strict=True)
+    ]
+
+
+def _call_batch(
+    axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, lowered: Callable | None
+) -> tuple[list[Any], list[Any]]:
+    mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
+    lowered = lowered if getattr(lowered, "is_general", False) else None
+    return _call_p.bind(*args, call_jaxpr=mapped, lowered=lowered), list(out_dims)
+
+
+_call_p = call_primitive(
+    "statetx_call",
+    _call_impl,
+    lambda *_, call_jaxpr, lowered: (call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)),
+    jvp=_call_jvp,
+    batch=_call_batch,
+    jaxpr_of=lambda *_, call_jaxpr, lowered: call_jaxpr,
+    lowered=_call_lowered,
+)
+
+
+# -- a call whose derivative changes where it is linearized ----------------------------------------------------------
+
+# ``jax.linearize``, and with it reverse mode, is a jvp whose tangents are unknown to partial evaluation. A derivative
+# rule that is staged, as in a jitted function, has run before. What it computes from the primals alone is known to the
+# partial evaluation, which this call notices.
+
+
+def call_until_linearized(before: ClosedJaxpr, after: ClosedJaxpr, args: list[Any]) -> list[Any]:
+    """Call `before`; where partial evaluation passes over the call, `after`, which has the same values and types."""
+    return _settled_p.bind(*args, call_jaxpr=before, after=after)
+
+
+def _settled_jvp(
+    primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr
+) -> tuple[list[Any], list[Any]]:
+    # The results may be passed over later: they are not those of the differentiated call, which are dead code.
+    outs = _settled_p.bind(*primals, call_jaxpr=call_jaxpr, after=after)
+    return outs, _call_jvp(primals, tangents, call_jaxpr=call_jaxpr)[1]
+
+
+def _settled_batch(
+    axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr
+) -> tuple[list[Any], list[Any]]:
+    mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
+    mapped_after, after_dims = _batching.batch_jaxpr2(after, axis, tuple(dims))
+    assert list(out_dims) == list(after_dims), "the two calls have the same dependencies"
+    return _settled_p.bind(*args, call_jaxpr=mapped, after=mapped_after), list(out_dims)
+
+
+def _settled_partial_eval(trace: Any, *tracers: Any, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr) -> Any:
+    if all(t.is_known() for t in tracers):
+        return _call_p.bind(*(t.pval.get_known() for t in tracers), call_jaxpr=after, lowered=None)
+    # A loop around it looks for what reads its constants alone: JAX drops the rules of all else.
+    return trace.default_process_primitive(_call_p, tracers, {"call_jaxpr": after, "lowered": None})
+
+
+_settled_p = call_primitive(
+    "statetx_settled",
+    lambda *args, call_jaxpr, after: _call_impl(*args, call_jaxpr=call_jaxpr),
+    lambda *_, call_jaxpr, after: (call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)),
+    jvp=_settled_jvp,
+    batch=_settled_batch,
+    jaxpr_of=lambda *_, call_jaxpr, after: call_jaxpr,
+)
+_pe.custom_partial_eval_rules[_settled_p] = _settled_partial_eval
+
+
+def _settled_partial_eval_of_region(
+    _: Callable, is_unknown: Sequence[bool], is_there: Sequence[bool], eqn: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Var]]:
+    """What a region computes for the derivative has no rules any more; what it computes again has them."""
+    is_linear, num_outs = any(is_unknown), len(eqn.outvars)
+    known = eqn.replace(primitive=_call_p, params={"call_jaxpr": eqn.params["after"], "lowered": None})
+    stored = [v for v, flag in zip(eqn.invars, is_there, strict=True) if isinstance(v, Var) and not flag]
+    return None if is_linear else known, eqn, [is_linear] * num_outs, [True] * num_outs, stored
+
+
+_pe.partial_eval_jaxpr_custom_rules[_settled_p] = _settled_partial_eval_of_region
