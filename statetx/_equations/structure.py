@@ -149,7 +149,7 @@ def _structure(jaxpr: Jaxpr) -> tuple:
         ins = tuple([read(v) for v in eqn.invars])
         for v in eqn.outvars:
             numbers[v] = len(numbers)
-        params = tuple([(k, _param(v)) for k, v in eqn.params.items()])
+        params = _params(eqn)
         outs = tuple([v.aval for v in eqn.outvars])
         # Scopes count: they are the names of compiled operations (decision 10). Source lines do not: of equal layers
         # the first one's appear.
@@ -157,6 +157,24 @@ def _structure(jaxpr: Jaxpr) -> tuple:
         eqns.append((eqn.primitive, ins, outs, params, _effects(eqn.effects), eqn.ctx, scope))
     types = tuple([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)])
     return (types, tuple(eqns), tuple([read(v) for v in jaxpr.outvars]))
+
+
+def operation_of(eqn: Any) -> Hashable:
+    """A key of what an equation computes from the variables among its operands, whatever it is called there; None if
+    it equals no other.
+    """
+    literals = [(v.aval, v.val) for v in eqn.invars if isinstance(v, Literal)]
+    try:
+        numbers = tuple([(aval, _constant(x)) for aval, x in literals])
+        key = eqn.primitive, numbers, _params(eqn), tuple([v.aval for v in eqn.outvars]), eqn.ctx
+        hash(key)
+    except (_NotComparable, TypeError):
+        return None
+    return key
+
+
+def _params(eqn: Any) -> Hashable:
+    return tuple([(k, _param(v)) for k, v in eqn.params.items()])
 
 
 _HASHABLE = frozenset({int, bool, str, type(None)})

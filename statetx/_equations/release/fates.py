@@ -18,6 +18,7 @@ class Fate(enum.Enum):
     REPEATED = "it no longer exists, since its loop runs twice"
     RETURNED = "the program returns it"
     READ = "an equation needs several rows at once"
+    LATE = "an equation that may run later reads what its consumers overwrite"
     SHARED = "the device would copy what its consumers overwrite"
     MANUAL = "it leaves a shard_map"
     REPLACED = "what its consumers compute is as large"
@@ -29,7 +30,7 @@ class Stack(NamedTuple):
     Attributes:
         loop: the equation of the loop.
         num_bytes: its bytes.
-        reader: the equation that needs several rows at once, if it decides the fate.
+        reader: the equation that decides the fate, if one does.
     """
 
     loop: Any
@@ -64,6 +65,9 @@ _FATES: dict[Fate, Callable[[Stack], str]] = {
     ),
     Fate.RETURNED: lambda stack: "are kept: the program returns them",
     Fate.READ: lambda stack: f"are kept: {_reason(stack.reader)}",
+    Fate.LATE: lambda stack: (
+        f"are kept: {_place(stack.reader)} reads what the update overwrites, and does not come before it"
+    ),
     Fate.SHARED: lambda stack: "are kept: on CPUs an update by moments copies these, which takes more memory",
     Fate.MANUAL: lambda stack: "are kept: they leave jax.shard_map; take the gradient and update inside of it",
     Fate.REPLACED: lambda stack: "are kept: what is made of them takes as much memory",

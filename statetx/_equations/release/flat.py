@@ -1,4 +1,4 @@
-"""A program with the calls inlined that hide loops, without copies of stacks."""
+"""A program with the calls inlined that hide loops, without copies of stacks, and each loop once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from ... import _jax
 from ..._jax import Jaxpr, Var
 from ..inline import inline
-from ..primitives import INLINED, JIT, REMAT, inner_jaxprs
+from ..primitives import INLINED, JIT, LOOPS, REMAT, inner_jaxprs
+from ..structure import operation_of
 from .consumers import variables_of
 from .loops import has_loop, row_loop
 
@@ -18,7 +19,9 @@ _FEW = 16
 
 
 def flattened(jaxpr: Jaxpr) -> Jaxpr:
-    """Inline calls that have a loop, or few operations, as many functions of `jax.numpy` are; drop what is unread."""
+    """Inline calls that have a loop, or few operations, as many functions of `jax.numpy` are; leave one of equal loops;
+    drop what is unread.
+    """
 
     def stays(eqn: Any) -> bool:
         if eqn.primitive.name in JIT and not _jax.is_unplaced(eqn):
@@ -26,7 +29,37 @@ def flattened(jaxpr: Jaxpr) -> Jaxpr:
         (inner,) = inner_jaxprs(eqn)
         return row_loop(eqn) is not None or (len(inner.eqns) > _FEW and not has_loop(inner))
 
-    return _jax.with_dropped_results(inline(jaxpr, calls=_CALLS, deep=False, unless=stays))
+    return _jax.with_dropped_results(_without_equal_loops(inline(jaxpr, calls=_CALLS, deep=False, unless=stays)))
+
+
+def _without_equal_loops(jaxpr: Jaxpr) -> Jaxpr:
+    """Read the results of a loop in the place of those of a later one that computes the same of the same operands.
+
+    A step that takes a gradient twice has such loops. XLA merges them, but not with one that has taken consumers in.
+    Other equations are left to XLA: of two stacks of zeros, each may become the memory of a sum.
+    """
+    equal: dict[Var, Var] = {}  # from a variable to the first one that has the same value
+    first = lambda v: equal.get(v, v) if isinstance(v, Var) else None
+    seen: dict[Any, list[Any]] = {}
+    same: dict[Var, Var] = {}  # from a result of a loop to that of the first equal one
+    eqns = []
+    for eqn in jaxpr.eqns:
+        others = seen.setdefault((eqn.primitive, *map(first, eqn.invars)), [])
+        key = operation_of(eqn) if others and not eqn.effects else None
+        twin = next((e for e in others if operation_of(e) == key), None) if key is not None else None
+        if twin is None:
+            others.append(eqn)
+        else:
+            results = dict(zip(eqn.outvars, twin.outvars, strict=True))
+            equal |= results
+            if eqn.primitive.name in LOOPS or any(map(has_loop, inner_jaxprs(eqn))):
+                same |= results
+                continue
+        eqns.append(eqn.replace(invars=[same.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]))
+    if not same:
+        return jaxpr
+    outvars = [same.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
+    return _jax.without_dead_code(_jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=outvars, eqns=eqns))
 
 
 def without_copies(jaxpr: Jaxpr) -> Jaxpr:

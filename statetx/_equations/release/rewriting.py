@@ -95,7 +95,9 @@ def released(jaxpr: Jaxpr, overwritable: Collection[int], options: _Options) -> 
     for eqn in level.eqns[:]:
         if level.has(eqn):
             level.visit(eqn)
-    return Released(level.jaxpr(), level.stacks)
+    is_changed = options.splits_sums or any(stack.is_released for stack in level.stacks)
+    # Where nothing is released, XLA gets the program as it was written.
+    return Released(level.jaxpr() if is_changed else jaxpr, level.stacks)
 
 
 class _Level:
@@ -278,16 +280,24 @@ class _Level:
         outvars = [v for e in eqns for v in e.outvars if v in self._returned or self._reader(v, moving) is not None]
 
         free = [v for v in stacked if self._is_last(v, loop, moving)]
+        blocked = [v for v in stacked if v not in free and self._may_be_overwritten(v)]
         in_place: dict[Var, Var] = {}
+        late: list[Var] = []  # operands whose memory an output would take after something else has read them
         for out in outvars:
             operand = next((v for v in free if is_same_type(v.aval, out.aval)), None)
             if operand is not None:
                 free.remove(operand)
                 in_place[out] = operand
+            elif (operand := next((v for v in blocked if is_same_type(v.aval, out.aval)), None)) is not None:
+                blocked.remove(operand)
+                late.append(operand)
         new = [v for v in outvars if v not in in_place and v not in self._returned]
         if sum(num_bytes(v.aval) for v in new) >= sum(num_bytes(v.aval) for v in stacks):
             reader = self._first_reader(stacks[0], moving)
             self._note(loop, stacks, Fate.REPLACED if reader is None else Fate.READ, reader)
+            return None
+        if num_bytes([v.aval for v in late]) >= num_bytes([v.aval for v in stacks]):
+            self._note(loop, stacks, Fate.LATE, self._reader(late[0], {loop, *moving}))
             return None
         if not (self._options.shares_rows or are_read_once(eqns, in_place)):
             self._note(loop, stacks, Fate.SHARED)
@@ -296,10 +306,13 @@ class _Level:
 
     def _is_last(self, v: Var, loop: Any, consumers: Collection[Any]) -> bool:
         """Whether the variable is read by the loop, its consumers, and before these; and may be overwritten."""
-        if v in self._returned or v in self._kept_inputs:
+        if not self._may_be_overwritten(v):
             return False
         others = [e for e in self._readers.get(v, ()) if e is not loop and e not in consumers]
         return all(any(e in self._ancestors(x) for x in (loop, *consumers)) for e in others)
+
+    def _may_be_overwritten(self, v: Var) -> bool:
+        return v not in self._returned and v not in self._kept_inputs
 
     def _find_ancestors(self, eqn: Any) -> set[Any]:
         """The equations that an equation needs."""
