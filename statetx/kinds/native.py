@@ -122,7 +122,7 @@ class State(NotAnArray, Generic[T]):
 
         # Before the check of leaks: a state whose trace has ended may take values of the present one.
         if self._home is not None:
-            _reset_dead_home(self, None if access is not None else frame)
+            _reset_dead_home(self)
         # Under the frame's own trace every tracer may be written, since the frame restores the old value when it
         # closes. Under any other, such as a plain `jax.grad` inside, the value may be a tracer that would stay
         # behind.
@@ -276,11 +276,11 @@ def _check_home(state: State, value: Any) -> None:
         raise _states.invalidated_state_error(state, NATIVE.site_of(state), reason)
 
 
-def _reset_dead_home(state: State, frame: _frames.Frame | None) -> None:
-    """Move the home of a written state to the trace of `frame`, or none, if the trace that it was made in has ended."""
+def _reset_dead_home(state: State) -> None:
+    """Forget the home of a written state if the trace that it was made in has ended."""
     home = state._home() if state._home is not None else None
     if home is None or not _jax.is_live(home):
-        state._home = None if frame is None else _jax.trace_ref(frame.trace)
+        state._home = None
 
 
 class _Native(_frames.WatchedKind):
