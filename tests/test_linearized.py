@@ -334,6 +334,14 @@ def test_all_outputs_of_parts_have_the_derivatives_of_the_whole(rule):
     assert_equal_derivatives("RR", parts, lambda z: combined(*outputs(sine, z, z * BATCH)))
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_third_derivative_of_the_last_part_is_that_of_the_whole(rule):
+    """The loop of its second derivative is one of independent steps, too, though a carry has a cotangent."""
+    last = lambda z, x: RULES[rule](z * x[-1])
+    parts = lambda z: statetx.microbatch(lambda x: last(z, x), 3, reduce="last")(z * BATCH) ** 2
+    assert_equal_derivatives("RRR", parts, lambda z: last(z, z * BATCH) ** 2)
+
+
 @pytest.mark.slow
 def test_parts_that_update_states_for_later_calls_have_the_derivatives_of_the_whole():
     """A running mean, and a key that each part advances: what the parts compute depends on neither's derivative."""
