@@ -158,7 +158,7 @@ def _rule_among(codes: Iterable[CodeType]) -> str | None:
     return None
 
 
-class Guard(Protocol):
+class RuleGuard(Protocol):
     """Runs the derivative rules of one function, and refuses what they may not touch."""
 
     def __call__(self, rule: Callable, *args: Any) -> Any:
@@ -189,8 +189,8 @@ def is_users_rule(eqn: Any) -> bool:
     return derivative_rule(eqn.params[_RULES[eqn.primitive.name]]) is None
 
 
-def with_guarded_rules(x: Any, guard_for: Callable[[str], Guard]) -> Any:
-    """Let the users' derivative rules in a jaxpr, closed or not, run through a `Guard`, at any depth.
+def with_guarded_rules(x: Any, guard_for: Callable[[str], RuleGuard]) -> Any:
+    """Let the users' derivative rules in a jaxpr, closed or not, run through a `RuleGuard`, at any depth.
 
     Args:
         guard_for: makes the guard for the place of a function that has a rule.
@@ -220,7 +220,7 @@ def with_guarded_rules(x: Any, guard_for: Callable[[str], Guard]) -> Any:
     return edit(x)
 
 
-def _guarded_rule(rule: Any, guard: Guard, guard_for: Callable[[str], Guard]) -> Any:
+def _guarded_rule(rule: Any, guard: RuleGuard, guard_for: Callable[[str], RuleGuard]) -> Any:
     results: dict[tuple[bool, ...], Any] = {}  # JAX's rule is cached, too: see `with_rule`
 
     @functools.wraps(rule.f)

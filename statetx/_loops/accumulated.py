@@ -160,7 +160,7 @@ class AccumulatedLoop(TurnsAgain):
     def __init__(self, step: LoopStep, strategy: Accumulated, index: int):
         super().__init__(step, strategy.dtype)
         self._strategy, self._index = strategy, index
-        self._gradients: dict[Any, _Gradients] = {}
+        self._gradients: dict[Any, _SumWithGradients] = {}
 
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
         return AccumulatedLoop(step, self._strategy, self._index)
@@ -175,7 +175,7 @@ class AccumulatedLoop(TurnsAgain):
 
         # A loop that was traced under other settings, such as x64 or a mesh, is another one.
         key = diff_indices, _jax.trace_context()
-        turns = self._gradients.get(key) or _Gradients(self.step, self._strategy, index, diff_indices, primals)
+        turns = self._gradients.get(key) or _SumWithGradients(self.step, self._strategy, index, diff_indices, primals)
         if not turns.operands:  # a derivative rule may close over another value next time
             self._gradients[key] = turns
         carry, ys, gradients = turns(primals)
@@ -225,7 +225,7 @@ def _has_rule_of_shared(jaxpr: _jax.Jaxpr, axes: frozenset[str]) -> bool:
     )
 
 
-class _Gradients:
+class _SumWithGradients:
     """The loop, with the gradients of its sum with respect to some constants and xs.
 
     Args:

@@ -36,7 +36,7 @@ def nested(step: LoopStep, lengths: Sequence[int], *, offload: bool = False, kee
         keeps_all: whether the values saved by the step's policy are stored for all steps, rather than for the steps of
             one inner loop.
     """
-    run = _Nested(step, lengths, offload, keeps_all)
+    run = _LoopsByLevel(step, lengths, offload, keeps_all)
 
     def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
         outermost = run.all_levels
@@ -64,7 +64,7 @@ class _OffloadedCarries:
         return self.other is not None and self.other(primitive, *avals, **params)
 
 
-class _Nested:
+class _LoopsByLevel:
     """The loops by their level, 0 for the outermost.
 
     A loop of level i runs ``lengths[i]`` turns; a turn of the last level is a step, a turn of another is a loop of the

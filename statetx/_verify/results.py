@@ -12,7 +12,7 @@ from .._text import type_str
 from .._tree import is_float, is_key
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     """A result that two programs compute differently.
 
     Attributes:
@@ -29,22 +29,22 @@ class Difference(NamedTuple):
         return self.error / max(self.scale, np.finfo(np.float64).tiny)
 
 
-def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Difference]:
+def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Mismatch]:
     """The results that are not equal bit for bit, in the order of `expected`; NaN equals NaN."""
-    found = {name: Difference(": only one of them has it") for name in actual if name not in expected}
+    found = {name: Mismatch(": only one of them has it") for name in actual if name not in expected}
     for name, b in expected.items():
-        difference = _difference(actual[name], b) if name in actual else Difference(": only one of them has it")
+        difference = _difference(actual[name], b) if name in actual else Mismatch(": only one of them has it")
         if difference is not None:
             found[name] = difference
     return found
 
 
-def _difference(a: Any, b: Any) -> Difference | None:
+def _difference(a: Any, b: Any) -> Mismatch | None:
     if not hasattr(b, "dtype"):
         is_same = a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
-        return None if is_same else Difference(f": {a!r} in place of {b!r}")
+        return None if is_same else Mismatch(f": {a!r} in place of {b!r}")
     if (np.shape(a), getattr(a, "dtype", None)) != (np.shape(b), b.dtype):
-        return Difference(f": {type_str(a, weak=False)} in place of {type_str(b, weak=False)}")
+        return Mismatch(f": {type_str(a, weak=False)} in place of {type_str(b, weak=False)}")
     exact = not is_float(b)
     a, b = numbers(a), numbers(b)
     is_equal = equal_entries(a, b)
@@ -55,7 +55,7 @@ def _difference(a: Any, b: Any) -> Difference | None:
         errors = np.abs(a.astype(wide) - b.astype(wide))[~is_equal]
         sizes = np.abs(b.astype(wide))
     error = np.inf if exact or np.isnan(errors).any() else float(errors.max())
-    return Difference(entries_str(a, b, is_equal), error, float(np.max(sizes, where=np.isfinite(sizes), initial=0.0)))
+    return Mismatch(entries_str(a, b, is_equal), error, float(np.max(sizes, where=np.isfinite(sizes), initial=0.0)))
 
 
 def numbers(x: Any) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import _jax
 from .._tree import is_float
-from .results import Difference
+from .results import Mismatch
 
 _OTHER_FUSIONS: dict[str, Any] = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
 
@@ -54,7 +54,7 @@ def nudged(x: Any, draw: np.random.Generator, unit: float) -> Any:
     return (x * (1 + jnp.asarray(signs * max(unit, unit_of(x)), x.dtype))).astype(x.dtype)
 
 
-def largest(*measured: Mapping[str, Difference]) -> dict[str, Difference]:
+def largest(*measured: Mapping[str, Mismatch]) -> dict[str, Mismatch]:
     """Of each result the largest difference."""
     names = {name for found in measured for name in found}
     return {name: max((d[name] for d in measured if name in d), key=lambda d: d.error) for name in names}

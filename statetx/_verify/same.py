@@ -24,7 +24,7 @@ from .._text import counted
 from .._tree import is_array
 from ..residuals._trace import TracedCall, unjitted
 from ..transforms.jit.api import jit
-from .results import Difference, differences
+from .results import Mismatch, differences
 from .rounding import as_double, largest, largest_unit, nudged, other_fusions, unit_of
 from .values import Node, Recording, first_unstable, first_values
 
@@ -90,7 +90,7 @@ def same_step(
         FunctionError: they cannot be compared here.
     """
     sides = _Side(reference, args, kwargs), _Side(step, args, kwargs)
-    comparison = _Comparison(*sides, _paired(*sides), tolerance)
+    comparison = _Sides(*sides, _paired(*sides), tolerance)
     with _restored(comparison.pairs.values()), created_undone(reference, step, args, kwargs):
         comparison.run(steps)
     return comparison.report
@@ -197,7 +197,7 @@ class _Side:
         return named
 
 
-class _Comparison:
+class _Sides:
     """Both sides, step by step; `report` is what is found.
 
     Attributes:
@@ -231,7 +231,7 @@ class _Comparison:
 
     # -- differences ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, found: Mapping[str, Difference], expected: Mapping[str, Any]) -> None:
+    def _judge(self, found: Mapping[str, Mismatch], expected: Mapping[str, Any]) -> None:
         for n, side in enumerate(self._sides):
             _store(self._states[n], self._start)
             side.trace()
@@ -260,8 +260,8 @@ class _Comparison:
         self.report.problem = f"{self.report.name} is not the same step as {self.report.reference}: {text}"
 
     def _beyond_rounding(
-        self, found: Mapping[str, Difference], expected: Mapping[str, Any]
-    ) -> tuple[dict[str, Difference], bool]:
+        self, found: Mapping[str, Mismatch], expected: Mapping[str, Any]
+    ) -> tuple[dict[str, Mismatch], bool]:
         """The differences that are not rounding, and whether they show in float64."""
         reference, step = self._sides
         other, *near = reference.evaluate(
@@ -272,11 +272,11 @@ class _Comparison:
         rounding = largest(rounding, *(differences(x, other) for x in near))
         self.report.rounding = max([d.relative for d in rounding.values() if np.isfinite(d.error)], default=0.0)
 
-        def is_within(name: str, d: Difference, measured: Mapping[str, Difference], least: float) -> bool:
+        def is_within(name: str, d: Mismatch, measured: Mapping[str, Mismatch], least: float) -> bool:
             own = measured[name].error if name in measured else 0.0
             return d.error <= _FACTOR * own or d.error <= least * d.scale
 
-        double: dict[str, Difference] | None = None
+        double: dict[str, Mismatch] | None = None
         with jax.enable_x64(True):
             try:
                 other, *near = reference.evaluate(

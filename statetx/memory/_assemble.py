@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     outputs: tuple[str, ...] = ()
 
 
-class _Stack(NamedTuple):
+class _FilledStack(NamedTuple):
     """The loop that fills a stack, and the instruction that computes a slice of it."""
 
     instruction: Instruction
@@ -215,12 +215,12 @@ class Assembly:
         forwards = instruction.opcode in ("parameter", "while", "conditional", "call", "tuple")
         return 4 * (not forwards) + 2 * bool(self.names.stacking(instruction)) + bool(instruction.op_name)
 
-    def _stack(self, makers: Sequence[Instruction]) -> _Stack | None:
+    def _stack(self, makers: Sequence[Instruction]) -> _FilledStack | None:
         for maker in makers:
             slice_ = self.names.stacking(maker)
             loop = next((c for c in self.schedule.callers(maker) if c.opcode == "while"), None)
             if slice_ is not None and loop is not None:
-                return _Stack(loop, self.names.loops(maker)[0], slice_)
+                return _FilledStack(loop, self.names.loops(maker)[0], slice_)
         return None
 
     def _carry_bytes(self, number: int) -> int:

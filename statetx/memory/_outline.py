@@ -24,7 +24,7 @@ class UnresolvedError(Exception):
     """A derivative whose function is not known, as under `jax.vmap`."""
 
 
-class _Gradient:
+class _DifferentiatedCall:
     """A function that is differentiated: ``(inputs) -> outputs``."""
 
     def __init__(self, body: Body, name: str, num_out: int):
@@ -48,7 +48,7 @@ class _Deferring(Rewriter):
         return self
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        gradient, types = _Gradient(body, name, num_out), [v.aval for v in body.jaxpr.outvars]
+        gradient, types = _DifferentiatedCall(body, name, num_out), [v.aval for v in body.jaxpr.outvars]
         return lambda operands, *args: _jax.deferred_call(gradient, [*operands, *args], types)
 
 
@@ -84,7 +84,7 @@ class _OutlinedCall(NamedTuple):
         derivative: None if it has none.
     """
 
-    gradient: _Gradient
+    gradient: _DifferentiatedCall
     derivative: Any
 
 
@@ -117,7 +117,7 @@ def _calls(jaxpr: Jaxpr) -> Mapping[int, _OutlinedCall]:
     called = {}
     for eqn in jaxpr.eqns:
         gradient = _jax.deferred_function(eqn)
-        if isinstance(gradient, _Gradient):
+        if isinstance(gradient, _DifferentiatedCall):
             inputs = list(eqn.invars)
             derivatives = [e for e, p in pullbacks if p.fun is gradient and e.invars[: len(inputs)] == inputs]
             if len(derivatives) > 1:

@@ -18,7 +18,7 @@ from ._search.candidates import Candidate
 from ._search.capture import Recorded
 from ._search.layout import Waits
 from ._search.program import PlannedProgram, ProgramSearch
-from ._search.search import Options
+from ._search.search import SearchOptions
 from ._treatments import OF_STEPS, VARIANTS, InnerGradients
 from ._treatments.treatment import Decision, Facts
 
@@ -272,7 +272,7 @@ STORED_PLAN: Check = record({name: check for name, check in _checks.items() if n
 
 
 def fields_of(
-    search: ProgramSearch, program: PlannedProgram, unplanned: ProgramSearch, options: Options, **of_call: Any
+    search: ProgramSearch, program: PlannedProgram, unplanned: ProgramSearch, options: SearchOptions, **of_call: Any
 ) -> dict[str, Any]:
     """The fields of a plan for the store, as JSON values.
 
@@ -321,7 +321,7 @@ def _unplanned_bytes(search: ProgramSearch, unplanned: ProgramSearch) -> int:
     return search.unplanned_bytes() + captured.released_bytes - unplanned.captured.released_bytes
 
 
-def are_decisions_for(gradients: Sequence[Recorded], fields: Mapping[str, Any], options: Options) -> bool:
+def are_decisions_for(gradients: Sequence[Recorded], fields: Mapping[str, Any], options: SearchOptions) -> bool:
     """Whether stored fields are for these gradients, and decide nothing that the options do not allow."""
     ways: list[Way] = [KEEP, *(InFormat(format.name) for format in options.formats)]
     ways += [ON_HOST] if options.offload else []

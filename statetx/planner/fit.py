@@ -21,7 +21,7 @@ from ._budget import TEMPORARIES, ByteBudget, read_amount, read_time_limit
 from ._plan import Plan
 from ._program.flat import closed_over_by_rules, flatten, of_device
 from ._search.capture import Captured, Recorded
-from ._search.search import Options
+from ._search.search import SearchOptions
 from .planner import DEFAULT_TIME_LIMIT, ProgramPlanner
 
 
@@ -47,7 +47,7 @@ class Fit(Rewriter):
     ):
         self.budget = None if budget is None else ByteBudget.read(budget)
         check_flags("fit", offload=offload)
-        self._options = Options(offload=offload, time_limit=read_time_limit(time_limit))
+        self._options = SearchOptions(offload=offload, time_limit=read_time_limit(time_limit))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fit) and (self.budget, self._options) == (other.budget, other._options)

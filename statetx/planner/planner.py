@@ -31,7 +31,7 @@ from ._record import OBJECTIVES, STORED_PLAN, are_decisions_for, fields_of
 from ._search.capture import Captured, variants
 from ._search.errors import impossible
 from ._search.program import PlannedProgram, ProgramSearch, fixed_above
-from ._search.search import Options, Search
+from ._search.search import Search, SearchOptions
 from ._search.times import Timer, refuse_unknown_times
 from ._show import described
 from ._treatments import TREATMENTS
@@ -167,7 +167,7 @@ class ProgramPlanner:
         of: what the budgets count.
     """
 
-    def __init__(self, variants: list[Captured], of: str, options: Options, *, progress: bool):
+    def __init__(self, variants: list[Captured], of: str, options: SearchOptions, *, progress: bool):
         self._variants, self._captured, self._of = variants, variants[0], of
         self.name = self._captured.name
         self._target = current.current()
@@ -421,5 +421,5 @@ class Planner(ProgramPlanner):
         captured_variants = [dataclasses.replace(c, name=name) for c in captured_variants]
         captured_variants += [treated for c in captured_variants for treated in c.treated(treatments)]
         limit = read_time_limit(time_limit)
-        settings = Options(objective, offload, limit, formats, tuple(treatments))
+        settings = SearchOptions(objective, offload, limit, formats, tuple(treatments))
         super().__init__(captured_variants, of, settings, progress=progress)

@@ -44,16 +44,16 @@ class Provenance:
     encoder: tuple[int, ...] = ()
 
 
-class _Level:
+class _NestedJaxpr:
     """A jaxpr and its place in the outer ones: the equation that it is a parameter of."""
 
-    def __init__(self, jaxpr: Jaxpr, address: tuple[int, ...] = (), outer: _Level | None = None, eqn: Any = None):
+    def __init__(self, jaxpr: Jaxpr, address: tuple[int, ...] = (), outer: _NestedJaxpr | None = None, eqn: Any = None):
         self.jaxpr = jaxpr
         self.address = address
         self.outer = outer
         self.eqn = eqn
         self.made = {v: (i, n) for i, e in enumerate(jaxpr.eqns) for n, v in enumerate(e.outvars)}
-        self._levels: dict[tuple[int, int], _Level] = {}
+        self._levels: dict[tuple[int, int], _NestedJaxpr] = {}
         self._forwarded: dict[Any, list[Any]] = {}
         for e in jaxpr.eqns:
             if row_of(e).forwards is Forwards.VALUE:
@@ -62,12 +62,14 @@ class _Level:
                     if not isinstance(a, Literal):
                         self._forwarded.setdefault(a, []).append((e, v))
 
-    def within(self, index: int, n: int, jaxpr: Any) -> _Level:
+    def within(self, index: int, n: int, jaxpr: Any) -> _NestedJaxpr:
         """The level of the n-th jaxpr of an equation."""
         level = self._levels.get((index, n))
         if level is None:
             inner = _jax.open_jaxpr(jaxpr)[0]
-            level = self._levels[index, n] = _Level(inner, (*self.address, index, n), self, self.jaxpr.eqns[index])
+            level = self._levels[index, n] = _NestedJaxpr(
+                inner, (*self.address, index, n), self, self.jaxpr.eqns[index]
+            )
         return level
 
     def is_fill(self, atom: Any) -> bool:
@@ -95,7 +97,7 @@ class ProvenanceFinder:
     """
 
     def __init__(self, jaxpr: Jaxpr, states: Sequence[str | None]):
-        self._top = _Level(jaxpr)
+        self._top = _NestedJaxpr(jaxpr)
         self._inputs = {v: i for i, v in enumerate(jaxpr.invars)}
         state_refs = [frozenset() if path is None else frozenset({StateRef(path, frozenset())}) for path in states]
         self._nearest_states = {site.address: site.value.nearest_states for site in Survey(jaxpr, state_refs).sites}
@@ -161,7 +163,7 @@ class ProvenanceFinder:
         """Paths of the states that the value was last computed from."""
         return sorted(origin.path for origin in self._nearest_states.get(provenance.address, ()))
 
-    def _add_names(self, level: _Level, v: Any, provenance: Provenance, stacked: bool) -> None:
+    def _add_names(self, level: _NestedJaxpr, v: Any, provenance: Provenance, stacked: bool) -> None:
         """Add the names and aliases of a value at one level, including the names that later equations give it."""
         forwards = level.forwards(v)
         if v in level.made:
@@ -175,7 +177,7 @@ class ProvenanceFinder:
         if stacked:
             provenance.aliases |= {v, *(out for _, out in forwards)}
 
-    def _outer_value(self, level: _Level, v: Any) -> tuple[_Level, Any]:
+    def _outer_value(self, level: _NestedJaxpr, v: Any) -> tuple[_NestedJaxpr, Any]:
         """The value of an input of an inner jaxpr: an operand of the equation, or the carry of the previous step."""
         eqn, n = level.eqn, level.jaxpr.invars.index(v)
         assert level.outer is not None
@@ -189,7 +191,7 @@ class ProvenanceFinder:
         return level.outer, eqn.invars[n]
 
     @staticmethod
-    def _branch_value(level: _Level, i: int, eqn: Any, n: int) -> tuple[_Level, Any]:
+    def _branch_value(level: _NestedJaxpr, i: int, eqn: Any, n: int) -> tuple[_NestedJaxpr, Any]:
         """The output of the branch that computes it: differentiation lets the other branches return fill values."""
         levels = [level.within(i, b, jaxpr) for b, jaxpr in enumerate(eqn.params["branches"])]
         inner = next((inner for inner in levels if not inner.is_fill(inner.jaxpr.outvars[n])), levels[0])

@@ -23,7 +23,7 @@ from .candidates import Candidate, best_within
 from .capture import Captured
 from .errors import no_plan
 from .layout import Waits
-from .search import Options, Search, bytes_left
+from .search import Search, SearchOptions, bytes_left
 
 T = TypeVar("T")
 
@@ -96,7 +96,9 @@ class ProgramSearch:
         time_left: of all of them.
     """
 
-    def __init__(self, captured: Captured, options: Options, report: Callable[[str], None], compile_baseline: bool):
+    def __init__(
+        self, captured: Captured, options: SearchOptions, report: Callable[[str], None], compile_baseline: bool
+    ):
         self.captured, self._options, self._report = captured, options, report
         self.time_left = TimeLeft(options.time_limit)
         self._programs: dict[tuple[Waits | int, ...], PlannedProgram] = {}

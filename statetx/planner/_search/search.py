@@ -31,7 +31,7 @@ from .layout import Layout, measure
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SearchOptions:
     """Options of a search, as in `plan`.
 
     Attributes:
@@ -86,7 +86,7 @@ class Search:
     def __init__(
         self,
         captured: Captured,
-        options: Options,
+        options: SearchOptions,
         report: Callable[[str], None],
         time_left: TimeLeft,
         *,

@@ -12,7 +12,7 @@ from ..._errors import FunctionError
 _WAY_OUT = "let the update treat each layer alone, as clipping by value does (optax.clip), or by a norm of its own; or "
 
 
-class Gradients:
+class GradientRelease:
     """The release of gradients in one staged program.
 
     Args:

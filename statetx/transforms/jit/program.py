@@ -36,7 +36,7 @@ from ...kinds.native import Invalidated
 from .acceptance import Acceptance, StateShardings, names_mesh
 from .arguments import Call
 from .created import CreatedStates
-from .gradients import Gradients
+from .gradients import GradientRelease
 
 
 class Restage(Exception):
@@ -134,7 +134,7 @@ class StagedProgram:
         num_inputs = len(operands) + len(avals)
         first_arg = len(operands) + len(jax.tree.leaves(call.operand))
         overwritable = [*range(first_arg, base), *range(num_inputs - num_donated, num_inputs)]
-        self.gradients = gradients = Gradients(self.name, jaxpr, overwritable, owner.release_gradients)
+        self.gradients = gradients = GradientRelease(self.name, jaxpr, overwritable, owner.release_gradients)
 
         # JAX calls `inner` again for other types or settings: the staged equations may be wrong then, so raise
         # `Restage`.
