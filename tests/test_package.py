@@ -16,6 +16,7 @@ import jax
 import pytest
 from packaging.requirements import Requirement
 
+import feature_map
 import statetx
 from code_map import PAGE, TIERS, with_map
 from statetx.cli.help import QUESTIONS
@@ -106,6 +107,13 @@ def circles(imports):
     for _ in range(len(imports)):
         imports = {m: found for m, others in imports.items() if (found := others & imports.keys())}
     return imports
+
+
+def test_features_are_those_of_the_tree():
+    """Each module is of a feature, and each feature has modules; lines are as many as when the table was drawn."""
+    page = feature_map.PAGE.read_text()
+    drawn = feature_map.with_table(page)
+    assert feature_map.features_of(page) == feature_map.features_of(drawn), "run python tests/feature_map.py"
 
 
 def test_code_map_matches_the_tree():
