@@ -69,6 +69,12 @@ TWICE = {
     "hessian": "total(hessian(lambda x: total({loop}))({{0}})) * {{0}}",
 }
 """Second derivatives of a loop at ``{0}``."""
+SHIFTS = (
+    "jnp.concatenate([{0}[None], {cell}[:-1]])",
+    "jnp.roll({cell}, 1).at[0].set({0})",
+    "jnp.hstack([{0}, {cell}[:-1]])",
+)
+"""A delay line after the step in which ``{0}`` enters it."""
 CHECKPOINTS = (
     "policies.Slots(2)",
     "1",
@@ -110,10 +116,13 @@ class Generator(Statements):
     twice = 1
     """How many more loops may be differentiated twice."""
 
+    delays = 1
+    """How many more loops may have a delay line."""
+
     def __init__(self, seed: int):
         super().__init__(seed)
         self.rng_aside, self.rng_twice = random.Random(f"{seed}, aside"), random.Random(f"{seed}, twice")
-        self.rng_updates = random.Random(f"{seed}, updates")
+        self.rng_updates, self.rng_delays = random.Random(f"{seed}, updates"), random.Random(f"{seed}, delays")
         self.num_names_aside = _FIRST_NAME_ASIDE
 
     def call(self, scope: Scope) -> tuple[list[Statement], Scope]:
@@ -293,7 +302,7 @@ class Generator(Statements):
             more, scope = self.called(scope, self.pick((self.call_stored, self.call_slots, self.call_slots)))
             body += more
         if not isinstance(body[-1] if body else None, Raise):
-            for draw in (self.twice_differentiated, self.updated):
+            for draw in (self.twice_differentiated, self.updated, self.delayed):
                 more, scope = draw(scope)
                 body += more
         last = [] if isinstance(body[-1] if body else None, Raise) else self.inspection(scope)
@@ -346,6 +355,27 @@ class Generator(Statements):
         how = self.pick(("update_rows", "update_rows", "sum_rows"))
         parts = [self.expr(scope, (SIZE, SIZE), depth=1), self.expr(scope, (SIZE, SIZE), depth=1)]
         return Call("update", f"{name} = {how}({{f}}, {{0}}, {{1}})", [fun], parts, [(name, (SIZE, SIZE))])
+
+    def delayed(self, scope: Scope) -> tuple[list[Statement], Scope]:
+        """Sometimes a loop with a delay line in a state: what enters is read some steps later."""
+        with self.aside(self.rng_delays):
+            is_vector = lambda v: v.cell.sort == "vector" and v.shape == (SIZE,) and scope.maps <= v.maps
+            lines = [v.cell for v in scope.views if is_vector(v) and scope.can_write(v)]
+            if not (self.delays and lines and scope.depth and not scope.inspected and self.chance(0.12)):
+                return [], scope
+            self.delays -= 1
+            return self.called(scope, lambda scope: self.call_delay(scope, self.pick(lines)))
+
+    def call_delay(self, scope: Scope, line: Cell) -> Call:
+        scan = dataclasses.replace(scope, views=tuple(v for v in scope.views if v.cell != line))
+        call = self.call_scan(scan)
+        (fun,) = call.funs
+        read = Expr((), "{cell}[-1]", cell=line)
+        enters = Expr((), "jnp.sin(0.7 * jnp.sum({0}) + {1})", [Expr(fun.params[1][1], fun.params[1][0]), read])
+        late = fun.results[0]
+        fun.results[0] = Expr(late.shape, "({0} + 0.3 * {1})", [late, read])
+        fun.body.append(mixed_syntax.Write(line, Expr((SIZE,), self.pick(SHIFTS), [enters], line)))
+        return call
 
     def call_twice(self, scope: Scope) -> Call:
         """A second derivative of a loop, which is that of JAX's `scan`."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import conftest  # noqa: F401  # the suite's settings of JAX
 import jax
 import mixed_syntax
-from mixed_generator import program_of
+from mixed_generator import SHIFTS, program_of
 from mixed_syntax import Call, Do, If, Make, Program, Raise, Statement, Try, source, statements, walk
 from random_mixed import check, check_seed, check_threads
 
@@ -85,6 +85,7 @@ FEATURES: dict[str, Callable[[Program], bool]] = {
     "function called for two models": lambda p: "(k, " in source(p, "statetx"),
     "main compiled": lambda p: "jit" in p.wrap,
     "several calls of main": lambda p: sum(t.x is not None for t in p.turns) > 1,
+    "a delay line in a state": has(lambda s: any(shift.partition("{")[0] in text(s) for shift in SHIFTS)),
 }
 
 
