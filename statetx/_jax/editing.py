@@ -28,11 +28,17 @@ from .versions import is_check_missing
 _value_of = operator.attrgetter("val")
 
 
-def bind_equation(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    """Run one equation on `args` with these parameters; its operations keep the source line and name stack of `eqn`."""
+def bind_equation(
+    eqn: Any, params: dict[str, Any], args: Sequence[Any], context: contextlib.AbstractContextManager | None = None
+) -> list[Any]:
+    """Run one equation on `args` with these parameters; its operations keep the source line and name stack of `eqn`.
+
+    Args:
+        context: in the place of the settings that the equation was traced under.
+    """
     # `eqn.ctx` has the settings that the equation was traced under, such as the mesh; lowering looks them up there.
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), context or eqn.ctx.manager:
         outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return outs if eqn.primitive.multiple_results else [outs]
 

@@ -157,6 +157,12 @@ def _run_varying(eqn: Any, operands: list[Any]) -> list[Any]:
     return bind_equation(eqn, eqn.params, operands)
 
 
+def bind_on_shards(eqn: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """Run an equation from outside of a `jax.shard_map` inside of it, on shards."""
+    axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
+    return bind_equation(eqn, params, [as_varying(x, axes) for x in operands], contextlib.nullcontext())
+
+
 def on_current_mesh(x: Any) -> Any:
     """A jaxpr that was staged in a `jax.shard_map`, at any depth with the types that its values have there.
 

@@ -13,6 +13,7 @@ output of the same type.
 The rewriting is for lowering. What it makes is not differentiated any more, so that calls with rules are inlined.
 """
 
+from .devices import ANYWHERE
 from .fates import Fate, Stack, told
 from .loops import RowLoop, has_loop
 from .program import (
@@ -27,6 +28,7 @@ from .program import (
 from .rewriting import Release, released
 
 __all__ = [
+    "ANYWHERE",
     "Fate",
     "Release",
     "ReleasedProgram",

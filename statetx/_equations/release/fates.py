@@ -20,7 +20,7 @@ class Fate(enum.Enum):
     READ = "an equation needs several rows at once"
     LATE = "an equation that may run later reads what its consumers overwrite"
     SHARED = "the device would copy what its consumers overwrite"
-    MANUAL = "it leaves a shard_map"
+    MANUAL = "it leaves a shard_map, into which its consumers cannot move"
     REPLACED = "what its consumers compute is as large"
 
 
@@ -69,7 +69,10 @@ _FATES: dict[Fate, Callable[[Stack], str]] = {
         f"are kept: {_place(stack.reader)} reads what the update overwrites, and does not come before it"
     ),
     Fate.SHARED: lambda stack: "are kept: on CPUs an update by moments copies these, which takes more memory",
-    Fate.MANUAL: lambda stack: "are kept: they leave jax.shard_map; take the gradient and update inside of it",
+    Fate.MANUAL: lambda stack: (
+        f"are kept: they leave jax.shard_map, and {_place(stack.reader)} mixes shards or reads what is, or may be, divided "
+        f"otherwise; take the gradient and update inside of it"
+    ),
     Fate.REPLACED: lambda stack: "are kept: what is made of them takes as much memory",
 }
 

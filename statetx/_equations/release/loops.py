@@ -1,4 +1,4 @@
-"""Loops with stacked results, also inside of regions."""
+"""Loops with stacked results, also inside of regions and of a `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -52,15 +52,9 @@ def stacks_of(eqn: Any) -> dict[int, list[Var]]:
         found[eqn.params["length"]] = [v for v in eqn.outvars[num_carry:] if len(v.aval.shape) > 1]
     elif (loop := row_loop(eqn)) is not None:
         found[loop.length] = [v for v in eqn.outvars[-loop.num_stacks :] if len(v.aval.shape) > 1]
-    elif eqn.primitive.name in REMAT:
+    elif eqn.primitive.name in REMAT | {"shard_map"}:
         found = _stacks_within(eqn)
     return {length: outs for length, outs in found.items() if length > 1}
-
-
-def stacks_of_devices(eqn: Any) -> list[Var]:
-    """The stacked results of loops in a shard_map, into which no consumer moves."""
-    found = _stacks_within(eqn) if eqn.primitive.name == "shard_map" else {}
-    return [v for length, outs in found.items() for v in outs if length > 1]
 
 
 def _stacks_within(eqn: Any) -> dict[int, list[Var]]:

@@ -24,10 +24,11 @@ class ReleasedProgram:
     Args:
         jaxpr: without constants.
         overwritable: the inputs whose memory an output may take.
+        placements: of the inputs (see `devices`); none if all are unknown.
         options: further fields of `Release`.
     """
 
-    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], **options: bool):
+    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], placements: Sequence[Any] = (), **options: bool):
         live = _jax.without_dead_code(jaxpr)
         read = {v for eqn in live.eqns for v in eqn.invars if isinstance(v, Var)}
         made = {v for eqn in live.eqns for v in eqn.outvars}
@@ -37,14 +38,17 @@ class ReleasedProgram:
         invars, outvars = [live.invars[i] for i in self._used], [live.outvars[n] for n in self._made]
         self._call = _jax.close(_jax.rebuild(live, invars=invars, outvars=outvars), ())
         positions = [n for n, i in enumerate(self._used) if i in overwritable and live.invars[i] not in live.outvars]
-        self._release = Release(tuple(positions), **options)
+        placements = [placements[i] for i in self._used] if placements else []
+        self._release = Release(tuple(positions), tuple(placements), **options)
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr, overwritable: Collection[int], **options: bool) -> ReleasedProgram | None:
+    def of(
+        cls, jaxpr: Jaxpr, overwritable: Collection[int], placements: Sequence[Any] = (), **options: bool
+    ) -> ReleasedProgram | None:
         """The program; None if it has no loop, or cannot be one equation: a Ref is no operand of a call."""
         if jaxpr.is_high or not has_loop(jaxpr):
             return None
-        return cls(jaxpr, overwritable, **options)
+        return cls(jaxpr, overwritable, placements, **options)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The outputs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ... import _jax
@@ -15,13 +15,14 @@ from ..primitives import LOOPS, REMAT, inner_jaxprs
 from ..rowwise import rowwise
 from ..sums import in_order, with_split_sums
 from .consumers import Consumers, are_read_once, is_same_type, read_whole, variables_of
+from .devices import into_shard_map, with_free_values
 from .entering import into_call, into_row_loop, into_scan
 from .fates import Fate, Stack
 from .flat import flattened, without_copies
-from .loops import has_loop, row_loop, stacks_of, stacks_of_devices, with_jaxpr
+from .loops import has_loop, row_loop, stacks_of, with_jaxpr
 from .repeated import repeated, with_split_reductions
 
-_RUNS_LOOPS = LOOPS | REMAT | {"statetx_loop", "statetx_linear"}
+_RUNS_LOOPS = LOOPS | REMAT | {"statetx_loop", "statetx_linear", "shard_map"}
 
 
 class Released(NamedTuple):
@@ -37,6 +38,7 @@ class Release:
 
     Attributes:
         overwritable: the positions of inputs whose memory an output may take.
+        placements: of the inputs (see `devices`); none if all are unknown.
         is_demanded: whether consumers move although the device copies stacks for it.
         splits_sums: whether ``total + (a + b)``, for two cotangents of one value, becomes ``(total + a) + b``, so that
             no sum of cotangents exists beside the total. Both are sums of three in other orders.
@@ -44,6 +46,7 @@ class Release:
     """
 
     overwritable: tuple[int, ...]
+    placements: tuple[Any, ...] = ()
     is_demanded: bool = False
     splits_sums: bool = False
     repeats: bool = False
@@ -62,7 +65,7 @@ class Release:
         assert not consts
         shares_rows = self.is_demanded or current.platform() != "cpu"
         options = _Options(shares_rows, self.splits_sums, self.repeats)
-        return released(opened, self.overwritable, options)
+        return released(opened, self.overwritable, options, dict(zip(opened.invars, self.placements, strict=False)))
 
 
 class _Options(NamedTuple):
@@ -79,19 +82,23 @@ class _Options(NamedTuple):
     repeats: bool = False
 
 
-def released(jaxpr: Jaxpr, overwritable: Collection[int], options: _Options) -> Released:
+def released(
+    jaxpr: Jaxpr, overwritable: Collection[int], options: _Options, placements: Mapping[Var, Any] | None = None
+) -> Released:
     """Move the consumers of stacked results into the loops, at any depth of loops.
 
     Args:
         jaxpr: without constants.
         overwritable: the positions of inputs whose memory an output may take.
+        placements: of inputs (see `devices`); the others are unknown.
     """
     if not has_loop(jaxpr):
         return Released(jaxpr, [])
     flat = without_copies(flattened(jaxpr))
     if options.splits_sums:
         flat = with_split_sums(flat, {flat.invars[i] for i in overwritable})
-    level = _Level(flat, overwritable, options)
+    placements = {v: (placements or {}).get(old) for old, v in zip(jaxpr.invars, flat.invars, strict=True)}
+    level = _Level(flat, overwritable, options, placements)
     for eqn in level.eqns[:]:
         if level.has(eqn):
             level.visit(eqn)
@@ -103,8 +110,11 @@ def released(jaxpr: Jaxpr, overwritable: Collection[int], options: _Options) -> 
 class _Level:
     """The equations of one jaxpr while consumers move."""
 
-    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], options: _Options):
+    def __init__(
+        self, jaxpr: Jaxpr, overwritable: Collection[int], options: _Options, placements: Mapping[Var, Any]
+    ):
         self._jaxpr, self._options = jaxpr, options
+        self._placements = with_free_values(jaxpr.eqns, placements)
         self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
         self.stacks: list[Stack] = []
@@ -130,7 +140,8 @@ class _Level:
 
     def visit(self, eqn: Any) -> None:
         """Move the consumers of an equation into it, and do the same in its own jaxpr."""
-        if not self._options.repeats or not any(self._repeat(eqn, *stacks) for stacks in stacks_of(eqn).items()):
+        repeats = self._options.repeats and eqn.primitive.name != "shard_map"
+        if not repeats or not any(self._repeat(eqn, *stacks) for stacks in stacks_of(eqn).items()):
             self._visit_once(eqn)
 
     def _repeat(self, loop: Any, length: int, outvars: Sequence[Var]) -> bool:
@@ -175,7 +186,8 @@ class _Level:
             consumers = self._consumers(eqn, length, outvars)
             new = [] if consumers is None else self._moved(eqn, length, consumers)
             if consumers is not None and new:
-                self._note(eqn, consumers.stacks, Fate.RELEASED)
+                if eqn.primitive.name != "shard_map":  # in which they move on, or are kept for another reason
+                    self._note(eqn, consumers.stacks, Fate.RELEASED)
                 gone = {eqn, *consumers.eqns}
                 before = [e for e in self.eqns[: self._positions[eqn]] if e not in gone]
                 after = [e for e in self.eqns[self._positions[eqn] :] if e not in gone]
@@ -183,28 +195,32 @@ class _Level:
                 eqn = next((e for e in new if e.primitive is eqn.primitive), None)
                 if eqn is None:
                     return
-        for v in stacks_of_devices(eqn):
-            reader = self._first_reader(v, ())
-            if reader is not None and reader.primitive.name not in {*_RUNS_LOOPS, eqn.primitive.name}:
-                self._note(eqn, [v], Fate.MANUAL)
         inside = self._inside(eqn)
         if inside is not eqn:
             self._set([inside if e is eqn else e for e in self.eqns])
 
     def _inside(self, eqn: Any) -> Any:
         """The equation, after the rewriting of its own jaxpr."""
+        end = len(eqn.invars)
         if eqn.primitive.name == "scan":
-            num_constants, _ = _jax.scan_counts(eqn)
+            num_constants, num_carry = _jax.scan_counts(eqn)
             overwritable: Collection[int] = range(num_constants, len(eqn.invars))
-        elif eqn.primitive.name in REMAT:
+            end = num_constants + num_carry
+        elif eqn.primitive.name in REMAT | {"shard_map"}:
             overwritable = [i for i, v in enumerate(eqn.invars) if isinstance(v, Var) and self._is_last(v, eqn, ())]
         else:
             return eqn
         (inner,) = inner_jaxprs(eqn)
         if inner.constvars or not has_loop(inner):
             return eqn
-        new, stacks = released(inner, overwritable, self._options)
-        self.stacks += stacks
+        # In a shard_map, types show no shardings over its axes.
+        end = 0 if eqn.primitive.name == "shard_map" else end
+        outside = zip(inner.invars[:end], eqn.invars, strict=False)
+        placements = {v: self._placements.get(x) for v, x in outside if isinstance(x, Var)}
+        with _jax.in_shard_maps(eqn):
+            new, stacks = released(inner, overwritable, self._options, placements)
+        # What a shard_map returns has its fate here.
+        self.stacks += [s for s in stacks if eqn.primitive.name != "shard_map" or s.fate is not Fate.RETURNED]
         return with_jaxpr(eqn, new)
 
     # -- what may move --
@@ -330,6 +346,12 @@ class _Level:
         rows = row_loop(eqn)
         if rows is not None:
             return into_row_loop(eqn, rows, consumers)
+        if eqn.primitive.name == "shard_map":
+            found = into_shard_map(eqn, consumers, self._placements)
+            if not isinstance(found, list):
+                self._note(eqn, consumers.stacks, Fate.MANUAL, found)
+                return []
+            return found
         if eqn.primitive.name != "scan":
             return [into_call(eqn, consumers)]
         views: dict[Var, Var] = {}  # from a reshaped stack to the one that it is made of

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _jax
-from ..._equations.release import Fate, ReleasedProgram, told
+from ..._equations.release import ANYWHERE, Fate, ReleasedProgram, told
 from ..._errors import FunctionError
+from ..._lift.context import sharding_of
 
 _WAY_OUT = "let the update treat each layer alone, as clipping by value does (optax.clip), or by a norm of its own; or "
 
@@ -18,14 +19,20 @@ class GradientRelease:
     Args:
         name: of the function.
         jaxpr: the program, without constants.
+        values: of its inputs.
         overwritable: the inputs that are donated.
         wanted: ``release_gradients=`` of the user.
     """
 
-    def __init__(self, name: str, jaxpr: Any, overwritable: Sequence[int], wanted: bool | None):
+    def __init__(
+        self, name: str, jaxpr: Any, values: Sequence[Any], overwritable: Sequence[int], wanted: bool | None
+    ):
         self._jaxpr, self._program = jaxpr, None
         if wanted is not False and (wanted or overwritable):
-            self._program = ReleasedProgram.of(jaxpr, overwritable, is_demanded=bool(wanted), repeats=bool(wanted))
+            placements, is_wanted = [*map(_placement_of, values)], bool(wanted)
+            self._program = ReleasedProgram.of(
+                jaxpr, overwritable, placements, is_demanded=is_wanted, repeats=is_wanted
+            )
         if wanted:
             self._refuse_kept(name)
 
@@ -48,3 +55,9 @@ class GradientRelease:
             f"{name}: release_gradients=True is for steps whose updates treat each layer of a scan alone. {reasons}\n"
             f"Fix: {way_out}leave release_gradients= out: memory_profile tells what is released and what is not."
         )
+
+
+def _placement_of(x: Any) -> Any:
+    """The sharding of a value; JAX puts one that is not on a mesh where the program needs it."""
+    sharding = sharding_of(x)
+    return ANYWHERE if sharding is None and not isinstance(x, _jax.Tracer) else sharding

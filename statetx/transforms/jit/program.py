@@ -134,7 +134,8 @@ class StagedProgram:
         num_inputs = len(operands) + len(avals)
         first_arg = len(operands) + len(jax.tree.leaves(call.operand))
         overwritable = [*range(first_arg, base), *range(num_inputs - num_donated, num_inputs)]
-        self.gradients = gradients = GradientRelease(self.name, jaxpr, overwritable, owner.release_gradients)
+        values = [*operands, *arrays, *(x for i in inputs for x in i.values)]
+        self.gradients = gradients = GradientRelease(self.name, jaxpr, values, overwritable, owner.release_gradients)
 
         # JAX calls `inner` again for other types or settings: the staged equations may be wrong then, so raise
         # `Restage`.
