@@ -391,15 +391,6 @@ def test_inside_a_shard_map():
     jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(WEIGHTS, X), jax.jit(plain)(WEIGHTS, X))
 
 
-def test_gradients_of_a_loss_in_a_shard_map_are_named():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    on_device = lambda ws, x: jax.lax.pmean(LOSSES["scan"](ws, x), "d")
-    loss = jax.shard_map(on_device, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P())
-    step = statetx.jit(lambda ws, x: ws - 0.1 * jax.grad(loss)(ws, x), donate_argnums=0)
-    (told,) = step.trace(WEIGHTS, X).gradients
-    assert "128.0 KiB of gradients" in told and "they leave jax.shard_map" in told
-
-
 def test_adafactor_needs_the_size_of_all_updates(monkeypatch):
     """Its moments are sums within a layer; it clips by a mean over all layers."""
     monkeypatch.setitem(OPTIMIZERS, "adafactor", lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8))

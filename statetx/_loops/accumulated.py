@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._equations.release import Release
+from .._equations.release import ANYWHERE, Release
 from .._equations.structure import Body
 from .._lift.stage import close_derivative
 from .._lift.staged import as_types
@@ -98,7 +98,8 @@ class TurnsAgain(DifferentiableLoop):
 
     def lowered(self, jaxpr: Any) -> Any:
         """The loop, whose turns add the gradients of each layer to the sums in the backward loop of the layers."""
-        return Release((), splits_sums=True)(jaxpr)
+        unknown, sums = [None] * self.step.num_constants, [ANYWHERE] * self.step.num_carry
+        return Release((), (*unknown, *sums), splits_sums=True)(jaxpr)
 
     def derivative(
         self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool

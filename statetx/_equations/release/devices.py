@@ -64,7 +64,9 @@ def into_shard_map(call: Any, consumers: Consumers, placements: Mapping[Var, Any
         values |= {v: shards[i] for v, i in given.items()} | dict(zip(operands, shards[num:], strict=True))
         for eqn in consumers.eqns:
             args = [values[v] if isinstance(v, Var) else v.val for v in eqn.invars]
-            values.update(zip(eqn.outvars, _jax.bind_on_shards(eqn, _local_params(eqn, call, specs), args), strict=True))
+            values.update(
+                zip(eqn.outvars, _jax.bind_on_shards(eqn, _local_params(eqn, call, specs), args), strict=True)
+            )
         return [values[v] for v in outvars]
 
     def run(*args: Any) -> list[Any]:

@@ -70,8 +70,8 @@ _FATES: dict[Fate, Callable[[Stack], str]] = {
     ),
     Fate.SHARED: lambda stack: "are kept: on CPUs an update by moments copies these, which takes more memory",
     Fate.MANUAL: lambda stack: (
-        f"are kept: they leave jax.shard_map, and {_place(stack.reader)} mixes shards or reads what is, or may be, divided "
-        f"otherwise; take the gradient and update inside of it"
+        f"are kept: they leave jax.shard_map, and {_place(stack.reader)} mixes shards or reads what is, or may be, "
+        "divided otherwise; take the gradient and update inside of it"
     ),
     Fate.REPLACED: lambda stack: "are kept: what is made of them takes as much memory",
 }

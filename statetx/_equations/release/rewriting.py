@@ -110,9 +110,7 @@ def released(
 class _Level:
     """The equations of one jaxpr while consumers move."""
 
-    def __init__(
-        self, jaxpr: Jaxpr, overwritable: Collection[int], options: _Options, placements: Mapping[Var, Any]
-    ):
+    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], options: _Options, placements: Mapping[Var, Any]):
         self._jaxpr, self._options = jaxpr, options
         self._placements = with_free_values(jaxpr.eqns, placements)
         self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}

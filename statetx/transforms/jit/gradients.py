@@ -24,9 +24,7 @@ class GradientRelease:
         wanted: ``release_gradients=`` of the user.
     """
 
-    def __init__(
-        self, name: str, jaxpr: Any, values: Sequence[Any], overwritable: Sequence[int], wanted: bool | None
-    ):
+    def __init__(self, name: str, jaxpr: Any, values: Sequence[Any], overwritable: Sequence[int], wanted: bool | None):
         self._jaxpr, self._program = jaxpr, None
         if wanted is not False and (wanted or overwritable):
             placements, is_wanted = [*map(_placement_of, values)], bool(wanted)
