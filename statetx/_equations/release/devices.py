@@ -20,7 +20,7 @@ from ..primitives import inner_jaxprs, row_of
 from .consumers import Consumers, variables_of
 
 ANYWHERE = "anywhere"
-"""The placement of a value that the compiler puts where its readers need it. Others are a sharding, or None: unknown."""
+"""The placement of a value that the compiler puts where readers need it. Others are a sharding, or None: unknown."""
 
 Spec = tuple[tuple[str, ...], ...]
 """For each axis the axes of the mesh that divide it, up to the last one that is divided."""
@@ -92,8 +92,7 @@ def _specs_of(call: Any, consumers: Consumers) -> dict[Var, Spec] | Any:
     }
     pending = [*consumers.eqns]
     while pending:
-        touches = lambda e: not specs.keys().isdisjoint([*variables_of(e), *e.outvars])
-        eqn = next(filter(touches, pending), pending[0])
+        eqn = next((e for e in pending if not specs.keys().isdisjoint([*variables_of(e), *e.outvars])), pending[0])
         arrays = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and v.aval.shape]
         known = {specs[v] for v in arrays if v in specs}
         if len(known) != 1 or inner_jaxprs(eqn) or not (known == {()} or _is_local(eqn)):
