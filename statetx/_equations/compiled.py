@@ -351,6 +351,11 @@ class Program:
         self._cost: Cost | None = None
 
     @property
+    def _tells_seconds(self) -> bool:
+        # Without these options a GPU's program, which takes seconds to decode, has no estimates.
+        return self._platform != "gpu" or _jax.ESTIMATES.keys() <= (self.compiler_options or {}).keys()
+
+    @property
     def least_bytes(self) -> int:
         """Bytes of its arguments on one device, or less: they count as divided among all devices. Nothing is
         compiled.
@@ -375,7 +380,7 @@ class Program:
         compiled = self.compiled
         with self._lock:
             if self._cost is None:
-                seconds = _jax.estimated_seconds(compiled, self._platform)
+                seconds = _jax.estimated_seconds(compiled, self._platform) if self._tells_seconds else None
                 self._cost = _cost_of(compiled, self.flops, self._largest, seconds)
             return self._cost
 

@@ -55,6 +55,8 @@ class _Deferring(Rewriter):
 class Outline:
     """A traced call, whose calls of the user's functions are numbered.
 
+    A derivative whose function is not known raises `UnresolvedError`.
+
     Args:
         types: of the inputs.
         keeps_order: as in `Rewriter`, of the rewriters that it is evaluated with.
@@ -66,12 +68,12 @@ class Outline:
         numbers = {(id(i.state), i.index): n for n, i in enumerate(call.inputs)}
         self._numbers = [numbers.get((id(i.state), i.index)) for i in self._traced.inputs]
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """As the traced call; what it differentiates is rewritten by the rewriter of this block.
+    def rewrite(self, rewriter: Rewriter) -> None:
+        """Let a rewriter see each function that the call differentiates, in order; nothing is evaluated."""
+        _rewrite(self._traced.body.jaxpr, rewriter)
 
-        Raises:
-            UnresolvedError: a derivative whose function is not known.
-        """
+    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """As the traced call; what it differentiates is rewritten by the rewriter of this block."""
         body, pairs = self._traced.body, zip(self._numbers, self._traced.inputs, strict=True)
         inputs = [i.array if n is None else arrays[n] for n, i in pairs]
         return self._traced.results(resolved(body.jaxpr, [*body.operands, *inputs], override.rewriter))
@@ -100,15 +102,36 @@ def resolved(jaxpr: Jaxpr, args: Sequence[Any], rewriter: Rewriter | None) -> li
             return outs
         if id(eqn) in pullbacks:
             return pullbacks[id(eqn)](operands)
-        if _jax.deferred_function(eqn) is not None or _jax.deferred_pullback(eqn) is not None:
-            raise UnresolvedError
-        if any(map(_has_deferred, _jax.inner_jaxprs(eqn))):
-            if eqn.primitive.name == "shard_map":
-                raise UnresolvedError
+        if _has_unresolved(eqn):
             eqn = _jax.map_jaxprs(lambda x: _resolved_jaxpr(x, rewriter), eqn)
         return _jax.bind_equation(eqn, eqn.params, operands)
 
     return _jax.interpret(jaxpr, args, rule)
+
+
+def _rewrite(jaxpr: Jaxpr, rewriter: Rewriter) -> None:
+    called = _calls(jaxpr)
+    derivatives = {id(call.derivative) for call in called.values()}
+    for eqn in jaxpr.eqns:
+        if (call := called.get(id(eqn))) is not None:
+            _edited(call.gradient, rewriter)
+        elif id(eqn) not in derivatives and _has_unresolved(eqn):
+            for inner in filter(_has_deferred, _jax.inner_jaxprs(eqn)):
+                _rewrite(_jax.open_jaxpr(inner)[0], rewriter)
+
+
+def _has_unresolved(eqn: Any) -> bool:
+    """Whether an equation has deferred functions inside.
+
+    Raises:
+        UnresolvedError: it is one whose derivative is elsewhere, or is on a mesh.
+    """
+    if _jax.deferred_function(eqn) is not None or _jax.deferred_pullback(eqn) is not None:
+        raise UnresolvedError
+    has_deferred = any(map(_has_deferred, _jax.inner_jaxprs(eqn)))
+    if has_deferred and eqn.primitive.name == "shard_map":
+        raise UnresolvedError
+    return has_deferred
 
 
 def _calls(jaxpr: Jaxpr) -> Mapping[int, _OutlinedCall]:
@@ -128,11 +151,7 @@ def _calls(jaxpr: Jaxpr) -> Mapping[int, _OutlinedCall]:
 
 def _call(call: _OutlinedCall, operands: list[Any], rewriter: Rewriter | None) -> tuple[list[Any], Callable]:
     """The results of a deferred call, and its derivative: ``(operands of the equation) -> results``."""
-    gradient = call.gradient
-    body = gradient.body
-    if _has_deferred(body.jaxpr):
-        body = Body(_resolved_jaxpr(body.jaxpr, None if rewriter is None else rewriter.inner), [])
-    edited = body if rewriter is None else rewriter.rewrite(body, gradient.name, gradient.num_out)
+    edited = _edited(call.gradient, rewriter)
     if call.derivative is None:
         return edited((), *operands), lambda operands: []
     pullback = _jax.deferred_pullback(call.derivative)
@@ -157,6 +176,14 @@ def _call(call: _OutlinedCall, operands: list[Any], rewriter: Rewriter | None) -
         ]
 
     return outs, derivative
+
+
+def _edited(gradient: _Gradient, rewriter: Rewriter | None) -> Callable:
+    """A function that is differentiated, as a rewriter makes it."""
+    body = gradient.body
+    if _has_deferred(body.jaxpr):
+        body = Body(_resolved_jaxpr(body.jaxpr, None if rewriter is None else rewriter.inner), [])
+    return body if rewriter is None else rewriter.rewrite(body, gradient.name, gradient.num_out)
 
 
 def _resolved_jaxpr(x: Any, rewriter: Rewriter | None) -> Any:

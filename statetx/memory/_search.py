@@ -22,7 +22,7 @@ _FREE = ("order", "donate", "argument", "release")
 """The changes that add no operations. They are tried first."""
 _FIRST = ("remat", "policy", "microbatch")
 """Then one of each of these, also where the time is over."""
-_NEGLIGIBLE = 0.001  # of the operations: no other change is sought for less
+NEGLIGIBLE = 0.001  # of the operations: no other change is sought for less
 
 
 class Remedy(NamedTuple):
@@ -145,7 +145,7 @@ class RemedySearch:
         compiled: list[_Alone] = []
         for n, c in enumerate([*self._first, *self._others]):
             is_first = n < len(self._first)
-            if not is_first and any(t.suffices and t.operations <= _NEGLIGIBLE for t in compiled):
+            if not is_first and any(t.suffices and t.operations <= NEGLIGIBLE for t in compiled):
                 self._alone.setdefault(c.change.action, "not tried: what is listed costs nothing")
                 continue
             cost = self._cost(trials, [c], is_first=is_first)
@@ -235,7 +235,7 @@ class RemedySearch:
         operations = {t.candidate.change.target: t.operations for t in tried}
         for c in sorted(chosen, key=lambda c: -operations.get(c.change.target, 0)):
             fewer = [x for x in chosen if x is not c]
-            is_costly = operations.get(c.change.target, 0) > _NEGLIGIBLE
+            is_costly = operations.get(c.change.target, 0) > NEGLIGIBLE
             if fewer and is_costly and self._fits(self._cost(trials, fewer)):
                 chosen = fewer
         return list(chosen)

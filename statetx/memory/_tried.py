@@ -14,7 +14,7 @@ import jax
 from .. import _jax
 from .._equations.compiled import COMPILER_ERRORS, Cost, Program, full_device_options, is_out_of_memory
 from .._equations.inline import hoist
-from .._equations.primitives import REMAT
+from .._equations.primitives import REMAT, count
 from .._equations.structure import Body
 from .._errors import StatetxError
 from .._jax import Jaxpr, Literal
@@ -66,7 +66,7 @@ class Trials:
         share: float = 1.0,
         constant_bytes: int = 0,
     ):
-        self._call, self._retraces = call, False
+        self._call, self._gradient, self._retraces = call, gradient, False
         self._outlines: dict[tuple[Any, ...], Outline] = {}  # by the types of the inputs
         self._arrays = ArrayProgram(call, gradient, evaluate=self._evaluated)
         self._constant_bytes = constant_bytes
@@ -98,7 +98,9 @@ class Trials:
     @functools.cached_property
     def flops(self) -> int:
         """The operations of the unchanged program."""
-        return self._program(()).flops
+        if self._gradient:
+            return self._program(()).flops
+        return count(_jax.without_dead_code(self._call.body.jaxpr))
 
     def added_operations(self, cost: Cost) -> float:
         """The operations that a changed program has more, relative to the unchanged one."""
@@ -134,10 +136,13 @@ class Trials:
         """The call, with what it differentiates as the rewriter of this block makes it."""
         if self._retraces:
             return self._call.retraced(arrays)
+        return self._outline(arrays)(arrays)
+
+    def _outline(self, arrays: Sequence[Any]) -> Outline:
         types = tuple(_jax.abstract(x) for x in arrays)
         if types not in self._outlines:
             self._outlines[types] = Outline(self._call, types, keeps_order=self._keeps_order)
-        return self._outlines[types](arrays)
+        return self._outlines[types]
 
     def _program(self, edits: Sequence[Edit]) -> Program:
         if not self._retraces:
@@ -189,12 +194,24 @@ class Trials:
         ]  # fmt: skip
         try:
             with rewritten_by(rewriter):
-                jax.make_jaxpr(lambda *xs: self._arrays.run(*xs))(*of_part)
+                self._rewrite(rewriter, of_part)
+        except UnresolvedError:
+            raise
         except Exception as e:  # the user's function may need its own size, and says so in any way
             raise NotTried(f"with a part of the batch the step raises {_first_line(e)}") from e
         if not rewriter.gradients:
             raise NotTried("nothing is differentiated")
         return _EditedInParts(rewriter, edit)
+
+
+    def _rewrite(self, rewriter: Rewriter, of_part: Sequence[Any]) -> None:
+        """Let a rewriter see what the step differentiates with arrays of these types."""
+        if self._gradient or self._retraces:
+            jax.make_jaxpr(lambda *xs: self._arrays.run(*xs))(*of_part)
+        else:
+            by_input = dict(zip(map(id, self._arrays.inputs), of_part, strict=True))
+            in_order = [by_input[id(i)] for i in self._call.inputs]
+            self._outline(in_order).rewrite(rewriter)
 
 
 def captured(run: Callable, arrays: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:

@@ -22,7 +22,7 @@ from ..transforms.functionalize import functionalize
 from ._deadline import Deadline
 from ._estimate import estimate
 from ._logits import num_words
-from ._search import Remedy, RemedySearch, Unused
+from ._search import NEGLIGIBLE, Remedy, RemedySearch, Unused
 from ._show import PeakRow, rows_at_peak
 from ._tried import Trials, bytes_on_device
 from .measure import MemoryProfile, profiled
@@ -338,7 +338,8 @@ def _explained(
     stats = current.memory_stats() if limit_bytes is None else None
     if stats and "bytes_limit" in stats:
         limit_bytes, source = stats["bytes_limit"], "the device"
-        other_bytes = max(0, stats.get("bytes_in_use", 0) - _bytes_of_inputs(step, args, kwargs))
+        in_use = stats.get("bytes_in_use", 0)  # none of a target
+        other_bytes = max(0, in_use - _bytes_of_inputs(step, args, kwargs)) if in_use else 0
     elif limit_bytes is None:
         limit_bytes = _first_size(_CAPACITIES, text)
         source = "the error" if limit_bytes else ""
@@ -360,6 +361,8 @@ def _explained(
     if trials is None:
         return report
     report = dataclasses.replace(report, unused=search.unused)
+    if report.remedies and report.remedies[-1].fits and not (report.remedies[-1].added_operations or 0) > NEGLIGIBLE:
+        return report  # no plan costs less
     seconds = None if deadline.limit == float("inf") else _seconds_for_plan(deadline, deadline.seconds - before)
     if gradient is False or (seconds is not None and seconds < _LEAST_FOR_PLAN):
         return report
