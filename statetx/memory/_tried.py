@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _jax
-from .._equations.compiled import COMPILER_ERRORS, Cost, Program, full_device_options, is_out_of_memory
+from .._equations.compiled import (
+    COMPILER_ERRORS,
+    Cost,
+    Program,
+    full_device_options,
+    is_out_of_memory,
+    one_thread_options,
+)
 from .._equations.inline import hoist
 from .._equations.primitives import REMAT, count
 from .._equations.structure import Body
@@ -72,6 +81,13 @@ class Trials:
         self._constant_bytes = constant_bytes
         self._deadline, self._share = deadline, share
         self._costs: dict[frozenset[Edit], Cost | NotTried] = {}
+        self._captured: list[Any] = []  # the arrays that the step closes over, once they are arguments
+
+    def compile_first(self, changes: Iterable[Sequence[Edit]]) -> None:
+        """Compile programs side by side, even if the time is over. One is traced while others are compiled."""
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            futures = {frozenset(edits): pool.submit(self._compiled, edits, self._traced(edits)) for edits in changes}
+        self._costs |= {key: future.result() for key, future in futures.items()}
 
     def cost(self, *edits: Edit, is_first: bool = False) -> Cost | None:
         """Cost of the program with these edits; None if they cannot be tried, for the reason that `why_not` tells.
@@ -84,10 +100,7 @@ class Trials:
             if not (is_first or self._deadline.has_time(self._share)):
                 return None
             with self._deadline.compiling():
-                try:
-                    self._costs[key] = self._compiled(edits)
-                except NotTried as e:
-                    self._costs[key] = NotTried(str(e))  # without the frames of the compilation
+                self._costs[key] = self._compiled(edits, self._traced(edits))
         cost = self._costs[key]
         return None if isinstance(cost, NotTried) else cost
 
@@ -106,16 +119,23 @@ class Trials:
         """The operations that a changed program has more, relative to the unchanged one."""
         return cost.flops / max(self.flops, 1) - 1
 
-    def _compiled(self, edits: Sequence[Edit]) -> Cost:
+    def _traced(self, edits: Sequence[Edit]) -> Program | NotTried:
         try:
-            program = self._program(edits)
+            return self._program(edits)
+        except NotTried as e:
+            return NotTried(str(e))  # without the frames of the trace
         # A loop, or a derivative rule of the user's, may not allow the change.
         except (StatetxError, TypeError, ValueError, NotImplementedError) as e:
-            raise NotTried(_first_line(e)) from e
+            return NotTried(_first_line(e))
+
+    def _compiled(self, edits: Sequence[Edit], program: Program | NotTried) -> Cost | NotTried:
+        if isinstance(program, NotTried):
+            return program
         try:
-            cost = program.cost
+            with self._deadline.compiling():
+                cost = program.cost
         except COMPILER_ERRORS as e:
-            raise NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e)) from e
+            return NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e))
         if AsArguments() not in edits:
             return cost
         spared = self._spared_constants(program) + bytes_on_device(self._captured)
@@ -127,10 +147,6 @@ class Trials:
         if assigned is None:
             return min(self._constant_bytes, sum(map(num_bytes, self._captured)))
         return self._constant_bytes - sum(a.num_bytes for a in assigned.allocations if a.is_constant)
-
-    @functools.cached_property
-    def _captured(self) -> list[Any]:
-        return captured(self._arrays.run, self._arrays.arrays)[1]
 
     def _evaluated(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The call, with what it differentiates as the rewriter of this block makes it."""
@@ -170,12 +186,14 @@ class Trials:
         if AsArguments() in edits:
             with rewritten_by(rewriter):
                 jaxpr, constants = captured(run, args)
+            self._captured = constants
             if not constants:
                 raise NotTried("the step closes over no array")
             donated, args = {i + len(constants) for i in donated}, [*map(_jax.abstract, constants), *args]
             run = lambda *xs: _jax.evaluate(jaxpr, (), xs)
         with rewritten_by(rewriter):
-            program = Program(run, args, full_device_options(), sorted(donated), estimates=True)
+            options = full_device_options() | one_thread_options()
+            program = Program(run, args, options, sorted(donated), estimates=True)
         if InOrder() in edits:
             program = program.in_order() or program
         if ReleaseGradients() in edits:
