@@ -198,6 +198,17 @@ def test_each_kind_of_change_is_compiled_before_the_time_is_over():
     assert "[1] " in text and "(not compiled)" in text and " less" not in text and "It fits then" not in text
 
 
+def test_changes_that_were_compiled_before_are_read_from_the_disk(monkeypatch, tmp_path):
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: layer_of_two(w, layer_of_two(w, x)[1])[1].sum())(w)
+
+    monkeypatch.setenv("STATETX_CACHE", str(tmp_path))
+    arrays = jnp.eye(32), jax.ShapeDtypeStruct((256, 32), jnp.float32)
+    first, again = (explain_oom(step, *arrays, limit="64KiB") for _ in range(2))
+    assert again.num_compiled == 1 < first.num_compiled
+    assert again.tried == first.tried and again.remedies == first.remedies
+
+
 @pytest.mark.slow
 def test_savings_add_up_and_changes_free_different_buffers():
     def hidden(block, x):

@@ -32,6 +32,7 @@ from .._remat.override import rewritten_by
 from .._remat.parse import as_policy
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
+from ..planner import _store
 from ..planner._program.flat import Flat, Interval, Part, flatten
 from ..planner._program.values import INPUT
 from ..planner._treatments import UNPLANNED, as_planned, rewrite
@@ -54,6 +55,13 @@ class NotTried(Exception):
 
 def _first_line(e: Exception) -> str:
     return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:_MOST_CHARACTERS]}"
+
+
+class _TracedTrial(NamedTuple):
+    """A program to compile, and the function that tells its cost."""
+
+    program: Program
+    cost: Callable[[], Cost]
 
 
 class Trials:
@@ -119,26 +127,27 @@ class Trials:
         """The operations that a changed program has more, relative to the unchanged one."""
         return cost.flops / max(self.flops, 1) - 1
 
-    def _traced(self, edits: Sequence[Edit]) -> Program | NotTried:
+    def _traced(self, edits: Sequence[Edit]) -> _TracedTrial | NotTried:
         try:
-            return self._program(edits)
+            program = self._program(edits)
+            return _TracedTrial(program, _store.cost(program))
         except NotTried as e:
             return NotTried(str(e))  # without the frames of the trace
         # A loop, or a derivative rule of the user's, may not allow the change.
         except (StatetxError, TypeError, ValueError, NotImplementedError) as e:
             return NotTried(_first_line(e))
 
-    def _compiled(self, edits: Sequence[Edit], program: Program | NotTried) -> Cost | NotTried:
-        if isinstance(program, NotTried):
-            return program
+    def _compiled(self, edits: Sequence[Edit], trial: _TracedTrial | NotTried) -> Cost | NotTried:
+        if isinstance(trial, NotTried):
+            return trial
         try:
             with self._deadline.compiling():
-                cost = program.cost
+                cost = trial.cost()
         except COMPILER_ERRORS as e:
             return NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e))
         if AsArguments() not in edits:
             return cost
-        spared = self._spared_constants(program) + bytes_on_device(self._captured)
+        spared = self._spared_constants(trial.program) + bytes_on_device(self._captured)
         return dataclasses.replace(cost, argument_bytes=cost.argument_bytes - spared)
 
     def _spared_constants(self, program: Program) -> int:

@@ -34,8 +34,12 @@ _predicted = whole(-(2**63))  # by the model, whose corrections may go below zer
 _Predicted = Annotated[int, _predicted]
 _Texts = Annotated[tuple[str, ...], many(text)]
 
-PEAK: Check = record({"version": one_of(VERSION), "peak_bytes": _size})
-"""The bytes of a compiled program."""
+COST: Check = record(
+    {"version": one_of(VERSION)}
+    | {name: _size for name in ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes")}
+    | {name: optional(real(0)) for name in ("compiled_flops", "seconds")}
+)
+"""The cost of a compiled program, but for the operations of its equations."""
 
 
 # -- the rows and lines that print it ----------------------------------------------------------------------------------

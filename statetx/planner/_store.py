@@ -8,6 +8,7 @@ or false switch the store off.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gzip
 import hashlib
@@ -26,10 +27,10 @@ import jax
 
 from .. import _files, _jax, _records
 from .._environment import switch
-from .._equations.compiled import Program
+from .._equations.compiled import Cost, Program
 from .._records import Check
 from .._targets import current
-from ._record import PEAK, VERSION
+from ._record import COST, VERSION
 
 _MAX_BYTES = 64 * 2**20  # of all stored plans together
 _MAX_ENTRY = 32 * 2**20  # of one of them, not compressed
@@ -127,17 +128,26 @@ def _remove_oldest(plans: pathlib.Path) -> None:
         excess -= size
 
 
-def peak_bytes(program: Program) -> int:
-    """Arguments, outputs and temporaries of a program. It is compiled only if its bytes are not stored.
+def cost(program: Program) -> Callable[[], Cost]:
+    """A function for the cost of a program, which compiles it only if it is not stored. Any thread may call it.
 
-    Their key is the compiler's input, the program's text and the options, so that another program's bytes cannot be
-    taken for them.
+    The key is the compiler's input, the program's text and the options, so that another program's cost cannot be
+    taken for it.
     """
     lowered = program.lowered
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()  # long, if arrays are constants of the program
     key = key_of(program.compiler_options, *_jax.compile_settings(lowered), text)
-    measured = lambda: {"version": VERSION, "peak_bytes": program.cost.peak_bytes}
-    return remembered(key, PEAK, measured)["peak_bytes"]
+
+    def measured() -> dict[str, Any]:
+        fields = {"version": VERSION, **dataclasses.asdict(program.cost)}
+        del fields["flops"]
+        return fields
+
+    def read() -> Cost:
+        fields = remembered(key, COST, measured)
+        return Cost(program.flops, **{name: x for name, x in fields.items() if name != "version"})
+
+    return read
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

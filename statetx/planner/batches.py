@@ -339,7 +339,7 @@ def _peak_bytes(transform: str, fun: Callable, program: Program, budget: int, of
             f"Fix: allow more than that, or make them smaller (bfloat16, more devices).",
             smallest_bytes=least,
         )
-    return _store.peak_bytes(program)
+    return _store.cost(program)().peak_bytes
 
 
 def _type(x: Any) -> jax.ShapeDtypeStruct:
