@@ -230,7 +230,6 @@ class Trials:
             raise NotTried("nothing is differentiated")
         return _EditedInParts(rewriter, edit)
 
-
     def _rewrite(self, rewriter: Rewriter, of_part: Sequence[Any]) -> None:
         """Let a rewriter see what the step differentiates with arrays of these types."""
         if self._gradient or self._retraces:

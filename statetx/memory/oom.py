@@ -261,7 +261,8 @@ def explain_oom(
     told: the program with it is compiled, alone and together with others, until it fits. First come changes that cost
     no operations, such as donation, then rematerialization of the function that holds most, the same with a policy, and
     parts of the batch. The bytes of a change are what it adds to those before it. Changes that cannot be tried, or not
-    within the time limit, are named without bytes.
+    within the time limit, are named without bytes. A plan is made unless the changes add no operations. Programs are
+    kept on the disk, as plans are: a second call compiles the step alone.
 
     Args:
         step: the function that failed, or would: a training step, which differentiates inside, or a loss.
