@@ -178,7 +178,7 @@ def _call(call: _OutlinedCall, operands: list[Any], rewriter: Rewriter | None) -
     return outs, derivative
 
 
-def _edited(gradient: _Gradient, rewriter: Rewriter | None) -> Callable:
+def _edited(gradient: _DifferentiatedCall, rewriter: Rewriter | None) -> Callable:
     """A function that is differentiated, as a rewriter makes it."""
     body = gradient.body
     if _has_deferred(body.jaxpr):
