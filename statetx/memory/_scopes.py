@@ -37,16 +37,16 @@ _context: Any = jax.make_user_context(None)
 
 
 class _Called(NamedTuple):
-    """What the first call of a function of the user tells.
+    """What the first call of a function of the user tells, in each trace.
 
     Attributes:
         num_arrays: how many arrays it takes as arguments.
-        returned: the types of the arguments that it returns as they are.
+        returned: how often a type is that of an argument which it returns as it is.
     """
 
     code: CodeType
     num_arrays: int
-    returned: list[Any]
+    returned: Counter[Any]
 
 
 @contextlib.contextmanager
@@ -57,15 +57,19 @@ def numbered_calls() -> Iterator[None]:
         return
     opened: list[tuple[FrameType, Any]] = []
     arguments: dict[FrameType, list[Any]] = {}  # of the first call of a function
+    noted: set[int] = set()  # ids of code objects: the hash of one would go through all its constants
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             if _is_users(frame.f_code.co_filename, frame.f_code.co_flags):
                 name = _name_in_frames(frame.f_code)
                 _definitions[name, frame.f_code.co_filename] = frame.f_code.co_firstlineno
-                if name not in _called or _called[name].code is not frame.f_code:
+                if id(frame.f_code) not in noted:
+                    noted.add(id(frame.f_code))
                     arguments[frame] = found = _arrays_in_arguments(frame)
-                    _called[name] = _Called(frame.f_code, len(found), [])
+                    before = _called.get(name)
+                    returned = before.returned if before and before.code is frame.f_code else Counter()
+                    _called[name] = _Called(frame.f_code, len(found), returned)
                 scope = jax.named_scope(f"{name}~{next(_numbers)}")
                 scope.__enter__()
                 opened.append((frame, scope))
@@ -73,8 +77,9 @@ def numbered_calls() -> Iterator[None]:
             opened.pop()[1].__exit__(None, None, None)
             if frame in arguments:
                 known = [id(x) for x in arguments.pop(frame)]
-                returned = _called[_name_in_frames(frame.f_code)].returned
-                returned += [jax.typeof(x) for x in _arrays_of(arg) if id(x) in known]
+                name = _name_in_frames(frame.f_code)
+                returned = Counter(jax.typeof(x) for x in _arrays_of(arg) if id(x) in known)
+                _called[name] = _called[name]._replace(returned=_called[name].returned | returned)
 
     # No structure has the numbers of another: an entry of the table would never be found again.
     with _context("numbered"), table.bypassed():
@@ -102,8 +107,8 @@ def takes_as_arguments(function: str, num: int) -> bool:
 
 
 def returned_arguments(function: str) -> list[Any]:
-    """The types of the arguments that a function of the user returns as they are."""
-    return _called[function].returned if function in _called else []
+    """The types of the arguments that a function of the user returns as they are; of traces for other types, too."""
+    return [*_called[function].returned.elements()] if function in _called else []
 
 
 def _name_in_frames(code: CodeType) -> str:
