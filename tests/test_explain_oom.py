@@ -533,3 +533,17 @@ def test_logits_at_the_peak_lead_to_chunked():
     hidden_layer = explain_oom(Model().loss, X, limit="1MiB", time_limit=0)
     assert hidden_layer.num_words == 0 and "chunked" not in str(hidden_layer)
     assert "chunked" not in str(explain_oom(vocabulary_loss, *args, labels, limit="1GiB", time_limit=0))
+
+
+@pytest.mark.parametrize("layer", ["attention", "few features"])
+def test_scores_of_attention_and_wide_first_layers_are_no_logits(layer):
+    def attention(w, x):  # each of 512 steps has a score for each other, of 8 features
+        return jax.nn.softmax(x @ w @ x.mT) @ x
+
+    def few_features(w, x):
+        return jnp.tanh(jnp.sin(x[..., :4] @ w) + 1)
+
+    fun, width = (attention, 8) if layer == "attention" else (few_features, 512)
+    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8 if width == 8 else 4, width), (2, 512, 8))]
+    report = explain_oom(lambda w, x: fun(w, x).sum(), *arrays, limit="64KiB", time_limit=0)
+    assert report.short_bytes and report.num_words == 0

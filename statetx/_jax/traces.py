@@ -65,10 +65,12 @@ def traceback_site(traceback: Any, folders: tuple[str, ...]) -> str:
     return f"{file}:{line}" if file else UNKNOWN_SITE
 
 
-def traceback_frame(traceback: Any, folders: tuple[str, ...]) -> tuple[str, int, str] | None:
-    """File, line and function of the innermost frame of a JAX traceback outside of these folders."""
+def traceback_frame(
+    traceback: Any, folders: tuple[str, ...], unless: Callable[[str], bool] = lambda file: False
+) -> tuple[str, int, str] | None:
+    """File, line and function of the innermost frame of a JAX traceback outside of these folders and such files."""
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(folders):
+        if not (frame.file_name.startswith(folders) or unless(frame.file_name)):
             return frame.file_name, frame.line_num, frame.function_name
     return None
 

@@ -36,6 +36,7 @@ _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
 _MUCH = 0.15  # of the peak, that a function has which is tried though it is predicted to save nothing
 _MOST_TRIED = 4  # of such functions
 _NUM_PARTS = 8  # of a value that is computed in parts
+_LEAST_EXAMPLES = 4  # that a batch has
 _POLICY = "dots_without_batch_dims"  # for a rematerialized function
 
 
@@ -99,11 +100,11 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
         unadvised = [c for c in unadvised if c.edit not in edits]
         unadvised = sorted((c for c in unadvised if held(c) >= _MUCH * profile.peak_bytes), key=held, reverse=True)
         unpredicted = [c._replace(change=c.change._replace(saved_bytes=0)) for c in unadvised[:_MOST_TRIED]]
-        return [*advised, *unpredicted, *_policies(advised), *in_parts(profile, _NUM_PARTS)]
+        return [*advised, *unpredicted, *_policies(advised), *in_parts(profile)]
     # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where
     # no other change does a quarter of it.
     most = max((c.change.saved_bytes for c in advised), default=0)
-    return advised + [c for c in in_parts(profile, _NUM_PARTS) if c.change.saved_bytes >= max(4 * most, least)]
+    return advised + [c for c in in_parts(profile) if c.change.saved_bytes >= max(4 * most, least)]
 
 
 # -- arguments and constants -----------------------------------------------------------------------------------------
@@ -460,9 +461,12 @@ def _rows(profile: Timeline) -> Iterable[ChangeCandidate]:
         yield ChangeCandidate(change, frozenset(alike), Predicted("only you know whether its rows are independent"))
 
 
-def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
+def in_parts(profile: Timeline, num: int | None = None) -> Iterable[ChangeCandidate]:
     """Split the batch of a gradient into parts: of temporaries with an axis of examples, one part's are alive at a
     time.
+
+    Args:
+        num: the least number of parts; by default eight, or as many as there are examples.
     """
     if not any(step.phase == "backward" for step in profile.steps):
         return
@@ -482,7 +486,8 @@ def in_parts(profile: Timeline, num: int) -> Iterable[ChangeCandidate]:
     buffers = scaling(size) if size else []
     if not buffers:
         return
-    num = next((n for n in range(num, size + 1) if size % n == 0), 0)
+    least = min(_NUM_PARTS, size) if num is None else num
+    num = next((n for n in range(least, size + 1) if size % n == 0), 0)
     if not num:
         return
     gaps = [Gap(b.start, b.end, b.num_bytes - b.num_bytes // num) for b in buffers]
@@ -512,7 +517,9 @@ def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
     leading: dict[int, list[str]] = defaultdict(list)
     for b in profile.buffers:
         size = next(iter(shape_of(b.type)), 0)
-        if b.kind == "argument" and b.type not in updated and size >= _NUM_PARTS and size not in loops:
+        is_key = b.type.startswith("u32") and len(shape_of(b.type)) == 1  # of random numbers, perhaps
+        is_batch = size >= _LEAST_EXAMPLES and size not in loops and not is_key
+        if b.kind == "argument" and b.type not in updated and is_batch:
             name = argument_of(b.owner)
             leading[size] += [name] if name not in leading[size] else []
     return leading

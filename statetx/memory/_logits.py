@@ -1,4 +1,4 @@
-"""Logits at the peak: results of a product that is far wider than what goes into it."""
+"""Logits at the peak: results of a product that is far wider than what goes into it, of which a maximum is taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def num_words(body: Jaxpr, profile: AdvisedTimeline) -> tuple[int, int]:
     """The size of the vocabulary whose logits take a fifth of the peak or more, and the bytes that they take there;
     zeros if there is none.
     """
-    widths = {words: width for words, width in _wide_products(body)}
+    eqns = [*_equations(body)]
+    maxima = {size for eqn in eqns for size in _maxima(eqn)}
+    widths = {words: width for eqn in eqns for words, width in _wide_product(eqn) if words in maxima}
     sizes = dict.fromkeys(widths, 0)
     for group in profile.at_peak:
         if group.kind not in ("residual", "recomputed", "working memory"):
@@ -34,14 +36,26 @@ def num_words(body: Jaxpr, profile: AdvisedTimeline) -> tuple[int, int]:
     return (words, sizes[words]) if words and sizes[words] >= _LEAST_SHARE * profile.peak_bytes else (0, 0)
 
 
-def _wide_products(body: Jaxpr) -> Iterator[tuple[int, int]]:
-    """The width of a result, and the width of what goes into the product."""
-    eqns: list[Any] = body.eqns
-    for eqn in eqns:
-        if eqn.primitive.name == "dot_general" and (shape := eqn.outvars[0].aval.shape):
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            width = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-            if shape[-1] >= _WIDER * width:
-                yield shape[-1], width
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations of a jaxpr at any depth."""
+    for eqn in jaxpr.eqns:
+        yield eqn
         for inner in inner_jaxprs(eqn):
-            yield from _wide_products(inner)
+            yield from _equations(inner)
+
+
+def _maxima(eqn: Any) -> Iterator[int]:
+    """The sizes of the axes that it takes a maximum over, as a softmax does."""
+    if eqn.primitive.name == "reduce_max":
+        yield from (eqn.invars[0].aval.shape[axis] for axis in eqn.params["axes"])
+
+
+def _wide_product(eqn: Any) -> Iterator[tuple[int, int]]:
+    """The width of its result, and the width of what goes into it, if that is a wide product; not one for each example,
+    as in attention.
+    """
+    if eqn.primitive.name == "dot_general" and (shape := eqn.outvars[0].aval.shape):
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        width = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        if not batch and shape[-1] >= _WIDER * width:
+            yield shape[-1], width

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, get_args
 
 from .._jax import PRIMITIVES, CompiledProgram, Instruction, StackFrame, product_of
+from ..residuals._trace import INSTALLED, is_library
 from ._lifetimes import FORWARDS, FlatSchedule
 from .buffer import Loop, Phase
 
@@ -376,10 +377,6 @@ def _unwrapped(part: str) -> str:
     return "" if _ADDED.fullmatch(part) or part.startswith("jit(") else part
 
 
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_LIBRARIES = (*_INSTALLED, f"{os.sep}lib{os.sep}python3")
-
-
 def innermost(frames: Sequence[StackFrame]) -> tuple[str, str]:
     """The innermost function of the user, not of an installed library, and its line:
     ``("Block.__call__", "/home/ann/model.py:12")``.
@@ -389,14 +386,9 @@ def innermost(frames: Sequence[StackFrame]) -> tuple[str, str]:
     return "", ""
 
 
-@functools.lru_cache(maxsize=1000)
-def is_library(file: str) -> bool:
-    return any(part in file for part in _LIBRARIES) or file.startswith("<frozen")
-
-
 def _library(frames: Sequence[StackFrame]) -> str:
     """The installed library that the first frame is in, as in ``"flax"``; empty if it is the user's."""
-    for folder in _INSTALLED:
+    for folder in INSTALLED:
         if frames and folder in frames[0].file:
             return frames[0].file.rpartition(folder)[2].partition(os.sep)[0].removesuffix(".py")
     return ""

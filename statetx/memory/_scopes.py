@@ -22,7 +22,8 @@ import jax
 
 from .. import _states
 from .._equations.structure import table
-from ._names import AGAIN, PRODUCTS, is_library
+from ..residuals._trace import is_library
+from ._names import AGAIN, PRODUCTS
 from .buffer import Step, Timeline
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -138,15 +138,13 @@ class RemedySearch:
         return cost.peak_bytes + self._profile.constant_bytes
 
     def _cost(self, trials: Trials, chosen: Sequence[ChangeCandidate], *, is_first: bool = False) -> Cost | None:
-        return trials.cost(*self._told(chosen), is_first=is_first)
-
-    def _told(self, chosen: Sequence[ChangeCandidate]) -> list[Edit]:
         self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.target}" for c in chosen))
-        return _edits_of(chosen)
+        return trials.cost(*_edits_of(chosen), is_first=is_first)
 
     def _try_alone(self, trials: Trials) -> list[_Alone]:
         compiled: list[_Alone] = []
-        trials.compile_first(self._told([c]) for c in self._first)
+        self._tell(", ".join(TOOLS[c.change.action][0] for c in self._first))
+        trials.compile_first([_edits_of([c]) for c in self._first])
         for n, c in enumerate([*self._first, *self._others]):
             is_first = n < len(self._first)
             if not is_first and any(t.suffices and t.operations <= NEGLIGIBLE for t in compiled):

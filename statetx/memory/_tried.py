@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -91,11 +91,11 @@ class Trials:
         self._costs: dict[frozenset[Edit], Cost | NotTried] = {}
         self._captured: list[Any] = []  # the arrays that the step closes over, once they are arguments
 
-    def compile_first(self, changes: Iterable[Sequence[Edit]]) -> None:
+    def compile_first(self, changes: Sequence[Sequence[Edit]]) -> None:
         """Compile programs side by side, even if the time is over. One is traced while others are compiled."""
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        with self._deadline.compiling(len(changes)), concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             futures = {frozenset(edits): pool.submit(self._compiled, edits, self._traced(edits)) for edits in changes}
-        self._costs |= {key: future.result() for key, future in futures.items()}
+            self._costs |= {key: future.result() for key, future in futures.items()}
 
     def cost(self, *edits: Edit, is_first: bool = False) -> Cost | None:
         """Cost of the program with these edits; None if they cannot be tried, for the reason that `why_not` tells.
@@ -141,8 +141,7 @@ class Trials:
         if isinstance(trial, NotTried):
             return trial
         try:
-            with self._deadline.compiling():
-                cost = trial.cost()
+            cost = trial.cost()
         except COMPILER_ERRORS as e:
             return NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e))
         if AsArguments() not in edits:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 import re
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -466,7 +465,15 @@ def regions_of(eqn: Any) -> list[int]:
     return [int(n) for n in re.findall(_TAG + r"(\d+)", _jax.scope(eqn))]
 
 
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")})
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""Parts of the paths of installed packages, of this environment or another one."""
+_LIBRARIES = (*INSTALLED, f"{os.sep}lib{os.sep}python3")
+
+
+@functools.lru_cache(maxsize=1000)
+def is_library(file: str) -> bool:
+    """Whether a file belongs to an installed package or to Python."""
+    return any(part in file for part in _LIBRARIES) or file.startswith("<frozen")
 
 
 def user_line(eqn: Any) -> tuple[str, int, str]:
@@ -475,6 +482,6 @@ def user_line(eqn: Any) -> tuple[str, int, str]:
     If all frames are in installed packages: of the innermost one outside JAX, statetx and the libraries of states.
     """
     traceback, folders = eqn.source_info.traceback, _states.library_folders()
-    frame = _jax.traceback_frame(traceback, folders + _INSTALLED) or _jax.traceback_frame(traceback, folders)
+    frame = _jax.traceback_frame(traceback, folders, is_library) or _jax.traceback_frame(traceback, folders)
     file, line, function = frame or ("", 0, "")
     return file, line, short_name(function)
