@@ -11,7 +11,8 @@ import pytest
 import statetx
 from statetx import policies
 from statetx.memory import oom
-from statetx.memory._advice import candidates, in_parts
+from statetx.memory._advice import candidates
+from statetx.memory._advice_parts import in_parts
 from statetx.memory._deadline import Deadline
 from statetx.memory._edits import AsArguments, Checkpoint, Rematerialize, SaveLess
 from statetx.memory._tried import Trials

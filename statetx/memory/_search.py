@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from .._equations.compiled import Cost
 from .._text import format_bytes
-from ._advice import candidates, in_parts
+from ._advice import candidates
+from ._advice_parts import in_parts
 from ._edits import ChangeCandidate, Edit
 from ._tried import Trials
 from .buffer import Buffer, Change

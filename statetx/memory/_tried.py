@@ -40,7 +40,7 @@ from ..planner._treatments.treatment import Decision
 from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
-from ._advice import argument_of
+from ._advice_inputs import argument_of
 from ._deadline import Deadline
 from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients, Rematerialize
 from ._outline import Outline, UnresolvedError
