@@ -49,9 +49,10 @@ import statetx
 from statetx._targets import current, plugins
 from statetx.planner import Planner
 from statetx.planner._program.values import InFormat
-from statetx.planner._treatments import PLAIN, TREATMENTS
+from statetx.planner._treatments import TREATMENTS
+from statetx.planner._treatments.copies import Copies
 from statetx.planner._treatments.groups import Groups, InGroups
-from statetx.planner._treatments.inputs import Copies
+from statetx.planner._treatments.inner_gradients import PLAIN
 from statetx.planner._treatments.loops import CheckpointedLoop
 
 DEVICES = ("h100", "tpu v5e", "cpu")

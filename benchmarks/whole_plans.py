@@ -51,7 +51,7 @@ from statetx._equations.inline import inline
 from statetx._equations.primitives import JIT, REMAT
 from statetx._jax import Var
 from statetx.planner import Planner
-from statetx.planner._treatments import PLAIN
+from statetx.planner._treatments.inner_gradients import PLAIN
 
 MIB = 2.0**20
 STOCK = ("nothing", "dots", "dots_without_batch_dims")

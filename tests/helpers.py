@@ -16,9 +16,9 @@ from statetx import _frames
 from statetx._jax import check_edits as check_edits
 from statetx._lift.outcome import Outcome
 from statetx._remat.stored import StoredType
-from statetx.planner._treatments import PLAIN as PLAIN
-from statetx.planner._treatments import VARIANTS as VARIANTS
-from statetx.planner._treatments import InnerGradients
+from statetx.planner._treatments.inner_gradients import PLAIN as PLAIN
+from statetx.planner._treatments.inner_gradients import VARIANTS as VARIANTS
+from statetx.planner._treatments.inner_gradients import InnerGradients
 
 REMAT3 = getattr(jax.config, "jax_remat3", False)  # not every JAX has it
 ENABLE_CHECKS = jax.config.jax_enable_checks
@@ -205,7 +205,7 @@ def decided(saved=None, *, loop=None, fenced=False, carries=(), stored=(), input
     stored types.
     """
     from statetx.planner._program.values import INPUT, KEEP, InFormat
-    from statetx.planner._treatments.inputs import Copies
+    from statetx.planner._treatments.copies import Copies
     from statetx.planner._treatments.loops import CheckpointedLoop
     from statetx.planner._treatments.treatment import Decision
 

@@ -471,6 +471,7 @@ def test_residual_keys_leave_the_branch():
 
 
 def test_folder_whose_name_begins_like_a_librarys_is_the_users():
+    import brainstate  # noqa: F401  # a library has a folder once it is imported
     from jax._src import source_info_util
 
     for library in ("statetx", "jax", "brainstate"):

@@ -18,7 +18,7 @@ from statetx.planner import Plan, Planner
 from statetx.planner._program.values import InFormat, labels_of, values_of
 from statetx.planner._treatments import rewrite
 from statetx.planner._treatments.graph import Graph
-from statetx.planner._treatments.inputs import holding
+from statetx.planner._treatments.stored_inputs import holding
 
 LAYERS, TIME, DIM = 3, 64, 32
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, TIME, DIM)), jnp.float32)

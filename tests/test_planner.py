@@ -36,7 +36,7 @@ from statetx.planner import Planner
 from statetx.planner._budget import TimeLeft, read_amount
 from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _flat
-from statetx.planner._program.flat import fingerprint
+from statetx.planner._program.fingerprint import fingerprint
 from statetx.planner._program.fusions import between_fusions
 from statetx.planner._program.values import KEEP, ON_HOST
 from statetx.planner._search import candidates as _candidates

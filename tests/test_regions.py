@@ -22,7 +22,7 @@ from statetx.planner._program import cuts as _cuts
 from statetx.planner._search.capture import Recorded
 from statetx.planner._search.lattice import Lattice
 from statetx.planner._treatments import TREATMENTS, rewrite
-from statetx.planner._treatments.inputs import Derived
+from statetx.planner._treatments.copies import Derived
 from statetx.planner._treatments.treatment import Settings
 
 X = jnp.ones((256, 64))

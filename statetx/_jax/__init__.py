@@ -10,15 +10,19 @@ from .buffers import *
 from .editing import *
 from .equations import *
 from .estimates import *
+from .evaluation import *
 from .host_calls import *
 from .jitted import *
 from .loops import *
+from .lowering import *
 from .marks import *
 from .meshes import *
 from .primitives import *
 from .refs import *
 from .remat import *
 from .rules import *
+from .staging import *
+from .tangents import *
 from .traces import *
 from .traces import _context as _context
 from .versions import *

@@ -17,8 +17,9 @@ from jax._src import mesh as _mesh
 from jax._src.lax.control_flow import loops as _loops
 
 from .._targets import current
-from .editing import bind_equation, interpret, map_jaxprs
+from .editing import map_jaxprs
 from .equations import ClosedJaxpr, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
+from .evaluation import bind_equation, interpret
 from .traces import _context, eager_trace
 
 

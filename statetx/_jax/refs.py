@@ -15,9 +15,10 @@ from jax._src.state.types import AccumEffect as _AccumEffect
 from jax._src.state.types import WriteEffect as _WriteEffect
 
 from . import patches
-from .editing import map_jaxprs, rebuild, stage
+from .editing import map_jaxprs, rebuild
 from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
 from .rules import _RULES, has_rule, num_unseen
+from .staging import stage
 from .traces import Tracer, is_eager
 
 _InternalRefEffect = _core.InternalMutableArrayEffect

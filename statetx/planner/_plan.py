@@ -20,7 +20,9 @@ from .._typing import public
 from ..transforms.remat import Remat
 from . import _show
 from ._budget import STEP
-from ._program.flat import digest_of, fingerprint, flatten, of_device
+from ._program.devices import of_device
+from ._program.fingerprint import digest_of, fingerprint
+from ._program.flat import flatten
 from ._record import PLAN, VERSION, GradientPlan, PlanData
 from ._treatments import OF_STEPS, as_planned, rewrite
 

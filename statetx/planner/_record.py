@@ -12,14 +12,16 @@ from .._errors import PlanError
 from .._jax import Jaxpr
 from .._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
 from ._budget import STEP, TEMPORARIES
-from ._program.flat import Flat, Part, digest_of
+from ._program.fingerprint import digest_of
+from ._program.flat import Flat, Part
 from ._program.values import KEEP, ON_HOST, InFormat, Way
 from ._search.candidates import Candidate
 from ._search.capture import Recorded
 from ._search.layout import Waits
 from ._search.program import PlannedProgram, ProgramSearch
 from ._search.search import SearchOptions
-from ._treatments import OF_STEPS, VARIANTS, InnerGradients
+from ._treatments import OF_STEPS
+from ._treatments.inner_gradients import VARIANTS, InnerGradients
 from ._treatments.treatment import Decision, Facts
 
 VERSION = 27

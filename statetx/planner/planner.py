@@ -25,7 +25,7 @@ from .._verify.same import same_step
 from . import _store
 from ._budget import STEP, ByteBudget, read_time_limit
 from ._plan import Plan
-from ._program.flat import full_fingerprint
+from ._program.fingerprint import full_fingerprint
 from ._program.values import read_formats
 from ._record import OBJECTIVES, STORED_PLAN, are_decisions_for, fields_of
 from ._search.capture import Captured, variants

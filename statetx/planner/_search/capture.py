@@ -26,8 +26,11 @@ from ..._remat.rewriter import Rewriter, Seen, is_training_step
 from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
 from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
-from .._program.flat import flatten, full_fingerprint, is_on_devices, of_device, rules_of
-from .._treatments import VARIANTS, InnerGradients, as_planned
+from .._program.devices import is_on_devices, of_device
+from .._program.fingerprint import full_fingerprint, rules_of
+from .._program.flat import flatten
+from .._treatments import as_planned
+from .._treatments.inner_gradients import VARIANTS, InnerGradients
 from .._treatments.released import NOTHING_RELEASED, ReleasedGradients
 from .._treatments.treatment import Treatment
 from .._tuned import TUNED
