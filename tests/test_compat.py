@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import private_jax
+import statetx
 from helpers import ENABLE_CHECKS, REMAT3
 from statetx import _jax, _states
 from statetx._jax import buffers, refs
@@ -471,8 +472,10 @@ def test_residual_keys_leave_the_branch():
 
 
 def test_folder_whose_name_begins_like_a_librarys_is_the_users():
-    import brainstate  # noqa: F401  # a library has a folder once it is imported
+    import brainstate
     from jax._src import source_info_util
+
+    statetx.states(brainstate.State(0.0))  # a library has a folder once its states are used
 
     for library in ("statetx", "jax", "brainstate"):
         folder = next(f for f in _states.library_folders() if f.rstrip(os.sep).endswith(os.sep + library))
