@@ -77,6 +77,18 @@ def test_a_strategy_for_a_loop_takes_what_it_takes_by_hand(scan, strategy):
     assert cost.peak_bytes < 0.7 * statetx.measure(step, *RECURRENT, gradient=False).peak_bytes
 
 
+@pytest.mark.parametrize("scan", [jax.lax.scan, statetx.scan])
+def test_the_body_of_a_loop_with_a_policy_takes_what_it_takes_by_hand(scan):
+    step, policy = recurrent(scan), "dots_without_batch_dims"
+    tried = candidates(statetx.memory_profile(step, *RECURRENT), to_try=True)
+    (edit,) = (c.edit for c in tried if c.change.action == "policy")
+    assert edit.policy == policy
+    cost = cost_of(step, RECURRENT, edit)
+    check_as_by_hand(cost, recurrent(statetx.scan, statetx.remat(policy=policy)), RECURRENT)
+    nothing, plain = cost_of(step, RECURRENT, Checkpoint(edit.loop)), cost_of(step, RECURRENT)
+    assert nothing.peak_bytes < cost.peak_bytes < plain.peak_bytes and nothing.flops > cost.flops > plain.flops
+
+
 @pytest.mark.slow
 def test_a_loop_gets_the_number_with_which_it_fits():
     step = recurrent(jax.lax.scan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -46,12 +47,15 @@ def functions(profile: Timeline) -> Iterable[ChangeCandidate]:
 
 
 def policies(advised: Iterable[ChangeCandidate]) -> Iterable[ChangeCandidate]:
-    """Propose a policy for the function whose rematerialization is predicted to save most; how much is not known."""
-    functions = [c for c in advised if isinstance(c.edit, Rematerialize) and "statetx.remat" in c.change.text]
-    for c in sorted(functions, key=lambda c: -c.change.saved_bytes)[:1]:
-        text = c.change.text.replace("@statetx.remat", f"@statetx.remat(policy={_POLICY!r})")
-        change = c.change._replace(action="policy", text=text, saved_bytes=0)
-        yield ChangeCandidate(change, c.buffers, Rematerialize(c.change.target, _POLICY), stronger=lambda c=c: c)
+    """Propose a policy for the function, or the body of a loop, whose rematerialization is predicted to save most; how
+    much is not known.
+    """
+    remats = [c for c in advised if c.change.action == "remat" and "statetx.remat" in c.change.text]
+    for c in sorted(remats, key=lambda c: -c.change.saved_bytes)[:1]:
+        text = c.change.text.replace("statetx.remat", f"statetx.remat(policy={_POLICY!r})")
+        change = c.change._replace(action="policy", text=text.replace("carry only", "carry and these"), saved_bytes=0)
+        edit = dataclasses.replace(c.edit, policy=_POLICY)  # pyright: ignore[reportCallIssue]
+        yield ChangeCandidate(change, c.buffers, edit, stronger=lambda c=c: c)
 
 
 def stacked(profile: Timeline) -> Iterable[ChangeCandidate]:

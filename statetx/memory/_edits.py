@@ -78,10 +78,11 @@ def _inputs_as_bits(part: Part, is_bits: Callable[[Any], bool]) -> Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(Edit):
-    """A strategy for a loop; None for a rematerialized body."""
+    """A strategy for a loop; None for a rematerialized body, which saves nothing, or what a policy saves."""
 
     loop: Loop
     strategy: Strategy | None = None
+    policy: str | None = None
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
         positions = [i for i in program.loops if self._is_at(program.jaxpr.eqns[i])]

@@ -62,7 +62,7 @@ class Unused(NamedTuple):
 
 TOOLS = {
     "remat": ("rematerialization", "no function keeps residuals at the peak beyond its own backward pass"),
-    "policy": ("a policy", "no function outside of loops was found for one"),
+    "policy": ("a policy", "no function was found for one"),
     "slots": ("checkpoint= of a loop", "no loop of known length keeps residuals of its steps"),
     "donate": ("donation", "no output could take the memory of an argument that is not donated yet"),
     "bits": ("bits", "no function takes large arrays that are known to be 0 or 1"),

@@ -42,7 +42,7 @@ from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice_inputs import argument_of
 from ._deadline import Deadline
-from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients, Rematerialize
+from ._edits import AsArguments, Checkpoint, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients, Rematerialize
 from ._outline import Outline, UnresolvedError
 from ._scopes import numbered_calls, returned_arguments, takes_as_arguments
 
@@ -347,18 +347,37 @@ def _changed_part(
         return block, decision
     part = program.part(*span)
     if part.eqn is not None:
-        return part, decision
+        policy = edit.policy if isinstance(edit, Checkpoint) else None
+        return (part, decision) if policy is None else (_LoopWithPolicy(part, policy), UNPLANNED)
     called = _as_called(program, part, span, getattr(edit, "function", ""))
     if decision.inputs:
         numbers = {i: called.invars.index(part.invars[i]) for i in decision.inputs}
         decision = Decision(frozenset(((INPUT, numbers[i]), way) for i, way in decision.inputs.items()))
     if isinstance(edit, Rematerialize) and edit.policy is not None:
-        policy = as_policy(edit.policy)
-        assert not isinstance(policy, Rewriter), "an edit names a stock policy"
-        return _Rematerialized(called, *decide.apply(policy, called.jaxpr, (), ""), is_step), UNPLANNED
+        return _Rematerialized(called, *_with_policy(edit.policy, called.jaxpr), is_step), UNPLANNED
     return (
         (_Rematerialized(called, *decision.marked(called.jaxpr), is_step), UNPLANNED) if is_step else (called, decision)
     )
+
+
+def _with_policy(name: str, jaxpr: Jaxpr) -> tuple[Jaxpr, Any]:
+    policy = as_policy(name)
+    assert not isinstance(policy, Rewriter), "an edit names a stock policy"
+    return decide.apply(policy, jaxpr, (), "")
+
+
+class _LoopWithPolicy(Part):
+    """A scan whose body is rematerialized with a policy."""
+
+    def __init__(self, loop: Part, policy: str):
+        super().__init__(loop.jaxpr, loop.invars, loop.outvars)
+        marked, saved = _with_policy(policy, loop.jaxpr)
+        run = lambda *args: _jax.rematerialize(marked, args, policy=saved, prevent_cse=False)
+        body = jax.make_jaxpr(run)(*(v.aval for v in loop.jaxpr.invars))
+        self._loop = _jax.map_jaxprs(lambda x: _jax.closed_like(x, body.jaxpr), loop.eqn)
+
+    def __call__(self, *args: Any) -> list[Any]:
+        return _jax.bind_equation(self._loop, self._loop.params, args)
 
 
 class _Rematerialized(Part):
