@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ... import _jax
 from ..._jax import Var
 from ..inline import hoist
-from ..primitives import inner_jaxprs, row_of
+from ..primitives import inner_jaxprs, row_of, size
 from .consumers import Consumers, variables_of
 
 ANYWHERE = "anywhere"
@@ -47,7 +47,7 @@ def into_shard_map(call: Any, consumers: Consumers, placements: Mapping[Var, Any
     for v in (*consumers.stacked, *consumers.whole):
         spec = specs.get(v, ())
         if v not in given or _spec(call, call.params["in_specs"][given[v]]) != spec:
-            if v.aval.shape and not _is_divided(placements.get(v), call, spec):
+            if size(v) > 1 and not _is_divided(placements.get(v), call, spec):
                 return next(e for e in consumers.eqns if v in e.invars)
             operands.append(v)
 
@@ -93,7 +93,7 @@ def _specs_of(call: Any, consumers: Consumers) -> dict[Var, Spec] | Any:
     pending = [*consumers.eqns]
     while pending:
         eqn = next((e for e in pending if not specs.keys().isdisjoint([*variables_of(e), *e.outvars])), pending[0])
-        arrays = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and v.aval.shape]
+        arrays = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and size(v) > 1]
         known = {specs[v] for v in arrays if v in specs}
         if len(known) != 1 or inner_jaxprs(eqn) or not (known == {()} or _is_local(eqn)):
             return eqn

@@ -69,7 +69,7 @@ def with_released_gradients(jaxpr: Any, overwritable: Collection[int], **options
         return jaxpr
     hoisted, arrays = hoist(opened, consts)
     num = len(arrays)
-    program = ReleasedProgram.of(hoisted, {num + i for i in overwritable}, **options)
+    program = ReleasedProgram.of(hoisted, {num + i for i in overwritable}, (), **options)
     if program is None:
         return jaxpr
     avals = [v.aval for v in hoisted.invars[num:]]
