@@ -7,24 +7,28 @@ Compared
     which takes two backward passes. The code of a step stays, and its jit changes.
 
 Measured
-    Arguments, temporaries and peak of the program compiled for a GPU that is not there, and operations counted from the equations.
+    Temporaries and peak of the program compiled for a GPU that is not there, and operations counted from the equations.
+
+With ``--times``, small programs on this machine instead, with ``release_gradients=`` None and False, interleaved: CPU time of a step, and of tracing and compiling.
+With ``--json OUT`` they join the results that are there.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from _common import finish, start
+from _common import Sample, Stopwatch, finish, interleave, start, summaries, timed
 
 import statetx
 
 GB = 2**30
-COLUMNS = ("program", "way", "arguments", "temporaries", "peak", "operations")
+COLUMNS = ("program", "way", "temporaries", "peak", "operations")
 Way = tuple[str, Callable, tuple]
 
 
@@ -200,7 +204,7 @@ def measured(name: str, *, is_quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def rows(results: list[dict[str, Any]]) -> list[list[str]]:
-    sizes = ("argument_bytes", "temp_bytes", "peak_bytes")
+    sizes = ("temp_bytes", "peak_bytes")
     first = {row["program"]: row["flops"] for row in reversed(results)}
     return [
         [
@@ -215,10 +219,134 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def figures_of(results: list[dict[str, Any]]) -> dict[str, float]:
+# -- times on this machine -------------------------------------------------------------------------------------------
+
+
+Made = tuple[Callable, Any, Any]
+"""A step ``(state, x) -> (state, value)``, its state and its input."""
+
+
+def layer(x: Any, w: Any) -> Any:
+    return x + jnp.tanh(x @ w)
+
+
+def scanned(optimizer: Any, *, parts: int = 1) -> Made:
+    """16 rematerialized layers, with optax by hand."""
+
+    def step(state: Any, x: Any) -> Any:
+        weights, moments = state
+
+        def loss(weights: Any, x: Any) -> Any:
+            run = lambda x, w: (jax.checkpoint(layer)(x, w), None)
+            return jnp.mean(jax.lax.scan(run, x, weights)[0] ** 2)
+
+        take = jax.value_and_grad(loss)
+        value, grads = (take if parts == 1 else statetx.microbatch(take, parts, argnums=1))(weights, x)
+        updates, moments = optimizer.update(grads, moments, weights)
+        return (optax.apply_updates(weights, updates), moments), value
+
+    weights = jax.random.normal(jax.random.key(0), (16, 256, 256)) / 256
+    return step, (weights, optimizer.init(weights)), jnp.ones((64, 256))
+
+
+def small_nnx() -> Made:
+    """`nnx.scan` and `nnx.Optimizer` with SGD."""
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.linear = nnx.Linear(256, 256, rngs=rngs)
+
+    blocks = nnx.split_rngs(splits=8)(nnx.vmap(Block, in_axes=0, out_axes=0))(nnx.Rngs(0))
+    graph, state = nnx.split((blocks, nnx.Optimizer(blocks, optax.sgd(0.1), wrt=nnx.Param)))
+
+    def step(state: Any, x: Any) -> Any:
+        blocks, optimizer = nnx.merge(graph, state)
+
+        def loss(blocks: Any) -> Any:
+            run = nnx.remat(lambda x, block: x + jnp.tanh(block.linear(x)))
+            return jnp.mean(nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, blocks) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(blocks)
+        optimizer.update(blocks, grads)
+        return nnx.state((blocks, optimizer)), value
+
+    return step, state, jnp.ones((64, 256))
+
+
+def attention() -> Made:
+    """Four blocks of attention of flax.linen in `nn.scan`, with SGD."""
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            y = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(4)(y, y)
+            return x + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(x)))), None
+
+    block = nn.remat(Block, prevent_cse=False)
+    model = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)()
+    x = jax.random.normal(jax.random.key(1), (4, 64, 128))
+    optimizer = optax.sgd(0.1)
+
+    def step(state: Any, x: Any) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(lambda params: jnp.mean(model.apply(params, x, None)[0] ** 2))(params)
+        updates, moments = optimizer.update(grads, moments)
+        return (optax.apply_updates(params, updates), moments), value
+
+    params = model.init(jax.random.key(0), x, None)
+    return step, (params, optimizer.init(params)), x
+
+
+SMALL: dict[str, Callable[[], Made]] = {
+    "SGD": lambda: scanned(optax.sgd(0.1)),
+    "Adam": lambda: scanned(optax.adam(1e-3)),
+    "4 parts, SGD": lambda: scanned(optax.sgd(0.1), parts=4),
+    "nnx, SGD": small_nnx,
+    "attention of linen, SGD": attention,
+}
+RELEASES = {"plain": False, "released": None}
+
+
+def times_of(name: str, *, rounds: int) -> dict[str, Any]:
+    """CPU seconds of a step, and of tracing and compiling, with and without."""
+    steps = 5
+
+    def trained(release: bool | None) -> Callable[[], Sample]:
+        step, state, x = SMALL[name]()
+        jitted = statetx.jit(step, donate_argnums=0, release_gradients=release)
+
+        def run() -> Any:
+            nonlocal state
+            for _ in range(steps):
+                state, value = jitted(state, x)
+            return value
+
+        return timed(run)
+
+    def built(release: bool | None) -> Callable[[], Sample]:
+        def sample() -> Sample:
+            step, state, x = SMALL[name]()
+            watch = Stopwatch()
+            statetx.jit(step, donate_argnums=0, release_gradients=release).lower(state, x).compile()
+            return watch.read()
+
+        return sample
+
+    row: dict[str, Any] = {"program": name}
+    for quantity, make, num in (("step", trained, 5 * rounds), ("build", built, rounds)):
+        samples = interleave({way: make(release) for way, release in RELEASES.items()}, num)
+        row[quantity] = summaries(samples["released"], samples["plain"])["cpu_ratio"]
+    print(row, flush=True)
+    return row
+
+
+def figures_of(results: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[str, Any]:
     """What the limits are about."""
     by_way = {(row["program"], row["way"]): row for row in results}
-    figures = {}
+    figures: dict[str, Any] = {}
     nnx, page, vit, norm = PROGRAMS
     if (row := by_way.get((nnx, "nnx, statetx.jit"))) is not None:
         figures["nnx: GB of temporaries"] = row["temp_bytes"] / GB
@@ -228,15 +356,24 @@ def figures_of(results: list[dict[str, Any]]) -> dict[str, float]:
         figures["ViT-L: peak, of jax.jit"] = row["peak_bytes"] / by_way[vit, "jax.jit"]["peak_bytes"]
     if (row := by_way.get((norm, "statetx.jit, True"))) is not None:
         figures["clipped: peak, of jax.jit"] = row["peak_bytes"] / by_way[norm, "jax.jit"]["peak_bytes"]
+    for quantity, title in (("step", "CPU time of a step"), ("build", "tracing and compiling")) if times else ():
+        worst = max(times, key=lambda row: row[quantity]["median"])
+        figures[f"{title}, the most of {len(times)} programs ({worst['program']})"] = worst[quantity]
     return figures
 
 
 def main() -> None:
     only = {"choices": list(PROGRAMS), "help": "one program alone"}
-    options, env = start(__doc__ or "", only=only)
-    names = [options.only] if options.only else PROGRAMS
-    results = [row for name in names for row in measured(name, is_quick=options.quick)]
-    finish("gradients", options, env, figures_of(results), results=results)
+    timed_only = {"action": "store_true", "help": "CPU times of small programs in place of memory"}
+    options, env = start(__doc__ or "", only=only, times=timed_only)
+    stored = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    results, times = stored.get("results", []), stored.get("times", [])
+    if options.times:
+        times = [times_of(name, rounds=1 if options.quick else options.rounds or 9) for name in SMALL]
+    else:
+        names = [options.only] if options.only else PROGRAMS
+        results = [row for name in names for row in measured(name, is_quick=options.quick)]
+    finish("gradients", options, env, figures_of(results, times), results=results, times=times)
 
 
 if __name__ == "__main__":
