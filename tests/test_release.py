@@ -308,9 +308,37 @@ def test_a_mean_of_layers_is_refused_with_its_line():
         grads = jax.grad(LOSSES["remat"])(ws, x)
         return ws - (grads - grads.mean(0, keepdims=True)) / jnp.linalg.norm(grads.ravel())
 
-    refusal = r"release_gradients=True .*reduce_sum at .*test_release.py.*\n.*optax.clip"
+    refusal = r"release_gradients=True .*of ws .*reduce_sum at .*test_release.py.*\n.*jax.vmap"
     with pytest.raises(statetx.FunctionError, match=refusal):
         statetx.jit(step, donate_argnums=0, release_gradients=True).trace(WEIGHTS, X)
+
+
+def of_layers(optimizer):
+    """An optimizer that treats each layer alone."""
+    return optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
+
+
+WHOLE = {
+    "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), "reduce_and at .*_conditionality.py"),
+    "adaptive clipping": (lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), "reduce_sum at .*_clip"),
+    "lamb": (lambda: optax.lamb(1e-3), "reduce_sum at .*numerics.py"),
+    "lars": (lambda: optax.lars(1e-3), "reduce_sum at .*numerics.py"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_optimizer_of_all_layers_is_refused_with_a_way_out(monkeypatch, name):
+    """To optax a stack is one array: a norm of a unit, or the ratio of a layer, would be that of all layers."""
+    make, line = WHOLE[name]
+    monkeypatch.setitem(OPTIMIZERS, "whole", make)
+    refusal = rf"gradients of 8 layers of optimizer.states.0 .*{line}.*\nFix: .*jax.vmap\(optimizer.update\)"
+    with pytest.raises(statetx.FunctionError, match=refusal):
+        training("whole", release_gradients=True)[0].trace(X)
+    monkeypatch.setitem(OPTIMIZERS, "whole", lambda: of_layers(make()))
+    assert "are used up" in training("whole", release_gradients=True)[0].trace(X).gradients[0]
+    plain, released = (leaves(*training("whole", release_gradients=r), steps=2) for r in (False, True))
+    for a, b in zip(plain, released, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
 def test_gradients_that_are_returned_are_named():

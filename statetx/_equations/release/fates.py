@@ -31,30 +31,41 @@ class Stack(NamedTuple):
         loop: the equation of the loop.
         num_bytes: its bytes.
         reader: the equation that decides the fate, if one does.
+        inputs: the positions of the inputs of its shape that loops read, one of which it is the gradient of; none if
+            these are not inputs of the program.
     """
 
     loop: Any
     num_bytes: int
     fate: Fate
     reader: Any = None
+    inputs: tuple[int, ...] = ()
 
     @property
     def is_released(self) -> bool:
         return self.fate in (Fate.RELEASED, Fate.REPEATED)
 
 
-def told(stacks: Sequence[Stack]) -> tuple[str, ...]:
-    """A sentence for each loop whose backward pass ends in gradients, and for each thing that happens to them."""
-    groups: dict[tuple[Any, Fate, Any], int] = {}
+def told(stacks: Sequence[Stack], names: Sequence[str] = ()) -> tuple[str, ...]:
+    """A sentence for each loop whose backward pass ends in gradients, and for each thing that happens to them.
+
+    Args:
+        names: of the program's inputs, to say what the gradients are of; none to say nothing of it.
+    """
+    groups: dict[tuple[Any, Fate, Any], Stack] = {}
     for stack in stacks:
         key = stack.loop, stack.fate, stack.reader
-        groups[key] = groups.get(key, 0) + stack.num_bytes
-    return tuple([_sentence(Stack(loop, size, fate, reader)) for (loop, fate, reader), size in groups.items()])
+        before = groups.get(key)
+        size, inputs = (0, ()) if before is None else (before.num_bytes, before.inputs)
+        inputs = tuple(dict.fromkeys((*inputs, *stack.inputs)))
+        groups[key] = stack._replace(num_bytes=size + stack.num_bytes, inputs=inputs)
+    return tuple([_sentence(stack, [names[i] for i in stack.inputs] if names else []) for stack in groups.values()])
 
 
-def _sentence(stack: Stack) -> str:
+def _sentence(stack: Stack, names: Sequence[str]) -> str:
     layers = f"{format_bytes(stack.num_bytes)} of gradients of {stack.loop.params.get('length', 'all')} layers"
-    return f"{layers} ({_site(stack.loop)}) {_FATES[stack.fate](stack)}."
+    weights = f" of {', '.join(names[:3])}{', ...' * (len(names) > 3)}" if names else ""
+    return f"{layers}{weights} ({_site(stack.loop)}) {_FATES[stack.fate](stack)}."
 
 
 _FATES: dict[Fate, Callable[[Stack], str]] = {

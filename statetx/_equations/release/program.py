@@ -59,7 +59,8 @@ class ReleasedProgram:
 
     def stacks(self) -> list[Stack]:
         """The stacked results of its loops, each with what becomes of it."""
-        return self._release.rewritten(self._call).stacks
+        stacks = self._release.rewritten(self._call).stacks
+        return [stack._replace(inputs=tuple([self._used[i] for i in stack.inputs])) for stack in stacks]
 
 
 def with_released_gradients(jaxpr: Any, overwritable: Collection[int], **options: bool) -> Any:

@@ -115,6 +115,7 @@ class _Level:
         self._placements = with_free_values(jaxpr.eqns, placements)
         self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
+        self._read_by_loops = {v for e in jaxpr.eqns if e.primitive.name in _RUNS_LOOPS for v in variables_of(e)}
         self.stacks: list[Stack] = []
         self._set(list(jaxpr.eqns))
 
@@ -128,7 +129,11 @@ class _Level:
         self._ancestors = functools.cache(self._find_ancestors)
 
     def _note(self, loop: Any, stacks: Sequence[Var], fate: Fate, reader: Any = None) -> None:
-        self.stacks += [Stack(loop, num_bytes(v.aval), fate, reader) for v in stacks]
+        self.stacks += [Stack(loop, num_bytes(v.aval), fate, reader, self._weights_like(v)) for v in stacks]
+
+    def _weights_like(self, stack: Var) -> tuple[int, ...]:
+        inputs = enumerate(self._jaxpr.invars)
+        return tuple([i for i, v in inputs if v in self._read_by_loops and v.aval.shape == stack.aval.shape])
 
     def has(self, eqn: Any) -> bool:
         return eqn in self._positions
@@ -218,7 +223,10 @@ class _Level:
         with _jax.in_shard_maps(eqn):
             new, stacks = released(inner, overwritable, self._options, placements)
         # What a shard_map returns has its fate here.
-        self.stacks += [s for s in stacks if eqn.primitive.name != "shard_map" or s.fate is not Fate.RETURNED]
+        positions = {v: i for i, v in enumerate(self._jaxpr.invars)}
+        outer = lambda s: tuple([positions[v] for i in s.inputs if (v := eqn.invars[i]) in positions])
+        is_told = lambda s: eqn.primitive.name != "shard_map" or s.fate is not Fate.RETURNED
+        self.stacks += [s._replace(inputs=outer(s)) for s in stacks if is_told(s)]
         return with_jaxpr(eqn, new)
 
     # -- what may move --

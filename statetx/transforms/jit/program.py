@@ -135,7 +135,10 @@ class StagedProgram:
         first_arg = len(operands) + len(jax.tree.leaves(call.operand))
         overwritable = [*range(first_arg, base), *range(num_inputs - num_donated, num_inputs)]
         values = [*operands, *arrays, *(x for i in inputs for x in i.values)]
-        self.gradients = gradients = GradientRelease(self.name, jaxpr, values, overwritable, owner.release_gradients)
+        num_states = len(names) - len(arrays)
+        names_in_order = ["a constant"] * len(operands) + names[num_states:] + names[:num_states]
+        named = [*zip(names_in_order, values, strict=True)]
+        self.gradients = gradients = GradientRelease(self.name, jaxpr, named, overwritable, owner.release_gradients)
 
         # JAX calls `inner` again for other types or settings: the staged equations may be wrong then, so raise
         # `Restage`.
