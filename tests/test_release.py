@@ -341,6 +341,20 @@ def test_an_optimizer_of_all_layers_is_refused_with_a_way_out(monkeypatch, name)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [4, 8])
+def test_an_array_of_every_layer_with_as_many_rows_is_read_whole(width):
+    """What computes it, row by row of its own, stays outside of the loop over layers."""
+    key = jax.random.key(3)
+    ws, x, mask = (jax.random.normal(key, shape) for shape in ((4, width, width), (2, width), (width, width)))
+
+    def step(ws, x, mask):
+        return ws - jax.grad(LOSSES["scan"])(ws, x) * jnp.broadcast_to(jnp.tanh(mask), ws.shape)
+
+    plain, released = (statetx.jit(step, donate_argnums=0, release_gradients=release) for release in (False, True))
+    assert "are used up" in released.trace(ws, x, mask).gradients[0]
+    np.testing.assert_allclose(*[f(ws.copy(), x, mask) for f in (plain, released)], rtol=1e-6, atol=1e-7)
+
+
 def test_gradients_that_are_returned_are_named():
     w = statetx.Param(WEIGHTS.copy())
 

@@ -280,11 +280,16 @@ class _Level:
     def _with_producers(self, loop: Any, length: int, consumers: list[Any]) -> list[Any]:
         """Add what computes, row by row, values that only the consumers read, such as the decay of a moment."""
         moving = {*consumers}
+
+        def reads_rows(v: Var, eqn: Any) -> bool:
+            found = rowwise(eqn, length) if eqn in moving else None
+            return found is not None and v not in read_whole(eqn, found)
+
         for eqn in reversed(self.eqns):
             if eqn is loop or eqn in moving or not self._returned.isdisjoint(eqn.outvars):
                 continue
-            readers = [e for v in eqn.outvars for e in self._readers.get(v, ())]
-            if readers and all(e in moving for e in readers) and rowwise(eqn, length) is not None:
+            readers = [(v, e) for v in eqn.outvars for e in self._readers.get(v, ())]
+            if readers and rowwise(eqn, length) is not None and all(map(reads_rows, *zip(*readers, strict=True))):
                 moving.add(eqn)
         return [e for e in self.eqns if e in moving]
 
