@@ -8,6 +8,7 @@ import argparse
 import functools
 import json
 import pathlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ CHECKPOINTS: dict[str, Any] = {}  # by the action of a remedy, what `loop` does
 
 def loop(body: Callable, init: Any, xs: Any) -> Any:
     if "body" in CHECKPOINTS:
-        return statetx.scan(statetx.remat(body), init, xs)
+        return statetx.scan(CHECKPOINTS["body"](body), init, xs)
     return statetx.scan(body, init, xs, checkpoint=CHECKPOINTS.get("slots"))
 
 
@@ -234,6 +235,8 @@ def followed(make: Callable[[int], Callable], remedies: Any) -> Callable:
     """The step with the changes, as its author would write them."""
     num, donated = 1, []
     for change in (r.change for r in remedies):
+        policy = re.search(r"statetx\.remat\(policy='(\w+)'\)", change.text)
+        remat = statetx.remat(policy=policy[1]) if policy else statetx.remat
         if change.action == "microbatch":
             num = int(change.text.partition("statetx.microbatch(loss, ")[2].partition(",")[0])
         elif change.action == "donate":
@@ -242,9 +245,9 @@ def followed(make: Callable[[int], Callable], remedies: Any) -> Callable:
             code = change.text.partition("checkpoint=statetx.policies.")[2].partition(")")[0] + ")"
             CHECKPOINTS["slots"] = eval(code, dict(vars(statetx.policies)))
         elif change.target in globals():
-            globals()[change.target] = statetx.remat(globals()[change.target])
-        elif change.action == "remat" and change.target.startswith("scan"):
-            CHECKPOINTS["body"] = True
+            globals()[change.target] = remat(globals()[change.target])
+        elif change.action in ("remat", "policy") and change.target.startswith("scan"):
+            CHECKPOINTS["body"] = remat
         else:
             raise ValueError(f"not followed: {change.text}")
     return jax.jit(make(num), donate_argnames=tuple(donated))
