@@ -1,4 +1,11 @@
-"""Changes that are tried: the program of a step with some edits, compiled for the device."""
+"""Changes that are tried: the program of a step with some edits, compiled for the device.
+
+Programs are compiled at full length. A GPT of 12 unrolled layers takes 20 s of processor time for a GPU, half of it in
+XLA's fusion of kernels; versions with 2 and 3 of its equal layers, as the planner extrapolates them, take 12 s, and the
+whole has to be compiled once more for what is listed. Nor does the peak lie on a line: XLA itself recomputes values
+where a program would not fit, so that 5 layers take 27.0 GB and 12 take 31.9; with rematerialization the line is 10%
+off.
+"""
 
 from __future__ import annotations
 
