@@ -49,7 +49,7 @@ from programs import PROGRAMS, identity
 import statetx
 from statetx._equations.inline import inline
 from statetx._equations.primitives import JIT, REMAT
-from statetx._jax import Var
+from statetx._jax import Var, scan_counts
 from statetx.planner import Planner
 from statetx.planner._treatments.inner_gradients import PLAIN
 
@@ -195,10 +195,8 @@ def sequence_bytes(fun: Callable, *args: Any) -> int:
     found: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            xs, ys = (
-                eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :],
-                eqn.outvars[eqn.params["num_carry"] :],
-            )
+            num_constants, num_carry = scan_counts(eqn)
+            xs, ys = eqn.invars[num_constants + num_carry :], eqn.outvars[num_carry:]
             found |= {v: computed[v] for v in (*xs, *ys) if isinstance(v, Var) and v in computed}
     return sum(a.size * a.dtype.itemsize for a in found.values() if jnp.issubdtype(a.dtype, jnp.floating))
 

@@ -124,9 +124,23 @@ def test_search_that_is_cut_short_does_not_return_the_smallest_plan(compilations
     """The smallest plan of this loop is one slot, of 75 times the operations; the first that is compiled keeps the
     budget at a quarter.
     """
-    plan = statetx.plan(long_loop, jnp.ones(8), jnp.ones((400, 8)), budget=0.5, time_limit=60)
+    plan = statetx.plan(long_loop, jnp.ones(8), jnp.ones((400, 8)), budget=0.6, time_limit=60)
     assert 0 < len(compilations) <= 2
-    assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 0.3
+    assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 0.4
+
+
+def test_loop_whose_step_needs_nothing_but_its_result_keeps_that():
+    """Without rematerialization it stores as much; but that is no loop in a loop."""
+
+    def loss(w, xs):
+        def step(h, x):
+            h = jnp.exp(-h * w * x)
+            return h, h.sum()
+
+        return jax.lax.scan(step, jnp.ones(8), xs)[1].mean()
+
+    plan = statetx.plan(loss, jnp.ones(8), jnp.ones((400, 8)), budget=0.6)
+    assert plan.total_bytes <= plan.budget_bytes and plan.extra_flops < 0.4, "slots: 0.96"
 
 
 @pytest.mark.slow

@@ -129,8 +129,10 @@ class Graph:
     def front_finder(
         self, offload: bool = False, deadline: Callable[[], bool] = lambda: False
     ) -> Callable[[], list[Option]]:
-        """A function that finds the Pareto front, from the option that saves all it needs to the one that saves
-        nothing. It traces nothing, so that another thread may call it.
+        """A function that finds the Pareto front of the rematerialized region, from the option that saves all it needs
+        to the one that saves nothing. The baseline is no part of it: where its residuals are values that an option may
+        keep, it has the same bytes at no cost, but no loop can be nested with it. The function traces nothing, so that
+        another thread may call it.
 
         Points are missing after a `deadline`, in the front of a region with many values, which is sampled, and where
         `TUNED.options` or the limits of the solver end the enumeration. All of this errs towards more cost and
@@ -145,13 +147,13 @@ class Graph:
         return functools.partial(self._front, program, deadline)
 
     def _front(self, program: IntegerProgram | None, deadline: Callable[[], bool]) -> list[Option]:
-        options = [self.baseline(), self.option({})]
+        options = [self.option({})]
         if program is None:
             return pareto_front(options)
 
         # From the cheapest option downwards: each must save fewer bytes than the one before it.
         limit, total = np.inf, None
-        while len(options) < TUNED.options and not deadline():
+        while len(options) < TUNED.options - 1 and not deadline():
             solution = program.solve(limit)
             if solution is None:
                 break
