@@ -96,6 +96,7 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(1e-3),
     "ema": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
     "muon": muon,
+    "parts": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.extend.core.primitives import closed_call_p
+
 from ... import _jax
-from ..._jax import Jaxpr, Var
+from ..._jax import Jaxpr, Literal, Var
 from ..inline import inline
 from ..primitives import INLINED, JIT, LOOPS, REMAT, inner_jaxprs
 from ..structure import operation_of
@@ -19,8 +21,8 @@ _FEW = 16
 
 
 def flattened(jaxpr: Jaxpr) -> Jaxpr:
-    """Inline calls that have a loop, or few operations, as many functions of `jax.numpy` are; leave one of equal loops;
-    drop what is unread.
+    """Inline calls that have a loop, or few operations, as many functions of `jax.numpy` are, and branches of which one
+    is taken always; leave one of equal loops; drop what is unread.
     """
 
     def stays(eqn: Any) -> bool:
@@ -29,7 +31,23 @@ def flattened(jaxpr: Jaxpr) -> Jaxpr:
         (inner,) = inner_jaxprs(eqn)
         return row_loop(eqn) is not None or (len(inner.eqns) > _FEW and not has_loop(inner))
 
-    return _jax.with_dropped_results(_without_equal_loops(inline(jaxpr, calls=_CALLS, deep=False, unless=stays)))
+    flat = inline(jaxpr, calls=_CALLS, deep=False, unless=stays)
+    while any(map(_is_decided, flat.eqns)):
+        taken = [_taken_branch(e) if _is_decided(e) else e for e in flat.eqns]
+        flat = _jax.rebuild(flat, invars=flat.invars, outvars=flat.outvars, eqns=taken)
+        flat = inline(flat, calls=_CALLS, deep=False, unless=lambda eqn, taken=taken: eqn not in taken and stays(eqn))
+    return _jax.with_dropped_results(_without_equal_loops(flat))
+
+
+def _is_decided(eqn: Any) -> bool:
+    """Whether an equation is a branch of which the program knows which it takes, as that of `optax.MultiSteps`."""
+    return eqn.primitive.name == "cond" and isinstance(eqn.invars[0], Literal)
+
+
+def _taken_branch(eqn: Any) -> Any:
+    branches = eqn.params["branches"]
+    taken = branches[min(max(int(eqn.invars[0].val), 0), len(branches) - 1)]
+    return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": taken}, invars=eqn.invars[1:])
 
 
 def _without_equal_loops(jaxpr: Jaxpr) -> Jaxpr:
