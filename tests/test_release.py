@@ -15,6 +15,7 @@ from flax import nnx
 import statetx
 from helpers import num_operations
 from statetx import policies
+from statetx._equations.release.consumers import paired
 
 L, D, B, K = 8, 64, 16, 4
 WEIGHTS = jax.random.normal(jax.random.key(0), (L, D, D)) / D
@@ -143,6 +144,19 @@ def test_updates_of_each_layer_move_into_the_loop(name):
     plain, released = (leaves(*training(name, release_gradients=r), steps=2) for r in (False, True))
     for a, b in zip(plain, released, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_an_output_takes_the_memory_of_what_it_updates():
+    """Of two operands of its type that each output is computed from: else the donated memory is copied in the end."""
+
+    def update(w, m, g):
+        m = 0.9 * m + g * jnp.abs(w)
+        return m, w - 0.1 * m
+
+    jaxpr = jax.make_jaxpr(update)(*[WEIGHTS] * 3).jaxpr
+    (w, m, _), (new_m, new_w) = jaxpr.invars, jaxpr.outvars
+    assert paired(jaxpr.eqns, [new_m, new_w], [w, m]) == {new_m: m, new_w: w}
+    assert paired(jaxpr.eqns, [new_w, new_m], [w]) == {new_w: w}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,27 @@ def are_read_once(eqns: Sequence[Any], in_place: dict[Var, Var]) -> bool:
             if not variables.isdisjoint(eqn.outvars):
                 variables |= variables_of(eqn)
     return all(sum(v in variables for variables in needed.values()) == 1 for v in in_place.values())
+
+
+def paired(eqns: Sequence[Any], outvars: Sequence[Var], operands: Sequence[Var]) -> dict[Var, Var]:
+    """For outputs of equations the operands of their types whose memory they take: of the pairs that are fewest
+    equations apart, as the new weights and the old ones. JAX gives the memory of a donated state to its new value.
+    """
+    distances: dict[Var, dict[Var, int]] = {v: {v: 0} for v in operands}
+    for eqn in eqns:
+        nearest: dict[Var, int] = {}
+        for v in variables_of(eqn):
+            for operand, distance in distances.get(v, {}).items():
+                nearest[operand] = min(distance + 1, nearest.get(operand, distance + 1))
+        distances |= dict.fromkeys(eqn.outvars, nearest)
+
+    far = len(eqns) + 1
+    apart = lambda pair: distances[pair[0]].get(pair[1], far)
+    pairs: dict[Var, Var] = {}
+    for out, operand in sorted(itertools.product(outvars, operands), key=apart):
+        if is_same_type(out.aval, operand.aval) and out not in pairs and operand not in pairs.values():
+            pairs[out] = operand
+    return {out: pairs[out] for out in outvars if out in pairs}
 
 
 def is_same_type(a: Any, b: Any) -> bool:

@@ -14,7 +14,7 @@ from ..._tree import num_bytes
 from ..primitives import LOOPS, REMAT, inner_jaxprs
 from ..rowwise import rowwise
 from ..sums import in_order, with_split_sums
-from .consumers import Consumers, are_read_once, is_same_type, read_whole, variables_of
+from .consumers import Consumers, are_read_once, paired, read_whole, variables_of
 from .devices import into_shard_map, with_free_values
 from .entering import into_call, into_row_loop, into_scan
 from .fates import Fate, Stack
@@ -307,17 +307,10 @@ class _Level:
         outvars = [v for e in eqns for v in e.outvars if v in self._returned or self._reader(v, moving) is not None]
 
         free = [v for v in stacked if self._is_last(v, loop, moving)]
+        in_place = paired(eqns, outvars, free)
+        # Operands whose memory an output would take after something else has read them.
         blocked = [v for v in stacked if v not in free and self._may_be_overwritten(v)]
-        in_place: dict[Var, Var] = {}
-        late: list[Var] = []  # operands whose memory an output would take after something else has read them
-        for out in outvars:
-            operand = next((v for v in free if is_same_type(v.aval, out.aval)), None)
-            if operand is not None:
-                free.remove(operand)
-                in_place[out] = operand
-            elif (operand := next((v for v in blocked if is_same_type(v.aval, out.aval)), None)) is not None:
-                blocked.remove(operand)
-                late.append(operand)
+        late = [*paired(eqns, [v for v in outvars if v not in in_place], blocked).values()]
         new = [v for v in outvars if v not in in_place and v not in self._returned]
         if sum(num_bytes(v.aval) for v in new) >= sum(num_bytes(v.aval) for v in stacks):
             reader = self._first_reader(stacks[0], moving)
