@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -560,6 +562,26 @@ def test_progress_tells_what_is_tried(monkeypatch):
     blocks = [Block(n) for n in range(2)]
     explain_oom(training_step(blocks), SMALL, limit=1000, progress=True, time_limit=None)
     assert shown == [True] and "rematerialization Block.__call__" in " ".join(told) and "parts batch" in " ".join(told)
+
+
+def test_an_interrupt_ends_the_compilations_that_wait(monkeypatch):
+    compiled, again = [], threading.Event()
+
+    def slowly(self, edits, trial):
+        compiled.append(edits)
+        again.wait(5)
+
+    def traced(self, edits):
+        if edits == "last":
+            threading.Timer(0.1, again.set).start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trials, "_compiled", slowly)
+    monkeypatch.setattr(Trials, "_traced", traced)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        trials_of(lambda x: x, [X]).compile_first(["first", "second", "last"])
+    assert compiled == ["first"]
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ from ._outline import Outline, UnresolvedError
 from ._scopes import numbered_calls, returned_arguments, takes_as_arguments
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
+_MOST_AT_ONCE = 4  # programs that are compiled side by side: XLA takes a GB or two for each
 
 
 class NotTried(Exception):
@@ -100,9 +101,14 @@ class Trials:
 
     def compile_first(self, changes: Sequence[Sequence[Edit]]) -> None:
         """Compile programs side by side, even if the time is over. One is traced while others are compiled."""
-        with self._deadline.compiling(len(changes)), concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            futures = {frozenset(edits): pool.submit(self._compiled, edits, self._traced(edits)) for edits in changes}
-            self._costs |= {key: future.result() for key, future in futures.items()}
+        num = min(_MOST_AT_ONCE, os.cpu_count() or 1)
+        with self._deadline.compiling(len(changes)), concurrent.futures.ThreadPoolExecutor(num) as pool:
+            try:
+                futures = {frozenset(x): pool.submit(self._compiled, x, self._traced(x)) for x in changes}
+                self._costs |= {key: future.result() for key, future in futures.items()}
+            except BaseException:  # an interrupt waits for what is being compiled alone
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def cost(self, *edits: Edit, is_first: bool = False) -> Cost | None:
         """Cost of the program with these edits; None if they cannot be tried, for the reason that `why_not` tells.
