@@ -279,6 +279,17 @@ def test_splitting_the_batch_is_advised_under_its_condition_alone():
     assert "It fits then, but only if the condition holds." in str(report) and "It fits then.\n" not in str(report)
 
 
+def test_parts_that_suffice_are_listed_where_the_time_is_over_for_fewer():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean())(w)
+
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    report = explain_oom(step, jnp.eye(64), x, limit="2MiB", time_limit=1e-9)
+    (remedy,) = report.remedies
+    assert remedy.is_compiled and remedy.fits and "split them into 8 parts" in remedy.change.text
+    assert "It fits then, but only if the condition holds." in str(report)
+
+
 def recurrent_step(ws, xs):  # time-major, as usual: 64 steps of 8 sequences
     def loss(ws):
         hs = jax.lax.scan(lambda h, x: (jnp.tanh(h @ ws[0] + x),) * 2, jnp.zeros((8, 128)), xs)[1]

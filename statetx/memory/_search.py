@@ -210,7 +210,11 @@ class RemedySearch:
                 if self._fits(cost):
                     return self._without_needless(trials, chosen, tried)
         with_parts = self._in_parts(trials, chosen, needed)
-        return chosen if with_parts is None else self._without_needless(trials, with_parts, tried)
+        if with_parts is not None and self._fits(self._cost(trials, with_parts)):
+            return self._without_needless(trials, with_parts, tried)
+        # The number of parts that was compiled first may suffice alone, where the time is over for fewer.
+        under_condition = [t.candidate for t in tried if t.alone.fits and t.candidate.after is None]
+        return under_condition[:1] or with_parts or chosen
 
     def _in_parts(self, trials: Trials, chosen: Sequence[ChangeCandidate], needed: int) -> list[ChangeCandidate] | None:
         """Choose the fewest parts that suffice, on the assumption that memory is in proportion to a part's size."""
