@@ -209,7 +209,7 @@ def test_errors_of_max_batch():
     assert e.value.smallest_bytes == bytes_with(sgd, 1)
     with pytest.raises(statetx.PlanError, match="does not grow with the batch"):
         statetx.max_batch(
-            lambda w, x: w.sum(), jnp.ones(3), jax.ShapeDtypeStruct((4,), float), argnums=1, budget="1024GiB"
+            lambda w, x: w.sum(), jnp.ones(3), jax.ShapeDtypeStruct((4,), jnp.float32), argnums=1, budget="1024GiB"
         )
     with pytest.raises(
         statetx.PlanError,

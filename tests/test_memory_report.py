@@ -16,6 +16,10 @@ import pytest
 import statetx
 from statetx import policies
 
+barriers_are_dropped = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11, 1) or jax.default_backend() != "cpu", reason="XLA respects the barrier"
+)
+
 
 class Block:
     def __init__(self, key, n=64, wrap=statetx.remat):
@@ -252,6 +256,7 @@ def test_baseline_has_loops_plain_and_nothing_under_jax_checkpoint(case, is_step
     assert report.to_dict()["notes"][0].startswith("Checkpointed:")
 
 
+@barriers_are_dropped
 def test_barrier_of_jax_checkpoint_is_said_to_need_remat():
     report = statetx.memory_report(checkpointed("blocks", False), jnp.eye(64) / 2, jnp.ones((4096, 64)))
     assert kinds(report) == {"barrier ignored"} and "Use statetx.remat in place of jax.checkpoint" in str(report)
@@ -329,11 +334,6 @@ def test_diagnosis_merged_back():
     assert "prevent_cse is False (or fence None) for Block.body" in str(report)
 
 
-barriers_are_dropped = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11, 1) or jax.default_backend() != "cpu", reason="XLA respects the barrier"
-)
-
-
 @barriers_are_dropped
 def test_diagnosis_barrier_ignored():
     stack = Stack(lambda f: statetx.remat(f, fence="barrier"))
@@ -345,6 +345,7 @@ def test_diagnosis_barrier_ignored():
     assert respected["as written"].temp_bytes < 0.7 * respected["no remat"].temp_bytes
 
 
+@barriers_are_dropped
 def test_barrier_is_not_blamed_for_products_that_xla_does_not_count(monkeypatch):
     """As on GPUs: products are calls of a library there, and XLA counts no operations in them (jax-ml/jax#22249)."""
     monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", lambda compiled: {"flops": 1000.0})
@@ -359,7 +360,7 @@ def test_barrier_is_not_blamed_for_the_bytes_of_the_fence(size):
     assert kinds(report) == {"peak elsewhere"}
 
 
-@pytest.mark.parametrize("is_loop", [False, True])
+@pytest.mark.parametrize("is_loop", [pytest.param(False, marks=barriers_are_dropped), True])
 def test_barrier_is_not_blamed_for_a_loop(is_loop, monkeypatch):
     """XLA counts the operations of a loop's body once, so that fewer than the equations have are no sign of a removed
     barrier.
