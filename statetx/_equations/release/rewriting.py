@@ -132,8 +132,9 @@ class _Level:
         self.stacks += [Stack(loop, num_bytes(v.aval), fate, reader, self._weights_like(v)) for v in stacks]
 
     def _weights_like(self, stack: Var) -> tuple[int, ...]:
+        shape_of = lambda v: getattr(v.aval, "shape", None)
         inputs = enumerate(self._jaxpr.invars)
-        return tuple([i for i, v in inputs if v in self._read_by_loops and v.aval.shape == stack.aval.shape])
+        return tuple([i for i, v in inputs if v in self._read_by_loops and shape_of(v) == shape_of(stack)])
 
     def has(self, eqn: Any) -> bool:
         return eqn in self._positions
