@@ -394,6 +394,7 @@ def main() -> None:
     else:
         results = [*(row for row in results if row["program"] not in names)]
         results += [row for name in names for row in measured(name, is_quick=options.quick)]
+        results.sort(key=lambda row: [*PROGRAMS].index(row["program"]))
     finish("gradients", options, env, figures_of(results, times), results=results, times=times)
 
 
