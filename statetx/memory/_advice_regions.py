@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from .._equations.primitives import FUSED
 from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
-from ._edits import ChangeCandidate, Rematerialize, SaveLess, StoreBits
+from ._edits import ChangeCandidate, Checkpoint, Rematerialize, SaveLess, StoreBits
 from ._scopes import Calls, line_of
 from .buffer import Buffer, Change, Gap, Timeline, bits_of, is_backward, saving
 
@@ -54,7 +54,8 @@ def policies(advised: Iterable[ChangeCandidate]) -> Iterable[ChangeCandidate]:
     for c in sorted(remats, key=lambda c: -c.change.saved_bytes)[:1]:
         text = c.change.text.replace("statetx.remat", f"statetx.remat(policy={_POLICY!r})")
         change = c.change._replace(action="policy", text=text.replace("carry only", "carry and these"), saved_bytes=0)
-        edit = dataclasses.replace(c.edit, policy=_POLICY)  # pyright: ignore[reportCallIssue]
+        assert isinstance(c.edit, (Rematerialize, Checkpoint))
+        edit = dataclasses.replace(c.edit, policy=_POLICY)
         yield ChangeCandidate(change, c.buffers, edit, stronger=lambda c=c: c)
 
 
