@@ -20,6 +20,7 @@ class Fate(enum.Enum):
     READ = "an equation needs several rows at once"
     LATE = "an equation that may run later reads what its consumers overwrite"
     SHARED = "the device would copy what its consumers overwrite"
+    UNROLLED = "the device would copy what its consumers overwrite in unrolled steps"
     MANUAL = "it leaves a shard_map, into which its consumers cannot move"
     REPLACED = "what its consumers compute is as large"
 
@@ -80,6 +81,9 @@ _FATES: dict[Fate, Callable[[Stack], str]] = {
         f"are kept: {_place(stack.reader)} reads what the update overwrites, and does not come before it"
     ),
     Fate.SHARED: lambda stack: "are kept: on CPUs an update by moments copies these, which takes more memory",
+    Fate.UNROLLED: lambda stack: (
+        f"are kept: in steps that are unrolled (unroll={stack.loop.params['unroll']}) an update would copy the weights"
+    ),
     Fate.MANUAL: lambda stack: (
         f"are kept: they leave jax.shard_map, and {_place(stack.reader)} mixes shards or reads what is, or may be, "
         "divided otherwise; take the gradient and update inside of it"

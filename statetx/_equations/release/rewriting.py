@@ -63,8 +63,7 @@ class Release:
     def rewritten(self, jaxpr: Any) -> Released:
         opened, consts = _jax.open_jaxpr(jaxpr)
         assert not consts
-        shares_rows = self.is_demanded or current.platform() != "cpu"
-        options = _Options(shares_rows, self.splits_sums, self.repeats)
+        options = _Options(self.is_demanded, current.platform() == "cpu", self.splits_sums, self.repeats)
         return released(opened, self.overwritable, options, dict(zip(opened.invars, self.placements, strict=False)))
 
 
@@ -72,12 +71,12 @@ class _Options(NamedTuple):
     """How consumers move.
 
     Attributes:
-        shares_rows: whether several outputs may be computed from rows that are overwritten. XLA on CPUs computes each
-            output by itself, and copies the stack for all but the last.
-        splits_sums, repeats: as in `Release`.
+        is_on_cpu: whether the device is a CPU.
+        is_demanded, splits_sums, repeats: as in `Release`.
     """
 
-    shares_rows: bool = True
+    is_demanded: bool = False
+    is_on_cpu: bool = False
     splits_sums: bool = False
     repeats: bool = False
 
@@ -320,10 +319,25 @@ class _Level:
         if num_bytes([v.aval for v in late]) >= num_bytes([v.aval for v in stacks]):
             self._note(loop, stacks, Fate.LATE, self._reader(late[0], {loop, *moving}))
             return None
-        if not (self._options.shares_rows or are_read_once(eqns, in_place)):
-            self._note(loop, stacks, Fate.SHARED)
+        copied = None if self._options.is_demanded else self._copied(loop, length, eqns, in_place)
+        if copied is not None:
+            self._note(loop, stacks, copied)
             return None
         return Consumers(stacks, eqns, [*stacked], [*whole], outvars, in_place)
+
+    def _copied(self, loop: Any, length: int, eqns: list[Any], in_place: dict[Var, Var]) -> Fate | None:
+        """The reason for which XLA would copy stacks that the consumers overwrite; None if it does not.
+
+        On CPUs it computes each output by itself, and copies a stack that several read for all but the last. In
+        unrolled steps without regions it reads rows after it has overwritten others; on GPUs this matters if there is
+        no loop left.
+        """
+        unroll = loop.params.get("unroll", 1)
+        is_unrolled = unroll > 1 and not any(e.primitive.name in REMAT for e in inner_jaxprs(loop)[0].eqns)
+        is_shared = not are_read_once(eqns, in_place)
+        if self._options.is_on_cpu and is_shared:
+            return Fate.SHARED
+        return Fate.UNROLLED if is_unrolled and (self._options.is_on_cpu or (is_shared and unroll >= length)) else None
 
     def _is_last(self, v: Var, loop: Any, consumers: Collection[Any]) -> bool:
         """Whether the variable is read by the loop, its consumers, and before these; and may be overwritten."""
