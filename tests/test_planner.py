@@ -752,7 +752,7 @@ def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monke
 def test_time_that_ends_at_once_gives_a_plan_of_few_operations(monkeypatch):
     """What is predicted to keep the budget is compiled, the cheapest first; never the smallest for want of time."""
     monkeypatch.setattr(_search.Search, "is_late", lambda self: True)
-    plan = statetx.plan(of_400_steps, jnp.ones(8), jnp.ones((400, 8)), budget=0.5, time_limit=60)
+    plan = statetx.plan(of_400_steps, jnp.ones(8), jnp.ones((400, 8)), budget=0.6, time_limit=60)
     assert plan.total_bytes <= plan.budget_bytes and 0 < plan.extra_flops < 1.2
 
 
