@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -271,6 +272,14 @@ class HeldKey:
             with contextlib.suppress(TypeError):  # it allows no weak references
                 self._obj, self.is_weak = weakref.ref(self._obj), True
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this holds the last reference to the object, whose class allows no weak references."""
+        return self.by_identity and not self.is_weak and self._count() <= _ALONE
+
+    def _count(self) -> int:
+        return sys.getrefcount(self._obj)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -282,6 +291,10 @@ class HeldKey:
             is_record = self.attributes is not None and other.attributes is not None
             return obj is not None and (not is_record or self.attributes == other.attributes)
         return not (self.by_identity or other.by_identity) and type(obj) is type(other_obj) and obj == other_obj
+
+
+# References to an object that only a `HeldKey` refers to.
+_ALONE = HeldKey(object(), by_identity=True)._count()
 
 
 def parts(key: Any) -> Iterator[Any]:

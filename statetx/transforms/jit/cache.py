@@ -36,6 +36,7 @@ class Programs(dict[Hashable, list]):
     def keep(self, key: Hashable, programs: list) -> None:
         """Store the programs of a key; not thread-safe."""
         if key not in self:
+            self._drop_abandoned()
             while len(self) >= self._size:
                 self._forget(self._oldest())
             self._watch(key)
@@ -66,6 +67,11 @@ class Programs(dict[Hashable, list]):
     def _forget(self, key: Hashable) -> None:
         self.pop(key, None)
         self._watches.pop(key, None)
+
+    def _drop_abandoned(self) -> None:
+        for key in list(self):
+            if any(isinstance(part, HeldKey) and part.is_alone for part in parts(key)):
+                self._forget(key)
 
     def _oldest(self) -> Hashable:
         while True:
