@@ -74,8 +74,8 @@ def test_gradients_of_parts_are_added_in_one_set(name):
     loss = LOSSES[name]
     step = statetx.microbatch(jax.value_and_grad(loss), K, argnums=1)
     plain = lambda ws, x: by_hand(loss, ws, x)
-    gain = 0.3 if name == "whole" else 0.85  # the fence of a region is a branch, which copies the sums
-    assert sets(step, WEIGHTS, X) <= sets(plain, WEIGHTS, X) - gain
+    most = sets(plain, WEIGHTS, X) - 0.85
+    assert sets(step, WEIGHTS, X) <= (1.05 if name == "whole" else most), "a fence is a branch, which copies the sums"
     jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(WEIGHTS, X), jax.jit(plain)(WEIGHTS, X))
     jax.tree.map(np.testing.assert_array_equal, step(WEIGHTS, X), jax.jit(plain)(WEIGHTS, X))
 
