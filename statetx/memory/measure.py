@@ -26,7 +26,7 @@ from .._equations.compiled import (
     memory_analysis_options,
     temp_bytes_of,
 )
-from .._equations.release import Stack, releasable, stacks_in, told
+from .._equations.release import GradientStack, releasable, stacks_in, told
 from .._errors import FunctionError, PolicyError, printable
 from .._jax import CompiledProgram
 from .._lift.options import check_flags
@@ -213,7 +213,7 @@ def _profiled(traced: _TracedProgram, compiler_options: dict[str, Any]) -> Memor
     return dataclasses.replace(profile, releasable=_releasing(stacks)) if stacks else profile
 
 
-def _releasing(stacks: Sequence[Stack]) -> Change:
+def _releasing(stacks: Sequence[GradientStack]) -> Change:
     sizes = "; ".join(line.removesuffix(".") for line in told(stacks))
     text = (
         f"Update the weights inside the backward loop: statetx.jit(step, ..., release_gradients=True), where they are "

@@ -14,7 +14,7 @@ The rewriting is for lowering. What it makes is not differentiated any more, so 
 """
 
 from .devices import ANYWHERE
-from .fates import Fate, Stack, told
+from .fates import Fate, GradientStack, told
 from .loops import RowLoop, has_loop
 from .program import (
     ReleasedProgram,
@@ -33,7 +33,7 @@ __all__ = [
     "Release",
     "ReleasedProgram",
     "RowLoop",
-    "Stack",
+    "GradientStack",
     "has_loop",
     "releasable",
     "released",

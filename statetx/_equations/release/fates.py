@@ -1,4 +1,4 @@
-"""`Stack`: a stacked result of a loop, with what becomes of it."""
+"""`GradientStack`: a stacked result of a loop, with what becomes of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fate(enum.Enum):
     REPLACED = "what its consumers compute is as large"
 
 
-class Stack(NamedTuple):
+class GradientStack(NamedTuple):
     """A stacked result of a loop that other equations read.
 
     Attributes:
@@ -47,13 +47,13 @@ class Stack(NamedTuple):
         return self.fate in (Fate.RELEASED, Fate.REPEATED)
 
 
-def told(stacks: Sequence[Stack], names: Sequence[str] = ()) -> tuple[str, ...]:
+def told(stacks: Sequence[GradientStack], names: Sequence[str] = ()) -> tuple[str, ...]:
     """A sentence for each loop whose backward pass ends in gradients, and for each thing that happens to them.
 
     Args:
         names: of the program's inputs, to say what the gradients are of; none to say nothing of it.
     """
-    groups: dict[tuple[Any, Fate, Any], Stack] = {}
+    groups: dict[tuple[Any, Fate, Any], GradientStack] = {}
     for stack in stacks:
         key = stack.loop, stack.fate, stack.reader
         before = groups.get(key)
@@ -63,13 +63,13 @@ def told(stacks: Sequence[Stack], names: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple([_sentence(stack, [names[i] for i in stack.inputs] if names else []) for stack in groups.values()])
 
 
-def _sentence(stack: Stack, names: Sequence[str]) -> str:
+def _sentence(stack: GradientStack, names: Sequence[str]) -> str:
     layers = f"{format_bytes(stack.num_bytes)} of gradients of {stack.loop.params.get('length', 'all')} layers"
     weights = f" of {', '.join(names[:3])}{', ...' * (len(names) > 3)}" if names else ""
     return f"{layers}{weights} ({_site(stack.loop)}) {_FATES[stack.fate](stack)}."
 
 
-_FATES: dict[Fate, Callable[[Stack], str]] = {
+_FATES: dict[Fate, Callable[[GradientStack], str]] = {
     Fate.RELEASED: lambda stack: "are used up in the loop of the backward pass, layer by layer",
     Fate.REPEATED: lambda stack: (
         f"are used up in the loop of the backward pass, which runs twice: the first time for a number that is computed "

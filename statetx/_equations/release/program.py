@@ -10,7 +10,7 @@ from ..._jax import Jaxpr, Literal, Var
 from ..._positions import replaced
 from ..inline import hoist
 from ..primitives import count, flops, inner_jaxprs
-from .fates import Stack
+from .fates import GradientStack
 from .loops import has_loop
 from .rewriting import Release
 
@@ -57,7 +57,7 @@ class ReleasedProgram:
         outs = [v.val if isinstance(v, Literal) else inputs.get(v) for v in self._jaxpr.outvars]
         return replaced(outs, self._made, values)
 
-    def stacks(self) -> list[Stack]:
+    def stacks(self) -> list[GradientStack]:
         """The stacked results of its loops, each with what becomes of it."""
         stacks = self._release.rewritten(self._call).stacks
         return [stack._replace(inputs=tuple([self._used[i] for i in stack.inputs])) for stack in stacks]
@@ -88,9 +88,9 @@ def with_most_released(jaxpr: Any, overwritable: Collection[int]) -> Any:
     return jaxpr
 
 
-def stacks_in(jaxpr: Jaxpr) -> list[Stack]:
+def stacks_in(jaxpr: Jaxpr) -> list[GradientStack]:
     """The stacked results of the loops in programs that release gradients, each with what becomes of it."""
-    found: list[Stack] = []
+    found: list[GradientStack] = []
     for eqn in jaxpr.eqns:
         lowered = eqn.params.get("lowered")
         if isinstance(lowered, Release):
@@ -112,11 +112,11 @@ def repeated_flops(jaxpr: Jaxpr) -> int:
     return added
 
 
-def released_bytes(stacks: Sequence[Stack]) -> int:
+def released_bytes(stacks: Sequence[GradientStack]) -> int:
     return sum(stack.num_bytes for stack in stacks if stack.is_released)
 
 
-def releasable(jaxpr: Any) -> list[Stack]:
+def releasable(jaxpr: Any) -> list[GradientStack]:
     """The gradients that a closed jaxpr would release if it donated all inputs; none if it releases as much now."""
     program = with_most_released(jaxpr, range(len(_jax.open_jaxpr(jaxpr)[0].invars)))
     stacks = [] if program is jaxpr else stacks_in(_jax.open_jaxpr(program)[0])

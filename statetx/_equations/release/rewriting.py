@@ -17,7 +17,7 @@ from ..sums import in_order, with_split_sums
 from .consumers import Consumers, are_read_once, paired, read_whole, variables_of
 from .devices import into_shard_map, with_free_values
 from .entering import into_call, into_row_loop, into_scan
-from .fates import Fate, Stack
+from .fates import Fate, GradientStack
 from .flat import flattened, without_copies
 from .loops import has_loop, row_loop, stacks_of, with_jaxpr
 from .repeated import repeated, with_split_reductions
@@ -29,7 +29,7 @@ class Released(NamedTuple):
     """A jaxpr of the same inputs and outputs after the rewriting, and what became of its stacks."""
 
     jaxpr: Jaxpr
-    stacks: list[Stack]
+    stacks: list[GradientStack]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Level:
         self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
         self._read_by_loops = {v for e in jaxpr.eqns if e.primitive.name in _RUNS_LOOPS for v in variables_of(e)}
-        self.stacks: list[Stack] = []
+        self.stacks: list[GradientStack] = []
         self._set(list(jaxpr.eqns))
 
     def _set(self, eqns: list[Any]) -> None:
@@ -128,7 +128,7 @@ class _Level:
         self._ancestors = functools.cache(self._find_ancestors)
 
     def _note(self, loop: Any, stacks: Sequence[Var], fate: Fate, reader: Any = None) -> None:
-        self.stacks += [Stack(loop, num_bytes(v.aval), fate, reader, self._weights_like(v)) for v in stacks]
+        self.stacks += [GradientStack(loop, num_bytes(v.aval), fate, reader, self._weights_like(v)) for v in stacks]
 
     def _weights_like(self, stack: Var) -> tuple[int, ...]:
         shape_of = lambda v: getattr(v.aval, "shape", None)
@@ -164,7 +164,7 @@ class _Level:
         noted = len(self.stacks)
         if twice is not None and self._releases_all(twice.eqns, twice.first, twice.second):
             self.stacks[noted:] = [
-                Stack(loop, stack.num_bytes, Fate.REPEATED, twice.reader)
+                GradientStack(loop, stack.num_bytes, Fate.REPEATED, twice.reader)
                 for stack in self.stacks[noted:]
                 if stack.loop is twice.second
             ]
