@@ -42,7 +42,7 @@ class _Called(NamedTuple):
 
     Attributes:
         num_arrays: how many arrays it takes as arguments.
-        returned: how often a type is that of an argument which it returns as it is.
+        returned: how often it returns an argument of each type unchanged.
     """
 
     code: CodeType
@@ -108,7 +108,7 @@ def takes_as_arguments(function: str, num: int) -> bool:
 
 
 def returned_arguments(function: str) -> list[Any]:
-    """The types of the arguments that a function of the user returns as they are; of traces for other types, too."""
+    """The types of the arguments that a function of the user returns unchanged; of traces for other types, too."""
     return [*_called[function].returned.elements()] if function in _called else []
 
 
