@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 import statetx
 from statetx import _jax
-from statetx._equations.compiled import compile_to_measure, full_device_options, lower
+from statetx._equations.compiler import compile_to_measure, full_device_options, lower
 from statetx.memory._scopes import numbered_calls
 from statetx.policies import Levels
 

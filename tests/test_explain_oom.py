@@ -11,8 +11,8 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 import statetx
-from statetx._equations import compiled
-from statetx._equations.compiled import fast_compile_options
+from statetx._equations import compiler
+from statetx._equations.compiler import fast_compile_options
 from statetx.memory import _deadline, oom
 from statetx.memory._edits import Rematerialize
 from statetx.memory._estimate import estimate
@@ -452,12 +452,12 @@ def full_gpu(monkeypatch):
             raise JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to get configs for: 3 out of 9 instructions.")
         return compile(lowered, compiler_options)
 
-    compiled._is_known_to.cache_clear()
+    compiler._is_known_to.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", refusing)
         patch.setattr(jax, "default_backend", lambda: "gpu")
         yield options
-    compiled._is_known_to.cache_clear()
+    compiler._is_known_to.cache_clear()
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ import corpus
 import statetx
 from helpers import in_turn
 from statetx import _jax
-from statetx._equations.compiled import memory_analysis_options
+from statetx._equations.compiler import memory_analysis_options
 from statetx._equations.structure import table
 from statetx.memory import _lifetimes, _names, _scopes, measure
 from statetx.memory._assemble import Assembly, Inputs

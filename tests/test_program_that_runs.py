@@ -10,7 +10,7 @@ import pytest
 from libraries import VALUED
 
 import statetx
-from statetx._equations import compiled
+from statetx._equations import compiled, compiler
 from statetx._equations.updates import order_of_updates
 
 DEPTH, WIDTH = 8, 32
@@ -119,7 +119,7 @@ def test_order_of_outputs_is_advised_by_what_the_program_in_order_takes(monkeypa
 
 def test_options_of_a_program_that_is_compiled_to_be_measured(monkeypatch):
     fast = {"xla_backend_optimization_level": 0}
-    assert fast.items() <= compiled.memory_analysis_options().items()
+    assert fast.items() <= compiler.memory_analysis_options().items()
     monkeypatch.setattr(compiled, "estimate_options", lambda: fast)
     args = jnp.sin, [jnp.ones(3)]
     assert compiled.Program(*args, estimates=True).compiler_options == fast

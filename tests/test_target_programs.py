@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import statetx
 from statetx import Target, TargetError, policies
-from statetx._equations import compiled as _compiled
+from statetx._equations import compiler as _compiler
 from statetx._equations.compiled import Program
 from statetx._targets import plugins
 
@@ -269,7 +269,7 @@ PATCHES = f32(16, 16, 3, 256), f32(256, 512), f32(1, 1, 512), f32(1, 197, 512), 
 
 def test_product_without_tiles_is_compiled_unfused(monkeypatch, caplog):
     """On a device XLA would time several tiles, and skip those that fail (jax-ml/jax#34010)."""
-    monkeypatch.setattr(_compiled, "_targets_with_unfused_products", set())
+    monkeypatch.setattr(_compiler, "_targets_with_unfused_products", set())
     with statetx.target("a100-40gb"):
         cost = statetx.measure(patch_embedding, *PATCHES)
         profile = statetx.memory_profile(patch_embedding, *PATCHES)

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from .._equations.compiled import num_compiled
+from .._equations.compiler import num_compiled
 
 
 class Deadline:

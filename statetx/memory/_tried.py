@@ -21,14 +21,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
-from .._equations.compiled import (
-    COMPILER_ERRORS,
-    Cost,
-    Program,
-    full_device_options,
-    is_out_of_memory,
-    one_thread_options,
-)
+from .._equations.compiled import Cost, Program
+from .._equations.compiler import COMPILER_ERRORS, full_device_options, is_out_of_memory, one_thread_options
 from .._equations.inline import hoist
 from .._equations.primitives import REMAT, count
 from .._equations.structure import Body

@@ -13,18 +13,16 @@ from typing import Any, NamedTuple, ParamSpec, overload
 import jax
 
 from .. import _files, _jax, _states
-from .._equations.compiled import (
+from .._equations.compiled import Program, in_order, temp_bytes_of
+from .._equations.compiler import (
     COMPILER_ERRORS,
     ForTarget,
-    Program,
     compile_to_measure,
     count_compilation,
     full_device_options,
-    in_order,
     is_out_of_memory,
     lower,
     memory_analysis_options,
-    temp_bytes_of,
 )
 from .._equations.release import GradientStack, releasable, stacks_in, told
 from .._errors import FunctionError, PolicyError, printable

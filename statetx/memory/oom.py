@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._equations.compiled import full_device_options, is_out_of_memory
+from .._equations.compiler import full_device_options, is_out_of_memory
 from .._errors import StatetxError
 from .._lift.wrapper import check_callable, name_of, short_name
 from .._spinner import spinner

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax, _states
-from .._equations.compiled import Program, memory_analysis_options
+from .._equations.compiled import Program
+from .._equations.compiler import memory_analysis_options
 from .._errors import PlanError
 from .._lift.batch import Batch, BatchArguments
 from .._lift.context import divides, sharding_of

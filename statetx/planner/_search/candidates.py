@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from ... import _jax
-from ..._equations.compiled import Cost, Program, candidate_options, fast_compile_options
+from ..._equations.compiled import Cost, Program
+from ..._equations.compiler import candidate_options, fast_compile_options
 from ..._equations.inline import inline
 from ..._equations.primitives import REMAT
 from ..._equations.structure import Body

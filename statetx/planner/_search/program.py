@@ -13,7 +13,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from ..._equations.compiled import Cost, Program, candidate_options, fast_compile_options
+from ..._equations.compiled import Cost, Program
+from ..._equations.compiler import candidate_options, fast_compile_options
 from ..._jax import Jaxpr
 from ...residuals.diagnosis import BASELINE
 from .._budget import TEMPORARIES, ByteBudget, TimeLeft

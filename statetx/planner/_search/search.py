@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ... import _jax
-from ..._equations.compiled import estimate_options
+from ..._equations.compiler import estimate_options
 from ..._equations.primitives import flops
 from ..._remat.parse import as_policy
 from ..._remat.stored import BITS

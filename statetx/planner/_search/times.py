@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ..._equations.compiled import estimate_options, is_out_of_memory
+from ..._equations.compiler import estimate_options, is_out_of_memory
 from ..._errors import TargetError
 from ..._targets import current
 from .._budget import TEMPORARIES, ByteBudget

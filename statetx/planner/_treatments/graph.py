@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import _jax
-from ..._equations.compiled import Program, fast_compile_options
+from ..._equations.compiled import Program
+from ..._equations.compiler import fast_compile_options
 from ..._equations.dataflow import alive_bytes
 from ..._equations.primitives import flops, row_of
 from ..._jax import Jaxpr, Var
