@@ -10,7 +10,7 @@ SEARCHES = {
     "every n layers": {"how-to/every-nth-layer/"},
     "gradient release": {"how-to/release-gradients/"},
     "optimizer in backward": {"how-to/release-gradients/"},
-    "bitwise": {"api/testing/", "how-to/same-step/", "testing.assert_remat_equivalent"},
+    "bitwise": {"api/testing/assert_same_step/", "how-to/same-step/", "testing.assert_remat_equivalent"},
     "with_refs": {"how-to/release-gradients/"},
     "cuda_async": {"how-to/out-of-memory/"},
     "nnx memory": {"how-to/nnx-memory/"},
@@ -30,5 +30,5 @@ SEARCHES = {
     "TrainState": {"how-to/recipes/"},
     "github action": {"how-to/memory-in-ci/"},
     "nondiff_argnums": {"features/"},
-    "chunked cross entropy": {"api/loops/", "how-to/large-vocabularies/", "chunked"},
+    "chunked cross entropy": {"api/loops/chunked/", "how-to/large-vocabularies/", "chunked"},
 }

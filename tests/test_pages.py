@@ -323,11 +323,13 @@ def test_site_builds(built_site):
     """Strictly: without a dead link, an anchor that is not there, or a name that the reference does not find."""
     done, tmp_path = built_site
     assert done.returncode == 0, done.stderr
-    remat_page = (tmp_path / "api" / "remat" / "index.html").read_text()
+    remat_page = (tmp_path / "api" / "remat" / "remat" / "index.html").read_text()
     assert 'id="statetx.remat"' in remat_page and ">unknown<" not in remat_page
     for name in ("Policy", "Filter", "Indices", "Names"):  # types of parameters are links
-        assert f'href="../types/#{name.lower()}"' in remat_page, name
-    assert "https://github.com/statetx/statetx/edit/main/docs/api/remat.md" in remat_page
+        assert f'href="../../types/#{name.lower()}"' in remat_page, name
+    group_page = (tmp_path / "api" / "remat" / "index.html").read_text()
+    assert 'href="remat/#statetx.remat"' in group_page
+    assert "https://github.com/statetx/statetx/edit/main/docs/api/remat.md" in group_page
     assert f"statetx {statetx.__version__}" in remat_page  # in the header, with the link to the repository
     errors_page = (tmp_path / "errors" / "index.html").read_text()
     for cls in public_errors():
@@ -414,7 +416,7 @@ def test_copied_blocks_of_a_page_run(browser):
 
 @pytest.mark.thorough
 def test_copied_examples_of_docstrings_have_no_prompts(browser):
-    texts = copied(browser, "api/remat", ".highlight:has(.gp)")
+    texts = copied(browser, "api/remat/remat", ".highlight:has(.gp)")
     assert texts
     for text in texts:
         compile(text, "copied", "exec")
