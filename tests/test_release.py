@@ -168,6 +168,21 @@ def test_updates_have_equal_bits_where_nothing_is_contracted():
     assert done.stdout.strip() == str([0] * len(OPTIMIZERS))
 
 
+def test_a_step_that_returns_constants():
+    """A state that is reset to a constant is a literal in the equations, as is the gradient that optax keeps first."""
+    w, phase = statetx.Param(WEIGHTS.copy()), statetx.State(jnp.array(2.0))
+
+    @statetx.jit(donate_states=True)
+    def step(x):
+        value, gradient = statetx.value_and_grad(lambda x: scanned()(w.value, x), wrt=w)(x)
+        w.value, phase.value = w.value - 0.1 * gradient, jnp.array(0.0)
+        return value, 1
+
+    value, one = step(X)
+    assert (one, phase.value) == (1, 0) and scanned()(w.value, X) < value
+    assert "are used up" in step.lower(X).gradients[0]
+
+
 def test_moments_are_left_on_cpus():
     """XLA there computes the outputs one by one, and copies the moments that they share."""
     step, _ = training("adam")

@@ -34,7 +34,7 @@ class ReleasedProgram:
         made = {v for eqn in live.eqns for v in eqn.outvars}
         self._jaxpr = jaxpr
         self._used = [i for i, v in enumerate(live.invars) if v in read]
-        self._made = [n for n, v in enumerate(live.outvars) if v in made]
+        self._made = [n for n, v in enumerate(live.outvars) if isinstance(v, Var) and v in made]
         invars, outvars = [live.invars[i] for i in self._used], [live.outvars[n] for n in self._made]
         self._call = _jax.close(_jax.rebuild(live, invars=invars, outvars=outvars), ())
         positions = [n for n, i in enumerate(self._used) if i in overwritable and live.invars[i] not in live.outvars]
