@@ -201,6 +201,18 @@ def test_inconsistent_sizes_are_named_by_argument(call, message):
         call(both)
 
 
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        (None, r"out_axes has None for the output\['b'\]\[0\], f32\[\] for each example, which differs"),
+        (1, r"out_axes has 1 for the output\['b'\]\[0\], f32\[\] for each example: .* from 0 to 0"),
+    ],
+)
+def test_an_output_that_cannot_have_its_axis_is_named(axis, message):
+    with pytest.raises(ValueError, match=message):
+        statetx.vmap(lambda x: {"a": x, "b": (x, 2.0)}, out_axes={"a": 0, "b": (axis, None)})(jnp.ones(3))
+
+
 def test_out_axes_must_be_numbers():
     with pytest.raises(TypeError, match="vmap: out_axes must hold ints and None, got ArrayImpl"):
         statetx.vmap(lambda x: x, out_axes=jnp.ones(2))(jnp.ones(3))

@@ -135,7 +135,9 @@ class Vmap(Wrapper, made_by=vmap):
 
             frame.at_end = at_end
             out = frame.run(call, fun, *args_part.combine(dynamic))
-            groups.add_output(out, _broadcast_axes("out_axes", self._out_axes, out), is_loop_leaf)
+            axes_out = _broadcast_axes("out_axes", self._out_axes, out)
+            _check_output(f"vmap({name_of(fun)})", out, axes_out, examples.trace)
+            groups.add_output(out, axes_out, is_loop_leaf)
             examples.add_effects(frame.effects, groups)
             return groups.pack()
 
@@ -303,6 +305,23 @@ def _broadcast_axes(option: str, axes: Any, tree: PyTree) -> list[int | None]:
     can_map = _can_map if option == "in_axes" else lambda x: _can_map(x) or is_loop_leaf(x)
     leaves = jax.tree.leaves(tree, is_leaf=_states.is_opaque)
     return [axis if can_map(x) else None for axis, x in zip(entries, leaves, strict=True)]
+
+
+def _check_output(call: str, out: PyTree, axes: Sequence[int | None], trace: Any) -> None:
+    """Raise for the first array of the output that cannot have its axis: JAX's error would name none of them."""
+    leaves = jax.tree_util.tree_flatten_with_path(out, is_leaf=_states.is_opaque)[0]
+    for (keys, x), axis in zip(leaves, axes, strict=True):
+        name = f"the output{jax.tree_util.keystr(keys)}"
+        if axis is None and _jax.is_batched(x, trace):
+            raise ValueError(
+                f"{call}: out_axes has None for {name}, {type_str(x)} for each example, which differs between the "
+                f"examples.\nFix: give the axis along which they are stacked, such as 0, or reduce it over the examples."
+            )
+        if axis is not None and not -jnp.ndim(x) - 1 <= axis <= jnp.ndim(x):
+            raise ValueError(
+                f"{call}: out_axes has {axis} for {name}, {type_str(x)} for each example: they can be stacked along an "
+                f"axis from 0 to {jnp.ndim(x)}."
+            )
 
 
 def _can_map(leaf: Any) -> bool:
