@@ -759,6 +759,12 @@ mistake("scan: length= disagrees", ValueError, "length=5", "xs", "4")(
 mistake("scan: a scalar as xs", ValueError, "xs['b']", "f32[]", "no axis 0")(
     lambda: statetx.scan(lambda c, x: (c, None), 0.0, {"a": X, "b": jnp.float32(1)})
 )
+mistake("scan: a list of numbers as xs", ValueError, "xs[0]", "float", "jnp.asarray(xs)")(
+    lambda: statetx.scan(lambda c, x: (c + x, None), 0.0, [1.0, 2.0])
+)
+mistake("scan: a number of steps as xs", ValueError, "int", "length=3")(
+    lambda: statetx.scan(lambda c, x: (c, None), 0.0, 3)
+)
 mistake("scan: no xs, no length", ValueError, "length=")(lambda: statetx.scan(lambda c, x: (c, x), 0.0))
 
 

@@ -208,7 +208,7 @@ def _resolve_length(
         xs,
         [0] * len(xs),
         names,
-        lacking="close over it in the body",
+        lacking=_fix_of_lacking(xs),
         differing="give arrays of equal length, and close over the others in the body",
         option=None if length is None else ("length", length),
     )
@@ -221,6 +221,15 @@ def _resolve_length(
             "without a carry is for statetx.map(f, xs)."
         )
     return size
+
+
+def _fix_of_lacking(xs: Sequence[Any]) -> str:
+    """What to do about a value in xs that has no axis."""
+    if not all(isinstance(x, (int, float)) for x in xs):
+        return "close over it in the body"
+    if len(xs) == 1:
+        return f"give a number of steps as statetx.scan(body, init, length={xs[0]})"
+    return "a list of numbers is a tree of scalars: make it an array, jnp.asarray(xs)"
 
 
 class ScanLoop:
