@@ -315,7 +315,7 @@ def _check_output(call: str, out: PyTree, axes: Sequence[int | None], trace: Any
         if axis is None and _jax.is_batched(x, trace):
             raise ValueError(
                 f"{call}: out_axes has None for {name}, {type_str(x)} for each example, which differs between the "
-                f"examples.\nFix: give the axis along which they are stacked, such as 0, or reduce it over the examples."
+                f"examples.\nFix: give the axis along which they are stacked, such as 0, or reduce it over them."
             )
         if axis is not None and not -jnp.ndim(x) - 1 <= axis <= jnp.ndim(x):
             raise ValueError(
