@@ -5,9 +5,7 @@ test_target_programs.py.
 import ast
 import dataclasses
 import json
-import os
 import pathlib
-import signal
 import subprocess
 import sys
 import textwrap
@@ -267,7 +265,6 @@ def test_cuda_13_has_no_compiler_for_volta(monkeypatch):
 )
 def test_compiler_that_does_not_start_is_one_error(monkeypatch, error):
     def start(*_):
-        os.write(2, b"cuda_dnn.cc: a reason\n")
         raise error
 
     monkeypatch.setattr(plugins, "missing", lambda spec: "")
@@ -279,25 +276,7 @@ def test_compiler_that_does_not_start_is_one_error(monkeypatch, error):
         f"XLA's compiler for NVIDIA H100 80GB HBM3 does not start: {first}\nFix: install the plugin of the same version"
         in str(e.value)
     )
-    assert e.value.__cause__.__notes__ == ["Written to standard error before:\ncuda_dnn.cc: a reason"]
-
-
-CRASH = """
-import os, sys
-from statetx._targets.absent import quiet_stderr
-with quiet_stderr():
-    os.write(2, b"W0101 a warning\\n")
-print("silent", flush=True)
-with quiet_stderr():
-    os.write(2, b"F0101 Check failed: memory > 0\\n")
-    os.abort()
-"""
-
-
-def test_message_of_a_compiler_that_ends_the_process_is_shown():
-    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGABRT, "silent\n")
-    assert done.stderr == "F0101 Check failed: memory > 0\n"
+    assert e.value.__cause__ is error
 
 
 # -- the current target ----------------------------------------------------------------------------------------------

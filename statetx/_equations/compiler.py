@@ -14,7 +14,6 @@ from .. import _jax
 from .._atomic import new_lock
 from .._errors import TargetError
 from .._targets import current
-from .._targets.absent import quiet_stderr
 from .._targets.plugins import kernel_file
 from .._targets.target import Target
 from .._text import counted
@@ -206,7 +205,7 @@ class ForTarget:
         is_gpu = self.target.platform == "gpu"
         with kernel_file() if is_gpu else contextlib.nullcontext() as path:
             target_options = {**_WITHOUT_TIMING, "xla_gpu_kernel_cache_file": path} if is_gpu else {}
-            with _jax.without_compilation_cache(), quiet_stderr():
+            with _jax.without_compilation_cache():
                 return self._lowered.compile({**(compiler_options or {}), **target_options} or None)
 
 

@@ -30,7 +30,7 @@ from jax.experimental import topologies
 from .._errors import TargetError
 from .._records import metadata, real, record, row, text, whole
 from .._text import brief
-from .absent import CUDA_PLUGINS, cuda_plugin, is_installed, is_visible, quiet_stderr
+from .absent import CUDA_PLUGINS, cuda_plugin, is_installed, is_visible
 
 _DEVICES = pathlib.Path(__file__).with_name("devices.toml")
 
@@ -213,7 +213,7 @@ def compile_only_devices(spec: Spec, hosts: int, shape: tuple[int, ...]) -> tupl
     if problem:
         raise TargetError(f"This machine cannot compile for {spec.kind}: {problem}.")
     try:
-        with quiet_stderr(), _flags_for(spec.platform):
+        with _flags_for(spec.platform):
             if isinstance(spec, Tpu):
                 devices = _tpu_devices(spec, shape)
             else:
@@ -287,10 +287,20 @@ def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
     bounds = [2 if n % 2 == 0 else 1 for n in shape[:2]] + [1]
     if bounds != [2, 2, 1]:
         options["chips_per_host_bounds"] = bounds
-    # A TPU belongs to one process, and libtpu locks a file. Without a TPU any number of processes compile.
-    is_shared = contextlib.nullcontext() if is_visible("tpu") else _variable("ALLOW_MULTIPLE_LIBTPU_LOAD")
-    with is_shared:
+    with contextlib.nullcontext() if is_visible("tpu") else _without_host():
         return tuple(topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices)
+
+
+@contextlib.contextmanager
+def _without_host() -> Iterator[None]:
+    """Tell libtpu that this is no host of a TPU: it would ask the network, and print what it misses."""
+    # A TPU belongs to one process, and libtpu locks a file. Without a TPU any number of processes compile.
+    with (
+        _variable("ALLOW_MULTIPLE_LIBTPU_LOAD"),
+        _variable("TPU_ACCELERATOR_TYPE", "v5litepod-8"),
+        _variable("TPU_WORKER_HOSTNAMES", "localhost"),
+    ):
+        yield
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
