@@ -241,6 +241,22 @@ def test_donation_on_request():
     assert not old.is_deleted()
 
 
+@pytest.mark.parametrize("donate_states", [False, True])
+def test_a_donated_argument_may_be_the_array_of_a_state(donate_states):
+    written, read = statetx.State(jnp.ones(64)), statetx.State(jnp.ones(64))
+
+    @functools.partial(statetx.jit, donate_argnums=(0, 1), donate_states=donate_states)
+    def f(x, y):
+        written.value = written.value + x + read.value
+        return x + 1, 2 * y
+
+    for x in (1.0, 3.0):
+        outs = f(written.value, read.value)
+        np.testing.assert_array_equal(jnp.stack(outs), np.outer([x + 1, 2.0], np.ones(64)))
+    np.testing.assert_array_equal(written.value, np.full(64, 7.0))
+    np.testing.assert_array_equal(read.value, np.ones(64))
+
+
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
 def test_sharding_is_preserved_without_retrace():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

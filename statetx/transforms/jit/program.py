@@ -241,9 +241,10 @@ class StagedProgram:
                 partition(value, is_array_or_number)[0] if i.partition.static else value
                 for i, value in zip(self.kept, kept, strict=True)
             ]
+        arguments = _copy_aliased(call.donated, (kept, call.kept)) if call.donated else []
         if donated:
-            donated = _copy_aliased(donated, (kept, call.kept, call.donated))
-        return kept, donated, call.operand, call.donated
+            donated = _copy_aliased(donated, (kept, call.kept, arguments))
+        return kept, donated, call.operand, arguments
 
     def _execute(self, operands: tuple, publish: Callable[[list], None]) -> Any:
         def store(writes: list) -> None:
