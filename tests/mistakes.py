@@ -768,6 +768,11 @@ mistake("scan: a number of steps as xs", ValueError, "int", "length=3")(
 mistake("scan: no xs, no length", ValueError, "length=")(lambda: statetx.scan(lambda c, x: (c, x), 0.0))
 
 
+mistake("microbatch: an argument without examples", ValueError, "n is", "no axis 0", "name the arguments", "argnums=1")(
+    lambda: statetx.microbatch(lambda x, n: x.mean() * n, 2)(X, jnp.float32(3))
+)
+
+
 @mistake("scan: a state is created in the body", statetx.CreatedStateError, "State", "before the")
 def created_in_body():
     kept = []

@@ -192,13 +192,14 @@ class BatchArguments:
             unbatched = self._others(len(args))
             mask, names = [i not in unbatched for i in range(len(args))], set(kwargs)
         axes: Axes = {key: 0 for key in (*(i for i, flag in enumerate(mask) if flag), *names)}
+        by_name = "name the arguments that hold the batch, as in argnums=1 for loss(params, batch)"
         return batch_along(
             self._name,
             self._fun,
             axes,
             args,
             kwargs,
-            lacking="leave it out of argnums=, which names the arguments that hold the batch",
-            differing="name the arguments that hold the batch, as in argnums=1 for loss(params, batch)",
+            lacking=by_name if self._is_default else "leave it out of argnums=, which names those that hold the batch",
+            differing=by_name,
             missing="pass the batch as arrays, and name these arguments by argnums= or argnames=",
         )
