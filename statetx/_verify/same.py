@@ -137,8 +137,8 @@ class _Side:
         if created := [w for w in self.traced.writes if w.created]:
             raise FunctionError(
                 f"{self.name} creates a state that outlives the call, at {created[0].site}, so there is nothing to "
-                "begin both from.\nFix: create the state outside, and reset its value in the step; or call the step once "
-                "before, if only its first call creates it."
+                "begin both from.\nFix: create the state outside, and reset its value in the step; or call the "
+                "step once before, if only its first call creates it."
             )
 
     def states(self) -> dict[int, tuple[str, Any]]:
