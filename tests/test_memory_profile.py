@@ -30,7 +30,7 @@ from helpers import in_turn
 from statetx import _jax
 from statetx._equations.compiler import memory_analysis_options
 from statetx._equations.structure import table
-from statetx.memory import _lifetimes, _names, _scopes, measure
+from statetx.memory import _lifetimes, _names, measure
 from statetx.memory._assemble import Assembly, Inputs
 
 X = jax.ShapeDtypeStruct((512, 64), jnp.float32)

@@ -80,6 +80,13 @@ def traced_alone(eqn: Any, operands: Sequence[CallOperand]) -> Any:
     return jitted.trace(*(x.value for x, _ in inputs))
 
 
+def with_jaxpr(traced: Any, jaxpr: Any) -> Any:
+    """A ``jax.stages.Traced`` with another closed jaxpr, which takes and returns the same arrays."""
+    traced = copy.copy(traced)
+    traced._params, traced._lojax = {**traced._params, "jaxpr": jaxpr}, None
+    return traced
+
+
 class TooFewDevices(ValueError):
     """A program is for more devices (`needed`) than it can be compiled for."""
 

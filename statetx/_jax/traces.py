@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import jax
@@ -73,6 +74,14 @@ def traceback_frame(
         if not (frame.file_name.startswith(folders) or unless(frame.file_name)):
             return frame.file_name, frame.line_num, frame.function_name
     return None
+
+
+def frames_of(eqn: Any) -> list[tuple[CodeType, int]]:
+    """The code of each function behind an equation, with the offset of its instruction, outermost first. They begin at
+    the function that JAX traced.
+    """
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else [*zip(*traceback.raw_frames(), strict=True)][::-1]
 
 
 LITERALS = (_literals.TypedInt, _literals.TypedFloat, _literals.TypedComplex, _literals.TypedNdArray)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from .._equations.primitives import FUSED
 from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
+from ._calls import Calls, line_of
 from ._edits import ChangeCandidate, Checkpoint, Rematerialize, SaveLess, StoreBits
-from ._scopes import Calls, line_of
 from .buffer import Buffer, Change, Gap, Timeline, bits_of, is_backward, saving
 
 _LEAST_SHARE = 0.02  # of what policies save in a function, of a result that is named
@@ -41,7 +41,7 @@ def functions(profile: Timeline) -> Iterable[ChangeCandidate]:
         where = ", inside the function that is rematerialized already" if nested else ""
         file = next((f.file for b in freed for f in profile.steps[b.start].frames if f.function == function), "")
         linen = module_with_method(function, file)
-        how = f"@statetx.remat{_at(function, file)}" if linen is None else flax_remat(linen)
+        how = f"@statetx.remat{_at(profile, function, file)}" if linen is None else flax_remat(linen)
         text = f"Rematerialize {function}{times} with {how}{where}."
         yield ChangeCandidate(Change("remat", function, text, saved), frozenset(freed), Rematerialize(function))
 
@@ -67,12 +67,12 @@ def stacked(profile: Timeline) -> Iterable[ChangeCandidate]:
             by_function[b.function].append(b)
     for function, buffers in by_function.items():
         loop, file = buffers[0].stacked, buffers[0].source.rpartition(":")[0]
-        text = f"Rematerialize {function} with @statetx.remat{_at(function, file)}, in the {loop}."
+        text = f"Rematerialize {function} with @statetx.remat{_at(profile, function, file)}, in the {loop}."
         yield ChangeCandidate(Change("remat", function, text, 0), frozenset(buffers), Rematerialize(function))
 
 
-def _at(function: str, file: str) -> str:
-    line = line_of(function, file)
+def _at(profile: Timeline, function: str, file: str) -> str:
+    line = line_of(profile, function, file)
     return "" if line is None else f" at {short_path(f'{file}:{line}')}"
 
 
@@ -163,7 +163,7 @@ def _storing_bits(
     times, types = f" ({num_calls} calls)" if num_calls > 1 else "", ", ".join(sorted({b.type for b in buffers}))
     text = (
         f"Store the zeros and ones that {function}{times} takes ({types}) as bits: "
-        f"@statetx.remat(inputs_stored_as='bits'){_at(function, file)}, or "
+        f"@statetx.remat(inputs_stored_as='bits'){_at(profile, function, file)}, or "
     )
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
     change, freed = Change("bits", function, text, saved), frozenset([*buffers, *freed])

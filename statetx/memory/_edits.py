@@ -22,7 +22,8 @@ from ..planner._program.values import INPUT, InFormat
 from ..planner._treatments.loops import CheckpointedLoop
 from ..planner._treatments.treatment import Decision, Saved, saved_as
 from ..residuals._trace import user_line
-from ._names import calls_of
+from ._calls import function_of
+from ._names import calls_of, without_calls
 from .buffer import Buffer, Change, Loop
 
 _SAVES_NOTHING = Decision(frozenset())
@@ -108,8 +109,8 @@ class SaveLess(Edit):
 
     def _is_in(self, eqn: Any) -> bool:
         eqns = (eqn, *_jax.open_jaxpr(eqn.params["jaxpr"])[0].eqns)
-        names = (call for e in eqns for call in calls_of(str(e.source_info.name_stack)))
-        return any(name.rpartition("~")[0] == self.function for name in names)
+        names = (call for e in eqns for call in calls_of(_jax.scope(e)))
+        return any(function_of(name) == self.function for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +170,13 @@ def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
     edited where they are taken.
     """
     bounds: dict[tuple[str, ...], list[int]] = {}
-    stacks = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns]
-    transposed = {found for names in stacks for found in re.findall(r"transpose\((jvp\([^()]*\))", names)}
+    stacks = [_jax.scope(eqn) for eqn in jaxpr.eqns]
+    derivatives = [re.findall(r"(transpose\()?(jvp\([^()]*\))", without_calls(names)) for names in stacks]
+    transposed = {jvp for found in derivatives for is_transposed, jvp in found if is_transposed}
     for i, names in enumerate(stacks):
         calls = calls_of(names)
-        depth = next((n for n, call in enumerate(calls) if call.rpartition("~")[0] == function), None)
-        if depth is not None and transposed.isdisjoint(re.findall(r"jvp\([^()]*\)", names)):
+        depth = next((n for n, call in enumerate(calls) if function_of(call) == function), None)
+        if depth is not None and transposed.isdisjoint(jvp for _, jvp in derivatives[i]):
             bounds.setdefault(calls[: depth + 1], []).append(i)
     return [(found[0], found[-1] + 1) for found in bounds.values()]
 

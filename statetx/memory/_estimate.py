@@ -18,10 +18,10 @@ from .._lift.wrapper import name_of
 from .._targets import current
 from .._text import type_str
 from .._tree import num_bytes
-from ..residuals._trace import TracedCall, user_line
+from ..residuals._trace import user_line
 from ..residuals.measure import ArrayProgram
+from ._calls import traced_call
 from ._names import calls_of
-from ._scopes import numbered_calls
 from .buffer import Buffer, Kind, Loop, Phase, Step
 from .measure import MemoryProfile
 
@@ -52,8 +52,7 @@ def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool
     Args:
         gradient: as in `memory_profile`.
     """
-    with numbered_calls():
-        call = TracedCall("memory_profile", step, args, kwargs)
+    call = traced_call(step, args, kwargs)
     gradient = not call.is_step if gradient is None else gradient
     program = ArrayProgram(call, gradient)
     closed = jax.make_jaxpr(program.run)(*program.arrays)

@@ -33,7 +33,7 @@ AGAIN = re.compile(r"\.remat\d*(\.|$)")
 _CONVERTS = ("bitcast", "reshape", "convert", "copy")
 _REARRANGES = (*_CONVERTS, "transpose")
 PRODUCTS = frozenset(PRIMITIVES.values())
-_CALL = re.compile(r".*~\d*")  # the scope of a call, by `_scopes`
+_CALL = re.compile(r".*~\d*")  # the name of a call, by `_calls`
 _NUMBER = re.compile(r"~\d+")
 _PATH_STEP = re.compile(r"""(\.\w+|\['[^']*'\]|\["[^"]*"\]|\[[^\[\]]*\])$""")  # a key in quotes may have brackets
 
@@ -43,7 +43,7 @@ class Origin(NamedTuple):
 
     Attributes:
         scopes: names that the user or a library gave (``jax.named_scope``, flax's modules), joined by slashes.
-        calls: the calls of the user's functions around it, outermost first, as in ``Block.__call__~7`` (`_scopes`).
+        calls: the calls of the user's functions around it, outermost first, as in `Step.calls`.
     """
 
     primitive: str
@@ -357,6 +357,11 @@ def calls_of(name_stack: str) -> tuple[str, ...]:
     """The calls of the user's functions in a name stack; see `Origin.calls`."""
     parts = map(_unwrapped, _split(name_stack.partition(";")[0]))
     return tuple(p for p in parts if _CALL.fullmatch(p))
+
+
+def without_calls(name_stack: str) -> str:
+    """A name stack without the calls of functions."""
+    return re.sub(r"[^()/]*~\d+", "", name_stack)
 
 
 def _split(op_name: str) -> list[str]:

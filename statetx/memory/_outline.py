@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._equations.structure import Body
+from .._equations.structure import Body, table
 from .._jax import Jaxpr
 from .._positions import replaced
 from .._remat.override import override, rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from ..residuals._trace import TracedCall
-from ._scopes import numbered_calls
+from ._calls import numbered, numbered_body
 
 
 class UnresolvedError(Exception):
@@ -63,8 +63,9 @@ class Outline:
     """
 
     def __init__(self, call: TracedCall, types: Sequence[Any], *, keeps_order: bool):
-        with numbered_calls(), rewritten_by(_Deferring(keeps_order=keeps_order)):
+        with table.bypassed(), rewritten_by(_Deferring(keeps_order=keeps_order)):
             self._traced, _ = call.retrace(types)
+        self._traced.body = numbered_body(self._traced, _number)
         numbers = {(id(i.state), i.index): n for n, i in enumerate(call.inputs)}
         self._numbers = [numbers.get((id(i.state), i.index)) for i in self._traced.inputs]
 
@@ -77,6 +78,13 @@ class Outline:
         body, pairs = self._traced.body, zip(self._numbers, self._traced.inputs, strict=True)
         inputs = [i.array if n is None else arrays[n] for n, i in pairs]
         return self._traced.results(resolved(body.jaxpr, [*body.operands, *inputs], override.rewriter))
+
+
+def _number(eqn: Any, paths: Sequence[str]) -> None:
+    """Number the calls in the function of an equation, if it is a deferred one."""
+    gradient = _jax.deferred_function(eqn)
+    if isinstance(gradient, _DifferentiatedCall):
+        gradient.body = Body(numbered(gradient.body.jaxpr, paths, _number), [])
 
 
 class _OutlinedCall(NamedTuple):

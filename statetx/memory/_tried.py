@@ -25,7 +25,7 @@ from .._equations.compiled import Cost, Program
 from .._equations.compiler import COMPILER_ERRORS, full_device_options, is_out_of_memory, one_thread_options
 from .._equations.inline import hoist
 from .._equations.primitives import REMAT, count
-from .._equations.structure import Body
+from .._equations.structure import Body, table
 from .._errors import StatetxError
 from .._jax import Jaxpr, Literal
 from .._remat import decide, fence
@@ -42,10 +42,10 @@ from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice_inputs import argument_of
+from ._calls import code_of, numbered, returned_arguments
 from ._deadline import Deadline
 from ._edits import AsArguments, Checkpoint, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients, Rematerialize
 from ._outline import Outline, UnresolvedError
-from ._scopes import numbered_calls, returned_arguments, takes_as_arguments
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
 _MOST_AT_ONCE = 4  # programs that are compiled side by side: XLA takes a GB or two for each
@@ -181,7 +181,7 @@ class Trials:
                 return self._changed(edits)
             except UnresolvedError:
                 self._retraces = True
-        with numbered_calls():
+        with table.bypassed():
             return self._changed(edits)
 
     @property
@@ -192,7 +192,7 @@ class Trials:
         if untried := next((e for e in edits if isinstance(e, Predicted)), None):
             raise NotTried(untried.why)
         arrays = self._arrays
-        rewriter: _Edited = _Edited(edits, keeps_order=self._keeps_order)
+        rewriter: _Edited = _Edited(edits, keeps_order=self._keeps_order, numbers_calls=self._retraces)
         if in_parts := next((e for e in edits if isinstance(e, InParts)), None):
             rewriter = self._in_parts(rewriter, in_parts)
         donated_names = {name for e in edits if isinstance(e, Donate) for name in e.inputs}
@@ -270,6 +270,7 @@ class _Edited(Rewriter):
     Args:
         keeps_order: as in `Rewriter`. A function takes arguments in their order, and states, which it closes over, in
             the order of its reads.
+        numbers_calls: whether it sees functions while the user's Python runs: their calls have no numbers yet.
 
     Attributes:
         gradients: the functions, in the order of the trace; without those inside of others.
@@ -285,8 +286,8 @@ class _Edited(Rewriter):
         inner.gradients = []
         return inner
 
-    def __init__(self, edits: Sequence[Edit], *, keeps_order: bool = True):
-        self._edits = edits
+    def __init__(self, edits: Sequence[Edit], *, keeps_order: bool = True, numbers_calls: bool = False):
+        self._edits, self._numbers_calls = edits, numbers_calls
         self.keeps_order = keeps_order
         self._found: set[Edit] = {e for e in edits if not type(e).is_of_gradients}
         self.gradients: list[_TriedGradient] = []
@@ -302,8 +303,11 @@ class _Edited(Rewriter):
         return edited
 
     def _edited(self, body: Body) -> Callable:
-        jaxpr = self._edited_jaxpr(body.jaxpr)
-        return body if jaxpr is body.jaxpr else as_planned(Body(jaxpr, []))
+        given = body.jaxpr
+        if self._numbers_calls:
+            given = numbered(given, given.debug_info.arg_names or [""] * len(given.invars))
+        jaxpr = self._edited_jaxpr(given)
+        return body if jaxpr is given else as_planned(Body(jaxpr, []))
 
     def _edited_inside(self, x: Any, *, is_step: bool) -> Any:
         """The step of a loop, or the body of a rematerialized function."""
@@ -331,7 +335,7 @@ class _Edited(Rewriter):
             return jaxpr if is_same else program.jaxpr
         bounds = sorted({0, len(program), *itertools.chain.from_iterable(decided)})
         changed = [
-            _changed_part(program, span, *decided[span], is_step)
+            _changed_part(program, span, *decided[span], is_step, self.keeps_order)
             if span in decided
             else (program.part(*span), UNPLANNED)
             for span in itertools.pairwise(bounds)
@@ -344,7 +348,7 @@ def _has_body(eqn: Any) -> bool:
 
 
 def _changed_part(
-    program: Flat, span: Interval, edit: Edit, decision: Decision, is_step: bool
+    program: Flat, span: Interval, edit: Edit, decision: Decision, is_step: bool, keeps_order: bool
 ) -> tuple[Part, Decision]:
     """A part that is changed, and its decision.
 
@@ -356,7 +360,7 @@ def _changed_part(
     if part.eqn is not None:
         policy = edit.policy if isinstance(edit, Checkpoint) else None
         return (part, decision) if policy is None else (_LoopWithPolicy(part, policy), UNPLANNED)
-    called = _as_called(program, part, span, getattr(edit, "function", ""))
+    called = _as_called(program, part, span, getattr(edit, "function", ""), keeps_order)
     if decision.inputs:
         numbers = {i: called.invars.index(part.invars[i]) for i in decision.inputs}
         decision = Decision(frozenset(((INPUT, numbers[i]), way) for i, way in decision.inputs.items()))
@@ -399,12 +403,12 @@ class _Rematerialized(Part):
         return _jax.rematerialize(self._marked, args, policy=self._policy, prevent_cse=not self._is_step)
 
 
-def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part:
+def _as_called(program: Flat, part: Part, span: Interval, function: str, keeps_order: bool) -> Part:
     """A part with the inputs of a call of the function, in its order: XLA's schedule depends on it. So do the outputs:
     an argument that the function returns is one, and has its cotangent from the backward pass of the call alone.
 
     Parameters come before computed values, as functions and methods mostly have them: in their own order, if they are
-    arguments; in the order of the function's reads, if it has them from elsewhere.
+    arguments; in the order of the function's reads, if it closes over them.
     """
     number = {v: n for n, v in enumerate(program.jaxpr.invars)}
     for eqn in program.jaxpr.eqns[: span[0]]:  # a parameter of another dtype or form is one
@@ -414,14 +418,12 @@ def _as_called(program: Flat, part: Part, span: Interval, function: str) -> Part
             and eqn.invars[0] in number
         ):
             number[eqn.outvars[0]] = number[eqn.invars[0]]
-    are_arguments = takes_as_arguments(function, len(part.invars))
+    code = code_of(part.jaxpr.eqns, function)
+    are_arguments = keeps_order and not (code and code.co_freevars)
     invars = sorted(part.invars, key=lambda v: (v not in number, number.get(v, 0) if are_arguments else 0))
     later = {v for eqn in program.jaxpr.eqns[span[1] :] for v in eqn.invars if not isinstance(v, Literal)}
-    returned = []
-    for aval in returned_arguments(function):
-        fits = lambda v, aval=aval: (v.aval.shape, v.aval.dtype) == (aval.shape, aval.dtype)
-        found = [v for v in invars if v in later and v not in returned and fits(v)]
-        returned += sorted(found, key=lambda v: v in number)[:1]  # rather a computed value than a parameter
+    # Rather computed values than parameters.
+    returned = sorted((v for v in invars if v in later), key=lambda v: v in number)[: returned_arguments(code)]
     outvars = [*part.jaxpr.outvars, *returned]
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=part.jaxpr.eqns)
     return Part(jaxpr, invars, [*part.outvars, *returned])

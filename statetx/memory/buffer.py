@@ -116,8 +116,9 @@ class Step(NamedTuple):
         owner: the module, a path; empty if unknown.
         frames: the user's functions that run it with their lines, innermost first.
         is_recomputed: whether a rematerialized region computes it again.
-        calls: the calls of the user's functions that run it, outermost first: the function and a number, as in
-            ``Block.__call__~7``. Empty for a program that was traced before it was profiled.
+        calls: the calls of the user's functions that run it, outermost first: the function, the line at which it is
+            defined, and a number, as in ``Block.__call__~12~7``; ``~7`` for one that is jitted, rematerialized, or a
+            loop. Empty for a program that was compiled before it was profiled.
     """
 
     name: str

@@ -25,6 +25,7 @@ from .._equations.compiler import (
     memory_analysis_options,
 )
 from .._equations.release import GradientStack, releasable, stacks_in, told
+from .._equations.structure import table
 from .._errors import FunctionError, PolicyError, printable
 from .._jax import CompiledProgram
 from .._lift.options import check_flags
@@ -48,8 +49,8 @@ from ..transforms.jit.api import Compiled, Lowered, Traced
 from . import _show
 from ._advice import AdvisedTimeline
 from ._assemble import Assembly, Inputs
+from ._calls import numbered, traced_call
 from ._page import to_html
-from ._scopes import numbered_calls
 from .buffer import Change, Step
 
 P = ParamSpec("P")
@@ -348,12 +349,11 @@ def _trace(
     is_jitted = hasattr(fun, "lower") and hasattr(fun, "trace") and not is_named
     call = None
     if gradient is not False or not is_jitted:
-        with numbered_calls():
-            call = TracedCall("memory_profile", fun, args, kwargs)
+        call = traced_call(fun, args, kwargs)
         has_gradient = not call.is_step if gradient is None else gradient
         if (has_gradient and any(map(is_float, call.outputs))) or not is_jitted:
             return _of_call(call, has_gradient and any(map(is_float, call.outputs))), call
-    with created_undone(fun, args, kwargs), numbered_calls():
+    with created_undone(fun, args, kwargs), table.bypassed():
         traced = _staged(fun.trace(*args, **kwargs))
         named = traced if traced.inputs.states else traced._replace(inputs=Inputs(_state_names(fun, args, kwargs)))
         return named, call
@@ -365,18 +365,25 @@ _STAGES = (Traced, Lowered, Compiled, jax.stages.Traced, jax.stages.Lowered, jax
 def _staged(stage: Any) -> _TracedProgram:
     """Profile a traced, lowered or compiled function."""
     if isinstance(stage, Traced):
-        jax_stage, inputs = stage.jax_stage, Inputs(stage.state_names)
+        jax_stage, inputs = _with_calls(stage.jax_stage), Inputs(stage.state_names)
         return _TracedProgram(stage.name, lower(jax_stage), inputs, False, jax_stage, stage.gradients, jax_stage.jaxpr)
     name = getattr(stage, "fun_name", "") or "the program"  # of a lowered program JAX does not tell
     jax_traced = _states.jax_traced(stage) if hasattr(stage, "lower") else None
     if jax_traced is not None:
-        stage = lower(stage)
+        jax_traced = _with_calls(jax_traced)
+        stage = lower(jax_traced)
     if isinstance(stage, (Lowered, Compiled)):
         return _TracedProgram(stage.name, stage.jax_stage, Inputs(stage.state_names), gradients=stage.gradients)
     if jax_traced is None:
         return _TracedProgram(name, stage, Inputs())
     gradients = told(stacks_in(jax_traced.jaxpr.jaxpr))
     return _TracedProgram(name, stage, Inputs(), False, jax_traced, gradients, jax_traced.jaxpr)
+
+
+def _with_calls(traced: Any) -> Any:
+    """A ``jax.stages.Traced`` with the calls of the user's functions in the names of its equations."""
+    paths = traced.jaxpr.jaxpr.debug_info.arg_names or [""] * len(traced.jaxpr.in_avals)
+    return _jax.with_jaxpr(traced, numbered(traced.jaxpr, paths))
 
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
