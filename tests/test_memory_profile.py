@@ -341,28 +341,6 @@ def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(kind):
     assert change.saved_bytes == pytest.approx(profile.peak_bytes - changed.peak_bytes, rel=0.25)
 
 
-def test_interrupt_while_a_call_is_numbered_leaves_no_scope_behind(monkeypatch):
-    answers = iter([True])  # then an interrupt
-
-    def is_users(file, flags):
-        for answer in answers:
-            return answer
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_scopes, "_is_users", is_users)
-
-    def outer(x):
-        return (lambda: x)()
-
-    def traced(x):
-        with pytest.raises(KeyboardInterrupt), _scopes.numbered_calls():
-            outer(x)
-        assert sys.getprofile() is None
-        return jnp.sin(x)
-
-    assert not str(jax.make_jaxpr(traced)(1.0).eqns[0].source_info.name_stack)
-
-
 @pytest.mark.parametrize("num", [2, 4])
 def test_a_loss_that_loops_over_layers_is_one_call_and_not_advised(num):
     layers = [memory_programs.Normalized(64, 256) for _ in range(num)]
