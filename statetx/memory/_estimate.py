@@ -20,8 +20,8 @@ from .._text import type_str
 from .._tree import num_bytes
 from ..residuals._trace import user_line
 from ..residuals.measure import ArrayProgram
-from ._calls import traced_call
 from ._names import calls_of
+from ._numbered import traced_call
 from .buffer import Buffer, Kind, Loop, Phase, Step
 from .measure import MemoryProfile
 

@@ -17,7 +17,7 @@ from .._positions import replaced
 from .._remat.override import override, rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from ..residuals._trace import TracedCall
-from ._calls import numbered, numbered_body
+from ._numbered import numbered, numbered_body
 
 
 class UnresolvedError(Exception):

@@ -42,9 +42,10 @@ from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice_inputs import argument_of
-from ._calls import code_of, numbered, returned_arguments
+from ._calls import code_of, returned_arguments
 from ._deadline import Deadline
 from ._edits import AsArguments, Checkpoint, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients, Rematerialize
+from ._numbered import numbered
 from ._outline import Outline, UnresolvedError
 
 _MOST_CHARACTERS = 120  # of an error, in a reason
@@ -303,9 +304,7 @@ class _Edited(Rewriter):
         return edited
 
     def _edited(self, body: Body) -> Callable:
-        given = body.jaxpr
-        if self._numbers_calls:
-            given = numbered(given, given.debug_info.arg_names or [""] * len(given.invars))
+        given = numbered(body.jaxpr) if self._numbers_calls else body.jaxpr
         jaxpr = self._edited_jaxpr(given)
         return body if jaxpr is given else as_planned(Body(jaxpr, []))
 

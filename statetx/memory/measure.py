@@ -49,7 +49,7 @@ from ..transforms.jit.api import Compiled, Lowered, Traced
 from . import _show
 from ._advice import AdvisedTimeline
 from ._assemble import Assembly, Inputs
-from ._calls import numbered, traced_call
+from ._numbered import numbered, traced_call
 from ._page import to_html
 from .buffer import Change, Step
 
@@ -382,8 +382,7 @@ def _staged(stage: Any) -> _TracedProgram:
 
 def _with_calls(traced: Any) -> Any:
     """A ``jax.stages.Traced`` with the calls of the user's functions in the names of its equations."""
-    paths = traced.jaxpr.jaxpr.debug_info.arg_names or [""] * len(traced.jaxpr.in_avals)
-    return _jax.with_jaxpr(traced, numbered(traced.jaxpr, paths))
+    return _jax.with_jaxpr(traced, numbered(traced.jaxpr))
 
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:

@@ -1,0 +1,294 @@
+"""Numbers of the calls of the user's functions, in the names of equations.
+
+Two calls at one line, as in a loop over layers, have equal frames. But the traceback of an equation has the instruction
+that each function was at, so functions are followed from one equation to the next: one that goes back without a loop in
+its code is called once more, by the next loop around it. A loop that is all of a function looks like a loop around it;
+there the paths of the weights tell. XLA keeps the names: `_calls` reads them in the compiled program.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
+from typing import Any, NamedTuple, TypeAlias
+
+from .. import _jax
+from .._equations.structure import Body, table
+from .._jax import Literal
+from ..residuals._trace import TracedCall, is_library
+from ._names import chain
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
+_LEAVING = ("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
+
+Visit: TypeAlias = Callable[[Any, Sequence[str]], None]
+
+
+def numbered(x: Any, paths: Sequence[str] | None = None, visit: Visit = lambda eqn, paths: None) -> Any:
+    """A jaxpr, closed or not, with the calls of the user's functions in the names of its equations.
+
+    Args:
+        paths: for each input, of the argument or state that it is; empty for any other. By default the names of the
+            arguments.
+        visit: is called with each equation, and the paths of its operands.
+    """
+    if paths is None:
+        jaxpr, _ = _jax.open_jaxpr(x)
+        names = jaxpr.debug_info.arg_names or ()
+        paths = names if len(names) == len(jaxpr.invars) else [""] * len(jaxpr.invars)
+    return _Numbering(visit).jaxpr(x, paths, is_backward=False)
+
+
+def numbered_body(call: TracedCall, visit: Visit = lambda eqn, paths: None) -> Body:
+    """The equations of a traced call, with the calls of the user's functions in their names."""
+    paths = [*[""] * call.body.num_operands, *(i.origin.path for i in call.inputs)]
+    return Body(numbered(call.body.jaxpr, paths, visit), call.body.operands)
+
+
+def traced_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> TracedCall:
+    """A call to profile, with the calls of the user's functions in the names of its equations."""
+    with table.bypassed():  # shared structures have the source lines of the first one
+        call = TracedCall("memory_profile", fun, args, kwargs)
+    call.body = numbered_body(call)
+    return call
+
+
+class _Function:
+    """The code of a function. Compared by identity: the hash of a code object would go through all its constants."""
+
+    def __init__(self, code: CodeType):
+        self._code = code
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The name and the line of the definition; empty for a function of a library, or for a generator, which other
+        calls interrupt.
+        """
+        code, file = self._code, self._code.co_filename
+        is_users = not (code.co_flags & _SUSPENDED or is_library(file) or file.startswith(_OWN))
+        return f"{frame_name(code)}~{code.co_firstlineno}" if is_users else ""
+
+    def num_loops(self, first: int, last: int) -> int:
+        """The number of its loops around two instructions."""
+        return sum(start <= first and last <= end for start, end in self._loops)
+
+    @functools.cached_property
+    def _loops(self) -> list[tuple[int, int]]:
+        """The first and the last instruction of each loop: a jump backward, but not from the handler of an exception,
+        which may be behind all other code.
+        """
+        instructions = list(dis.get_instructions(self._code))
+        number = {x.offset: n for n, x in enumerate(instructions)}
+        loops, waiting, seen = [], [0], set()
+        while waiting:
+            n = waiting.pop()
+            if n in seen:
+                continue
+            seen.add(n)
+            x = instructions[n]
+            if x.opcode in _JUMPS:
+                waiting.append(number[x.argval])
+                if x.argval < x.offset:
+                    loops.append((x.argval, x.offset))
+            if not x.opname.startswith(_LEAVING):
+                waiting.append(n + 1)
+        return loops
+
+
+def frame_name(code: CodeType) -> str:
+    """The name of a function as in the frames of XLA."""
+    return code.co_qualname.replace("<locals>.", "")
+
+
+class _Frame(NamedTuple):
+    """A function that runs, and the offset of its instruction."""
+
+    function: _Function
+    offset: int
+
+
+_Stack: TypeAlias = tuple[_Frame, ...]  # outermost first; the same object for the same traceback
+
+
+class _Numbering:
+    """Numbers the calls in a program. The number of a call is that of its first equation."""
+
+    def __init__(self, visit: Visit) -> None:
+        self._visit = visit
+        self._functions: dict[int, _Function] = {}  # by the id of the code
+        self._stacks: dict[int, _Stack] = {}  # by the id of the traceback
+        self._inner: dict[tuple[int, bool], tuple[Any, Any]] = {}  # the jaxpr of a jitted function is in all its calls
+
+    def jaxpr(self, x: Any, paths: Sequence[str], *, is_backward: bool) -> Any:
+        """The jaxpr with numbers.
+
+        Equations of a backward pass come in the reverse order of those that they are the derivatives of; what it
+        computes again does not.
+        """
+        jaxpr, _ = _jax.open_jaxpr(x)
+        path_of = {v: path for v, path in zip(jaxpr.invars, paths, strict=True) if path}
+        eqns, reads = [], []
+        orders: dict[bool, list[int]] = {False: [], True: []}
+        for n, eqn in enumerate(jaxpr.eqns):
+            operands = ["" if isinstance(v, Literal) else path_of.get(v, "") for v in eqn.invars]
+            if len(operands) == 1 and operands[0]:
+                path_of[eqn.outvars[0]] = operands[0]  # a weight in another type or form
+            self._visit(eqn, operands)
+            reads.append([path for path in operands if path])
+            scope = _jax.scope(eqn)
+            is_reversed = (is_backward or "transpose(" in scope) and "rematted_computation" not in scope
+            orders[is_reversed].append(n)
+            inner = functools.partial(self._inner_jaxpr, paths=operands, is_backward=is_reversed)
+            eqns.append(_jax.map_jaxprs(inner, eqn))
+        stacks = self._with_callers(jaxpr.eqns)
+        for order in (orders[False], orders[True][::-1]):
+            calls = _calls([stacks[n] for n in order], [reads[n] for n in order])
+            for n, firsts in zip(order, calls, strict=True):
+                found = zip(stacks[n], firsts, strict=True)
+                names = [f"{function.name}~{order[first]}" for (function, _), first in found if function.name]
+                if eqns[n] is not jaxpr.eqns[n]:  # the equations inside may be those of another call, too
+                    names.append(f"~{n}")
+                eqns[n] = functools.reduce(_jax.with_scope, names, eqns[n])
+        return _jax.with_equations(x, eqns)
+
+    def _inner_jaxpr(self, x: Any, paths: Sequence[str], is_backward: bool) -> Any:
+        key = id(x), is_backward
+        if key not in self._inner:
+            num = len(_jax.open_jaxpr(x)[0].invars)
+            # Loops and branches have operands that one of their jaxprs does not take: the first ones.
+            fitting = [*[""] * (num - len(paths)), *paths[max(0, len(paths) - num) :]]
+            self._inner[key] = x, self.jaxpr(x, fitting, is_backward=is_backward)
+        return self._inner[key][1]
+
+    def _with_callers(self, eqns: Iterable[Any]) -> list[_Stack]:
+        """The frames of equations.
+
+        JAX begins the traceback of an equation at the function that it traced. If such equations are in the program
+        itself, as those of a region are in a forward pass, an equation with others of the function inside tells who
+        called it.
+        """
+        stacks = [self._stack(eqn) for eqn in eqns]
+        callers: dict[tuple[_Function, ...], dict[_Stack, None]] = defaultdict(dict)
+        for eqn, stack in zip(eqns, stacks, strict=True):
+            for traced in {_traced(self._stack(e)) for inner in _jax.inner_jaxprs(eqn) for e in inner.eqns[:1]}:
+                if traced != _traced(stack):
+                    callers[traced][stack] = None
+        joined: dict[tuple[int, int], _Stack] = {}
+        previous: _Stack = ()
+        for n, stack in enumerate(stacks):
+            if found := callers.get(_traced(stack)):
+                caller = max(found, key=lambda caller: _num_shared(previous, caller))
+                stacks[n] = joined.setdefault((id(caller), id(stack)), caller + stack)
+            previous = stacks[n]
+        return stacks
+
+    def _stack(self, eqn: Any) -> _Stack:
+        traceback = id(eqn.source_info.traceback)
+        if traceback not in self._stacks:
+            frames = _jax.frames_of(eqn)
+            self._functions |= {id(c): _Function(c) for c, _ in frames if id(c) not in self._functions}
+            self._stacks[traceback] = tuple(_Frame(self._functions[id(code)], offset) for code, offset in frames)
+        return self._stacks[traceback]
+
+
+def _traced(stack: _Stack) -> tuple[_Function, ...]:
+    """The functions from the beginning of a stack to the first one of the user."""
+    first = next((n for n, (function, _) in enumerate(stack) if function.name), 0)
+    return tuple(function for function, _ in stack[: first + 1])
+
+
+def _num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+class _Repetition(NamedTuple):
+    """How an equation may have come after another one.
+
+    Attributes:
+        kept: for each loop that may go on with it, innermost first, how many frames are of the same calls.
+        in_library: how many are if no loop of Python does, as within `functools.reduce`; None if that cannot be.
+    """
+
+    kept: tuple[int, ...]
+    in_library: int | None = None
+
+
+def _repetition(before: _Stack, after: _Stack, entries: dict[_Function, int]) -> _Repetition:
+    depth = _num_shared(before, after)
+    if before is after or depth == len(before) != len(after) or depth == len(after) != len(before):
+        return _Repetition((depth,))
+    depth = min(depth, len(after) - 1)  # the innermost instruction once more
+    old, new = before[depth], after[depth]
+    kept: list[int] = []
+    if old.function is new.function:
+        if old.offset < new.offset:
+            return _Repetition((depth + 1,))
+        kept += [depth + 1] * new.function.num_loops(new.offset, old.offset)
+    for n in reversed(range(depth)):
+        kept += [n + 1] * after[n].function.num_loops(after[n].offset, after[n].offset)
+    in_library = depth if kept and kept[0] < depth else None
+    is_entered = lambda num: all(entries[f] == offset for f, offset in after[num : depth + 1] if f.name)
+    default = in_library if in_library is not None else kept[0] if kept else depth
+    return _Repetition(tuple(filter(is_entered, kept)) or (default,), in_library)
+
+
+def _calls(stacks: Sequence[_Stack], reads: Sequence[Sequence[str]]) -> list[list[int]]:
+    """For each equation, by their order, and each of its frames the number of the first equation of the call."""
+    last: dict[_Function, int] = {}  # the last equation below each outermost function
+    previous: list[int | None] = []
+    entries: dict[_Function, int] = {}  # where its first call begins: so will others
+    starts: dict[_Stack, list[int]] = defaultdict(list)
+    repetitions: dict[int, _Repetition] = {}
+    for n, stack in enumerate(stacks):
+        for function, offset in stack:
+            entries.setdefault(function, offset)
+        p = last.get(stack[0].function) if stack else None
+        last |= {frame.function: n for frame in stack[:1]}
+        previous.append(p)
+        if p is not None:
+            repetitions[n] = _repetition(stacks[p], stack, entries)
+        if p is None or stacks[p] is not stack:
+            starts[stack].append(n)
+
+    kept = {n: repetition.kept[0] for n, repetition in repetitions.items()}
+    for found in starts.values():
+        doubtful = [
+            n for n in found if n in repetitions and (len(repetitions[n].kept) > 1 or repetitions[n].in_library)
+        ]
+        shared = _shared_steps(found, reads) if doubtful else {}
+        levels = sorted({shared[n] for n in doubtful if n in shared}, reverse=True)
+        for n in filter(shared.__contains__, doubtful):
+            loops, in_library = repetitions[n]
+            if in_library is not None and len(levels) > len(loops):
+                loops = (in_library, *loops)
+            kept[n] = loops[min(levels.index(shared[n]), len(loops) - 1)]
+
+    calls: list[list[int]] = []
+    for n, (stack, p) in enumerate(zip(stacks, previous, strict=True)):
+        same = [] if p is None else calls[p][: kept[n]]
+        calls.append([*same, *[n] * (len(stack) - len(same))])
+    return calls
+
+
+def _shared_steps(starts: Sequence[int], reads: Sequence[Sequence[str]]) -> dict[int, int]:
+    """For each repetition of a loop, how many steps the paths that it reads share with those of the one before.
+
+    From ``blocks[0].layers[1]`` to ``blocks[0].layers[2]`` it is an inner loop, to ``blocks[1].layers[0]`` an outer
+    one.
+    """
+    shared: dict[int, int] = {}
+    before: set[str] = set()  # the paths of one repetition, and of the objects that they belong to
+    for start, end in itertools.pairwise([*starts, len(reads)]):
+        paths = {chain(path) for path in itertools.chain(*reads[start:end])}
+        if start != starts[0] and (new := [steps for steps in paths if steps[-1] not in before]):
+            shared[start] = max(sum(step in before for step in steps) for steps in new)
+        before = set(itertools.chain(*paths))
+    return shared
