@@ -8,8 +8,8 @@ the name of the source file: from the standard input there is none.
 of width 1,024 and 16 heads, for a batch of 32 times 2,048 tokens. It needs 260 GiB, so that XLA computes values again
 on its own. It was written by `explain_oom`, without timing kernels.
 
-The two ``..._for_target`` are compiled for an H200 that is not there, and traced with numbered calls
-(`statetx.memory._scopes`): the transformer step, and the step of gradient descent with 6 layers of width 256 and 4
+The two ``..._for_target`` are compiled for an H200 that is not there, with numbers of calls
+(`statetx.memory._numbered`): the transformer step, and the step of gradient descent with 6 layers of width 256 and 4
 heads, for a batch of 8 times 256 tokens and a device of 96 MiB. ``python - --target < tests/gpu_programs.py`` writes
 them.
 """
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import statetx
 from statetx import _jax
 from statetx._equations.compiler import compile_to_measure, full_device_options, lower
-from statetx.memory._scopes import numbered_calls
+from statetx.memory._numbered import numbered
 from statetx.policies import Levels
 
 FOLDER = Path("tests/gpu_programs")
@@ -126,8 +126,8 @@ def programs_for_target():
 def main_for_target():
     for name, (target, trace) in programs_for_target().items():
         with tempfile.TemporaryDirectory() as folder, statetx.target(target):
-            with numbered_calls():
-                stage = lower(trace())
+            traced = trace()
+            stage = lower(_jax.with_jaxpr(traced, numbered(traced.jaxpr)))
             memory = compile_to_measure(
                 stage, full_device_options() | _jax.options_to_write(Path(folder))
             ).memory_analysis()

@@ -87,7 +87,8 @@ class _Function:
         """
         instructions = list(dis.get_instructions(self._code))
         number = {x.offset: n for n, x in enumerate(instructions)}
-        loops, waiting, seen = [], [0], set()
+        loops: dict[int, int] = {}  # the last jump to each first instruction
+        waiting, seen = [0], set()
         while waiting:
             n = waiting.pop()
             if n in seen:
@@ -97,10 +98,10 @@ class _Function:
             if x.opcode in _JUMPS:
                 waiting.append(number[x.argval])
                 if x.argval < x.offset:
-                    loops.append((x.argval, x.offset))
+                    loops[x.argval] = max(x.offset, loops.get(x.argval, 0))
             if not x.opname.startswith(_LEAVING):
                 waiting.append(n + 1)
-        return loops
+        return [*loops.items()]
 
 
 def frame_name(code: CodeType) -> str:

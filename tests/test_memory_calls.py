@@ -1,0 +1,318 @@
+"""Numbers of calls in the names of equations: whatever calls a function, and from however many lines."""
+
+import contextlib
+import functools
+import sys
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import statetx
+from statetx import _jax
+from statetx.memory._calls import Calls, function_of
+from statetx.memory._names import calls_of
+from statetx.memory._numbered import numbered, traced_call
+
+D = 8
+X = jnp.ones((4, D))
+PARAMS = [{"a": jnp.eye(D), "b": jnp.eye(D)} for _ in range(4)]
+
+
+def block(p, x):
+    return x + jnp.tanh(jnp.sin(x @ p["a"]) @ p["b"])
+
+
+def over(function):
+    def loss(params, x):
+        for p in params:
+            x = function(p, x)
+        return (x**2).mean()
+
+    return loss
+
+
+def at_two_lines(params, x):
+    x = block(params[0], x)
+    return block(params[1], x).mean()
+
+
+def in_one_expression(params, x):
+    return block(params[1], block(params[0], x)).mean()
+
+
+def in_a_list(params, x):
+    return sum([block(p, x) for p in params]).mean()
+
+
+def reduced(params, x):
+    return functools.reduce(lambda x, p: block(p, x), params, x).mean()
+
+
+def mapped(params, x):
+    return sum(map(functools.partial(block, x=x), params)).mean()
+
+
+def while_(params, x):
+    n = 0
+    while n < len(params):
+        x = block(params[n], x)
+        n += 1
+    return x.mean()
+
+
+@contextlib.contextmanager
+def nothing():
+    yield
+
+
+def looping(p, x):
+    for name in p:
+        x = jnp.tanh(x @ p[name])
+    return x
+
+
+def looping_behind(p, x):
+    x = x / x.sum()
+    for name in p:
+        x = x @ p[name]
+    return x
+
+
+def guarded(p, x):
+    # The handlers of both jump back in the code, to what follows.
+    with nothing():
+        x = jnp.tanh(x @ p["a"])
+    try:
+        x = jnp.sin(x)
+    except ValueError:
+        x = jnp.cos(x)
+    return x @ p["b"]
+
+
+def summing(p, x):
+    return sum([jnp.tanh(x @ w) for w in p.values()])
+
+
+def recursive(p, x, n=2):
+    return x if n == 0 else recursive(p, jnp.tanh(x @ p["a"]), n - 1)
+
+
+def folding(p, x):
+    return functools.reduce(lambda x, w: jnp.tanh(x @ w), p.values(), x)
+
+
+def staged(stages, x):
+    def stage(params, x):
+        for p in params:
+            x = looping(p, x)
+        return x
+
+    for params in stages:
+        x = stage(params, x)
+    return x.mean()
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+def rematerializing(p, x):
+    x = x + jax.checkpoint(guarded)(p, x)
+    return x + jnp.tanh(x @ p["b"])
+
+
+def scanned(params, x):
+    def body(x, _):
+        for p in params:
+            x = block(p, x)
+        return x, None
+
+    return jax.lax.scan(body, x, length=3)[0].mean()
+
+
+class Layer:
+    def __init__(self, p):
+        self.p = p
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.p["a"]) @ self.p["b"]
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(D)(jnp.tanh(nn.Dense(D)(nn.LayerNorm()(x))))
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = LinenBlock()(x)
+        return x.mean()
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def nnx_loss():
+    blocks = nnx.List([NnxBlock(nnx.Rngs(0)) for _ in range(4)])
+
+    def loss(x):
+        for one in blocks:
+            x = one(x)
+        return x.mean()
+
+    return loss
+
+
+class EquinoxBlock(eqx.Module):
+    layers: list
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(jax.vmap(layer)(x))
+        return x
+
+
+def equinox_blocks():
+    return [EquinoxBlock([eqx.nn.Linear(D, D, key=jax.random.key(0)) for _ in range(2)]) for _ in range(4)]
+
+
+def two_functions_of_one_name(params, x):
+    for p in params:
+        x = pair[1](p, pair[0](p, x))
+    return x.mean()
+
+
+def one_of_a_pair(operation):
+    def layer(p, x):
+        return operation(operation(x @ p["a"]) @ p["b"])
+
+    return layer
+
+
+def another_of_a_pair(operation):
+    def layer(p, x):
+        return operation(x @ p["b"])
+
+    return layer
+
+
+pair = one_of_a_pair(jnp.tanh), another_of_a_pair(jnp.sin)
+
+PROGRAMS = {
+    "two lines": (at_two_lines, (PARAMS, X), {"block": 2}),
+    "one expression": (in_one_expression, (PARAMS, X), {"block": 2}),
+    "a loop": (over(block), (PARAMS, X), {"block": 4, "over.loss": 1}),
+    "while": (while_, (PARAMS, X), {"block": 4}),
+    "comprehension": (in_a_list, (PARAMS, X), {"block": 4, "in_a_list": 1}),
+    "reduce": (reduced, (PARAMS, X), {"block": 4, "reduced": 1}),
+    "map": (mapped, (PARAMS, X), {"block": 4, "mapped": 1}),
+    "a loop within": (over(looping), (PARAMS, X), {"looping": 4, "over.loss": 1}),
+    "a loop behind": (over(looping_behind), (PARAMS, X), {"looping_behind": 4}),
+    "with and try": (over(guarded), (PARAMS, X), {"guarded": 4}),
+    "a sum within": (over(summing), (PARAMS, X), {"summing": 4}),
+    "recursion": (over(recursive), (PARAMS, X), {"recursive": 4}),
+    "a fold within": (over(folding), (PARAMS, X), {"folding": 4}),
+    "three loops": (staged, ([PARAMS[:2], PARAMS[2:]], X), {"looping": 4, "staged.stage": 2, "staged": 1}),
+    "decorator": (over(decorated(block)), (PARAMS, X), {"block": 4, "decorated.wrapper": 4}),
+    "jit": (over(jax.jit(block)), (PARAMS, X), {"block": 4}),
+    "checkpoint": (over(jax.checkpoint(guarded)), (PARAMS, X), {"guarded": 4}),
+    "checkpoint within": (over(rematerializing), (PARAMS, X), {"rematerializing": 4, "guarded": 4}),
+    "statetx.remat": (over(statetx.remat(guarded)), (PARAMS, X), {"guarded": 4}),
+    "scan": (scanned, (PARAMS, X), {"block": 4}),
+    "vmap": (jax.vmap(over(block), (None, 0)), (PARAMS, X), {"block": 4}),
+    "callable objects": (over(lambda p, x: Layer(p)(x)), (PARAMS, X), {"Layer.__call__": 4}),
+    "one name": (two_functions_of_one_name, (PARAMS, X), {"one_of_a_pair.layer": 4, "another_of_a_pair.layer": 4}),
+    "linen": (LinenNet().apply, (LinenNet().init(jax.random.key(0), X), X), {"LinenBlock.__call__": 4}),
+    "nnx": (nnx_loss(), (X,), {"NnxBlock.__call__": 4}),
+    "equinox": (over(lambda b, x: b(x)), (equinox_blocks(), X), {"EquinoxBlock.__call__": 4}),
+}
+
+
+def calls_in(jaxpr, function, outer=""):
+    """The calls of a function in a jaxpr, by the names that XLA sees."""
+    found = {}
+    for eqn in _jax.open_jaxpr(jaxpr)[0].eqns:
+        scope = f"{outer}/{_jax.scope(eqn)}"
+        calls = calls_of(scope)
+        depth = next((n for n, call in enumerate(calls) if function_of(call) == function), None)
+        if depth is not None and not ("transpose(" in scope and "rematted_computation" not in scope):
+            found.setdefault(calls[: depth + 1], []).append(eqn.primitive.name)
+        for inner in _jax.inner_jaxprs(eqn):
+            found |= calls_in(inner, function, scope)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_calls_have_numbers(name):
+    fun, args, expected = PROGRAMS[name]
+    body = traced_call(fun, args, {}).body.jaxpr
+    for function, num in expected.items():
+        found = calls_in(body, function)
+        assert len(found) == num and len({tuple(operations) for operations in found.values()}) == 1
+
+
+@pytest.mark.parametrize("name", ["a loop", "a loop within", "checkpoint within", "three loops", "jit"])
+def test_calls_in_a_gradient_have_numbers(name):
+    fun, args, expected = PROGRAMS[name]
+    jaxpr = jax.make_jaxpr(jax.grad(fun))(*args)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+    jaxpr = numbered(jaxpr, paths)
+    for function, num in expected.items():
+        found = calls_in(jaxpr, function)
+        assert len([call for call in found if len(found[call]) > 1]) >= num
+
+
+def test_equations_stay_as_they_are():
+    fun, args, _ = PROGRAMS["checkpoint within"]
+    jaxpr = jax.make_jaxpr(jax.grad(fun))(*args)
+    assert str(numbered(jaxpr)) == str(jaxpr)
+
+
+def test_what_is_computed_again_belongs_to_the_call_around_its_region():
+    fun, args, _ = PROGRAMS["checkpoint within"]
+    for step in (fun, jax.jit(jax.grad(fun))):
+        profile = statetx.memory_profile(step, *args)
+        calls = Calls(profile, "rematerializing")
+        again = [n for n, s in enumerate(profile.steps) if s.is_recomputed and "guarded" in s.stack]
+        assert len({calls.of(n) for n in again}) == 4 and None not in map(calls.of, again)
+
+
+def test_profiler_that_is_set_stays_and_sees_the_trace():
+    seen = set()
+
+    def note(frame, event, arg):
+        seen.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        profile = statetx.memory_profile(over(block), PARAMS, X)
+        assert sys.getprofile() is note
+    finally:
+        sys.setprofile(None)
+    assert block.__code__ in seen and Calls(profile, "block").num == 4
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_calls_in_a_program_that_was_traced_before_are_told_apart(is_traced):
+    step = jax.jit(jax.grad(over(block)))
+    jax.block_until_ready(step(PARAMS, X))
+    profile = statetx.memory_profile(step.trace(PARAMS, X)) if is_traced else statetx.memory_profile(step, PARAMS, X)
+    assert Calls(profile, "block").num == 4
