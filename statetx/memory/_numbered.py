@@ -1,9 +1,14 @@
 """Numbers of the calls of the user's functions, in the names of equations.
 
-Two calls at one line, as in a loop over layers, have equal frames. But the traceback of an equation has the instruction
-that each function was at, so functions are followed from one equation to the next: one that goes back without a loop in
-its code is called once more, by the next loop around it. A loop that is all of a function looks like a loop around it;
-there the paths of the weights tell. XLA keeps the names: `_calls` reads them in the compiled program.
+Two calls at one line, as in a loop over layers, have equal frames. But the traceback of an equation, which begins at
+the function that JAX traced, has the instruction of each frame, so functions are followed from one equation to the
+next. One that goes back without a loop in its code is called once more, by the next loop around it, and begins where
+its first call began. A loop that is all of a function looks like a loop around it: there the paths of the weights
+tell, and where they do not, as in slices of one list, it counts as one call. XLA keeps the names: `_calls` reads them
+in the compiled program.
+
+A profiler of our own was rejected (`sys.setprofile`, `sys.monitoring`): it slows the trace, may take the place of
+another, and sees nothing of a program that was traced before.
 """
 
 from __future__ import annotations
