@@ -7,6 +7,7 @@ import sys
 import equinox as eqx
 import flax.linen as nn
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -93,10 +94,18 @@ def guarded(p, x):
     return scale * x @ p["b"]
 
 
-def averaging(p, x):
+def multiplying(p, x):
     for w in p.values():
-        x = w.mean() * x  # two equations of one line, of which the first has the weight
+        x = w @ x  # a product and its transposition, of which the first alone has the weight
     return x
+
+
+SINE = jax.make_jaxpr(jnp.sin)(X)
+
+
+def evaluating(p, x):
+    (x,) = jax.extend.core.jaxpr_as_fun(SINE)(x @ p["a"])
+    return x @ p["b"]
 
 
 def summing(p, x):
@@ -261,7 +270,8 @@ PROGRAMS = {
     "a loop within": (over(looping), (PARAMS, X), {"looping": 4, "over.loss": 1}),
     "a loop behind": (over(looping_behind), (PARAMS, X), {"looping_behind": 4}),
     "with and try": (over(guarded), (PARAMS, X), {"guarded": 4}),
-    "lines of several equations": (over(averaging), (PARAMS, X), {"averaging": 4}),
+    "lines of several equations": (over(multiplying), (PARAMS, jnp.ones((2, D, 4))), {"multiplying": 4}),
+    "equations of another program": (over(evaluating), (PARAMS, X), {"evaluating": 4}),
     "weights of another type": (converted, (PARAMS, X), {"looping": 4}),
     "generator": (generated, (PARAMS, X), {"block": 4, "generated.layers": 0}),
     "a sum within": (over(summing), (PARAMS, X), {"summing": 4}),
