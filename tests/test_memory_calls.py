@@ -15,8 +15,12 @@ from flax import nnx
 import statetx
 from statetx import _jax
 from statetx.memory._calls import Calls, function_of
+from statetx.memory._deadline import Deadline
+from statetx.memory._edits import SaveLess
 from statetx.memory._names import calls_of
 from statetx.memory._numbered import numbered, traced_call
+from statetx.memory._tried import Trials
+from statetx.residuals._trace import TracedCall
 
 D = 8
 X = jnp.ones((4, D))
@@ -346,6 +350,32 @@ def test_equations_stay_as_they_are():
     fun, args, _ = PROGRAMS["checkpoint within"]
     jaxpr = jax.make_jaxpr(jax.grad(fun))(*args)
     assert str(numbered(jaxpr)) == str(jaxpr)
+
+
+def saving(function):
+    return statetx.remat(function, policy="everything")
+
+
+def first_of_equals(p, x):
+    return jnp.sin(jnp.tanh(x @ p["a"]))
+
+
+def second_of_equals(p, x):
+    return jnp.sin(jnp.tanh(x @ p["a"]))
+
+
+def test_functions_of_equal_equations_have_their_own_names():
+    """Though the table of structures would share what is made of the first."""
+
+    def loss(p, x):
+        return saving(second_of_equals)(p, saving(first_of_equals)(p, x)).mean()
+
+    args = PARAMS[0], X
+    body = traced_call(loss, args, {}).body.jaxpr
+    trials = Trials(TracedCall("explain_oom", loss, args, {}), gradient=True, deadline=Deadline(None))
+    for function in ("first_of_equals", "second_of_equals"):
+        assert len(calls_in(body, function)) == 1
+        assert trials.cost(SaveLess(function)) is not None, trials.why_not(SaveLess(function))
 
 
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: jax.jit(jax.grad(loss))], ids=["loss", "step"])
