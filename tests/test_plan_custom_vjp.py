@@ -236,6 +236,27 @@ def test_inputs_are_counted_beside_the_arrays_of_a_rule(rule):
     assert held == [0, arrays[1].nbytes, 0]
 
 
+@jax.custom_vjp
+def with_scale(h):
+    return jnp.tanh(h), jnp.array(2)
+
+
+with_scale.defvjp(lambda h: ((jnp.tanh(h), jnp.array(2)), jnp.cos(h)), lambda res, ct: (ct[0] * res,))
+
+
+def test_a_result_of_a_rule_may_be_a_constant():
+    """It is a literal among the rule's outputs, and, under a mark, among the residuals."""
+
+    def region(h):
+        out, scale = with_scale(h)
+        return jnp.sin(out * scale)
+
+    graph = Graph(staged(region, jnp.ones(DIM)), [True], [True], [True])
+    assert graph.option({}).saved_bytes < graph.baseline().saved_bytes
+    for option in (graph.option({}), graph.baseline()):
+        assert graph.program(option.decision) is not None
+
+
 @pytest.mark.sample("slow")
 @pytest.mark.parametrize("rule", [scaled, scaled_back])
 def test_loop_whose_rule_holds_an_array_is_planned(rule):

@@ -67,7 +67,8 @@ def _add_rule(i: int, rule: SurveyedRule, sites: dict[Address, Site], results: d
     if not rule_sites:
         return
     jaxpr = _jax.rule_of(rule.eqn)
-    number = {jaxpr.outvars[o]: n for n, o in enumerate(_jax.results_of_rule(rule.eqn, jaxpr))}
+    results_of_rule = enumerate(jaxpr.outvars[o] for o in _jax.results_of_rule(rule.eqn, jaxpr))
+    number = {v: n for n, v in results_of_rule if isinstance(v, _jax.Var)}
     for site in rule_sites:
         *_, equation, output = site.address
         variable = jaxpr.eqns[equation].outvars[output]
@@ -338,9 +339,15 @@ def without_identities(
 ) -> tuple[ForwardPass, BackwardPass]:
     """Return the derivative without the equations that are identities."""
     plain, read = _without(forward.jaxpr, is_identity)
-    variables = [read(v) for v in backward.forward_residuals]
-    of_backward = {"jaxpr": _without(backward.jaxpr, is_identity)[0], "forward_residuals": variables}
-    return dataclasses.replace(forward, jaxpr=plain), dataclasses.replace(backward, **of_backward)
+    atoms = {v: read(atom) for v, atom in zip(backward.residuals, backward.forward_residuals, strict=True)}
+    literals = {v: atom for v, atom in atoms.items() if isinstance(atom, Literal)}
+    backward = BackwardPass(
+        _jax.with_literals(_without(backward.jaxpr, is_identity)[0], literals),
+        residuals=[v for v in atoms if v not in literals],
+        forward_residuals=[atom for v, atom in atoms.items() if v not in literals],
+        cotangents=backward.cotangents,
+    )
+    return dataclasses.replace(forward, jaxpr=plain), backward
 
 
 def _without(jaxpr: Jaxpr, is_identity: Callable[[Any], bool]) -> tuple[Jaxpr, Callable[[Any], Any]]:
