@@ -10,8 +10,9 @@ from ..._jax import Jaxpr, Var
 from ..._lift.context import device_bytes
 
 
-def between_fusions(jaxpr: Jaxpr) -> set[Any]:
-    """The variables of a region that are worth saving where traffic counts as well as operations.
+def between_fusions(jaxpr: Jaxpr) -> set[Any] | None:
+    """The variables of a region that are worth saving where traffic counts as well as operations; None if all are, since
+    no kernel of the region begins with a reduction: a kernel of elementwise operations writes further results.
 
     These are in memory anyway: results of equations that do not fuse, such as products, and the operands of these. Any
     other value is computed within a kernel. One that takes fewer bytes than the results that it is computed from, such
@@ -20,6 +21,8 @@ def between_fusions(jaxpr: Jaxpr) -> set[Any]:
     other values are as well computed again with their readers.
     """
     rows = _reductions_of_rows(jaxpr)
+    if not rows:
+        return None
     is_fused = lambda eqn: row_of(eqn).fuses or not rows.isdisjoint(eqn.outvars)
     values = {v for eqn in jaxpr.eqns if not is_fused(eqn) for v in eqn.outvars}
     for eqn in jaxpr.eqns:

@@ -115,8 +115,8 @@ class Graph:
 
         # The values that options may save; stock policies save others, too.
         self._savable = set(self._address_of.values())
-        if keeps_fusions:
-            worth = between_fusions(jaxpr)
+        worth = between_fusions(jaxpr) if keeps_fusions else None
+        if worth is not None:
             is_worth = lambda a: len(a) > 2 or a in self.smaller or jaxpr.eqns[a[0]].outvars[a[1]] in worth
             self._savable = set(filter(is_worth, self._savable))
 
