@@ -11,8 +11,8 @@ from ..._lift.context import device_bytes
 
 
 def between_fusions(jaxpr: Jaxpr) -> set[Any] | None:
-    """The variables of a region that are worth saving where traffic counts as well as operations; None if all are, since
-    no kernel of the region begins with a reduction: a kernel of elementwise operations writes further results.
+    """The variables of a region that are worth saving where traffic counts as well as operations; None if all are: the
+    region has no reduction, and a kernel of elementwise operations writes further results.
 
     These are in memory anyway: results of equations that do not fuse, such as products, and the operands of these. Any
     other value is computed within a kernel. One that takes fewer bytes than the results that it is computed from, such
@@ -20,9 +20,9 @@ def between_fusions(jaxpr: Jaxpr) -> set[Any] | None:
     begin with a reduction of rows, have one output, and fall into several that read the large operand again. All
     other values are as well computed again with their readers.
     """
-    rows = _reductions_of_rows(jaxpr)
-    if not rows:
+    if not any(row_of(eqn).reads_fused for eqn in jaxpr.eqns):
         return None
+    rows = _reductions_of_rows(jaxpr)
     is_fused = lambda eqn: row_of(eqn).fuses or not rows.isdisjoint(eqn.outvars)
     values = {v for eqn in jaxpr.eqns if not is_fused(eqn) for v in eqn.outvars}
     for eqn in jaxpr.eqns:
