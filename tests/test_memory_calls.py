@@ -129,6 +129,11 @@ def converted(params, x):
     return over(looping)(params, x.astype(jnp.bfloat16))
 
 
+def printing(params, x):
+    jax.debug.print("{}", x)  # an equation of an argument without a result
+    return over(block)(params, x)
+
+
 def generated(params, x):
     def layers(x):
         for p in params:
@@ -277,6 +282,7 @@ PROGRAMS = {
     "lines of several equations": (over(multiplying), (PARAMS, jnp.ones((2, D, 4))), {"multiplying": 4}),
     "equations of another program": (over(evaluating), (PARAMS, X), {"evaluating": 4}),
     "weights of another type": (converted, (PARAMS, X), {"looping": 4}),
+    "print": (printing, (PARAMS, X), {"block": 4}),
     "generator": (generated, (PARAMS, X), {"block": 4, "generated.layers": 0}),
     "a sum within": (over(summing), (PARAMS, X), {"summing": 4}),
     "recursion": (over(recursive), (PARAMS, X), {"recursive": 4}),

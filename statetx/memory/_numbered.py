@@ -145,8 +145,8 @@ class _Numbering:
         orders: dict[bool, list[int]] = {False: [], True: []}
         for n, eqn in enumerate(jaxpr.eqns):
             operands = ["" if isinstance(v, Literal) else path_of.get(v, "") for v in eqn.invars]
-            if len(operands) == 1 and operands[0]:
-                path_of[eqn.outvars[0]] = operands[0]  # a weight in another type or form
+            if len(operands) == 1 and operands[0]:  # a weight in another type or form
+                path_of |= dict.fromkeys(eqn.outvars, operands[0])
             self._visit(eqn, operands)
             reads.append([path for path in operands if path])
             scope = _jax.scope(eqn)
