@@ -520,6 +520,27 @@ def test_ahead_of_time_program_rejects_other_types_and_transforms():
     assert int(n.value) == 0
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_ahead_of_time_program_takes_no_static_arguments(by_name):
+    """As in JAX, which leaves them out of the compiled call."""
+    n = statetx.State(jnp.zeros(()))
+
+    def f(power, x, *, scale=2.0):
+        n.value += 1.0
+        return scale * x**power
+
+    arguments = ((), {"power": 3}) if by_name else ((3,), {})
+    static = {"static_argnames": "power"} if by_name else {"static_argnums": 0}
+    for jit, total in ((statetx.jit(f, **static), 1), (statetx.jit(f, donate_argnames="x", **static), 2)):
+        x = {"x": jnp.full(2, 2.0)} if by_name else jnp.full(2, 2.0)
+        rest = ((), x) if by_name else ((x,), {})
+        compiled = jit.lower(*arguments[0], *rest[0], **arguments[1], **rest[1], scale=3.0).compile()
+        with pytest.raises(TypeError, match="Static arguments are left out"):
+            compiled(*arguments[0], *rest[0], **arguments[1], **rest[1], scale=3.0)
+        np.testing.assert_array_equal(compiled(*rest[0], **rest[1], scale=3.0), np.full(2, 24.0))
+        assert n.value == total
+
+
 def test_trace_and_eval_shape_run_nothing():
     n, _, body, f = ahead()
     assert f.eval_shape(jnp.ones(3)) == {"y": jax.ShapeDtypeStruct((3,), jnp.float32), "flag": "a"}

@@ -346,7 +346,8 @@ class Lowered(_Stage):
 class Compiled(_Stage):
     """A program compiled ahead of time; as ``jax.stages.Compiled``.
 
-    A call with arguments of the compiled types reads and writes states as the jitted function does, and never compiles.
+    A call with arguments of the compiled types, without the static ones, reads and writes states as the jitted function
+    does, and never compiles.
     If the function creates states, the first two calls run its Python, as with the jitted function.
     """
 
@@ -365,7 +366,10 @@ class Compiled(_Stage):
                 f"{self._program.name} was compiled ahead of time, and cannot be differentiated, mapped or traced.\n"
                 f"Fix: call the jitted function itself."
             )
-        call = self._jit.read(args, kwargs)
+        merged = self._call.merged(args, kwargs)
+        if merged is None:
+            raise self._refusal(args, kwargs)
+        call = self._jit.read(*merged)
         if call.key == self._call.key and self._runner.accepts(call):
             try:
                 return self._runner.run(call)
@@ -374,16 +378,20 @@ class Compiled(_Stage):
         elif call.key == self._call.key and not self._runner.created.is_kept() and self._runner.is_for(call):
             # The function creates states: Python runs in its first two calls (decision 16), and must find the compiled
             # equations.
-            with created_undone(self._jit.__wrapped__, args, kwargs):
+            with created_undone(self._jit.__wrapped__, *merged):
                 program = self._jit.stage(call, self._program)
                 if program.can_share_compiled(self._program):
                     self._runner = self._with_executable(program)
                     out = self._runner.first_run(call)
                     program.settle()
                     return out
-        raise TypeError(
-            f"{self._program.name} was compiled for arguments {tree_type_str((self._call.args, self._call.kwargs))} "
-            f"and the states of that time, and is called with {tree_type_str((args, kwargs))}: types, static "
-            "arguments, or types of states differ.\n"
+        raise self._refusal(args, kwargs)
+
+    def _refusal(self, args: tuple, kwargs: dict[str, Any]) -> TypeError:
+        own = self._call.dynamic
+        return TypeError(
+            f"{self._program.name} was compiled for arguments {tree_type_str(own)} and the states of that time, and is "
+            f"called with {tree_type_str((args, kwargs))}: types, values other than arrays, or types of states differ. "
+            "Static arguments are left out, as in JAX.\n"
             "Fix: lower and compile it for these, or call the jitted function."
         )

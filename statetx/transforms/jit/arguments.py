@@ -87,6 +87,16 @@ class Call:
         merge = self._reader.static.split(self.args, self.kwargs)[2]
         return merge(*jax.tree.unflatten(self._layout.treedef, leaves))
 
+    @property
+    def dynamic(self) -> tuple[tuple, dict[str, Any]]:
+        """The user's arguments that are not static."""
+        return self._reader.static.split(self.args, self.kwargs)[:2]
+
+    def merged(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Arguments in place of the dynamic ones, with the call's static ones; None if their number or names differ."""
+        own_args, own_kwargs, merge = self._reader.static.split(self.args, self.kwargs)
+        return merge(args, kwargs) if (len(args), {*kwargs}) == (len(own_args), {*own_kwargs}) else None
+
     def names(self) -> list[str]:
         """The names of `arrays` in Python, for profilers and messages."""
         static = self._reader.static
