@@ -1145,3 +1145,10 @@ def test_profiles_of_one_function_fill_no_cache(look, fun):
     look(fun, *args), look(fun, *args)
     after = num_entries()  # entries of other tests may end meanwhile
     assert after[0] <= before[0] and 0 < after[1] <= before[1]
+
+
+def test_numbers_in_the_program_are_no_constants_to_pass():
+    """The 0 that a sum begins with, and the cotangent 1, are no arrays of the user's."""
+    profile = statetx.memory_profile(lambda x: x.sum(), jnp.ones(4))
+    assert {b.type for b in profile.buffers if b.kind == "constant"} <= {"f32[]"}
+    assert profile.changes == ()

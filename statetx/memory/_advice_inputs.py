@@ -54,7 +54,9 @@ def argument_of(path: str) -> str:
 
 
 def constants(profile: Timeline) -> Iterable[ChangeCandidate]:
-    largest_first = sorted((b for b in profile.buffers if b.kind == "constant"), key=lambda b: -b.num_bytes)
+    # Single numbers are literals of the program, such as the 0 that a sum begins with, and no arrays to be passed.
+    arrays = [b for b in profile.buffers if b.kind == "constant" and not b.type.endswith("[]")]
+    largest_first = sorted(arrays, key=lambda b: -b.num_bytes)
     large = [b for b in largest_first if b.num_bytes >= _LEAST_SHARE * profile.constant_bytes]
     if large:
         which = (
