@@ -5,6 +5,7 @@ import pathlib
 import re
 import sys
 import time
+import types
 
 import brainstate
 import jax
@@ -446,7 +447,7 @@ def test_bad_input_and_errors_leave_the_states(monkeypatch):
     with pytest.raises(statetx.FunctionError, match="step cannot run here: an argument is ShapeDtypeStruct"):
         assert_same_step(step, step, jax.ShapeDtypeStruct((3,), jnp.float32))
     made = []
-    with pytest.raises(statetx.FunctionError, match=r"creates a state that outlives the call[^\0]*reset its value"):
+    with pytest.raises(statetx.FunctionError, match=r"a list, a dict or a global variable holds[^\0]*reset its value"):
         assert_same_step(step, lambda x: made.append(statetx.State(x)), X[0, :3])
 
     def broken(x):
@@ -496,3 +497,21 @@ def test_steps_of_the_examples_are_the_same(monkeypatch):
     with brainstate.environ.context(fit=True):
         report = assert_same_step(plain, step, images[..., None], labels, steps=2)
     assert report.error < 1e-5
+
+
+def test_states_that_each_call_creates_are_results():
+    """As brainstate's steps with ``init_all_states`` do."""
+    model = types.SimpleNamespace(w=statetx.Param(jnp.arange(3.0)), h=statetx.State(jnp.ones(3)))
+    before = model.h
+
+    def step(x, factor=1.0):
+        model.h = statetx.State(jnp.zeros_like(x))
+        loss = lambda: jnp.sum((model.h.value + model.w.value * x) ** 2)
+        model.w.value -= 0.1 * statetx.grad(loss, wrt="model.w")()["model.w"]
+        model.h.value += factor * x
+        return model.w.value.sum()
+
+    assert_same_step(step, lambda x: step(x), X[0, :3])
+    with pytest.raises(AssertionError, match=r"state 'model.h'\[1\]: [^\0]*mul f"):
+        assert_same_step(step, lambda x: step(x, factor=1.01), X[0, :3])
+    assert model.h is before and before.value.tolist() == [1.0] * 3

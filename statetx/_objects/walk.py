@@ -253,9 +253,9 @@ def inspecting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def created_undone(*roots: Any) -> Iterator[None]:
+def created_undone(*roots: Any, is_run: bool = False) -> Iterator[None]:
     """Undo, at the end, the assignments of new states, and of tracers, to attributes of the objects that these roots
-    hold.
+    hold; of states that have a value, too, if the call `is_run`.
 
     A call that is traced and not run may create states, as a step with ``init_all_states`` does, or a layer at its
     first call. They have no value afterwards, and the object is to be as before: with the earlier state, or without
@@ -264,14 +264,17 @@ def created_undone(*roots: Any) -> Iterator[None]:
     """
     # Held for the call: the references to earlier states cost `jit` another staging at most (decision 16).
     saved = [(obj, dict(attributes)) for obj in visited_from(*roots) if (attributes := _attributes(obj)) is not None]
+    known = {id(state) for state in held_states(list(roots))} if is_run else set()
+    is_new = lambda value: is_run and any(id(state) not in known for state in held_states([value]))
     try:
-        with inspecting():
+        with contextlib.nullcontext() if is_run else inspecting():
             yield
     finally:
         for obj, attributes in saved:
             for name, value in list((_attributes(obj) or {}).items()):
                 earlier = attributes.get(name, _NONE)
-                if value is not earlier and (isinstance(value, _jax.Tracer) or _holds_dropped_state(value)):
+                is_dropped = isinstance(value, _jax.Tracer) or _holds_dropped_state(value) or is_new(value)
+                if value is not earlier and is_dropped:
                     _restore(obj, name, earlier)
 
 

@@ -89,7 +89,7 @@ def same_step(
     Raises:
         FunctionError: they cannot be compared here.
     """
-    sides = _Side(reference, args, kwargs), _Side(step, args, kwargs)
+    sides = _Side(reference, args, kwargs, reference), _Side(step, args, kwargs, reference)
     comparison = _Sides(*sides, _paired(*sides), tolerance)
     with _restored(comparison.pairs.values()), created_undone(reference, step, args, kwargs):
         comparison.run(steps)
@@ -99,9 +99,9 @@ def same_step(
 class _Side:
     """One of the two functions: as its user calls it, and as equations."""
 
-    def __init__(self, fun: Callable, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, fun: Callable, args: tuple, kwargs: dict[str, Any], reference: Callable):
         check_callable("assert_same_step", fun)
-        self.fun, self.args, self.kwargs = fun, args, kwargs
+        self.fun, self.args, self.kwargs, self._reference = fun, args, kwargs, reference
         self.name = short_name(name_of(fun))
         self._check()
         is_compiled = unjitted(fun) is not fun or hasattr(fun, "lower")
@@ -134,32 +134,43 @@ class _Side:
     def trace(self) -> None:
         """Stage the function for the present values of its states."""
         self.traced = TracedCall("assert_same_step", unjitted(self.fun), self.args, self.kwargs)
-        if created := [w for w in self.traced.writes if w.created]:
-            raise FunctionError(
-                f"{self.name} creates a state that outlives the call, at {created[0].site}, so there is nothing to "
-                "begin both from.\nFix: create the state outside, and reset its value in the step; or call the "
-                "step once before, if only its first call creates it."
-            )
 
     def states(self) -> dict[int, tuple[str, Any]]:
-        """The states that the call touches, by id, with their paths."""
-        touched = [i.state for i in self.traced.inputs if i.state is not None] + [w.state for w in self.traced.writes]
+        """The states from before the call that it touches, by id, with their paths."""
+        touched = [i.state for i in self.traced.inputs if i.state is not None]
+        touched += [w.state for w in self.traced.writes if not w.created]
         return {id(state): (self.paths(state), state) for state in touched}
 
     def run(self, values: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-        """Run from these values; the outputs and new values of states, leaf by leaf."""
+        """Run from these values; the outputs and new values of states, leaf by leaf. The states that the call creates,
+        as one with ``init_all_states`` does, are results, and gone from their objects afterwards.
+        """
         _store(states, values)
         args, kwargs = _copied((self.args, self.kwargs))
-        try:
-            out = jax.block_until_ready(self._call(*args, **kwargs))
-        except Exception as e:
-            e.add_note(f"Raised while statetx compared {self.name} with another step; all states are as before.")
-            raise
+        before = {*map(id, self.paths.items().values())}
+        with created_undone(self.fun, self.args, self.kwargs, is_run=True):
+            try:
+                out = jax.block_until_ready(self._call(*args, **kwargs))
+            except Exception as e:
+                e.add_note(f"Raised while statetx compared {self.name} with another step; all states are as before.")
+                raise
+            # By the path from the reference where it has them, too.
+            named = {id(x): path for path, x in Paths(self._reference, self.args, self.kwargs).items().items()}
+            after = Paths(self.fun, self.args, self.kwargs).items()
+            self._created = {p: named.get(id(x), p) for p, x in after.items() if id(x) not in before}
+            created = {name: after[path] for path, name in self._created.items()}
+        for path, state in Paths(self.fun, self.args, self.kwargs).items().items() if created else ():
+            if id(state) not in before:
+                raise FunctionError(
+                    f"{self.name} creates a state that a list, a dict or a global variable holds after the call, "
+                    f"{path!r}, so there is nothing to begin both from.\nFix: create the state outside, and reset its "
+                    "value in the step; or assign it to an attribute of an object."
+                )
         results = {f"output{path}": x for path, x in _leaves(out)}
         self._output_names = [name for name, x in results.items() if is_array(x)]
-        for path, state in states.items():
-            results |= {_of_state(path) + key: x for key, x in _leaves(_value(state))}
-        return results
+        leaves = {_of_state(path): _leaves(_value(state)) for path, state in {**created, **states}.items()}
+        self._state_keys = {path: [key for key, x in found if is_array(x)] for path, found in leaves.items()}
+        return results | {path + key: x for path, found in leaves.items() for key, x in found}
 
     def evaluate(
         self, states: Mapping[str, Any], *, is_double: bool, options: Mapping[str, Any], num_nudged: int = 0
@@ -190,9 +201,9 @@ class _Side:
         named = dict(zip(self._output_names, outs, strict=False))
         path_of, position = {id(state): path for path, state in states.items()}, len(traced.outputs)
         for write in traced.writes:
-            keys = [key for key, x in _leaves(_value(write.state)) if is_array(x)]
-            if len(keys) == write.num and id(write.state) in path_of:
-                path = _of_state(path_of[id(write.state)])
+            path = _of_state(path_of.get(id(write.state)) or self._created.get(write.path, write.path))
+            keys = self._state_keys.get(path, ())
+            if len(keys) == write.num:
                 named |= {path + key: x for key, x in zip(keys, outs[position:], strict=False)}
             position += write.num
         return named
