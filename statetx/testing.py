@@ -250,10 +250,11 @@ def assert_same_step(
 ) -> SameStep:
     """Check that two training steps do the same: outputs, new values of states, keys, moments of optimizers.
 
-    Both run, jitted, each time from the reference's states; at the end every state holds its value from before. Results
-    are compared bit for bit. If some differ, the reference is compiled with other fusions and run from inputs that
-    differ by a unit in the last place, and both run in float64 where their types allow it: a difference within this
-    rounding counts as none. For another the error names the first state by path, and the lines where the first value
+    Both run, jitted, each time from the reference's states; at the end every state holds its value from before. States
+    that a call creates, as with brainstate's ``init_all_states``, are results, and removed again. Results are compared
+    bit for bit. If some differ, the reference is compiled with other fusions and run from inputs that differ by a unit
+    in the last place, and both run in float64 where their types allow it: a difference within this rounding counts as
+    none. For another the error names the first state by path, and the lines where the first value
     that differs is computed.
 
     Args:
@@ -269,7 +270,8 @@ def assert_same_step(
 
     Raises:
         AssertionError: they are not the same step, or the reference is not deterministic.
-        FunctionError: they cannot run here, do not take the arguments, or create states.
+        FunctionError: they cannot run here, do not take the arguments, or create states in a list, a dict or a global
+            variable.
 
     Example:
         >>> import jax.numpy as jnp, statetx

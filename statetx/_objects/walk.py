@@ -273,8 +273,9 @@ def created_undone(*roots: Any, is_run: bool = False) -> Iterator[None]:
         for obj, attributes in saved:
             for name, value in list((_attributes(obj) or {}).items()):
                 earlier = attributes.get(name, _NONE)
-                is_dropped = isinstance(value, _jax.Tracer) or _holds_dropped_state(value) or is_new(value)
-                if value is not earlier and is_dropped:
+                if value is earlier:
+                    continue
+                if isinstance(value, _jax.Tracer) or _holds_dropped_state(value) or is_new(value):
                     _restore(obj, name, earlier)
 
 
