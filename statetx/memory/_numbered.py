@@ -114,14 +114,14 @@ def frame_name(code: CodeType) -> str:
     return code.co_qualname.replace("<locals>.", "")
 
 
-class _Frame(NamedTuple):
+class _Running(NamedTuple):
     """A function that runs, and the offset of its instruction."""
 
     function: _Function
     offset: int
 
 
-_Stack: TypeAlias = tuple[_Frame, ...]  # outermost first; the same object for the same traceback
+_Stack: TypeAlias = tuple[_Running, ...]  # outermost first; the same object for the same traceback
 
 
 class _Numbering:
@@ -201,7 +201,7 @@ class _Numbering:
         if traceback not in self._stacks:
             frames = _jax.frames_of(eqn)
             self._functions |= {id(c): _Function(c) for c, _ in frames if id(c) not in self._functions}
-            self._stacks[traceback] = tuple(_Frame(self._functions[id(code)], offset) for code, offset in frames)
+            self._stacks[traceback] = tuple(_Running(self._functions[id(code)], offset) for code, offset in frames)
         return self._stacks[traceback]
 
 
