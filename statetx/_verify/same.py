@@ -107,6 +107,7 @@ class _Side:
         is_compiled = unjitted(fun) is not fun or hasattr(fun, "lower")
         self._call = fun if is_compiled else jit(fun)
         self._programs: dict[Any, Any] = {}
+        self._created: dict[str, str] = {}  # the names of states that its calls create, by their paths from it
         self.trace()
         self.paths = Paths(fun, args, kwargs)
 
@@ -147,30 +148,37 @@ class _Side:
         """
         _store(states, values)
         args, kwargs = _copied((self.args, self.kwargs))
-        before = {*map(id, self.paths.items().values())}
-        with created_undone(self.fun, self.args, self.kwargs, is_run=True):
+        creates = any(w.created for w in self.traced.writes)
+        with created_undone(self.fun, self.args, self.kwargs, is_run=True) if creates else contextlib.nullcontext():
             try:
                 out = jax.block_until_ready(self._call(*args, **kwargs))
             except Exception as e:
                 e.add_note(f"Raised while statetx compared {self.name} with another step; all states are as before.")
                 raise
-            # By the path from the reference where it has them, too.
-            named = {id(x): path for path, x in Paths(self._reference, self.args, self.kwargs).items().items()}
-            after = Paths(self.fun, self.args, self.kwargs).items()
-            self._created = {p: named.get(id(x), p) for p, x in after.items() if id(x) not in before}
-            created = {name: after[path] for path, name in self._created.items()}
-        for path, state in Paths(self.fun, self.args, self.kwargs).items().items() if created else ():
-            if id(state) not in before:
-                raise FunctionError(
-                    f"{self.name} creates a state that a list, a dict or a global variable holds after the call, "
-                    f"{path!r}, so there is nothing to begin both from.\nFix: create the state outside, and reset its "
-                    "value in the step; or assign it to an attribute of an object."
-                )
+            created = self._created_states() if creates else {}
+        if left := self._new(self.fun) if creates else {}:
+            raise FunctionError(
+                f"{self.name} creates a state that a list, a dict or a global variable holds after the call, "
+                f"{next(iter(left))!r}, so there is nothing to begin both from.\nFix: create the state outside, and "
+                "reset its value in the step; or assign it to an attribute of an object."
+            )
         results = {f"output{path}": x for path, x in _leaves(out)}
         self._output_names = [name for name, x in results.items() if is_array(x)]
         leaves = {_of_state(path): _leaves(_value(state)) for path, state in {**created, **states}.items()}
         self._state_keys = {path: [key for key, x in found if is_array(x)] for path, found in leaves.items()}
         return results | {path + key: x for path, found in leaves.items() for key, x in found}
+
+    def _created_states(self) -> dict[str, Any]:
+        """The states that a call has created, by the path from the reference where that has them, too."""
+        of_reference = {id(state): path for path, state in self._new(self._reference).items()}
+        new = self._new(self.fun)
+        self._created = {path: of_reference.get(id(state), path) for path, state in new.items()}
+        return {self._created[path]: state for path, state in new.items()}
+
+    def _new(self, fun: Callable) -> dict[str, Any]:
+        """The states that a function reaches now and `fun` of this side did not before its calls, by path."""
+        before = {*map(id, self.paths.items().values())}
+        return {p: x for p, x in Paths(fun, self.args, self.kwargs).items().items() if id(x) not in before}
 
     def evaluate(
         self, states: Mapping[str, Any], *, is_double: bool, options: Mapping[str, Any], num_nudged: int = 0
