@@ -1134,3 +1134,16 @@ def test_steps_that_keep_literals():
 
     planned = jax.grad(functools.partial(last, checkpoint=Slots(5)))(0.4)
     np.testing.assert_allclose(planned, jax.grad(last)(0.4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("checkpoint", [None, *STRATEGIES[:1], *STRATEGIES[4:5]], ids=str)
+def test_jax_looks_for_nan_in_eager_gradients_of_loops(checkpoint):
+    @statetx.remat
+    def loss(h, xs):
+        return statetx.scan(lambda h, x: (jnp.sqrt(jnp.abs(h * x)), None), h, xs, checkpoint=checkpoint)[0]
+
+    xs = jnp.ones(6)
+    with jax.debug_nans(True):
+        assert float(jax.grad(loss)(1.0, xs)) == 0.5**6
+        with pytest.raises(FloatingPointError, match=r"encountered in (scan|while)"):
+            jax.grad(loss)(1.0, xs.at[3:].set(0.0))

@@ -7,14 +7,16 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _pe
 
 from .equations import ClosedJaxpr, Jaxpr, Literal, as_array, open_jaxpr
 from .loops import scan_counts, scan_p
-from .traces import _context
+from .traces import _context, is_eager
 
 _value_of = operator.attrgetter("val")
 
@@ -93,7 +95,12 @@ def evaluate_single_turns(
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr on `args` in the current trace."""
+    """Evaluate a jaxpr on `args` in the current trace.
+
+    Raises:
+        FloatingPointError: it runs at once, and an output has what ``jax.debug_nans`` or ``jax.debug_infs`` looks for.
+            An intermediate value may have it: `jax.numpy.var` allows it in itself, and equations do not tell.
+    """
     trace = _context.trace
     args = [*consts, *args]
     if isinstance(trace, _pe.DynamicJaxprTrace) and not (jaxpr.effects or jaxpr.is_high):
@@ -104,12 +111,38 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
         tracers = [trace.to_jaxpr_tracer(as_array(x), source) for x in args]
         if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
             return _copy_equations(trace, jaxpr, tracers, source)
-    return _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
+    outs = _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
+    if (jax.config.jax_debug_nans or jax.config.jax_debug_infs) and is_eager() and _looked_for(outs):
+        return _evaluate_each_checked(jaxpr, args)
+    return outs
+
+
+def _evaluate_each_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    # Not `evaluate_checked`: JAX looks for nothing within a `jax.custom_jvp` function, a loop with a strategy is one.
+    def rule(eqn: Any, operands: list[Any]) -> list[Any]:
+        called = eqn.params.get("call_jaxpr")
+        if isinstance(called, ClosedJaxpr):
+            return _evaluate_each_checked(called.jaxpr, [*called.consts, *operands])
+        outs = bind_equation(eqn, eqn.params, operands)
+        if kind := _looked_for(outs):
+            raise FloatingPointError(f"invalid value ({kind}) encountered in {eqn.primitive}")
+        return outs
+
+    return interpret(jaxpr, args, rule)
+
+
+def _looked_for(outs: Sequence[Any]) -> str:
+    """Which of "nan" and "inf" arrays have, if the user lets JAX look for it."""
+    arrays = [jnp.asarray(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    data = [np.asarray(shard.data) for x in arrays for shard in x.addressable_shards]
+    if jax.config.jax_debug_nans and any(np.isnan(x).any() for x in data):
+        return "nan"
+    return "inf" if jax.config.jax_debug_infs and any(np.isinf(x).any() for x in data) else ""
 
 
 def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate` does
-    not check.
+    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate` checks
+    the results.
 
     For JAX's second run of a compiled function that has returned a NaN, which is to name the operation.
     """

@@ -12,6 +12,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 
 from .equations import ClosedJaxpr, Var, abstract, with_nonzero
+from .evaluation import evaluate
 from .primitives import call_primitive
 
 # -- a call that partial evaluation leaves whole ---------------------------------------------------------------------
@@ -34,7 +35,7 @@ def call_whole(
 
 
 def _call_impl(*args: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
-    return _core.jaxpr_as_fun(call_jaxpr)(*args)
+    return evaluate(call_jaxpr.jaxpr, call_jaxpr.consts, args)
 
 
 def _call_lowered(*args: Any, call_jaxpr: ClosedJaxpr, lowered: Callable | None) -> list[Any]:
