@@ -141,8 +141,8 @@ def _looked_for(outs: Sequence[Any]) -> str:
 
 
 def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate` checks
-    the results.
+    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate`
+    checks the results.
 
     For JAX's second run of a compiled function that has returned a NaN, which is to name the operation.
     """
