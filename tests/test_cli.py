@@ -502,6 +502,17 @@ def test_signature_in_the_help_fits_the_terminal(capsys, monkeypatch, name):
         ]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("State.value", "State.value, a property\n    The value; assign to it to replace it.\n"),
+        ("MemoryProfile.peak_bytes", "MemoryProfile.peak_bytes, a property\n    Bytes that the program reserves"),
+    ],
+)
+def test_help_shows_a_property(capsys, name, text):
+    assert run(capsys, "help", name)[1].startswith(text)
+
+
 def test_each_command_has_examples_of_its_own(capsys):
     whole = run(capsys, "--help")[1]
     for command in ("memory", "fit", "residuals", "report", "plan", "targets", "help"):

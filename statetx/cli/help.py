@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pathlib
 import re
@@ -222,6 +223,8 @@ def _explained(name: str, value: Any) -> str:
     if inspect.ismodule(value):
         items = [item for item in getattr(value, "__all__", ()) if not inspect.ismodule(getattr(value, item))]
         return "\n".join([f"{name}: {inspect.getdoc(value)}", "", *_listed([f"{name}.{item}" for item in items])])
+    if isinstance(value, (property, functools.cached_property)):
+        return f"{name}, a property\n" + textwrap.indent(inspect.getdoc(value) or "", "    ")
     if not (inspect.isroutine(value) or inspect.isclass(value)):
         return f"{name}: {value!r}, of type {type(value).__name__}. {_summary(value)}".rstrip()
     lines = [signature(name.rpartition(".")[2], value), textwrap.indent(inspect.getdoc(value) or "", "    ")]
