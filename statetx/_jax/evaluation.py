@@ -7,9 +7,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _pe
@@ -112,7 +112,7 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
         if all(t.aval == v.aval for t, v in zip(tracers, variables, strict=True)):
             return _copy_equations(trace, jaxpr, tracers, source)
     outs = _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
-    if (_config.debug_nans.value or _config.debug_infs.value) and is_eager() and _looked_for(outs):
+    if (jax.debug_nans.value or jax.debug_infs.value) and is_eager() and _looked_for(outs):
         return _evaluate_each_checked(jaxpr, args)
     return outs
 
@@ -135,9 +135,9 @@ def _looked_for(outs: Sequence[Any]) -> str:
     """Which of "nan" and "inf" arrays have, if the user lets JAX look for it."""
     arrays = [jnp.asarray(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
     data = [np.asarray(shard.data) for x in arrays for shard in x.addressable_shards]
-    if _config.debug_nans.value and any(np.isnan(x).any() for x in data):
+    if jax.debug_nans.value and any(np.isnan(x).any() for x in data):
         return "nan"
-    return "inf" if _config.debug_infs.value and any(np.isinf(x).any() for x in data) else ""
+    return "inf" if jax.debug_infs.value and any(np.isinf(x).any() for x in data) else ""
 
 
 def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
