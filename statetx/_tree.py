@@ -31,7 +31,7 @@ def is_array(x: Any) -> bool:
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in _NOT_NUMERIC and x.dtype.names is None
     # A state may have `__jax_array__` (flax's do). It is not an array, whatever it holds.
-    return hasattr(x, "__jax_array__") and not isinstance(x, type) and not _states.is_opaque(x)
+    return callable(getattr(x, "__jax_array__", None)) and not isinstance(x, type) and not _states.is_opaque(x)
 
 
 def is_type(x: Any) -> bool:

@@ -32,6 +32,31 @@ def test_ref_as_an_argument_itself():
     np.testing.assert_allclose(ref[...], jnp.sin(H * 2.0).at[0].set(0.0), rtol=1e-6)
 
 
+VIEW_TRANSFORMS = {
+    "jit": statetx.jit,
+    "remat": statetx.remat,
+    "cond": lambda f: lambda view: statetx.cond(True, f, f, view),
+    "value_and_grad": lambda f: lambda view: statetx.value_and_grad(lambda x: f(view) + x)(0.0)[0],
+}
+
+
+@pytest.mark.parametrize("name", VIEW_TRANSFORMS)
+def test_view_of_a_ref_as_an_argument(name):
+    def triple(view):
+        view[...] = 3.0 * view[...]
+        return view[...].sum()
+
+    @statetx.jit
+    def program(i):
+        ref = jax.new_ref(H)
+        call = VIEW_TRANSFORMS[name](triple)
+        return [call(ref.at[i]), call(ref.at[i + 1]), call(ref.at[:2])], ref[...]
+
+    sums, values = program(0)
+    np.testing.assert_allclose(sums, [3 * H[0], 3 * H[1], 9 * (H[0] + H[1])], rtol=1e-6)
+    np.testing.assert_allclose(values, H * jnp.array([9.0, 9.0, 1.0]), rtol=1e-6)
+
+
 def test_ref_made_inside_and_rules_of_custom_derivatives():
     @jax.custom_jvp
     def f(x):
