@@ -147,6 +147,30 @@ def test_vmap_of_a_ref_argument(is_remat):
     np.testing.assert_allclose(h[...], new, rtol=1e-6)
 
 
+def _write_row(h):
+    h[0] = jnp.sin(h[1])
+    return h[...].sum()
+
+
+ROW_PROGRAMS = {
+    "vmap": (1, lambda vmap: vmap(_write_row, in_axes=1)),
+    "remat": (1, lambda vmap: vmap(statetx.remat(_write_row), in_axes=1)),
+    "jax.jit": (1, lambda vmap: vmap(jax.jit(statetx.remat(_write_row)), in_axes=1)),
+    "twice": (1, lambda vmap: vmap(vmap(_write_row, in_axes=2), in_axes=1)),
+}
+
+
+@pytest.mark.parametrize("name", ROW_PROGRAMS)
+def test_vmap_of_a_ref_along_another_axis(name):
+    axis, program = ROW_PROGRAMS[name]
+    values = jnp.arange(81.0).reshape(3, 3, 3, 3)  # as long along each axis: a transposed value would have its type
+    h = jax.new_ref(values)
+    out = program(statetx.vmap)(h)
+    np.testing.assert_allclose(h[...], values.at[0].set(jnp.sin(values[1])), rtol=1e-6)
+    by_example = jnp.moveaxis(h[...], (1, 3) if name == "twice" else axis, (0, 1) if name == "twice" else 0)
+    np.testing.assert_allclose(out, by_example.sum(range(out.ndim, 4)), rtol=1e-6)
+
+
 def test_vmap_of_a_closed_over_ref_raises():
     model, many = Float(), jnp.stack([X, 2 * X])
     model.h = jax.new_ref(jnp.stack([H, H + 1]))

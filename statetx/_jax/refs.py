@@ -68,7 +68,9 @@ def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:
     # Under a trace, or for a value that JAX must convert or refuse: its own way.
     type_ = getattr(value, "shape", None), getattr(value, "dtype", None)
     if buffer is None or (buffer.shape, buffer.dtype) != type_:
-        return operator.setitem, ref, ..., value
+        # Indexed along each axis: JAX's rule of `vmap` for a write without indices takes the value's batch axis for the
+        # Ref's, and transposes the value or raises.
+        return operator.setitem, ref, (slice(None),) * ref.ndim or ..., value
     return setattr, holder, "_buf", _copy_to(buffer.sharding, value)
 
 
