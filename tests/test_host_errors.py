@@ -112,7 +112,7 @@ def test_a_donated_state_is_invalid_after_an_error_on_the_host():
     state.value = SLOW(BIG)
     with pytest.raises(ERRORS, match="the sensor is off") as raised:
         step(-1.0)
-    assert "donated states, which have no value now" in "".join(raised.value.__notes__)
+    assert "1 donated state, which has no value now: State 'state' (f32[], made at" in "".join(raised.value.__notes__)
     with pytest.raises(statetx.StateAccessError, match="was donated"):
         _ = state.value
 

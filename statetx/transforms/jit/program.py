@@ -29,7 +29,7 @@ from ..._lift.run import frame_for
 from ..._lift.stage import Input, InputNames, Lifting, stage
 from ..._lift.wrapper import name_of, place_of
 from ..._objects.paths import Paths, check_paths
-from ..._text import brief
+from ..._text import brief, counted
 from ..._tree import is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
@@ -100,6 +100,7 @@ class StagedProgram:
         check_paths(option, owner.donate_states, reached, "The function reaches")
         self.kept, self.donated = (sorted(x, key=lambda i: _states.kinds().index(i.kind)) for x in (kept, donated))
         self.guards = [i for i in self.kept if i.partition.static]
+        self._donated_paths = [paths(i.state) for i in self.donated]
 
         self._calls_host = _jax.calls_host(staged.jaxpr)
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
@@ -328,16 +329,16 @@ class StagedProgram:
 
     def _invalidate_donated(self, donated: list, error: BaseException) -> None:
         """Invalidate the states whose arrays a failed call has consumed, and name them in the exception."""
-        invalid_inputs = [
-            i for i, x in zip(self.donated, donated, strict=True) if i.kind.get(i.state) is x and _is_deleted(x)
-        ]
+        inputs = zip(self.donated, self._donated_paths, donated, strict=True)
+        invalid_inputs = [(i, path, x) for i, path, x in inputs if i.kind.get(i.state) is x and _is_deleted(x)]
         if invalid_inputs:
             reason = f"its array was donated to {self.name}, which failed"
-            commit([i.kind.store(i.state, Invalidated(reason)) for i in invalid_inputs])
-            names = ", ".join(_states.describe(i.state, i.kind, value=0) for i in invalid_inputs[:3])
+            commit([i.kind.store(i.state, Invalidated(reason)) for i, _, _ in invalid_inputs])
+            names = ", ".join(_states.describe(i.state, i.kind, path, x) for i, path, x in invalid_inputs[:3])
             error.add_note(
-                f"{self.name} had consumed the arrays of {len(invalid_inputs)} donated states, which have no value "
-                f"now: {names}{', ...' * (len(invalid_inputs) > 3)}.\n"
+                f"{self.name} had consumed the arrays of {counted(len(invalid_inputs), 'donated state')}, which "
+                f"{'has' if len(invalid_inputs) == 1 else 'have'} no value now: "
+                f"{names}{', ...' * (len(invalid_inputs) > 3)}.\n"
                 f"Fix: write them again or restore a checkpoint; without donate_states= a call that fails leaves the "
                 f"old values."
             )
