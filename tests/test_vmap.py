@@ -137,6 +137,11 @@ def test_mistakes():
         statetx.StateValueError, match=r"mapped along axis 0, which must have the length of the vmap, 4"
     ):
         statetx.vmap(lambda x: x * s.value, states={"s": 0})(XS)
+    key = statetx.RngState(0)
+    with pytest.raises(
+        statetx.StateValueError, match=r"RngState 'key'.*\nFix: .*before this one, .*states=\{'key': statetx.Split, "
+    ):
+        statetx.vmap(lambda x: x * jax.random.uniform(key.next()), states={statetx.State: 0})(XS)
     with pytest.raises(statetx.StateValueError, match="is not understood"):
         statetx.vmap(lambda x: x, states={"s": statetx.Carry})
     with pytest.raises(statetx.StateValueError, match="maps filters to rules"):

@@ -227,9 +227,13 @@ class Rules:
         if not isinstance(axis, int):
             return aval
         if not -len(aval.shape) <= axis < len(aval.shape) or aval.shape[axis] != length:
+            path, kind = self.path(state), _states.kind_of_state(state)
+            rule = Split if kind.is_random(state) else Broadcast
             raise StateValueError(
-                f"{self.name}: {_states.describe(state, path=self.path(state))} is mapped along axis {axis}, which "
-                f"must have the length of the {self.name}, {length}."
+                f"{self.name}: {_states.describe(state, kind, path)} is mapped along axis {axis}, which must have the "
+                f"length of the {self.name}, {length}.\n"
+                f"Fix: a value with such an axis; or another rule before this one, as the first that selects a state "
+                f"decides: states={{{path!r}: {rule!r}, ...}}."
             )
         return _jax.drop_axis(aval, axis)
 
