@@ -54,8 +54,8 @@ def module_with_method(function: str, file: str) -> str | None:
 
 def flax_remat(module: str) -> str:
     """Advice instead of `remat` for a class of flax.linen modules."""
-    # It is `jax.checkpoint`, whose barrier XLA:CPU removes.
+    # It is `jax.checkpoint`, whose barrier XLA:CPU removed before jaxlib 0.11.1.
     return (
-        f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU it saves memory in loops "
-        "only, as in nn.scan: XLA merges other recomputation with the first computation)"
+        f"flax's nn.remat({module}), which carries the variables of a linen module (on a CPU with jaxlib before 0.11.1 "
+        "it saves memory in loops only, as in nn.scan: XLA merges other recomputation with the first computation)"
     )
