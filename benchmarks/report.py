@@ -407,7 +407,7 @@ def published(name: str) -> str:
 def advice() -> str:
     """How many changes by hand are advised, the steps that do not fit before and after their lists, and regressions."""
     advised, cases, found = load("advised"), load("advice"), load("regressions")
-    changes = [c for program in advised for c in program["changes"].values() if c["saved"] >= 0.2]
+    changes = [c for program in advised for c in program["changes"].values() if c.get("saved", 0.0) >= 0.2]
     seconds = [program["seconds"] for program in advised]
     gib = lambda key, case: f"{case[key] / 2**30:.1f}"  # noqa: E731
     rows = [f"{c['name']} {gib('needed_bytes', c)} to {gib('followed_bytes', c)}" for c in cases]
