@@ -410,3 +410,32 @@ def test_state_that_the_enclosing_trace_has_created_is_read_and_written(make):
 def test_calls_in_the_form_of_brainstate_name_the_options(args, options, words):
     with pytest.raises(TypeError, match=words):
         statetx.shard_map(*args, **options, in_specs=P("d"), out_specs=P("d"))
+
+
+def explicit_mesh():
+    return jax.set_mesh(jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("axes", [("d", "e"), ("d",)], ids=["all axes", "an axis"])
+def test_missing_in_specs_are_the_shardings_of_the_types(wrap, axes):
+    calls = statetx.State(0)
+
+    def step(x, scale):
+        calls.value += 1
+        assert x.shape == (4, 8 // len(axes))
+        return scale * jnp.sin(x)
+
+    with explicit_mesh():
+        x = jax.device_put(jnp.arange(64.0).reshape(8, 8), P("d", "e"))
+        spec = P(*axes)
+        out = wrap(statetx.shard_map(step, out_specs=spec, axis_names=set(axes)))(x, jnp.asarray(2.0))
+        np.testing.assert_allclose(out, 2 * jnp.sin(x), rtol=1e-6)
+    assert calls.value == 1
+
+
+def test_missing_in_specs_over_automatic_axes_are_refused():
+    with pytest.raises(
+        TypeError, match="in_specs is missing, .* over 'd': only .* explicit axes .*\nFix: give in_specs"
+    ):
+        statetx.shard_map(double, mesh=mesh(), out_specs=P("d"))(X)

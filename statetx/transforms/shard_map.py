@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from .._tree import Partition, as_array, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 _REPLICATED = PartitionSpec()
+# JAX's marker for specs that are the shardings of the arguments' types.
+_INFER = inspect.signature(jax.shard_map).parameters["in_specs"].default
 
 
 @keeps_type
@@ -39,7 +42,7 @@ def shard_map(
     f: Callable[..., Any] | None = None,
     *,
     mesh: Any = None,
-    in_specs: Any,
+    in_specs: Any = _INFER,
     out_specs: Any,
     axis_names: Any = frozenset(),
     check_vma: bool = True,
@@ -52,7 +55,8 @@ def shard_map(
     Args:
         f: the function of one device's shards. Arguments other than arrays pass untouched.
         mesh: the mesh; by default the mesh of the context.
-        in_specs: for each argument, or for parts of it, a ``PartitionSpec``.
+        in_specs: for each argument, or for parts of it, a ``PartitionSpec``; by default, where the mesh has explicit
+            axes, the shardings of the arguments' types.
         out_specs: the same for the output.
         axis_names: as in ``jax.shard_map``.
         check_vma: as in ``jax.shard_map``.
@@ -117,12 +121,15 @@ class ShardMap(Wrapper, made_by=shard_map):
                 f"{call_name}: got {', '.join(kwargs)} by keyword, for which in_specs has no place.\n"
                 f"Fix: pass it by position."
             )
-        specs = _broadcast_specs(call_name, "in_specs", self._in_specs, args)
+        places = _SpecChecks(call_name, self._jax_options)
         leaves, args_part = partition(args, is_array)
         leaves = [as_array(x) for x in leaves]
-        specs = [spec for spec, is_dynamic in zip(specs, args_part.mask, strict=True) if is_dynamic]
+        if self._in_specs is _INFER:
+            specs = [places.infer(x) for x in leaves]
+        else:
+            specs = _broadcast_specs(call_name, "in_specs", self._in_specs, args)
+            specs = [spec for spec, is_dynamic in zip(specs, args_part.mask, strict=True) if is_dynamic]
         devices = _Devices(self, args)
-        places = _SpecChecks(call_name, self._jax_options)
         names = leaf_names(fun, args, {}, args_part.mask)
         for name, spec, x in zip(names, specs, leaves, strict=True):
             places.check(lambda name=name: f"argument {name}", "in_specs", spec, x)
@@ -272,6 +279,21 @@ class _SpecChecks:
         self._sizes = dict(self._mesh.shape) if is_mesh else {}  # without a mesh: JAX's error says so
         self._axes = set(options.get("axis_names") or self._sizes)
 
+    def infer(self, x: Any) -> PartitionSpec:
+        """The spec of an argument: the sharding of its type, over the axes over which the function is mapped."""
+        types = zip(self._sizes, getattr(self._mesh, "axis_types", ()), strict=False)
+        others = [axis for axis, kind in types if axis in self._axes and kind != jax.sharding.AxisType.Explicit]
+        if others or not self._sizes:
+            raise TypeError(
+                f"{self._name}: in_specs is missing, and the types of the arguments have no sharding over "
+                f"{', '.join(map(repr, others)) or 'a mesh'}: only those over explicit axes are part of types.\n"
+                "Fix: give in_specs, a PartitionSpec for each argument."
+            )
+        spec = jax.typeof(x).sharding.spec
+        kept = [tuple(axis for axis in _axes_of((axes,)) if axis in self._axes) for axes in spec.partitions]
+        entries = [axes if len(axes) > 1 else axes[0] if axes else None for axes in kept]
+        return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+
     def check_output(self, out: PyTree, specs: Sequence[Any]) -> list[tuple[str, Any, Any]]:
         """Check the specs of the output; returns the name, the spec and the type of each array."""
         outputs = []
@@ -301,7 +323,7 @@ class _SpecChecks:
         if not self._sizes:
             return
         self._check_rank(name, option, spec, x)
-        for size, axes in zip(jnp.shape(x), spec, strict=False):
+        for size, axes in zip(jnp.shape(x), spec.partitions, strict=False):
             num = math.prod(self._sizes[axis] for axis in _axes_of((axes,)))
             if size % num:
                 raise ValueError(
@@ -341,7 +363,9 @@ class _SpecChecks:
 
 
 def _axes_of(spec: Iterable[Any]) -> list[Any]:
-    """The mesh axes in a spec, in order."""
+    """The mesh axes in a spec, in order; last those over which it is a sum in parts, or was reduced."""
+    if isinstance(spec, PartitionSpec):
+        return [*_axes_of(spec.partitions), *sorted(spec.unreduced | spec.reduced, key=str)]
     return [a for axes in spec for a in (axes if isinstance(axes, tuple) else (axes,)) if a is not None]
 
 
