@@ -152,7 +152,7 @@ def short_dtype(name: str) -> str:
 def _axes(aval: Any) -> Sequence[Any]:
     """Explicit mesh axes of the sharding of each dimension: None, a name, or a tuple of names."""
     sharding = None if isinstance(aval, jax.ShapeDtypeStruct) else getattr(aval, "sharding", None)
-    return (None,) * len(aval.shape) if sharding is None else tuple(sharding.spec)
+    return (None,) * len(aval.shape) if sharding is None else tuple(sharding.spec.partitions)
 
 
 def _size_str(size: int, axes: Any) -> str:

@@ -439,3 +439,22 @@ def test_missing_in_specs_over_automatic_axes_are_refused():
         TypeError, match="in_specs is missing, .* over 'd': only .* explicit axes .*\nFix: give in_specs"
     ):
         statetx.shard_map(double, mesh=mesh(), out_specs=P("d"))(X)
+
+
+@pytest.mark.parametrize("remat", [lambda f: f, statetx.remat], ids=["plain", "remat"])
+def test_gradient_of_a_reduced_argument_is_a_sum_in_parts(remat):
+    calls = statetx.State(0)
+
+    @remat
+    def on_device(w, x):
+        calls.value += 1
+        return jnp.sin(w) * x
+
+    with explicit_mesh():
+        w, x = jax.device_put(X, P(None, reduced={"d"})), jax.device_put(jnp.arange(16.0), P("d"))
+        mapped = statetx.shard_map(on_device, in_specs=(P(None, reduced={"d"}), P("d")), out_specs=P("d"))
+        grad = statetx.jit(statetx.grad(lambda w: mapped(w, x).sum()))(w)
+        assert grad.sharding.spec == P(None, unreduced={"d"})
+        whole = statetx.jit(lambda g: jax.reshard(g, P()))(grad)
+        np.testing.assert_allclose(whole, jnp.cos(X) * jnp.arange(16.0).reshape(2, 8).sum(0), rtol=1e-6)
+    assert calls.value == 1

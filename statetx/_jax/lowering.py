@@ -38,7 +38,9 @@ def num_parts_of(lowered: Any) -> int:
     sizes: dict[str, int] = {}
     for sharding in lowered._lowering.compile_args["in_shardings"]:
         if isinstance(sharding, jax.sharding.NamedSharding):
-            axes = [axis for entry in sharding.spec for axis in (entry if isinstance(entry, tuple) else (entry,))]
+            axes = [
+                axis for entry in sharding.spec.partitions for axis in (entry if isinstance(entry, tuple) else (entry,))
+            ]
             sizes |= {axis: sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.shape}
     return math.prod(sizes.values())
 

@@ -125,10 +125,11 @@ def empty(length: int, aval: Any) -> Any:
 def with_divisible_axis(x: Any, size: int) -> Any:
     """Gather the first axis of `x` if it is sharded along explicit mesh axes whose sizes do not divide `size`."""
     sharding = jax.typeof(x).sharding
-    axes = sharding.spec[0] if len(sharding.spec) else None
+    partitions = sharding.spec.partitions
+    axes = partitions[0] if partitions else None
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     num_shards = math.prod(sharding.mesh.shape[name] for name in names)
-    return x if size % num_shards == 0 else jax.sharding.reshard(x, jax.P(None, *sharding.spec[1:]))
+    return x if size % num_shards == 0 else jax.sharding.reshard(x, sharding.spec.update((None, *partitions[1:])))
 
 
 def has_explicit_axes() -> bool:

@@ -105,7 +105,7 @@ class Batch(NamedTuple):
         """Whether an array is known to be sharded over devices along the examples."""
         for x in self.leaves:
             sharding = sharding_of(x) or getattr(jax.typeof(x), "sharding", None)
-            if sharding is not None and x.shape and len(sharding.spec) and sharding.spec[0] is not None:
+            if sharding is not None and x.shape and sharding.spec.partitions[:1] not in ((), (None,)):
                 return True
         return False
 

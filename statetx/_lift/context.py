@@ -74,7 +74,7 @@ class TraceContext:
     def with_vmap(self, axis: Any, is_mapped: Sequence[bool]) -> TraceContext:
         """Return the context under one more `jax.vmap`, the outermost."""
         flags = (*is_mapped, *[True] * (len(self.shardings) - len(is_mapped)))
-        in_front = lambda s: NamedSharding(s.mesh, PartitionSpec(None, *s.spec))
+        in_front = lambda s: NamedSharding(s.mesh, s.spec.update((None, *s.spec.partitions)))
         shardings = [s and (in_front(s) if flag else s) for s, flag in zip(self.shardings, flags, strict=False)]
         return TraceContext((*self.maps, (axis, tuple(is_mapped))), tuple(shardings), self.manual)
 
@@ -215,7 +215,7 @@ def _explicit_spec(aval: Any) -> tuple[Any, ...] | None:
     sharding = getattr(aval, "sharding", None)
     if sharding is None or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    return tuple(sharding.spec)
+    return tuple(sharding.spec.partitions)
 
 
 def _num_automatic(mesh: Any) -> int:
@@ -282,4 +282,6 @@ def _dims_of(x: Any) -> tuple[Any, list, list] | None:
         sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
-    return sharding.mesh, [], [*sharding.spec, *[None] * (jnp.ndim(x) - len(sharding.spec))]
+    if sharding.spec.unreduced or sharding.spec.reduced:  # over explicit axes, which types show
+        return None
+    return sharding.mesh, [], [*sharding.spec.partitions, *[None] * (jnp.ndim(x) - len(sharding.spec))]

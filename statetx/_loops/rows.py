@@ -247,7 +247,7 @@ def _type(aval: Any) -> tuple:
 def _can_hold(row: Any, aval: Any) -> bool:
     """Whether values of a type can be stored in rows of another one, whose shape it has not."""
     # The shape of an array that is split over devices by its type cannot be changed.
-    if any(axis is not None for a in (row, aval) for axis in a.sharding.spec):
+    if any(axis is not None for a in (row, aval) for axis in a.sharding.spec.partitions):
         return False
     if _jax.varying_axes(row) != _jax.varying_axes(aval):
         return False

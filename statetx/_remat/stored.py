@@ -121,7 +121,8 @@ def _num_parts(aval: Any) -> int:
     sharding = getattr(aval, "sharding", None)
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) != len(aval.shape) or not aval.shape:
         return 1
-    axes = sharding.spec[-1] if isinstance(sharding.spec[-1], tuple) else (sharding.spec[-1],)
+    last = sharding.spec.partitions[-1]
+    axes = last if isinstance(last, tuple) else (last,)
     return math.prod([sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.explicit_axes])
 
 

@@ -85,11 +85,11 @@ def into_shard_map(call: Any, consumers: Consumers, placements: Mapping[Var, Any
 
 def _specs_of(call: Any, consumers: Consumers) -> dict[Var, Spec] | Any:
     """How the arrays that consumers read and compute are divided; the consumer that cannot act on shards alone."""
-    specs = {
-        v: _spec(call, spec)
-        for v, spec in zip(call.outvars, call.params["out_specs"], strict=True)
-        if v in consumers.stacks
-    }
+    out_specs = zip(call.outvars, call.params["out_specs"], strict=True)
+    stack_specs = {v: spec for v, spec in out_specs if v in consumers.stacks}
+    if any(spec.unreduced for spec in stack_specs.values()):  # a shard is one of the terms of a sum
+        return consumers.eqns[0]
+    specs = {v: _spec(call, spec) for v, spec in stack_specs.items()}
     pending = [*consumers.eqns]
     while pending:
         eqn = next((e for e in pending if not specs.keys().isdisjoint([*variables_of(e), *e.outvars])), pending[0])
@@ -131,11 +131,11 @@ def _is_divided(placement: Any, call: Any, spec: Spec) -> bool:
         return placement == ANYWHERE
     sizes, axes = call.params["mesh"].shape, call.params["newly_manual_axes"]
     has_axes = all(placement.mesh.shape.get(axis) == sizes[axis] for axis in axes)
-    return has_axes and _normalized(placement.spec, axes, sizes) == spec
+    return has_axes and not placement.spec.unreduced and _normalized(placement.spec, axes, sizes) == spec
 
 
 def _normalized(spec: Any, axes: Collection[str], sizes: Mapping[str, int]) -> Spec:
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec.partitions]
     found = [tuple([axis for axis in entry if axis in axes and sizes[axis] > 1]) for entry in entries]
     while found and not found[-1]:
         found.pop()
