@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
 
 import statetx
 from helpers import Counted
@@ -273,3 +274,29 @@ def test_error_for_a_created_state_shows_its_type():
         statetx.StateAccessError, match=r"differs between the examples to Param .*\(f32\[2\], made at .*test_vmap.py"
     ):
         statetx.vmap(lambda x: statetx.Param(x * jnp.ones(2)), states={statetx.Param: statetx.Broadcast})(jnp.zeros(4))
+
+
+SPARSE_PROGRAMS = {
+    "product": (lambda m, w, x: m @ (w * x), 0),
+    "sparse result": (lambda m, w, x: {"m": 2.0 * m, "x": w + x}, 0),
+    "one for all": (lambda m, w, x: (m @ (w * x), m.shape), None),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat, statetx.jit], ids=["plain", "remat", "jit"])
+@pytest.mark.parametrize("name", SPARSE_PROGRAMS)
+def test_sparse_matrices_are_mapped_as_jax_does(name, wrap):
+    fun, axis = SPARSE_PROGRAMS[name]
+    dense = jnp.arange(24.0).reshape(4, 2, 3) * (jnp.arange(24).reshape(4, 2, 3) % 3 > 0)
+    m = sparse.BCOO.fromdense(dense, n_batch=1) if axis == 0 else sparse.BCOO.fromdense(dense[0])
+    cell = Cell()
+
+    def step(m, x):
+        cell.n.value += 1
+        return fun(m, cell.w.value, x)
+
+    out = statetx.vmap(wrap(step), in_axes=(axis, 0))(m, XS)
+    expected = jax.vmap(lambda m, x: fun(m, W, x), in_axes=(axis, 0))(m, XS)
+    assert jax.tree.structure(out) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), out, expected)
+    assert cell.n.value == 1

@@ -28,6 +28,11 @@ def batch_tracer(trace: Any, x: Any, axis: int) -> Any:
     return _batching.BatchTracer(trace, x, axis % len(x.shape), source_info_util.current())
 
 
+def has_own_map(x: Any) -> bool:
+    """Whether JAX maps values of this type by rules of their own, not leaf by leaf: sparse matrices."""
+    return _batching.is_vmappable(x)
+
+
 def enclosing_vmaps() -> list[Any]:
     """The traces of every `jax.vmap` that encloses the current trace, innermost first."""
     return [t for t in _parents(_context.trace) if isinstance(t, _batching.BatchTrace)]

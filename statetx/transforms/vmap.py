@@ -29,7 +29,7 @@ from .._objects.paths import argument_names, leaf_names
 from .._objects.walk import num_inspections
 from .._states import Kind
 from .._text import brief, type_str
-from .._tree import Partition, as_array, is_array, is_array_or_number, partition
+from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 
@@ -108,14 +108,16 @@ class Vmap(Wrapper, made_by=vmap):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
         in_axes = tuple(self._in_axes) if isinstance(self._in_axes, list) else self._in_axes
+        call_args, call_kwargs = args, kwargs
+        args, kwargs = _with_units((args, kwargs))
         arg_axes = _broadcast_axes("in_axes", in_axes, args)
-        leaves, args_part = partition((args, kwargs), lambda x: is_loop_leaf(x) or _states.is_array_state(x))
+        leaves, args_part = partition((args, kwargs), lambda x: _is_dynamic(x) or _states.is_array_state(x))
         axes = [*arg_axes, *_broadcast_axes("in_axes", 0, kwargs)]
         axes = [a for a, is_dynamic in zip(axes, args_part.mask, strict=True) if is_dynamic]
 
         mapped = [x for x, a in zip(leaves, axes, strict=True) if a is not None]
-        mapped = [x if _states.is_array_state(x) else as_array(x) for x in mapped]
-        rules = Rules("vmap", self._states, fun, (Broadcast, Split), args, kwargs)
+        mapped = [x if _states.is_array_state(x) else as_array(_whole(x)) for x in mapped]
+        rules = Rules("vmap", self._states, fun, (Broadcast, Split), call_args, call_kwargs)
         if not isinstance(in_axes, int):
             _refuse_axes_of_others(rules, fun, in_axes, args)
         size = self._num_examples(args, kwargs, args_part.mask, leaves, axes, rules)
@@ -124,7 +126,7 @@ class Vmap(Wrapper, made_by=vmap):
         def body(tracers: list) -> dict[str, list]:
             mapped_tracers = iter(tracers)
             # Leaves that are not mapped bypass `jax.vmap`: a Python number stays a number, a Ref the user's own.
-            dynamic = [next(mapped_tracers) if a is not None else x for x, a in zip(leaves, axes, strict=True)]
+            dynamic = [next(mapped_tracers) if a is not None else _whole(x) for x, a in zip(leaves, axes, strict=True)]
             examples.frame = frame = frame_for("vmap", fun, on_read=examples.on_read)
             examples.trace = _jax.current_trace()
 
@@ -134,12 +136,12 @@ class Vmap(Wrapper, made_by=vmap):
                 examples.note_reads()
 
             frame.at_end = at_end
-            out = frame.run(call, fun, *args_part.combine(dynamic))
+            out = _with_units(frame.run(call, fun, *args_part.combine(dynamic)))
             axes_out = _broadcast_axes("out_axes", self._out_axes, out)
             _check_output(f"vmap({name_of(fun)})", out, axes_out, examples.trace)
-            groups.add_output(out, axes_out, is_loop_leaf)
+            groups.add_output(out, axes_out, _is_dynamic)
             examples.add_effects(frame.effects, groups)
-            return groups.pack()
+            return {name: [_whole(x) for x in group] for name, group in groups.pack().items()}
 
         mapped_axes = [a for a in axes if a is not None]
         out_axes = {axis for axis in jax.tree.leaves(self._out_axes) if isinstance(axis, int)}
@@ -302,7 +304,7 @@ def _broadcast_axes(option: str, axes: Any, tree: PyTree) -> list[int | None]:
     for axis in entries:
         if axis is not None and not isinstance(axis, int):
             raise TypeError(f"vmap: {option} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
-    can_map = _can_map if option == "in_axes" else lambda x: _can_map(x) or is_loop_leaf(x)
+    can_map = _can_map if option == "in_axes" else lambda x: _can_map(x) or _is_dynamic(x)
     leaves = jax.tree.leaves(tree, is_leaf=_states.is_opaque)
     return [axis if can_map(x) else None for axis, x in zip(entries, leaves, strict=True)]
 
@@ -317,6 +319,8 @@ def _check_output(call: str, out: PyTree, axes: Sequence[int | None], trace: Any
                 f"{call}: out_axes has None for {name}, {type_str(x)} for each example, which differs between the "
                 f"examples.\nFix: give the axis along which they are stacked, such as 0, or reduce it over them."
             )
+        if isinstance(x, _Unit):
+            continue  # JAX's rule for its type checks its axis
         if axis is not None and not -jnp.ndim(x) - 1 <= axis <= jnp.ndim(x):
             raise ValueError(
                 f"{call}: out_axes has {axis} for {name}, {type_str(x)} for each example: they can be stacked along an "
@@ -325,7 +329,34 @@ def _check_output(call: str, out: PyTree, axes: Sequence[int | None], trace: Any
 
 
 def _can_map(leaf: Any) -> bool:
-    return is_array(leaf) or _states.is_array_state(leaf)
+    return is_array(leaf) or isinstance(leaf, _Unit) or _states.is_array_state(leaf)
+
+
+class _Unit:
+    """A value that JAX maps as a whole, by rules for its type: a sparse matrix, whose shape is not one of its arrays.
+    As a leaf of a tree it stands for the pytree that it is.
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.shape, self.dtype = value.shape, value.dtype
+
+
+def _with_units(tree: PyTree) -> PyTree:
+    """A tree whose values that JAX maps as a whole are leaves."""
+    is_leaf = lambda x: _jax.has_own_map(x) or _states.is_opaque(x)
+    leaves, treedef = flatten(tree, is_leaf)
+    if not any(map(_jax.has_own_map, leaves)):
+        return tree
+    return treedef.unflatten([_Unit(x) if _jax.has_own_map(x) else x for x in leaves])
+
+
+def _whole(x: Any) -> Any:
+    return x.value if isinstance(x, _Unit) else x
+
+
+def _is_dynamic(x: Any) -> bool:
+    return is_loop_leaf(x) or isinstance(x, _Unit)
 
 
 def _refuse_axes_of_others(rules: Rules, fun: Callable, in_axes: Any, args: tuple) -> None:
