@@ -458,3 +458,70 @@ def test_gradient_of_a_reduced_argument_is_a_sum_in_parts(remat):
         whole = statetx.jit(lambda g: jax.reshard(g, P()))(grad)
         np.testing.assert_allclose(whole, jnp.cos(X) * jnp.arange(16.0).reshape(2, 8).sum(0), rtol=1e-6)
     assert calls.value == 1
+
+
+def _add_in_loop(loop):
+    """Sums in a state and in a carry, both the same on all devices before the loop."""
+
+    def program(x):
+        total, last = statetx.State(jnp.zeros(())), statetx.State(0.0)
+
+        def step(c, a):
+            total.value = total.value + c * a
+            last.value = a
+            return jnp.sin(c + a)
+
+        return loop(step, x) * total.value + last.value
+
+    return program
+
+
+def _unrolled(step, x):
+    c = 0.0
+    for a in x:
+        c = step(c, a)
+    return c
+
+
+LOOPS_ON_DEVICES = {
+    "scan": lambda step, x: statetx.scan(lambda c, a: (step(c, a), None), 0.0, x)[0],
+    "Slots": lambda step, x: statetx.scan(lambda c, a: (step(c, a), None), 0.0, x, checkpoint=Slots(1))[0],
+    "Levels": lambda step, x: statetx.scan(lambda c, a: (step(c, a), None), jnp.zeros(()), x, checkpoint=Levels(2))[0],
+    "fori_loop": lambda step, x: statetx.fori_loop(0, 4, lambda i, c: step(c, x[i]), 0.0),
+    "while_loop": lambda step, x: statetx.while_loop(
+        lambda c: c[0] < 4, lambda c: (c[0] + 1, step(c[1], x[c[0]])), (0, 0.0), max_steps=4, checkpoint=2
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", LOOPS_ON_DEVICES)
+def test_a_loop_starts_with_a_value_that_is_the_same_on_all_devices(name):
+    x = jnp.linspace(-1.0, 1.0, 16)
+
+    def loss(program):
+        each = statetx.shard_map(lambda x: program(x)[None], mesh=mesh(), in_specs=P("d"), out_specs=P("d"))
+        return lambda x: jnp.sin(each(x)).sum()
+
+    value, grad = statetx.jit(statetx.value_and_grad(loss(_add_in_loop(LOOPS_ON_DEVICES[name]))))(x)
+    wanted, wanted_grad = jax.value_and_grad(
+        lambda x: sum(jnp.sin(_add_in_loop(_unrolled)(part)) for part in x.reshape(4, 4))
+    )(x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    np.testing.assert_allclose(grad, wanted_grad, rtol=2e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
+def test_a_branch_may_return_a_value_that_is_the_same_on_all_devices(wrap):
+    def on_device(x):
+        count = statetx.State(0.0)
+
+        def large(x):
+            count.value = x.sum()
+            return x, jnp.ones(())
+
+        out, one = statetx.cond(x[0] > 3, large, lambda x: (jnp.zeros(2), x[1]), x)
+        return out + one + count.value
+
+    x = jnp.arange(8.0)
+    out = wrap(statetx.shard_map(on_device, mesh=mesh(), in_specs=P("d"), out_specs=P("d")))(x)
+    np.testing.assert_allclose(out, [1, 1, 3, 3, 4 + 1 + 9, 5 + 1 + 9, 6 + 1 + 13, 7 + 1 + 13])

@@ -105,10 +105,16 @@ def settle(
 
 
 def promote(x: Any, aval: Any) -> Any:
-    """Promote `x` to the dtype of `aval`, the type of the next value, if the type of `x` is weak.
-
-    As ``jax.lax.scan`` does, except that `x` is left unchanged if it does not promote to exactly that dtype.
+    """Promote `x` to the dtype of `aval`, the type of the next value, if the type of `x` is weak; and in a
+    `jax.shard_map` to a value that may vary between devices where the next one does, as operations do with operands.
     """
+    x = _as_dtype(x, aval)
+    missing = _jax.varying_axes(aval) - _jax.varying_axes(_jax.abstract(x))
+    return _jax.as_varying(jnp.asarray(x), sorted(missing)) if missing else x
+
+
+def _as_dtype(x: Any, aval: Any) -> Any:
+    """As ``jax.lax.scan`` does, except that `x` is left unchanged if it does not promote to exactly that dtype."""
     in_aval = _jax.abstract(x)
     if not in_aval.weak_type or in_aval.shape != aval.shape or in_aval.dtype == aval.dtype:
         return x
@@ -137,7 +143,9 @@ def _promoted_value(body: Staged, effect: Effect) -> PyTree | None:
 
 
 def differs(a: Any, b: Any) -> bool:
-    """Whether two types differ in shape, dtype or explicit sharding; weakness does not count."""
+    """Whether two types differ in shape, dtype or explicit sharding; weakness does not count, nor whether values vary
+    between the devices of a `jax.shard_map`.
+    """
     return (a.shape, a.dtype, a.sharding.spec) != (b.shape, b.dtype, b.sharding.spec)
 
 

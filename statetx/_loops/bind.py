@@ -77,12 +77,17 @@ def while_loop(test: Body, body: Body, num_constants: int) -> Callable:
 
 def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
     """``(index, *operands) -> outputs``, of these dtypes where they are not None; a bool picks the second of two
-    bodies.
+    bodies. In a `jax.shard_map` an output may vary between devices if it does in any body.
     """
+    varying = [
+        [_jax.varying_axes(v.aval) for v in outs] for outs in zip(*(b.jaxpr.outvars for b in bodies), strict=True)
+    ]
+    axes = [sorted(frozenset().union(*each)) for each in varying]
 
     def through_body(body: Body, *operands: Any) -> list:
-        outs = zip(body((), *operands), dtypes, strict=True)
-        return [x if dtype is None else jax.lax.convert_element_type(x, dtype) for x, dtype in outs]
+        outs = zip(body((), *operands), dtypes, axes, strict=True)
+        convert = lambda x, dtype: x if dtype is None else jax.lax.convert_element_type(x, dtype)
+        return [_jax.as_varying(convert(x, dtype), names) for x, dtype, names in outs]
 
     @compiled
     def through_lax(index: Any, *operands: Any) -> list:
@@ -95,6 +100,7 @@ def branch(bodies: Sequence[Body], dtypes: Sequence[Any]) -> Callable:
     # `cond`.
     handed_on = zip(*(_handed_on(b.jaxpr) for b in bodies), strict=True)
     is_plain = all(_is_pure(b.jaxpr) for b in bodies) and all(dtype is None for dtype in dtypes)
+    is_plain = is_plain and all(len(set(each)) == 1 for each in varying)
     if len(bodies) == 1 or not is_plain or any(i[0] is not None and len(set(i)) == 1 for i in handed_on):
         return through_lax
     jaxprs = tuple([_jax.close(b.jaxpr, ()) for b in bodies])
