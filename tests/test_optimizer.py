@@ -212,6 +212,15 @@ def test_non_updatable_target_raises():
         statetx.Optimizer(0.1, [w])
 
 
+def test_arguments_with_a_dict_of_brainstate():
+    """It raises KeyError for an attribute that it does not have."""
+    weights = brainstate.nn.Linear(2, 2).states(brainstate.ParamState)
+    with pytest.raises(TypeError, match="Did you call it"):
+        statetx.Optimizer(optax.adam, weights)
+    with pytest.raises(TypeError, match="comes first"):
+        statetx.Optimizer(weights, optax.adam(0.1))
+
+
 def test_printing_is_not_a_read():
     w = statetx.Param(jnp.ones((2, 4)))
     optimizer = statetx.Optimizer(optax.adam(0.1), w)

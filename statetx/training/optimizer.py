@@ -67,13 +67,9 @@ class Optimizer(Generic[S]):
     """
 
     def __init__(self, tx: Any, states: S = ()):  # type: ignore[assignment]  # the default has an error of its own
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        if not _is_transformation(tx):
             call = " Did you call it?" if inspect.isroutine(tx) else ""
-            swapped = (
-                " The transformation comes first: Optimizer(tx, states)."
-                if hasattr(states, "update") and hasattr(states, "init")
-                else ""
-            )
+            swapped = " The transformation comes first: Optimizer(tx, states)." if _is_transformation(states) else ""
             raise TypeError(
                 f"Optimizer needs a gradient transformation with init and update, such as optax.adam(1e-3), got "
                 f"{brief(tx)}.{call}{swapped}"
@@ -128,6 +124,13 @@ class Optimizer(Generic[S]):
     def __repr__(self) -> str:
         size, remembered = format_bytes(sum(map(_bytes_of, self._states))), format_bytes(_bytes_of(self.state))
         return f"Optimizer({counted(len(self._states), 'state')}, {size}; remembers {remembered})"
+
+
+def _is_transformation(x: Any) -> bool:
+    try:
+        return hasattr(x, "init") and hasattr(x, "update")
+    except KeyError:  # a brainstate dict of states, which has its items as attributes
+        return False
 
 
 def _bytes_of(state: Any) -> int:
