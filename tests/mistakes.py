@@ -287,6 +287,15 @@ mistake("remat(f(x))", statetx.FunctionError, "f32[4]", "remat(f)(x)")(lambda: s
 mistake("jit(f(x))", statetx.FunctionError, "f32[4]", "jit(f)(x)")(lambda: statetx.jit(double(X)))
 mistake("grad(f(x))", statetx.FunctionError, "f32[4]", "grad(f)(x)")(lambda: statetx.grad(double(X)))
 mistake("remat(None of a module)", statetx.FunctionError, "needs a callable", "str")(lambda: statetx.remat("block"))
+mistake("grad(return_value=)", TypeError, "return_value", "statetx.value_and_grad")(
+    lambda: statetx.grad(double, return_value=True)
+)
+mistake("value_and_grad(grad_states=)", TypeError, "grad_states", "wrt=")(
+    lambda: statetx.value_and_grad(double, grad_states={"w": Param(X)})
+)
+mistake("vmap(in_states=)", TypeError, "in_states", "states={filter: axis}")(
+    lambda: statetx.vmap(double, in_states={0: Param(X)})
+)
 mistake("jit(static_argnum=)", TypeError, "static_argnum", "Did you mean 'static_argnums'?")(
     lambda: statetx.jit(double, static_argnum=0)
 )

@@ -75,6 +75,14 @@ class Gradient(Protocol[P, G_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> G_co: ...
 
 
+_HINTS = {
+    "return_value": "statetx.value_and_grad(fun, ...) returns (value, gradients)",
+    "grad_states": "give the states by wrt=",
+    "check_states": "leave it out, a state that the function does not use has a gradient of zeros",
+    "unit_aware": "differentiate the magnitude of a loss with a unit",
+}
+
+
 class GradOptions(TypedDict, total=False):
     """The options of `grad` and `value_and_grad` that say nothing of types."""
 
@@ -126,7 +134,7 @@ def grad(
 def grad(
     fun: None = None, argnums: Argnums = None, *, wrt: PyTree | Filter = None, **options: Unpack[ValueOptions]
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
-@transform()
+@transform(_HINTS)
 def grad(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,
@@ -206,7 +214,7 @@ def value_and_grad(
 def value_and_grad(
     fun: None = None, argnums: Argnums = None, *, wrt: PyTree | Filter = None, **options: Unpack[ValueOptions]
 ) -> Callable[[Callable[P, R]], Callable[P, tuple[R, Any]]]: ...
-@transform()
+@transform(_HINTS)
 def value_and_grad(
     fun: Callable[..., Any] | None = None,
     argnums: Argnums = None,

@@ -32,9 +32,14 @@ from .._text import brief, type_str
 from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
+_HINTS = dict.fromkeys(
+    ["in_states", "out_states", "state_in_axes", "state_out_axes"],
+    "a state goes in and comes out along the same axis, states={filter: axis}",
+)
+
 
 @keeps_type
-@transform()
+@transform(_HINTS)
 def vmap(
     fun: Callable[..., Any] | None = None,
     in_axes: Any = 0,
