@@ -207,6 +207,16 @@ def test_report_without_remat_says_so_and_names_the_blocks_with_their_bytes():
     assert "nothing is rematerialized" not in kinds(wrapped)
 
 
+def test_report_without_remat_advises_checkpoint_for_a_loop():
+    w = statetx.Param(jnp.eye(4))
+
+    def loss(xs):
+        return statetx.scan(lambda h, x: (jnp.tanh(h @ w.value + x), None), jnp.zeros(4), xs)[0].sum()
+
+    text = statetx.memory_report(loss, jnp.ones((64, 4))).diagnoses[0].text
+    assert "checkpoint='auto'" in text and "repeated blocks" not in text
+
+
 CHECKPOINTED = {  # the programs, and what the report says that they checkpoint
     "scan": "scan with checkpoint='auto'",
     "slots": "fori_loop with checkpoint=Slots(8)",

@@ -88,6 +88,11 @@ def not_wrapped(name: str, residuals: Residuals, is_step: bool) -> Diagnosis:
     computed = [row for row in residuals if row.primitive]
     half = sum(row.nbytes for row in computed) / 2
     how = "Put @statetx.remat on the methods of its repeated blocks"
+    if sum(row.nbytes for row in computed if row.times > 1) > half:
+        how = (
+            "Make its loop with statetx.scan or statetx.map, and checkpoint='auto'; or put @statetx.remat on what a "
+            "step of it runs"
+        )
     if sum(sizes[family] for family in largest) < half:
         by_function = Residuals(name, computed).by("function")
         listed = ", ".join(f"{f} ({format_bytes(n)})" for f, n in list(by_function.items())[:1] if f and n >= half)
