@@ -1107,7 +1107,7 @@ mistake("stack: different numbers", StateValueError, "'rate'", "0.1", "0.2")(
 mistake("stack: different arrays", StateValueError, "'mask'", "f32[4]", "statetx.State")(
     lambda: statetx.stack([Layer(mask=X), Layer(mask=2 * X)])
 )
-mistake("stack: different classes", StateValueError, "Layer in layer 0", "Block in layer 1")(
+mistake("stack: different classes", StateValueError, "Layer in layer 0", "Block in layer 1", "Fix: make a stack for")(
     lambda: statetx.stack([Layer(), Block()])
 )
 mistake("stack: different attributes", StateValueError, "bias", "layer 1")(
@@ -1132,6 +1132,15 @@ mistake("stack(module)", TypeError, "object", "num")(lambda: statetx.stack(objec
 mistake("stack(layer, 3)", TypeError, "a Block, which is a layer itself", "'x'", "stack(lambda: Block(...), 12)")(
     lambda: statetx.stack(Block(), 3)
 )
+
+
+@mistake("stack(layer that takes any arguments, 3)", TypeError, "stack(lambda: Forwards(...), 3)")
+def stack_of_a_layer_that_forwards():
+    class Forwards(Layer):  # as brainstate's modules
+        def __call__(self, *args):
+            return super().__call__(*args)
+
+    statetx.stack(Forwards(), 3)
 
 
 @mistake("stack(class with sizes, 3)", TypeError, "Sized", "'size'", "stack(lambda: Sized(...), 12)")

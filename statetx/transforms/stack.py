@@ -21,7 +21,7 @@ from .._errors import StateValueError
 from .._lift.wrapper import name_of, place_of, short_name
 from .._objects.contents import attributes, children, extras, has_parts, is_opaque, is_wrapper, set_items, weak_children
 from .._objects.paths import Paths, as_predicate, check_paths, states
-from .._objects.walk import Walk
+from .._objects.walk import Walk, held_states
 from .._text import brief, tree_type_str, type_str
 from .._tree import Identity, freeze, is_array, is_array_or_number, is_integer, is_key, partition, whole_number
 from .._typing import Filter, PyTree, public
@@ -87,7 +87,16 @@ def stack(
                 f"Fix: stack({name_of(layers)}, 12) makes twelve layers; give layers that exist as a list."
             )
         _check_maker(layers)
-        layer_list = [layers() for _ in range(num)]
+        try:
+            layer_list = [layers() for _ in range(num)]
+        except TypeError as e:
+            if held_states(layers) and not isinstance(layers, _FUNCTIONS):
+                name = type(layers).__name__
+                e.add_note(
+                    f"stack called a {name} without arguments, to make a layer. If it is a layer itself: "
+                    f"stack(lambda: {name}(...), {num})."
+                )
+            raise
     else:
         try:
             layer_list = list(layers)
@@ -107,6 +116,9 @@ def stack(
     return Stack(layer_list[0], len(layer_list), axis, _stack_states(layer_list[0], partners, axis, shared))
 
 
+_FUNCTIONS = (type, types.FunctionType, types.MethodType, functools.partial)
+
+
 def _check_maker(make: Callable) -> None:
     """Refuse a function that cannot be called without arguments: a layer, or a class of layers with sizes."""
     try:
@@ -116,7 +128,7 @@ def _check_maker(make: Callable) -> None:
     try:
         signature.bind()
     except TypeError as e:
-        is_layer = not isinstance(make, (type, types.FunctionType, types.MethodType, functools.partial))
+        is_layer = not isinstance(make, _FUNCTIONS)
         name = type(make).__name__ if is_layer else short_name(name_of(make))
         got = f"a {name}, which is a layer itself" if is_layer else name
         raise TypeError(
@@ -417,8 +429,12 @@ def _class_str(cls: type) -> str:
 def _differs(path: str, which: str, a: str, b: str) -> StateValueError:
     if a == b:
         b = f"another {b}, which is not equal to it,"
+    if path:
+        what = f"{path!r}, which is not a state"
+        fix = "make it a statetx.State, to be stacked, or give it as an argument, or make a stack"
+    else:
+        what, fix = "their type", "make a stack"
     return StateValueError(
-        f"stack: the layers differ in {f'{path!r}, which is not a state' if path else 'their type'}: {a} in layer 0 "
-        f"and {b} in {which}. Every step of the loop runs the same body, so only states can differ.\n"
-        "Fix: make it a statetx.State, to be stacked, or give it as an argument."
+        f"stack: the layers differ in {what}: {a} in layer 0 and {b} in {which}. Every step of the loop runs the same "
+        f"body, so only states can differ.\nFix: {fix} for each kind of layer."
     )
