@@ -504,6 +504,20 @@ def test_a_step_that_needs_its_batch_is_not_tried_in_parts():
     assert cost_of(step_of(loss), BATCH, candidate.edit) is None
 
 
+def test_a_batch_of_the_type_of_a_parameter_is_found():
+    """The parameters take the outputs of this type, and the other argument is the batch."""
+
+    def step(params, x, y):
+        loss = lambda params: loss_of(params["w"], jnp.sin(x @ params["v"]) @ params["u"], y)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {"w": jnp.eye(64), "v": jnp.ones((64, 256)), "u": jnp.ones((256, 64))}
+    x, y = jnp.ones((256, 64)), jnp.ones((256, 1))
+    (candidate,) = in_parts(statetx.memory_profile(step, params, x, y), 4)
+    assert candidate.edit.arguments == {"x", "y"}
+    assert cost_of(step, (params, x, y), candidate.edit) is not None
+
+
 # -- in combination
 
 

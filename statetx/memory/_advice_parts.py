@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ._advice_inputs import argument_of
@@ -91,15 +91,24 @@ def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
     An axis as long as a loop is probably a scan's: time, or layers. An argument with a gradient or an update of its
     type is probably a parameter.
     """
+    arguments = [b for b in profile.buffers if b.kind == "argument"]
     is_update = lambda b: b.kind == "output" and b.phase != "forward" and not profile.gradient
-    updated = {b.type for b in profile.buffers if is_update(b)}
+    updates = Counter(b.type for b in profile.buffers if is_update(b))
+    inputs = Counter(b.type for b in profile.buffers if b.kind in ("argument", "state"))
+
+    # Of a type with fewer updates than inputs, the parameters are in arguments that have other updated arrays.
+    updated = {argument_of(b.owner) for b in arguments if 0 < inputs[b.type] <= updates[b.type]}
+    others = {b for b in arguments if updates[b.type] and argument_of(b.owner) not in updated}
+    num_others = Counter(b.type for b in others)
+    is_other = lambda b: b in others and num_others[b.type] == inputs[b.type] - updates[b.type]
+
     loops = _loop_lengths(profile)
     leading: dict[int, list[str]] = defaultdict(list)
-    for b in profile.buffers:
+    for b in arguments:
         size = next(iter(shape_of(b.type)), 0)
         is_key = b.type.startswith("u32") and len(shape_of(b.type)) == 1  # of random numbers, perhaps
         is_batch = size >= _LEAST_EXAMPLES and size not in loops and not is_key
-        if b.kind == "argument" and b.type not in updated and is_batch:
+        if (not updates[b.type] or is_other(b)) and is_batch:
             name = argument_of(b.owner)
             leading[size] += [name] if name not in leading[size] else []
     return leading
