@@ -670,3 +670,21 @@ def test_donated_states_are_updated_in_their_own_memory(make):
     out = step(*inputs)
     for value, output in zip((w.value, v.value, m.value, out[0]), outputs, strict=False):
         np.testing.assert_allclose(value, output, rtol=1e-6)
+
+
+def test_a_token_leaves_the_program():
+    h = statetx.State(jnp.zeros(2))
+
+    @statetx.jit
+    def step(x):
+        h.value = h.value + x
+        return {"token": jax.lax.create_token(x), "sum": h.value.sum(), "name": "step"}
+
+    for n in (1, 2):
+        out = step(jnp.ones(2))
+        assert not isinstance(out["token"], jax.core.Tracer)
+        assert (float(out["sum"]), out["name"]) == (2.0 * n, "step")
+    double = statetx.jit(lambda token, x: (jax.lax.after_all(token), 2 * x))
+    token, y = double(out["token"], jnp.ones(2))
+    assert type(token) is type(out["token"])
+    np.testing.assert_array_equal(y, [2.0, 2.0])

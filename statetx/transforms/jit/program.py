@@ -78,7 +78,7 @@ class StagedProgram:
             out = frame.run(self.created.run, frame, fun, args, kwargs)
             for effect in frame.effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
-            return pack(out, frame.effects, is_array_or_number)
+            return pack(out, frame.effects, _leaves_program)
 
         self._acceptance = Acceptance(arrays)
         self._staging = owner.cache.staging
@@ -471,3 +471,8 @@ def _copy_aliased(donated: list, operands: PyTree) -> list:
         return x
 
     return jax.tree.map(copy_if_aliased, donated)
+
+
+def _leaves_program(x: Any) -> bool:
+    """Whether a leaf of the output or of a written value is an output of the program: a token is, too."""
+    return is_array_or_number(x) or (isinstance(x, _jax.Tracer) and not _states.is_opaque(x))
