@@ -10,6 +10,7 @@ import array
 import math
 import numbers
 import operator
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
@@ -111,6 +112,14 @@ class Partition:
             return jax.tree.unflatten(self.treedef, dynamic)
         dynamic_leaves, static_leaves = iter(dynamic), iter(self.static)
         return jax.tree.unflatten(self.treedef, [next(dynamic_leaves) if d else next(static_leaves) for d in self.mask])
+
+
+def with_plain_dict(tree: PyTree) -> PyTree:
+    """A dict of a library's own class, such as brainstate's FlattedDict, as a plain one: gradients have its structure,
+    and are no states.
+    """
+    has_rule = isinstance(tree, (OrderedDict, defaultdict))  # JAX has these two as pytrees
+    return dict(tree) if isinstance(tree, dict) and not has_rule else tree
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:

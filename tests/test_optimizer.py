@@ -212,6 +212,19 @@ def test_non_updatable_target_raises():
         statetx.Optimizer(0.1, [w])
 
 
+@pytest.mark.parametrize("form", [lambda states: states, lambda states: states.to_nest()])
+def test_states_in_a_dict_of_brainstate(form):
+    """Gradients by it are a plain dict."""
+    layer = brainstate.nn.Linear(2, 2)
+    weights = form(layer.states(brainstate.ParamState))
+    optimizer = statetx.Optimizer(optax.adam(0.1), weights)
+    before = layer.weight.value
+    for wrt in (weights, optimizer.states):
+        optimizer.update(statetx.grad(lambda x: layer(x).sum(), wrt=wrt)(jnp.ones(2)))
+    after = layer.weight.value
+    np.testing.assert_allclose(after["weight"], before["weight"] - 0.2, rtol=1e-4, atol=1e-6)
+
+
 def test_arguments_with_a_dict_of_brainstate():
     """It raises KeyError for an attribute that it does not have."""
     weights = brainstate.nn.Linear(2, 2).states(brainstate.ParamState)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from .._errors import StateAccessError, StateFilterError, StateValueError
 from .._objects.paths import Paths, argument_names, as_predicate, check_paths, is_filter
 from .._objects.walk import Walk, held_states
 from .._text import brief, counted, suggestion, type_str
-from .._tree import flatten, is_array, is_array_or_number, partition
+from .._tree import flatten, is_array, is_array_or_number, partition, with_plain_dict
 from .._typing import Filter, PyTree
 from .late_rules import differentiated_error
 from .wrapper import name_of
@@ -190,11 +189,7 @@ class Targets:
         if self._filter is not None:
             self._paths = Paths(fun, args, kwargs)
             wrt = self._select(self._paths)
-        if isinstance(wrt, dict) and not isinstance(wrt, (OrderedDict, defaultdict)):  # JAX has these two as pytrees
-            wrt = dict(
-                wrt
-            )  # a library's own dict, such as brainstate's FlattedDict, accepts states only; gradients are values
-        self.states, self._treedef = flatten(wrt, is_leaf=_states.is_opaque)
+        self.states, self._treedef = flatten(with_plain_dict(wrt), is_leaf=_states.is_opaque)
         self._kinds = [_kind_of(state) for state in self.states]
         if not self.states:
             raise StateFilterError("wrt= is empty: it must name at least one state to differentiate with respect to.")

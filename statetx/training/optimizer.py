@@ -13,7 +13,7 @@ from .._errors import GradientError, StateFilterError, StateValueError
 from .._lift.run import run_eagerly
 from .._objects.paths import is_filter
 from .._text import brief, counted, format_bytes, suggestion, type_str
-from .._tree import flatten, is_array, is_array_or_number, num_bytes
+from .._tree import flatten, is_array, is_array_or_number, num_bytes, with_plain_dict
 from .._typing import PyTree, public
 from ..kinds.native import State
 
@@ -144,7 +144,7 @@ def _flatten(states: PyTree) -> tuple[list[Any], Any]:
             f"Optimizer needs the states themselves, got the filter {brief(states)}. Write statetx.states(model, "
             f"{brief(states)})."
         )
-    leaves, treedef = flatten(states, is_leaf=_states.is_opaque)
+    leaves, treedef = flatten(with_plain_dict(states), is_leaf=_states.is_opaque)
     if not leaves:
         raise StateFilterError(
             "Optimizer got no states, and would update nothing.\n"
