@@ -226,3 +226,10 @@ def test_cotangent_of_a_bool_is_that_of_jax():
     expected = jax.vjp(pick, True, 1.0)[1](1.0)
     found = statetx.vjp(pick, True, 1.0)[1](1.0)
     assert [x.dtype for x in found] == [x.dtype for x in expected] and found[1] == expected[1] == 2
+
+
+def test_a_loss_that_returns_a_dict_of_brainstate_is_refused():
+    """It raises KeyError for an attribute that it does not have."""
+    layer = brainstate.nn.Linear(2, 2)
+    with pytest.raises(statetx.FunctionError, match="needs a function that returns a scalar: .*the pytree"):
+        statetx.grad(lambda x: layer.states())(1.0)

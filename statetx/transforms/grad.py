@@ -351,7 +351,8 @@ def _refuse_loss(out: Any, transform: str, name: str) -> None:
         got, fix = "None", "return the loss"
     elif _states.kind_of(out) is not None:
         got, fix = _states.describe(out), "return its .value"
-    elif hasattr(out, "mantissa") and hasattr(out, "unit"):  # a Quantity of brainunit or saiunit
+    elif not isinstance(out, Mapping) and hasattr(out, "mantissa") and hasattr(out, "unit"):
+        # A Quantity of brainunit or saiunit. A brainstate dict raises KeyError for an attribute that it lacks.
         got, fix = f"the Quantity {tree_type_str(out)}", "return its magnitude, as brainunit.get_magnitude(loss)"
     elif isinstance(out, (str, bytes)):
         got, fix = f"the {type(out).__name__} {brief(out)}", "return one number"
