@@ -510,6 +510,34 @@ def test_a_loop_starts_with_a_value_that_is_the_same_on_all_devices(name):
     np.testing.assert_allclose(grad, wanted_grad, rtol=2e-6)
 
 
+@pytest.mark.parametrize("name", LOOPS_ON_DEVICES)
+def test_a_state_is_set_in_a_loop_to_what_is_the_same_on_all_devices(name):
+    def on_device(loop):
+        def program(x):
+            first = statetx.State(x.sum())
+
+            def step(c, a):
+                sum_ = first.value
+                first.value = jnp.ones(())
+                return jnp.sin(c + a * sum_)
+
+            return (loop(step, x) + first.value)[None]
+
+        return program
+
+    def loss(x):
+        each = on_device(LOOPS_ON_DEVICES[name])
+        return statetx.shard_map(each, mesh=mesh(), in_specs=P("d"), out_specs=P("d"))(x).sum()
+
+    x = jnp.linspace(-1.0, 1.0, 16)
+    value, grad = statetx.jit(statetx.value_and_grad(loss))(x)
+    wanted, wanted_grad = jax.value_and_grad(
+        lambda x: sum(on_device(_unrolled)(part).sum() for part in x.reshape(4, 4))
+    )(x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    np.testing.assert_allclose(grad, wanted_grad, rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
 def test_a_branch_may_return_a_value_that_is_the_same_on_all_devices(wrap):
     def on_device(x):

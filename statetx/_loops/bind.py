@@ -23,6 +23,20 @@ from .. import _jax
 from .._equations.structure import Body
 
 
+def varying_as_it_enters(body: Body, num_constants: int, num_carry: int) -> Body:
+    """A body whose carry leaves it varying between the devices of a `jax.shard_map` where it does when it enters."""
+    pairs = zip(body.jaxpr.invars[num_constants:], body.jaxpr.outvars[:num_carry], strict=False)
+    axes = [sorted(_jax.varying_axes(a.aval) - _jax.varying_axes(b.aval)) for a, b in pairs]
+    if not any(axes):
+        return body
+
+    def run(*args: Any) -> list[Any]:
+        outs = _jax.evaluate(body.jaxpr, (), args)
+        return [*map(_jax.as_varying, outs, axes), *outs[num_carry:]]
+
+    return Body(jax.make_jaxpr(run)(*(v.aval for v in body.jaxpr.invars)).jaxpr, body.operands)
+
+
 def scan(body: Body, num_constants: int, num_carry: int, *, length: int, reverse: bool, unroll: int | bool) -> Callable:
     """``(constants, carry, xs) -> (carry, ys)``, all lists."""
 

@@ -101,6 +101,7 @@ def make_loop(
     title = f"{staged.name} {name_of(staged.fun).rpartition('.')[2]}" if progress else None
 
     def build(body: Body) -> Callable:
+        body = bind.varying_as_it_enters(body, num_constants, num_carry)
         name = f"{staged.name}({name_of(staged.fun)})"
         if strategy is None:
             body = Body(count_in_plain_loop(refuse_in_loops(body.jaxpr, name), length), body.operands)

@@ -277,6 +277,7 @@ class _WhileLoop:
 
         def build_loop(test: Body, body: Body) -> Callable:
             num_constants = len(self.constants[-1])
+            body = bind.varying_as_it_enters(body, num_constants, len(body.jaxpr.outvars))
             if strategy is None and max_steps is None:
                 return bind.while_loop(test, body, num_constants)
 
