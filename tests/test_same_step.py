@@ -515,3 +515,15 @@ def test_states_that_each_call_creates_are_results():
     with pytest.raises(AssertionError, match=r"state 'model.h'\[1\]: [^\0]*mul f"):
         assert_same_step(step, lambda x: step(x, factor=1.01), X[0, :3])
     assert model.h is before and before.value.tolist() == [1.0] * 3
+
+
+def test_the_report_says_why_float64_is_not_possible():
+    def step(total):
+        add = lambda c, x: (c + total(x), None)
+        return lambda xs: jax.lax.scan(add, jnp.zeros((), jnp.float32), xs)[0]
+
+    xs = jax.random.normal(jax.random.key(0), (3, 1000))
+    by_columns = step(lambda x: (x * x)[::-1].reshape(10, 100).sum(0).sum())
+    report = assert_same_step(step(lambda x: (x * x).sum()), by_columns, xs, steps=1)
+    assert report.rounding is not None and report.double_error is None
+    assert "both in float64: not possible (scan body function carry input and carry output" in str(report)

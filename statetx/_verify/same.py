@@ -48,6 +48,7 @@ class SameStep:
         rounding: what the reference itself differs by with other fusions, and with inputs that differ by a unit in the
             last place; None if it was not needed.
         double_error: the largest relative difference in float64; None if it was not needed or is not possible.
+        double_problem: why it is not possible; empty otherwise.
     """
 
     name: str
@@ -61,6 +62,7 @@ class SameStep:
     error: float = 0.0
     rounding: float | None = None
     double_error: float | None = None
+    double_problem: str = ""
 
     def __str__(self) -> str:
         if self.problem:
@@ -74,7 +76,7 @@ class SameStep:
     def measured(self) -> str:
         if self.rounding is None:
             return ""
-        double = "not possible" if self.double_error is None else f"{self.double_error:.1e}"
+        double = f"not possible ({self.double_problem})" if self.double_error is None else f"{self.double_error:.1e}"
         return f"; {self.reference} with other roundings: {self.rounding:.1e}; both in float64: {double}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -303,8 +305,8 @@ class _Sides:
                     self._states[0], is_double=True, options=other_fusions(), num_nudged=_NUM_NUDGED
                 )
                 (actual,) = step.evaluate(self._states[1], is_double=True, options=other_fusions())
-            except (TypeError, ValueError):  # its own types do not fit to float64
-                pass
+            except (TypeError, ValueError) as e:  # its own types do not fit to float64
+                self.report.double_problem = str(e).strip().partition("\n")[0].rstrip(":.")
             else:
                 double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
                 measured = largest(*(differences(x, other) for x in near))
