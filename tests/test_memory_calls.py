@@ -280,7 +280,7 @@ PROGRAMS = {
     "a loop": (over(block), (PARAMS, X), {"block": 4, "over.loss": 1}),
     "while": (while_, (PARAMS, X), {"block": 4}),
     "comprehension": (in_a_list, (PARAMS, X), {"block": 4, "in_a_list": 1}),
-    "reduce": (reduced, (PARAMS, X), {"block": 4, "reduced": 1}),
+    "reduce": (reduced, (PARAMS, X), {"block": 4, "reduced.<lambda>": 4, "reduced": 1}),
     "map": (mapped, (PARAMS, X), {"block": 4, "mapped": 1}),
     "a loop within": (over(looping), (PARAMS, X), {"looping": 4, "over.loss": 1}),
     "a loop behind": (over(looping_behind), (PARAMS, X), {"looping_behind": 4}),

@@ -85,6 +85,10 @@ class _Function:
         """The number of its loops around two instructions."""
         return sum(start <= first and last <= end for start, end in self._loops)
 
+    def defines(self, other: _Function) -> bool:
+        """Whether the code of another one is in it: a lambda or an inner function, that a library may call for it."""
+        return any(x is other._code for x in self._code.co_consts)
+
     @functools.cached_property
     def _loops(self) -> list[tuple[int, int]]:
         """The first and the last instruction of each loop: a jump backward, but not from the handler of an exception,
@@ -242,7 +246,10 @@ def _repetition(before: _Stack, after: _Stack, entries: dict[_Function, int]) ->
         kept += [n + 1] * after[n].function.num_loops(after[n].offset, after[n].offset)
     in_library = depth if kept and kept[0] < depth else None
     is_entered = lambda num: all(entries[f] == offset for f, offset in after[num : depth + 1] if f.name)
-    default = in_library if in_library is not None else kept[0] if kept else depth
+    # Without a loop, as within `functools.reduce`, no call can come back to its instruction: it is of a function that
+    # was given to a library.
+    given = (n + 1 for n in range(depth) if after[n].function.defines(after[n + 1].function) and is_entered(n + 1))
+    default = in_library if in_library is not None else kept[0] if kept else next(given, depth)
     return _Repetition(tuple(filter(is_entered, kept)) or (default,), in_library)
 
 
