@@ -87,7 +87,7 @@ def example(options, progress, results):
     disk = policies.Disk(store, options.segment, slots=options.slots, save_every=options.save_every)
     found = len([*store.glob("*.arrays")])
     if found:
-        progress.console.print(f"{store} has {found} files: the run resumes from there")
+        progress.console.print(f"{store} has {found} files: the run resumes from there", soft_wrap=True)
     progress.stop()  # for the loop's own line
     began = time.perf_counter()
     value, on_disk = statetx.value_and_grad(misfit)(start, disk, True)

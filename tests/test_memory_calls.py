@@ -105,9 +105,13 @@ def multiplying(p, x):
 
 
 def repeating(p, x):
-    for _ in range(2):
+    for _ in range(3):
         x = jnp.tanh(x @ p["a"])
     return x
+
+
+def residual(p, x):  # its last operation reads what is no weight
+    return x + repeating(p, x)
 
 
 SINE = jax.make_jaxpr(jnp.sin)(X)
@@ -307,6 +311,7 @@ PROGRAMS = {
     "callable objects": (over(lambda p, x: Layer(p)(x)), (PARAMS, X), {"Layer.__call__": 4}),
     "one name": (two_functions_of_one_name, (PARAMS, X), {"one_of_a_pair.layer": 4, "another_of_a_pair.layer": 4}),
     "a loop over one weight": (over(repeating), (PARAMS, X), {"repeating": 4}),
+    "a residual": (over(residual), (PARAMS, X), {"residual": 4, "repeating": 4}),
     "linen": (LinenNet().apply, (LinenNet().init(jax.random.key(0), X), X), {"LinenBlock.__call__": 4}),
     "nnx": (nnx_loss(), (X,), {"NnxBlock.__call__": 4}),
     "equinox": (over(lambda b, x: b(x)), (equinox_blocks(), X), {"EquinoxBlock.__call__": 4}),

@@ -295,14 +295,17 @@ def _shared_steps(starts: Sequence[int], reads: Sequence[Sequence[str]]) -> dict
     """For each repetition of a loop, how many steps the paths that it reads share with those of the one before.
 
     From ``blocks[0].layers[1]`` to ``blocks[0].layers[2]`` it is an inner loop, to ``blocks[1].layers[0]`` an outer
-    one. A repetition that reads what the one before has read shares all steps.
+    one. A repetition that reads in the place of others only what has nothing to do with them, or the same again, shares
+    all steps.
     """
     shared: dict[int, int] = {}
-    before: set[str] = set()  # the paths of one repetition, and of the objects that they belong to
+    previous: set[tuple[str, ...]] = set()  # the paths that one repetition reads, each with its parents
     for start, end in itertools.pairwise([*starts, len(reads)]):
         paths = {chain(path) for path in itertools.chain(*reads[start:end])}
-        if start != starts[0] and paths:
-            new = [steps for steps in paths if steps[-1] not in before]
+        if paths and previous:  # else they tell nothing
+            before = set(itertools.chain(*previous))
+            replaced = {steps[0] for steps in previous - paths}
+            new = [steps for steps in paths if steps[-1] not in before and steps[0] in replaced]
             shared[start] = max(sum(step in before for step in steps) for steps in new or paths)
-        before = set(itertools.chain(*paths))
+        previous = paths
     return shared
