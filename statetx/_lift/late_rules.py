@@ -74,8 +74,10 @@ class Guard:
                 raise self._ended_error()
 
     def _refuse(self, state: Any, kind: Kind) -> None:
+        # The rule of one of our own loops runs the users' rules of its body.
+        place = (_states.PACKAGE in self.place and _jax.running_rule()) or self.place
         raise StateAccessError(
-            f"{self.name}: the derivative rule of {self.place} touches {described(state, kind)}. JAX runs the rule "
+            f"{self.name}: the derivative rule of {place} touches {described(state, kind)}. JAX runs the rule "
             f"when it differentiates the whole {self.name.partition('(')[0]}, after the call, where a read could be "
             "too late and a write would be lost.\n"
             "Fix: pass the value as an argument to the function that has the rule: its rule gets it, too, and may keep "
