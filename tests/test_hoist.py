@@ -475,16 +475,16 @@ def test_rule_in_a_body_keeps_no_state_of_it_alive(make):
 
 
 @pytest.mark.slow
-def test_thousands_of_calls_keep_no_bytes():
+def test_hundreds_of_calls_keep_no_bytes():
     def call(seed):
         f = layer(seed, jax.jit)
         for transform in TRANSFORMS.values():
             transform(f)(X)
 
     sizes = []
-    for num in (10, 2000):
+    for num in (10, 300):
         for seed in range(num):
             call(float(seed))
         gc.collect()
         sizes.append(sum(x.nbytes for x in jax.live_arrays()))
-    assert sizes[0] == sizes[1]
+    assert sizes[0] >= sizes[1]  # arrays of other tests may end in between
