@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import captured
-from statetx.planner import Planner
+from statetx.planner.planner import ProgramPlanner
 from statetx.policies import Budget, Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
@@ -306,8 +306,8 @@ def test_fit_counts_no_gradient_that_is_not_taken(spec):
         return statetx.jit(jax.value_and_grad(fun)).lower(layers, x).compile().memory_analysis().temp_size_in_bytes
 
     unplanned, plans = temp_bytes(loss), []
-    found = Planner.plan
-    with mock.patch.object(Planner, "plan", lambda *args: plans.append(found(*args)) or plans[-1]):
+    found = ProgramPlanner.plan
+    with mock.patch.object(ProgramPlanner, "plan", lambda *args: plans.append(found(*args)) or plans[-1]):
         budget = unplanned // 2
         assert temp_bytes(statetx.remat(loss, policy=f"fit:{budget}")) == plans[0].temp_bytes <= budget
 
