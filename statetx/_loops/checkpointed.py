@@ -133,7 +133,8 @@ class LoopOfSlots(DifferentiableLoop):
         self, primals: tuple, tangents: dict[int, Any], *, is_linearized: bool
     ) -> tuple[tuple[list, list], list]:
         settings = _jax.trace_context()
-        before, after = (self._sweep(tuple(tangents), settings, flag) for flag in (is_linearized, True))
+        indices = tuple(tangents)  # in place of the tangents, which equations would keep alive
+        before, after = (self._sweep(indices, settings, flag) for flag in (is_linearized, True))
         if before is after or not _jax.has_rules(self.body):
             outs, stored = before(*primals)
         else:
@@ -146,7 +147,7 @@ class LoopOfSlots(DifferentiableLoop):
         note = Differentiated.here(self, tangents)
 
         def forward(*primals: Any) -> Any:
-            return (self._nested.linearized(tuple(tangents)) if is_linearized else self._nested.unchanged)(*primals)
+            return (self._nested.linearized(indices) if is_linearized else self._nested.unchanged)(*primals)
 
         options: dict[str, Any] = {"forward": forward, "reverse": reverse, "note": note}
         return outs, linear_in_tangents(primals, stored, outs, tangents, **options)
