@@ -6,6 +6,7 @@ runs its steps by a callback in its body. Residuals and the plan are the results
 """
 
 import pathlib
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -229,11 +230,13 @@ def draw_loops():
 
 
 def run_page(page, name):
-    """The value of a variable that a page's first block of code defines."""
-    code = (pathlib.Path(__file__).parent / page).read_text().partition("```python\n")[2].partition("```")[0]
-    scope = {}
-    exec(compile(code, "page.py", "exec"), scope)
-    return scope[name]
+    """The value of a variable of a page: its blocks of code run until one defines it."""
+    text, scope = (pathlib.Path(__file__).parent / page).read_text(), {}
+    for block in text.split("```python\n")[1:]:
+        exec(compile(textwrap.dedent(block.partition("```")[0]), "page.py", "exec"), scope)
+        if name in scope:
+            return scope[name]
+    raise KeyError(f"{page} defines no {name}")
 
 
 REASONS = {"policy": GREEN, "input": BLUE, "not rematerialized": ORANGE, "not read": RED}
