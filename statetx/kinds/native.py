@@ -276,11 +276,11 @@ def _check_home(state: State, value: Any) -> None:
         raise _states.invalidated_state_error(state, NATIVE.site_of(state), reason)
 
 
-def _reset_dead_home(state: State) -> None:
-    """Forget the home of a written state if the trace that it was made in has ended."""
+def _reset_dead_home(state: State, frame: _frames.Frame | None = None) -> None:
+    """Move the home of a written state to the trace of `frame`, or none, if the trace that it was made in has ended."""
     home = state._home() if state._home is not None else None
     if home is None or not _jax.is_live(home):
-        state._home = None
+        state._home = None if frame is None else _jax.trace_ref(frame.trace)
 
 
 class _Native(_frames.WatchedKind):

@@ -46,9 +46,9 @@ class View(brainstate.State):
 
     @_value.setter
     def _value(self, value: Any) -> None:
-        native = self.native
+        native, frame = self.native, _frames.current_frame()
         if native._home is not None:  # made inside the transform that now stores its result
-            _reset_dead_home(native)
+            _reset_dead_home(native, frame if frame is not None and native._owner is frame else None)
         native._value = value
 
     def _read_value(self) -> Any:
