@@ -113,16 +113,22 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
             return _copy_equations(trace, jaxpr, tracers, source)
     outs = _core.jaxpr_as_fun(ClosedJaxpr(jaxpr, args[: len(consts)]))(*args[len(consts) :])
     if (jax.debug_nans.value or jax.debug_infs.value) and is_eager() and _looked_for(outs):
-        return _evaluate_each_checked(jaxpr, args)
+        return evaluate_checked(jaxpr, args)
     return outs
 
 
-def _evaluate_each_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    # Not `evaluate_checked`: JAX looks for nothing within a `jax.custom_jvp` function, a loop with a strategy is one.
+def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate`
+    checks the results.
+
+    For a second run of what has returned a NaN, which is to name the operation. JAX itself looks for nothing within a
+    `jax.custom_jvp` function, and a loop with a strategy is one.
+    """
+
     def rule(eqn: Any, operands: list[Any]) -> list[Any]:
         called = eqn.params.get("call_jaxpr")
         if isinstance(called, ClosedJaxpr):
-            return _evaluate_each_checked(called.jaxpr, [*called.consts, *operands])
+            return evaluate_checked(called.jaxpr, [*called.consts, *operands])
         outs = bind_equation(eqn, eqn.params, operands)
         if kind := _looked_for(outs):
             raise FloatingPointError(f"invalid value ({kind}) encountered in {eqn.primitive}")
@@ -138,15 +144,6 @@ def _looked_for(outs: Sequence[Any]) -> str:
     if jax.debug_nans.value and any(np.isnan(x).any() for x in data):
         return "nan"
     return "inf" if jax.debug_infs.value and any(np.isinf(x).any() for x in data) else ""
-
-
-def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate`
-    checks the results.
-
-    For JAX's second run of a compiled function that has returned a NaN, which is to name the operation.
-    """
-    return _core.eval_jaxpr(jaxpr, (), *args)
 
 
 def _copy_equations(trace: Any, jaxpr: Jaxpr, tracers: Sequence[Any], call_source: Any) -> list[Any]:
