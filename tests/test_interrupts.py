@@ -15,6 +15,7 @@ import optax
 import pytest
 from libraries import VALUED, ValuedRef, Variable
 
+import speeds
 import statetx
 from helpers import assert_no_frame_is_open, assert_nothing_is_overridden, in_thread, locks_of_statetx
 from statetx.kinds import nnx as nnx_kind
@@ -169,10 +170,10 @@ def check_locks_are_free(call, where):
     assert all(free), f"a lock is held {where}"
 
 
-def check_every_line(model, make, step=1, start=1, folders=(PACKAGE,)):
+def check_every_line(model, make, step=1, folders=(PACKAGE,)):
     """Interrupt a step at every `step`-th line; `make` gives the function that is called. Returns how often."""
     num, done = 0, model.steps_done()
-    nth = start
+    nth = 1 + speeds.today()[1] % step
     while True:
         call, seen = make(), [0]
         try:
@@ -199,7 +200,9 @@ def check_every_line(model, make, step=1, start=1, folders=(PACKAGE,)):
     return num
 
 
-# The fast suite interrupts every line of a compiled call, and some lines of the others.
+# The slow suite interrupts every third line, others in each turn of the twelfths; the fast suite every line of a
+# compiled call, and some lines of the others.
+SLOW = 3
 FAST = {"remat, eager": 3, "jit": 1, "jit, donated": 1, "grad(remat)": 89, "functionalize": 89, "inspected": 397}
 # Each kind alone in a compiled call; in the others the fast suite has all four together.
 CASES = [
@@ -210,7 +213,7 @@ CASES = [
 
 
 @pytest.mark.sample("slow")
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
+@pytest.mark.parametrize("step", [pytest.param(SLOW, marks=pytest.mark.slow), None], ids=["slow", "fast"])
 @pytest.mark.parametrize(("how", "kinds"), CASES)
 def test_interrupt_at_every_line_of_a_call(how, kinds, step):
     makes = MIXED if kinds == "mixed" else [VALUED[kinds]] * 2
@@ -222,7 +225,7 @@ def test_interrupt_at_every_line_of_a_call(how, kinds, step):
 
 
 @pytest.mark.sample("slow")
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
+@pytest.mark.parametrize("step", [pytest.param(SLOW, marks=pytest.mark.slow), None], ids=["slow", "fast"])
 @pytest.mark.parametrize("how", [None, "remat, eager", "jit"])
 def test_interrupt_at_every_line_of_an_update(how, step):
     model = Trained(MIXED)
@@ -232,7 +235,7 @@ def test_interrupt_at_every_line_of_an_update(how, step):
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), None], ids=["every line", "fast"])
+@pytest.mark.parametrize("step", [pytest.param(SLOW, marks=pytest.mark.slow), None], ids=["slow", "fast"])
 @pytest.mark.parametrize("how", ["jit", "remat, eager", "update"])
 def test_interrupt_at_every_line_of_jax_in_a_call_with_refs(how, step):
     model = (Trained if how == "update" else Model)([ValuedRef, ValuedRef])
@@ -273,7 +276,7 @@ def test_interrupt_at_every_line_of_a_compiled_call_that_creates_a_state(kinds, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 53])
+@pytest.mark.parametrize("step", [pytest.param(11, marks=pytest.mark.slow), 53])
 @pytest.mark.parametrize("how", [pytest.param("jit", marks=pytest.mark.slow), "jit, donated"])
 def test_interrupt_while_staging_and_compiling(how, step):
     model = Model(MIXED)

@@ -26,7 +26,7 @@ import speeds
 import statetx
 from helpers import publish_all_but_one, undo_the_owner_only
 
-NUM_FAST, NUM_SLOW, CHUNK, TURNS = 12, 600, 10, 8
+NUM_FAST, NUM_SLOW, CHUNK, TURNS = 12, 300, 5, 16
 
 
 def test_reference_compares_keys_while_something_is_traced():
@@ -73,7 +73,7 @@ def test_mixed_program_stored_in_another_form(stored):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 500, CHUNK))
+@pytest.mark.parametrize("first", range(0, 250, CHUNK))
 def test_mixed_program_stored_in_another_form_at_length(first, stored):
     for seed in rematerializing(range(first, first + CHUNK)):
         check_seed(seed)
@@ -95,7 +95,7 @@ def test_mixed_programs_in_two_threads(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 200, CHUNK))
+@pytest.mark.parametrize("first", range(0, 100, CHUNK))
 def test_mixed_programs_in_two_threads_at_length(first):
     for seed in range(first, first + CHUNK):
         assert not check_threads(seed), seed
