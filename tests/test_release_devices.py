@@ -180,3 +180,23 @@ def test_gradients_of_parts_are_added_on_each_device(layout):
     plain_bytes, num_bytes = (program.memory_analysis().temp_size_in_bytes for program in programs)
     assert num_bytes <= plain_bytes - 0.9 * sizes_of(layout)
     jax.tree.map(np.testing.assert_array_equal, *[program(weights, X) for program in programs])
+
+
+def test_gradients_that_are_summed_later_are_kept():
+    """Each device has one of the terms: an update of a shard would be of a term alone."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def terms(ws, x):
+        def loss(ws):
+            return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2)
+
+        return jax.lax.pcast(jax.grad(loss)(jax.lax.pcast(ws, "d", to="varying")), "d", to="unreduced")
+
+    with jax.set_mesh(mesh):
+        gradient = jax.shard_map(terms, in_specs=(P(), P("d")), out_specs=P(unreduced={"d"}))
+        step = lambda ws, x: ws - 0.1 * jax.reshard(gradient(ws, x), P())
+        plain, released = (statetx.jit(step, donate_argnums=0, release_gradients=r) for r in (False, None))
+        weights, x = lambda: jax.device_put(WEIGHTS.copy(), P()), jax.device_put(X, P("d"))
+        (told,) = released.trace(weights(), x).gradients
+        assert "are kept: vary_unreduced_cast_p at" in told
+        np.testing.assert_array_equal(plain(weights(), x), released(weights(), x))
