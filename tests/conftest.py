@@ -3,6 +3,7 @@ less time.
 """
 
 import collections
+import functools
 import gc
 import importlib.metadata
 import itertools
@@ -44,7 +45,7 @@ os.environ["COLUMNS"] = "160"  # reports are as wide as the terminal that the te
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from jax._src import lru_cache  # noqa: E402
+from jax._src import lru_cache, traceback_util  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 
 import speeds  # noqa: E402
@@ -80,6 +81,9 @@ def shared_context():
 
 
 mlir.make_ir_context = shared_context
+
+# For each frame of a traceback and each folder that JAX leaves out, it asks the file system again.
+traceback_util._path_starts_with = functools.cache(traceback_util._path_starts_with)
 
 
 def pytest_addoption(parser):
