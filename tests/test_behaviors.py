@@ -40,6 +40,7 @@ STORED = [  # a third of them in the fast suite
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("row", STORED)
 def test_behavior_of_residuals_stored_in_another_form(row, monkeypatch):
     dialect, remat = KINDS[0], KINDS[0].remat

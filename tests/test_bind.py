@@ -59,6 +59,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name, options", CASES)
 def test_scan_binds_the_equation_of_jax(name, options):
     init = FIRST.get(name, X)

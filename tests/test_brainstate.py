@@ -230,6 +230,7 @@ BRAINSTATE = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("program", BRAINSTATE)
 def test_native_states_under_brainstates_transforms(program, remat):

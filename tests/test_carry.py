@@ -101,6 +101,7 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-6)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num_steps", [4, 0])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("update", UPDATES)

@@ -747,6 +747,7 @@ ONLINE_MODES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mode", ONLINE_MODES)
 @pytest.mark.parametrize("slots", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 7, 100)), 4])
 def test_while_loop(slots, mode):
@@ -764,6 +765,7 @@ def derivative_of_unrolled(mode, scale):
     return ONLINE_MODES[mode](unrolled)(*args)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 17])
 def test_while_loop_with_max_steps(steps):
     def reference(w, h):
@@ -1047,6 +1049,7 @@ STRICT = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", in_turn(STRICT))
 def test_strategies_under_strict_promotion(name):
     w = statetx.Param(jnp.float32(0.5))
@@ -1080,6 +1083,7 @@ WITHOUT_DERIVATIVE = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", WITHOUT_DERIVATIVE)
 @pytest.mark.parametrize("moving", [(1,), *(pytest.param(m, marks=pytest.mark.slow) for m in ((2,), (1, 2)))])
 def test_carries_without_tangents_need_no_derivative(name, moving):

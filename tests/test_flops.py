@@ -48,6 +48,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("length, strategy", LOOPS, ids=repr)
 @pytest.mark.parametrize("batch, num_residuals", [(1, 1), (3, 9)])
 def test_checkpointed_loop_counts_every_run_of_its_step(length, strategy, batch, num_residuals):

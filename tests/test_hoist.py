@@ -96,6 +96,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name, transform, library", CELLS)
 def test_no_call_keeps_arrays_alive(name, transform, library):
     """A new model in each call, its layers jitted by themselves."""

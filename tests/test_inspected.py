@@ -153,6 +153,7 @@ class Lazy:
         return (jnp.sin(jnp.tanh(x @ self.layer.w.value)) ** 2).mean() * self.layer.states["n"][0].value
 
 
+@pytest.mark.sample
 @each_inspection
 def test_state_that_is_created_once_counts_from_the_first_real_call(inspect):
     lazy = Lazy()
@@ -480,6 +481,7 @@ def test_inspection_in_a_transform_leaves_no_trace(transform, kind):
     check_no_trace(transform, kind, [*ASIDE.values()])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", CELLS)
 @pytest.mark.parametrize("inspect", COMPILING)
 def test_report_or_plan_in_a_jitted_step_leaves_no_trace(inspect, kind):

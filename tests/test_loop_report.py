@@ -153,6 +153,7 @@ STEPS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_has_the_rows_of_its_loss(name):
     loss = functools.partial(product_loss, Runs())

@@ -185,6 +185,7 @@ def test_residuals_and_recomputation_equal_jax(nesting):
 
 
 # The others take their time, behind the marker.
+@pytest.mark.sample
 @pytest.mark.parametrize("policy", [pytest.param(p, marks=[] if p == "names" else pytest.mark.slow) for p in POLICIES])
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_gradients_equal_without_a_policy(nesting, policy):

@@ -60,6 +60,7 @@ def test_the_largest_batch_that_fits(donate):
     assert jnp.zeros((fit, 2)).shape == (fit.size, 2) and int(fit) == len(range(fit)) == fit.size
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("options", [{}, {"donate_argnames": "model"}, {"static_argnames": "times"}, {"graph": False}])
 def test_a_step_that_flax_has_jitted(options):
     nnx = pytest.importorskip("flax.nnx")

@@ -170,6 +170,7 @@ def test_message_names_versions_that_changed(saved, tmp_path):
         assert_memory(named(loss, "loss"), WS, X, against=path, tolerance=0)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -193,6 +194,7 @@ def test_damaged_or_foreign_file_is_refused(tmp_path, content, message):
     assert path.read_text() == content
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

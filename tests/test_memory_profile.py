@@ -143,6 +143,7 @@ def test_operations_that_run_beside_others_hold_their_operands_until_they_are_do
 SUMMED = [cls for cls in corpus.PROGRAMS if not cls.grows]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cls", in_turn(SUMMED), ids=lambda c: c.__name__)
 def test_what_is_alive_at_the_peak_sums_to_xlas_figures(cls):
     check_sums(cls().step, jnp.asarray(corpus.X))

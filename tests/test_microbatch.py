@@ -66,6 +66,7 @@ IN_PARTS = {
 LOSSES = {"mean": jnp.mean, "sum": jnp.sum, "masked": lambda y: jnp.sum(y) / jnp.maximum(y.size, 1)}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", IN_PARTS)
 @pytest.mark.parametrize("wrap", [lambda f: f, statetx.jit], ids=["eager", "jit"])
@@ -797,6 +798,7 @@ HALF_PRECISION = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", HALF_PRECISION)
 def test_half_precision_adds_up(name):
     got = HALF_PRECISION[name](ONE)

@@ -299,6 +299,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore::statetx.PolicyWarning")  # of the limit that selects nothing
 @pytest.mark.parametrize("loop", LOOPS)
 def test_bytes_of_a_value_are_those_that_saving_it_takes(loop):
@@ -645,6 +646,7 @@ UNUSUAL = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore::statetx.PolicyWarning")
 @pytest.mark.parametrize("policy", ["everything", policies.larger_than(0), ~policies.dots], ids=str)
 @pytest.mark.parametrize("name", UNUSUAL)

@@ -323,6 +323,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("fun", [through_a_ref, beside_a_ref], ids=["its own", "beside"])
 @pytest.mark.parametrize("inner", in_turn(AROUND))
 @pytest.mark.parametrize("outer", [statetx.jit, statetx.remat], ids=["jit", "remat"])
@@ -389,6 +390,7 @@ IN_LOOPS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 @pytest.mark.parametrize("name", ["call", *IN_LOOPS])
 def test_rule_that_touches_a_ref_it_closes_over_is_refused(name, kind):
@@ -406,6 +408,7 @@ def test_rule_that_touches_a_ref_it_closes_over_is_refused(name, kind):
     assert ref[...] == 2.0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", IN_LOOPS)
 def test_function_with_a_rule_writes_a_ref_or_is_refused(name):
     """Its writes count; in a gradient JAX calls the rule in its place, late, and the write would be lost."""
@@ -437,6 +440,7 @@ def test_function_with_a_rule_writes_a_ref_or_is_refused(name):
     assert ref[...] == 2 * num_calls
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 @pytest.mark.parametrize("name", IN_LOOPS)
 def test_function_with_a_rule_reads_a_ref_that_the_rule_does_not(name, kind):

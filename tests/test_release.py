@@ -68,6 +68,7 @@ def sets(fun, *args):
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes / WEIGHTS.nbytes
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_parts_are_added_in_one_set(name):
     """The output is the other set; by hand a turn has a third."""
@@ -136,6 +137,7 @@ def test_a_step_without_moments_has_no_set_of_gradients():
     assert differing("sgd") == 0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_of_each_layer_move_into_the_loop(name):
     step, _ = training(name, release_gradients=True)
@@ -356,6 +358,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_optimizer_of_all_layers_is_refused_with_a_way_out(monkeypatch, name):
     """To optax a stack is one array: a norm of a unit, or the ratio of a layer, would be that of all layers."""

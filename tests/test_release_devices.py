@@ -96,6 +96,7 @@ def sizes_of(layout):
     return WEIGHTS.nbytes / (8 if layout == "fsdp" else 1)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -109,6 +109,7 @@ MORE += [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore:.*saves nothing")  # dots, of programs without
 @pytest.mark.parametrize("program, way", [*in_turn(CASES), *in_turn(MORE, 3)])
 def test_bytes_equal_the_arrays_of_the_pullback(program: type[Program], way):

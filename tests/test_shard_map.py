@@ -494,6 +494,7 @@ LOOPS_ON_DEVICES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", LOOPS_ON_DEVICES)
 def test_a_loop_starts_with_a_value_that_is_the_same_on_all_devices(name):
     x = jnp.linspace(-1.0, 1.0, 16)
@@ -510,6 +511,7 @@ def test_a_loop_starts_with_a_value_that_is_the_same_on_all_devices(name):
     np.testing.assert_allclose(grad, wanted_grad, rtol=2e-6)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", LOOPS_ON_DEVICES)
 def test_a_state_is_set_in_a_loop_to_what_is_the_same_on_all_devices(name):
     def on_device(loop):

@@ -76,6 +76,7 @@ BLOCKS = {
 # -- formats ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, bool])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (3, 13), (2, 3, 256), (0, 4)])
 def test_bits_give_the_value_back(shape, dtype):
@@ -90,6 +91,7 @@ def test_bits_give_the_value_back(shape, dtype):
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "dtype"), [(n, d) for n in NAMES for d in (["bool", "int32", *FLOATS] if n == "bits" else FLOATS)]
 )
@@ -396,6 +398,7 @@ def test_a_value_that_another_policy_saves_is_saved_unchanged():
     statetx.testing.assert_residuals(statetx.remat(pair, policy=both), x, w, expected=5 * 3 * 3)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "policy",
     [jax.checkpoint_policies.dots_saveable, "everything", policies.everything],

@@ -49,6 +49,7 @@ def test_rematerialized_layer_is_equivalent_bit_for_bit(policy):
 PROGRAMS = [p for p in corpus.PROGRAMS if p in corpus.NATIVE and not p.grows and p.loops]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "program",
     [p if n % 6 == 0 else pytest.param(p, marks=pytest.mark.slow) for n, p in enumerate(PROGRAMS)],

@@ -147,6 +147,7 @@ def test_auto_counts_the_examples(name, monkeypatch):
     assert auto == plain
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "checkpoint, expected",
     [

@@ -747,6 +747,7 @@ def test_allowed_states_by_path_and_functional_form(make, path):
     assert list(new) == [path]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("holder", ["list", "set", "class", "property", "iterator"])
 def test_memory_report_counts_every_holder(holder):
     """`memory_report`, `measure` and `plan` see a state wherever it is: as many bytes as in a list."""
