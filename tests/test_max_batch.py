@@ -14,7 +14,6 @@ import pytest
 
 import statetx
 from statetx.planner import batches
-from statetx.planner.batches import largest
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 import programs  # noqa: E402
@@ -221,24 +220,6 @@ def test_errors_of_max_batch():
         statetx.max_batch(sgd, PARAMS, X, argnums=1, budget=0.5)
     with pytest.raises(ValueError, match=r"(?s)max_batch\(sgd\): the arrays differ in length.*argnums=1"):
         statetx.max_batch(sgd, PARAMS, X, budget="1MiB")
-
-
-def test_the_search_is_exact_and_short():
-    """On memory that is affine, affine from some size on, a staircase, and convex."""
-    rng = np.random.default_rng(0)
-    shapes = {
-        "affine": lambda n: 1000 + 37 * n,
-        "bend": lambda n: 5000 + max(10 * n, 40 * n - 3000),
-        "stairs": lambda n: 300 + 64 * -(-n // 8) * 8,
-        "convex": lambda n: 100 + n * n // 50 + 3 * n,
-    }
-    longest = {"affine": 4, "bend": 8, "stairs": 14, "convex": 14}
-    for name, f in shapes.items():
-        for budget in rng.integers(f(1), 10**6, 50):
-            found = largest(f, int(budget), 32, 2**24)
-            assert f(found.best) <= budget < f(found.best + 1)
-            assert len(found.tried) <= longest[name], (name, budget, found)
-    assert largest(shapes["affine"], 10, 32, 2**24).best == 0
 
 
 # -- microbatch for a budget -----------------------------------------------------------------------------------------

@@ -42,7 +42,9 @@ differentiated: ``2 n`` runs and the sum of ``a(n_s, s)``; in the binomial sched
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -66,14 +68,8 @@ def beta(s: int, r: int) -> int:
 
 def repetitions(length: int, slots: int) -> int:
     """The least r for which ``beta(slots, r) >= length``."""
-    # beta rises with r: double r until it is enough, then bisect.
-    low, high = 0, 1
-    while beta(slots, high) < length:
-        low, high = high, 2 * high
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if beta(slots, middle) >= length else (middle + 1, high)
-    return low
+    most = next(2**n for n in itertools.count() if beta(slots, 2**n) >= length)
+    return bisect.bisect_left(range(most), length, key=lambda r: beta(slots, r))
 
 
 def slots_for(length: int, runs_ahead: int) -> int:

@@ -25,6 +25,7 @@ import jax
 from .. import _jax
 from .._equations.primitives import REMAT
 from .._errors import PolicyError
+from .._largest import largest_within
 from .._lift.context import Map, TraceContext, device_bytes
 from .._remat.parse import as_value_policy
 from .._targets import current
@@ -302,20 +303,19 @@ class Sized(DifferentiableLoop):
             )
 
         # A linear model: bytes = least + (slots - 1) * carry, where a compiled program gives `least`. XLA adds copies
-        # that no model knows: each choice is compiled, and its excess over the budget is taken off the model's
-        # allowance. Without that check 9 of 17 budgets held.
+        # that no model knows: each choice is compiled. Without that check 9 of 17 budgets held.
         carry = max(1, sum(device_bytes(row.stored) for row in step.rows) * context.num_examples)
-        allowed = budget
-        for _ in range(6):
-            slots = Slots(min(1 + (allowed - least) // carry, step.length))
-            over = self._temporary(slots, context, diff_indices) - budget
-            if over <= 0:
-                return slots
-            # A sixteenth more than the excess, or the next choice may be the same one.
-            allowed -= over + (allowed - least) // 16
-            if allowed < least:
-                break
-        return Slots(1)
+        num, _ = largest_within(
+            budget,
+            lambda num: self._temporary(Slots(num), context, diff_indices),
+            range(1, step.length + 1),
+            first=1 + (budget - least) // carry,
+            known={0: least - carry},
+            tries=6,
+            tolerance=1 / 16,
+            is_enough=lambda num_bytes: num_bytes <= budget,
+        )
+        return Slots(num or 1)
 
     @property
     def _budget(self) -> int:

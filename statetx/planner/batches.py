@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -17,6 +15,7 @@ from .. import _jax, _states
 from .._equations.compiled import Program
 from .._equations.compiler import memory_analysis_options
 from .._errors import PlanError
+from .._largest import largest_within
 from .._lift.batch import Batch, BatchArguments
 from .._lift.context import divides, sharding_of
 from .._lift.options import check_flags, notes_shapes
@@ -38,8 +37,6 @@ from . import _store
 from ._budget import read_amount, unit_question
 
 _LIMIT = 2**24  # examples, where the user gives no limit: most programs that take so many do not depend on their number
-_MAX_SLOW = 3  # guesses that leave more than half of the sizes in question, before the middle is taken
-_MAX_GROWTH = 64  # of a guess, times the largest size that was compiled: a line through two close points may be far off
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -173,29 +170,28 @@ def max_batch(
     batch = BatchArguments("max_batch", step, argnums, argnames).of(args, kwargs)
     program_of = _programs(step, batch, args, kwargs, gradient, states)
 
-    def bytes_of(index: int) -> int:
-        size = index * multiple
+    def bytes_of(size: int) -> int:
         report(f"compiling the step for {size} examples")
         types = batch_types(batch, size)
         return _peak_bytes("max_batch", step, program_of(types, size), amount, "size of the batch", num_bytes(types))
 
     fixed = num_bytes((args, kwargs)) - num_bytes(batch.leaves)
-    last = (_LIMIT if limit is None else limit) // multiple
-    name, first = short_name(name_of(step)), max(batch.size // multiple, 1)
+    sizes = range(multiple, (_LIMIT if limit is None else limit) + 1, multiple)
+    name = short_name(name_of(step))
     with spinner(f"max_batch {name}", is_shown=progress) as report:
-        best, by_index = largest(bytes_of, amount, first, last, size=lambda i: float(i * multiple), bytes_at_zero=fixed)
+        best, measured = largest_within(amount, bytes_of, sizes, batch.size, {0: fixed})
     if best == 0:
-        needed = f"{multiple} example{'s need' if multiple > 1 else ' needs'} {format_bytes(by_index[1])}"
+        needed = f"{multiple} example{'s need' if multiple > 1 else ' needs'} {format_bytes(measured[multiple])}"
         raise PlanError(
             f"max_batch({name}): no batch fits: {needed}, and the budget is "
             f"{format_bytes(amount)}.{unit_question(amount)}\n"
             f"Fix: rematerialize the blocks of the model, or allow that much; statetx.memory_profile shows what "
             f"fills it.",
-            smallest_bytes=by_index[1],
+            smallest_bytes=measured[multiple],
         )
-    tried = tuple(sorted((i * multiple, n) for i, n in by_index.items()))
-    result = BatchFit(name, best * multiple, amount, by_index[best], tried, by_index.get(best + 1))
-    if best < last or limit is not None:
+    tried = tuple(sorted(measured.items()))
+    result = BatchFit(name, best, amount, measured[best], tried, measured.get(best + multiple))
+    if best < sizes[-1] or limit is not None:
         return result
     grows = result.bytes_per_example > 0 or len(tried) == 1
     cause = (
@@ -278,43 +274,41 @@ def parts(
     Raises:
         PlanError: nothing keeps the budget.
     """
-    amount, fun, nums = _bytes("microbatch", budget, "2GiB"), micro.__wrapped__, _candidates(batch.size)
+    amount, fun = _bytes("microbatch", budget, "2GiB"), micro.__wrapped__
     part_args, part_kwargs = batch.arguments(batch.types(1))
     outs = jax.tree.leaves(eval_shape(fun, *part_args, **part_kwargs))
     is_loss = is_differentiated or (len(outs) == 1 and not outs[0].shape and is_float(outs[0]))
     not_differentiated = batch.mask if is_loss else ()
 
-    def bytes_of(index: int) -> int:
-        in_parts = micro.with_num(nums[index - 1])
+    def bytes_of(part_size: int) -> int:
+        in_parts = micro.with_num(-(-batch.size // part_size))
         call = lambda *args, **kwargs: without_new_states(in_parts(*args, **kwargs))
         program = array_program("microbatch", call, args, kwargs, is_loss, not_differentiated)
         with _jax.eval_context():
             program = program.for_types([_type(x) for x in program.arrays], memory_analysis_options())
         return _peak_bytes("microbatch", fun, program, amount, "number of parts")
 
-    size_of = lambda index: float(-(-batch.size // nums[index - 1]))
-    fixed = num_bytes([args, kwargs])
-    best, by_index = largest(bytes_of, amount, len(nums), len(nums), size=size_of, bytes_at_zero=fixed)
+    part_sizes, fixed = _part_sizes(batch.size), num_bytes([args, kwargs])
+    best, measured = largest_within(amount, bytes_of, part_sizes, batch.size, {0: fixed})
     name = short_name(name_of(fun))
     if best == 0:
         raise PlanError(
             f"microbatch({name}): the budget of {format_bytes(amount)} cannot be kept: parts of one example need "
-            f"{format_bytes(by_index[1])}.{unit_question(amount)}\n"
+            f"{format_bytes(measured[1])}.{unit_question(amount)}\n"
             f"Fix: allow that much, rematerialize the blocks of the model, or plan a part, "
             f"statetx.plan({name}, *args, budget=...), and give microbatch plan.apply({name}).",
-            smallest_bytes=by_index[1],
+            smallest_bytes=measured[1],
         )
-    tried = tuple(sorted((nums[i - 1], n) for i, n in by_index.items()))
-    return BatchFit(name, int(size_of(best)), amount, by_index[best], tried, num=nums[best - 1])
+    tried = sorted((-(-batch.size // part_size), n) for part_size, n in measured.items())
+    return BatchFit(name, best, amount, measured[best], tuple(tried), num=-(-batch.size // best))
 
 
-def _candidates(size: int) -> list[int]:
-    """Numbers of parts, the largest first: divisors, which need one loop only, unless they are far apart."""
-    divisors = [n for n in range(size, 0, -1) if size % n == 0]
-    if all(high <= 4 * low for high, low in itertools.pairwise(divisors)):
+def _part_sizes(size: int) -> list[int]:
+    """Sizes of the largest part: divisors, which need one loop only, unless they are far apart."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    if all(high <= 4 * low for low, high in itertools.pairwise(divisors)):
         return divisors
-    part_sizes = sorted({-(-size // num) for num in range(1, size + 1)})
-    return [-(-size // part_size) for part_size in part_sizes]
+    return sorted({-(-size // num) for num in range(1, size + 1)})
 
 
 # -- both ------------------------------------------------------------------------------------------------------------
@@ -348,67 +342,3 @@ def _type(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding_of(x), weak_type=getattr(aval, "weak_type", False)
     )
-
-
-class SizeSearch(NamedTuple):
-    """The largest index whose program keeps the budget, 0 if none does; and the bytes of the compiled programs by
-    index.
-    """
-
-    best: int
-    tried: dict[int, int]
-
-
-def largest(
-    measure: Callable[[int], int],
-    budget: int,
-    first: int,
-    limit: int,
-    *,
-    size: Callable[[int], float] = float,
-    bytes_at_zero: int = 0,
-) -> SizeSearch:
-    """The largest index from 1 to `limit` whose program keeps the budget.
-
-    The memory of a program is close to affine in the size of its batch. So the next size to compile is where the line
-    through two measured points crosses the budget; the middle, where such guesses leave many sizes. The search ends
-    when a size that keeps the budget and the next larger one, which does not, have both been compiled.
-
-    Args:
-        measure: from an index to the bytes of its program.
-        first: the index to compile first.
-        size: of the batch of an index; rises with it.
-        bytes_at_zero: a lower bound of the bytes for no examples, for the first guess.
-    """
-    tried: dict[int, int] = {}
-    points = {0: (0.0, bytes_at_zero)}  # by index: size and bytes
-    low, high, guess = 0, limit + 1, min(max(first, 1), limit)
-    num_slow = 0
-    while high - low > 1:
-        width = high - low
-        tried[guess] = measure(guess)
-        points[guess] = size(guess), tried[guess]
-        low, high = (guess, high) if tried[guess] <= budget else (low, guess)
-        num_slow = num_slow + 1 if 2 * (high - low) > width and high <= limit else 0
-        if num_slow >= _MAX_SLOW:
-            guess, num_slow = (low + high) // 2, 0
-        else:
-            crossing = _crossing(points, budget, low, high)
-            indices = range(low + 1, min(high, _MAX_GROWTH * max(tried) + 1))
-            guess = low + bisect.bisect_right(indices, crossing, key=size)
-            guess = max(low + 1, min(guess, high - 1))
-    return SizeSearch(low, tried)
-
-
-def _crossing(points: dict[int, tuple[float, int]], budget: int, low: int, high: int) -> float:
-    """The size at which the line through the two points next to the budget crosses it, if in question; else through the
-    ends.
-    """
-    nearest = sorted(sorted(points, key=lambda i: abs(points[i][1] - budget))[:2])
-    for ends in (nearest, [low, high]):
-        if all(i in points for i in ends):
-            (x0, y0), (x1, y1) = (points[i] for i in ends)
-            target = x0 + (budget - y0) * (x1 - x0) / (y1 - y0) if y1 > y0 else math.inf
-            if points[low][0] <= target < math.inf and (high not in points or target <= points[high][0]):
-                return target
-    return 2 * points[max(points)][0]

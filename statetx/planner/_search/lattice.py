@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import concurrent.futures
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -151,12 +152,11 @@ class Family:
 
     def least_peak(self) -> int:
         """The lowest limit with a feasible path, to within 0.01%, never below it."""
-        low, high, tables = 0, 1, self._tables()
-        while not self._fits(tables, high):
-            low, high = high, 2 * high
+        fits = functools.partial(self._fits, self._tables())
+        high = next(2**n for n in itertools.count() if fits(2**n))
         step = max(1, high // 10_000)
-        limits = range(low + step, high, step)
-        index = bisect.bisect_left(limits, True, key=lambda limit: self._fits(tables, limit))
+        limits = range(high // 2 + step, high, step)
+        index = bisect.bisect_left(limits, True, key=fits)
         return limits[index] if index < len(limits) else high
 
     def _tables(self) -> list[tuple[int, list[tuple[int, OptionTable]]]]:

@@ -16,6 +16,8 @@ from typing import TypeVar
 from ..._equations.compiled import Cost, Program
 from ..._equations.compiler import candidate_options, fast_compile_options
 from ..._jax import Jaxpr
+from ..._largest import largest_within
+from ..._text import MOST_BYTES
 from ...residuals.diagnosis import BASELINE
 from .._budget import TEMPORARIES, ByteBudget, TimeLeft
 from .._treatments.treatment import undominated
@@ -190,33 +192,27 @@ class ProgramSearch:
         return self.best(self._left(budget))
 
     def _fit_together(self, budget: ByteBudget) -> None:
-        # Bisection over the limit that all searches share: the program of `low` keeps the budget, the one of `high`
-        # does not.
-        low, high, limit = 0.0, float("inf"), float(self._left(budget))
-        tried: set[int] = set()
-        for _ in range(TUNED.tries):
-            program, left = self._within(int(limit)), self._left(budget)
-            if program.temp_bytes > left and program.waits is Waits.FOR_NOTHING:
-                program = self._ordered(program.candidates)  # an order alone may be enough
-            if program.temp_bytes <= left:
-                if program.added_cost <= 0 or program.temp_bytes >= (1 - TUNED.scatter) * left:
-                    break
-                low = limit
-            else:
-                high = limit
-            if id(program) in tried and high - low <= 4 * TUNED.scatter * limit:
-                break
-            tried.add(id(program))
-            if self.is_late() or high - low <= TUNED.scatter * limit:
-                break
+        """Search for the limit that all searches share."""
+        left = self._left(budget)  # arguments and outputs are estimated until something is compiled
+        programs: list[PlannedProgram] = []
 
-            limit *= left / max(program.temp_bytes, 1)  # in proportion to the measurement
-            if high < float("inf"):  # so far from both ends that each try shortens the interval by a tenth or more
-                limit = min(max(limit, 0.9 * low + 0.1 * high), 0.1 * low + 0.9 * high)
-            else:
-                limit = max(limit, low * (1 + TUNED.scatter))
-            if limit < 1:
-                break
+        def bytes_of(limit: int) -> int:
+            program = self._within(limit)
+            if program.waits is Waits.FOR_NOTHING and program.temp_bytes > self._left(budget):
+                program = self._ordered(program.candidates)  # an order alone may be enough
+            programs.append(program)
+            return program.temp_bytes + left - self._left(budget)
+
+        largest_within(
+            left,
+            bytes_of,
+            range(1, MOST_BYTES),
+            first=left,
+            known={0: 0},
+            tries=TUNED.tries,
+            tolerance=TUNED.scatter,
+            is_enough=lambda num_bytes: self.is_late() or (num_bytes <= left and programs[-1].added_cost <= 0),
+        )
         if self.best(self._left(budget)) is None and not self.is_late():
             candidates = self.smallest().candidates
             for waits in Waits:  # to wait copies a value, which may be the difference

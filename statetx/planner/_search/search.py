@@ -12,10 +12,11 @@ import numpy as np
 from ... import _jax
 from ..._equations.compiler import estimate_options
 from ..._equations.primitives import flops
+from ..._largest import largest_within
 from ..._remat.parse import as_policy
 from ..._remat.stored import BITS
 from ..._targets import current
-from ..._text import format_bytes
+from ..._text import MOST_BYTES, format_bytes
 from ...residuals.diagnosis import BASELINE
 from .._budget import ByteBudget, TimeLeft
 from .._program.flat import Flat
@@ -390,13 +391,11 @@ class Search:
 
     # -- the corrected model ---------------------------------------------------------------------------------------
 
-    def _limit_for(self, budget: int, guides: Sequence[Candidate]) -> float:
+    def _limit_for(self, budget: int, guides: Sequence[Candidate]) -> int:
         """The limit of the model at which the prediction meets the budget."""
-        bottom, top = 0.0, 4.0 * max([budget, *(c.peak for c in self.candidates)])
-        for _ in range(50):
-            middle = (bottom + top) / 2
-            bottom, top = (middle, top) if predicted_bytes(middle, guides) <= budget else (bottom, middle)
-        return bottom
+        most = min(4 * max([budget, *(c.peak for c in self.candidates)]), MOST_BYTES)
+        bytes_of = lambda limit: int(predicted_bytes(limit, guides))
+        return largest_within(budget, bytes_of, range(1, most), budget, {0: 0})[0]
 
 
 # -- measured options
