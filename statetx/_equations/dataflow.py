@@ -1,10 +1,28 @@
-"""Dataflow of equations: the bytes that are alive at each step."""
+"""Dataflow of equations: the variables that they read, the equations that others need, the bytes alive at each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, KeysView
+from typing import Any
 
 import numpy as np
+
+from .._jax import Var
+
+
+def variables_of(eqn: Any) -> KeysView[Var]:
+    """The operands that are variables, as an ordered set."""
+    return dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)).keys()
+
+
+def needed_equations(jaxpr: Any, outvars: Iterable[Any], available: Container[Any] = ()) -> list[Any]:
+    """The equations that compute some variables from the `available` ones, in order."""
+    needed, eqns = {v for v in outvars if v not in available}, []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(v for v in variables_of(eqn) if v not in available)
+    return eqns[::-1]
 
 
 def alive_bytes(num_steps: int, spans: Iterable[tuple[int, int, int]]) -> np.ndarray:

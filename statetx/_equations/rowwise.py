@@ -14,6 +14,7 @@ from .. import _jax
 from .._jax import Jaxpr, Var
 from .._tree import is_float
 from .blocks import Rowwise
+from .dataflow import variables_of
 from .primitives import INLINED, JIT, REMAT, inner_jaxprs, row_of
 
 
@@ -107,7 +108,7 @@ class _Nested(NamedTuple):
                     if isinstance(v, Var):
                         (rows if stacked else whole).add(v)
             elif not whole.isdisjoint(eqn.outvars):
-                whole |= {v for v in eqn.invars if isinstance(v, Var)}
+                whole.update(variables_of(eqn))
         return None if rows & whole or any(eqn.effects for eqn in self.jaxpr.eqns) else _Nested(self.jaxpr, rows, whole)
 
 

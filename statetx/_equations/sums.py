@@ -8,6 +8,7 @@ from typing import Any
 from .. import _jax
 from .._jax import Jaxpr, Var
 from .._tree import is_float
+from .dataflow import variables_of
 
 
 def with_split_sums(jaxpr: Jaxpr, totals: Collection[Var]) -> Jaxpr:
@@ -83,8 +84,7 @@ def in_order(eqns: list[Any]) -> list[Any]:
     pending = eqns[::-1]
     while pending:
         eqn = pending[-1]
-        variables = [v for v in eqn.invars if isinstance(v, Var)]
-        needed = [] if eqn in done else [e for v in variables if (e := producers.get(v)) and e not in done]
+        needed = [] if eqn in done else [e for v in variables_of(eqn) if (e := producers.get(v)) and e not in done]
         if needed:
             pending += needed
         else:

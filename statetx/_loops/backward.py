@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from .. import _jax
+from .._equations.dataflow import needed_equations
 from .._equations.inline import inline
 from .._equations.primitives import FUSED, INLINED, JIT, LOOPS, REMAT, count, flops, inner_jaxprs, row_of
 from .._jax import Jaxpr
@@ -265,16 +266,6 @@ def _saturate(capacities: dict[Any, dict[Any, float]]) -> None:
         for a, b in path:
             capacities[a][b] -= amount
             capacities[b][a] += amount
-
-
-def needed_equations(jaxpr: Any, outvars: Iterable[Any], available: set) -> list[Any]:
-    """The equations that compute some variables from the `available` ones, in order."""
-    needed, eqns = {v for v in outvars if v not in available}, []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in needed for v in eqn.outvars):
-            eqns.append(eqn)
-            needed.update(v for v in eqn.invars if isinstance(v, _jax.Var) and v not in available)
-    return eqns[::-1]
 
 
 def _is_cheap(eqn: Any) -> bool:

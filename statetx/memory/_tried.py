@@ -23,6 +23,7 @@ import jax
 from .. import _jax
 from .._equations.compiled import Cost, Program
 from .._equations.compiler import COMPILER_ERRORS, full_device_options, is_out_of_memory, one_thread_options
+from .._equations.dataflow import variables_of
 from .._equations.inline import hoist
 from .._equations.primitives import REMAT, count
 from .._equations.structure import Body, table
@@ -420,7 +421,7 @@ def _as_called(program: Flat, part: Part, span: Interval, function: str, keeps_o
     code = code_of(part.jaxpr.eqns, function)
     are_arguments = keeps_order and not (code and code.co_freevars)
     invars = sorted(part.invars, key=lambda v: (v not in number, number.get(v, 0) if are_arguments else 0))
-    later = {v for eqn in program.jaxpr.eqns[span[1] :] for v in eqn.invars if not isinstance(v, Literal)}
+    later = {v for eqn in program.jaxpr.eqns[span[1] :] for v in variables_of(eqn)}
     # Rather computed values than parameters.
     returned = sorted((v for v in invars if v in later), key=lambda v: v in number)[: returned_arguments(code)]
     outvars = [*part.jaxpr.outvars, *returned]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ... import _jax
 from ..._jax import Var
+from ..dataflow import variables_of
 
 
 class Consumers(NamedTuple):
@@ -29,10 +30,6 @@ class Consumers(NamedTuple):
     in_place: dict[Var, Var]
 
 
-def variables_of(eqn: Any) -> set[Var]:
-    return {v for v in eqn.invars if isinstance(v, Var)}
-
-
 def read_whole(eqn: Any, found: Any) -> list[Var]:
     """The operands that a rowwise equation does not read by rows."""
     return [v for v, s in zip(eqn.invars, found.is_stacked, strict=True) if not s and isinstance(v, Var)]
@@ -44,7 +41,7 @@ def are_read_once(eqns: Sequence[Any], in_place: dict[Var, Var]) -> bool:
     for variables in needed.values():
         for eqn in reversed(eqns):
             if not variables.isdisjoint(eqn.outvars):
-                variables |= variables_of(eqn)
+                variables.update(variables_of(eqn))
     return all(sum(v in variables for variables in needed.values()) == 1 for v in in_place.values())
 
 

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ... import _jax
 from ..._jax import Var
+from ..dataflow import variables_of
 from ..inline import hoist
 from ..primitives import inner_jaxprs, row_of, size
-from .consumers import Consumers, variables_of
+from .consumers import Consumers
 
 ANYWHERE = "anywhere"
 """The placement of a value that the compiler puts where readers need it. Others are a sharding, or None: unknown."""
@@ -30,7 +31,7 @@ def with_free_values(eqns: Sequence[Any], placements: Mapping[Var, Any]) -> dict
     """Add the values that are computed from such as are placed anywhere alone."""
     found = dict(placements)
     for eqn in eqns:
-        operands = [v for v in eqn.invars if isinstance(v, Var)]
+        operands = [*variables_of(eqn)]
         if not row_of(eqn).places and all(found.get(v) == ANYWHERE for v in operands):
             found |= dict.fromkeys(eqn.outvars, ANYWHERE)
     return found

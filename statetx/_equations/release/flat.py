@@ -8,10 +8,10 @@ from jax.extend.core.primitives import closed_call_p
 
 from ... import _jax
 from ..._jax import Jaxpr, Literal, Var
+from ..dataflow import variables_of
 from ..inline import inline
 from ..primitives import INLINED, JIT, LOOPS, REMAT, inner_jaxprs
 from ..structure import operation_of
-from .consumers import variables_of
 from .loops import has_loop, row_loop
 
 # Regions stay: their lowering keeps a recomputation apart. So do calls with shardings, and loops with rules of their

@@ -8,6 +8,7 @@ from typing import Any
 from ... import _jax
 from ..._jax import Jaxpr, Literal, Var
 from ..._positions import replaced
+from ..dataflow import variables_of
 from ..inline import hoist
 from ..primitives import count, flops, inner_jaxprs
 from .fates import GradientStack
@@ -30,7 +31,7 @@ class ReleasedProgram:
 
     def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], placements: Sequence[Any] = (), **options: bool):
         live = _jax.without_dead_code(jaxpr)
-        read = {v for eqn in live.eqns for v in eqn.invars if isinstance(v, Var)}
+        read = {v for eqn in live.eqns for v in variables_of(eqn)}
         made = {v for eqn in live.eqns for v in eqn.outvars}
         self._jaxpr = jaxpr
         self._used = [i for i, v in enumerate(live.invars) if v in read]

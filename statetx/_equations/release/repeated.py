@@ -15,9 +15,9 @@ import jax
 
 from ... import _jax
 from ..._jax import Var
+from ..dataflow import variables_of
 from ..rowwise import is_stack
 from ..sums import in_order
-from .consumers import variables_of
 from .saved import rows_from_saved
 
 
@@ -63,7 +63,7 @@ def repeated(eqns: Sequence[Any], loop: Any, stacks: Collection[Var], users: Seq
     for eqn in reversed(users):
         if not needed.isdisjoint(eqn.outvars):
             producers.insert(0, eqn)
-            needed |= variables_of(eqn)
+            needed.update(variables_of(eqn))
 
     fresh = {v: Var(v.aval) for v in (*stacks, *(v for e in producers for v in e.outvars))}
     read = lambda eqn: eqn.replace(invars=[fresh.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])

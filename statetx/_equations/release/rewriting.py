@@ -11,10 +11,11 @@ from ... import _jax
 from ..._jax import Jaxpr, Var
 from ..._targets import current
 from ..._tree import num_bytes
+from ..dataflow import variables_of
 from ..primitives import LOOPS, REMAT, inner_jaxprs
 from ..rowwise import rowwise
 from ..sums import in_order, with_split_sums
-from .consumers import Consumers, are_read_once, paired, read_whole, variables_of
+from .consumers import Consumers, are_read_once, paired, read_whole
 from .devices import into_shard_map, with_free_values
 from .entering import into_call, into_row_loop, into_scan
 from .fates import Fate, GradientStack
@@ -351,11 +352,11 @@ class _Level:
 
     def _find_ancestors(self, eqn: Any) -> set[Any]:
         """The equations that an equation needs."""
-        needed, found = variables_of(eqn), set()
+        needed, found = {*variables_of(eqn)}, set()
         for e in reversed(self.eqns[: self._positions[eqn]]):
             if not needed.isdisjoint(e.outvars):
                 found.add(e)
-                needed |= variables_of(e)
+                needed.update(variables_of(e))
         return found
 
     # -- moving --

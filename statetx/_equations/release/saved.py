@@ -12,9 +12,9 @@ from typing import Any
 from ... import _jax
 from ..._jax import Jaxpr, Var
 from ..._tree import num_bytes
+from ..dataflow import variables_of
 from ..inline import inline
 from ..primitives import FUSED, INLINED, JIT, REMAT, inner_jaxprs
-from .consumers import variables_of
 
 _MOST = 1 / 8  # of the bytes of the stacks, which would exist otherwise
 
@@ -70,14 +70,14 @@ def _cut(body: Jaxpr, others: list[Any], rows: list[Any], available: set[Var]) -
     for eqn in reversed(body.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             kept.add(eqn)
-            needed |= variables_of(eqn)
+            needed.update(variables_of(eqn))
     producers = {v: e for e in kept if not e.effects and e.primitive.name in FUSED for v in e.outvars}
     while True:
         wanted, eqns = {v: None for v in rows if isinstance(v, Var)}, []
         for eqn in reversed(body.eqns):
             if eqn not in kept and not wanted.keys().isdisjoint(eqn.outvars):
                 eqns.insert(0, eqn)
-                wanted |= dict.fromkeys(v for v in eqn.invars if isinstance(v, Var))
+                wanted |= dict.fromkeys(variables_of(eqn))
         made = {v for e in eqns for v in e.outvars}
         saved = [v for v in wanted if v not in made and v not in available]
         at_hand = available | {*saved}

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from ... import _frames, _jax
-from ..._jax import Jaxpr, Literal, Var
+from ..._equations.dataflow import variables_of
+from ..._jax import Jaxpr, Literal
 from ..._text import type_str
 from ..._tree import is_float
 from .flat import closed_over_by_rules, flatten
@@ -107,8 +108,7 @@ def rules_of(jaxpr: Jaxpr) -> list[str]:
     lines: list[str] = []
     for eqn in jaxpr.eqns:
         if any(callable(x) and not isinstance(x, type) and not _jax.is_jaxpr(x) for x in eqn.params.values()):
-            variables = dict.fromkeys(v for v in eqn.invars if isinstance(v, Var))
-            lines += _derivative(_jax.rebuild(jaxpr, invars=list(variables), outvars=eqn.outvars, eqns=[eqn]))
+            lines += _derivative(_jax.rebuild(jaxpr, invars=[*variables_of(eqn)], outvars=eqn.outvars, eqns=[eqn]))
         else:
             lines += [line for inner in _jax.inner_jaxprs(eqn) for line in rules_of(inner)]
     return lines

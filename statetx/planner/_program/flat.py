@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend.core.primitives import closed_call_p
 
 from ... import _frames, _jax
+from ..._equations.dataflow import needed_equations, variables_of
 from ..._equations.inline import inline
 from ..._equations.primitives import JIT, REMAT, row_of
 from ..._equations.structure import Body
@@ -182,7 +183,7 @@ class Flat:
         # As a function: its inputs are the variables that it reads and does not define, its outputs those read later.
         eqns = self.jaxpr.eqns[start:end]
         defined = {v for e in eqns for v in e.outvars}
-        invars = {v: None for e in eqns for v in e.invars if not isinstance(v, Literal) and v not in defined}
+        invars = {v: None for e in eqns for v in variables_of(e) if v not in defined}
         outvars = [v for e in eqns for v in e.outvars if self._last_reads.get(v, -1) >= end]
         return Part(_jax.rebuild(self.jaxpr, invars=list(invars), outvars=outvars, eqns=eqns), list(invars), outvars)
 
@@ -211,7 +212,7 @@ def is_linear(eqn: Any) -> bool:
 
 def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
     """Index of the last equation that reads each variable; the number of equations for outputs."""
-    uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
+    uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in variables_of(e)}
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
 
 
@@ -235,11 +236,8 @@ def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[A
 
 def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
     """The variables that may get a cotangent: those that the first `num_out` outputs depend on."""
-    dependencies = {v for v in jaxpr.outvars[:num_out] if not isinstance(v, Literal)}
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in dependencies for v in eqn.outvars):
-            dependencies.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return dependencies
+    outs = {v for v in jaxpr.outvars[:num_out] if isinstance(v, Var)}
+    return outs.union(*map(variables_of, needed_equations(jaxpr, outs)))
 
 
 # -- running them ---------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+from ..._equations.dataflow import variables_of
 from ..._equations.primitives import row_of
-from ..._jax import Jaxpr, Var
+from ..._jax import Jaxpr
 from ..._lift.context import device_bytes
 
 
@@ -27,14 +28,14 @@ def between_fusions(jaxpr: Jaxpr) -> set[Any] | None:
     values = {v for eqn in jaxpr.eqns if not is_fused(eqn) for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         if not (row_of(eqn).fuses or row_of(eqn).reads_fused):
-            values |= {v for v in eqn.invars if isinstance(v, Var)}
+            values.update(variables_of(eqn))
 
     # The values in memory that each is computed from, and whether it follows a reduction in its kernel.
     sources: dict[Any, set[Any]] = {}
     follows: set[Any] = set(rows)
     worth = set(values)
     for eqn in jaxpr.eqns:
-        operands = [v for v in eqn.invars if isinstance(v, Var)]
+        operands = variables_of(eqn)
         read = set().union(*({v} if v in values else sources.get(v, set()) for v in operands)) - {*jaxpr.invars}
         for v in eqn.outvars:
             sources[v] = read
@@ -52,7 +53,7 @@ def _reductions_of_rows(jaxpr: Jaxpr) -> set[Any]:
     rows: set[Any] = set()
     eqns: list[Any] = jaxpr.eqns
     for eqn in eqns:
-        for v in dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)):
+        for v in variables_of(eqn):
             readers[v].append(eqn)
     for eqn in reversed(eqns):
         for v in eqn.outvars:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _jax
+from ..._equations.dataflow import variables_of
 from ..._equations.differentiate import backward_pass, forward_pass
 from ..._equations.inline import inline
 from ..._equations.primitives import JIT, flops
@@ -289,7 +290,7 @@ class ForwardPass:
             if v in available or i is None or i in needed:
                 continue
             needed.add(i)
-            stack += [u for u in self.jaxpr.eqns[i].invars if isinstance(u, Var)]
+            stack += variables_of(self.jaxpr.eqns[i])
         return sorted(needed)
 
 

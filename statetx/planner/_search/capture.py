@@ -17,7 +17,7 @@ from ..._equations.differentiate import with_pullback
 from ..._equations.release import has_loop, repeated_flops
 from ..._equations.structure import Body
 from ..._errors import PlanError
-from ..._jax import Jaxpr, Literal
+from ..._jax import Jaxpr
 from ..._lift.context import TraceContext, close_over, device_bytes, sharding_of
 from ..._lift.targets import resolve_argnums
 from ..._lift.wrapper import name_of
@@ -28,7 +28,7 @@ from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
 from .._program.devices import is_on_devices, of_device
 from .._program.fingerprint import full_fingerprint, rules_of
-from .._program.flat import flatten
+from .._program.flat import flatten, last_reads
 from .._treatments import as_planned
 from .._treatments.inner_gradients import VARIANTS, InnerGradients
 from .._treatments.released import NOTHING_RELEASED, ReleasedGradients
@@ -310,10 +310,7 @@ class Captured:
         differentiated = program.diff_indices if self.step is None else ()
         jaxpr, context = _jax.without_dead_code(program.jaxpr), program.context
         outputs = [v.aval for v in (*jaxpr.outvars, *(jaxpr.invars[i] for i in differentiated))]
-        used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)} | {
-            v for v in jaxpr.outvars if not isinstance(v, Literal)
-        }
-        used -= {jaxpr.invars[i] for i in program.constants}
+        used = last_reads(jaxpr).keys() - {jaxpr.invars[i] for i in program.constants}
 
         # On automatic axes only the shardings of inputs are known: outputs of the type of an input count as sharded
         # like it.

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._equations.dataflow import variables_of
 from ..._jax import Jaxpr, Literal
 from ..._lift.context import device_bytes
 from .._program.cuts import candidates
@@ -230,7 +231,7 @@ class _Lifetimes:
     """
 
     def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any], unheld: Set[Any] = frozenset()):
-        reads = [(v, i) for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)]
+        reads = [(v, i) for i, e in enumerate(jaxpr.eqns) for v in variables_of(e)]
         first_reads, last_reads = dict(reversed(reads)), dict(reads)
         values = [(i, v) for i, e in enumerate(jaxpr.eqns) for v in e.outvars if v in last_reads]
         self._defined = np.array([i for i, _ in values], int)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from ... import _jax
+from ..._equations.dataflow import variables_of
 from ..._equations.primitives import flops, size
 from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
@@ -142,7 +143,7 @@ class Derived:
                 self._last_copies[source] = max(self._last_copies.get(source, -1), self._last_reads.get(v, -1))
 
     def _classify(self, eqn: Any, is_cheap: bool, plain: set[Any]) -> None:
-        operands = _variables(eqn)
+        operands = variables_of(eqn)
         is_plain = not is_cheap or any(v in plain for v in operands)
         terms = [self.sources.get(v, frozenset([v])) for v in self._large(eqn)]
         is_sum = bool(terms) and all(term != frozenset().union(*terms) for term in terms)
@@ -158,13 +159,13 @@ class Derived:
     def _small_values(self) -> set[Any]:
         small: set[Any] = set()
         for is_cheap, eqn in zip(self._is_cheap, self._jaxpr.eqns, strict=True):
-            computed_of_small = is_cheap and all(v in small for v in _variables(eqn))
+            computed_of_small = is_cheap and all(v in small for v in variables_of(eqn))
             small.update(v for v in eqn.outvars if computed_of_small or _is_reduced(eqn, v))
         return small
 
     def _large(self, eqn: Any) -> list[Any]:
         """The operands that the program computes and that are not small."""
-        return [v for v in dict.fromkeys(_variables(eqn)) if v in self._equation and v not in self._small]
+        return [v for v in variables_of(eqn) if v in self._equation and v not in self._small]
 
     def _needed_values(self) -> set[Any]:
         """Values that the backward pass reads: those that are read nonlinearly, also beyond linear equations that read
@@ -173,7 +174,7 @@ class Derived:
         needed: set[Any] = set()
         for eqn in reversed(self._jaxpr.eqns):
             if not is_linear(eqn):
-                needed.update(_variables(eqn))
+                needed.update(variables_of(eqn))
             elif len(large := self._large(eqn)) == 1 and any(v in needed for v in eqn.outvars):
                 needed.update(large)
         return needed
@@ -202,12 +203,8 @@ class Derived:
             i = self._equation[stack.pop()]
             if i not in indices:
                 indices.add(i)
-                stack += [v for v in _variables(self._jaxpr.eqns[i]) if v in self.sources]
+                stack += [v for v in variables_of(self._jaxpr.eqns[i]) if v in self.sources]
         return [self._jaxpr.eqns[i] for i in sorted(indices)]
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if isinstance(v, Var)]
 
 
 def _is_cheap(eqn: Any) -> bool:
@@ -218,7 +215,7 @@ def _is_cheap(eqn: Any) -> bool:
 
 
 def _is_reduced(eqn: Any, v: Any) -> bool:
-    largest = max((device_bytes(u.aval) for u in _variables(eqn)), default=0)
+    largest = max((device_bytes(u.aval) for u in variables_of(eqn)), default=0)
     return TUNED.reduced * device_bytes(v.aval) <= largest
 
 
@@ -259,7 +256,7 @@ def _with_copies(
             first += _jax.spliced(jaxpr, [v, copy_of[v]], [inputs[v]], like=eqns[0])
     all_eqns = [*first, *(_reading(eqn, inputs) for eqn in eqns)]
     defined = {v for e in all_eqns for v in e.outvars}
-    invars = list(dict.fromkeys(v for e in all_eqns for v in _variables(e) if v not in defined))
+    invars = list(dict.fromkeys(v for e in all_eqns for v in variables_of(e) if v not in defined))
     outvars = [*(v for e in eqns for v in e.outvars if v in {*part.outvars}), *more_outs]
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=all_eqns)
     return Part(jaxpr, invars, outvars), decision.after(len(first))

@@ -19,7 +19,7 @@ import numpy as np
 from ... import _jax
 from ..._equations.compiled import Program
 from ..._equations.compiler import fast_compile_options
-from ..._equations.dataflow import alive_bytes
+from ..._equations.dataflow import alive_bytes, variables_of
 from ..._equations.primitives import flops, row_of
 from ..._jax import Jaxpr, Var
 from ..._lift.context import TraceContext, device_bytes
@@ -196,9 +196,7 @@ class Graph:
         if decision.saved is None:
             return set(self.residual_inputs)
         forward = self._forward
-        read = {
-            v for i in self._recomputed(decision.addresses) for v in forward.jaxpr.eqns[i].invars if isinstance(v, Var)
-        }
+        read = {v for i in self._recomputed(decision.addresses) for v in variables_of(forward.jaxpr.eqns[i])}
         return {i for i, v in enumerate(forward.inputs) if v in read or v in forward.residuals}
 
     def baseline(self) -> Option:
@@ -247,11 +245,9 @@ class Graph:
         in_memory: set[Any] = set(outputs)
         for i, eqn in enumerate(eqns):
             fuses = row_of(eqn).fuses or row_of(eqn).reads_fused
-            for v in eqn.invars:
-                if isinstance(v, Var):
-                    last_use[resolve(v)] = i
-                    if not fuses:
-                        in_memory.add(resolve(v))
+            last_use |= dict.fromkeys(map(resolve, variables_of(eqn)), i)
+            if not fuses:
+                in_memory.update(map(resolve, variables_of(eqn)))
         last_use |= dict.fromkeys(outputs, len(eqns))
 
         # A fused value is computed where it is read: its operands live until then. Readers come first in this order, so
@@ -260,9 +256,8 @@ class Graph:
             if row_of(eqn).fuses:
                 for v in eqn.outvars:
                     if v not in in_memory:
-                        for u in eqn.invars:
-                            if isinstance(u, Var):
-                                last_use[resolve(u)] = max(last_use[resolve(u)], last_use.get(v, -1))
+                        for u in map(resolve, variables_of(eqn)):
+                            last_use[u] = max(last_use[u], last_use.get(v, -1))
 
         # Allocated at the equation that computes it, freed after its last use: an equation holds operands and outputs.
         # XLA may reuse a buffer in place, so this errs high.
@@ -308,7 +303,7 @@ class Graph:
         # values and inputs of the region are counted by `Layout.peak`. Values in fewer bits are arguments in their
         # stored form.
         computed = {v for e in recomputed for v in e.outvars}
-        inputs = dict.fromkeys(v for e in recomputed for v in e.invars if isinstance(v, Var) and v not in computed)
+        inputs = dict.fromkeys(v for e in recomputed for v in variables_of(e) if v not in computed)
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
         by_address = dict(decision.saved or ())
         ways = {v: by_address.get(address, KEEP) for v, address in self._address_of.items()}
@@ -396,7 +391,7 @@ class IntegerProgram:
         # A row for each condition: its coefficients by column, and its least value.
         rows = [(available(v), 1.0) for v in forward.computed_residuals]
         for i in costs:
-            for v in dict.fromkeys(u for u in forward.jaxpr.eqns[i].invars if isinstance(u, Var)):
+            for v in variables_of(forward.jaxpr.eqns[i]):
                 if v in forward.producer:
                     rows.append((available(v) | {column["run", i]: -1.0}, 0.0))
         # In units of the common divisor the last row keeps its exact meaning: HiGHS lets a binary variable be off by

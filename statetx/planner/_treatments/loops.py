@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ... import _jax
+from ..._equations.dataflow import needed_equations
 from ..._equations.primitives import flops
 from ..._equations.structure import Body
 from ..._errors import PolicyError
@@ -326,13 +327,8 @@ class LoopOptions:
     def _carry_cost(self, saved: Iterable[Address]) -> float:
         """The cost of computing the carry from saved values and the carry before it."""
         saved_variables = {v for address in saved if len(address) == 2 for v in self._values_at(address)}
-        carry = {v for v in self._step.outvars[: self._num_carry] if isinstance(v, Var)}
-        needed, cost = carry - saved_variables, 0.0
-        for eqn in reversed(self._step.eqns):
-            if any(v in needed for v in eqn.outvars):
-                cost += flops(eqn)
-                needed.update(v for v in eqn.invars if isinstance(v, Var) and v not in saved_variables)
-        return cost
+        carry = [v for v in self._step.outvars[: self._num_carry] if isinstance(v, Var)]
+        return sum(map(flops, needed_equations(self._step, carry, saved_variables)))
 
     def _values_at(self, address: Address) -> Sequence[Any]:
         """The value with an address; for one in a rule all results of the call."""
