@@ -59,15 +59,10 @@ def constants(profile: Timeline) -> Iterable[ChangeCandidate]:
     largest_first = sorted(arrays, key=lambda b: -b.num_bytes)
     large = [b for b in largest_first if b.num_bytes >= _LEAST_SHARE * profile.constant_bytes]
     if large:
-        which = (
-            f"the constant {large[0].type} as an argument, or keep it in a State: a compiled program has its own "
-            f"copy of it"
-        )
-        if len(large) > 1:
-            types = ", ".join(dict.fromkeys(b.type for b in large))
-            which = (
-                f"the constants {types} as arguments, or keep them in States: a compiled program has its own copies "
-                f"of them"
-            )
-        change = Change("argument", large[0].owner, f"Pass {which}.", sum(b.num_bytes for b in large))
+        types = ", ".join(dict.fromkeys(b.type for b in large))
+        one = f"the constant {types} as an argument, or keep it in a State", "its own copy of it"
+        several = f"the constants {types} as arguments, or keep them in States", "its own copies of them"
+        which, copies = several if len(large) > 1 else one
+        text = f"Pass {which}: a compiled program has {copies}."
+        change = Change("argument", large[0].owner, text, sum(b.num_bytes for b in large))
         yield ChangeCandidate(change, frozenset(large), AsArguments())

@@ -67,19 +67,11 @@ class Assembly:
 
     def _step(self, instruction: Instruction) -> Step:
         origin = self.names.origin(instruction)
+        loop = self._loop(instruction)
         if instruction.opcode in FORWARDS:
-            return Step(instruction.name, "", origin.phase, "", self._loop(instruction))
-        return Step(
-            instruction.name,
-            origin.primitive,
-            origin.phase,
-            origin.source,
-            self._loop(instruction),
-            self.module(instruction.id),
-            origin.frames,
-            origin.is_recomputed,
-            origin.calls,
-        )
+            return Step(instruction.name, "", origin.phase, "", loop)
+        owner, told = self.module(instruction.id), (origin.frames, origin.is_recomputed, origin.calls)
+        return Step(instruction.name, origin.primitive, origin.phase, origin.source, loop, owner, *told)
 
     def _loop(self, instruction: Instruction) -> Loop | None:
         return next(iter(self.names.loops(instruction)), None)

@@ -224,11 +224,11 @@ class Timeline:
     steps: tuple[Step, ...]
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    constant_bytes: int
-    num_devices: int
-    backend: str
+    alias_bytes: int = 0
+    temp_bytes: int = 0
+    constant_bytes: int = 0
+    num_devices: int = 1
+    backend: str = ""
     backward_step: int = 0
     gradient: bool = False
     note: str = ""
@@ -289,18 +289,8 @@ def grouped(buffers: Iterable[Buffer]) -> list[Group]:
     for b in buffers:
         members[b.kind, b.owner, b.function, b.source, b.region, b.stacked].append(b)
     groups = [
-        Group(
-            num_bytes=sum(b.num_bytes for b in group),
-            kind=key[0],
-            owner=key[1],
-            function=key[2],
-            source=key[3],
-            region=key[4],
-            types=tuple(dict.fromkeys(b.type for b in group)),
-            buffers=tuple(group),
-            change=None,
-        )
-        for key, group in members.items()
+        Group(sum(b.num_bytes for b in group), *key, tuple(dict.fromkeys(b.type for b in group)), tuple(group), None)
+        for (*key, _), group in members.items()
     ]
     return sorted(groups, key=lambda g: (-g.num_bytes, KINDS.index(g.kind), g.owner, g.source))
 

@@ -268,8 +268,6 @@ def _totals(traced: _TracedProgram, memory: Any) -> MemoryProfile:
         buffers=(),
         steps=(Step("program", "", "forward", "", None),),
         **sizes,
-        constant_bytes=0,
-        num_devices=1,
         backend=current.platform(),
         gradient=traced.gradient,
         gradients=traced.gradients,
