@@ -288,9 +288,12 @@ def grouped(buffers: Iterable[Buffer]) -> list[Group]:
     members: dict[tuple, list[Buffer]] = defaultdict(list)
     for b in buffers:
         members[b.kind, b.owner, b.function, b.source, b.region, b.stacked].append(b)
+    types_of = lambda group: tuple(dict.fromkeys(b.type for b in group))
     groups = [
-        Group(sum(b.num_bytes for b in group), *key, tuple(dict.fromkeys(b.type for b in group)), tuple(group), None)
-        for (*key, _), group in members.items()
+        Group(
+            sum(b.num_bytes for b in group), kind, owner, function, source, region, types_of(group), tuple(group), None
+        )
+        for (kind, owner, function, source, region, _), group in members.items()
     ]
     return sorted(groups, key=lambda g: (-g.num_bytes, KINDS.index(g.kind), g.owner, g.source))
 
