@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +88,12 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
     for sub in _core.jaxprs_in_params(eqn.params):
         yield open_jaxpr(sub)[0]
+
+
+def has_equation(x: Any, is_sought: Callable[[Any], bool]) -> bool:
+    """Whether a jaxpr, closed or not, has such an equation, at any depth."""
+    inside = lambda eqn: any(has_equation(inner, is_sought) for inner in inner_jaxprs(eqn))
+    return any(is_sought(eqn) or inside(eqn) for eqn in open_jaxpr(x)[0].eqns)
 
 
 def zero_tangent(aval: Any) -> Any:

@@ -10,7 +10,7 @@ from jax._src import callback as _callback
 from jax._src import debugging as _debugging
 
 from . import patches
-from .equations import Jaxpr, inner_jaxprs
+from .equations import Jaxpr, has_equation
 from .traces import ArrayImpl
 
 _note: Callable[[], None] | None = None
@@ -45,9 +45,7 @@ for _name, _primitive in {
 
 def calls_host(jaxpr: Jaxpr) -> bool:
     """Whether a program calls functions of the user on the host. A `jax.debug.print` is none: it does not raise."""
-    return any(
-        eqn.primitive.name.endswith("_callback") or any(map(calls_host, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
-    )
+    return has_equation(jaxpr, lambda eqn: eqn.primitive.name.endswith("_callback"))
 
 
 def wait_for(tree: Any) -> None:

@@ -12,8 +12,8 @@ import jax
 from .. import _jax
 from .._equations.dataflow import needed_equations
 from .._equations.inline import inline
-from .._equations.primitives import FUSED, INLINED, JIT, LOOPS, REMAT, count, flops, inner_jaxprs, row_of
-from .._jax import Jaxpr
+from .._equations.primitives import FUSED, INLINED, JIT, REMAT, count, flops, inner_jaxprs, row_of
+from .._equations.release import has_loop
 from .._lift.stage import close_derivative
 from .._positions import replaced
 from .._tree import is_float, num_bytes
@@ -145,18 +145,13 @@ class BackwardStep:
         return self._treedef.unflatten(leaves)((ct_carry, ct_ys))
 
 
-def _contains_loop(jaxpr: Jaxpr) -> bool:
-    """Whether one of the equations is a loop, or has one in it."""
-    return any(e.primitive.name in LOOPS or any(map(_contains_loop, inner_jaxprs(e))) for e in jaxpr.eqns)
-
-
 def starts_early(step: LoopStep) -> bool:
     """Whether XLA:CPU would allocate much of a step's operands and results at the start of the program around it.
 
     It starts whatever is ready: the buffers that loops in the step fill, and values computed from constants alone, such
     as a layer's weights from the stacked ones.
     """
-    if _contains_loop(step.body.jaxpr):
+    if has_loop(step.body.jaxpr):
         return True
     jaxpr = inline(step.body.jaxpr, calls=JIT | REMAT, deep=False)
     computed = _computed_from(jaxpr, jaxpr.invars[: step.num_constants])

@@ -207,7 +207,4 @@ def _resolved_jaxpr(x: Any, rewriter: Rewriter | None) -> Any:
 
 
 def _has_deferred(x: Any) -> bool:
-    return any(
-        _jax.deferred_function(eqn) is not None or any(map(_has_deferred, _jax.inner_jaxprs(eqn)))
-        for eqn in _jax.open_jaxpr(x)[0].eqns
-    )
+    return _jax.has_equation(x, lambda eqn: _jax.deferred_function(eqn) is not None)

@@ -63,7 +63,7 @@ def is_on_devices(jaxpr: Jaxpr) -> bool:
 def _with_shard_map(jaxpr: Jaxpr) -> tuple[Jaxpr, Any] | None:
     """A program, flat, with the shard_map that has more than half of its operations; None if it has none."""
     # Most programs have none, and long ones take a while to be flattened.
-    if not _contains_shard_map(jaxpr):
+    if not _jax.has_equation(jaxpr, lambda eqn: eqn.primitive.name == "shard_map"):
         return None
     program = Flat(flatten(jaxpr)).jaxpr
     operations = [_operations(eqn) for eqn in program.eqns]
@@ -71,12 +71,6 @@ def _with_shard_map(jaxpr: Jaxpr) -> tuple[Jaxpr, Any] | None:
         if eqn.primitive.name == "shard_map" and 2 * num > sum(operations):
             return program, eqn
     return None
-
-
-def _contains_shard_map(jaxpr: Jaxpr) -> bool:
-    return any(
-        e.primitive.name == "shard_map" or any(map(_contains_shard_map, _jax.inner_jaxprs(e))) for e in jaxpr.eqns
-    )
 
 
 def _operations(eqn: Any) -> int:

@@ -279,7 +279,8 @@ class Baseline:
     @functools.cached_property
     def jaxpr_without_remat(self) -> Jaxpr:
         """The program with rematerialized functions inlined at any depth."""
-        return inline(self._jaxpr, calls=REMAT) if _contains_remat(self._jaxpr) else self._jaxpr
+        has_remat = _jax.has_equation(self._jaxpr, lambda eqn: eqn.primitive.name in REMAT)
+        return inline(self._jaxpr, calls=REMAT) if has_remat else self._jaxpr
 
     @functools.cached_property
     def extrapolated(self) -> Cost | None:
@@ -334,10 +335,6 @@ def _in_thread(run: Callable[[], Result]) -> concurrent.futures.Future[Result]:
     future = pool.submit(run)
     pool.shutdown(wait=False)
     return future
-
-
-def _contains_remat(jaxpr: Jaxpr) -> bool:
-    return any(e.primitive.name in REMAT or any(map(_contains_remat, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
 
 
 def _without_remat(program: Flat) -> Jaxpr:

@@ -221,7 +221,7 @@ class StateShardings:
 
 def names_mesh(jaxpr: _jax.Jaxpr) -> bool:
     """Whether an equation distributes values over devices."""
-    return any(row_of(e).places or any(map(names_mesh, _jax.inner_jaxprs(e))) for e in jaxpr.eqns)
+    return _jax.has_equation(jaxpr, lambda eqn: row_of(eqn).places)
 
 
 def is_on_mesh(avals: Iterable[Any]) -> bool:
