@@ -106,12 +106,6 @@ class _Recorder(Rewriter):
         recorded, self._recorded = self._recorded, []
         return recorded
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
     def __repr__(self) -> str:
         return "plan"
 
@@ -153,12 +147,6 @@ class _Replace(Rewriter):
     def __init__(self, programs: dict[tuple[str, ...], Jaxpr], inner: Rewriter | None):
         self._bodies = {key: Body(jaxpr, []) for key, jaxpr in programs.items()}
         self.inner = inner
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
 
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
