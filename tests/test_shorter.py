@@ -70,6 +70,13 @@ def test_layers_left_out_take_no_memory_in_a_step(long):
     assert search.baseline.extrapolated.temp_bytes == memory.temp_size_in_bytes
 
 
+def test_extrapolated_costs_lack_what_xla_does_not_tell(long, monkeypatch):
+    """As for devices that are not there."""
+    monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", lambda self: None)
+    cost = Planner(loss, WS, X, of="temporaries", argnums=0)._search.baseline.extrapolated
+    assert cost.compiled_flops is None and cost.seconds is None and cost.temp_bytes > 0
+
+
 @pytest.mark.slow
 def test_baseline_that_may_fit_is_compiled(long):
     planner = Planner(loss, WS, X, of="temporaries", argnums=0)

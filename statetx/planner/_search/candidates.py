@@ -375,8 +375,12 @@ class Shorter:
         if change < 0 or abs(third["temp_bytes"] - second["temp_bytes"] - change) > change / 1000:
             return None
         steps = (self._count - _COUNTS[2]) / (_COUNTS[1] - _COUNTS[0])
-        extrapolated = lambda name: type(third[name])(third[name] + steps * (third[name] - second[name]))
-        return Cost(**{name: extrapolated(name) for name in third if None not in (second[name], third[name])})
+
+        def extrapolated(name: str) -> Any:
+            a, b = second[name], third[name]
+            return None if None in (a, b) else type(b)(b + steps * (b - a))
+
+        return Cost(**{name: extrapolated(name) for name in third})
 
 
 def is_long(program: Flat) -> bool:
