@@ -81,10 +81,13 @@ def _is_freed_already(profile: Timeline, b: Buffer, function: str) -> bool:
     if b.kind != "recomputed":
         return False
     functions = [f.function for f in profile.steps[b.start].frames]
-    # Of a callable object, the region has the name of its class.
-    names = (f".{b.region}", f".{b.region}.__call__")
-    region = next((n for n, f in enumerate(functions) if f".{f}".endswith(names)), len(functions))
+    region = next((n for n, f in enumerate(functions) if _is_region(f, b.region)), len(functions))
     return function in functions[region:]
+
+
+def _is_region(function: str, region: str) -> bool:
+    # Of a callable object, the region has the name of its class.
+    return f".{function}".endswith((f".{region}", f".{region}.__call__"))
 
 
 def _saved_by_policy(profile: Timeline, freed: Sequence[Buffer]) -> list[Buffer]:
@@ -167,10 +170,8 @@ def _storing_bits(
     )
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
     change, freed = Change("bits", function, text, saved), frozenset([*buffers, *freed])
-    # Of a callable object, the region has the name of its class.
-    names = {end for b in profile.buffers if b.region for end in (f".{b.region}", f".{b.region}.__call__")}
-    is_rematerialized = any(f".{function}".endswith(end) for end in names)
-    after = None if is_rematerialized else Rematerialize(function)
+    regions = {b.region for b in profile.buffers} - {""}
+    after = None if any(_is_region(function, r) for r in regions) else Rematerialize(function)
     yield ChangeCandidate(change, freed, StoreBits(function), after=after)
 
 
