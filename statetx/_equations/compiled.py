@@ -209,9 +209,7 @@ def temp_bytes_of(memory: Any, largest: int) -> int:
 
 def _largest_value(jaxpr: Jaxpr) -> int:
     """The size of the largest value that a jaxpr computes, at any depth."""
-    sizes = (num_bytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
-    inner_sizes = (_largest_value(_jax.open_jaxpr(x)[0]) for eqn in jaxpr.eqns for x in _jax.inner_jaxprs(eqn))
-    return max((*sizes, *inner_sizes), default=0)
+    return max((num_bytes(v.aval) for eqn in _jax.equations_in(jaxpr) for v in eqn.outvars), default=0)
 
 
 def _as_called(traced: Any, args: Sequence[Any], donated: Sequence[int]) -> Any:

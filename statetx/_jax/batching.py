@@ -14,7 +14,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
-from .equations import ClosedJaxpr, Jaxpr, inner_jaxprs, open_jaxpr
+from .equations import ClosedJaxpr, Jaxpr, equations_in, open_jaxpr
 from .traces import Tracer, _context, _parents
 
 
@@ -137,8 +137,4 @@ _mlir.register_lowering(_notice_p, _mlir.lower_fun(_notice_impl, multiple_result
 
 def vmap_callbacks(jaxpr: Jaxpr) -> Iterator[Callable]:
     """The callbacks of `notify_of_vmap` in a jaxpr and in those inside of it, in the order of the equations."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is _notice_p:
-            yield eqn.params["callback"]
-        for inner in inner_jaxprs(eqn):
-            yield from vmap_callbacks(inner)
+    return (eqn.params["callback"] for eqn in equations_in(jaxpr) if eqn.primitive is _notice_p)

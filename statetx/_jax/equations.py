@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,10 +90,12 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
         yield open_jaxpr(sub)[0]
 
 
-def has_equation(x: Any, is_sought: Callable[[Any], bool]) -> bool:
-    """Whether a jaxpr, closed or not, has such an equation, at any depth."""
-    inside = lambda eqn: any(has_equation(inner, is_sought) for inner in inner_jaxprs(eqn))
-    return any(is_sought(eqn) or inside(eqn) for eqn in open_jaxpr(x)[0].eqns)
+def equations_in(x: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, closed or not, at any depth: each before those inside of it."""
+    for eqn in open_jaxpr(x)[0].eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from equations_in(inner)
 
 
 def zero_tangent(aval: Any) -> Any:

@@ -10,7 +10,7 @@ from jax._src import callback as _callback
 from jax._src import debugging as _debugging
 
 from . import patches
-from .equations import Jaxpr, has_equation
+from .equations import Jaxpr, equations_in
 from .traces import ArrayImpl
 
 _note: Callable[[], None] | None = None
@@ -45,7 +45,7 @@ for _name, _primitive in {
 
 def calls_host(jaxpr: Jaxpr) -> bool:
     """Whether a program calls functions of the user on the host. A `jax.debug.print` is none: it does not raise."""
-    return has_equation(jaxpr, lambda eqn: eqn.primitive.name.endswith("_callback"))
+    return any(eqn.primitive.name.endswith("_callback") for eqn in equations_in(jaxpr))
 
 
 def wait_for(tree: Any) -> None:

@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 
 from . import patches
 from .editing import map_jaxprs
-from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
+from .equations import ClosedJaxpr, Jaxpr, Var, equations_in, inner_jaxprs, open_jaxpr
 from .marks import attach_primitive, mark_primitive
 from .rules import _closed_over, has_rule, with_rule
 from .traces import JAX_FOLDER, PACKAGE_FOLDER, traceback_site
@@ -288,8 +288,5 @@ def callback_name(eqn: Any) -> tuple[str, str]:
 
 def callbacks(jaxpr: Jaxpr) -> list[tuple[str, str]]:
     """The functions that a jaxpr calls on the host: name and source line of each call."""
-    calls = [callback_name(eqn) for eqn in jaxpr.eqns if eqn.primitive.name.endswith(("_callback", "debug_print"))]
-    for eqn in jaxpr.eqns:
-        for sub in inner_jaxprs(eqn):
-            calls += callbacks(sub)
-    return calls
+    is_call = lambda eqn: eqn.primitive.name.endswith(("_callback", "debug_print"))
+    return [callback_name(eqn) for eqn in equations_in(jaxpr) if is_call(eqn)]

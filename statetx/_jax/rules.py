@@ -18,7 +18,7 @@ from jax._src.interpreters import ad as _ad
 
 from . import patches
 from .editing import map_jaxprs, with_equations
-from .equations import Jaxpr, has_equation, inner_jaxprs, open_jaxpr
+from .equations import Jaxpr, equations_in, inner_jaxprs, open_jaxpr
 from .primitives import loop_with_rules
 from .traces import JAX_FOLDER
 
@@ -173,7 +173,7 @@ class RuleGuard(Protocol):
 
 def has_rules(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr calls, at any depth, a function with a custom derivative."""
-    return has_equation(jaxpr, has_rule)
+    return any(map(has_rule, equations_in(jaxpr)))
 
 
 def has_users_rule(jaxpr: Jaxpr) -> bool:

@@ -219,11 +219,7 @@ def _has_rule_of_shared(jaxpr: _jax.Jaxpr, axes: frozenset[str]) -> bool:
     if not axes:
         return False
     is_shared = lambda v: isinstance(v, _jax.Var) and is_float(v.aval) and not _jax.varying_axes(v.aval) >= axes
-    return any(
-        (_jax.has_rule(eqn) and any(map(is_shared, eqn.invars)))
-        or any(_has_rule_of_shared(inner, axes) for inner in _jax.inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(_jax.has_rule(eqn) and any(map(is_shared, eqn.invars)) for eqn in _jax.equations_in(jaxpr))
 
 
 class _SumWithGradients:

@@ -453,16 +453,9 @@ def _of_state(path: str) -> str:
 
 def _constants(traced: TracedCall) -> dict[str, Any]:
     """The arrays and numbers that a trace has taken from Python."""
-    found = list(traced.body.operands)
-
-    def visit(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            found.extend(v.val for v in eqn.invars if isinstance(v, _jax.Literal))
-            for inner in _jax.inner_jaxprs(eqn):
-                visit(inner)
-
-    visit(traced.body.jaxpr)
-    return {str(n): x for n, x in enumerate(found)}
+    atoms = (v for eqn in _jax.equations_in(traced.body.jaxpr) for v in eqn.invars)
+    literals = (v.val for v in atoms if isinstance(v, _jax.Literal))
+    return {str(n): x for n, x in enumerate([*traced.body.operands, *literals])}
 
 
 def _callbacks(jaxpr: Any, times: int = 1) -> Counter[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._jax import Jaxpr
-from .._jax.equations import inner_jaxprs
+from .._jax.equations import equations_in
 from ._advice import AdvisedTimeline
 from .buffer import shape_of
 
@@ -19,7 +19,7 @@ def num_words(body: Jaxpr, profile: AdvisedTimeline) -> tuple[int, int]:
     """The size of the vocabulary whose logits take a fifth of the peak or more, and the bytes that they take there;
     zeros if there is none.
     """
-    eqns = [*_equations(body)]
+    eqns = [*equations_in(body)]
     maxima = {size for eqn in eqns for size in _maxima(eqn)}
     widths = {words: width for eqn in eqns for words, width in _wide_product(eqn) if words in maxima}
     sizes = dict.fromkeys(widths, 0)
@@ -34,14 +34,6 @@ def num_words(body: Jaxpr, profile: AdvisedTimeline) -> tuple[int, int]:
                     sizes[words] += buffer.num_bytes
     words = max(sizes, key=lambda words: sizes[words], default=0)
     return (words, sizes[words]) if words and sizes[words] >= _LEAST_SHARE * profile.peak_bytes else (0, 0)
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations of a jaxpr at any depth."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from _equations(inner)
 
 
 def _maxima(eqn: Any) -> Iterator[int]:

@@ -207,4 +207,4 @@ def _resolved_jaxpr(x: Any, rewriter: Rewriter | None) -> Any:
 
 
 def _has_deferred(x: Any) -> bool:
-    return _jax.has_equation(x, lambda eqn: _jax.deferred_function(eqn) is not None)
+    return any(_jax.deferred_function(eqn) is not None for eqn in _jax.equations_in(x))

@@ -63,7 +63,7 @@ def is_on_devices(jaxpr: Jaxpr) -> bool:
 def _with_shard_map(jaxpr: Jaxpr) -> tuple[Jaxpr, Any] | None:
     """A program, flat, with the shard_map that has more than half of its operations; None if it has none."""
     # Most programs have none, and long ones take a while to be flattened.
-    if not _jax.has_equation(jaxpr, lambda eqn: eqn.primitive.name == "shard_map"):
+    if all(eqn.primitive.name != "shard_map" for eqn in _jax.equations_in(jaxpr)):
         return None
     program = Flat(flatten(jaxpr)).jaxpr
     operations = [_operations(eqn) for eqn in program.eqns]

@@ -279,7 +279,7 @@ class Baseline:
     @functools.cached_property
     def jaxpr_without_remat(self) -> Jaxpr:
         """The program with rematerialized functions inlined at any depth."""
-        has_remat = _jax.has_equation(self._jaxpr, lambda eqn: eqn.primitive.name in REMAT)
+        has_remat = any(eqn.primitive.name in REMAT for eqn in _jax.equations_in(self._jaxpr))
         return inline(self._jaxpr, calls=REMAT) if has_remat else self._jaxpr
 
     @functools.cached_property

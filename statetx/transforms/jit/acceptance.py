@@ -221,7 +221,7 @@ class StateShardings:
 
 def names_mesh(jaxpr: _jax.Jaxpr) -> bool:
     """Whether an equation distributes values over devices."""
-    return _jax.has_equation(jaxpr, lambda eqn: row_of(eqn).places)
+    return any(row_of(eqn).places for eqn in _jax.equations_in(jaxpr))
 
 
 def is_on_mesh(avals: Iterable[Any]) -> bool:
