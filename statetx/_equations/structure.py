@@ -264,10 +264,7 @@ def _without_rules(x: Jaxpr) -> Jaxpr:
             return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": _without_rules(call)})
         return _jax.map_jaxprs(_without_rules, eqn)
 
-    jaxpr, _ = _jax.open_jaxpr(x)
-    eqns = [of_equation(eqn) for eqn in jaxpr.eqns]
-    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return x if is_same else _jax.with_equations(x, eqns)
+    return _jax.map_equations(of_equation, x)
 
 
 # -- the table -------------------------------------------------------------------------------------------------

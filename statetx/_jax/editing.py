@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,6 +117,16 @@ def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
 
     params = {key: apply(value) for key, value in eqn.params.items()}
     return eqn if all(params[k] is v for k, v in eqn.params.items()) else eqn.replace(params=params)
+
+
+def map_equations(fun: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function to each equation of a jaxpr, closed or not.
+
+    An unchanged jaxpr stays the same object, which JAX's caches are keyed by.
+    """
+    old = open_jaxpr(x)[0].eqns
+    new = [fun(eqn) for eqn in old]
+    return x if all(map(operator.is_, new, old)) else with_equations(x, new)
 
 
 def with_equations(x: Any, eqns: Sequence[Any]) -> Any:

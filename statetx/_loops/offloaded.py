@@ -74,6 +74,4 @@ def _refusing(x: Any, loop: str, in_loop: bool, is_wrong: bool) -> Any:
         new = dataclasses.replace(policy, policy=new) if is_fenced else new
         return eqn.replace(params={**eqn.params, "policy": new})
 
-    jaxpr, _ = _jax.open_jaxpr(x)
-    eqns = [changed(eqn) for eqn in jaxpr.eqns]
-    return x if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else _jax.with_equations(x, eqns)
+    return _jax.map_equations(changed, x)

@@ -478,6 +478,4 @@ def _map_auto(x: Any, change: Callable[[Sized], Sized], unless: Callable[[Any], 
         with _jax.in_shard_maps(eqn):
             return eqn if unless(eqn) else _jax.map_jaxprs(lambda inner: _map_auto(inner, change, unless), eqn)
 
-    jaxpr, _ = _jax.open_jaxpr(x)
-    eqns = [changed(eqn) for eqn in jaxpr.eqns]
-    return x if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else _jax.with_equations(x, eqns)
+    return _jax.map_equations(changed, x)

@@ -317,14 +317,13 @@ class _Edited(Rewriter):
 
     def _edited_jaxpr(self, jaxpr: Jaxpr, *, is_step: bool = False) -> Jaxpr:
         flat = flatten(jaxpr)
-        editors = {
-            e: functools.partial(self._edited_inside, is_step=e.primitive.name not in REMAT)
-            for e in flat.eqns
-            if _has_body(e)
-        }
-        eqns = [_jax.map_jaxprs(editors[e], e) if e in editors else e for e in flat.eqns]
-        is_same = all(a is b for a, b in zip(eqns, flat.eqns, strict=True))
-        program = Flat(flat if is_same else _jax.with_equations(flat, eqns), opens_blocks=False)
+
+        def edited(eqn: Any) -> Any:
+            edit = functools.partial(self._edited_inside, is_step=eqn.primitive.name not in REMAT)
+            return _jax.map_jaxprs(edit, eqn) if _has_body(eqn) else eqn
+
+        whole = _jax.map_equations(edited, flat)
+        program = Flat(whole, opens_blocks=False)
         decided: dict[Interval, tuple[Edit, Decision]] = {}
         for edit in self._edits:
             decisions = edit.decisions(program)
@@ -332,7 +331,7 @@ class _Edited(Rewriter):
                 self._found.add(edit)
                 decided |= {span: (edit, decision) for span, decision in decisions.items()}
         if not decided:
-            return jaxpr if is_same else program.jaxpr
+            return jaxpr if whole is flat else program.jaxpr
         bounds = sorted({0, len(program), *itertools.chain.from_iterable(decided)})
         changed = [
             _changed_part(program, span, *decided[span], is_step, self.keeps_order)

@@ -447,17 +447,14 @@ def _tag(x: Any, regions: list[str]) -> Any:
     """Give each rematerialized region its own name scope, which all equations derived from it by differentiation
     inherit.
     """
-    jaxpr, _ = _jax.open_jaxpr(x)
-    eqns = []
-    for eqn in jaxpr.eqns:
+
+    def tagged(eqn: Any) -> Any:
         if eqn.primitive.name in REMAT:
             regions.append(short_name(_jax.open_jaxpr(eqn.params["jaxpr"])[0].debug_info.func_name))
             eqn = _jax.with_scope(eqn, f"{_TAG}{len(regions) - 1}")
-        eqns.append(_jax.map_jaxprs(lambda j: _tag(j, regions), eqn))
+        return _jax.map_jaxprs(lambda j: _tag(j, regions), eqn)
 
-    # Unchanged jaxprs stay the same objects, which JAX's caches are keyed by.
-    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return x if is_same else _jax.with_equations(x, eqns)
+    return _jax.map_equations(tagged, x)
 
 
 def regions_of(eqn: Any) -> list[int]:
