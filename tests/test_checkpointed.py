@@ -854,6 +854,9 @@ def test_while_loop_mistakes():
     twice = lambda x: statetx.while_loop(lambda x: x < 1, lambda x: x + jnp.sin(x), x, checkpoint=2)
     with pytest.raises(ValueError, match=r"(?s)again in reverse mode.*jax\.hessian\(f\)"):
         jax.grad(jax.grad(twice))(0.1)
+    # It was told to use `checkpoint=`, which it does.
+    with pytest.raises(ValueError, match=r"(?s)tangent of a .*with checkpoint= .*in reverse mode.*jax\.hessian\(f\)"):
+        jax.grad(lambda x: jax.jvp(twice, (x,), (1.0,))[1])(0.1)
     assert np.isfinite(jax.hessian(twice)(0.1)), "the message's advice"
 
 

@@ -140,14 +140,36 @@ _REVERSAL = str(Path(__file__).parents[1] / "_loops" / "schedule.py")
 _transpose_while = _ad.primitive_transposes[while_p]
 
 
+def with_slots(test: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The condition of a loop of unknown length that computes its gradient from slots."""
+
+    def test_with_slots(loop: Any) -> Any:
+        return test(loop)
+
+    return test_with_slots
+
+
+def _derivative_with_slots(body_jaxpr: Any, cond_jaxpr: Any) -> str | None:
+    """Which derivative of a loop with slots this loop computes; None for another loop."""
+    sources = [
+        getattr(getattr(open_jaxpr(jaxpr)[0], "debug_info", None), "func_src_info", None) or ""
+        for jaxpr in (body_jaxpr, cond_jaxpr)
+    ]
+    if _REVERSAL in sources[0]:
+        return "gradient"
+    return "tangent" if "test_with_slots" in sources[1] and __file__ in sources[1] else None
+
+
 def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
     try:
         return _transpose_while(*args, **params)
     except ValueError as e:
         info = getattr(open_jaxpr(params["body_jaxpr"])[0], "debug_info", None)
-        if info is not None and _REVERSAL in info.func_src_info:
+        derivative = _derivative_with_slots(params["body_jaxpr"], params["cond_jaxpr"])
+        if derivative is not None:
+            again = "again " if derivative == "gradient" else ""
             raise ValueError(
-                "The gradient of a statetx.while_loop with checkpoint= cannot be differentiated again in reverse "
+                f"The {derivative} of a statetx.while_loop with checkpoint= cannot be differentiated {again}in reverse "
                 "mode: its own loops end when "
                 "their steps are done.\n"
                 "Fix: take the outer derivative in forward mode, as jax.hessian(f) and jax.jvp(jax.grad(f), ...) do; "

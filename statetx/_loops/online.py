@@ -187,7 +187,10 @@ class OnlineLoop:
             return loop[0] + 1, self.step(constants, loop[1], [])[0]
 
         start, named = (jnp.int32(0), carry), _jax.name_as_staged(one, self.step.body.jaxpr)
-        return jax.lax.while_loop(lambda loop: self.is_running(test_constants, loop[1], loop[0]), named, start)[1]
+        is_running = lambda loop: self.is_running(test_constants, loop[1], loop[0])
+        # The error of its tangents in reverse mode must not advise slots that it has.
+        test = _jax.with_slots(is_running) if self.slots else is_running
+        return jax.lax.while_loop(test, named, start)[1]
 
     # -- derivatives --
 
