@@ -216,9 +216,9 @@ def in_own_process(spec: dict[str, Any]) -> dict[str, Any]:
 
 COLUMNS = (
     "program and budget",
-    "no remat",
-    "budget",
-    "plan",
+    "no remat (MiB)",
+    "budget (MiB)",
+    "plan (MiB)",
     "kept",
     "added operations",
     "the policy's",
@@ -235,6 +235,10 @@ def budget_of(found: dict[str, Any], title: str) -> int:
 
 def row_title(program: str, budget: str) -> str:
     return f"{program}: {budget.removesuffix(' on the blocks')}"
+
+
+def in_mib(num_bytes: int) -> str:
+    return mib(num_bytes).removesuffix(" MiB")
 
 
 def is_kept(row: dict[str, Any]) -> bool:
@@ -254,7 +258,7 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             if "failed" in row:
                 lines.append([row_title(name, title), *[""] * 2, "did not end", "NO", *[""] * 5])
                 continue
-            cells = [row_title(name, title), mib(base["bytes"])]
+            cells = [row_title(name, title), in_mib(base["bytes"])]
             policy = percent(refs[title]["flops"] / base["flops"] - 1) if title in refs else ""
             time_text = ""
             if row.get("seconds") and base["seconds"]:
@@ -262,11 +266,11 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             policy_seconds = row.get("fastest policy") or refs.get(title, {}).get("seconds")
             beside = f"{row['seconds'] / policy_seconds:.2f}" if policy_seconds and row.get("seconds") else ""
             smallest = row.get("smallest")
-            plan = mib(row["bytes"]) if "bytes" in row else f"≥ {mib(smallest)}" if smallest else "none"
+            plan = in_mib(row["bytes"]) if "bytes" in row else f"≥ {in_mib(smallest)}" if smallest else "none"
             extra = percent(row["extra"]) if "extra" in row else ""
             bound = percent(row["bound"]) if row.get("bound") else ""
             kept = "" if "error" in row else "yes" if is_kept(row) else "NO"
-            lines.append([*cells, mib(row["budget"]), plan, kept, extra, policy, bound, time_text, beside])
+            lines.append([*cells, in_mib(row["budget"]), plan, kept, extra, policy, bound, time_text, beside])
     return lines
 
 
