@@ -344,6 +344,36 @@ def test_fault_beside_amplified_rounding_and_an_infinite_mask_is_named():
         assert_same_step(*steps, X, steps=1)
 
 
+def mixed_precision(wrap=lambda f: f):
+    """A step of AdamW with norms and products in bfloat16, which XLA rounds in some fusions and not in others."""
+    optimizer = optax.adamw(1e-3)
+
+    def layer(w, x):
+        w, h = w.astype(jnp.bfloat16), x - x.mean(-1, keepdims=True)
+        h = h * jax.lax.rsqrt((h**2).mean(-1, keepdims=True) + 1e-5)
+        return x + jnp.tanh(h @ w) @ w.T
+
+    def loss(ws, x):
+        x = x.astype(jnp.bfloat16)
+        for w in ws:
+            x = wrap(layer)(w, x)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    def step(ws, moments, x):
+        updates, moments = optimizer.update(jax.grad(loss)(ws, x), moments, ws)
+        return optax.apply_updates(ws, updates), moments
+
+    ws = [jax.random.normal(jax.random.key(n), (16, 32)) / 4 for n in range(3)]
+    return step, ws, optimizer.init(ws), jax.random.normal(jax.random.key(9), (8, 16))
+
+
+@pytest.mark.thorough
+def test_narrow_floats_that_xla_does_not_round_are_no_fault():
+    step, *args = mixed_precision()
+    report = assert_same_step(step, mixed_precision(statetx.remat)[0], *args, steps=1)
+    assert report.error > 1e-3 and report.double_error == 0
+
+
 # -- counts, bad input ------------------------------------------------------------------------------------------------
 
 

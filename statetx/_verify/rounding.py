@@ -16,7 +16,11 @@ from .. import _jax
 from .._tree import is_float
 from .results import Mismatch
 
-_OTHER_FUSIONS: dict[str, Any] = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
+_OTHER_FUSIONS: dict[str, Any] = {
+    "xla_disable_hlo_passes": "fusion",
+    "xla_backend_optimization_level": 0,
+    "xla_allow_excess_precision": False,  # narrow floats are rounded after each operation, in fusions too
+}
 
 
 @functools.cache
