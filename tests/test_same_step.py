@@ -448,6 +448,18 @@ def test_two_models_begin_with_the_values_of_the_reference():
     assert b.layers[0].value is before
 
 
+def test_models_of_which_one_is_behind_another_function_are_compared():
+    def behind(model, scale=1):
+        within = statetx.remat(lambda x: model.step(scale * x))
+        return lambda x: within(x)
+
+    of = lambda model: lambda x: model.step(x)
+    report = assert_same_step(of(Network(1)), behind(Network(1)), X, steps=1)
+    assert report.num_results > 1
+    with pytest.raises(AssertionError, match=r"(?s)is not the same step.*state 'model\.layers"):
+        assert_same_step(of(Network(1)), behind(Network(1), scale=2), X, steps=1)
+
+
 def test_step_that_is_not_deterministic_is_told_with_the_line():
     n = statetx.State(jnp.zeros(3))
     draw = lambda: np.random.default_rng().normal(size=3).astype(np.float32)

@@ -402,12 +402,22 @@ def _paired(reference: _Side, step: _Side) -> dict[str, tuple[Any, Any]]:
     of_reference, of_step = reference.states(), step.states()
     pairs: dict[str, tuple[Any, Any]] = {}
     for key, (path, state) in of_reference.items():
-        pairs[path] = state, state if key in of_step else step.paths.items().get(path, state)
+        pairs[path] = state, state if key in of_step else _named(path, step.paths.items(), state)
     seen = {id(x) for pair in pairs.values() for x in pair}
     for path, state in of_step.values():
         if id(state) not in seen:
-            pairs[f"{path} of {step.name}" if path in pairs else path] = reference.paths.items().get(path, state), state
+            there = _named(path, reference.paths.items(), state)
+            pairs[f"{path} of {step.name}" if path in pairs else path] = there, state
     return pairs
+
+
+def _named(path: str, states: Mapping[str, Any], like: Any) -> Any:
+    """The state of this path; or the only one whose path ends so, or is the end of it: one function may close over
+    another, which closes over the model. `like` itself if there is none.
+    """
+    ends = lambda longer, end: f".{longer}".endswith(f".{end}")
+    found = [x for p, x in states.items() if type(x) is type(like) and (ends(p, path) or ends(path, p))]
+    return states.get(path, found[0] if len(found) == 1 else like)
 
 
 @contextlib.contextmanager
