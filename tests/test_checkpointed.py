@@ -673,6 +673,7 @@ def test_counts_of_runs_take_any_number():
     for real in (float, np.float32, np.int64, Fraction):
         assert Slots(20).runs(np.int64(1000), carry_bytes=real(4), residual_bytes=real(4)) == expected
     assert Slots(20).num_runs(np.int32(1000)) == 3750
+    assert policies.Lengths(4, 5).num_runs(20) == 60
     assert Slots(20).runs(0, carry_bytes=4, residual_bytes=4) == 0
     assert Slots(20).runs(1000, carry_bytes=0, residual_bytes=4) == 3750
     assert Slots(20).runs(1000, carry_bytes=4, residual_bytes=0) == 2000

@@ -772,13 +772,13 @@ def summed(w, x, **options):
 
 
 HALF_PRECISION = {
-    "sum of outputs": lambda w: 2 * summed(w, ONES),
+    "vector": lambda w: jax.vjp(lambda w: in_ones(half_square)(w, ONES), w)[1](jnp.ones(1, jnp.bfloat16))[0],
     "loss": lambda w: jax.grad(summed)(w, ONES),
+    "sum of outputs": lambda w: 2 * summed(w, ONES),
     "gradients": lambda w: in_ones(jax.grad(lambda w, x: half_square(w, x)[0]))(w, ONES),
     "chunked": lambda w: jax.grad(
         lambda w: statetx.chunked(lambda x: half_square(w, x)[0], size=1, reduce="sum")(ONES)
     )(w),
-    "vector": lambda w: jax.vjp(lambda w: in_ones(half_square)(w, ONES), w)[1](jnp.ones(1, jnp.bfloat16))[0],
     "weight": lambda w: jax.grad(
         statetx.microbatch(lambda w, x: 512 * half_square(w, x)[0], 512, argnums=1, weight=lambda w, x: x.sum())
     )(w, ONES),
@@ -796,6 +796,30 @@ HALF_PRECISION = {
         statetx.microbatch(lambda w, x: half_square(w, x).sum(), budget="4KiB", argnums=1, reduce="sum")
     )(w, ONES),
 }
+
+
+def test_a_vector_is_no_loss_and_a_tree_is_averaged():
+    x = jnp.arange(8.0)
+    vector = lambda x: x.sum() * jnp.ones(3)
+    with pytest.raises(statetx.StateValueError, match=r"is for a loss, and .* returns f32\[3\] for a part"):
+        statetx.chunked(vector, size=4)(x)
+    for averaged in (
+        statetx.chunked(lambda x: {"v": vector(x)}, size=4),
+        statetx.microbatch(lambda x: {"v": vector(x)}, 2),
+    ):
+        np.testing.assert_array_equal(averaged(x)["v"], [14.0] * 3)
+
+
+def test_state_with_a_value_for_each_example_is_told_how_to_have_them():
+    s = statetx.State(jnp.zeros((8, 3)))
+
+    def loss(x):
+        s.value = jnp.stack([x, x, x], axis=1)
+        return x.sum()
+
+    message = r"(?s)f32\[8,3\] and leaves as f32\[4,3\].*gives each part its own"
+    with pytest.raises(statetx.CarryTypeError, match=message):
+        statetx.microbatch(loss, 2)(jnp.arange(8.0))
 
 
 @pytest.mark.sample
