@@ -20,6 +20,7 @@ import memory_programs
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src import pjit
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -1138,14 +1139,14 @@ def loss_of_tanh(w, x):
 def test_profiles_of_one_function_fill_no_cache(look, fun):
     def num_entries():
         gc.collect()
-        return len(table), sum(type(x).__name__ == "InferParamsCacheEntry" for x in gc.get_objects())
+        return len(table), sum(type(x) is pjit.InferParamsCacheEntry for x in gc.get_objects())
 
     args = jnp.eye(8), jnp.ones((4, 8))
     look(fun, *args)
     before = num_entries()
     look(fun, *args), look(fun, *args)
-    after = num_entries()  # entries of other tests may end meanwhile
-    assert after[0] <= before[0] and 0 < after[1] <= before[1]
+    after = num_entries()  # entries of other tests may end meanwhile, and frozen ones are not counted
+    assert after[0] <= before[0] and after[1] <= before[1]
 
 
 def test_numbers_in_the_program_are_no_constants_to_pass():
