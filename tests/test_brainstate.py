@@ -805,3 +805,17 @@ def test_transforms_of_brainstate_leave_no_catcher_of_states():
     for transform in (brainstate.transform.jit, brainstate.transform.checkpoint):
         transform(lambda x: state.value + x)(1.0)
     assert not observe.context.new_state_catcher and not observe.context.state_stack
+
+
+def test_a_setting_of_brainstate_with_a_unit_is_known_by_its_value():
+    calls = []
+
+    @statetx.jit
+    def step(x):
+        calls.append(x)
+        return x * (brainstate.environ.get("dt") / u.ms)
+
+    for dt in (0.1, 0.1, 0.2, 0.2):
+        with brainstate.environ.context(dt=dt * u.ms):
+            assert float(step(1.0)) == pytest.approx(dt)
+    assert len(calls) == 2

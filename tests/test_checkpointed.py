@@ -1030,6 +1030,14 @@ def test_progress_counts_each_step_once(monkeypatch):
     assert seen == [8]
 
 
+def test_progress_of_truncated_segments_reaches_the_end(monkeypatch):
+    seen = []
+    monkeypatch.setattr("statetx._loops.build.Bars._show", lambda self, done, phase: seen.append(int(done)))
+    statetx.scan(lambda h, x: (h + x, None), 0.0, jnp.ones(8), checkpoint=statetx.Truncated(3), progress=True)
+    jax.effects_barrier()
+    assert max(seen) == 8
+
+
 def test_progress_off_adds_no_equations():
     text = str(jax.make_jaxpr(lambda: scan(None))())
     assert text == str(jax.make_jaxpr(lambda: scan(None, progress=False))()) and "callback" not in text
