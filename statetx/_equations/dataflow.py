@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, KeysView
+from collections.abc import Container, Iterable, KeysView, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,14 @@ def variables_of(eqn: Any) -> KeysView[Var]:
     return dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)).keys()
 
 
-def needed_equations(jaxpr: Any, outvars: Iterable[Any], available: Container[Any] = ()) -> list[Any]:
+def needed_equations(eqns: Sequence[Any], outvars: Iterable[Any], available: Container[Any] = ()) -> list[Any]:
     """The equations that compute some variables from the `available` ones, in order."""
-    needed, eqns = {v for v in outvars if v not in available}, []
-    for eqn in reversed(jaxpr.eqns):
+    needed, found = {v for v in outvars if v not in available}, []
+    for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
+            found.append(eqn)
             needed.update(v for v in variables_of(eqn) if v not in available)
-    return eqns[::-1]
+    return found[::-1]
 
 
 def alive_bytes(num_steps: int, spans: Iterable[tuple[int, int, int]]) -> np.ndarray:

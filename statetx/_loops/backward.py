@@ -73,7 +73,7 @@ class BackwardStep:
             body.jaxpr,
             invars=[*self._inputs, *self._stored],
             outvars=self._computed,
-            eqns=needed_equations(body.jaxpr, self._computed, available),
+            eqns=needed_equations(body.jaxpr.eqns, self._computed, available),
         )
 
     def _differentiated(self, *values: Any) -> list:
@@ -236,7 +236,7 @@ def smallest_residuals(jaxpr: Any, residuals: Iterable[Any], available: set, cos
                 pending.append(neighbor)
     cut = [v for v in seen if (v, "out") in reaching and (v, "in") not in reaching]
     # Where cheap operations are most of the step, to run them again is nearly a run of the step.
-    num_flops = sum(map(flops, needed_equations(jaxpr, residuals, {*available, *cut})))
+    num_flops = sum(map(flops, needed_equations(jaxpr.eqns, residuals, {*available, *cut})))
     return cut if num_flops <= _MOST_COMPUTED_AGAIN * sum(map(flops, jaxpr.eqns)) else residuals
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ... import _jax
 from ..._jax import Var
-from ..dataflow import variables_of
+from ..dataflow import needed_equations, variables_of
 
 
 class Consumers(NamedTuple):
@@ -37,12 +37,8 @@ def read_whole(eqn: Any, found: Any) -> list[Var]:
 
 def are_read_once(eqns: Sequence[Any], in_place: dict[Var, Var]) -> bool:
     """Whether one output alone is computed from the rows of each overwritten stack."""
-    needed = {out: {out} for out in in_place}
-    for variables in needed.values():
-        for eqn in reversed(eqns):
-            if not variables.isdisjoint(eqn.outvars):
-                variables.update(variables_of(eqn))
-    return all(sum(v in variables for variables in needed.values()) == 1 for v in in_place.values())
+    needed = [{out}.union(*map(variables_of, needed_equations(eqns, [out]))) for out in in_place]
+    return all(sum(v in variables for variables in needed) == 1 for v in in_place.values())
 
 
 def paired(eqns: Sequence[Any], outvars: Sequence[Var], operands: Sequence[Var]) -> dict[Var, Var]:

@@ -15,7 +15,7 @@ import jax
 
 from ... import _jax
 from ..._jax import Var
-from ..dataflow import variables_of
+from ..dataflow import needed_equations, variables_of
 from ..rowwise import is_stack
 from ..sums import in_order
 from .saved import rows_from_saved
@@ -59,12 +59,7 @@ def repeated(eqns: Sequence[Any], loop: Any, stacks: Collection[Var], users: Seq
     needed = {v for e in readers for v in variables_of(e) & numbers}
     if not needed:
         return None
-    producers = []
-    for eqn in reversed(users):
-        if not needed.isdisjoint(eqn.outvars):
-            producers.insert(0, eqn)
-            needed.update(variables_of(eqn))
-
+    producers = needed_equations(users, needed)
     fresh = {v: Var(v.aval) for v in (*stacks, *(v for e in producers for v in e.outvars))}
     read = lambda eqn: eqn.replace(invars=[fresh.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
     write = lambda eqn: eqn.replace(outvars=[fresh.get(v, v) for v in eqn.outvars])

@@ -11,7 +11,7 @@ from ... import _jax
 from ..._jax import Jaxpr, Var
 from ..._targets import current
 from ..._tree import num_bytes
-from ..dataflow import variables_of
+from ..dataflow import needed_equations, variables_of
 from ..primitives import LOOPS, REMAT, inner_jaxprs
 from ..rowwise import rowwise
 from ..sums import in_order, with_split_sums
@@ -352,12 +352,7 @@ class _Level:
 
     def _find_ancestors(self, eqn: Any) -> set[Any]:
         """The equations that an equation needs."""
-        needed, found = {*variables_of(eqn)}, set()
-        for e in reversed(self.eqns[: self._positions[eqn]]):
-            if not needed.isdisjoint(e.outvars):
-                found.add(e)
-                needed.update(variables_of(e))
-        return found
+        return {*needed_equations(self.eqns[: self._positions[eqn]], variables_of(eqn))}
 
     # -- moving --
 

@@ -237,7 +237,7 @@ def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[A
 def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
     """The variables that may get a cotangent: those that the first `num_out` outputs depend on."""
     outs = {v for v in jaxpr.outvars[:num_out] if isinstance(v, Var)}
-    return outs.union(*map(variables_of, needed_equations(jaxpr, outs)))
+    return outs.union(*map(variables_of, needed_equations(jaxpr.eqns, outs)))
 
 
 # -- running them ---------------------------------------------------------------------------------------------------

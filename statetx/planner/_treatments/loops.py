@@ -328,7 +328,7 @@ class LoopOptions:
         """The cost of computing the carry from saved values and the carry before it."""
         saved_variables = {v for address in saved if len(address) == 2 for v in self._values_at(address)}
         carry = [v for v in self._step.outvars[: self._num_carry] if isinstance(v, Var)]
-        return sum(map(flops, needed_equations(self._step, carry, saved_variables)))
+        return sum(map(flops, needed_equations(self._step.eqns, carry, saved_variables)))
 
     def _values_at(self, address: Address) -> Sequence[Any]:
         """The value with an address; for one in a rule all results of the call."""
