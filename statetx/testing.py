@@ -258,7 +258,8 @@ def assert_same_step(
     that differs is computed.
 
     Args:
-        reference, step: functions of the same arguments, jitted or not, on one model or on two of equal paths.
+        reference, step: functions of the same arguments, jitted or not, on one model or on two, whose states have
+            equal paths, or paths with equal ends.
         *args, **kwargs: their arguments; copies are passed.
         steps: how many steps are compared.
         tolerance: relative to the largest entry of each array; nothing is measured then. As many writes of each state,

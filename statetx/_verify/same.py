@@ -415,9 +415,11 @@ def _named(path: str, states: Mapping[str, Any], like: Any) -> Any:
     """The state of this path; or the only one whose path ends so, or is the end of it: one function may close over
     another, which closes over the model. `like` itself if there is none.
     """
+    if path in states:
+        return states[path]
     ends = lambda longer, end: f".{longer}".endswith(f".{end}")
     found = [x for p, x in states.items() if type(x) is type(like) and (ends(p, path) or ends(path, p))]
-    return states.get(path, found[0] if len(found) == 1 else like)
+    return found[0] if len(found) == 1 else like
 
 
 @contextlib.contextmanager
