@@ -170,11 +170,10 @@ def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
             again = "again " if derivative == "gradient" else ""
             raise ValueError(
                 f"The {derivative} of a statetx.while_loop with checkpoint= cannot be differentiated {again}in reverse "
-                "mode: its own loops end when "
-                "their steps are done.\n"
+                "mode: its own loops end when their steps are done.\n"
                 "Fix: take the outer derivative in forward mode, as jax.hessian(f) and jax.jvp(jax.grad(f), ...) do; "
-                "or use statetx.scan with "
-                "the largest number of steps as its length, whose gradient can be differentiated in both modes."
+                "or use statetx.scan with the largest number of steps as its length, whose gradient can be "
+                "differentiated in both modes."
             ) from None
         name = "fori_loop" if info is not None and info.traced_for == "fori_loop" else "while_loop"
         place = f"{name}({info.func_src_info})" if info is not None else name
