@@ -221,7 +221,7 @@ def adversarial(generator, critic, z, x):
     return sgd(generator, grads), critic, value
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_networks_share_the_budget_of_the_step():
     args = (GENERATOR, CRITIC, X, X + 1)
     plan = statetx.plan(adversarial, *args, budget=0.65)
