@@ -56,7 +56,7 @@ class Disk(Strategy):
     Raises:
         PolicyError: an option is wrong; the gradient is traced, by ``jit``, ``vmap`` or a second derivative.
         CheckpointError: the store is in use, of another call, full, or cannot be written. No state has changed.
-        EffectError: a step calls the host, or gives other bits when it runs again.
+        EffectError: a step calls the host (not by ``jax.pure_callback``), or gives other bits when it runs again.
 
     Source:
         Herrmann and Pallez 2020, "H-Revolve", ACM TOMS 46(2).
@@ -100,10 +100,11 @@ class Disk(Strategy):
             raise PolicyError(f"Disk: save_every and costs are finite numbers of at least 0, got {numbers}.")
 
     def build(self, step: LoopStep) -> Callable:
-        if _jax.calls_host(step.body.jaxpr) or step.body.jaxpr.effects:
+        if step.body.jaxpr.effects:
             raise EffectError(
                 f"{step.name}: a step calls the host, and {self!r} cannot tell after a kill which calls were made.\n"
-                f"Fix: return what it would print or save as an output of the step."
+                f"Fix: return what it would print or save as an output of the step, or use jax.pure_callback if it only "
+                f"computes."
             )
         return LoopOnDisk(step, self)
 
