@@ -103,8 +103,8 @@ class Disk(Strategy):
         if step.body.jaxpr.effects:
             raise EffectError(
                 f"{step.name}: a step calls the host, and {self!r} cannot tell after a kill which calls were made.\n"
-                f"Fix: return what it would print or save as an output of the step, or use jax.pure_callback if it only "
-                f"computes."
+                f"Fix: return what it would print or save as an output of the step, or use jax.pure_callback if it "
+                f"only computes."
             )
         return LoopOnDisk(step, self)
 
