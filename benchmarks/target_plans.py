@@ -1,15 +1,15 @@
 """Plans for a CPU, an H100 and a TPU v5e: budgets, operations, compilations and the time of planning.
 
 Programs
-    The nine of ``programs.py``, those of ``models.py``, which are written with other libraries, those of ``unseen_models.py``, and the transformer of 12
-    layers of ``gpu.py``. Each is planned for three budgets of temporary memory: what it takes with the policy "dots" on its blocks, with its blocks
-    rematerialized (each a thousandth more), and half of what it takes without rematerialization. Their blocks are marked by `statetx.remat`; with ``--unmarked``, and in the
-    transformer of ``gpu.py``, they are not.
+    The nine of ``programs.py``, those of ``models.py``, which are written with other libraries, those of ``unseen_models.py``, the transformer of 12
+    layers of ``gpu.py``, and three of real size in bfloat16. Each is planned for three budgets of temporary memory: what it takes with the policy "dots" on
+    its blocks, with its blocks rematerialized (each a thousandth more), and half of what it takes without rematerialization. Their blocks are marked by
+    `statetx.remat`; with ``--unmarked``, and in the transformer of ``gpu.py``, they are not.
 
 Measured
     Each plan in a process of its own. The budget is kept if the gradient of the planned loss, compiled as its user compiles it, keeps it. Operations
-    are counted from the equations and compared with the program without rematerialization; seconds of a step are XLA's estimate. Compilations are all
-    that planning takes, those of parts of the program too; the time of planning is the CPU time of all threads, and the time that passed, on a
+    are counted from the equations and compared with the program without rematerialization; seconds of a step are XLA's estimate, and kernels
+    and the bytes that they move are counted in the compiled program (``kernels.py``). Compilations are all that planning takes, those of parts of the program too; the time of planning is the CPU time of all threads, and the time that passed, on a
     machine that may be busy. The time limit is generous, so that plans do not depend on the machine; rows of more than 60 seconds are those that the
     default limit may end.
 
@@ -38,11 +38,13 @@ from typing import Any
 
 import gpu
 import jax
+import jax.numpy as jnp
+import kernels
 import programs
 from _common import environment, header, parse_args, show, write_json
 from lower_bound import LowerBound
 from models import MODELS, Model, of_program
-from unseen_models import UNSEEN
+from unseen_models import UNSEEN, diffusion
 from whole_plans import error_of, mib, percent
 
 import statetx
@@ -54,6 +56,7 @@ from statetx.planner._treatments.copies import Copies
 from statetx.planner._treatments.groups import Groups, InGroups
 from statetx.planner._treatments.inner_gradients import PLAIN
 from statetx.planner._treatments.loops import CheckpointedLoop
+from statetx.residuals.measure import array_program
 
 DEVICES = ("h100", "tpu v5e", "cpu")
 BLOCKS = "remat on the blocks"
@@ -70,6 +73,15 @@ ALL: dict[str, Callable[..., Model]] = {
     **MODELS,
     **UNSEEN,
     LONG: lambda wrap=programs.identity, **sizes: _of_types(lambda: gpu.transformer(bool(sizes), wrap)),
+    "transformer, 12 layers of 1,024, bfloat16": lambda wrap=programs.identity, **sizes: _in_bfloat16(
+        lambda: programs.transformer(wrap, **{"layers": 12, "width": 1024, "time": 2048, "batch": 4, **sizes})
+    ),
+    "convolutional net at 224, bfloat16": lambda wrap=programs.identity, **sizes: _in_bfloat16(
+        lambda: programs.conv_net(wrap, **{"layers": 12, "channels": 64, "size": 224, "batch": 16, **sizes})
+    ),
+    "diffusion U-Net at 64, bfloat16": lambda wrap=programs.identity, **sizes: _in_bfloat16(
+        lambda: diffusion(wrap, **{"levels": 3, "channels": 128, "size": 64, "batch": 16, "heads": 8, **sizes})
+    ),
 }
 UNMARKED = (LONG,)
 QUICK: dict[str, dict[str, int]] = {
@@ -81,6 +93,14 @@ QUICK: dict[str, dict[str, int]] = {
 def _of_types(make: Callable[[], programs.Program]) -> Model:
     loss, params, data = programs.of_types(make)
     return Model(loss, params, data, loss, (params, *data))
+
+
+def _in_bfloat16(make: Callable[[], Any]) -> Model:
+    """A program of real size: the types of its parameters and data, floats of 16 bits."""
+    model = _of_types(make)
+    narrow = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype)
+    params, data = jax.tree.map(narrow, (model.params, model.data))
+    return model._replace(params=params, data=data, step_args=(params, *data))
 
 
 # -- treatments that can be left out ---------------------------------------------------------------------------------
@@ -118,8 +138,11 @@ def used(plan: statetx.Plan) -> list[str]:
 
 def cost_of(model: Model, loss: Callable) -> dict[str, Any]:
     """What the user's program takes: the value and the gradient, compiled for the target."""
-    cost = statetx.measure(statetx.value_and_grad(loss), model.params, *model.data, gradient=False)
-    return {"bytes": cost.temp_bytes, "flops": cost.flops, "seconds": cost.seconds}
+    whole = array_program("target_plans", statetx.value_and_grad(loss), (model.params, *model.data), {}, gradient=False)
+    program = whole.for_types(whole.arrays, None, estimates=True)
+    cost, moved = program.cost_on_device, kernels.traffic(program.compiled) if current.platform() == "gpu" else None
+    found = {"bytes": cost.temp_bytes, "flops": cost.flops, "seconds": cost.seconds}
+    return found | ({} if moved is None else {"kernels": moved.kernels, "tiled": moved.tiled, "moved": moved.num_bytes})
 
 
 def reference(name: str, title: str, **sizes: int) -> dict[str, Any]:
@@ -170,7 +193,7 @@ def planned(
     if "error" in row:
         return row
     own = cost_of(model, plan.apply(model.loss))
-    row |= {"bytes": own["bytes"], "seconds": own["seconds"], "extra": own["flops"] / base_flops - 1}
+    row |= {**own, "extra": own["flops"] / base_flops - 1}
     row |= {"planned bytes": plan.temp_bytes, "planned extra": plan.extra_flops, "stock": plan.stock}
     row |= {"candidates": len(plan.measured), "complete": plan.complete, "uses": used(plan)}
     within = [seconds for name, num_bytes, seconds in plan.timed if name != "plan" and num_bytes <= budget]
@@ -225,6 +248,9 @@ COLUMNS = (
     "lower bound",
     "estimated time",
     "of the policy's",
+    "bytes moved",
+    "the policy's",
+    "tiled kernels",
 )
 
 
@@ -256,7 +282,7 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             if row is None:
                 continue
             if "failed" in row:
-                lines.append([row_title(name, title), *[""] * 2, "did not end", "NO", *[""] * 5])
+                lines.append([row_title(name, title), *[""] * 2, "did not end", "NO", *[""] * (len(COLUMNS) - 5)])
                 continue
             cells = [row_title(name, title), in_mib(base["bytes"])]
             policy = percent(refs[title]["flops"] / base["flops"] - 1) if title in refs else ""
@@ -270,7 +296,10 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             extra = percent(row["extra"]) if "extra" in row else ""
             bound = percent(row["bound"]) if row.get("bound") else ""
             kept = "" if "error" in row else "yes" if is_kept(row) else "NO"
-            lines.append([*cells, in_mib(row["budget"]), plan, kept, extra, policy, bound, time_text, beside])
+            moved = [f"{x['moved'] / base['moved']:.2f}" if "moved" in x else "" for x in (row, refs.get(title, {}))]
+            tiled = f"{row['tiled']} ({base['tiled']})" if "tiled" in row else ""
+            cells += [in_mib(row["budget"]), plan, kept, extra, policy, bound, time_text, beside]
+            lines.append([*cells, *moved, tiled])
     return lines
 
 
