@@ -529,6 +529,7 @@ THIRD = {
 
 
 # Of a loop with ys, whose cotangents reach every step: with the carry alone the third derivatives worked.
+@pytest.mark.thorough
 @pytest.mark.sample("slow")
 @pytest.mark.parametrize(
     "derivative",

@@ -70,9 +70,8 @@ def test_plan_counts_bytes_per_device(kind):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.sample
 @KINDS
-@pytest.mark.parametrize("within", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("within", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["eager", "jit"])
 def test_fit_counts_bytes_per_device(kind, within):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):

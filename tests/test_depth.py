@@ -22,6 +22,7 @@ NESTED = {  # JAX traces 112 levels of `jit`, 103 of `remat`, over 100 of the ot
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("transform", NESTED)
 def test_nested_transforms_are_traced_to_half_the_depth_of_jax(transform):
     levels, wrap = NESTED[transform]

@@ -587,6 +587,7 @@ def watched_run(monkeypatch, disk, call, *args):
     return most, num_runs
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "options",
     [{"slots": 3}, {"slots": 3, "host": 4, "costs": (9, 9)}, {"slots": 2, "limit": "6200 KiB"}],

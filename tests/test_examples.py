@@ -124,7 +124,7 @@ def test_bad_input_ends_in_one_line_and_status_2(tmp_path):
         ("--cell nope", "nope"),
         ("--text missing.txt", "missing.txt"),
         ("--policy nope", "nope"),
-        ("--runs plain --lr 1e38", "lower --lr"),
+        pytest.param("--runs plain --lr 1e38", "lower --lr", marks=pytest.mark.thorough),
         ("--batch two", "--batch"),
         ("--lr nan", "--lr"),
         ("--seed -1", "--seed"),

@@ -482,6 +482,7 @@ def test_zoom_keeps_the_step_under_the_pointer_and_stays_inside(ask):
     assert panned == {"from": 60, "to": 100}
 
 
+@pytest.mark.thorough
 def test_columns_keep_every_peak(ask):
     rng = np.random.default_rng(0)
     total = rng.integers(0, 1000, 977).tolist()
@@ -619,6 +620,7 @@ def test_click_selects_a_step_and_lists_what_is_alive(browse):
     assert f"states{format_bytes(3 * KIB)}" in legend
 
 
+@pytest.mark.thorough
 def test_drag_wheel_keys_and_double_click_zoom(browse):
     made = layered(20)
     num = len(made.steps)
@@ -657,6 +659,7 @@ def test_drag_wheel_keys_and_double_click_zoom(browse):
     assert selected[0] == 1 and selected[1].startswith("step 2,") and selected[2] == made.peak_step
 
 
+@pytest.mark.thorough
 def test_fingers_select_move_and_pinch(browse):
     made = layered(20)
     tapped, pinched, moved = browse(
@@ -718,6 +721,7 @@ def test_list_filters_sorts_and_opens(browse):
     assert f"written in step{latest.start + 1} (update)" in details[0] and details[1:] == ["true", 1, 0]
 
 
+@pytest.mark.thorough
 def test_long_list_is_shown_in_parts(browse):
     made = layered(80)
     first, more, label = browse(
@@ -729,6 +733,7 @@ def test_long_list_is_shown_in_parts(browse):
     assert label == f"Show {len(made.buffers) - 100} more"
 
 
+@pytest.mark.thorough
 def test_colors_of_the_picture_are_the_kinds_in_their_true_size(browse):
     made = layered()
     got, hexes = browse(
@@ -751,6 +756,7 @@ def test_colors_of_the_picture_are_the_kinds_in_their_true_size(browse):
         assert color == [int(hexes[kind][n : n + 2], 16) for n in (1, 3, 5)], kind
 
 
+@pytest.mark.thorough
 def test_hover_over_a_row_shows_the_lifetime(browse):
     made = layered()
     owner = "net.blocks.1"
@@ -792,6 +798,7 @@ def test_theme_follows_the_system_and_the_button(browse):
     assert (system[0], system[2], system[6]) == (dark, light, dark)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample("slow")
 @pytest.mark.parametrize("width", [360, 768])
 def test_page_fits_a_narrow_screen(browse, width):
@@ -814,6 +821,7 @@ def test_page_fits_a_narrow_screen(browse, width):
         assert plot > 0.8 * width
 
 
+@pytest.mark.thorough
 def test_two_timelines_have_one_scale(browse):
     before, after = layered(size=20 * KIB), layered(size=5 * KIB)
     levels, peaks, active, listed, colors = browse(
@@ -858,6 +866,7 @@ def test_smallest_programs_open(browse):
         assert browse(_page.to_html(made), 'press("+"); press("ArrowRight"); click(0); return rows().length;') in (0, 1)
 
 
+@pytest.mark.thorough
 def test_merged_buffers_are_mentioned(browse, monkeypatch):
     monkeypatch.setattr(_page, "MAX_LISTED", 500)
     made = large(2000, 1500)

@@ -323,12 +323,12 @@ class _Library(nnx.Module):
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("kind", [_Loop, _Lines, _Recursive, _Reduced, _Mapped, _Library])
-def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(kind):
+@pytest.mark.parametrize("model", [_Loop, _Lines, _Recursive, _Reduced, _Mapped, _Library])
+def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(model):
     """Their lines are equal, and the compiled programs of some kinds too: the cache of JAX must not give the names of
     another.
     """
-    blocks, x = [kind() for _ in range(6)], jnp.ones((2048, 128))
+    blocks, x = [model() for _ in range(6)], jnp.ones((2048, 128))
 
     def loss(x, wrap=lambda block: block):
         for block in blocks:
@@ -338,8 +338,8 @@ def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(kind):
     profile = statetx.memory_profile(loss, x)
     changed = statetx.memory_profile(functools.partial(loss, wrap=statetx.remat), x)
     change = next(c for c in profile.changes if c.action == "remat")
-    where = f"tests/test_memory_profile.py:{kind.__call__.__code__.co_firstlineno}"
-    assert change.text == f"Rematerialize {kind.__name__}.__call__ (6 calls) with @statetx.remat at {where}."
+    where = f"tests/test_memory_profile.py:{model.__call__.__code__.co_firstlineno}"
+    assert change.text == f"Rematerialize {model.__name__}.__call__ (6 calls) with @statetx.remat at {where}."
     assert change.saved_bytes == pytest.approx(profile.peak_bytes - changed.peak_bytes, rel=0.25)
 
 
@@ -1062,6 +1062,7 @@ def test_a_slice_that_is_written_beside_other_operations_takes_the_memory_of_the
     assert overlaps(_lifetimes.lifetimes(program, schedule, _lifetimes.Flow(program, schedule))) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sample("slow")
 @pytest.mark.parametrize("flag", ["--xla_dump_hlo_module_re=nothing", "--xla_dump_compress_protos=true"])
 def test_flags_of_the_user_about_what_xla_writes_do_not_matter(flag):

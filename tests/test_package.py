@@ -109,6 +109,7 @@ def circles(imports):
     return imports
 
 
+@pytest.mark.thorough
 def test_features_are_those_of_the_tree():
     """Each module is of a feature, and each feature has modules; lines are as many as when the table was drawn."""
     page = feature_map.PAGE.read_text()

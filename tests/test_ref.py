@@ -202,6 +202,7 @@ def test_ref_of_an_outer_transform_is_explicit_in_the_inner(compiled):
     np.testing.assert_allclose((statetx.jit(run) if compiled else run)(X), jax.grad(pure)(X), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_first_ref_is_noticed_wherever_created():
     code = """
 import jax, jax.numpy as jnp

@@ -206,6 +206,7 @@ def test_a_global_norm_needs_all_gradients(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, *runs)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", clipped(1.0))
 @pytest.mark.parametrize("bound", [1e-3, 1e3])
 def test_clipping_by_a_global_norm_runs_the_loop_twice(monkeypatch, name, bound):
@@ -271,6 +272,7 @@ def by_hand_training(release):
     return step, lambda: state
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("train", [nnx_training, by_hand_training])
 def test_clipping_in_steps_of_others(train):
     runs = []
@@ -374,6 +376,7 @@ def test_an_optimizer_of_all_layers_is_refused_with_a_way_out(monkeypatch, name)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("width", [4, 8])
 def test_an_array_of_every_layer_with_as_many_rows_is_read_whole(width):
     """What computes it, row by row of its own, stays outside of the loop over layers."""

@@ -281,6 +281,7 @@ ARGS = (
 AXES = (None, 0, 1, 0, 1, None)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample("slow")
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -283,6 +283,7 @@ SPARSE_PROGRAMS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat, statetx.jit], ids=["plain", "remat", "jit"])
 @pytest.mark.parametrize("name", SPARSE_PROGRAMS)
 def test_sparse_matrices_are_mapped_as_jax_does(name, wrap):

@@ -63,7 +63,7 @@ def assert_equal_numbers(ours, theirs):
 
 
 # One of each family; the others are built alike and take longer.
-FAST = "delayed_network spiking_classifier trained_online".split()
+FAST = "delayed_network trained_online".split()
 
 
 @pytest.mark.sample("slow")
@@ -83,7 +83,7 @@ MIXED = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
