@@ -11,6 +11,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 import statetx
+from statetx import _jax
 from statetx._equations import compiler
 from statetx._equations.compiler import fast_compile_options
 from statetx.memory import _deadline, oom
@@ -207,6 +208,16 @@ def test_changes_that_were_compiled_before_are_read_from_the_disk(monkeypatch, t
     first, again = (explain_oom(step, *arrays, limit="64KiB") for _ in range(2))
     assert again.num_compiled == 1 < first.num_compiled
     assert again.tried == first.tried and again.remedies == first.remedies
+
+
+@pytest.mark.parametrize(("has_times", "action"), [(False, "policy"), (True, "remat")])
+def test_of_changes_that_suffice_alone_the_fastest_is_listed_where_times_are_known(has_times, action, monkeypatch):
+    seconds = lambda compiled, platform: 1 / compiled.cost_analysis()["flops"]  # the more operations, the faster
+    if has_times:
+        monkeypatch.setattr(_jax, "estimated_seconds", seconds)
+    report = explain_oom(Model().step, X, limit="16MiB")
+    assert [r.change.action for r in report.remedies] == [action] and report.can_fit
+    assert {r.change.action for r in report.tried if r.fits} >= {"policy", "remat"}
 
 
 @pytest.mark.slow

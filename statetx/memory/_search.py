@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .._equations.compiled import Cost
 from .._text import format_bytes
+from ..planner._search.candidates import best_within
 from ._advice import candidates
 from ._advice_parts import in_parts
 from ._edits import ChangeCandidate, Edit
@@ -158,7 +159,7 @@ class RemedySearch:
             if cost is None or before is None:
                 why = f"not tried: {trials.why_not(c.edit)}"
             else:
-                compiled.append(tried := _Alone(c, self._remedy(trials, c.change, before, cost)))
+                compiled.append(tried := _Alone(c, self._remedy(trials, c.change, before, cost), cost))
                 why = tried.text
             self._alone.setdefault(c.change.action, why)
         self.tried = tuple(t.alone for t in compiled)
@@ -177,11 +178,9 @@ class RemedySearch:
         return Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
 
     def _cheapest(self, tried: Sequence[_Alone]) -> list[ChangeCandidate]:
-        """The cheapest change that suffices alone, and holds without a condition."""
-        cheapest = min(
-            (t for t in tried if t.suffices), key=lambda t: (round(t.operations, 3), -t.alone.saved_bytes), default=None
-        )
-        return [] if cheapest is None else [cheapest.candidate]
+        """The change that a plan would be, of those that suffice alone and hold without a condition."""
+        best = best_within((t for t in tried if t.suffices), float("inf"), "auto")
+        return [] if best is None else [best.candidate]
 
     def _together(self, trials: Trials, tried: Sequence[_Alone]) -> list[ChangeCandidate]:
         """Changes in the order of operations for a byte until the program fits, then greater numbers of them, then
@@ -292,10 +291,23 @@ def _edits_of(chosen: Sequence[ChangeCandidate]) -> list[Edit]:
 
 
 class _Alone(NamedTuple):
-    """A change that was compiled alone."""
+    """A change that was compiled alone, as a candidate of the planner is."""
 
     candidate: ChangeCandidate
     alone: Remedy
+    compiled: Cost
+
+    @property
+    def name(self) -> str:
+        return self.candidate.change.text
+
+    @property
+    def temp_bytes(self) -> int:
+        return self.compiled.peak_bytes
+
+    @property
+    def added_cost(self) -> float:
+        return round(self.operations, 3)
 
     @property
     def suffices(self) -> bool:
