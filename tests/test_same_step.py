@@ -1,5 +1,6 @@
 """`statetx.testing.assert_same_step`: planted faults with their states and lines, and steps that are the same."""
 
+import gc
 import importlib.util
 import pathlib
 import re
@@ -16,6 +17,7 @@ import pytest
 from flax import nnx
 
 import statetx
+from statetx._verify import same
 from statetx.testing import assert_same_step
 
 X = jnp.sin(jnp.arange(24.0)).reshape(4, 6)
@@ -573,3 +575,29 @@ def test_the_report_says_why_float64_is_not_possible():
     report = assert_same_step(step(lambda x: (x * x).sum()), by_columns, xs, steps=1)
     assert report.rounding is not None and report.double_error is None
     assert "both in float64: not possible (scan body function carry input and carry output" in str(report)
+
+
+@pytest.mark.parametrize("compile_", [lambda f: f, statetx.jit], ids=["plain", "jit"])
+def test_a_comparison_holds_one_run_at_a_time(compile_, monkeypatch):
+    """In sets of states: the user's, those that the step begins with, and the reference's results. To measure rounding
+    in float64, where a set counts twice: inputs, results, and those of one run.
+    """
+    w = statetx.State(jnp.linspace(-0.3, 0.1, 2**16).reshape(256, 256) ** 3)
+    in_memory = []
+
+    def measured(actual, expected, differences=same.differences):
+        gc.collect()
+        arrays = {x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}
+        in_memory.append(sum(n for n in arrays.values() if n >= w.value.nbytes) / w.value.nbytes)
+        return differences(actual, expected)
+
+    def step(x):
+        w.value = jnp.tanh(w.value @ w.value) * x / 3
+
+    def other(x):
+        w.value = jnp.tanh(w.value @ w.value) * (x / 3)
+
+    monkeypatch.setattr(same, "differences", measured)
+    report = assert_same_step(compile_(step), compile_(other), jnp.float32(0.7), steps=2)
+    assert report.rounding and report.double_error is not None
+    assert max(in_memory) <= 9 and in_memory[0] <= 3

@@ -106,8 +106,8 @@ class _Side:
         self.fun, self.args, self.kwargs, self._reference = fun, args, kwargs, reference
         self.name = short_name(name_of(fun))
         self._check()
-        is_compiled = unjitted(fun) is not fun or hasattr(fun, "lower")
-        self._call = fun if is_compiled else jit(fun)
+        self._may_donate = unjitted(fun) is not fun or hasattr(fun, "lower")
+        self._call = fun if self._may_donate else jit(fun)
         self._programs: dict[Any, Any] = {}
         self._created: dict[str, str] = {}  # the names of states that its calls create, by their paths from it
         self.trace()
@@ -148,8 +148,10 @@ class _Side:
         """Run from these values; the outputs and new values of states, leaf by leaf. The states that the call creates,
         as one with ``init_all_states`` does, are results, and gone from their objects afterwards.
         """
+        args, kwargs = self.args, self.kwargs
+        if self._may_donate:
+            values, args, kwargs = _copied((dict(values), args, kwargs))
         _store(states, values)
-        args, kwargs = _copied((self.args, self.kwargs))
         creates = any(w.created for w in self.traced.writes)
         with created_undone(self.fun, self.args, self.kwargs, is_run=True) if creates else contextlib.nullcontext():
             try:
@@ -184,11 +186,11 @@ class _Side:
 
     def evaluate(
         self, states: Mapping[str, Any], *, is_double: bool, options: Mapping[str, Any], num_nudged: int = 0
-    ) -> list[dict[str, Any]]:
+    ) -> Iterator[dict[str, Any]]:
         """Compile the equations with these options, and run them; the results by the names that `run` gives.
 
         Then run them from inputs that differ by a unit in the last place, some times: of the narrowest floats that are
-        computed, since what is narrow rounds smaller ones away.
+        computed, since what is narrow rounds smaller ones away. The results of a run are made when they are asked for.
         """
         traced, arrays = self.equations(is_double)
         inputs = [*traced.body.operands, *arrays]
@@ -198,8 +200,8 @@ class _Side:
             self._programs[key] = program.lower(*inputs).compile(compiler_options=dict(options))
         program, draw = self._programs[key], np.random.default_rng(0)
         unit = largest_unit(traced.body.jaxpr) if is_double and num_nudged else 0.0
-        runs = [inputs, *([nudged(x, draw, unit) for x in inputs] for _ in range(num_nudged))]
-        return [self.named(traced, program(*xs), states) for xs in runs]
+        for n in range(1 + num_nudged):
+            yield self.named(traced, program(*([nudged(x, draw, unit) for x in inputs] if n else inputs)), states)
 
     def equations(self, is_double: bool) -> tuple[TracedCall, list[Any]]:
         """The equations with their inputs; traced again for float64, under ``jax.enable_x64``."""
@@ -238,9 +240,9 @@ class _Sides:
         for n in range(1, steps + 1):
             expected = self._run(0)
             after = {path: _value(state) for path, state in self._states[0].items()}
-            actual = self._run(1)
+            found = differences(self._run(1), expected)
             self.report.steps, self.report.num_results = n, len(expected)
-            if found := differences(actual, expected):
+            if found:
                 self._judge(found, expected)
             if not self.report.problem and self._counts[0] != self._counts[1]:
                 self._fail("", f"calls to the host differ: {_counts_str(*self._counts)}.")
@@ -286,13 +288,7 @@ class _Sides:
     ) -> tuple[dict[str, Mismatch], bool]:
         """The differences that are not rounding, and whether they show in float64."""
         reference, step = self._sides
-        other, *near = reference.evaluate(
-            self._states[0], is_double=False, options=other_fusions(), num_nudged=_NUM_NUDGED
-        )
-        rounding = differences(other, {name: x for name, x in expected.items() if name in other})
-        typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in other] or [0.0]))
-        rounding = largest(rounding, *(differences(x, other) for x in near))
-        self.report.rounding = max([d.relative for d in rounding.values() if np.isfinite(d.error)], default=0.0)
+        rounding, typical = self._rounding(expected)
 
         def is_within(name: str, d: Mismatch, measured: Mapping[str, Mismatch], least: float) -> bool:
             own = measured[name].error if name in measured else 0.0
@@ -301,19 +297,20 @@ class _Sides:
         double: dict[str, Mismatch] | None = None
         with jax.enable_x64(True):
             try:
-                other, *near = reference.evaluate(
+                near = reference.evaluate(
                     self._states[0], is_double=True, options=other_fusions(), num_nudged=_NUM_NUDGED
                 )
-                (actual,) = step.evaluate(self._states[1], is_double=True, options=other_fusions())
+                other = next(near)
+                measured = largest(*map(lambda x: differences(x, other), near))
+                actual = next(step.evaluate(self._states[1], is_double=True, options=other_fusions()))
             except (TypeError, ValueError) as e:  # its own types do not fit to float64
                 self.report.double_problem = str(e).strip().partition("\n")[0].rstrip(":.")
             else:
                 double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
-                measured = largest(*(differences(x, other) for x in near))
                 # It may compute parts in fewer bits all the same, and results, too.
                 least = {n: max(_DOUBLE, _FACTOR * unit_of(x)) for n, x in other.items()}
                 if faults := {n: d for n, d in double.items() if not is_within(n, d, measured, least[n])}:
-                    (exact,) = reference.evaluate(self._states[0], is_double=True, options={})
+                    exact = next(reference.evaluate(self._states[0], is_double=True, options={}))
                     measured = largest(measured, differences(other, exact))
                     faults = {n: d for n, d in faults.items() if not is_within(n, d, measured, least[n])}
                 self.report.double_error = max((d.relative for d in double.values()), default=0.0)
@@ -322,6 +319,18 @@ class _Sides:
         factor = _FACTOR if double is None else _FACTOR**2
         least = {n: factor * max(typical, 4 * unit_of(expected[n])) for n in found}
         return {n: d for n, d in found.items() if not is_within(n, d, rounding, least[n])}, False
+
+    def _rounding(self, expected: Mapping[str, Any]) -> tuple[dict[str, Mismatch], float]:
+        """What the reference differs by with other roundings, and with other fusions at the median."""
+        near = self._sides[0].evaluate(
+            self._states[0], is_double=False, options=other_fusions(), num_nudged=_NUM_NUDGED
+        )
+        other = next(near)
+        rounding = differences(other, {name: x for name, x in expected.items() if name in other})
+        typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in other] or [0.0]))
+        rounding = largest(rounding, *map(lambda x: differences(x, other), near))  # one at a time is in memory
+        self.report.rounding = max([d.relative for d in rounding.values() if np.isfinite(d.error)], default=0.0)
+        return rounding, typical
 
     def _different_writes(self) -> list[str]:
         """States that one writes more often; of random states, draws."""
@@ -346,6 +355,7 @@ class _Sides:
         reference.trace()
         second = reference.traced
         is_stable = not differences(self._run(0), expected)
+        _store(self._states[0], self._start)
         if is_stable and not differences(_constants(second), _constants(first)):
             return False
         arrays = [i.array for i in second.inputs]
@@ -439,12 +449,12 @@ def _value(state: Any) -> Any:
 
 
 def _store(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Store copies: the programs may donate what the states hold."""
     for path, state in states.items():
-        _states.kind_of_state(state).set_all([state], [_copied(values[path])])
+        _states.kind_of_state(state).set_all([state], [values[path]])
 
 
 def _copied(tree: Any) -> Any:
+    """Copies of the arrays, for a program that may donate them."""
     copy = lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, jax.Ref) else x
     return jax.tree.map(copy, tree, is_leaf=_states.is_opaque)
 
