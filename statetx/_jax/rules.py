@@ -38,13 +38,15 @@ def has_rule(eqn: Any) -> bool:
 
 @contextlib.contextmanager
 def rule_kept(eqn: Any) -> Iterator[None]:
-    """Restore JAX's record of a rule's last run after a block that runs the rule for other differentiated operands.
+    """Undo what a block that runs the rule of a call for other differentiated operands leaves in JAX's records.
 
-    JAX keeps the structure of the outputs of a rule's last run, and reads its cached outputs of earlier runs by it:
-    with ``symbolic_zeros=True`` the two may differ.
+    JAX keeps the outputs of all runs of a rule, but their structure of the last run only: with ``symbolic_zeros=True``
+    two runs may differ, and one that raises leaves no structure.
     """
+    funs = _wrapped_in(eqn.params[_RULES[eqn.primitive.name]]) if has_rule(eqn) else []
+    outputs = [(x, dict(x)) for f in funs for x in _outputs(f)] if eqn.params.get("symbolic_zeros") else []
     filled = []
-    for store in _stores(eqn.params[_RULES[eqn.primitive.name]]) if has_rule(eqn) else ():
+    for store in [x for f in funs for x in f.stores if x is not None]:
         with contextlib.suppress(_lu.StoreException):
             filled.append((store, store.val))
     try:
@@ -53,15 +55,36 @@ def rule_kept(eqn: Any) -> Iterator[None]:
         for store, value in filled:
             store.reset()
             store.store(value)
+        for found, before in outputs:
+            found.clear()
+            found.update(before)
 
 
-def _stores(fun: Any, depth: int = 4) -> Iterator[Any]:
-    """Stores of a wrapped function, and of the ones it closes over, for the structure of their outputs."""
-    yield from (store for store in fun.stores if store is not None)
-    if depth:
-        for inner in _closed_over(getattr(fun.f, "__wrapped__", fun.f)):
-            if isinstance(inner, _lu.WrappedFun):
-                yield from _stores(inner, depth - 1)
+def _wrapped_in(fun: Any) -> list[Any]:
+    """A wrapped function, and those that it closes over: two more for each time that JAX has bound a call again."""
+    found = [fun]
+    for outer in found:
+        inner = [x for x in _closed_over(outer.f) if isinstance(x, _lu.WrappedFun)]
+        found += [x for x in inner if all(x is not y for y in found)]
+    return found
+
+
+def _outputs(fun: Any) -> list[dict]:
+    """The outputs of all runs of a rule, by what was differentiated: of JAX's wrapper, or of `_cached_rule`."""
+    is_ours = isinstance(fun.f, FunctionType) and fun.f.__code__.co_filename == __file__
+    return [x for x in _closed_over(fun.f, 1) if isinstance(x, dict)] if is_ours or _is_in_jax_source(fun.f) else []
+
+
+def _cached_rule(rule: Any, run: Callable[..., Any]) -> Any:
+    """`run` in place of a rule, once for what is differentiated, as JAX's: JAX knows the jaxprs by identity."""
+    results: dict[tuple[bool, ...], Any] = {}
+
+    def cached(*flags: bool) -> Any:
+        if flags not in results:
+            results[flags] = run(*flags)
+        return results[flags]
+
+    return _lu.wrap_init(cached, debug_info=rule.debug_info)
 
 
 def rule_of(eqn: Any) -> Jaxpr:
@@ -79,12 +102,9 @@ def rule_of(eqn: Any) -> Jaxpr:
         jaxpr, consts, *_ = rule.call_wrapped(*flags)
     if any(isinstance(x, jax.core.Tracer) for x in consts):
         # The values that the rule closes over belong to a trace that may end before JAX differentiates: run it again.
-        fun = rule.f
-        while fun is not None:
-            for cache in _closed_over(fun):
-                if isinstance(cache, dict):
-                    cache.pop(flags, None)
-            fun = getattr(fun, "__wrapped__", None)
+        for fun in _wrapped_in(rule):
+            for found in _outputs(fun):
+                found.pop(flags, None)
     return jaxpr
 
 
@@ -99,13 +119,12 @@ def num_unseen(eqn: Any) -> int:
     wrapper of the rule drops them.
     """
 
-    def dropped(fun: Any, depth: int = 6) -> int:
-        names = getattr(getattr(fun, "__code__", None), "co_freevars", ())
-        num_consts = fun.__closure__[names.index("num_consts")].cell_contents if "num_consts" in names else 0
-        inner = [x.f for x in _closed_over(fun) if isinstance(x, _lu.WrappedFun)] if depth else ()
-        return num_consts + max((dropped(f, depth - 1) for f in inner), default=0)
+    def dropped(fun: Any) -> int:
+        names = fun.__code__.co_freevars if _is_in_jax_source(fun) else ()
+        return fun.__closure__[names.index("num_consts")].cell_contents if "num_consts" in names else 0
 
-    return num_closed_over(eqn) + dropped(eqn.params[_RULES[eqn.primitive.name]].f)
+    rule = eqn.params[_RULES[eqn.primitive.name]]
+    return num_closed_over(eqn) + sum(dropped(fun.f) for fun in _wrapped_in(rule))
 
 
 def results_of_rule(eqn: Any, rule: Jaxpr) -> list[int]:
@@ -120,12 +139,11 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
     key = _RULES[eqn.primitive.name]
     rule = eqn.params[key]
 
-    @functools.cache  # JAX's rule is cached too: JAX traces functions of its jaxpr once, by identity
     def edited(*flags: bool) -> Any:
         jaxpr, *extra = rule.call_wrapped(*flags)
         return edit(jaxpr), *extra
 
-    changes = {key: _lu.wrap_init(edited, debug_info=rule.debug_info), "call_jaxpr": call}
+    changes = {key: _cached_rule(rule, edited), "call_jaxpr": call}
     return eqn.replace(params={**eqn.params, **changes})
 
 
@@ -221,17 +239,12 @@ def with_guarded_rules(x: Any, guard_for: Callable[[str], RuleGuard]) -> Any:
 
 
 def _guarded_rule(rule: Any, guard: RuleGuard, guard_for: Callable[[str], RuleGuard]) -> Any:
-    results: dict[tuple[bool, ...], Any] = {}  # JAX's rule is cached, too: see `with_rule`
-
-    @functools.wraps(rule.f)
     def guarded(*flags: bool) -> Any:
-        if flags not in results:
-            jaxpr, consts, *extra = guard(rule.call_wrapped, *flags)
-            guard.check_equations(jaxpr, consts)
-            results[flags] = with_guarded_rules(jaxpr, guard_for), consts, *extra  # second derivatives run rules in it
-        return results[flags]
+        jaxpr, consts, *extra = guard(rule.call_wrapped, *flags)
+        guard.check_equations(jaxpr, consts)
+        return with_guarded_rules(jaxpr, guard_for), consts, *extra  # second derivatives run rules in it
 
-    return _lu.wrap_init(guarded, debug_info=rule.debug_info)
+    return _cached_rule(rule, guarded)
 
 
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:
@@ -244,7 +257,7 @@ def derivative_rule(x: Any) -> tuple[Any, ...] | None:
     if not isinstance(x, _lu.WrappedFun):
         return None
     inner = x
-    for _ in range(4):  # the memoising thunks around the rule, each a closure over the next
+    while True:  # the memoising thunks around the rule, each a closure over the next
         wrapped = [f for f in _closed_over(inner.f) if isinstance(f, _lu.WrappedFun)]
         if len(wrapped) != 1 or not _is_in_jax_source(
             inner.f
