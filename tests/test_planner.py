@@ -764,6 +764,28 @@ def test_time_limit_gives_the_best_so_far():
     assert not plan.complete and "time limit" in str(plan)
 
 
+def test_the_budget_that_an_error_tells_is_kept(monkeypatch):
+    """Also where the plain program takes the least, and less when it is compiled with fast options."""
+    compiled = _candidates.Baseline.compile
+
+    def compile_fast(self):
+        if self.compiled is None:
+            cost = compiled(self)
+            self.compiled = dataclasses.replace(cost, temp_bytes=cost.temp_bytes // 2)
+        return self.compiled
+
+    monkeypatch.setattr(_candidates.Baseline, "compile", compile_fast)
+    faster = {**_candidates.candidate_options(), "xla_llvm_disable_expensive_passes": False}
+    monkeypatch.setattr(_candidates, "fast_compile_options", lambda: faster)
+    fun = lambda x: jnp.cumsum(jnp.sin(x)).sum()  # noqa: E731
+    plan = functools.partial(statetx.plan, fun, X, of="temporaries", argnums=0)
+    with pytest.raises(statetx.PlanError) as error:
+        plan(budget=1)
+    budget = error.value.smallest_bytes
+    planned = plan(budget=budget)
+    assert planned.temp_bytes == budget >= statetx.measure(jax.value_and_grad(planned.apply(fun)), X).temp_bytes
+
+
 @pytest.mark.slow
 def test_search_ends_early_where_the_budget_is_far_below_every_candidate():
     """Near a budget that is missed it goes on: XLA's memory is not monotone in the model's."""

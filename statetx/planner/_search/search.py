@@ -309,8 +309,11 @@ class Search:
 
     def smallest_bytes(self) -> int:
         """The least temporary bytes reached. A small program may take the least without rematerialization."""
-        least = self.candidates.smallest().temp_bytes
-        return least if self._is_long else min(least, self.candidates.baseline_bytes())
+        if not self._is_long:
+            self.candidates.compile_baseline()
+        if self.candidates.smallest().name == BASELINE:
+            self.baseline.compile_exactly()  # a plan of this budget is to be found
+        return self.candidates.smallest().temp_bytes
 
     def ends(self) -> tuple[int, int]:
         """The least temporary bytes reached, and the baseline's."""
