@@ -578,3 +578,23 @@ def test_a_linear_solve_has_residuals():
         statetx.remat(lambda a, b: jnp.linalg.solve(a, jnp.sin(b))), jnp.eye(3), jnp.ones(3)
     )
     assert [row.origin for row in residuals][:2] == ["argument", "argument"]
+
+
+@pytest.mark.parametrize("inspect", [statetx.saved_residuals, statetx.memory_profile, statetx.measure])
+def test_rule_that_refuses_a_tangent_is_explained(inspect):
+    """As diffrax refuses one of the time of a random path."""
+
+    @jax.custom_jvp
+    def constant(t):
+        return t
+
+    @constant.defjvp
+    def constant_jvp(primals, tangents):
+        raise RuntimeError("Unexpected tangent.")
+
+    loss = lambda w, t: jnp.sum(jnp.sin(w) * constant(t))  # noqa: E731
+    args = jnp.ones(3), jnp.float32(2)
+    with pytest.raises(RuntimeError, match="Unexpected") as error:
+        inspect(loss, *args)
+    assert any("jax.grad(loss)" in note for note in error.value.__notes__)
+    inspect(jax.grad(loss), *args)
