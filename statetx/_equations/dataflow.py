@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, KeysView, Sequence
-from typing import Any
 
 import numpy as np
 
-from .._jax import Var
+from .._jax import Eqn, Var
 
 
-def variables_of(eqn: Any) -> KeysView[Var]:
+def variables_of(eqn: Eqn) -> KeysView[Var]:
     """The operands that are variables, as an ordered set."""
     return dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)).keys()
 
 
-def needed_equations(eqns: Sequence[Any], outvars: Iterable[Any], available: Container[Any] = ()) -> list[Any]:
+def needed_equations(eqns: Sequence[Eqn], outvars: Iterable[Var], available: Container[Var] = ()) -> list[Eqn]:
     """The equations that compute some variables from the `available` ones, in order."""
-    needed, found = {v for v in outvars if v not in available}, []
+    needed = {v for v in outvars if v not in available}
+    found: list[Eqn] = []
     for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):
             found.append(eqn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core
@@ -11,13 +11,13 @@ from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 
-from .equations import ClosedJaxpr, Jaxpr, Literal, Var, is_jaxpr, open_jaxpr
+from .equations import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, is_jaxpr, open_jaxpr
 from .evaluation import interpret
 from .loops import loop_of, with_body
 from .versions import is_check_missing
 
 
-def function_of(eqn: Any) -> Jaxpr:
+def function_of(eqn: Eqn) -> Jaxpr:
     """A jaxpr of this one equation; its inputs are the variables among the operands."""
     # An operand that is read twice is one input. Literals stay in the equation.
     invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
@@ -60,7 +60,9 @@ def _is_manual(aval: Any) -> bool:
     return sharding is not None and bool(sharding.mesh.manual_axes)
 
 
-def rebuild(jaxpr: Jaxpr, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any] | None = None) -> Jaxpr:
+def rebuild(
+    jaxpr: Jaxpr, *, invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[Eqn] | None = None
+) -> Jaxpr:
     """Replace a jaxpr's inputs, outputs and equations; the result has no constants."""
     # The names of inputs and outputs are by position, and would name others now.
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
@@ -75,10 +77,10 @@ def constants_as_inputs(jaxpr: Jaxpr) -> Jaxpr:
     return rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], outvars=jaxpr.outvars)
 
 
-def with_literals(jaxpr: Jaxpr, literals: dict[Any, Any]) -> Jaxpr:
+def with_literals(jaxpr: Jaxpr, literals: Mapping[Var, Literal]) -> Jaxpr:
     """Replace some inputs of a jaxpr by literals; the result has no constants."""
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else literals.get(atom, atom)
 
     eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in jaxpr.eqns]
@@ -86,7 +88,7 @@ def with_literals(jaxpr: Jaxpr, literals: dict[Any, Any]) -> Jaxpr:
     return rebuild(jaxpr, invars=invars, outvars=[read(v) for v in jaxpr.outvars], eqns=eqns)
 
 
-def without_dead_code(jaxpr: Any) -> Jaxpr:
+def without_dead_code(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Remove equations that the outputs do not need, also within loops and regions; the jaxpr may be closed."""
     jaxpr, _ = open_jaxpr(jaxpr)
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
@@ -99,7 +101,7 @@ def with_dropped_results(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=[eqn if read.issuperset(eqn.outvars) else drop(eqn) for eqn in jaxpr.eqns])
 
 
-def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
+def map_jaxprs(fun: Callable[[Any], Any], eqn: Eqn) -> Eqn:
     """Apply `fun` to each jaxpr in an equation, closed or not; in a `CustomLoop`, to the body of a step.
 
     Returns `eqn` itself if no jaxpr changes.
@@ -119,7 +121,7 @@ def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> Any:
     return eqn if all(params[k] is v for k, v in eqn.params.items()) else eqn.replace(params=params)
 
 
-def map_equations(fun: Callable[[Any], Any], x: Any) -> Any:
+def map_equations(fun: Callable[[Eqn], Eqn], x: Any) -> Any:
     """Apply a function to each equation of a jaxpr, closed or not.
 
     An unchanged jaxpr stays the same object, which JAX's caches are keyed by.
@@ -129,7 +131,7 @@ def map_equations(fun: Callable[[Any], Any], x: Any) -> Any:
     return x if all(map(operator.is_, new, old)) else with_equations(x, new)
 
 
-def with_equations(x: Any, eqns: Sequence[Any]) -> Any:
+def with_equations(x: Any, eqns: Sequence[Eqn]) -> Any:
     """Replace the equations of a jaxpr, closed or not; inputs and outputs stay."""
     if isinstance(x, Jaxpr):
         return _checked(x.replace(eqns=list(eqns)))
@@ -149,13 +151,13 @@ def named_like(closed: ClosedJaxpr, like: Jaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr.replace(debug_info=like.debug_info), consts)
 
 
-def spliced(jaxpr: Jaxpr, sources: Sequence[Any], targets: Sequence[Any], like: Any) -> list[Any]:
+def spliced(jaxpr: Jaxpr, sources: Sequence[Atom], targets: Sequence[Var], like: Eqn) -> list[Eqn]:
     """The equations of a jaxpr without constants between other variables, with the source line of the equation
     `like`.
     """
-    eqns: list[Any] = []
+    eqns: list[Eqn] = []
 
-    def copied(eqn: Any, operands: list[Any]) -> list[Any]:
+    def copied(eqn: Eqn, operands: list[Atom]) -> list[Var]:
         outvars = [Var(v.aval) for v in eqn.outvars]
         eqns.append(eqn.replace(invars=operands, outvars=outvars, source_info=like.source_info))
         return outvars
@@ -165,7 +167,7 @@ def spliced(jaxpr: Jaxpr, sources: Sequence[Any], targets: Sequence[Any], like: 
     return [e.replace(outvars=[renamed.get(v, v) for v in e.outvars]) for e in eqns]
 
 
-def is_unplaced(eqn: Any) -> bool:
+def is_unplaced(eqn: Eqn) -> bool:
     """Whether the equation of a ``jax.jit`` says nothing of shardings, layouts, donation or options of the compiler."""
     params = eqn.params
     is_unspecified = all(x is UNSPECIFIED for x in (*params["in_shardings"], *params["out_shardings"]))
@@ -173,13 +175,13 @@ def is_unplaced(eqn: Any) -> bool:
     return is_unspecified and not (any(params["donated_invars"]) or params["compiler_options_kvs"] or any(layouts))
 
 
-def with_scope(eqn: Any, name: str) -> Any:
+def with_scope(eqn: Eqn, name: str) -> Eqn:
     """Add a name to the equation's name stack; everything that JAX derives from the equation inherits it."""
     info = eqn.source_info
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
 
 
-def inlined(eqn: Any, outer: Any, *, same_line: bool, **changes: Any) -> Any:
+def inlined(eqn: Eqn, outer: Eqn, *, same_line: bool, **changes: Any) -> Eqn:
     """An equation of the jaxpr in `outer`, below the name stack of `outer`; with `same_line` also at its
     source line.
     """

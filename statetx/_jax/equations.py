@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import jax
 import jax.core
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax._src import core as _core
@@ -23,6 +24,22 @@ Jaxpr = _core.Jaxpr
 
 Literal = _core.Literal
 Var = _core.Var
+Atom = Var | Literal
+"""An operand of an equation, or an output of a jaxpr."""
+
+Eqn = jax.extend.core.JaxprEqn
+Aval = jax.core.AbstractValue
+"""The type of a variable: of an array, a `jax.Ref`, a token."""
+
+Array = jax.Array
+Arrays = list[Array]
+ArrayFunction = Callable[..., Arrays]
+"""A function of arrays that returns a list of arrays."""
+
+
+def shaped(aval: Aval) -> jax.core.ShapedArray:
+    """The type of an array, with its attributes."""
+    return cast(jax.core.ShapedArray, aval)
 
 
 def abstract(x: Any) -> Any:
@@ -42,7 +59,7 @@ def as_array(x: Any) -> Any:
 empty_jaxpr = Jaxpr([], [], [], [], debug_info=_core.DebugInfo("statetx", "nothing", (), ()))
 
 
-def is_dropped(v: Any) -> bool:
+def is_dropped(v: Var) -> bool:
     """Whether a result of an equation is a `DropVar`: no equation reads it."""
     return isinstance(v, _core.DropVar)
 
@@ -84,13 +101,13 @@ def is_debug_callback(primitive: Any) -> bool:
     return primitive.name in ("debug_callback", "debug_print")
 
 
-def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+def inner_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
     for sub in _core.jaxprs_in_params(eqn.params):
         yield open_jaxpr(sub)[0]
 
 
-def equations_in(x: Any) -> Iterator[Any]:
+def equations_in(x: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
     """The equations of a jaxpr, closed or not, at any depth: each before those inside of it."""
     for eqn in open_jaxpr(x)[0].eqns:
         yield eqn
@@ -125,6 +142,6 @@ def open_jaxpr(x: Any) -> tuple[Jaxpr, Sequence[Any]]:
 CLOSED_CALL = closed_call_p.name  # "closed_call" before JAX 0.12, "eval_jaxpr" since
 
 
-def scope(eqn: Any) -> str:
+def scope(eqn: Eqn) -> str:
     """The name stack of an equation: names of ``jax.named_scope`` and of transforms, joined by slashes."""
     return str(eqn.source_info.name_stack)

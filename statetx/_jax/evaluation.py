@@ -14,7 +14,7 @@ from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _pe
 
-from .equations import ClosedJaxpr, Jaxpr, Literal, as_array, open_jaxpr
+from .equations import ClosedJaxpr, Eqn, Jaxpr, Literal, as_array, open_jaxpr
 from .loops import scan_counts, scan_p
 from .traces import _context, is_eager
 
@@ -22,7 +22,7 @@ _value_of = operator.attrgetter("val")
 
 
 def bind_equation(
-    eqn: Any, params: dict[str, Any], args: Sequence[Any], context: contextlib.AbstractContextManager | None = None
+    eqn: Eqn, params: dict[str, Any], args: Sequence[Any], context: contextlib.AbstractContextManager[Any] | None = None
 ) -> list[Any]:
     """Run one equation on `args` with these parameters; its operations keep the source line and name stack of `eqn`.
 
@@ -37,7 +37,11 @@ def bind_equation(
 
 
 def interpret(
-    jaxpr: Any, args: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]], *, literal: Callable = _value_of
+    jaxpr: Any,
+    args: Sequence[Any],
+    rule: Callable[[Any, list[Any]], Sequence[Any]],
+    *,
+    literal: Callable[[Any], Any] = _value_of,
 ) -> list[Any]:
     """Evaluate a jaxpr over any domain; return its outputs in that domain.
 

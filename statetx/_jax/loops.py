@@ -18,7 +18,7 @@ from jax._src.lax.control_flow.loops import scan_p, while_p
 
 from .._positions import function_of as _function_of
 from . import patches
-from .equations import ClosedJaxpr, Jaxpr, Var, abstract, as_array, open_jaxpr, with_nonzero
+from .equations import ClosedJaxpr, Eqn, Jaxpr, Var, abstract, as_array, open_jaxpr, with_nonzero
 from .primitives import call_primitive, identity
 from .traces import eval_context
 from .versions import SCAN_HAS_TREES, packed, tree_of
@@ -192,7 +192,7 @@ patches.note(
 )
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """The numbers of constants and carries of a scan, its first operands in this order."""
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]

@@ -197,7 +197,7 @@ def on_current_mesh(x: Any) -> Any:
     return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts)
 
 
-def shard_mapped(eqn: Any, fun: Callable[..., list]) -> Callable[..., list]:
+def shard_mapped(eqn: Any, fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """The `jax.shard_map` of an equation, with another function of the shards."""
     params = eqn.params
     return jax.shard_map(

@@ -214,7 +214,7 @@ def loop_with_rules(eqn: Any) -> str | None:
     return eqn.params["rules_of"] if eqn.primitive is _linear_p else None
 
 
-def deferred_call(fun: Callable[[list], list], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
+def deferred_call(fun: Callable[[list[Any]], list[Any]], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
     """Call ``fun(inputs)`` in a program that is traced to be looked at: the call is one equation, and so is its
     derivative.
 

@@ -146,8 +146,8 @@ def _with_values_of_refs(x: Any) -> Any:
                 invars = list(eqn.invars)
                 for i in [i for i, r in enumerate(is_ref) if r]:
                     (get,) = _reading(eqn.invars[i].aval).eqns
-                    invars[i] = Var(call.invars[i].aval)
-                    eqns.append(get.replace(invars=[eqn.invars[i]], outvars=[invars[i]]))
+                    invars[i] = value = Var(call.invars[i].aval)
+                    eqns.append(get.replace(invars=[eqn.invars[i]], outvars=[value]))
                 closed = ClosedJaxpr(call, [])
                 params = {**eqn.params, "call_jaxpr": closed}
                 eqn = eqn.replace(invars=invars, params=params, effects=_core.positional_effects(closed))

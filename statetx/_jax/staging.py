@@ -10,7 +10,7 @@ from jax._src import linear_util as _lu
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _pe
 
-from .equations import Jaxpr
+from .equations import ArrayFunction, Jaxpr
 
 
 def new_input(trace: Any, aval: Any) -> Any:
@@ -24,8 +24,8 @@ _trace: Any = getattr(_pe.trace_to_jaxpr_dynamic, "__wrapped__", _pe.trace_to_ja
 
 
 def stage(
-    fun: Callable[..., list], avals: Sequence[Any], *, traced_for: str, name: str, names: Sequence[str] | None = None
-) -> tuple[Jaxpr, list]:
+    fun: ArrayFunction, avals: Sequence[Any], *, traced_for: str, name: str, names: Sequence[str] | None = None
+) -> tuple[Jaxpr, list[Any]]:
     """Trace ``fun(*arrays) -> list of arrays`` to a jaxpr; return it with the values it closes over.
 
     The jaxpr's inputs are `avals`, then those added by `new_input`, in order. Errors raised while `fun` runs name them
@@ -42,7 +42,9 @@ def forget_names(trace: Any, traced_for: str, name: str) -> None:
     trace.frame.debug_info = _core.DebugInfo(traced_for, name, None, None)
 
 
-def name_function(fun: Callable, transform: str, place: str, arguments: Sequence[str] | None = None) -> Callable:
+def name_function(
+    fun: Callable[..., Any], transform: str, place: str, arguments: Sequence[str] | None = None
+) -> Callable[..., Any]:
     """`fun`, which a transform of JAX is given in the place of the user's function: JAX's errors name this one, and its
     arguments.
     """
@@ -51,7 +53,7 @@ def name_function(fun: Callable, transform: str, place: str, arguments: Sequence
     return fun
 
 
-def name_as_staged(fun: Callable, jaxpr: Jaxpr) -> Callable:
+def name_as_staged(fun: Callable[..., Any], jaxpr: Jaxpr) -> Callable[..., Any]:
     """`name_function` by the function that a jaxpr was staged from."""
     info: Any = jaxpr.debug_info
     return name_function(fun, info.traced_for, info.func_src_info)

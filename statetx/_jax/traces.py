@@ -177,6 +177,11 @@ def is_derivative_or_batching(trace: Any) -> bool:
     return type(trace).__name__ in _TRANSFORM_OF_TRACE
 
 
+def is_differentiated_or_batched(x: Any) -> bool:
+    """Whether a value is traced by a derivative, a vmap or a shard_map."""
+    return isinstance(x, Tracer) and is_derivative_or_batching(x._trace)
+
+
 def staging_trace(trace: Any) -> Any:
     """The trace, or the nearest one around it that is not of a derivative or a vmap: it records operations, or executes
     them.

@@ -84,7 +84,8 @@ def _cut(body: Jaxpr, others: list[Any], rows: list[Any], available: set[Var]) -
         again = [
             e
             for v in saved
-            if (e := producers.get(v)) in kept
+            if (e := producers.get(v)) is not None
+            and e in kept
             and num_bytes([x.aval for x in variables_of(e) - at_hand]) <= num_bytes(v.aval)
         ]
         if not again:
