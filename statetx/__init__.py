@@ -251,7 +251,7 @@ def __dir__() -> list[str]:
 
 
 if _flag("STATETX_DEBUG"):
-    from ._jax import check_edits as _check_edits
+    from ._jax.editing import check_edits as _check_edits
     from .kinds import debug as _kinds_debug
 
     _check_edits()

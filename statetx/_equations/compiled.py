@@ -92,7 +92,7 @@ class Program:
 
     def __init__(
         self,
-        fun: Callable,
+        fun: Callable[..., Any],
         args: Sequence[Any],
         compiler_options: dict[str, Any] | None = None,
         donated: Sequence[int] = (),
@@ -253,7 +253,7 @@ def _is_on_mesh(jaxpr: Any) -> bool:
     return any(not aval.sharding.mesh.empty for aval in avals)
 
 
-def _retraced(traced: Any, run: Callable) -> Any:
+def _retraced(traced: Any, run: Callable[..., Any]) -> Any:
     """The trace of another function of the same arrays, with the same donation."""
     inputs = jax.tree.leaves(traced.args_info)
     donated = tuple(n for n, x in enumerate(inputs) if x.donated)

@@ -167,7 +167,7 @@ class UncompilableError(TargetError):
     """XLA cannot compile a program for a target; its cause is XLA's error."""
 
 
-COMPILER_ERRORS = (jax.errors.JaxRuntimeError, UncompilableError)
+COMPILER_ERRORS: tuple[type[Exception], ...] = (jax.errors.JaxRuntimeError, UncompilableError)
 
 
 def _uncompilable(target: Target, error: Exception) -> UncompilableError:

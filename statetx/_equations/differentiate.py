@@ -31,7 +31,7 @@ class StagedForward(NamedTuple):
 
 
 def forward_pass(
-    fun: Callable[..., list], avals: Sequence[Any], diff_indices: Sequence[int], *, traced_for: str, name: str
+    fun: Callable[..., list[Any]], avals: Sequence[Any], diff_indices: Sequence[int], *, traced_for: str, name: str
 ) -> StagedForward:
     """Stage ``fun(*inputs) -> outputs`` with the residuals that ``jax.vjp`` saves for the inputs at `diff_indices`."""
     pullback: Any = None
@@ -64,8 +64,8 @@ def backward_pass(
 
 
 def with_pullback(
-    fun: Callable[..., tuple[list, list]], diff_indices: Sequence[int]
-) -> Callable[..., tuple[list, list, list]]:
+    fun: Callable[..., tuple[list[Any], list[Any]]], diff_indices: Sequence[int]
+) -> Callable[..., tuple[list[Any], list[Any], list[Any]]]:
     """Add to ``fun(*arrays) -> (outputs, aux)`` the cotangents of the arrays at `diff_indices`, for output cotangents
     of one.
 
@@ -73,7 +73,7 @@ def with_pullback(
     """
 
     @_frames.undone
-    def step(*arrays: Any) -> tuple[list, list, list]:
+    def step(*arrays: Any) -> tuple[list[Any], list[Any], list[Any]]:
         diff_args = (arrays[i] for i in diff_indices)
         outs, vjp_fun, aux = jax.vjp(function_of(fun, arrays, diff_indices), *diff_args, has_aux=True)
         # Cotangents of one inside a shard_map must vary along the axes of their outputs, as its types demand.

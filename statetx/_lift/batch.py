@@ -89,7 +89,7 @@ class Batch(NamedTuple):
     """
 
     leaves: list[Any]
-    arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]]
+    arguments: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     is_key: list[bool]
     size: int
     mask: list[bool]
@@ -185,7 +185,7 @@ class BatchArguments:
         self._is_default = argnums is None and not self._batched
         self._others = unbatched
 
-    def of(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The batch of a call. Raises as `batch_along`."""
         mask, names = self._batched.mask(len(args)), self._batched.names
         if self._is_default:

@@ -94,7 +94,7 @@ class TraceContext:
 
     def program(
         self,
-        fun: Callable,
+        fun: Callable[..., Any],
         avals: Sequence[Any],
         options: dict[str, Any] | None = None,
         donated: Sequence[int] = (),
@@ -142,7 +142,7 @@ class TraceContext:
         return types
 
     def _in_shard_map(
-        self, fun: Callable, avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], options: Any
+        self, fun: Callable[..., Any], avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], options: Any
     ) -> Program:
         """`program` in a `jax.shard_map`: an input has a leading dimension for each mesh axis along which it varies."""
         assert self.manual is not None
@@ -170,7 +170,9 @@ class TraceContext:
             return Program(mapped, types, options)
 
 
-def close_over(fun: Callable, inputs: Sequence[Any], constants: Mapping[int, Any]) -> tuple[Callable, list[Any]]:
+def close_over(
+    fun: Callable[..., Any], inputs: Sequence[Any], constants: Mapping[int, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
     """A function that closes over the values `constants` of some inputs, by position; and its own inputs."""
     if not constants:
         return fun, list(inputs)
@@ -261,7 +263,7 @@ def sharding_of(x: Any) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*mapped, *unmapped))
 
 
-def _dims_of(x: Any) -> tuple[Any, list, list] | None:
+def _dims_of(x: Any) -> tuple[Any, list[Any], list[Any]] | None:
     """The mesh, the mesh axes of the mapped dimensions, and the mesh axes of the other dimensions."""
     if isinstance(x, _jax.Tracer):
         primal = _jax.primal_of(x)

@@ -51,7 +51,7 @@ def parse_argnums(argnums: Any) -> tuple[list[int], bool]:
         ) from None
 
 
-def resolve_argnums(argnums: Any, num_args: int, fun: Callable) -> tuple[list[int], bool]:
+def resolve_argnums(argnums: Any, num_args: int, fun: Callable[..., Any]) -> tuple[list[int], bool]:
     nums, as_tuple = parse_argnums(argnums)
     for i in nums:
         if not -num_args <= i < num_args:

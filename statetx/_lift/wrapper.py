@@ -53,7 +53,7 @@ class Wrapper(Generic[P, R]):
             cls.maker, made_by.wrapper = made_by, cls
             cls.defaults = {p.name: p.default for p in [*inspect.signature(made_by).parameters.values()][1:]}
 
-    def __init__(self, fun: Callable, **options: Any):
+    def __init__(self, fun: Callable[..., Any], **options: Any):
         functools.update_wrapper(self, fun, updated=())
         self.__wrapped__ = fun
         # `abc.abstractmethod` above sets it, too.

@@ -20,6 +20,9 @@ from .._tree import is_float
 from . import bind
 from .rows import CarryRow
 
+Loop = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any]]]
+"""``(constants, carry, xs) -> (carry, ys)``."""
+
 
 @dataclasses.dataclass(eq=False)
 class LoopStep:
@@ -212,7 +215,7 @@ class LoopStep:
         in_axes = [*axes([*constants, *carry], 0), *axes(x, 1)]
         return MappedStep(step, body.operands, in_axes, [*axes(carry, 0), *axes(outs[self.num_carry :], 1)])
 
-    def plain(self) -> Callable:
+    def plain(self) -> Loop:
         """The loop without checkpoints."""
         if not self.is_shown:
             return bind.scan(

@@ -30,7 +30,7 @@ from . import online, schedule
 from .checkpointed import WORTH_MIXING, LoopOfSlots
 from .linearized import composed
 from .nested import nested
-from .step import LoopStep
+from .step import Loop, LoopStep
 
 S = TypeVar("S", bound="Strategy")
 
@@ -58,7 +58,7 @@ class Strategy:
         """The policy for the values of a step, perhaps of another strategy within this one."""
         return self.policy
 
-    def build(self, step: LoopStep) -> Callable:
+    def build(self, step: LoopStep) -> Loop:
         """The loop ``(constants, carry, xs) -> (carry, ys)`` of a step."""
         raise NotImplementedError
 
@@ -104,12 +104,12 @@ class Strategy:
 
     # -- in a saved plan --
 
-    def to_json(self) -> list:
+    def to_json(self) -> list[Any]:
         """The name of the class and its arguments."""
         raise NotImplementedError
 
     @staticmethod
-    def from_json(record: list) -> Strategy:
+    def from_json(record: list[Any]) -> Strategy:
         """The inverse of `to_json`, for strategies that are `recorded`.
 
         Raises:
@@ -197,7 +197,7 @@ class NestedLoops(Strategy):
         """The lengths of the loops of a loop of so many steps, outermost first."""
         raise NotImplementedError
 
-    def build(self, step: LoopStep) -> Callable:
+    def build(self, step: LoopStep) -> Loop:
         self.check(step.name, "steps", step.length)
         if self.offload and _jax.HOST_MEMORY not in current.memory_kinds():
             raise PolicyError(f"{step.name}: {self!r}: the devices have no {_jax.HOST_MEMORY!r} memory.")
@@ -209,7 +209,7 @@ class NestedLoops(Strategy):
             )
         return composed(step, self.nested)
 
-    def nested(self, step: LoopStep) -> Callable:
+    def nested(self, step: LoopStep) -> Loop:
         """The loops of a step, which fits them."""
         lengths = self.lengths_for(step.length)
         return nested(step, lengths, offload=self.offload, keeps_all=self.keep == "loop")
@@ -368,7 +368,7 @@ class Slots(Strategy):
         set_counts(self, "num")
         set_options(self)
 
-    def build(self, step: LoopStep) -> Callable:
+    def build(self, step: LoopStep) -> Loop:
         return LoopOfSlots(step, self.num)
 
     def for_refs(self) -> Strategy:

@@ -186,7 +186,7 @@ class GradientOrder:
     def __init__(self) -> None:
         self._previous = _jax.Noted()
 
-    def run(self, program: Callable, last_input: int, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, program: Callable[..., Any], last_input: int, inputs: Sequence[Any]) -> list[Any]:
         """Run a function that is being differentiated once the gradient before is computed.
 
         Args:
@@ -224,7 +224,7 @@ def unobserved(rewriter: Rewriter | None = None) -> contextlib.AbstractContextMa
     return override.rewrite_gradients(rewriter, observer=None)
 
 
-def _replace(fun: Callable, has_aux: bool) -> Callable:
+def _replace(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     rewriter = override.rewriter
     # Derivative rules differentiate functions of their own, in the backward pass of a function that has been rewritten.
     if rewriter is None or _jax.in_backward_pass():
@@ -241,12 +241,12 @@ def _replace(fun: Callable, has_aux: bool) -> Callable:
 _jax.replace_differentiated(_replace)
 
 
-def _run(fun: Callable, has_aux: bool, rewriter: Rewriter, primals: tuple) -> Any:
+def _run(fun: Callable[..., Any], has_aux: bool, rewriter: Rewriter, primals: tuple[Any, ...]) -> Any:
     arrays, in_tree = jax.tree.flatten(primals)
     user_function = _jax.differentiated_function(fun)
     out_tree, num_out = None, 0
 
-    def body(*tracers: Any) -> tuple[list, Any]:
+    def body(*tracers: Any) -> tuple[list[Any], Any]:
         nonlocal out_tree, num_out
         out = fun(*jax.tree.unflatten(in_tree, tracers))
         leaves, out_tree = jax.tree.flatten(out)

@@ -4,13 +4,16 @@ a plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
 
 from .. import _jax
+from .._equations.structure import Body
 from .._errors import PolicyError
+from .._jax import ArrayFunction
 
 
 def refuse_combination(rewriter: Rewriter, *_: Any, **__: Any) -> NoReturn:
@@ -34,13 +37,16 @@ class Rewriter:
         keeps_order: whether it sees the inputs in their own order, not in the order of the reads.
     """
 
-    inner: Rewriter | None = None
     keeps_policies = False
     is_used_once = False
     keeps_order = False
 
-    def rewrite(self, body: Any, name: str, num_out: int) -> Any:
-        """Return ``(operands, *args) -> outputs`` in place of a staged function (`Body`) of this name.
+    @functools.cached_property  # not a property: some set it
+    def inner(self) -> Rewriter | None:
+        return None
+
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
+        """Return ``(operands, *args) -> outputs`` in place of a staged function of this name.
 
         The first `num_out` outputs are the function's results; the new values of the states that it writes follow.
         """
@@ -66,14 +72,14 @@ class Observer(Rewriter):
     keeps_policies = True
     is_used_once = True
 
-    def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
+    def observe(self, outputs: Sequence[Any], run: ArrayFunction, operands: Sequence[Any], args: Sequence[Any]) -> None:
         """Note a call ``run(operands, *args)``; its first results, of types `outputs`, are results of the function."""
         raise NotImplementedError
 
-    def rewrite(self, body: Any, name: str, num_out: int) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         return self.observing(body, num_out, body)
 
-    def observing(self, body: Any, num_out: int, replacement: Callable) -> Callable:
+    def observing(self, body: Body, num_out: int, replacement: ArrayFunction) -> ArrayFunction:
         """The replacement of a staged function, whose calls are noted."""
         outputs = [v.aval for v in body.jaxpr.outvars[:num_out]]
 
@@ -99,7 +105,7 @@ class Observed(Rewriter):
     def __hash__(self) -> int:
         return hash((self._rewriter, self._observer))
 
-    def rewrite(self, body: Any, name: str, num_out: int) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         return self._observer.observing(body, num_out, self._rewriter.rewrite(body, name, num_out))
 
 
@@ -118,7 +124,7 @@ class Seen(Observer):
         """Whether there are any."""
         return bool(self.outputs)
 
-    def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
+    def observe(self, outputs: Sequence[Any], run: ArrayFunction, operands: Sequence[Any], args: Sequence[Any]) -> None:
         self.outputs.append(outputs)
 
 
@@ -129,7 +135,7 @@ class Marker(Observer):
     the same, so that a cached trace has its marks.
     """
 
-    def observing(self, body: Any, num_out: int, replacement: Callable) -> Callable:
+    def observing(self, body: Body, num_out: int, replacement: ArrayFunction) -> ArrayFunction:
         return jax.named_scope(_MARKS[_are_scalars(v.aval for v in body.jaxpr.outvars[:num_out])])(replacement)
 
 

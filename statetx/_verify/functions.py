@@ -28,7 +28,7 @@ def plain(fun: Callable) -> Callable:
     return plain
 
 
-def with_gradients(fun: Callable) -> Callable:
+def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The outputs and new values of states of a function, with gradients for all floats, as a function of arrays."""
 
     def gradients(*args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,13 @@ class SameStep:
 
 
 def same_step(
-    reference: Callable, step: Callable, args: tuple, kwargs: dict[str, Any], *, steps: int, tolerance: float | None
+    reference: Callable[..., Any],
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    steps: int,
+    tolerance: float | None,
 ) -> SameStep:
     """Run both for some steps, each step of both from the reference's states.
 

@@ -157,8 +157,8 @@ class ArrayProgram:
 
 def array_program(
     name: str,
-    fun: Callable,
-    args: tuple,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     gradient: bool | None = None,
     fixed: Sequence[bool] = (),
