@@ -46,7 +46,7 @@ def lattice(program, diff_indices=(0,), formats=()):
 def test_layers_are_found_and_the_loss_is_cut_off():
     program = flat(loss, WS, X)
     (run,) = _cuts.candidates(program).runs[0]
-    assert run.count == len(WS) and run.start == 0
+    assert run.num == len(WS) and run.start == 0
     starts = [program.jaxpr.eqns[b].primitive.name for b in run.boundaries]
     assert starts == ["dot_general"] * 4 + ["integer_pow"], "each begins with its product; the loss comes after them"
 
@@ -72,7 +72,7 @@ def test_blocks_of_stages_are_found_though_two_stages_repeat():
 
     program = flat(stages, WS, X)
     runs = _cuts.candidates(program).runs[0]
-    assert sum(run.count for run in runs) >= 10 and all(run.count > 1 for run in runs)
+    assert sum(run.num for run in runs) >= 10 and all(run.num > 1 for run in runs)
     of_block = len(flat(block, WS[0], X))
     assert {run.period for run in runs} == {of_block}
 
@@ -86,7 +86,7 @@ def test_layers_of_other_sizes_repeat():
         return x.sum()
 
     (run,) = _cuts.candidates(flat(widening, ws, jnp.ones((8, 8)))).runs[0]
-    assert run.count == 4
+    assert run.num == 4
 
 
 def layers(num, wrap=lambda f: f, together=1):
@@ -111,7 +111,7 @@ def test_periods_also_begin_behind_the_product():
     program = flat(fun, *args)
     (early,), (late,) = _cuts.candidates(program).runs[1:]
     assert [program.jaxpr.eqns[run.start].primitive.name for run in (early, late)] == ["dot_general", "sin"]
-    assert late.count == 5, "the first product is in no period"
+    assert late.num == 5, "the first product is in no period"
 
 
 @pytest.mark.thorough

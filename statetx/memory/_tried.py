@@ -28,7 +28,7 @@ from .._equations.inline import hoist
 from .._equations.primitives import REMAT, count
 from .._equations.structure import Body, table
 from .._errors import StatetxError
-from .._jax import Jaxpr, Literal
+from .._jax import Jaxpr, Literal, Var
 from .._remat import decide, fence
 from .._remat.override import rewritten_by
 from .._remat.parse import as_policy
@@ -384,7 +384,7 @@ class _LoopWithPolicy(Part):
         marked, saved = _with_policy(policy, loop.jaxpr)
         run = lambda *args: _jax.rematerialize(marked, args, policy=saved, prevent_cse=False)
         body = jax.make_jaxpr(run)(*(v.aval for v in loop.jaxpr.invars))
-        self._loop = _jax.map_jaxprs(lambda x: _jax.closed_like(x, body.jaxpr), loop.eqn)
+        self._loop = _jax.map_jaxprs(lambda x: _jax.closed_like(x, body.jaxpr), loop.scan)
 
     def __call__(self, *args: Any) -> list[Any]:
         return _jax.bind_equation(self._loop, self._loop.params, args)
@@ -419,7 +419,8 @@ def _as_called(program: Flat, part: Part, span: Interval, function: str, keeps_o
             number[eqn.outvars[0]] = number[eqn.invars[0]]
     code = code_of(part.jaxpr.eqns, function)
     are_arguments = keeps_order and not (code and code.co_freevars)
-    invars = sorted(part.invars, key=lambda v: (v not in number, number.get(v, 0) if are_arguments else 0))
+    variables = [v for v in part.invars if isinstance(v, Var)]
+    invars = sorted(variables, key=lambda v: (v not in number, number.get(v, 0) if are_arguments else 0))
     later = {v for eqn in program.jaxpr.eqns[span[1] :] for v in variables_of(eqn)}
     # Rather computed values than parameters.
     returned = sorted((v for v in invars if v in later), key=lambda v: v in number)[: returned_arguments(code)]

@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from .._equations.compiled import Cost
@@ -63,7 +63,7 @@ def read_amount(argument: Any) -> int | float:
             amount = None
 
     # NumPy's numbers count as well. A bool is an `int` in Python, but not an amount.
-    is_number = isinstance(amount, numbers.Real) and not isinstance(amount, bool)
+    is_number = not isinstance(amount, bool) and isinstance(amount, numbers.Real)
     value = float(amount) if is_number and amount <= MOST_BYTES else math.nan
     if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
@@ -96,7 +96,7 @@ def device_memory() -> int:
     if chosen is not None:
         return chosen.memory_bytes
     devices = current.local_devices()
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    limits = [(device.memory_stats() or dict[str, int]()).get("bytes_limit", 0) for device in devices]
     if all(limits):
         return min(limits)
     if devices[0].platform == "cpu" and hasattr(os, "sysconf"):
@@ -131,7 +131,7 @@ class TimeLeft:
         self._start: float | None = None
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Generator[None]:
         """Let the time pass; within itself without effect."""
         if self._start is not None:
             yield
@@ -165,7 +165,7 @@ def read_time_limit(time_limit: Any) -> float | None:
     """The seconds that a user gives; None for no limit."""
     if time_limit is None:
         return None
-    is_number = isinstance(time_limit, numbers.Real) and not isinstance(time_limit, bool)
+    is_number = not isinstance(time_limit, bool) and isinstance(time_limit, numbers.Real)
     if not is_number or not float(time_limit) >= 0:
         raise ValueError(f"time_limit={time_limit!r} must be a number of seconds, or None for no limit.")
     return float(time_limit)

@@ -12,6 +12,7 @@ from typing import Any, Never, ParamSpec, TypeVar, cast
 from .. import _files, _records
 from .._equations.structure import Body
 from .._errors import FunctionError, PlanError
+from .._jax import ArrayFunction
 from .._remat.override import override, rewritten_by
 from .._remat.rewriter import Rewriter
 from .._tables import Table, Tabular
@@ -124,13 +125,13 @@ class Plan(PlanData, Tabular, Rewriter):
         return step
 
     @of_device
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         program = flatten(body.jaxpr)
         found = self._find(fingerprint(program), name)
         if found is None:
             return body
-        waits = {"last_input": found.last_input, "is_sequential": found.is_sequential}
-        return as_planned(Body(rewrite(*found.split(program), **waits), []))
+        planned = rewrite(*found.split(program), last_input=found.last_input, is_sequential=found.is_sequential)
+        return as_planned(Body(planned, []))
 
     def _find(self, lines: tuple[str, ...], name: str) -> GradientPlan | None:
         """The gradient with these equations; None if the plan leaves it unchanged."""
@@ -153,7 +154,7 @@ class Plan(PlanData, Tabular, Rewriter):
 
     # -- storage ---------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, as JSON. An existing file is replaced once the plan is written."""
         _files.write(path, _records.dump(self.to_dict(), indent=1))
 
@@ -161,7 +162,7 @@ class Plan(PlanData, Tabular, Rewriter):
         return Plan, (self.to_dict(),)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a file. It is data: it is checked, and no code of it runs.
 
         Raises:
@@ -181,7 +182,7 @@ class Plan(PlanData, Tabular, Rewriter):
 
     # -- show ------------------------------------------------------------------------------------------------------
 
-    def plot(self, path: str | os.PathLike | None = None) -> Any:
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draw added operations over memory: the curve, the compiled programs, the budget. Needs matplotlib.
 
         Memory counts as in the budget.

@@ -303,7 +303,7 @@ def fields_of(
         "timed": [[c.name, c.temp_bytes, c.compiled.seconds] for c in search.programs() if c.compiled.seconds],
         "ignored": [digest_of(lines) for lines in captured.ignored],
         "variant": captured.variant,
-        "of_step": None if captured.treatment is None else captured.treatment.name,
+        "of_step": captured.of_step,
         **captured.released(program.rewritten()),
         "num_devices": captured.num_devices,
         "gradients": [_records.encoded(GradientPlan.of(*pair, program.waits)) for pair in pairs],

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """A plan as a table and as a picture, and the rows and lines of its programs."""
 
 from __future__ import annotations
@@ -6,13 +7,13 @@ import collections
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from .._environment import require
 from .._equations.primitives import flops
 from .._files import write_figure
-from .._jax import Jaxpr
+from .._jax import Eqn, Jaxpr
 from .._lift.context import device_bytes
 from .._remat.survey import Site
 from .._tables import Cell, Column, Table
@@ -141,7 +142,7 @@ def _counted(plan: PlanData, temp_bytes: int) -> int:
     return temp_bytes + (plan.fixed_bytes if plan.of == STEP else 0)
 
 
-def plot(plan: PlanData, path: str | os.PathLike | None) -> Any:
+def plot(plan: PlanData, path: str | os.PathLike[str] | None) -> Any:
     require("matplotlib.figure", "plot")
     from matplotlib.figure import Figure
 
@@ -149,9 +150,11 @@ def plot(plan: PlanData, path: str | os.PathLike | None) -> Any:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     mib = 2.0**20
-    coordinates = lambda points: ([_counted(plan, b) / mib for b, _ in points], [100 * x for _, x in points])
 
-    def annotate(text: str, point: Sequence[Any], **options: Any) -> None:
+    def coordinates(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+        return [_counted(plan, int(b)) / mib for b, _ in points], [100 * x for _, x in points]
+
+    def annotate(text: str, point: Sequence[float], **options: Any) -> None:
         (x,), (y,) = coordinates([point])
         axes.annotate(text, (x, y), textcoords="offset points", xytext=(7, 6), **options)
 
@@ -194,7 +197,7 @@ def described(programs: Sequence[Jaxpr], gradients: Sequence[GradientPlan]) -> S
         _, parts, decisions = gradient.split(program)
         pairs = list(zip(parts, decisions, strict=True))
         # Equal parts with equal decisions have equal rows: list them once, with their number.
-        ranges = collections.defaultdict(list)
+        ranges: dict[tuple[Hashable, Decision], list[Part]] = collections.defaultdict(list)
         for part, decision in pairs:
             ranges[part.key, decision].append(part)
         for (_, decision), equal in ranges.items():
@@ -225,7 +228,7 @@ def _name(site: Site) -> str:
 
 def _groups(pairs: Sequence[tuple[Part, Decision]]) -> Iterator[str]:
     """Neighboring parts of equal structure, from the first to the last layer: which of them keep what."""
-    layers: dict[Any, tuple[Part, list[Decision]]] = {}
+    layers: dict[Hashable, tuple[Part, list[Decision]]] = {}
     for part, decision in pairs:
         if not decision.is_unchanged:
             layers.setdefault(part.key, (part, []))[1].append(decision)
@@ -235,7 +238,7 @@ def _groups(pairs: Sequence[tuple[Part, Decision]]) -> Iterator[str]:
             yield f"A region of {len(part.jaxpr.eqns)} equations{place}: {_kept_text(part, decisions[0])}"
             continue
         # The same decision for a run of them is one line's worth of text.
-        texts, first = [], 1
+        first, texts = 1, list[str]()
         for decision, equal_decisions in itertools.groupby(decisions):
             last = first + len(list(equal_decisions)) - 1
             texts.append(f"{first if first == last else f'{first}-{last}'} {_kept_text(part, decision)}")
@@ -243,7 +246,7 @@ def _groups(pairs: Sequence[tuple[Part, Decision]]) -> Iterator[str]:
         yield f"{len(decisions)} equal regions{place}: {'; '.join(texts)}"
 
 
-def _origin(eqn: Any) -> str:
+def _origin(eqn: Eqn) -> str:
     file, line, function = user_line(eqn)
     return f"{short_path(file)}:{line} ({function})" if file else ""
 
@@ -263,7 +266,7 @@ def _saved_text(part: Part, decision: Decision) -> str:
     saved = [(site, ways[address]) for address, site in sites.items() if address in ways]
     if not saved:
         return "keep nothing"
-    size = lambda site: device_bytes(site.value.type)
+    size: Callable[[Site], int] = lambda site: device_bytes(site.value.type)
     kept_bytes = sum(w.num_bytes(s.value.type) if isinstance(w, InFormat) else size(s) for s, w in saved)
     # Means, and other values of a sixteenth of the largest one's size and below, tell nothing.
     least = max(map(size, sites.values())) / 16

@@ -106,7 +106,7 @@ def _remove_oldest(plans: pathlib.Path) -> None:
     """Keep our entries below the limit, and remove what killed processes left. Other files are not ours: they stay, and
     do not count.
     """
-    entries = []
+    entries: list[tuple[float, int, pathlib.Path]] = []
     for path in plans.iterdir():
         is_temporary = re.fullmatch(_files.TEMPORARY, path.name) is not None
         if not is_temporary and re.fullmatch(r"[0-9a-f]{64}\.json\.gz", path.name) is None:
@@ -167,7 +167,7 @@ def _environment() -> list[Any]:
         (jax.__version__, importlib.metadata.version("jaxlib")),
         current.environment(),
         [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
-        jax.config.values.get("jax_remat3"),
+        jax.config.values.get("jax_remat3"),  # pyright: ignore[reportUnknownMemberType]
     ]
 
 

@@ -32,7 +32,7 @@ from .._tree import is_float, num_bytes
 from .._typing import Filter, Indices, Names
 from ..residuals.measure import array_program
 from ..transforms.abstract import eval_shape
-from ..transforms.microbatch import RULES
+from ..transforms.microbatch import RULES, Microbatch
 from . import _store
 from ._budget import read_amount, unit_question
 
@@ -90,7 +90,7 @@ class BatchFit(Tabular):
             [Cell(str(num)), Cell(format_bytes(n), share=n / most), Cell("yes" if n <= self.budget_bytes else "no")]
             for num, n in self.tried
         ]
-        notes = []
+        notes: list[tuple[str, str]] = []
         if (each := self.bytes_per_example) > 0:
             fixed = max(self.total_bytes - each * self.size, 0)
             notes.append(("Each example:", f"about {format_bytes(each)}, and {format_bytes(fixed)} besides."))
@@ -207,22 +207,23 @@ def max_batch(
 
 
 def _programs(
-    step: Callable,
+    step: Callable[..., Any],
     batch: Batch,
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     gradient: bool,
     states: Mapping[Filter, Any] | None,
-) -> Callable[[list[Any], int], Program]:
+) -> Callable[[list[jax.ShapeDtypeStruct], int], Program]:
     """The programs of a step for other types of its batch, and the number of examples of these types."""
     options = memory_analysis_options()
-    if hasattr(step, "lower") and hasattr(step, "trace") and not gradient and states is None:
+    jitted: Any = step
+    if hasattr(jitted, "lower") and hasattr(jitted, "trace") and not gradient and states is None:
 
-        def as_jitted(types: list[Any], size: int) -> Program:
+        def as_jitted(types: list[jax.ShapeDtypeStruct], size: int) -> Program:
             # As the user jits it, with its shardings and compiler options.
             args, kwargs = batch.arguments(types)
             with created_undone(step, args, kwargs):
-                traced: Any = _states.jax_traced(step.trace(*args, **kwargs))
+                traced: Any = _states.jax_traced(jitted.trace(*args, **kwargs))
             return Program.of_traced(getattr(traced, "jax_stage", traced), options)
 
         return as_jitted
@@ -230,8 +231,8 @@ def _programs(
     program = array_program("max_batch", step, args, kwargs, gradient)
     rules = Rules("max_batch", states or {}, step, RULES, args, kwargs)
 
-    def of_arrays(types: list[Any], size: int) -> Program:
-        mask, of_batch, values = iter(batch.mask), iter(types), []
+    def of_arrays(types: list[jax.ShapeDtypeStruct], size: int) -> Program:
+        mask, of_batch, values = iter(batch.mask), iter(types), list[Any]()
         for x, read in zip(program.arrays, program.inputs, strict=True):
             if read.state is None:
                 x = next(of_batch) if next(mask) else x
@@ -246,9 +247,9 @@ def _programs(
     return of_arrays
 
 
-def batch_types(batch: Batch, size: int) -> list[Any]:
+def batch_types(batch: Batch, size: int) -> list[jax.ShapeDtypeStruct]:
     """Types for the leaves of a batch with another number of examples; shardings stay if they divide it."""
-    types = []
+    types: list[jax.ShapeDtypeStruct] = []
     for x, aval, is_key in zip(batch.leaves, batch.types(size), batch.is_key, strict=True):
         sharding = getattr(x, "sharding", None) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else None
         if not isinstance(sharding, jax.sharding.NamedSharding) or is_key or not divides(sharding, aval.shape):
@@ -261,13 +262,17 @@ def batch_types(batch: Batch, size: int) -> list[Any]:
 
 
 def parts(
-    micro: Any, budget: int | str, batch: Batch, args: tuple, kwargs: dict[str, Any], is_differentiated: bool
+    micro: Microbatch,
+    budget: int | str,
+    batch: Batch,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_differentiated: bool,
 ) -> BatchFit:
     """Choose the fewest parts whose compiled program keeps the budget: of a loss its gradient with respect to float
     states and all arguments but the batch.
 
     Args:
-        micro: the `Microbatch`.
         batch: the batch of the call with `args` and `kwargs`.
         is_differentiated: whether an array among the arguments and the states that are touched is being differentiated.
 
@@ -282,7 +287,10 @@ def parts(
 
     def bytes_of(part_size: int) -> int:
         in_parts = micro.with_num(-(-batch.size // part_size))
-        call = lambda *args, **kwargs: without_new_states(in_parts(*args, **kwargs))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return without_new_states(in_parts(*args, **kwargs))
+
         program = array_program("microbatch", call, args, kwargs, is_loss, not_differentiated)
         with _jax.eval_context():
             program = program.for_types([_type(x) for x in program.arrays], memory_analysis_options())
@@ -323,7 +331,9 @@ def _bytes(transform: str, budget: int | str, example: str) -> int:
     return amount
 
 
-def _peak_bytes(transform: str, fun: Callable, program: Program, budget: int, of_batch: str, more: int = 0) -> int:
+def _peak_bytes(
+    transform: str, fun: Callable[..., Any], program: Program, budget: int, of_batch: str, more: int = 0
+) -> int:
     """The bytes of a compiled program. It is not compiled if its arguments beside the batch fill the budget."""
     least = program.least_bytes - more
     if least >= budget:

@@ -4,13 +4,13 @@ of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from .. import _jax
 from .._blocks import Block
 from .._equations.structure import Body
 from .._errors import PolicyError
+from .._jax import Array, ArrayFunction, Arrays
 from .._lift.context import TraceContext
 from .._lift.options import check_flags, with_checked_options
 from .._remat.override import rewritten_by, unobserved
@@ -63,7 +63,7 @@ class Fit(Rewriter):
         return f"fit:{amount if isinstance(amount, float) else format_bytes(amount).replace(' ', '')}"
 
     @of_device
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         if self.budget is None:
             raise PolicyError(
                 f"remat({name}, policy='fit') has no budget: no statetx.budget(...) is around the gradient.\n"
@@ -71,9 +71,9 @@ class Fit(Rewriter):
                 f"policy='fit:2GiB'."
             )
         # Memory depends on the vmaps and shardings around the call, so each of them has a plan of its own.
-        planned: dict[tuple[TraceContext, tuple[int, ...]], Callable] = {}
+        planned: dict[tuple[TraceContext, tuple[int, ...]], ArrayFunction] = {}
 
-        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+        def run(operands: Sequence[Array], *args: Array) -> Arrays:
             context = TraceContext.of([*operands, *args])
             fixed = _without_gradient(operands, args)
             if (context, fixed) not in planned:
@@ -95,7 +95,7 @@ class Fit(Rewriter):
         return ProgramPlanner([program], TEMPORARIES, self._options, progress=False).plan(self.budget.amount)
 
 
-def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int, ...]:
+def _without_gradient(operands: Sequence[Array], args: Sequence[Array]) -> tuple[int, ...]:
     """The inputs, by number, that the derivative around the call leaves out.
 
     A gradient that is not asked for would be an output of the measured program, whose memory XLA also uses for
@@ -104,8 +104,7 @@ def _without_gradient(operands: Sequence[Any], args: Sequence[Any]) -> tuple[int
     """
     inputs = [*operands, *args]
     if any(map(_jax.is_differentiated, inputs)):
-        is_differentiated = lambda x: isinstance(x, _jax.Tracer) and _jax.is_derivative_or_batching(x._trace)
-        return tuple(i for i, x in enumerate(inputs) if not is_differentiated(x))
+        return tuple(i for i, x in enumerate(inputs) if not _jax.is_differentiated_or_batched(x))
     return tuple(i for i, x in enumerate(operands) if not isinstance(x, _jax.Tracer))
 
 

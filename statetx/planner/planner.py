@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .. import _jax, _states
 from .._errors import PlanError, PolicyWarning
@@ -37,7 +37,9 @@ from ._show import described
 from ._treatments import TREATMENTS
 from ._treatments.treatment import Treatment
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate["ProgramPlanner", P], R]
 
 DEFAULT_TIME_LIMIT = 60.0
 
@@ -140,7 +142,7 @@ def plan(
     return made
 
 
-def _verify(made: Plan, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+def _verify(made: Plan, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if the planned program has other results than the plain one."""
     both = [fun, made.apply(fun)] if made.is_step else [with_gradients(fun), with_gradients(made.apply(fun))]
     report = same_step(both[0], both[1], *filled((args, kwargs)), steps=1, tolerance=None)
@@ -148,15 +150,15 @@ def _verify(made: Plan, fun: Callable[..., Any], args: tuple, kwargs: dict[str, 
         raise PlanError(f"The plan for {made.name} is wrong. {report.problem}\nFix: report it; use policies.nothing.")
 
 
-def _for_target(method: F) -> F:
+def _for_target(method: Method[P, R]) -> Method[P, R]:
     """Let a method of `Planner` run for the target that the planner was made for, and within its program."""
 
     @functools.wraps(method)
-    def run(self: ProgramPlanner, *args: Any, **kwargs: Any) -> Any:
-        with current.kept(self._target), self._captured.context.bind_axes():
+    def run(self: ProgramPlanner, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with current.kept(self.target), self.captured.context.bind_axes():
             return method(self, *args, **kwargs)
 
-    return cast("F", run)
+    return run
 
 
 class ProgramPlanner:
@@ -168,9 +170,9 @@ class ProgramPlanner:
     """
 
     def __init__(self, variants: list[Captured], of: str, options: SearchOptions, *, progress: bool):
-        self._variants, self._captured, self._of = variants, variants[0], of
-        self.name = self._captured.name
-        self._target = current.current()
+        self._variants, self.captured, self._of = variants, variants[0], of
+        self.name = self.captured.name
+        self.target = current.current()
         self._progress = spinner(f"plan {self.name}", is_shown=progress)
         num_searched = sum(c.treatment is None for c in variants)
         limit = None if options.time_limit is None else options.time_limit / num_searched
@@ -189,19 +191,19 @@ class ProgramPlanner:
         """
 
         def start(captured: Captured) -> ProgramSearch:
-            is_plain = captured is self._captured
+            is_plain = captured is self.captured
             note = "" if is_plain else f", inner gradients with policy {captured.variant!r}"
-            report = lambda text: self._report(text + note)
+            report: Callable[[str], None] = lambda text: self._report(text + note)
             return ProgramSearch(captured, self._options, report, is_plain and self._needs_baseline)
 
         plain = {c.variant: c for c in self._variants if c.treatment is None}
         most = {variant: c.released_bytes for variant, c in plain.items()}
-        treated = []
+        treated: list[Captured] = []
         for c in self._variants:
             if c.treatment and c.released_bytes > most[c.variant]:
                 most[c.variant] = c.released_bytes
                 treated.append(c)
-        return [start(c) for c in (*treated, *plain.values()) if c is not self._captured] + [start(self._captured)]
+        return [start(c) for c in (*treated, *plain.values()) if c is not self.captured] + [start(self.captured)]
 
     @property
     def _searched(self) -> list[ProgramSearch]:
@@ -224,7 +226,7 @@ class ProgramPlanner:
     @_for_target
     def ends(self) -> tuple[int, int]:
         """The least bytes reached so far, and the baseline's, counted as in the budget."""
-        ends = []
+        ends: list[tuple[int, int]] = []
         for search in self._searches:
             with search.time_left.running():
                 ends.append(search.ends())
@@ -237,7 +239,7 @@ class ProgramPlanner:
         """The best plan for a budget."""
         budget_ = ByteBudget.read(budget, self._of)
         key = self.key(budget_)
-        is_valid = lambda fields: self._is_for_program(fields, budget_)
+        is_valid: Callable[[dict[str, Any]], bool] = lambda fields: self._is_for_program(fields, budget_)
         fields = _store.remembered(key, STORED_PLAN, lambda: self._found(budget_), is_valid)
         return _warn_if_expensive(self._as_plan(fields))
 
@@ -246,9 +248,9 @@ class ProgramPlanner:
         with self._show_progress(), unobserved():  # a search takes gradients itself
             amount = budget.amount
             if budget.of == STEP and isinstance(amount, int):
-                fixed = fixed_above(self._captured, amount)
+                fixed = fixed_above(self.captured, amount)
                 if fixed is not None:
-                    raise impossible(self._captured, budget, fixed)
+                    raise impossible(self.captured, budget, fixed)
             self._needs_baseline = isinstance(amount, float)
             try:
                 with self._plain.time_left.running():
@@ -320,7 +322,7 @@ class ProgramPlanner:
     @_for_target
     def key(self, *settings: Any) -> str:
         """A digest of the program, the options of its plans, and other settings, in the store."""
-        captured = self._captured
+        captured = self.captured
         more: list[Any] = [gradient.stored for gradient in captured.gradients]
         if captured.step is not None:
             outline = captured.step.outline
@@ -332,19 +334,18 @@ class ProgramPlanner:
         """Whether stored fields are what this planner may answer: all that it can check."""
         captured, options = self._variant_of(fields), self._options
         asked = {"objective": options.objective, "of": budget.of, "is_step": captured.is_step}
-        asked |= {"num_devices": captured.num_devices, "variant": captured.variant}
-        asked |= {"of_step": None if captured.treatment is None else captured.treatment.name}
+        asked |= {"num_devices": captured.num_devices, "variant": captured.variant, "of_step": captured.of_step}
         asked |= {"budget_bytes": budget.amount} if isinstance(budget.amount, int) else {}
         is_asked = all(fields[name] == value for name, value in asked.items())
         return is_asked and are_decisions_for(captured.gradients, fields, options)
 
     def _variant_of(self, fields: dict[str, Any]) -> Captured:
         """The program that stored fields are for."""
-        of = lambda c: (c.variant, None if c.treatment is None else c.treatment.name)
-        return next((c for c in self._variants if of(c) == (fields["variant"], fields["of_step"])), self._captured)
+        key = fields["variant"], fields["of_step"]
+        return next((c for c in self._variants if (c.variant, c.of_step) == key), self.captured)
 
     @contextlib.contextmanager
-    def _show_progress(self) -> Iterator[None]:
+    def _show_progress(self) -> Generator[None]:
         try:
             with self._progress as report:
                 self._report = report

@@ -19,7 +19,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -39,16 +39,19 @@ class Run(NamedTuple):
     Attributes:
         start: the first equation.
         period: equations of each.
-        count: their number.
+        num: their number.
     """
 
     start: int
     period: int
-    count: int
+    num: int
 
     @property
     def boundaries(self) -> list[int]:
-        return [self.start + k * self.period for k in range(self.count + 1)]
+        return [self.start + k * self.period for k in range(self.num + 1)]
+
+
+_InPhase = Callable[[int, int, int], Run]
 
 
 class CutCandidates(NamedTuple):
@@ -115,7 +118,7 @@ class _Cuts(NamedTuple):
             behind_products: as for `runs_of`.
         """
         num = len(program)
-        ends = _loop_ends(program) | (program.ends if blocks is not None else set())
+        ends = _loop_ends(program) | (program.ends if blocks is not None else set[int]())
         runs, inner = runs_of(program, live, ends, behind_products)
         fixed = {0, num, *ends, *inner, *(b for run in runs for b in run.boundaries)}
 
@@ -144,7 +147,7 @@ def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Interval
 
         # The ends of blocks that have other local minima inside.
         lowest = min((live[c] for c in minima if start < c < end), default=0)
-        is_low = lambda c, most=(1 + TUNED.scatter) * lowest: c in minima and live[c] <= most
+        is_low: Callable[[int], bool] = lambda c, most=(1 + TUNED.scatter) * lowest: c in minima and live[c] <= most
         lists.append(itertools.pairwise([c for c in local if c in (start, end) or is_low(c)]))
     lists += [itertools.pairwise(run.boundaries) for run in runs]
     for run in runs:
@@ -200,12 +203,13 @@ def _has_remat_inside(program: Flat, index: int) -> bool:
 
 def _minima(live: Sequence[int]) -> list[int]:
     """Local minima of the crossing bytes; of a plateau of equal bytes its end."""
-    from scipy.signal import find_peaks
+    from scipy.signal import find_peaks  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
     # Cheap equations stay with the producers of their operands. A lesser dip does not separate regions.
-    least_depth = TUNED.scatter * max(live, default=0)
-    _, properties = find_peaks(np.negative(live), prominence=least_depth, plateau_size=1) if live else ((), {})
-    return properties.get("right_edges", np.array([], int)).tolist()
+    if not live:
+        return []
+    options = {"prominence": TUNED.scatter * max(live), "plateau_size": 1}
+    return cast(dict[str, np.ndarray], find_peaks(np.negative(live), **options)[1])["right_edges"].tolist()
 
 
 def _plateaus(live: Sequence[int]) -> list[int]:
@@ -239,15 +243,13 @@ def runs_of(
     inner: set[int] = set()
     for run in runs:
         period_tokens = tokens[run.start : run.start + run.period]
-        shifted = lambda start, *rest, by=run.start: in_phase(by + start, *rest)
-        for inner_run in _repetitions(period_tokens, heavy[run.start :], run.period // 2, shifted):
-            inner |= {b + k * run.period for b in inner_run.boundaries for k in range(run.count)}
+        in_period: _InPhase = lambda start, period, length, by=run.start: in_phase(by + start, period, length)
+        for inner_run in _repetitions(period_tokens, heavy[run.start :], run.period // 2, in_period):
+            inner |= {b + k * run.period for b in inner_run.boundaries for k in range(run.num)}
     return sorted(runs), inner
 
 
-def _repetitions(
-    tokens: np.ndarray, heavy: np.ndarray, least: int, in_phase: Callable[[int, int, int], Run]
-) -> list[Run]:
+def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int, in_phase: _InPhase) -> list[Run]:
     """Periodic stretches of a sequence, as long as possible and of a least length, that do not overlap.
 
     Args:
@@ -265,7 +267,7 @@ def _repetitions(
         if _stretches(tokens[start : start + period], heavy[start:], 2 * period // 3):
             continue
         run = in_phase(start, period, length)
-        if run.count > 1:
+        if run.num > 1:
             chosen.append((start, length))
             runs.append(run)
     return runs
@@ -291,9 +293,9 @@ def _in_phase(
 ) -> Run:
     """The periods of a periodic stretch, begun where the user's functions end, or else where the fewest bytes cross."""
     num, eqns = len(live), program.jaxpr.eqns
-    cost = lambda i: flops(eqns[i]) if i < num else 0
+    cost: Callable[[int], int] = lambda i: flops(eqns[i]) if i < num else 0
 
-    def rank(offset: int, is_behind: bool) -> tuple:
+    def rank(offset: int, is_behind: bool) -> tuple[float, ...]:
         boundaries = list(range(start + offset, start + length + 1, period))
         count = len(boundaries) - 1
         crossing = sum(live[b] for b in boundaries[1:] if b < num) / count  # on average, except for the first
@@ -320,6 +322,6 @@ def _with_period(cuts: Sequence[int], run: Run, ends: set[int]) -> list[int]:
     first, last = run.start, run.boundaries[-1]
     run_cuts = [c for c in cuts if first <= c < last]
     votes = collections.Counter((c - first) % run.period for c in run_cuts)
-    common = [offset for offset, number in votes.items() if 2 * number >= run.count]
-    regular = {first + k * run.period + offset for k in range(run.count) for offset in common}
+    common = [offset for offset, number in votes.items() if 2 * number >= run.num]
+    regular = {first + k * run.period + offset for k in range(run.num) for offset in common}
     return sorted({c for c in cuts if not first <= c < last} | regular | {c for c in run_cuts if c in ends} | {first})

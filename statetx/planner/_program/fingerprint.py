@@ -6,14 +6,14 @@ import functools
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from ... import _frames, _jax
 from ..._equations.dataflow import variables_of
-from ..._jax import Jaxpr, Literal
+from ..._jax import Atom, Eqn, Jaxpr, Literal
 from ..._text import type_str
 from ..._tree import is_float
 from .flat import closed_over_by_rules, flatten
@@ -41,12 +41,12 @@ def full_fingerprint(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[str, ...]:
     # Variables are numbered in the order of their definition: names of variables and of functions do not count.
     variables = {v: f"v{i}:{_type(v)}" for i, v in enumerate(jaxpr.invars)}
 
-    def operand(atom: Any) -> str:
+    def operand(atom: Atom) -> str:
         if isinstance(atom, Literal):
             return f"{np.asarray(atom.val).tolist() if np.ndim(atom.val) == 0 else 'constant'}:{_type(atom)}"
         return variables[atom]
 
-    lines = []
+    lines: list[str] = []
     for eqn in jaxpr.eqns:
         operands = " ".join(map(operand, eqn.invars))
         types = [_type(v) for v in eqn.outvars]
@@ -68,12 +68,13 @@ _UNSTABLE = frozenset(
 )
 
 
-def _type(v: Any) -> str:
-    return _array_type(v.aval.shape, v.aval.dtype) if hasattr(v.aval, "dtype") else str(v.aval)
+def _type(v: Atom) -> str:
+    aval = _jax.shaped(v.aval)
+    return _array_type(aval.shape, aval.dtype) if hasattr(aval, "dtype") else str(aval)
 
 
 @functools.lru_cache(4096)
-def _array_type(shape: tuple[Any, ...], dtype: Any) -> str:
+def _array_type(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str:
     # Hashed into stored plans, without sharding and weak type: not to be changed with the notation of messages.
     return type_str(jax.ShapeDtypeStruct(shape, dtype))
 
@@ -83,13 +84,13 @@ def _param(x: Any, has_rules: bool) -> str:
         program = flatten(_jax.constants_as_inputs(_jax.open_jaxpr(x)[0]))
         return digest_of(full_fingerprint(program, has_rules))[:12]
     if isinstance(x, (tuple, list)):
-        return f"({','.join(_param(item, has_rules) for item in x)})"
+        return f"({','.join(_param(item, has_rules) for item in cast(Sequence[Any], x))})"
     if callable(x) and not isinstance(x, type):
         return getattr(x, "__name__", type(x).__name__)
     return _ADDRESS.sub("", str(x))
 
 
-def _rule(eqn: Any) -> str:
+def _rule(eqn: Eqn) -> str:
     """The forward rule of a ``custom_vjp``; nothing if it raises, since no plan sees into it then."""
     try:
         rule = _frames.undone(_jax.rule_of)(eqn)

@@ -16,7 +16,7 @@ from ..._equations.dataflow import needed_equations, variables_of
 from ..._equations.inline import inline
 from ..._equations.primitives import JIT, REMAT, row_of
 from ..._equations.structure import Body
-from ..._jax import Jaxpr, Literal, Var
+from ..._jax import Array, ArrayFunction, Arrays, Atom, Eqn, Jaxpr, Literal, Var
 from ..._remat.stored import of_steps, reader
 from ..._tree import is_float
 from .values import without
@@ -42,9 +42,9 @@ class Part:
     def __init__(
         self,
         jaxpr: Jaxpr,
-        invars: Sequence[Any],
-        outvars: Sequence[Any],
-        eqn: Any = None,
+        invars: Sequence[Atom],
+        outvars: Sequence[Var],
+        eqn: Eqn | None = None,
         original_jaxpr: Jaxpr | None = None,
         bit_carries: Mapping[int, bool] = MappingProxyType({}),
     ):
@@ -62,7 +62,13 @@ class Part:
             loop_key = (eqn.params["length"], eqn.params["reverse"], *_jax.scan_counts(eqn), *bit_carries.items())
         self.key = (loop_key, Body(jaxpr, []).key)
 
-    def __call__(self, *args: Any) -> list[Any]:
+    @property
+    def scan(self) -> Eqn:
+        """The equation of a loop."""
+        assert self.eqn is not None
+        return self.eqn
+
+    def __call__(self, *args: Array) -> Arrays:
         """Run it unchanged."""
         if self.eqn is not None:
             return _jax.bind_equation(self.eqn, self.eqn.params, args)
@@ -88,8 +94,9 @@ def _simplified(x: Any) -> Any:
     """
     jaxpr = _jax.open_jaxpr(x)[0]
     # The results of a jaxpr keep their types.
-    is_left_out = lambda eqn: _converts_weak_type(eqn) and not any(v is eqn.outvars[0] for v in jaxpr.outvars)
-    new = []
+    is_output: Callable[[Var], bool] = lambda v: any(out is v for out in jaxpr.outvars)
+    is_left_out: Callable[[Eqn], bool] = lambda eqn: _converts_weak_type(eqn) and not is_output(eqn.outvars[0])
+    new: list[Eqn] = []
     for eqn in without(jaxpr.eqns, is_left_out)[0]:
         loop = _jax.loop_of(eqn)
         if loop is not None and loop.is_plain():  # `flatten` inlines the call
@@ -100,11 +107,11 @@ def _simplified(x: Any) -> Any:
     return x if is_same else _jax.with_equations(x, new)
 
 
-def _converts_weak_type(eqn: Any) -> bool:
+def _converts_weak_type(eqn: Eqn) -> bool:
     """Whether an equation changes nothing but a weak type, to the strong one of the same dtype."""
     if eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
         return False
-    old_type, new_type = eqn.invars[0].aval, eqn.outvars[0].aval
+    old_type, new_type = _jax.shaped(eqn.invars[0].aval), _jax.shaped(eqn.outvars[0].aval)
     is_same = (old_type.shape, old_type.dtype, old_type.sharding) == (new_type.shape, new_type.dtype, new_type.sharding)
     return is_same and old_type.weak_type and not new_type.weak_type
 
@@ -126,8 +133,12 @@ class Flat:
 
     def __init__(self, jaxpr: Jaxpr, *, opens_blocks: bool = True):
         self._calls = _CALLS if opens_blocks else _CALLS - REMAT
-        noted: list[tuple[Any, ...]] = []
-        note = lambda eqn, *where: noted.append((eqn, *where)) if eqn.primitive.name in REMAT else None
+        noted: list[tuple[Eqn, list[Atom], list[Atom], int, int]] = []
+
+        def note(eqn: Eqn, operands: list[Atom], outs: list[Atom], start: int, end: int) -> None:
+            if eqn.primitive.name in REMAT:
+                noted.append((eqn, operands, outs, start, end))
+
         self.jaxpr = whole = inline(jaxpr, calls=self._calls, deep=False, note=note)
         self._last_reads = last_reads(whole)
         self._parts: dict[tuple[int, int], Part] = {}
@@ -139,19 +150,19 @@ class Flat:
         outside = [i for i in self.loops if not any(start <= i < end for start, end in self.blocks)]
         self.ends |= {j for i in outside for j in (i, i + 1)}
 
-    def _add_block(self, eqn: Any, operands: Sequence[Any], outs: Sequence[Any], start: int, end: int) -> None:
+    def _add_block(self, eqn: Eqn, operands: Sequence[Atom], outs: Sequence[Atom], start: int, end: int) -> None:
         self.ends |= {start, end}
         defined = {v for e in self.jaxpr.eqns[start:end] for v in e.outvars}
         # A function that returns an input, or a value twice, cannot be a part: each part defines its outputs.
-        are_own = all(not isinstance(v, Literal) and v in defined for v in outs) and len(set(outs)) == len(outs)
-        if end > start and are_own:
+        own = [v for v in outs if isinstance(v, Var) and v in defined]
+        if end > start and len({*own}) == len(outs):
             original = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             literals = {v: a for v, a in zip(original.invars, operands, strict=True) if isinstance(a, Literal)}
             original = _jax.with_literals(original, literals) if literals else original
             # Functions rematerialized inside of it are inlined, too: the plan decides for the whole.
             jaxpr = inline(original, calls=_CALLS, deep=False)
             variables = [a for a in operands if not isinstance(a, Literal)]
-            self.blocks[start, end] = Part(jaxpr, variables, outs, original_jaxpr=original)
+            self.blocks[start, end] = Part(jaxpr, variables, own, original_jaxpr=original)
 
     def __len__(self) -> int:
         return len(self.jaxpr.eqns)
@@ -175,7 +186,7 @@ class Flat:
         return Part(body, eqn.invars, eqn.outvars, eqn, bit_carries=bit_carries)
 
     @functools.cached_property
-    def _is_bits(self) -> Callable[[Any], bool]:
+    def _is_bits(self) -> Callable[[Atom], bool]:
         """Whether a variable is proved to be 0 or 1."""
         return reader(self.jaxpr)
 
@@ -198,19 +209,19 @@ class Flat:
 _CALLS = JIT | REMAT | {_jax.CLOSED_CALL}
 
 
-def is_loop(eqn: Any) -> bool:
+def is_loop(eqn: Eqn) -> bool:
     """Whether an equation is a loop that can be planned: a scan of several steps, without effects or constants."""
     is_scan = eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects
     return is_scan and not _jax.open_jaxpr(eqn.params["jaxpr"])[1]
 
 
-def is_linear(eqn: Any) -> bool:
+def is_linear(eqn: Eqn) -> bool:
     """Whether an equation is linear in its operands, so that its derivative reads none of them."""
     name, is_literal = eqn.primitive.name, [isinstance(v, Literal) for v in eqn.invars]
     return row_of(eqn).is_linear or (name == "mul" and any(is_literal)) or (name == "div" and is_literal[1])
 
 
-def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
+def last_reads(jaxpr: Jaxpr) -> dict[Var, int]:
     """Index of the last equation that reads each variable; the number of equations for outputs."""
     uses = {v: i for i, e in enumerate(jaxpr.eqns) for v in variables_of(e)}
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
@@ -223,7 +234,7 @@ def closed_over_by_rules(jaxpr: Jaxpr) -> list[int]:
     return [i for i, v in enumerate(jaxpr.invars) if v in closed_over]
 
 
-def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[Any]:
+def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[Var]:
     """The variables with a nonzero tangent in differentiation with respect to these inputs."""
     # By JAX's own rules: one output of a loop may have a tangent and another none, so that what reads only the other
     # needs no derivative.
@@ -234,7 +245,7 @@ def differentiated_variables(jaxpr: Jaxpr, diff_indices: Sequence[int]) -> set[A
     return {v for v, flag in zip([*jaxpr.invars, *variables], [*is_diff, *flags], strict=True) if flag}
 
 
-def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
+def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Var]:
     """The variables that may get a cotangent: those that the first `num_out` outputs depend on."""
     outs = {v for v in jaxpr.outvars[:num_out] if isinstance(v, Var)}
     return outs.union(*map(variables_of, needed_equations(jaxpr.eqns, outs)))
@@ -246,9 +257,9 @@ def cotangent_variables(jaxpr: Jaxpr, num_out: int) -> set[Any]:
 def run(
     jaxpr: Jaxpr,
     parts: Sequence[Part],
-    replacements: Sequence[Callable[..., list] | None],
-    args: Sequence[Any],
-) -> list[Any]:
+    replacements: Sequence[ArrayFunction | None],
+    args: Sequence[Array],
+) -> Arrays:
     """Evaluate a program part by part; a replacement of a part is called in place of its equations."""
     calls = (replacement or part for part, replacement in zip(parts, replacements, strict=True))
     by_part = types.SimpleNamespace(constvars=[], invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=parts)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
+from collections.abc import Callable
 
 from ..._equations.dataflow import variables_of
 from ..._equations.primitives import row_of
-from ..._jax import Jaxpr
+from ..._jax import Eqn, Jaxpr, Var, shaped
 from ..._lift.context import device_bytes
 
 
-def between_fusions(jaxpr: Jaxpr) -> set[Any] | None:
+def between_fusions(jaxpr: Jaxpr) -> set[Var] | None:
     """The variables of a region that are worth saving where traffic counts as well as operations; None if all are: the
     region has no reduction, and a kernel of elementwise operations writes further results.
 
@@ -24,19 +24,19 @@ def between_fusions(jaxpr: Jaxpr) -> set[Any] | None:
     if not any(row_of(eqn).reads_fused for eqn in jaxpr.eqns):
         return None
     rows = _reductions_of_rows(jaxpr)
-    is_fused = lambda eqn: row_of(eqn).fuses or not rows.isdisjoint(eqn.outvars)
+    is_fused: Callable[[Eqn], bool] = lambda eqn: row_of(eqn).fuses or not rows.isdisjoint(eqn.outvars)
     values = {v for eqn in jaxpr.eqns if not is_fused(eqn) for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         if not (row_of(eqn).fuses or row_of(eqn).reads_fused):
             values.update(variables_of(eqn))
 
     # The values in memory that each is computed from, and whether it follows a reduction in its kernel.
-    sources: dict[Any, set[Any]] = {}
-    follows: set[Any] = set(rows)
+    sources: dict[Var, set[Var]] = {}
+    follows: set[Var] = set(rows)
     worth = set(values)
     for eqn in jaxpr.eqns:
         operands = variables_of(eqn)
-        read = set().union(*({v} if v in values else sources.get(v, set()) for v in operands)) - {*jaxpr.invars}
+        read = set[Var]().union(*({v} if v in values else sources.get(v, set()) for v in operands)) - {*jaxpr.invars}
         for v in eqn.outvars:
             sources[v] = read
             if not follows.isdisjoint(u for u in operands if u not in values):
@@ -46,21 +46,20 @@ def between_fusions(jaxpr: Jaxpr) -> set[Any] | None:
     return worth
 
 
-def _reductions_of_rows(jaxpr: Jaxpr) -> set[Any]:
+def _reductions_of_rows(jaxpr: Jaxpr) -> set[Var]:
     """The results of reductions along the last axes that are broadcast again to what was reduced."""
-    readers: dict[Any, list[Any]] = collections.defaultdict(list)
-    widest: dict[Any, int] = {}  # of a value and those that are computed from it in its kernel
-    rows: set[Any] = set()
-    eqns: list[Any] = jaxpr.eqns
-    for eqn in eqns:
+    readers: dict[Var, list[Eqn]] = collections.defaultdict(list)
+    widest: dict[Var, int] = {}  # of a value and those that are computed from it in its kernel
+    rows: set[Var] = set()
+    for eqn in jaxpr.eqns:
         for v in variables_of(eqn):
             readers[v].append(eqn)
-    for eqn in reversed(eqns):
+    for eqn in reversed(jaxpr.eqns):
         for v in eqn.outvars:
             further = [widest[u] for reader in readers[v] if row_of(reader).fuses for u in reader.outvars]
-            widest[v] = max([v.aval.size, *further])
+            widest[v] = max([shaped(v.aval).size, *further])
         if row_of(eqn).reads_fused:
-            operand, result = eqn.invars[0].aval, eqn.outvars[0]
-            is_last = tuple(eqn.params["axes"]) == tuple(range(result.aval.ndim, operand.ndim))
+            operand, result = shaped(eqn.invars[0].aval), eqn.outvars[0]
+            is_last = tuple(eqn.params["axes"]) == tuple(range(shaped(result.aval).ndim, operand.ndim))
             rows |= {result} if is_last and widest[result] >= operand.size else set()
     return rows

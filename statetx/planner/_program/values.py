@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ..._equations.inline import inline
 from ..._equations.primitives import JIT, flops
 from ..._equations.structure import Body
 from ..._errors import PolicyError
-from ..._jax import Jaxpr, Literal, Var
+from ..._jax import Atom, Aval, Eqn, Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
 from ..._records import one_of
 from ..._remat import mark
@@ -121,15 +121,15 @@ class Way:
     name: str
     is_read_early = False
 
-    def num_bytes(self, aval: Any) -> int:
+    def num_bytes(self, aval: Aval) -> int:
         """Bytes on one device between the passes."""
         return device_bytes(aval)
 
-    def read_bytes(self, aval: Any) -> int:
+    def read_bytes(self, aval: Aval) -> int:
         """Bytes that the backward pass needs beyond these to read the value."""
         return 0
 
-    def cost(self, aval: Any) -> int:
+    def cost(self, aval: Aval) -> int:
         """Operations to hold the value so, and to read it."""
         return 0
 
@@ -137,11 +137,11 @@ class Way:
         """The mark in the program. `is_ordered`: what follows the forward pass waits for the conversion."""
         return mark.SAVE
 
-    def stored_type(self, aval: Any) -> Any:
+    def stored_type(self, aval: Aval) -> Aval | jax.ShapeDtypeStruct:
         """The type of the array that holds a value."""
         return aval
 
-    def decode(self, stored: Any, aval: Any) -> Any:
+    def decode(self, stored: jax.Array, aval: Aval) -> jax.Array:
         """The value from this array."""
         return stored
 
@@ -149,10 +149,10 @@ class Way:
 class _OnHost(Way):
     is_read_early = True  # XLA may fetch all of them early, which errs high
 
-    def num_bytes(self, aval: Any) -> int:
+    def num_bytes(self, aval: Aval) -> int:
         return 0
 
-    def read_bytes(self, aval: Any) -> int:
+    def read_bytes(self, aval: Aval) -> int:
         return device_bytes(aval)
 
     def label(self, *, is_ordered: bool = False) -> mark.Label:
@@ -166,30 +166,32 @@ class InFormat(Way):
     def format(self) -> StoredType:
         return StoredType(self.name)
 
-    def num_bytes(self, aval: Any) -> int:
+    def num_bytes(self, aval: Aval) -> int:
         return -(-device_bytes(aval) * self.format.nbytes(aval) // max(num_bytes(aval), 1))
 
-    def read_bytes(self, aval: Any) -> int:
+    def read_bytes(self, aval: Aval) -> int:
         return device_bytes(aval)
 
-    def cost(self, aval: Any) -> int:
-        return sum(map(flops, _conversion(aval.shape, aval.dtype, self.format).eqns))
+    def cost(self, aval: Aval) -> int:
+        array = _jax.shaped(aval)
+        return sum(map(flops, _conversion(array.shape, array.dtype, self.format).eqns))
 
     def label(self, *, is_ordered: bool = False) -> mark.Label:
         return mark.StoredLabel(self.format, mark.SAVE, is_ordered)
 
-    def stored_type(self, aval: Any) -> Any:
+    def stored_type(self, aval: Aval) -> Aval | jax.ShapeDtypeStruct:
         return self.format.stored_type(aval)
 
-    def decode(self, stored: Any, aval: Any) -> Any:
+    def decode(self, stored: jax.Array, aval: Aval) -> jax.Array:
         return self.format.decode(stored, aval)
 
 
 @functools.lru_cache(1024)
-def _conversion(shape: tuple[int, ...], dtype: Any, format: StoredType) -> Jaxpr:
+def _conversion(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, format: StoredType) -> Jaxpr:
     aval = jax.ShapeDtypeStruct(shape, dtype)
-    run = lambda x: [format.decode(format.encode(x), aval)]
-    return inline(jax.make_jaxpr(run)(aval).jaxpr, calls=JIT, deep=False)
+    run: Callable[[jax.Array], list[jax.Array]] = lambda x: [format.decode(format.encode(x), aval)]
+    jaxpr, _ = _jax.stage(run, [_jax.abstract(aval)], traced_for="statetx.plan", name="conversion")
+    return inline(jaxpr, calls=JIT, deep=False)
 
 
 KEEP, ON_HOST = Way("keep"), _OnHost("offload")
@@ -215,12 +217,12 @@ Formats = tuple[StoredType, ...]
 def read_formats(stored_as: str | Sequence[str]) -> Formats:
     """Convert an argument of users."""
     names = (stored_as,) if isinstance(stored_as, (str, StoredType)) else stored_as
-    if not isinstance(names, Sequence):
+    if not isinstance(names, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PolicyError(f"stored_as must be the name of a format or a sequence of names, got {stored_as!r}.")
     return tuple(dict.fromkeys(as_stored_type(name, "stored_as: each format") for name in names))
 
 
-def smallest(aval: Any, formats: Formats, *, is_bits: bool) -> InFormat | None:
+def smallest(aval: Aval, formats: Formats, *, is_bits: bool) -> InFormat | None:
     """The stored type of the fewest bytes for a value; None if none is smaller than the value.
 
     Args:
@@ -231,9 +233,9 @@ def smallest(aval: Any, formats: Formats, *, is_bits: bool) -> InFormat | None:
     return None if format is None else InFormat(format.name)
 
 
-def smallest_of_variables(jaxpr: Jaxpr, formats: Formats) -> dict[Any, InFormat]:
+def smallest_of_variables(jaxpr: Jaxpr, formats: Formats) -> dict[Var, InFormat]:
     """The variables of a program that can be stored in fewer bits, each with the type of the fewest bytes."""
-    formats_by_variable: dict[Any, InFormat] = {}
+    formats_by_variable: dict[Var, InFormat] = {}
     for site in Survey(jaxpr).results if formats else ():
         way = smallest(site.value.type, formats, is_bits=site.value.is_bits) if len(site.address) == 2 else None
         if way is not None:
@@ -258,32 +260,32 @@ class ForwardPass:
     num_constants: int = 0
 
     @property
-    def inputs(self) -> list[Any]:
+    def inputs(self) -> list[Var]:
         """The variables of the region's inputs, in order."""
         return list(self.jaxpr.invars[self.num_constants :])
 
     @functools.cached_property
-    def residuals(self) -> set[Any]:
+    def residuals(self) -> set[Var]:
         """The variables that the backward pass reads, inputs among them."""
         return {v for v in self.jaxpr.outvars[self.num_outs :] if isinstance(v, Var)}
 
     @functools.cached_property
-    def computed_residuals(self) -> list[Any]:
+    def computed_residuals(self) -> list[Var]:
         """The distinct residuals that are not inputs, in order."""
         inputs = set(self.jaxpr.invars)
         atoms = self.jaxpr.outvars[self.num_outs :]
         return list({v: None for v in atoms if not isinstance(v, Literal) and v not in inputs})
 
     @functools.cached_property
-    def producer(self) -> dict[Any, int]:
+    def producer(self) -> dict[Var, int]:
         """The number of the equation that computes each variable."""
         return {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
 
-    def needed(self, available: Container[Any] = ()) -> list[int]:
+    def needed(self, available: Container[Var] = ()) -> list[int]:
         """The numbers of the equations that the residuals depend on, in order, where some variables are available."""
         # Backwards from the residuals, not beyond available variables and inputs: a variable without a producer is an
         # input.
-        stack, needed = list(self.computed_residuals), set()
+        stack, needed = list(self.computed_residuals), set[int]()
         while stack:
             v = stack.pop()
             i = self.producer.get(v)
@@ -304,9 +306,9 @@ class BackwardPass:
     """
 
     jaxpr: Jaxpr
-    residuals: list[Any]
-    forward_residuals: list[Any]
-    cotangents: list[Any]
+    residuals: list[Var]
+    forward_residuals: list[Var]
+    cotangents: list[Var]
 
 
 def derivative_of(
@@ -314,9 +316,9 @@ def derivative_of(
 ) -> tuple[ForwardPass, BackwardPass]:
     """Stage the derivative of some outputs of a region with respect to some inputs."""
 
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: jax.Array) -> list[jax.Array]:
         outs = _jax.evaluate(jaxpr, (), inputs)
-        return [jnp.asarray(outs[i]) for i in out_indices]
+        return [jnp.asarray(outs[i]) for i in out_indices]  # pyright: ignore[reportUnknownMemberType]
 
     in_avals = [v.aval for v in jaxpr.invars]
     forward = forward_pass(run, in_avals, diff_indices, traced_for="statetx.plan", name="forward")
@@ -336,7 +338,7 @@ def derivative_of(
 
 
 def without_identities(
-    forward: ForwardPass, backward: BackwardPass, is_identity: Callable[[Any], bool]
+    forward: ForwardPass, backward: BackwardPass, is_identity: Callable[[Eqn], bool]
 ) -> tuple[ForwardPass, BackwardPass]:
     """Return the derivative without the equations that are identities."""
     plain, read = _without(forward.jaxpr, is_identity)
@@ -345,22 +347,22 @@ def without_identities(
     backward = BackwardPass(
         _jax.with_literals(_without(backward.jaxpr, is_identity)[0], literals),
         residuals=[v for v in atoms if v not in literals],
-        forward_residuals=[atom for v, atom in atoms.items() if v not in literals],
+        forward_residuals=[atom for atom in atoms.values() if isinstance(atom, Var)],
         cotangents=backward.cotangents,
     )
     return dataclasses.replace(forward, jaxpr=plain), backward
 
 
-def _without(jaxpr: Jaxpr, is_identity: Callable[[Any], bool]) -> tuple[Jaxpr, Callable[[Any], Any]]:
+def _without(jaxpr: Jaxpr, is_identity: Callable[[Eqn], bool]) -> tuple[Jaxpr, Callable[[Atom], Atom]]:
     eqns, read = without(jaxpr.eqns, is_identity)
     return _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=list(map(read, jaxpr.outvars)), eqns=eqns), read
 
 
-def without(eqns: Sequence[Any], is_identity: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Any], Any]]:
+def without(eqns: Sequence[Eqn], is_identity: Callable[[Eqn], bool]) -> tuple[list[Eqn], Callable[[Atom], Atom]]:
     """Equations without identities, and a function from an atom to its replacement."""
-    operands: dict[Any, Any] = {}
-    read = lambda atom: atom if isinstance(atom, Literal) else operands.get(atom, atom)
-    remaining = []
+    operands: dict[Var, Atom] = {}
+    read: Callable[[Atom], Atom] = lambda atom: atom if isinstance(atom, Literal) else operands.get(atom, atom)
+    remaining: list[Eqn] = []
     for eqn in eqns:
         if any(read(a) is not a for a in eqn.invars):
             eqn = eqn.replace(invars=list(map(read, eqn.invars)))
@@ -371,9 +373,9 @@ def without(eqns: Sequence[Any], is_identity: Callable[[Any], bool]) -> tuple[li
     return remaining, read
 
 
-def _bind_literals(backward: Body, residuals: Sequence[Any]) -> Jaxpr:
+def _bind_literals(backward: Body, residuals: Sequence[Atom]) -> Jaxpr:
     """The backward pass without dead code, with its closed-over values and literal residuals inlined."""
-    atoms: list[Any] = [Literal(x, v.aval) for x, v in zip(backward.operands, backward.jaxpr.invars, strict=False)]
+    atoms: list[Atom] = [Literal(x, v.aval) for x, v in zip(backward.operands, backward.jaxpr.invars, strict=False)]
     atoms += residuals
     literals = {v: a for v, a in zip(backward.jaxpr.invars, atoms, strict=False) if isinstance(a, Literal)}
     return _jax.without_dead_code(_jax.with_literals(backward.jaxpr, literals))

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,7 +21,7 @@ from ..._equations.compiler import candidate_options, fast_compile_options
 from ..._equations.inline import inline
 from ..._equations.primitives import REMAT
 from ..._equations.structure import Body
-from ..._jax import Jaxpr, Literal
+from ..._jax import Atom, Jaxpr, Literal, Var
 from ..._tree import is_float
 from ...residuals.diagnosis import BASELINE
 from .._program.cuts import Run, crossing_bytes, runs_of
@@ -29,13 +29,9 @@ from .._program.flat import Flat, last_reads
 from .._treatments import UNPLANNED, rewrite
 from .._treatments.treatment import Option
 from .._tuned import TUNED
+from .capture import ProgramOf
 from .lattice import Choice
 from .layout import Layout
-
-ProgramOf = Callable[[Jaxpr, dict[str, Any]], Program]
-"""``(jaxpr, compiler_options) -> Program`` makes the program to compile for a rewritten one: with its gradient, or the
-step that takes it.
-"""
 
 Compiled = TypeVar("Compiled", bound=Any)  # a `Candidate`, or a program with one for each gradient
 
@@ -97,7 +93,7 @@ class Candidates:
         self._program_of, self._report = program_of, report
         self._baseline, self._unplanned = baseline, unplanned
         self._baselines: dict[Cost, Candidate] = {}  # as compiled with fast options, and exactly
-        self._others: dict[Any, Candidate] = {}  # by `_key`
+        self._others: dict[Hashable, Candidate] = {}  # by `_key`
 
         layout, options = unplanned
         self._baseline_key, self.baseline_peak = _key(layout, options), layout.peak(options)
@@ -173,7 +169,7 @@ class Candidates:
             yield self._baselines[cost]
 
 
-def _key(layout: Layout, options: Sequence[Option]) -> tuple[Any, ...]:
+def _key(layout: Layout, options: Sequence[Option]) -> Hashable:
     # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no
     # difference.
     decisions = [o.decision for o in options]
@@ -356,7 +352,7 @@ class Shorter:
     """
 
     def __init__(self, program: Flat, run: Run, program_of: Callable[[Jaxpr], Program]):
-        self._count = run.count
+        self._count = run.num
         self._programs = [program_of(_shortened(program.jaxpr, run, count)) for count in _COUNTS]
         self._costs = _in_thread(lambda: [program.cost for program in self._programs])
 
@@ -392,7 +388,7 @@ def repetition(program: Flat) -> Run | None:
     """The largest number of equal periods that all read their predecessor alike; None if there are few."""
     runs = [_equal_periods(program, run) for run in runs_of(program, crossing_bytes(program.jaxpr), program.ends)[0]]
     # Fewer than all short versions have together are as soon compiled.
-    return max((r for r in runs if r.count >= sum(_COUNTS)), key=lambda r: r.period * r.count, default=None)
+    return max((r for r in runs if r.num >= sum(_COUNTS)), key=lambda r: r.period * r.num, default=None)
 
 
 def _equal_periods(program: Flat, run: Run) -> Run:
@@ -409,7 +405,7 @@ def _equal_periods(program: Flat, run: Run) -> Run:
         # The first of the stretch may read other values: those from before it.
         is_equal = length > 0 and part.key == parts[k - 1].key and (length == 1 or reads[k] == reads[k - 1])
         length = length + 1 if is_equal else 1
-        if length > best.count:
+        if length > best.num:
             best = Run(run.boundaries[k + 1] - length * run.period, run.period, length)
     return best
 
@@ -417,11 +413,11 @@ def _equal_periods(program: Flat, run: Run) -> Run:
 def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
     """The program with the first periods of a run only. What read a later one reads the last of them."""
     last, end = run.boundaries[count - 1], run.boundaries[-1]
-    replaced: dict[Any, Any] = {}
+    replaced: dict[Var, Var] = {}
     for start in run.boundaries[count:-1]:
         for last_eqn, dropped in zip(jaxpr.eqns[last:][: run.period], jaxpr.eqns[start:], strict=False):
             replaced.update(zip(dropped.outvars, last_eqn.outvars, strict=True))
-    read = lambda atom: atom if isinstance(atom, Literal) else replaced.get(atom, atom)
+    read: Callable[[Atom], Atom] = lambda atom: atom if isinstance(atom, Literal) else replaced.get(atom, atom)
     following = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns[end:]]
     eqns = [*jaxpr.eqns[: last + run.period], *following]
     shortened = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)
@@ -439,7 +435,7 @@ def _differentiated(jaxpr: Jaxpr, inputs: Sequence[int]) -> Jaxpr:
     if not inputs or output is None:
         return jaxpr
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: jax.Array) -> list[jax.Array]:
         outs = list(_jax.evaluate(jaxpr, (), args))
         outs[output] = _first(outs[output], [args[i] for i in inputs])
         return outs
@@ -449,9 +445,12 @@ def _differentiated(jaxpr: Jaxpr, inputs: Sequence[int]) -> Jaxpr:
 
 
 @jax.custom_vjp
-def _first(x: Any, others: list[Any]) -> Any:
+def _first(x: jax.Array, others: list[jax.Array]) -> jax.Array:
     """`x`. The gradient with respect to the others is the others."""
     return x
 
 
-_first.defvjp(lambda x, others: (x, others), lambda others, gradient: (gradient, others))
+_Pair = tuple[jax.Array, list[jax.Array]]
+_forward: Callable[[jax.Array, list[jax.Array]], _Pair] = lambda x, others: (x, others)
+_backward: Callable[[list[jax.Array], jax.Array], _Pair] = lambda others, gradient: (gradient, others)
+_first.defvjp(_forward, _backward)  # pyright: ignore[reportUnknownMemberType]

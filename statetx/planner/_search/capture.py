@@ -17,13 +17,14 @@ from ..._equations.differentiate import with_pullback
 from ..._equations.release import has_loop, repeated_flops
 from ..._equations.structure import Body
 from ..._errors import PlanError
-from ..._jax import Jaxpr
+from ..._jax import ArrayFunction, Arrays, Aval, Jaxpr
 from ..._lift.context import TraceContext, close_over, device_bytes, sharding_of
 from ..._lift.targets import resolve_argnums
 from ..._lift.wrapper import name_of
 from ..._remat.override import rewritten_by
 from ..._remat.rewriter import Rewriter, Seen, is_training_step
 from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
+from ..._typing import Argnums
 from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
 from .._program.devices import is_on_devices, of_device
@@ -36,6 +37,11 @@ from .._treatments.treatment import Treatment
 from .._tuned import TUNED
 
 _EMBEDDED = 2**20  # bytes of a constant, at most
+
+ProgramOf = Callable[[Jaxpr, dict[str, Any] | None], Program]
+"""``(jaxpr, compiler_options) -> Program`` makes the program to compile for a rewritten one: with its gradient, or the
+step that takes it.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +62,7 @@ class Recorded:
     diff_indices: list[int]
     traced_floats: list[int]
     context: TraceContext
-    constants: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    constants: Mapping[int, Any] = dataclasses.field(default_factory=dict[int, Any])
 
     @functools.cached_property
     def flat(self) -> Jaxpr:
@@ -109,8 +115,8 @@ class _Recorder(Rewriter):
     def __repr__(self) -> str:
         return "plan"
 
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
+        def run(operands: Sequence[jax.Array], *args: jax.Array) -> Arrays:
             # Only the tracers of this call tell which inputs are differentiated and mapped: ask them now.
             floats = [(i, x) for i, x in enumerate((*operands, *args)) if is_float(x)]
             diff_indices = [i for i, x in floats if _jax.is_differentiated(x)]
@@ -122,7 +128,7 @@ class _Recorder(Rewriter):
 
         return run
 
-    def _run(self, body: Body, operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _run(self, body: Body, operands: Sequence[jax.Array], args: Sequence[jax.Array]) -> Arrays:
         return body(operands, *args)
 
 
@@ -134,10 +140,10 @@ class _InnerGradientRecorder(_Recorder):
     """
 
     @of_device
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         return super().rewrite(body, name, num_out)
 
-    def _run(self, body: Body, operands: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _run(self, body: Body, operands: Sequence[jax.Array], args: Sequence[jax.Array]) -> Arrays:
         return _jax.deferred_call(body, [*operands, *args], [v.aval for v in body.jaxpr.outvars])
 
 
@@ -149,7 +155,7 @@ class _Replace(Rewriter):
         self.inner = inner
 
     @of_device
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         planned = self._bodies.get(full_fingerprint(flatten(body.jaxpr))) if self._bodies else None
         return body if planned is None else as_planned(planned)
 
@@ -169,8 +175,8 @@ class CapturedStep:
 
     outline: Recorded
     donated: tuple[int, ...]
-    fun: Callable
-    args: tuple
+    fun: Callable[..., Any]
+    args: Sequence[Any]
     kwargs: dict[str, Any]
     is_in_shard_map: bool
     inner: Rewriter | None = None
@@ -192,13 +198,16 @@ class CapturedStep:
         """The whole step, with its gradients as the user wrote them."""
         return self.with_gradients({})
 
-    def _outside(self) -> Any:
+    def _outside(self) -> contextlib.AbstractContextManager[None]:
         # The axes of a shard_map are bound while its gradient is analyzed, but the step begins outside of it.
         return _jax.outside_all_transforms() if self.is_in_shard_map else contextlib.nullcontext()
 
     def _compiled(self, recorded: Recorded, compiler_options: dict[str, Any] | None) -> Program:
         avals = [v.aval for v in recorded.jaxpr.invars]
-        run = lambda *inputs: _jax.evaluate(recorded.jaxpr, (), inputs)
+
+        def run(*inputs: jax.Array) -> Arrays:
+            return _jax.evaluate(recorded.jaxpr, (), inputs)
+
         with self._outside():
             return recorded.context.program(run, avals, compiler_options, self.donated, recorded.constants)
 
@@ -254,6 +263,11 @@ class Captured:
     def repeated_flops(self) -> int:
         """Operations of the loops that run twice."""
         return repeated_flops(self.step.program.jaxpr) if self.step and self.step.treatment else 0
+
+    @property
+    def of_step(self) -> str | None:
+        """The name of the treatment."""
+        return None if self.treatment is None else self.treatment.name
 
     @property
     def treatment(self) -> type[Treatment] | None:
@@ -317,21 +331,22 @@ class Captured:
         return Cost(0, 0.0, argument_bytes, output_bytes, 0, alias_bytes)
 
 
-def _bytes_on_device(aval: Any, sharding: Any) -> int:
-    if sharding is None or len(sharding.spec) > len(aval.shape):
+def _bytes_on_device(aval: Aval, sharding: jax.sharding.NamedSharding | None) -> int:
+    if sharding is None or len(sharding.spec) > len(_jax.shaped(aval).shape):
         return device_bytes(aval)
     try:
-        shape = sharding.shard_shape(aval.shape)
+        shape = sharding.shard_shape(_jax.shaped(aval).shape)
     except ValueError:  # it does not divide the shape
         return device_bytes(aval)
-    return num_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))
+    return num_bytes(jax.ShapeDtypeStruct(shape, _jax.shaped(aval).dtype))
 
 
-def _type(aval: Any) -> tuple[Any, ...]:
-    return (aval.shape, aval.dtype)
+def _type(aval: Aval) -> tuple[Any, ...]:
+    array = _jax.shaped(aval)
+    return array.shape, array.dtype
 
 
-def variants(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | Sequence[int] | None) -> list[Captured]:
+def variants(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], argnums: Argnums) -> list[Captured]:
     """The program to plan, as by `capture`. If gradients are taken inside of the loss, one for each variant of these.
 
     Their results are equal. The first is without rematerialization of inner gradients.
@@ -340,7 +355,7 @@ def variants(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | 
     captured = capture(fun, args, kwargs, argnums, seen)
     if not seen.any:
         return [captured]
-    by_gradients = {}
+    by_gradients: dict[tuple[tuple[str, ...], ...], Captured] = {}
     for variant in VARIANTS:
         program = capture(fun, args, kwargs, argnums, InnerGradients(variant))
         by_gradients.setdefault(
@@ -350,10 +365,10 @@ def variants(fun: Callable, args: tuple, kwargs: dict[str, Any], argnums: int | 
 
 
 def capture(
-    fun: Callable,
-    args: tuple,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
     kwargs: dict[str, Any],
-    argnums: int | Sequence[int] | None,
+    argnums: Argnums,
     of_inner: Rewriter | None = None,
 ) -> Captured:
     """Trace a function once, and return the program to plan: its gradients if it is a training step, else the function.
@@ -381,7 +396,7 @@ def capture(
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
     # `argnums` counts arguments as the user wrote them; an argument may be a tree of any number of arrays.
-    in_argnums = []
+    in_argnums: list[bool] = []
     for n, arg in enumerate((*args, *kwargs.values())):
         in_argnums += [nums is None or n in nums] * len(partition(arg, is_array_or_type)[0])
     num_operands = len(function.jaxpr.invars) - len(in_argnums)
@@ -413,17 +428,18 @@ def _on_devices(loss: Recorded, diff_indices: Sequence[int]) -> Captured:
     return dataclasses.replace(captured, is_loss=True)
 
 
-def _gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Callable[..., tuple[list, list, list]]:
+def _gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Callable[..., tuple[Arrays, ...]]:
     """A function of the inputs of a jaxpr that computes its outputs, and the gradient of the first `num_out`
     of them.
     """
 
-    def run(*inputs: Any) -> tuple[list[Any], list[Any]]:
+    def run(*inputs: jax.Array) -> tuple[Arrays, Arrays]:
         all_outs = _jax.evaluate(jaxpr, (), inputs)
         outs, new_states = all_outs[:num_out], all_outs[num_out:]
 
         # Outputs without a derivative and new states stay outputs, as in the user's program, so they are not temporary.
-        return [jnp.asarray(x) for x in outs if is_float(x)], [*(x for x in outs if not is_float(x)), *new_states]
+        floats = [jnp.asarray(x) for x in outs if is_float(x)]  # pyright: ignore[reportUnknownMemberType]
+        return floats, [*(x for x in outs if not is_float(x)), *new_states]
 
     return with_pullback(run, diff_indices)
 
@@ -453,7 +469,11 @@ def _is_embedded(x: Any) -> bool:
 
 
 def _record(
-    fun: Callable, args: tuple, kwargs: dict[str, Any], rewriter: Rewriter | None, inner: Rewriter | None = None
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    rewriter: Rewriter | None,
+    inner: Rewriter | None = None,
 ) -> Recorded:
     """Stage a call, with the functions that it differentiates rewritten. Arguments other than arrays are
     closed over.
@@ -472,7 +492,7 @@ def _record(
     planned = Remat(traced, policy=outer)
 
     @functools.wraps(fun)
-    def call(*arrays: Any) -> Any:
+    def call(*arrays: jax.Array) -> None:
         call_args, call_kwargs = static.combine(arrays)
         planned(*call_args, **call_kwargs)  # its outputs are recorded
 

@@ -16,19 +16,19 @@ import concurrent.futures
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import numpy as np
 
 from ..._equations.dataflow import variables_of
-from ..._jax import Jaxpr, Literal
+from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
 from .._program.cuts import candidates
 from .._program.flat import Flat, Interval, Part, cotangent_variables, differentiated_variables
-from .._treatments.treatment import Option, Settings, front
+from .._treatments.treatment import Option, Paths, Settings, front
 from .._tuned import TUNED
-from .layout import Front, Layout, OptionTable, Region, front_of
+from .layout import FindOptions, Front, Layout, OptionTable, Region, front_of
 
 _MAX_STATES = 256  # pairs of bytes and cost that the dynamic program follows
 _NUM_SOLVERS = 2
@@ -68,9 +68,9 @@ class Lattice:
         self.regions: dict[Interval, Region] = {}
         # Integer programs are solved in threads, while Python analyzes other regions: the solver releases the GIL.
         pool = concurrent.futures.ThreadPoolExecutor(_NUM_SOLVERS, "statetx-solver")
-        self._start = lambda find: pool.submit(find).result
+        self._start: Callable[[FindOptions], FindOptions] = lambda find: pool.submit(find).result
         self._settings, self._is_late = settings, settings.deadline
-        self._fronts: dict[Any, Front] = {}
+        self._fronts: dict[Hashable, Front] = {}
         jaxpr = program.jaxpr
         self._computed = {v for e in jaxpr.eqns for v in e.outvars}
         self._differentiated = differentiated_variables(jaxpr, diff_indices)
@@ -107,11 +107,11 @@ class Lattice:
     def _parts_of(self, front: Front) -> list[Part]:
         return [region.part for region in self.regions.values() if region.front is front]
 
-    def _add_family(self, variant: Any) -> None:
+    def _add_family(self, variant: Paths) -> None:
         """Add the paths through variants of the regions, if some of them are better."""
         with_cotangent = self._differentiated & self._with_cotangent
         lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, variant.unheld)
-        regions = {}
+        regions: dict[Interval, Region] = {}
         for (start, end), region in self.regions.items():
             result = variant.front(start, end, region.part, region.front)
             if result is not None:
@@ -187,7 +187,7 @@ class Family:
         states: dict[int, tuple[np.ndarray, np.ndarray]] = {0: (zero, zero)}  # by cost; more cost, fewer bytes
         origins: dict[int, tuple[np.ndarray, ...]] = {}
         for end, row in self._tables():
-            pairs = []
+            pairs: list[tuple[np.ndarray, ...]] = []
             for number, (start, table) in enumerate(row):
                 if start not in states:
                     continue
@@ -211,7 +211,7 @@ class Family:
 
     def _path(self, origins: dict[int, tuple[np.ndarray, ...]]) -> Choice:
         # Backtrack from the cheapest state, which is the first.
-        end, state, path = len(self._program), 0, []
+        end, state, path = len(self._program), 0, list[tuple[Region, Option]]()
         ending = dict(self._ending)
         while end > 0:
             number, option, parent = (int(x[state]) for x in origins[end])
@@ -230,7 +230,7 @@ class _Lifetimes:
         unheld: the variables that are not in memory between regions: each region makes or holds its operands.
     """
 
-    def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Any], unheld: Set[Any] = frozenset()):
+    def __init__(self, jaxpr: Jaxpr, with_cotangent: set[Var], unheld: Set[Var] = frozenset()):
         reads = [(v, i) for i, e in enumerate(jaxpr.eqns) for v in variables_of(e)]
         first_reads, last_reads = dict(reversed(reads)), dict(reads)
         values = [(i, v) for i, e in enumerate(jaxpr.eqns) for v in e.outvars if v in last_reads]

@@ -8,7 +8,7 @@ import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,12 +21,11 @@ from .._program.flat import Flat, Part
 from .._treatments import rewrite
 from .._treatments.graph import Graph
 from .._treatments.loops import steps_of
-from .._treatments.treatment import Decision, Option, Settings, pareto_front
+from .._treatments.treatment import Decision, Expand, Option, Saved, Settings, pareto_front
 
 _FREE = Option(0, 0, 0.0, Decision())
 
 FindOptions = Callable[[], list[Option]]
-Expand = Callable[[Sequence[Option]], list[Option]]
 
 
 class Front:
@@ -53,13 +52,13 @@ class Front:
         stock: Sequence[Option],
         graph: Graph | None = None,
         expand: Expand = list,
-        compiled: dict[Any, int] | None = None,
+        compiled: dict[Saved | None, int] | None = None,
     ):
         self._find_steps = steps if callable(steps) else lambda: steps
         self._modeled_stock = list(stock)
         self.graph = graph
         self._expand = expand
-        self._measured: dict[Any, int] = {}
+        self._measured: dict[Saved | None, int] = {}
         self._compiled = {} if compiled is None else compiled
         self.is_free = graph is None and self.steps[:1] == [_FREE]
 
@@ -104,7 +103,7 @@ class Front:
         """Return the options, each of the equations changed by `step`, or each of the part by `whole`."""
         of_steps = self.steps, self._corrected(self._modeled_stock)
         steps, stock = ([o if step is None else step(o) for o in options] for options in of_steps)
-        expand = self._expand if whole is None else lambda steps: list(map(whole, self._expand(steps)))
+        expand: Expand = lambda steps: list(map(whole, self._expand(steps))) if whole else self._expand(steps)
         return Front(steps, stock, self.graph, expand, self._compiled)
 
     # -- measurements --
@@ -134,7 +133,7 @@ class Front:
         return [self._by_saved[saved] for saved in held if saved in self._by_saved and saved not in self._measured]
 
     @functools.cached_property
-    def _by_saved(self) -> dict[Any, Option]:
+    def _by_saved(self) -> dict[Saved | None, Option]:
         """The options of the equations, by their saved values. A policy may save the same as an option of the front."""
         return {o.decision.saved: o for o in (*self._modeled_steps, *self._modeled_stock)}
 

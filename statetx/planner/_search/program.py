@@ -58,7 +58,7 @@ class PlannedProgram:
         return self.captured.program(self.rewritten(), compiler_options)
 
     def rewritten(self) -> list[Jaxpr]:
-        programs = []
+        programs: list[Jaxpr] = []
         for gradient, candidate in zip(self.captured.gradients, self.candidates, strict=True):
             with gradient.context.bind_axes():
                 programs.append(candidate.layout.rewrite(candidate.options, self.waits))
@@ -121,7 +121,7 @@ class ProgramSearch:
         return self.searches[0] if self.captured.num_taken == 1 else None
 
     def _each(self, ask: Callable[[Search], T]) -> list[T]:
-        answers = []
+        answers: list[T] = []
         for gradient, search in zip(self.captured.gradients, self.searches, strict=True):
             with gradient.context.bind_axes():
                 answers.append(ask(search))

@@ -13,7 +13,7 @@ from ... import _jax
 from ..._equations.compiler import estimate_options
 from ..._equations.primitives import flops
 from ..._largest import largest_within
-from ..._remat.parse import as_policy
+from ..._remat.parse import as_value_policy
 from ..._remat.stored import BITS
 from ..._targets import current
 from ..._text import MOST_BYTES, format_bytes
@@ -25,7 +25,7 @@ from .._treatments import TREATMENTS
 from .._treatments.treatment import Option, Settings, Treatment
 from .._tuned import TUNED
 from .candidates import STOCK, Baseline, Candidate, Candidates, Compiled, best_within, is_long, predicted_bytes
-from .capture import Captured
+from .capture import Captured, ProgramOf
 from .errors import impossible
 from .lattice import Choice, Family, Lattice
 from .layout import Layout, measure
@@ -96,7 +96,7 @@ class Search:
     ):
         self._captured, self._options, self._time_left = captured, options, time_left
         (gradient,) = captured.gradients
-        program_of = lambda jaxpr, options: captured.program([jaxpr], options)
+        program_of: ProgramOf = lambda jaxpr, options: captured.program([jaxpr], options)
         self.lacks_regions = False
         self._budget: float = float("inf")  # of the fit under way
 
@@ -112,13 +112,13 @@ class Search:
         # Operations have no exchange rate with transfers: offloading is free, and limited by memory alone. Without host
         # memory nothing is offloaded; the values are saved or recomputed.
         offload = options.offload and _jax.HOST_MEMORY in current.memory_kinds()
-        policies = [as_policy(p) for p in STOCK]
+        policies = [as_value_policy(p) for p in STOCK]
         of_program = options.treatments, policies, gradient.context, options.has_times, self._is_late_for_regions
         settings = Settings(options.formats, is_alone, offload, *of_program)
         self.lattice = Lattice(program, gradient.diff_indices, gradient.num_out, settings)
         layout, _ = self.lattice.stock_layout
         unplanned = Choice(layout, [front.baseline for front in layout.fronts])
-        report_candidate = lambda text: report(text + self._best_so_far())
+        report_candidate: Callable[[str], None] = lambda text: report(text + self._best_so_far())
         self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
         self._forward_cost = sum(map(flops, program.jaxpr.eqns))
         self._is_long = is_long(program)
@@ -238,7 +238,7 @@ class Search:
             least = 0.0 if best is not None else 1.001 * family.least_peak() + 1
             family_choices = [family.choose(step * max(target, least)) for step in self._steps]
             choices += [(choice, "plan") for choice in family_choices if choice is not None]
-        proposals = []
+        proposals: list[tuple[float, tuple[Choice, str]]] = []
         for choice, name in choices:
             if best is not None:
                 gain = best.predicted_cost - choice.cost
@@ -372,7 +372,7 @@ class Search:
         """Name, temporary bytes and added cost of each stock policy, and whether these are predicted, since it was not
         compiled.
         """
-        rows = []
+        rows: list[tuple[str, int, float, bool]] = []
         for name, (layout, options) in self._stock.items():
             candidate = self.candidates.find(layout, options)
             if candidate is not None:
@@ -384,10 +384,10 @@ class Search:
 
     def stock_choices(self, temp_bytes: float) -> list[Candidate]:
         """The stock policies that keep a number of temporary bytes: all that may are compiled, also when it is late."""
-        measured = []
+        measured: list[Candidate] = []
         for name, (layout, options) in sorted(self._stock.items(), key=lambda x: x[1].peak):
             is_known = self.candidates.find(layout, options) is not None
-            may_keep = lambda peak: self._may_keep(peak, temp_bytes, self.candidates.known())
+            may_keep: Callable[[int], bool] = lambda peak: self._may_keep(peak, temp_bytes, self.candidates.known())
             if is_known or not measured or may_keep(layout.peak(options)):
                 measured.append(self.candidates.measure(layout, options, name))
         return [candidate for candidate in measured if candidate.temp_bytes <= temp_bytes]
@@ -397,7 +397,7 @@ class Search:
     def _limit_for(self, budget: int, guides: Sequence[Candidate]) -> int:
         """The limit of the model at which the prediction meets the budget."""
         most = min(4 * max([budget, *(c.peak for c in self.candidates)]), MOST_BYTES)
-        bytes_of = lambda limit: int(predicted_bytes(limit, guides))
+        bytes_of: Callable[[int], int] = lambda limit: int(predicted_bytes(limit, guides))
         return largest_within(budget, bytes_of, range(1, most), budget, {0: 0})[0]
 
 

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """Times of compiled programs: ``objective="time"`` runs them."""
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ..._equations.compiler import estimate_options, is_out_of_memory
+from ..._equations.compiler import COMPILER_ERRORS, estimate_options, is_out_of_memory
 from ..._errors import TargetError
 from ..._targets import current
 from .._budget import TEMPORARIES, ByteBudget
@@ -81,22 +82,23 @@ class Timer:
             self._times[program] = math.inf if math.inf in times else statistics.median(times)
 
 
-def _seconds(program: Any) -> float:
+def _seconds(program: jax.stages.Compiled) -> float:
     """The time of a run; infinite where the device has too little memory beside the caller's own arrays, which the
     zeros come on top of.
     """
     try:
-        inputs = jax.block_until_ready(_zeros(program))  # each time: the program may take the memory of donated ones
+        inputs = _zeros(program)  # each time: the program may take the memory of donated ones
+        jax.block_until_ready(inputs)
         start = time.perf_counter()
         jax.block_until_ready(program(*inputs))
-    except jax.errors.JaxRuntimeError as e:
+    except COMPILER_ERRORS as e:
         if not is_out_of_memory(e):
             raise
         return math.inf
     return time.perf_counter() - start
 
 
-def _zeros(program: Any) -> list[Any]:
+def _zeros(program: jax.stages.Compiled) -> list[jax.Array]:
     """Arguments for a compiled program, each made on its own devices: one may have no room for the whole array. What
     the program does not use has no sharding.
     """

@@ -5,14 +5,13 @@ write its file and list it here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import jax
 
 from ... import _jax
 from ..._equations.structure import Body
-from ..._jax import Jaxpr
+from ..._jax import ArrayFunction, Aval, Jaxpr
 from ..._remat import fence
 from ..._remat.override import override
 from .._program.flat import Part, run
@@ -52,15 +51,15 @@ def rewrite(
     for kind in sorted(kinds, key=lambda kind: kind.name):
         parts, decisions = kind.prepare(jaxpr, parts, decisions)
     # Equal parts with equal decisions share one function, so that JAX traces and differentiates it once.
-    cache: dict[Any, Callable | None] = {}
-    replacements = []
+    cache: dict[Hashable, ArrayFunction | None] = {}
+    replacements: list[ArrayFunction | None] = []
     for part, decision in zip(parts, decisions, strict=True):
         key = (part.key, decision)
         if key not in cache:
             cache[key] = _replacement(part, decision)
         replacements.append(cache[key])
 
-    def planned(*args: Any) -> list[Any]:
+    def planned(*args: jax.Array) -> list[jax.Array]:
         if last_input is not None:
             args = tuple(
                 _jax.hold(x, args, is_sequential=is_sequential) if i == last_input else x for i, x in enumerate(args)
@@ -75,22 +74,22 @@ def rewrite(
     return body.jaxpr
 
 
-def _is_weak(aval: Any) -> bool:
+def _is_weak(aval: Aval) -> bool:
     return getattr(aval, "weak_type", False)
 
 
-def _typed(x: Any, *, is_weak: bool) -> Any:
+def _typed(x: jax.Array, *, is_weak: bool) -> jax.Array:
     return x if _is_weak(jax.typeof(x)) == is_weak else _jax.with_weak_type(x, is_weak)
 
 
-def as_planned(planned: Body) -> Callable:
+def as_planned(planned: Body) -> ArrayFunction:
     """``(operands, *args) -> outputs`` of a rewritten function, which waits for the gradient before if `rewrite` was
     told so.
     """
     held = [e.invars[0] for e in planned.jaxpr.eqns if e.primitive is _jax.hold_primitive and e.params["is_sequential"]]
     last_inputs = [i for i, v in enumerate(planned.jaxpr.invars) if v in held]
 
-    def run(operands: Sequence[Any], *args: Any) -> list[Any]:
+    def run(operands: Sequence[jax.Array], *args: jax.Array) -> list[jax.Array]:
         if not last_inputs or override.gradient_order is None:
             return planned(operands, *args)
         return override.gradient_order.run(functools.partial(planned, ()), last_inputs[0], [*operands, *args])
@@ -98,7 +97,7 @@ def as_planned(planned: Body) -> Callable:
     return run
 
 
-def _replacement(part: Part, decision: Decision) -> Callable | None:
+def _replacement(part: Part, decision: Decision) -> ArrayFunction | None:
     """The function in place of a part; None for its own."""
     for treatment in decision.treatments:
         if (replaced := treatment.replacement(part, decision)) is not None:
@@ -106,7 +105,7 @@ def _replacement(part: Part, decision: Decision) -> Callable | None:
     return loop_of(part, None, None) if part.eqn is not None else _region(part, decision)
 
 
-def _region(part: Part, decision: Decision) -> Callable | None:
+def _region(part: Part, decision: Decision) -> ArrayFunction | None:
     """``(*inputs) -> outputs`` of a rematerialized region; None if it is not rematerialized."""
     if decision.saved is None:
         return None

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ... import _jax
 from ..._equations.dataflow import variables_of
 from ..._equations.primitives import flops, size
-from ..._jax import Jaxpr, Literal, Var
+from ..._jax import Atom, Eqn, Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
 from ..._records import one_of
 from ..._tree import is_float
 from .._program.flat import Part, is_linear, last_reads
-from .._program.values import KEEP, Address
+from .._program.values import KEEP, Address, Way
 from .._tuned import TUNED
-from .treatment import Decision, PartsOf, Settings, Treatment
+from .treatment import Decision, PartsOf, Saved, Settings, Treatment
+
+if TYPE_CHECKING:
+    from .._search.layout import Front
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Copies(Treatment):
             for part, decision in zip(parts, decisions, strict=True)
         ]
         read = {source for values in replaced for v in values for source in derived.sources[v]}
-        new_parts, new_decisions, start = [], [], 0
+        start, new_parts, new_decisions = 0, list[Part](), list[Decision]()
         for part, decision, values in zip(parts, decisions, replaced, strict=True):
             end = start + (1 if part.eqn is not None else len(part.jaxpr.eqns))
             computed = [v for e in jaxpr.eqns[start:end] for v in e.outvars if v in read and v not in part.outvars]
@@ -77,23 +80,22 @@ class _CopyingPaths:
         self.unheld = derived.sources.keys()
         self._copying = functools.cache(self._make)
 
-    def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int] | None:
+    def front(self, start: int, end: int, part: Part, front: Front) -> tuple[Front, int] | None:
         inputs = self._inputs(part)
         kept, derived = self._found.addresses(start, end)
-        if inputs or kept:
-            if part.eqn is not None or len(part.jaxpr.eqns) != end - start:
-                return None
-            front = self._copying(front, kept, derived)
-        return None if front is None else (front, sum(device_bytes(v.aval) for v in inputs))
+        if (inputs or kept) and (part.eqn is not None or len(part.jaxpr.eqns) != end - start):
+            return None
+        copying = self._copying(front, kept, derived) if inputs or kept else front
+        return None if copying is None else (copying, sum(device_bytes(v.aval) for v in inputs))
 
-    def _make(self, front: Any, kept: frozenset[Address], derived: frozenset[Address]) -> Any:
+    def _make(self, front: Front, kept: frozenset[Address], derived: frozenset[Address]) -> Front | None:
         """The options of a region that computes inputs again, saves in any case what others compute theirs from, and
         none of the derived.
         """
         graph = front.graph
         if graph is None or not kept <= graph.sites.keys():
             return None
-        saved: dict[Any, Any] = {}
+        saved: dict[Saved, dict[Address, Way]] = {}
         for decision in (option.decision for option in front.steps):
             values = dict(decision.saved or ())
             if decision.saved is not None and not any(way.is_read_early for way in values.values()):
@@ -104,10 +106,10 @@ class _CopyingPaths:
         options = [o._replace(cost=o.cost + cost, decision=Decision(o.decision.saved, (Copies(),))) for o in options]
         return front.replaced(options) if options else None
 
-    def _inputs(self, part: Part) -> list[Any]:
-        return self._found.in_order([v for v in part.invars if not isinstance(v, Literal)])
+    def _inputs(self, part: Part) -> list[Var]:
+        return self._found.in_order(part.invars)
 
-    def _mean_cost(self, front: Any) -> float:
+    def _mean_cost(self, front: Front) -> float:
         """The cost of the copies in the regions of a front, which share one number so that equal periods stay equal."""
         costs = [sum(map(flops, self._found.copied(self._inputs(part)))) for part in self._parts_of(front)]
         return 2 * sum(costs) / len(costs)  # in the forward pass and in the recomputation
@@ -131,18 +133,18 @@ class Derived:
         self._is_cheap = [_is_cheap(e) for e in jaxpr.eqns]
         self._small = self._small_values()
         self._needed = self._needed_values()
-        self.sources: dict[Any, frozenset[Any]] = {}
-        self._depths: dict[Any, int] = {}
-        plain: set[Any] = set()  # neither derived nor sources
+        self.sources: dict[Var, frozenset[Var]] = {}
+        self._depths: dict[Var, int] = {}
+        plain: set[Var] = set()  # neither derived nor sources
         for eqn, is_cheap in zip(jaxpr.eqns, self._is_cheap, strict=True):
             self._classify(eqn, is_cheap, plain)
         self._last_reads = last_reads(jaxpr)
-        self._last_copies: dict[Any, int] = {}  # the last equation that reads something derived from a source
+        self._last_copies: dict[Var, int] = {}  # the last equation that reads something derived from a source
         for v, sources in self.sources.items():
             for source in sources:
                 self._last_copies[source] = max(self._last_copies.get(source, -1), self._last_reads.get(v, -1))
 
-    def _classify(self, eqn: Any, is_cheap: bool, plain: set[Any]) -> None:
+    def _classify(self, eqn: Eqn, is_cheap: bool, plain: set[Var]) -> None:
         operands = variables_of(eqn)
         is_plain = not is_cheap or any(v in plain for v in operands)
         terms = [self.sources.get(v, frozenset([v])) for v in self._large(eqn)]
@@ -156,22 +158,22 @@ class Derived:
         for v in eqn.outvars:
             self.sources[v], self._depths[v] = sources, depth
 
-    def _small_values(self) -> set[Any]:
-        small: set[Any] = set()
+    def _small_values(self) -> set[Var]:
+        small: set[Var] = set()
         for is_cheap, eqn in zip(self._is_cheap, self._jaxpr.eqns, strict=True):
             computed_of_small = is_cheap and all(v in small for v in variables_of(eqn))
             small.update(v for v in eqn.outvars if computed_of_small or _is_reduced(eqn, v))
         return small
 
-    def _large(self, eqn: Any) -> list[Any]:
+    def _large(self, eqn: Eqn) -> list[Var]:
         """The operands that the program computes and that are not small."""
         return [v for v in variables_of(eqn) if v in self._equation and v not in self._small]
 
-    def _needed_values(self) -> set[Any]:
+    def _needed_values(self) -> set[Var]:
         """Values that the backward pass reads: those that are read nonlinearly, also beyond linear equations that read
         nothing else.
         """
-        needed: set[Any] = set()
+        needed: set[Var] = set()
         for eqn in reversed(self._jaxpr.eqns):
             if not is_linear(eqn):
                 needed.update(variables_of(eqn))
@@ -183,7 +185,7 @@ class Derived:
         """Addresses in an interval of equations: the sources that values derived for later equations read, and its
         derived outputs.
         """
-        kept, derived = set(), set()
+        kept, derived = set[Address](), set[Address]()
         for i in range(start, end):
             for n, v in enumerate(self._jaxpr.eqns[i].outvars):
                 if self._last_copies.get(v, -1) >= end:
@@ -192,13 +194,13 @@ class Derived:
                     derived.add((i - start, n))
         return frozenset(kept), frozenset(derived)
 
-    def in_order(self, variables: Sequence[Any]) -> list[Any]:
-        """The derived ones among some variables."""
-        return sorted({v for v in variables if v in self.sources}, key=self._equation.__getitem__)
+    def in_order(self, atoms: Sequence[Atom]) -> list[Var]:
+        """The derived ones among some operands."""
+        return sorted({v for v in atoms if isinstance(v, Var) and v in self.sources}, key=self._equation.__getitem__)
 
-    def copied(self, values: Sequence[Any]) -> list[Any]:
+    def copied(self, values: Sequence[Var]) -> list[Eqn]:
         """The equations between the sources and some derived values, in order."""
-        stack, indices = list(values), set()
+        stack, indices = list(values), set[int]()
         while stack:
             i = self._equation[stack.pop()]
             if i not in indices:
@@ -207,20 +209,20 @@ class Derived:
         return [self._jaxpr.eqns[i] for i in sorted(indices)]
 
 
-def _is_cheap(eqn: Any) -> bool:
+def _is_cheap(eqn: Eqn) -> bool:
     if eqn.effects or (eqn.primitive.name != "custom_jvp_call" and any(True for _ in _jax.inner_jaxprs(eqn))):
         return False
     # A product has twice its inner dimension.
     return flops(eqn) <= 2 * TUNED.reduced * sum(size(v) for v in (*eqn.invars, *eqn.outvars))
 
 
-def _is_reduced(eqn: Any, v: Any) -> bool:
+def _is_reduced(eqn: Eqn, v: Var) -> bool:
     largest = max((device_bytes(u.aval) for u in variables_of(eqn)), default=0)
     return TUNED.reduced * device_bytes(v.aval) <= largest
 
 
 @jax.custom_jvp
-def instead(x: Any, copy: Any) -> Any:
+def instead(x: jax.Array, copy: jax.Array) -> jax.Array:
     """The copy of a value, with the value's tangent. Second derivatives take the copy's tangent, which is computed from
     the differentiated values.
     """
@@ -228,7 +230,7 @@ def instead(x: Any, copy: Any) -> Any:
 
 
 @instead.defjvp
-def _instead_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+def _instead_jvp(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # Not `instead(*primals)`: a region that computes the copy again would keep the value for it.
     return primals[1], tangents[0]
 
@@ -237,22 +239,23 @@ def _with_copies(
     found: Derived,
     part: Part,
     decision: Decision,
-    eqns: Sequence[Any],
-    values: Sequence[Any],
-    more_outs: Sequence[Any],
+    eqns: Sequence[Eqn],
+    values: Sequence[Var],
+    more_outs: Sequence[Var],
 ) -> tuple[Part, Decision]:
     """A region that copies some of its inputs and has more outputs."""
-    first: list[Any] = []
-    copy_of: dict[Any, Any] = {}
+    first: list[Eqn] = []
+    copy_of: dict[Var, Var] = {}
     for eqn in found.copied(values):
         outvars = [Var(v.aval) for v in eqn.outvars]
         first.append(_reading(eqn, copy_of).replace(outvars=outvars))
         copy_of.update(zip(eqn.outvars, outvars, strict=True))
+    copying: Callable[[jax.Array, jax.Array], list[jax.Array]] = lambda x, copy: [instead(x, copy)]
     inputs = {v: Var(v.aval) if is_float(v.aval) else copy_of[v] for v in values}
     for v in values:
         if is_float(v.aval):
             avals = [v.aval, copy_of[v].aval]
-            jaxpr, _ = _jax.stage(lambda *xs: [instead(*xs)], avals, traced_for="statetx.plan", name="copy")
+            jaxpr, _ = _jax.stage(copying, avals, traced_for="statetx.plan", name="copy")
             first += _jax.spliced(jaxpr, [v, copy_of[v]], [inputs[v]], like=eqns[0])
     all_eqns = [*first, *(_reading(eqn, inputs) for eqn in eqns)]
     defined = {v for e in all_eqns for v in e.outvars}
@@ -262,6 +265,6 @@ def _with_copies(
     return Part(jaxpr, invars, outvars), decision.after(len(first))
 
 
-def _reading(eqn: Any, replaced: dict[Any, Any]) -> Any:
+def _reading(eqn: Eqn, replaced: Mapping[Var, Atom]) -> Eqn:
     """An equation that reads other variables."""
     return eqn.replace(invars=[a if isinstance(a, Literal) else replaced.get(a, a) for a in eqn.invars])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from ..._equations.compiled import Program
 from ..._equations.compiler import fast_compile_options
 from ..._equations.dataflow import alive_bytes, variables_of
 from ..._equations.primitives import flops, row_of
-from ..._jax import Jaxpr, Var
+from ..._jax import Array, Arrays, Eqn, Jaxpr, Var
 from ..._lift.context import TraceContext, device_bytes
 from ..._remat import decide, mark
+from ..._remat.policy import Policy
 from ..._tree import is_float
 from .._program.fusions import between_fusions
 from .._program.values import (
@@ -93,14 +94,14 @@ class Graph:
 
         # Only marks that residuals depend on become candidates: saving any other value spares no recomputation.
         needed = self._forward.needed()
-        self._address_of: dict[Any, Address] = {}
+        self._address_of: dict[Var, Address] = {}
         for i in needed:
             eqn = self._forward.jaxpr.eqns[i]
             if _is_planned_mark(eqn):
                 self._address_of[eqn.outvars[0]] = tuple(map(int, eqn.params["what"].split(".")))
 
         # An output of the region is an input of others, and counted there: saving it takes no further bytes.
-        outputs = set() if is_step else {v for v in jaxpr.outvars if isinstance(v, Var)}
+        outputs = set[Var]() if is_step else {v for v in jaxpr.outvars if isinstance(v, Var)}
         self._output_addresses = {a for a, site in self.sites.items() if site.eqn.outvars[a[-1]] in outputs}
 
         # The values worth storing in fewer bits; not outputs, which are in memory for other regions.
@@ -117,8 +118,9 @@ class Graph:
         self._savable = set(self._address_of.values())
         worth = between_fusions(jaxpr) if keeps_fusions else None
         if worth is not None:
-            is_worth = lambda a: len(a) > 2 or a in self.smaller or jaxpr.eqns[a[0]].outvars[a[1]] in worth
-            self._savable = set(filter(is_worth, self._savable))
+            self._savable = {
+                a for a in self._savable if len(a) == 4 or a in self.smaller or jaxpr.eqns[a[0]].outvars[a[1]] in worth
+            }
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the
         # derivative.
@@ -204,7 +206,7 @@ class Graph:
         saved_bytes = sum(device_bytes(v.aval) for v in self._baseline_residuals)
         return Option(saved_bytes, self._peak_bytes(self._baseline_backward, []), 0.0, Decision())
 
-    def by_policy(self, policy: Any) -> Option:
+    def by_policy(self, policy: Policy) -> Option:
         """The region under a policy."""
         # A result of a rule is judged by the equation that computes it there, as by the policy itself.
         sites = self.sites | self._results_of_rules
@@ -223,7 +225,7 @@ class Graph:
 
     # -- memory in use --
 
-    def _peak_bytes(self, backward: BackwardPass, recomputed: Sequence[Any]) -> int:
+    def _peak_bytes(self, backward: BackwardPass, recomputed: Sequence[Eqn]) -> int:
         """The most bytes live at a time during recomputation and the backward pass after it.
 
         Errs in both directions, by up to half (decision 9): XLA's fusions and its order of the equations are unknown
@@ -231,7 +233,7 @@ class Graph:
         """
         eqns = [*recomputed, *backward.jaxpr.eqns]
         forward_variable = dict(zip(backward.residuals, backward.forward_residuals, strict=True))
-        resolve = lambda v: forward_variable.get(v, v)
+        resolve: Callable[[Var], Var] = lambda v: forward_variable.get(v, v)
 
         # The cotangent of an input that the program does not compute, such as a parameter, is an output of the whole
         # program. Outputs have their own memory, so it is not temporary.
@@ -241,8 +243,8 @@ class Graph:
         outputs = {v for v in backward.jaxpr.outvars if isinstance(v, Var)} - uncounted
 
         # Last uses, and the values that must be in memory because an equation that does not fuse reads them.
-        last_use: dict[Any, int] = {}
-        in_memory: set[Any] = set(outputs)
+        last_use: dict[Var, int] = {}
+        in_memory: set[Var] = set(outputs)
         for i, eqn in enumerate(eqns):
             fuses = row_of(eqn).fuses or row_of(eqn).reads_fused
             last_use |= dict.fromkeys(map(resolve, variables_of(eqn)), i)
@@ -263,8 +265,8 @@ class Graph:
         # XLA may reuse a buffer in place, so this errs high.
         held = [(0, v) for v in backward.cotangents]
         for i, eqn in enumerate(eqns):
-            is_held = lambda v, eqn=eqn: v not in uncounted and (v in in_memory or not row_of(eqn).fuses)
-            held += [(i, v) for v in eqn.outvars if v in last_use and is_held(v)]
+            counted = (v for v in eqn.outvars if v in last_use and v not in uncounted)
+            held += [(i, v) for v in counted if v in in_memory or not row_of(eqn).fuses]
         spans = ((i, last_use.get(v, i), device_bytes(v.aval)) for i, v in held)
         return int(alive_bytes(len(eqns) + 1, spans).max())
 
@@ -314,7 +316,7 @@ class Graph:
             self._forward.jaxpr, invars=list(inputs), outvars=backward.forward_residuals, eqns=recomputed
         )
 
-        def run(arrays: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        def run(arrays: Sequence[Array], cts: Sequence[Array]) -> Arrays:
             pairs = zip(inputs, arrays, strict=True)
             values = [ways.get(v, KEEP).decode(x, v.aval) for v, x in pairs]
             residuals = _jax.interpret(recomputation, values, lambda eqn, ins: _jax.bind_equation(eqn, eqn.params, ins))
@@ -325,7 +327,7 @@ class Graph:
         return self._context.program(lambda *xs: run(xs[:num], xs[num:]), avals, fast_compile_options())
 
 
-def _is_planned_mark(eqn: Any) -> bool:
+def _is_planned_mark(eqn: Eqn) -> bool:
     return eqn.primitive is _jax.mark_primitive and eqn.params["region"] == _PLANNED
 
 
@@ -372,17 +374,17 @@ class IntegerProgram:
         self,
         forward: ForwardPass,
         costs: Mapping[int, float],
-        address_of: Mapping[Any, Address],
+        address_of: Mapping[Var, Address],
         storages: Mapping[Address, Mapping[Way, Storage]],
     ):
-        from scipy.sparse import lil_array
+        from scipy.sparse import lil_array  # pyright: ignore[reportMissingTypeStubs]
 
         pairs = {(a, way): storage for a, ways in storages.items() for way, storage in ways.items()}
         column: dict[Any, int] = {("run", i): n for n, i in enumerate(costs)}
         column |= {pair: len(column) + n for n, pair in enumerate(pairs)}
         self._column = {pair: column[pair] for pair in pairs}
 
-        def available(v: Any) -> dict[int, float]:
+        def available(v: Var) -> dict[int, float]:
             address = address_of.get(v)
             ways = () if address is None else storages.get(address, ())
             columns = [column["run", forward.producer[v]], *(column[address, way] for way in ways)]
@@ -425,7 +427,7 @@ class IntegerProgram:
         counts as infeasible. `Plan.complete` does not tell: it is about the user's time limit. The
         constraints hold in any case: a plan may cost more, or a tight budget be refused, but none is exceeded.
         """
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.optimize import Bounds, LinearConstraint, milp  # pyright: ignore
 
         if limit < 0:
             return None
@@ -433,19 +435,17 @@ class IntegerProgram:
         upper[-1] = np.floor(limit / self._unit)  # of infinity, infinity
         constraint = LinearConstraint(self._matrix, self._lower, upper)  # pyright: ignore[reportArgumentType]
         options = {"node_limit": _MAX_NODES}
-        result = milp(
-            self._objective,
-            constraints=constraint,
-            bounds=Bounds(0, 1),
-            integrality=np.ones(len(self._objective)),
-            options=options,
+        integrality, bounds = np.ones(len(self._objective)), Bounds(0, 1)
+        result = cast(
+            Any, milp(self._objective, integrality=integrality, bounds=bounds, constraints=constraint, options=options)
         )
-        if result.x is None:
+        solution: np.ndarray | None = result.x
+        if solution is None:
             return None
 
         # Integers hold to within a tolerance, so a binary variable is near 0 or 1.
         chosen: dict[Address, Way] = {}
         for (address, way), c in self._column.items():
-            if result.x[c] > 0.5:
+            if solution[c] > 0.5:
                 chosen.setdefault(address, way)
         return chosen

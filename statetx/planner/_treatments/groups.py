@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from jax import lax
 from ... import _jax
 from ..._equations.structure import Body
 from ..._errors import PolicyError
-from ..._jax import Var
+from ..._jax import Array, Arrays, Var
 from ..._lift.context import device_bytes
-from ..._loops.step import LoopStep
+from ..._loops.step import Loop, LoopStep
 from ..._loops.strategy import Lengths, recorded
 from ..._records import headed, many, one_of, record, row, whole
 from ..._remat.atoms import Marks
@@ -27,10 +27,10 @@ from .._program.flat import Part
 from .._tuned import TUNED
 from .graph import Graph
 from .loops import Carries, CheckpointedLoop, OfSteps
-from .treatment import SAVED, Decision, Facts, Option, Settings, Treatment, saved_as, undominated
+from .treatment import SAVED, Decision, Expand, Facts, Option, Saved, Settings, Treatment, saved_as, undominated
 
 # Not all that a decision for a whole loop may be.
-_LOOP = record({"strategy": headed(one_of("Lengths"), lambda *_: None), "carries": row(), "fenced": one_of(False)})
+_LOOP = record({"strategy": headed(one_of("Lengths"), lambda x, path: None), "carries": row(), "fenced": one_of(False)})
 _GROUP = row(whole(1), record({"saved": SAVED}, {"loop": _LOOP}))
 
 
@@ -66,19 +66,19 @@ class Groups(OfSteps):
     def check_steps(self, part: Part, facts: Facts) -> None:
         for _, decision in self.groups:
             facts.check(part, Decision(decision.saved))
-        if any(i >= len(part.eqn.invars) - sum(_jax.scan_counts(part.eqn)) for i in self.differentiated):
+        if any(i >= len(part.scan.invars) - sum(_jax.scan_counts(part.scan)) for i in self.differentiated):
             raise ValueError("an element of a sequence that is not there")
 
-    def build(self, step: LoopStep) -> Callable:
-        def loop(constants: list, carry: list, xs: list) -> tuple[list, list]:
+    def build(self, step: LoopStep) -> Loop:
+        def loop(constants: Arrays, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
             part, num_added = _reading_whole(step, xs, self.differentiated)
             stopped_xs = [lax.stop_gradient(x) if i in self.differentiated else x for i, x in enumerate(xs)]
-            all_ys, start = [], 0
+            start, all_ys = 0, list[Arrays]()
             for number, decision in self.groups:
                 # The first steps of a reversed loop read the last elements.
                 a, b = start, start + number
                 first, end = (self.num_steps - b, self.num_steps - a) if step.reverse else (a, b)
-                numbers = jnp.arange(first, end, dtype=jnp.int32)
+                numbers = jnp.arange(first, end, dtype=jnp.int32)  # pyright: ignore[reportUnknownMemberType]
                 slices = [xs[i][first:end] for i in self.differentiated]
                 call = _loop(part, number, decision.after(num_added))
                 carry, ys = call([*constants, *stopped_xs], carry, [numbers, *slices])
@@ -90,7 +90,7 @@ class Groups(OfSteps):
 
         return loop
 
-    def to_json(self) -> list:
+    def to_json(self) -> list[Any]:
         return ["Groups", list(self.differentiated), *([n, decision.to_json()] for n, decision in self.groups)]
 
     @classmethod
@@ -98,7 +98,7 @@ class Groups(OfSteps):
         return cls(tuple((n, Decision.from_json(fields)) for n, fields in groups), tuple(differentiated))
 
     def __repr__(self) -> str:
-        texts = []
+        texts: list[str] = []
         for number, decision in self.groups:
             lengths = _lengths_of(decision)
             text = str(number) if lengths is None else " x ".join(map(str, lengths.lengths))
@@ -106,7 +106,7 @@ class Groups(OfSteps):
         return f"Groups({', '.join(texts)})"
 
 
-def _loop(step: LoopStep, number: int, decision: Decision) -> Callable:
+def _loop(step: LoopStep, number: int, decision: Decision) -> Loop:
     lengths = _lengths_of(decision)
     if lengths is None:
         return step.with_length(number, None).plain()
@@ -114,7 +114,7 @@ def _loop(step: LoopStep, number: int, decision: Decision) -> Callable:
     return lengths.build(step.with_length(number, marks, step.carry_formats))
 
 
-def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[int]) -> tuple[LoopStep, int]:
+def _reading_whole(step: LoopStep, xs: Arrays, differentiated: Sequence[int]) -> tuple[LoopStep, int]:
     """The step as a function of the whole xs and of its number:
     ``(*constants, *whole, *carry, number, *slices) -> (*carry, *y)``.
 
@@ -124,9 +124,9 @@ def _reading_whole(step: LoopStep, xs: Sequence[Any], differentiated: Sequence[i
     jaxpr, num = step.body.jaxpr, step.num_constants + step.num_carry
     types = [*map(_jax.abstract, xs), _jax.abstract(jnp.int32(0)), *(step.x_avals[i] for i in differentiated)]
 
-    def read(*inputs: Any) -> list[Any]:
+    def read(*inputs: Array) -> Arrays:
         all_xs, number, slices = inputs[: len(xs)], inputs[len(xs)], inputs[len(xs) + 1 :]
-        values = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in all_xs]
+        values: Arrays = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in all_xs]
         for i, x in zip(differentiated, slices, strict=True):
             values[i] = _jax.with_tangent_of(x, values[i])
         return values
@@ -147,16 +147,14 @@ class InGroups(Treatment):
     """Proposals of loops in two groups of steps; in a plan they are a `CheckpointedLoop`."""
 
     @classmethod
-    def expanding(
-        cls, part: Part, graph: Graph, settings: Settings
-    ) -> Callable[[Sequence[Option]], list[Option]] | None:
+    def expanding(cls, part: Part, graph: Graph, settings: Settings) -> Expand | None:
         if part.eqn is None:
             return None
         length, first_x = part.eqn.params["length"], sum(_jax.scan_counts(part.eqn))
         # Steps that are not rematerialized store the xs that their derivative reads. Of the xs with a cotangent the
         # cotangents of the groups are joined.
-        of_xs = lambda inputs: [i - first_x for i in sorted(inputs) if i >= first_x]
-        read, joined = of_xs(graph.residual_inputs), of_xs(graph.diff_indices)
+        inputs = graph.residual_inputs, graph.diff_indices
+        read, joined = ([i - first_x for i in sorted(some) if i >= first_x] for some in inputs)
         types = [v.aval for v in part.jaxpr.invars[first_x:]]
         read_bytes, joined_bytes = (length * sum(device_bytes(types[i]) for i in some) for some in (read, joined))
 
@@ -238,7 +236,7 @@ def _decision_for(number: int, option: Option) -> Decision:
 
 def _sampled(nested: Sequence[Option]) -> list[Option]:
     """Choose for each set of saved values the levels that take the fewest bytes; of these, the best."""
-    least: dict[Any, Option] = {}
+    least: dict[Saved | None, Option] = {}
     for o in nested:
         saved = o.decision.saved
         if saved not in least or o.total_bytes < least[saved].total_bytes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ... import _jax
 from ..._equations.structure import Body
+from ..._jax import Array, ArrayFunction, Arrays
 from ..._loops.strategy import Lengths
 from ..._remat import decide, fence
 from ..._remat.parse import as_policy
@@ -37,18 +37,18 @@ class InnerGradients(Rewriter):
 
     variant: str
 
-    def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
+    def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         program = Flat(flatten(body.jaxpr))
         cuts, blocks = candidates(program).stock
         parts = program.split(cuts)
         starts, first = {start for start, _ in blocks}, 0
-        replacements: list[Callable | None] = []
+        replacements: list[ArrayFunction | None] = []
         for part in parts:
             replacements.append(self._replacement(part, name) if part.eqn is not None or first in starts else None)
             first += 1 if part.eqn is not None else len(part.jaxpr.eqns)
         jaxpr = program.jaxpr
 
-        def call(operands: Sequence[Any], *args: Any) -> list[Any]:
+        def call(operands: Sequence[Array], *args: Array) -> Arrays:
             return run(jaxpr, parts, replacements, [*operands, *args])
 
         return call
@@ -56,7 +56,7 @@ class InnerGradients(Rewriter):
     def __str__(self) -> str:
         return "without rematerialization" if self.variant == PLAIN else f"with policy {self.variant!r} on their blocks"
 
-    def _replacement(self, part: Part, name: str) -> Callable | None:
+    def _replacement(self, part: Part, name: str) -> ArrayFunction | None:
         """A block, or the steps of a loop, rematerialized; None to leave it unchanged."""
         policy = None if self.variant == PLAIN else as_policy(self.variant)
         assert policy is None or isinstance(policy, Policy)

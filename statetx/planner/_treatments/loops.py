@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..._equations.dataflow import needed_equations
 from ..._equations.primitives import flops
 from ..._equations.structure import Body
 from ..._errors import PolicyError
-from ..._jax import Var
+from ..._jax import Array, ArrayFunction, Arrays, Aval, Var
 from ..._lift.context import device_bytes
 from ..._loops import schedule
 from ..._loops.step import LoopStep
@@ -32,7 +32,7 @@ from .._program.flat import Part
 from .._program.values import FORMAT, Address, Formats, InFormat, smallest
 from .._tuned import TUNED
 from .graph import Graph
-from .treatment import Decision, Facts, Option, Saved, Settings, Treatment, saved_as
+from .treatment import Decision, Expand, Facts, Option, Saved, Settings, Treatment, saved_as
 
 Carries = tuple[tuple[int, InFormat], ...]
 """The leaves of a loop's carry that are held in fewer bits, by number."""
@@ -83,9 +83,7 @@ class CheckpointedLoop(Treatment):
         return cls(Strategy.from_json(fields["strategy"]), carries, fields["fenced"])
 
     @classmethod
-    def expanding(
-        cls, part: Part, graph: Graph, settings: Settings
-    ) -> Callable[[Sequence[Option]], list[Option]] | None:
+    def expanding(cls, part: Part, graph: Graph, settings: Settings) -> Expand | None:
         return None if part.eqn is None else LoopOptions(part, graph, settings.is_alone, settings.formats)
 
     def check(self, part: Part, facts: Facts) -> None:
@@ -104,7 +102,7 @@ class CheckpointedLoop(Treatment):
         if isinstance(self.strategy, OfSteps):
             self.strategy.check_steps(part, facts)
 
-    def replacement(self, part: Part, decision: Decision) -> Callable:
+    def replacement(self, part: Part, decision: Decision) -> ArrayFunction:
         marks = None if decision.saved is None else Marks(tuple(decision.labels().items()))
         carries = {n: way.format for n, way in self.carries}
         return loop_of(part, self.strategy, marks, "auto" if self.is_fenced else None, carries)
@@ -113,15 +111,15 @@ class CheckpointedLoop(Treatment):
         return dataclasses.replace(self, is_fenced=False)
 
     def line(self, part: Part) -> str:
-        file, line, _ = user_line(part.eqn)
+        file, line, _ = user_line(part.scan)
         location = f" at {short_path(file)}:{line}" if file else ""
-        text = f"The loop of {part.eqn.params['length']} steps{location} is stored by {self.strategy!r}"
+        text = f"The loop of {part.scan.params['length']} steps{location} is stored by {self.strategy!r}"
         return f"{text}{self._carries_text(part)}."
 
     def _carries_text(self, part: Part) -> str:
         if not self.carries:
             return ""
-        num_constants, num_carry = _jax.scan_counts(part.eqn)
+        num_constants, num_carry = _jax.scan_counts(part.scan)
         types = [v.aval for v in part.jaxpr.invars[num_constants : num_constants + num_carry]]
         names = ", ".join(dict.fromkeys(way.name for _, way in self.carries))
         stored = sum(way.num_bytes(types[n]) for n, way in self.carries)
@@ -136,7 +134,7 @@ def loop_of(
     policy: Policy | None,
     fence: str | None = None,
     carries: Mapping[int, StoredType] = MappingProxyType({}),
-) -> Callable:
+) -> ArrayFunction:
     """A part that is a loop, with another strategy; None for none.
 
     Args:
@@ -144,13 +142,13 @@ def loop_of(
         fence: as for `LoopStep`.
         carries: the stored types of the leaves of the carry that are stored in fewer bits, by number.
     """
-    num_constants, num_carry = _jax.scan_counts(part.eqn)
+    num_constants, num_carry = _jax.scan_counts(part.scan)
     step = LoopStep(
         Body(part.jaxpr, []),
         num_constants,
         num_carry,
-        length=part.eqn.params["length"],
-        reverse=part.eqn.params["reverse"],
+        length=part.scan.params["length"],
+        reverse=part.scan.params["reverse"],
         policy=policy,
         name="plan",
         formats=[carries.get(n) for n in range(num_carry)],
@@ -159,7 +157,7 @@ def loop_of(
     )
     call = step.plain() if strategy is None else strategy.build(step)
 
-    def loop(*args: Any) -> list[Any]:
+    def loop(*args: Array) -> Arrays:
         constants, carry, xs = args[:num_constants], args[num_constants:][:num_carry], args[num_constants + num_carry :]
         carry, ys = call(list(constants), list(carry), list(xs))
         return [*carry, *ys]
@@ -184,7 +182,7 @@ class _CarryStorage:
         cost: of storing and decoding a carry.
     """
 
-    def __init__(self, types: Sequence[Any], ways: Mapping[int, InFormat] = MappingProxyType({})):
+    def __init__(self, types: Sequence[Aval], ways: Mapping[int, InFormat] = MappingProxyType({})):
         self.ways: Carries = tuple(ways.items())
         self.leaf_bytes = [ways[n].num_bytes(aval) if n in ways else device_bytes(aval) for n, aval in enumerate(types)]
         self.decoded_bytes = sum(way.read_bytes(types[n]) for n, way in ways.items())
@@ -209,8 +207,8 @@ class LoopOptions:
     def __init__(self, part: Part, graph: Graph, is_alone: bool, formats: Formats = ()):
         self._is_alone = is_alone
         self._graph = graph
-        self._step, self._length = part.jaxpr, part.eqn.params["length"]
-        self._num_constants, self._num_carry = _jax.scan_counts(part.eqn)
+        self._step, self._length = part.jaxpr, part.scan.params["length"]
+        self._num_constants, self._num_carry = _jax.scan_counts(part.scan)
         self._first_x = self._num_constants + self._num_carry
         self._xs = part.jaxpr.invars[self._first_x :]
 
@@ -225,7 +223,7 @@ class LoopOptions:
     def __call__(self, steps: Sequence[Option]) -> list[Option]:
         """The options; the last one applies the last step option to all steps alike, in one loop."""
         unchanged = [self._unchanged(step) for step in steps if step.decision.saved is None]
-        options = []
+        options: list[Option] = []
         for carry in reversed(self._carries):
             for step in steps:
                 if step.decision.saved is None:
@@ -288,7 +286,7 @@ class LoopOptions:
         its residuals.
         """
         ahead_cost, length = self._ahead_cost(), self._length
-        options, slots = [], 1
+        slots, options = 1, list[Option]()
         while slots < length:
             # Of all runs as many as there are steps count as the forward pass, which the baseline has too. As many
             # others compute a step's residuals, and the rest the carry alone.
@@ -330,7 +328,7 @@ class LoopOptions:
         carry = [v for v in self._step.outvars[: self._num_carry] if isinstance(v, Var)]
         return sum(map(flops, needed_equations(self._step.eqns, carry, saved_variables)))
 
-    def _values_at(self, address: Address) -> Sequence[Any]:
+    def _values_at(self, address: Address) -> Sequence[Var]:
         """The value with an address; for one in a rule all results of the call."""
         i, *rest = address
         outvars = self._step.eqns[i].outvars

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING
 
 from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
@@ -11,6 +11,9 @@ from .._program.flat import Part
 from .._program.values import INPUT, Address, InFormat, smallest_of_variables
 from .graph import Graph
 from .treatment import Option, PartsOf, Settings, Treatment
+
+if TYPE_CHECKING:
+    from .._search.layout import Front
 
 
 class StoredInputs(Treatment):
@@ -25,12 +28,12 @@ class StoredInputs(Treatment):
 class _StoringPaths:
     """Paths where each region holds its operands."""
 
-    def __init__(self, unheld: dict[Any, InFormat]):
+    def __init__(self, unheld: Mapping[Var, InFormat]):
         self._ways = unheld
         self.unheld = unheld.keys()
-        self._fronts: dict[Any, Any] = {}
+        self._fronts: dict[Hashable, Front] = {}
 
-    def front(self, start: int, end: int, part: Part, front: Any) -> tuple[Any, int]:
+    def front(self, start: int, end: int, part: Part, front: Front) -> tuple[Front, int]:
         inputs = {i: self._ways[v] for i, v in enumerate(part.invars) if not isinstance(v, Literal) and v in self._ways}
         eqns = part.jaxpr.eqns if part.eqn is None else []
         addresses = {v: (i, n) for i, eqn in enumerate(eqns) for n, v in enumerate(eqn.outvars)}
@@ -42,12 +45,13 @@ class _StoringPaths:
         return self._fronts[key], 0
 
     def _changed(
-        self, part: Part, front: Any, inputs: Mapping[int, InFormat], outputs: Mapping[Address, InFormat]
-    ) -> Any:
+        self, part: Part, front: Front, inputs: Mapping[int, InFormat], outputs: Mapping[Address, InFormat]
+    ) -> Front:
         if front.is_free or not (inputs or outputs):
             return front
-        if front.graph is not None and part.eqn is None:
-            return front.changed(step=lambda o: holding(front.graph, o, inputs, outputs))
+        graph = front.graph
+        if graph is not None and part.eqn is None:
+            return front.changed(step=lambda o: holding(graph, o, inputs, outputs))
         held = sum(device_bytes(part.invars[i].aval) for i in inputs)
         return front.changed(whole=lambda o: o._replace(saved_bytes=o.saved_bytes + held))
 

@@ -8,17 +8,18 @@ know of it: its proposals, how it changes the program, its text, its record and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Mapping, Sequence, Set
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
 from ... import _jax
-from ..._jax import Jaxpr
+from ..._jax import ArrayFunction, Atom, Jaxpr, Var
 from ..._lift.context import TraceContext
 from ..._records import Check, either, many, one_of, optional, record, row, whole
 from ..._remat import decide, mark
 from ..._remat.mark import RULE
+from ..._remat.policy import Policy
 from ..._remat.survey import Site
 from .._program.flat import Part
 from .._program.values import (
@@ -34,6 +35,10 @@ from .._program.values import (
     values_of,
     way_of,
 )
+
+if TYPE_CHECKING:
+    from .._search.layout import Front
+    from .graph import Graph
 
 Saved = frozenset[tuple[Address, Way]]
 """Values of a region, each with the way to hold it."""
@@ -69,14 +74,32 @@ class Settings(NamedTuple):
     is_alone: bool = True
     offload: bool = False
     treatments: Sequence[type[Treatment]] = ()
-    policies: Sequence[Any] = ()
+    policies: Sequence[Policy] = ()
     context: TraceContext = TraceContext()
     keeps_fusions: bool = False
     deadline: Callable[[], bool] = lambda: False
 
 
-PartsOf = Callable[[Any], Sequence[Part]]
+Expand = Callable[[Sequence["Option"]], list["Option"]]
+"""Maps options of the equations to options of the part."""
+
+PartsOf = Callable[["Front"], Sequence[Part]]
 """``front -> parts``: those that share a `Front`."""
+
+
+class Paths(Protocol):
+    """Variants of all regions of a program, which are of use together only."""
+
+    @property
+    def unheld(self) -> Set[Var]:
+        """The values of the program that are not in memory between regions, since each region makes or holds its
+        operands.
+        """
+        ...
+
+    def front(self, start: int, end: int, part: Part, front: Front) -> tuple[Front, int] | None:
+        """The options of a region, and bytes beside its cotangents in its backward pass; None if it has no variant."""
+
 
 _RECORDED: dict[str, type[Treatment]] = {}
 """The treatments that a stored plan may have, by name."""
@@ -102,22 +125,16 @@ class Treatment:
     # -- proposals --
 
     @classmethod
-    def expanding(cls, part: Part, graph: Any, settings: Settings) -> Callable[[Sequence[Option]], list[Option]] | None:
+    def expanding(cls, part: Part, graph: Graph, settings: Settings) -> Expand | None:
         """A function from the options of a part, the unchanged one first, to more of them or others; None for none.
 
-        The last of its results replaces the last given option. `graph` is the `Graph` of the part, or of a step of a
-        loop.
+        The last of its results replaces the last given option. `graph` is that of the part, or of a step of a loop.
         """
         return None
 
     @classmethod
-    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> Any:
-        """Variants of all regions of a program, which are of use together only; None for none.
-
-        An object with `unheld`, the values of the program that are not in memory between regions, since each region
-        makes or holds its operands; and ``front(start, end, part, front)``, the options of a region as a `Front`, and
-        bytes beside its cotangents in its backward pass, or None if it has no variant.
-        """
+    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> Paths | None:
+        """Variants of all regions of a program; None for none."""
         return None
 
     # -- of a whole step --
@@ -157,7 +174,7 @@ class Treatment:
         """Change the parts of a program before each is rewritten by itself."""
         return parts, decisions
 
-    def replacement(self, part: Part, decision: Decision) -> Callable | None:
+    def replacement(self, part: Part, decision: Decision) -> ArrayFunction | None:
         """The function in place of a part; None to leave it to the saved values."""
         return None
 
@@ -214,7 +231,7 @@ class Decision(NamedTuple):
         """Return the decision as a user would write it."""
         return self._replace(treatments=tuple(t.as_written() for t in self.treatments))
 
-    def marked(self, jaxpr: Jaxpr) -> tuple[Jaxpr, Callable]:
+    def marked(self, jaxpr: Jaxpr) -> tuple[Jaxpr, Callable[..., Any]]:
         """A region with marks on the held values, and JAX's policy for these."""
         inputs = {i: way.label(is_ordered=True) for i, way in self.inputs.items()}
         return decide.keep(jaxpr, self.labels(is_ordered=True), inputs)
@@ -251,8 +268,8 @@ class Facts:
 
     def __init__(self, program: Jaxpr, ways: Container[Way] | None = None):
         self._program, self._ways = program, ways
-        self._storable: dict[Way, Set[Any]] = {}
-        self._sites: dict[Any, Mapping[Address, Site]] = {}
+        self._storable: dict[Way, Set[Var]] = {}
+        self._sites: dict[Hashable, Mapping[Address, Site]] = {}
 
     def check(self, part: Part, decision: Decision) -> None:
         """Raise ValueError, with the reason, if a decision is for another part."""
@@ -277,7 +294,7 @@ class Facts:
     def allows(self, way: Way) -> bool:
         return self._ways is None or way in self._ways
 
-    def can_store(self, variable: Any, way: InFormat) -> bool:
+    def can_store(self, variable: Atom | None, way: InFormat) -> bool:
         """Whether a variable of the program may be held in fewer bits."""
         if way not in self._storable:
             self._storable[way] = smallest_of_variables(self._program, (way.format,)).keys()
