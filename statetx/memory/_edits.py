@@ -34,9 +34,11 @@ class Edit:
 
     Attributes:
         is_of_gradients: whether it decides on equations of a function that is differentiated, where it must find some.
+        policy: of the functions, or of the body of the loop; None to save nothing.
     """
 
     is_of_gradients = True
+    policy: str | None = None
 
     def decisions(self, program: Flat) -> Mapping[Interval, Decision]:
         """Decisions on intervals of the equations of a function that is differentiated."""

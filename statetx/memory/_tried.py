@@ -29,23 +29,26 @@ from .._equations.primitives import REMAT, count
 from .._equations.structure import Body, table
 from .._errors import StatetxError
 from .._jax import Jaxpr, Literal, Var
+from .._loops.strategy import Lengths
 from .._remat import decide, fence
+from .._remat.atoms import nothing
 from .._remat.override import rewritten_by
-from .._remat.parse import as_policy
+from .._remat.parse import as_value_policy
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
 from ..planner import _store
 from ..planner._program.flat import Flat, Interval, Part, flatten
 from ..planner._program.values import INPUT
 from ..planner._treatments import UNPLANNED, as_planned, rewrite
-from ..planner._treatments.treatment import Decision
+from ..planner._treatments.loops import loop_of
+from ..planner._treatments.treatment import Decision, Treatment
 from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice_inputs import argument_of
 from ._calls import code_of, returned_arguments
 from ._deadline import Deadline
-from ._edits import AsArguments, Checkpoint, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients, Rematerialize
+from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients
 from ._numbered import numbered
 from ._outline import Outline, UnresolvedError
 
@@ -349,57 +352,40 @@ def _has_body(eqn: Any) -> bool:
 def _changed_part(
     program: Flat, span: Interval, edit: Edit, decision: Decision, is_step: bool, keeps_order: bool
 ) -> tuple[Part, Decision]:
-    """A part that is changed, and its decision.
-
-    Directly in the step of a loop no function is kept from being merged with the forward pass, as by `statetx.remat`.
-    """
+    """A part that is changed, and its decision."""
     if (block := program.blocks.get(span)) is not None:
         return block, decision
-    part = program.part(*span)
+    part, as_written = program.part(*span), _AsWritten(edit.policy, is_step)
     if part.eqn is not None:
-        policy = edit.policy if isinstance(edit, Checkpoint) else None
-        return (part, decision) if policy is None else (_LoopWithPolicy(part, policy), UNPLANNED)
+        return part, decision if edit.policy is None else Decision(None, (as_written,))
     called = _as_called(program, part, span, getattr(edit, "function", ""), keeps_order)
-    if decision.inputs:
-        numbers = {i: called.invars.index(part.invars[i]) for i in decision.inputs}
-        decision = Decision(frozenset(((INPUT, numbers[i]), way) for i, way in decision.inputs.items()))
-    if isinstance(edit, Rematerialize) and edit.policy is not None:
-        return _Rematerialized(called, *_with_policy(edit.policy, called.jaxpr), is_step), UNPLANNED
-    return (
-        (_Rematerialized(called, *decision.marked(called.jaxpr), is_step), UNPLANNED) if is_step else (called, decision)
-    )
+    numbers = {i: called.invars.index(part.invars[i]) for i in decision.inputs}
+    inputs = frozenset(((INPUT, numbers[i]), way) for i, way in decision.inputs.items())
+    return called, Decision(inputs, (as_written,))
 
 
-def _with_policy(name: str, jaxpr: Jaxpr) -> tuple[Jaxpr, Any]:
-    policy = as_policy(name)
-    assert not isinstance(policy, Rewriter), "an edit names a stock policy"
-    return decide.apply(policy, jaxpr, (), "")
+@dataclasses.dataclass(frozen=True)
+class _AsWritten(Treatment):
+    """A rematerialized function, or a loop whose body is one, as by `statetx.remat`.
 
+    Attributes:
+        policy: the name of a stock policy; None for the inputs that the decision stores in fewer bits.
+        is_step: whether it is called directly in the step of a loop, where it is not kept from being merged with the
+            forward pass.
+    """
 
-class _LoopWithPolicy(Part):
-    """A scan whose body is rematerialized with a policy."""
+    policy: str | None
+    is_step: bool
 
-    def __init__(self, loop: Part, policy: str):
-        super().__init__(loop.jaxpr, loop.invars, loop.outvars)
-        marked, saved = _with_policy(policy, loop.jaxpr)
-        run = lambda *args: _jax.rematerialize(marked, args, policy=saved, prevent_cse=False)
-        body = jax.make_jaxpr(run)(*(v.aval for v in loop.jaxpr.invars))
-        self._loop = _jax.map_jaxprs(lambda x: _jax.closed_like(x, body.jaxpr), loop.scan)
+    name = "as written"
 
-    def __call__(self, *args: Any) -> list[Any]:
-        return _jax.bind_equation(self._loop, self._loop.params, args)
-
-
-class _Rematerialized(Part):
-    """A part that is rematerialized with a policy, also of the step of a loop."""
-
-    def __init__(self, part: Part, marked: Jaxpr, policy: Any, is_step: bool):
-        super().__init__(part.jaxpr, part.invars, part.outvars)
-        self._marked, self._is_step = marked, is_step
-        self._policy = policy if is_step else fence.with_fence(policy, "auto")
-
-    def __call__(self, *args: Any) -> list[Any]:
-        return _jax.rematerialize(self._marked, args, policy=self._policy, prevent_cse=not self._is_step)
+    def replacement(self, part: Part, decision: Decision) -> Callable:
+        policy = nothing if self.policy is None else as_value_policy(self.policy)
+        if part.eqn is not None:
+            return loop_of(part, Lengths(part.eqn.params["length"]), policy)
+        marked, saved = decision.marked(part.jaxpr) if policy == nothing else decide.apply(policy, part.jaxpr, (), "")
+        fenced = saved if self.is_step else fence.with_fence(saved, "auto")
+        return lambda *args: _jax.rematerialize(marked, args, policy=fenced, prevent_cse=not self.is_step)
 
 
 def _as_called(program: Flat, part: Part, span: Interval, function: str, keeps_order: bool) -> Part:
