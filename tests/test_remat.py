@@ -11,6 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import ad, mlir
 
 import statetx
 from helpers import equations
@@ -414,3 +415,28 @@ def test_callback_on_a_written_value_fires_once(compiled):
         expected.append(round(float(np.sin(x)), 4))
         x = np.sin(np.sin(x))
     assert sorted(fired) == sorted(expected)
+
+
+def test_jaxprs_of_primitives_of_other_libraries_are_theirs():
+    """lineax compares a jaxpr among the parameters of its solver with the one that another function closes over."""
+    held = jax.extend.core.Primitive("held")
+
+    def run(x, *, leaves):
+        jaxpr, known = leaves
+        assert known() is jaxpr
+        return jax.core.eval_jaxpr(jaxpr, (), x)[0]
+
+    held.def_impl(run)
+    held.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(held, mlir.lower_fun(run, multiple_results=False))
+    ad.primitive_jvps[held] = lambda xs, ts, **params: jax.jvp(functools.partial(run, **params), xs, ts)
+
+    @jax.custom_jvp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defjvp(lambda xs, ts: (f(*xs), jnp.cos(*xs) * ts[0]))
+    jaxpr = jax.make_jaxpr(f)(1.0).jaxpr
+    loss = statetx.remat(lambda x: jnp.exp(held.bind(x, leaves=(jaxpr, lambda: jaxpr))))
+    x = jnp.float32(0.5)
+    np.testing.assert_allclose(jax.grad(loss)(x), jnp.exp(jnp.sin(x)) * jnp.cos(x), rtol=1e-6)

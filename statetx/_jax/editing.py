@@ -104,7 +104,8 @@ def with_dropped_results(jaxpr: Jaxpr) -> Jaxpr:
 def map_jaxprs(fun: Callable[[Any], Any], eqn: Eqn) -> Eqn:
     """Apply `fun` to each jaxpr in an equation, closed or not; in a `CustomLoop`, to the body of a step.
 
-    Returns `eqn` itself if no jaxpr changes.
+    Returns `eqn` itself if no jaxpr changes. A jaxpr among values of other types stays: it is a leaf of a tree, as in
+    primitives of equinox and lineax, which know it by identity.
     """
     loop = loop_of(eqn)
     if loop is not None:
@@ -112,7 +113,7 @@ def map_jaxprs(fun: Callable[[Any], Any], eqn: Eqn) -> Eqn:
         return eqn if body is loop.body else with_body(eqn, body)
 
     def apply(x: Any) -> Any:
-        if isinstance(x, (tuple, list)) and any(map(is_jaxpr, x)):
+        if isinstance(x, (tuple, list)) and any(map(is_jaxpr, x)) and all(v is None or is_jaxpr(v) for v in x):
             # A tuple of branches stays a tuple; a NamedTuple's constructor takes its fields one by one.
             return getattr(x, "_make", type(x))([apply(v) for v in x])
         return fun(x) if is_jaxpr(x) else x
