@@ -87,9 +87,9 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
         clock.append(clock[-1] + 5 * len(programs))
         compile_together(programs)
 
-    def seen(self, layout, options, *name):
+    def seen(self, choice, *name):
         begun.append(clock[-1])
-        return measure(self, layout, options, *name)
+        return measure(self, choice, *name)
 
     compile_together = patched(monkeypatch, "layout.compile_together", slow)
     measure = patched(monkeypatch, "candidates.Candidates.measure", seen)
@@ -102,11 +102,11 @@ def compilations(clock, monkeypatch):
     """Each candidate takes 40 seconds to compile; the number of them."""
     compiled = []
 
-    def slow(self, layout, options, *name):
-        if self.find(layout, options) is None:
+    def slow(self, choice, *name):
+        if self.find(choice) is None:
             compiled.append(1)
             clock.append(clock[-1] + 40)
-        return measure(self, layout, options, *name)
+        return measure(self, choice, *name)
 
     measure = patched(monkeypatch, "candidates.Candidates.measure", slow)
     return compiled

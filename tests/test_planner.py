@@ -208,15 +208,15 @@ def test_combination_is_the_optimum_of_the_model(seed):
     ]
     every = []
     for path in paths:
-        layout = _layout.Layout(None, [family.regions[i] for i in path])
+        regions = [family.regions[i] for i in path]
         for options in itertools.product(*(fronts[i].options for i in path)):
-            every.append((layout.peak(options), sum(o.cost for o in options)))
+            every.append((_layout.Choice(None, regions, options).peak, sum(o.cost for o in options)))
     least = min(peak for peak, _ in every)
     assert least <= family.least_peak() <= least + max(1, least // 1000)
     for limit in range(least, least + 80, 7):
-        layout, options = family.choose(limit)
-        assert layout.peak(options) <= limit
-        assert sum(o.cost for o in options) == min(cost for peak, cost in every if peak <= limit)
+        choice = family.choose(limit)
+        assert choice.peak <= limit
+        assert choice.cost == min(cost for peak, cost in every if peak <= limit)
     assert family.choose(least - 1) is None
 
 
@@ -233,7 +233,7 @@ def test_saved_values_are_not_recomputed():
     planner.plan(0.6)
     for candidate in list(planner._search.candidates)[1:]:
         added = candidate.compiled.flops - planner._search.candidates.compile_baseline().compiled.flops
-        assert abs(added - candidate.predicted_cost) <= 0.01 * candidate.compiled.flops
+        assert abs(added - candidate.choice.cost) <= 0.01 * candidate.compiled.flops
 
 
 def test_plan_of_values_of_gibibytes_prints_nothing(capfd):
@@ -637,9 +637,9 @@ def test_choice_changes_after_a_measurement():
     option = Option(10, 5, 2.0, decided(frozenset()))
     front = _layout.Front([Option(300, 0, 0.0, decided()), option], [], CompiledGraph())
     family = family_of({(0, 1): (front, 0)}, 1)
-    assert family.choose(20)[1][0].cost == 2.0
+    assert family.choose(20).options[0].cost == 2.0
     front.measure(option)
-    assert family.choose(20) is None and family.choose(220)[1][0].backward_bytes == 200
+    assert family.choose(20) is None and family.choose(220).options[0].backward_bytes == 200
 
 
 def test_option_of_zero_bytes_is_measured_once():
@@ -678,10 +678,10 @@ def test_parts_far_from_the_peak_are_not_compiled(monkeypatch):
     options = [Option(10, n, 1.0, decided(frozenset())) for n in (20, 20, 70)]
     fronts = [_layout.Front([o], [o], graph) for o, graph in zip(options, graphs, strict=True)]
     regions = [_layout.Region(i, i + 1, None, front, 0, 0) for i, front in enumerate(fronts)]
-    layout = _layout.Layout(types.SimpleNamespace(jaxpr=None), regions)
-    assert _search._measure_parts(layout, options, lambda: False)
+    choice = _layout.Choice(types.SimpleNamespace(jaxpr=None), regions, options)
+    assert _search._measure_parts(choice, lambda: False)
     assert [len(graph.measured) for graph in graphs] == [0, 0, 1]
-    assert not _search._measure_parts(layout, options, lambda: False)
+    assert not _search._measure_parts(choice, lambda: False)
 
 
 def test_what_is_not_measured_gets_the_mean_error_of_what_is():
@@ -734,11 +734,11 @@ def test_loops_with_a_remainder_copy_their_sequence():
 def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monkeypatch):
     measure, marked = _candidates.Candidates.measure, functools.partial(loss, block=statetx.remat(block))
     planner, other = (Planner(marked, FEW, X, of="temporaries", argnums=0) for _ in range(2))
-    budget = other._search.candidates.measure(*other._search._stock["nothing"]).temp_bytes
-    blocks = _candidates._key(*planner._search._stock["nothing"])
+    budget = other._search.candidates.measure(other._search._stock["nothing"]).temp_bytes
+    blocks = _candidates._key(planner._search._stock["nothing"])
 
-    def larger(self, layout, options, name="plan"):
-        candidate, key = measure(self, layout, options, name), _candidates._key(layout, options)
+    def larger(self, choice, name="plan"):
+        candidate, key = measure(self, choice, name), _candidates._key(choice)
         if key != blocks:  # than the model says
             cost = dataclasses.replace(candidate.compiled, temp_bytes=int(1.2 * budget))
             candidate = self._others[key] = dataclasses.replace(candidate, compiled=cost)
@@ -1424,7 +1424,8 @@ def test_an_argument_that_the_program_does_not_use_is_timed_too():
 
 def test_memory_is_predicted_between_compiled_plans_though_it_is_not_monotone():
     """A plan of a lower peak that takes more says nothing of the plans above the one that takes less."""
-    compiled = [SimpleNamespace(name="plan", peak=p, temp_bytes=t) for p, t in ((68, 48), (84, 36), (108, 48))]
+    points = (68, 48), (84, 36), (108, 48)
+    compiled = [SimpleNamespace(name="plan", choice=SimpleNamespace(peak=p), temp_bytes=t) for p, t in points]
     assert [_candidates.predicted_bytes(peak, compiled) for peak in (34, 68, 84, 96, 108)] == [18, 36, 36, 42, 48]
 
 

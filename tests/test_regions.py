@@ -119,8 +119,8 @@ def test_cheapest_regions_in_little_memory_begin_with_activations():
     fun, ws, x = layers(6)
     program = flat(fun, ws, x)
     choices = [family.choose(7 * x.nbytes) for family in lattice(program, range(len(ws))).families]
-    layout, _ = min((c for c in choices if c is not None), key=lambda c: sum(option.cost for option in c[1]))
-    starts = [program.jaxpr.eqns[region.start].primitive.name for region in layout.regions]
+    cheapest = min((c for c in choices if c is not None), key=lambda c: c.cost)
+    starts = [program.jaxpr.eqns[region.start].primitive.name for region in cheapest.regions]
     assert "sin" in starts[1:]
 
 
@@ -169,9 +169,9 @@ def test_decisions_are_those_of_the_regions_own_fronts(share):
     for family in families:
         least = family.least_peak()
         for limit in np.geomspace(least, 8 * least, 12):
-            layout, options = family.choose(limit)
-            assert layout.peak(options) <= limit
-            for region, option in zip(layout.regions, options, strict=True):
+            choice = family.choose(limit)
+            assert choice.peak <= limit
+            for region, option in zip(choice.regions, choice.options, strict=True):
                 own = {o.decision: o for o in region.front.options}
                 assert own[option.decision] == option
 

@@ -87,7 +87,7 @@ def test_baseline_that_may_fit_is_compiled(long):
 @pytest.mark.slow
 def test_long_baseline_without_equal_periods_is_compiled_near_the_budget_only(long):
     planner = Planner(skipping, WS[:7], X, of="temporaries", argnums=0)
-    candidates, peak = planner._search.candidates, planner._search.candidates.baseline_peak
+    candidates, peak = planner._search.candidates, planner._search._unplanned.peak
     for part in (0.4, 0.6):  # of the memory by the model; others are compiled from a quarter on
         with contextlib.suppress(statetx.PlanError):
             planner.plan(int(part * peak))

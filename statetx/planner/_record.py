@@ -107,13 +107,13 @@ class GradientPlan:
 
     @classmethod
     def of(cls, gradient: Recorded, candidate: Candidate, waits: Waits) -> GradientPlan:
-        layout, decisions = candidate.layout, [option.decision for option in candidate.options]
+        choice, decisions = candidate.choice, [option.decision for option in candidate.choice.options]
         numbers = {decision: number for number, decision in enumerate(dict.fromkeys(decisions))}
         return cls(
-            tuple(layout.cuts),
+            tuple(region.start for region in choice.regions),
             tuple(numbers[decision] for decision in decisions),
             tuple(numbers),
-            None if waits is Waits.FOR_NOTHING else layout.first_read(),
+            None if waits is Waits.FOR_NOTHING else choice.first_read(),
             waits is Waits.FOR_GRADIENTS,
             gradient.lines,
         )

@@ -27,11 +27,9 @@ from ...residuals.diagnosis import BASELINE
 from .._program.cuts import Run, crossing_bytes, runs_of
 from .._program.flat import Flat, last_reads
 from .._treatments import UNPLANNED, rewrite
-from .._treatments.treatment import Option
 from .._tuned import TUNED
 from .capture import ProgramOf
-from .lattice import Choice
-from .layout import Layout
+from .layout import Choice
 
 Compiled = TypeVar("Compiled", bound=Any)  # a `Candidate`, or a program with one for each gradient
 
@@ -46,19 +44,13 @@ class Candidate:
 
     Attributes:
         name: the stock policy's, "no remat" for the baseline, or "plan".
-        options: one for each part of `layout`.
-        peak: bytes, by the model.
-        predicted_cost: of recomputation, by the model.
         added_cost: of recomputation, by the equations of the compiled program; by the model where these do not show it.
         compiled: the costs of the compiled program, gradient included.
         predicted_bytes: temporary bytes, predicted from the model and the candidates compiled before.
     """
 
     name: str
-    layout: Layout
-    options: list[Option]
-    peak: int
-    predicted_cost: float
+    choice: Choice
     added_cost: float
     compiled: Cost
     predicted_bytes: float
@@ -78,9 +70,6 @@ class Candidates:
         unplanned: the choice for it.
         program_of: see `ProgramOf`.
         report: called with a description of each compilation.
-
-    Attributes:
-        baseline_peak: bytes of the baseline, by the model.
     """
 
     def __init__(
@@ -95,39 +84,34 @@ class Candidates:
         self._baselines: dict[Cost, Candidate] = {}  # as compiled with fast options, and exactly
         self._others: dict[Hashable, Candidate] = {}  # by `_key`
 
-        layout, options = unplanned
-        self._baseline_key, self.baseline_peak = _key(layout, options), layout.peak(options)
-
     def __iter__(self) -> Iterator[Candidate]:
         return iter([*self._with_cost(self._baseline.compiled), *self._others.values()])
 
     def __len__(self) -> int:
         return len(self._others) + (self._baseline.compiled is not None)
 
-    def find(self, layout: Layout, options: Sequence[Option]) -> Candidate | None:
+    def find(self, choice: Choice) -> Candidate | None:
         """The candidate of a choice; None if it is not compiled."""
-        key = _key(layout, options)
-        if key == self._baseline_key:
+        key = _key(choice)
+        if key == _key(self._unplanned):
             return next(self._with_cost(self._baseline.compiled), None)
         return self._others.get(key)
 
-    def measure(self, layout: Layout, options: Sequence[Option], name: str = "plan") -> Candidate:
+    def measure(self, choice: Choice, name: str = "plan") -> Candidate:
         """Compile a choice, unless it was compiled before."""
-        earlier = self.find(layout, options)
+        earlier, key = self.find(choice), _key(choice)
         if earlier is not None:
             return earlier
-        if _key(layout, options) == self._baseline_key:  # the model, which said that it takes too much, was wrong
+        if key == _key(self._unplanned):  # the model, which said that it takes too much, was wrong
             return next(self._with_cost(self._baseline.compile_exactly()))
-        peak = layout.peak(options)
-        predicted = self.predict(peak)
+        predicted = self.predict(choice.peak)
         self._report(f"compiling candidate {len(self) + 1}")
-        compiled = self._program_of(layout.rewrite(options), candidate_options()).cost
+        compiled = self._program_of(choice.rewrite(), candidate_options()).cost
 
         # The operations that rewriting adds to the equations are exact, checkpointed loops included.
-        predicted_cost, added_cost = sum(o.cost for o in options), compiled.flops - self._baseline.flops
-        candidate = Candidate(name, layout, list(options), peak, predicted_cost, added_cost, compiled, predicted)
-        self._others[_key(layout, options)] = candidate
-        return candidate
+        added_cost = compiled.flops - self._baseline.flops
+        self._others[key] = Candidate(name, choice, added_cost, compiled, predicted)
+        return self._others[key]
 
     def best(self, budget: float) -> Candidate | None:
         """The cheapest candidate that keeps a budget."""
@@ -158,22 +142,22 @@ class Candidates:
     def unplanned_bytes(self) -> int:
         """Temporary bytes of the baseline: as of `baseline_bytes` if these are known, else predicted."""
         compiled = self._baseline.known
-        return int(self.predict(self.baseline_peak)) if compiled is None else compiled.temp_bytes
+        return int(self.predict(self._unplanned.peak)) if compiled is None else compiled.temp_bytes
 
     def _with_cost(self, cost: Cost | None) -> Iterator[Candidate]:
         """The baseline, if it has a cost."""
         if cost is not None:
             if cost not in self._baselines:
-                peak, predicted = self.baseline_peak, predicted_bytes(self.baseline_peak, [*self._others.values()])
-                self._baselines[cost] = Candidate(BASELINE, *self._unplanned, peak, 0.0, 0.0, cost, predicted)
+                predicted = predicted_bytes(self._unplanned.peak, [*self._others.values()])
+                self._baselines[cost] = Candidate(BASELINE, self._unplanned, 0.0, cost, predicted)
             yield self._baselines[cost]
 
 
-def _key(layout: Layout, options: Sequence[Option]) -> Hashable:
+def _key(choice: Choice) -> Hashable:
     # The decisions alone, since measurements change an option's bytes; and where parts stay unchanged, cuts make no
     # difference.
-    decisions = [o.decision for o in options]
-    return tuple([(r.start, r.end, d) for r, d in zip(layout.regions, decisions, strict=True) if d != UNPLANNED])
+    pairs = zip(choice.regions, [o.decision for o in choice.options], strict=True)
+    return tuple([(r.start, r.end, decision) for r, decision in pairs if decision != UNPLANNED])
 
 
 def cheapest_within(compiled: Iterable[Compiled], num_bytes: float) -> Compiled | None:
@@ -197,11 +181,11 @@ def best_within(compiled: Iterable[Compiled], num_bytes: float, objective: str) 
 
 def predicted_bytes(peak: float, candidates: Sequence[Candidate]) -> float:
     """Predict the temporary bytes of a choice with this peak, by interpolation between compiled candidates."""
-    points = sorted({(c.peak, c.temp_bytes) for c in candidates if c.name != BASELINE})
+    points = sorted({(c.choice.peak, c.temp_bytes) for c in candidates if c.name != BASELINE})
     if not points:
         # Only the baseline: a bad guide, since XLA fuses more without remat. Take the geometric mean of it and the
         # model.
-        points = sorted({(c.peak, math.sqrt(c.peak * c.temp_bytes)) for c in candidates})
+        points = sorted({(c.choice.peak, math.sqrt(c.choice.peak * c.temp_bytes)) for c in candidates})
     if not points:
         return peak
     return _interpolate(points, peak)

@@ -17,7 +17,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,25 +27,10 @@ from .._program.cuts import candidates
 from .._program.flat import Flat, Interval, Part, cotangent_variables, differentiated_variables
 from .._treatments.treatment import Option, Paths, Settings, front
 from .._tuned import TUNED
-from .layout import FindOptions, Front, Layout, OptionTable, Region, front_of
+from .layout import Choice, FindOptions, Front, OptionTable, Region, front_of
 
 _MAX_STATES = 256  # pairs of bytes and cost that the dynamic program follows
 _NUM_SOLVERS = 2
-
-
-class Choice(NamedTuple):
-    """A partition of a program, with an option for each part."""
-
-    layout: Layout
-    options: list[Option]
-
-    @property
-    def cost(self) -> float:
-        return sum(option.cost for option in self.options)
-
-    @property
-    def peak(self) -> int:
-        return self.layout.peak(self.options)
 
 
 class Lattice:
@@ -58,7 +42,7 @@ class Lattice:
         num_out: number of differentiated outputs; they come first.
 
     Attributes:
-        stock_layout: where stock policies act, and for each part whether they act on it.
+        stock_regions: a partition, each region with whether stock policies act on it.
         regions: by interval.
         families: all regions; then variants of all regions, for each treatment that has such, where these are better.
     """
@@ -79,8 +63,8 @@ class Lattice:
 
         cut_candidates = candidates(program)
         cuts, planned = cut_candidates.stock
-        stock = [self.region(*interval) for interval in itertools.pairwise([*cuts, len(program)])]
-        self.stock_layout = Layout(program, stock), [(r.start, r.end) in {*planned} for r in stock]
+        intervals = itertools.pairwise([*cuts, len(program)])
+        self.stock_regions = [(self.region(*interval), interval in {*planned}) for interval in intervals]
         for interval in cut_candidates.intervals:
             if not self._is_late():
                 self.region(*interval)
@@ -219,7 +203,7 @@ class Family:
             path.append((region, region.front.options[option]))
             end, state = region.start, parent
         path.reverse()
-        return Choice(Layout(self._program, [region for region, _ in path]), [option for _, option in path])
+        return Choice(self._program, [region for region, _ in path], [option for _, option in path])
 
 
 class _Lifetimes:

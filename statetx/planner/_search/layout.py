@@ -4,6 +4,7 @@ measurements; and a program cut into parts, with an option for each of them: wha
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import itertools
@@ -202,7 +203,7 @@ def front_of(
     return Front(lambda: [baseline, *find_front(), *stock], stock, graph, expand)
 
 
-# -- layouts ---------------------------------------------------------------------------------------------------------
+# -- choices ---------------------------------------------------------------------------------------------------------
 
 
 class OptionTable(NamedTuple):
@@ -248,55 +249,44 @@ class Waits(enum.Enum):
     FOR_GRADIENTS = "gradients"  # until the gradient before it is computed, too
 
 
-class Layout:
-    """One way to cut a program.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """A program cut into regions, with an option for each of them."""
 
-    Attributes:
-        cuts: the first equation of each part.
-        parts, fronts: the parts, and the options of each.
-        base: for each part, the bytes live during its backward pass under any choice: the values that parts before it
-            computed for parts after them, and `Region.cotangent_bytes`. A value that only later parts read is live as
-            its cotangent.
-    """
-
-    def __init__(self, program: Flat, regions: Sequence[Region]):
-        self.program = program
-        self.regions = list(regions)
-        self.cuts = tuple(r.start for r in regions)
-        self.parts = [r.part for r in regions]
-        self.fronts = [r.front for r in regions]
-        outputs = itertools.accumulate([0, *(r.out_bytes for r in regions[:-1])] if regions else [])
-        self.base = [o + r.cotangent_bytes for o, r in zip(outputs, regions, strict=True)]
+    program: Flat
+    regions: Sequence[Region]
+    options: Sequence[Option]
 
     @property
-    def jaxpr(self) -> Jaxpr:
-        return self.program.jaxpr
+    def cost(self) -> float:
+        return sum(option.cost for option in self.options)
 
-    def in_use(self, options: Sequence[Option]) -> list[int]:
-        """The bytes in use during the backward pass of each part."""
-        saved = itertools.accumulate(option.saved_bytes for option in options)
-        return [b + s + o.backward_bytes for b, s, o in zip(self.base, saved, options, strict=True)]
+    @functools.cached_property
+    def in_use(self) -> list[int]:
+        """The bytes in use during the backward pass of each region: the values that regions before it computed for
+        regions after them, `Region.cotangent_bytes`, what is saved so far, and its own. A value that only later regions
+        read is live as its cotangent.
+        """
+        outputs = itertools.accumulate((r.out_bytes for r in self.regions), initial=0)
+        saved = itertools.accumulate(option.saved_bytes for option in self.options)
+        regions = zip(self.regions, self.options, saved, outputs, strict=False)
+        return [out_bytes + r.cotangent_bytes + s + o.backward_bytes for r, o, s, out_bytes in regions]
 
-    def peak(self, options: Sequence[Option]) -> int:
-        """The most bytes in use during the backward pass of any part."""
-        return max(self.in_use(options), default=0)
+    @property
+    def peak(self) -> int:
+        """The most bytes in use during the backward pass of any region."""
+        return max(self.in_use, default=0)
 
-    def peak_part(self, options: Sequence[Option]) -> tuple[int, int]:
-        """Return the index of the part whose backward pass has the peak, and the bytes saved by the parts before it."""
-        in_use = self.in_use(options)
-        part = in_use.index(max(in_use))
-        return part, sum(option.saved_bytes for option in options[:part])
-
-    def rewrite(self, options: Sequence[Option], waits: Waits = Waits.FOR_NOTHING) -> Jaxpr:
-        """Apply an option to each part."""
+    def rewrite(self, waits: Waits = Waits.FOR_NOTHING) -> Jaxpr:
+        """Apply its option to each region."""
         last_input = None if waits is Waits.FOR_NOTHING else self.first_read()
         is_sequential = waits is Waits.FOR_GRADIENTS
-        decisions = [option.decision for option in options]
-        return rewrite(self.jaxpr, self.parts, decisions, last_input=last_input, is_sequential=is_sequential)
+        parts, decisions = [r.part for r in self.regions], [option.decision for option in self.options]
+        return rewrite(self.program.jaxpr, parts, decisions, last_input=last_input, is_sequential=is_sequential)
 
     def first_read(self) -> int | None:
-        """The smallest input, by number, of the first part with a backward pass; None if it has none."""
+        """The smallest input, by number, of the first region with a backward pass; None if it has none."""
         first = next((r.part for r in self.regions if not r.front.is_free), None)
-        reads = [] if first is None else first.invars
-        numbers = [i for i, v in enumerate(self.jaxpr.invars) if v in reads and is_float(v.aval)]
-        return min(numbers, key=lambda i: device_bytes(self.jaxpr.invars[i].aval), default=None)
+        reads, inputs = [] if first is None else first.invars, self.program.jaxpr.invars
+        numbers = [i for i, v in enumerate(inputs) if v in reads and is_float(v.aval)]
+        return min(numbers, key=lambda i: device_bytes(inputs[i].aval), default=None)

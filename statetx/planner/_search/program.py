@@ -61,7 +61,7 @@ class PlannedProgram:
         programs: list[Jaxpr] = []
         for gradient, candidate in zip(self.captured.gradients, self.candidates, strict=True):
             with gradient.context.bind_axes():
-                programs.append(candidate.layout.rewrite(candidate.options, self.waits))
+                programs.append(candidate.choice.rewrite(self.waits))
         return programs
 
     @property

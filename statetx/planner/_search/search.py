@@ -22,13 +22,13 @@ from .._budget import ByteBudget, TimeLeft
 from .._program.flat import Flat
 from .._program.values import Formats
 from .._treatments import TREATMENTS
-from .._treatments.treatment import Option, Settings, Treatment
+from .._treatments.treatment import Settings, Treatment
 from .._tuned import TUNED
 from .candidates import STOCK, Baseline, Candidate, Candidates, Compiled, best_within, is_long, predicted_bytes
 from .capture import Captured, ProgramOf
 from .errors import impossible
-from .lattice import Choice, Family, Lattice
-from .layout import Layout, measure
+from .lattice import Family, Lattice
+from .layout import Choice, measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +116,10 @@ class Search:
         of_program = options.treatments, policies, gradient.context, options.has_times, self._is_late_for_regions
         settings = Settings(options.formats, is_alone, offload, *of_program)
         self.lattice = Lattice(program, gradient.diff_indices, gradient.num_out, settings)
-        layout, _ = self.lattice.stock_layout
-        unplanned = Choice(layout, [front.baseline for front in layout.fronts])
+        regions = [region for region, _ in self.lattice.stock_regions]
+        self._unplanned = Choice(program, regions, [region.front.baseline for region in regions])
         report_candidate: Callable[[str], None] = lambda text: report(text + self._best_so_far())
-        self.candidates = Candidates(self.baseline, unplanned, program_of, report_candidate)
+        self.candidates = Candidates(self.baseline, self._unplanned, program_of, report_candidate)
         self._forward_cost = sum(map(flops, program.jaxpr.eqns))
         self._is_long = is_long(program)
         self._tries = TUNED.tries // 4 if self._is_long else TUNED.tries
@@ -167,7 +167,7 @@ class Search:
         if self.baseline.extrapolated is not None:
             if self.baseline.extrapolated.temp_bytes <= (1 + TUNED.scatter) * budget:
                 self.baseline.compile_exactly()
-        elif self.baseline.is_started or self._may_keep(self.candidates.baseline_peak, budget, ()):
+        elif self.baseline.is_started or self._may_keep(self._unplanned.peak, budget, ()):
             # Without guides: the model of the program without rematerialization may be far off.
             self.candidates.compile_baseline()
             budget = self._budget = self._left(total)
@@ -183,9 +183,9 @@ class Search:
             if self.candidates.best(budget) is None and not self.is_late():
                 least = _lowest_peak_choice(family, self._is_late_for_parts)
                 if least is not None:
-                    self.candidates.measure(*least)
+                    self.candidates.measure(least)
                     if family is self.lattice.families[0]:
-                        self._try_saving_nothing(least[0])
+                        self._try_saving_nothing(least)
         if self.candidates.best(budget) not in (None, first_best):
             budget = self._improve(total)
         if self.is_late():
@@ -211,7 +211,7 @@ class Search:
             if proposal is None:
                 break
             choice, name = proposal
-            self.candidates.measure(*choice, name)
+            self.candidates.measure(choice, name)
             budget = self._budget = self._left(total)
             num_vain = num_vain + 1 if self.candidates.best(budget) is best else 0
         return budget
@@ -223,7 +223,7 @@ class Search:
             if not proposals:
                 return None
             choice, name = max(proposals, key=lambda x: x[0])[1]
-            if not _measure_parts(*choice, self._is_late_for_parts):
+            if not _measure_parts(choice, self._is_late_for_parts):
                 return choice, name
 
     def _proposals(self, budget: int, best: Candidate | None) -> list[tuple[float, tuple[Choice, str]]]:
@@ -241,10 +241,10 @@ class Search:
         proposals: list[tuple[float, tuple[Choice, str]]] = []
         for choice, name in choices:
             if best is not None:
-                gain = best.predicted_cost - choice.cost
+                gain = best.choice.cost - choice.cost
             else:  # until something keeps the budget, whatever does is a gain, the cheaper the more
                 gain = self._high_cost / (1 + choice.cost / self._high_cost)
-            if gain > self._negligible and self.candidates.find(*choice) is None:
+            if gain > self._negligible and self.candidates.find(choice) is None:
                 value = gain * self._probability(choice.peak, budget, guides)
                 if value > self._negligible / (2 * TUNED.tries):  # the tries together are to gain half of it
                     proposals.append((value, (choice, name)))
@@ -253,7 +253,7 @@ class Search:
     def _probability(self, peak: float, budget: float, guides: Sequence[Candidate]) -> float:
         """The probability that a choice with this peak keeps the budget."""
         predicted = max(predicted_bytes(peak, guides), 1.0)
-        distance = min((abs(math.log(max(peak, 1) / max(c.peak, 1))) for c in guides), default=1.0)
+        distance = min((abs(math.log(max(peak, 1) / max(c.choice.peak, 1))) for c in guides), default=1.0)
         error = TUNED.scatter + TUNED.drift * min(distance, 1.0)
         excess = math.log(predicted / max(budget, 1)) / error
         return 1 / (1 + math.exp(min(excess, 700.0)))  # logistic: some errors are large
@@ -262,16 +262,17 @@ class Search:
     def _high_cost(self) -> float:
         return max(*(choice.cost for choice in self._stock.values()), self._forward_cost)
 
-    def _try_saving_nothing(self, layout: Layout) -> None:
+    def _try_saving_nothing(self, choice: Choice) -> None:
         """XLA may hold a value twice that a region both saves and outputs, which the model counts once."""
         if not self.is_late() and self.candidates.best(self._budget) is None:
             nothing = STOCK.index("nothing")
-            options = [front.baseline if front.is_free else front.stock[nothing] for front in layout.fronts]
-            self.candidates.measure(layout, options)
+            fronts = [region.front for region in choice.regions]
+            options = [front.baseline if front.is_free else front.stock[nothing] for front in fronts]
+            self.candidates.measure(dataclasses.replace(choice, options=options))
 
     def _measure_blocks(self) -> None:
         """Compile remat on the blocks: of all plans the surest to keep a budget, of those that take no time to find."""
-        self.candidates.measure(*self._stock["nothing"], "nothing")
+        self.candidates.measure(self._stock["nothing"], "nothing")
 
     def _measure_last(self, budget: int) -> None:
         """Compile the cheapest choices that are predicted to keep the budget, which takes no time to find, two at most;
@@ -285,9 +286,9 @@ class Search:
         # The first choice of a long program may take long to compile; remat on the blocks does not.
         for _ in range(2 if self.candidates else 0):
             choice = self.lattice.families[0].choose(self._limit_for(budget, self.candidates.known()))
-            if choice is None or (best is not None and choice.cost >= best.predicted_cost):
+            if choice is None or (best is not None and choice.cost >= best.choice.cost):
                 break
-            if self.candidates.measure(*choice).temp_bytes <= budget:
+            if self.candidates.measure(choice).temp_bytes <= budget:
                 return
         if best is None:
             self._measure_blocks()
@@ -303,9 +304,9 @@ class Search:
 
     # -- its memory ------------------------------------------------------------------------------------------------
 
-    def predict(self, choice: Candidate) -> float:
-        """Temporary bytes of a choice, predicted from all others."""
-        return predicted_bytes(choice.peak, [c for c in self.candidates if c is not choice])
+    def predict(self, candidate: Candidate) -> float:
+        """Temporary bytes of a candidate, predicted from all others."""
+        return predicted_bytes(candidate.choice.peak, [c for c in self.candidates if c is not candidate])
 
     def smallest_bytes(self) -> int:
         """The least temporary bytes reached. A small program may take the least without rematerialization."""
@@ -321,7 +322,7 @@ class Search:
         for family in self.lattice.families:
             least = _lowest_peak_choice(family, self._is_late_for_parts)
             if least is not None and not self.is_late():
-                self.candidates.measure(*least)
+                self.candidates.measure(least)
         return self.candidates.smallest().temp_bytes, self.candidates.baseline_bytes()
 
     def fraction_of_baseline(self, fraction: float) -> int:
@@ -339,7 +340,7 @@ class Search:
         """
         everything = self.lattice.families[0]
         low = everything.least_peak()
-        high = max(low + 1, self.candidates.baseline_peak, *(c.peak for c in self.candidates))
+        high = max(low + 1, self._unplanned.peak, *(c.choice.peak for c in self.candidates))
         total_cost = self._total_cost
 
         points: list[tuple[float, float]] = []
@@ -361,42 +362,38 @@ class Search:
     @property
     def _stock(self) -> dict[str, Choice]:
         """The stock policies, by name, with options as measured so far."""
-        layout, is_planned = self.lattice.stock_layout
-        pairs = list(zip(layout.fronts, is_planned, strict=True))
-        return {
-            name: Choice(layout, [front.stock[n] if acts else front.baseline for front, acts in pairs])
-            for n, name in enumerate(STOCK)
-        }
+        pairs = [(region.front, acts) for region, acts in self.lattice.stock_regions]
+        options = ([front.stock[n] if acts else front.baseline for front, acts in pairs] for n in range(len(STOCK)))
+        choices = (dataclasses.replace(self._unplanned, options=own) for own in options)
+        return dict(zip(STOCK, choices, strict=True))
 
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:
         """Name, temporary bytes and added cost of each stock policy, and whether these are predicted, since it was not
         compiled.
         """
         rows: list[tuple[str, int, float, bool]] = []
-        for name, (layout, options) in self._stock.items():
-            candidate = self.candidates.find(layout, options)
+        for name, choice in self._stock.items():
+            candidate = self.candidates.find(choice)
             if candidate is not None:
                 rows.append((name, candidate.temp_bytes, candidate.added_cost, False))
             else:
-                num_bytes = int(self.candidates.predict(layout.peak(options)))
-                rows.append((name, num_bytes, sum(o.cost for o in options), True))
+                rows.append((name, int(self.candidates.predict(choice.peak)), choice.cost, True))
         return rows
 
     def stock_choices(self, temp_bytes: float) -> list[Candidate]:
         """The stock policies that keep a number of temporary bytes: all that may are compiled, also when it is late."""
         measured: list[Candidate] = []
-        for name, (layout, options) in sorted(self._stock.items(), key=lambda x: x[1].peak):
-            is_known = self.candidates.find(layout, options) is not None
-            may_keep: Callable[[int], bool] = lambda peak: self._may_keep(peak, temp_bytes, self.candidates.known())
-            if is_known or not measured or may_keep(layout.peak(options)):
-                measured.append(self.candidates.measure(layout, options, name))
+        for name, choice in sorted(self._stock.items(), key=lambda x: x[1].peak):
+            is_known = self.candidates.find(choice) is not None
+            if is_known or not measured or self._may_keep(choice.peak, temp_bytes, self.candidates.known()):
+                measured.append(self.candidates.measure(choice, name))
         return [candidate for candidate in measured if candidate.temp_bytes <= temp_bytes]
 
     # -- the corrected model ---------------------------------------------------------------------------------------
 
     def _limit_for(self, budget: int, guides: Sequence[Candidate]) -> int:
         """The limit of the model at which the prediction meets the budget."""
-        most = min(4 * max([budget, *(c.peak for c in self.candidates)]), MOST_BYTES)
+        most = min(4 * max([budget, *(c.choice.peak for c in self.candidates)]), MOST_BYTES)
         bytes_of: Callable[[int], int] = lambda limit: int(predicted_bytes(limit, guides))
         return largest_within(budget, bytes_of, range(1, most), budget, {0: 0})[0]
 
@@ -412,26 +409,25 @@ def _lowest_peak_choice(family: Family, is_late: Callable[[], bool]) -> Choice |
         choice = family.choose(limit)
         if choice is None or is_late():
             return choice
-        if not (_measure_parts(*choice, is_late) | _measure_peak_part(*choice, 1.1 * limit, is_late)):
+        if not (_measure_parts(choice, is_late) | _measure_peak_part(choice, 1.1 * limit, is_late)):
             return choice
 
 
-def _measure_parts(layout: Layout, options: Sequence[Option], is_late: Callable[[], bool]) -> bool:
+def _measure_parts(choice: Choice, is_late: Callable[[], bool]) -> bool:
     """Measure the options of a choice, each on its own, but those far from the peak. Returns whether anything
     was new.
     """
-    peak, in_use = layout.peak(options), layout.in_use(options)
     pairs = [
-        (front, option)
-        for front, option, num_bytes in zip(layout.fronts, options, in_use, strict=True)
-        if num_bytes + option.backward_bytes >= peak  # its backward pass may take twice the model's bytes
+        (region.front, option)
+        for region, option, num_bytes in zip(choice.regions, choice.options, choice.in_use, strict=True)
+        if num_bytes + option.backward_bytes >= choice.peak  # its backward pass may take twice the model's bytes
     ]
     return measure(pairs, is_late)
 
 
-def _measure_peak_part(layout: Layout, options: Sequence[Option], limit: float, is_late: Callable[[], bool]) -> bool:
+def _measure_peak_part(choice: Choice, limit: float, is_late: Callable[[], bool]) -> bool:
     """Measure all options of the peak's part that fit a limit there. Returns whether anything was new."""
-    part, saved_bytes = layout.peak_part(options)
-    front, spare = layout.fronts[part], limit - layout.base[part] - saved_bytes
+    part = choice.in_use.index(choice.peak)
+    front, spare = choice.regions[part].front, limit - choice.peak + choice.options[part].total_bytes
     fitting = [o for o in front.options if o.total_bytes <= spare]
     return measure([(front, option) for option in fitting], is_late)

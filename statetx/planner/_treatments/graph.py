@@ -302,7 +302,7 @@ class Graph:
             saved = [v for v, address in self._address_of.items() if address in addresses]
 
         # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved
-        # values and inputs of the region are counted by `Layout.peak`. Values in fewer bits are arguments in their
+        # values and inputs of the region are counted by `Choice.peak`. Values in fewer bits are arguments in their
         # stored form.
         computed = {v for e in recomputed for v in e.outvars}
         inputs = dict.fromkeys(v for e in recomputed for v in variables_of(e) if v not in computed)
