@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _jax
-from ..._equations.dataflow import variables_of
+from ..._equations.dataflow import needed_equations
 from ..._equations.differentiate import backward_pass, forward_pass
 from ..._equations.inline import inline
 from ..._equations.primitives import JIT, flops
@@ -277,23 +277,13 @@ class ForwardPass:
         return list({v: None for v in atoms if not isinstance(v, Literal) and v not in inputs})
 
     @functools.cached_property
-    def producer(self) -> dict[Var, int]:
-        """The number of the equation that computes each variable."""
-        return {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
+    def producer(self) -> dict[Var, Eqn]:
+        """The equation that computes each variable."""
+        return {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
 
-    def needed(self, available: Container[Var] = ()) -> list[int]:
-        """The numbers of the equations that the residuals depend on, in order, where some variables are available."""
-        # Backwards from the residuals, not beyond available variables and inputs: a variable without a producer is an
-        # input.
-        stack, needed = list(self.computed_residuals), set[int]()
-        while stack:
-            v = stack.pop()
-            i = self.producer.get(v)
-            if v in available or i is None or i in needed:
-                continue
-            needed.add(i)
-            stack += variables_of(self.jaxpr.eqns[i])
-        return sorted(needed)
+    def needed(self, available: Container[Var] = ()) -> list[Eqn]:
+        """The equations that the residuals depend on, in order, where some variables are available."""
+        return needed_equations(self.jaxpr.eqns, self.computed_residuals, available)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,8 +95,7 @@ class Graph:
         # Only marks that residuals depend on become candidates: saving any other value spares no recomputation.
         needed = self._forward.needed()
         self._address_of: dict[Var, Address] = {}
-        for i in needed:
-            eqn = self._forward.jaxpr.eqns[i]
+        for eqn in needed:
             if _is_planned_mark(eqn):
                 self._address_of[eqn.outvars[0]] = tuple(map(int, eqn.params["what"].split(".")))
 
@@ -124,7 +123,7 @@ class Graph:
 
         # The differentiated equations have more cost than the region's own: they also compute the coefficients of the
         # derivative.
-        self.costs = {i: flops(self._forward.jaxpr.eqns[i]) for i in needed}
+        self.costs = {eqn: flops(eqn) for eqn in needed}
         self.residual_cost = sum(self.costs.values())
 
     # -- options --
@@ -186,11 +185,11 @@ class Graph:
         recomputed = self._recomputed(saved.keys())
         types = {address: self.sites[address].value.type for address in saved}
         saved_bytes = sum(self.num_bytes(address, way) for address, way in saved.items())
-        cost = sum(self.costs[i] for i in recomputed) + sum(way.cost(types[a]) for a, way in saved.items())
+        cost = sum(self.costs[eqn] for eqn in recomputed) + sum(way.cost(types[a]) for a, way in saved.items())
         fetched = [self.num_bytes(a) for a, way in saved.items() if way.is_read_early]
         decoded = [way.read_bytes(types[a]) for a, way in saved.items() if not way.is_read_early]
         read_bytes = sum(fetched) + max(decoded, default=0)
-        backward_bytes = self._peak_bytes(self._backward, [self._forward.jaxpr.eqns[i] for i in recomputed])
+        backward_bytes = self._peak_bytes(self._backward, recomputed)
         return Option(saved_bytes, backward_bytes + read_bytes, cost, Decision(frozenset(saved.items())))
 
     def inputs_read(self, decision: Decision) -> set[int]:
@@ -198,7 +197,7 @@ class Graph:
         if decision.saved is None:
             return set(self.residual_inputs)
         forward = self._forward
-        read = {v for i in self._recomputed(decision.addresses) for v in variables_of(forward.jaxpr.eqns[i])}
+        read = {v for eqn in self._recomputed(decision.addresses) for v in variables_of(eqn)}
         return {i for i, v in enumerate(forward.inputs) if v in read or v in forward.residuals}
 
     def baseline(self) -> Option:
@@ -219,7 +218,7 @@ class Graph:
         is_held = way is KEEP and address in self._output_addresses
         return 0 if is_held else way.num_bytes(self.sites[address].value.type)
 
-    def _recomputed(self, saved: Container[Address]) -> list[int]:
+    def _recomputed(self, saved: Container[Address]) -> list[Eqn]:
         """The equations that run again, in order, where these values are saved."""
         return self._forward.needed({v for v, address in self._address_of.items() if address in saved})
 
@@ -297,8 +296,7 @@ class Graph:
             backward, recomputed, saved = self._baseline_backward, [], self._baseline_residuals
         else:
             addresses = decision.addresses
-            backward = self._backward
-            recomputed = [self._forward.jaxpr.eqns[i] for i in self._recomputed(addresses)]
+            backward, recomputed = self._backward, self._recomputed(addresses)
             saved = [v for v, address in self._address_of.items() if address in addresses]
 
         # Everything that is not recomputed is an argument of this program and takes no temporary memory in it: saved
@@ -365,7 +363,7 @@ class IntegerProgram:
 
     Args:
         forward: the forward pass of the region.
-        costs: of the equations that its residuals depend on, by number.
+        costs: of the equations that its residuals depend on.
         address_of: the addresses of the variables that may be saved.
         storages: the storage for each address and each way to hold its value.
     """
@@ -373,29 +371,29 @@ class IntegerProgram:
     def __init__(
         self,
         forward: ForwardPass,
-        costs: Mapping[int, float],
+        costs: Mapping[Eqn, float],
         address_of: Mapping[Var, Address],
         storages: Mapping[Address, Mapping[Way, Storage]],
     ):
         from scipy.sparse import lil_array  # pyright: ignore[reportMissingTypeStubs]
 
         pairs = {(a, way): storage for a, ways in storages.items() for way, storage in ways.items()}
-        column: dict[Any, int] = {("run", i): n for n, i in enumerate(costs)}
+        column: dict[Any, int] = {eqn: n for n, eqn in enumerate(costs)}
         column |= {pair: len(column) + n for n, pair in enumerate(pairs)}
         self._column = {pair: column[pair] for pair in pairs}
 
         def available(v: Var) -> dict[int, float]:
             address = address_of.get(v)
             ways = () if address is None else storages.get(address, ())
-            columns = [column["run", forward.producer[v]], *(column[address, way] for way in ways)]
+            columns = [column[forward.producer[v]], *(column[address, way] for way in ways)]
             return dict.fromkeys(columns, 1.0)
 
         # A row for each condition: its coefficients by column, and its least value.
         rows = [(available(v), 1.0) for v in forward.computed_residuals]
-        for i in costs:
-            for v in variables_of(forward.jaxpr.eqns[i]):
+        for eqn in costs:
+            for v in variables_of(eqn):
                 if v in forward.producer:
-                    rows.append((available(v) | {column["run", i]: -1.0}, 0.0))
+                    rows.append((available(v) | {column[eqn]: -1.0}, 0.0))
         # In units of the common divisor the last row keeps its exact meaning: HiGHS lets a binary variable be off by
         # 1e-6, so that with large numbers it took a byte too much for allowed, and printed that it tries again.
         self._unit = math.gcd(*(storage.num_bytes for storage in pairs.values())) or 1
