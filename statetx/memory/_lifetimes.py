@@ -19,6 +19,9 @@ from .._jax.buffers import CompiledProgram, Computation, Instruction
 FORWARDS = {"tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier", "domain", "add-dependency"}
 _CALLS = {"call", "conditional", "while", "async-start"}
 
+Places = dict[tuple[int, ...], frozenset[int]]
+"""The values at each index of a result, which may be a tuple of tuples."""
+
 
 class Lifetime(NamedTuple):
     """A value's memory in an allocation, and its first and last step."""
@@ -86,7 +89,7 @@ class Flow:
         self.defined: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
         for value in program.values.values():
             self.defined[value.place[0]][value.place[1]] = value.id
-        self.places: dict[int, dict[tuple[int, ...], frozenset[int]]] = {}
+        self.places: dict[int, Places] = {}
         changed = True
         while changed:  # values flow around loops: two rounds for each level of nesting at most
             changed = False
@@ -96,76 +99,68 @@ class Flow:
                     self.places[instruction.id] = held
                     changed = True
 
-    def _held(self, instruction: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
+    def _held(self, instruction: Instruction) -> Places:
         """The values at each index of an instruction's result: those that it defines, else those that it forwards."""
-        held = dict(self._forwarded(instruction))
-        for index, value in self.defined.get(instruction.id, {}).items():
-            held[index] = frozenset((value,))
-        return held
+        defined = self.defined.get(instruction.id, {}).items()
+        return self._forwarded(instruction) | {index: frozenset((value,)) for index, value in defined}
 
-    def _forwarded(self, instruction: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
-        of, operands = self.places.get, instruction.operands
+    def _forwarded(self, instruction: Instruction) -> Places:
+        operands = [self.places.get(o, {}) for o in instruction.operands]
+        results = [self.places.get(self._root(c), {}) for c in instruction.called]
         match instruction.opcode:
             case "tuple":
-                return {(n, *index): v for n, o in enumerate(operands) for index, v in of(o, {}).items()}
+                return _in_tuple(*operands)
             case "get-tuple-element":
-                n = instruction.index
-                return {index[1:]: v for index, v in of(operands[0], {}).items() if index[:1] == (n,)}
+                return _element(operands[0], instruction.index)
             case "bitcast" | "opt-barrier" | "domain" | "add-dependency":
-                return of(operands[0], {})
+                return operands[0]
             case "parameter":
                 return self._parameter(instruction)
-            case "while":
-                return _union(of(operands[0], {}), of(self._root(instruction.called[0]), {}))
+            case "while":  # its body comes first, then its condition
+                return _union(operands[0], results[0])
             case "conditional" | "call":
-                return _union(*(of(self._root(c), {}) for c in instruction.called))
-            case _:
-                return self._asynchronous(instruction)
-
-    def _asynchronous(self, instruction: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
-        """Lifetimes of the parts of an operation that runs beside others, as on GPUs: its start holds its operands
-        until it is done.
-        """
-        of, operands = self.places.get, instruction.operands
-        match instruction.opcode:
+                return _union(*results)
+            # Operations that run beside others, as on GPUs: the start holds the operands until it is done.
             case "async-start":  # (operands, results of its computation, ...)
-                held = {(0, n, *index): v for n, o in enumerate(operands) for index, v in of(o, {}).items()}
-                return held | {(1, *index): v for index, v in of(self._root(instruction.called[0]), {}).items()}
+                return _in_tuple(_in_tuple(*operands), results[0])
             case "copy-start":  # (copy, operand, ...)
-                return {(1, *index): v for index, v in of(operands[0], {}).items()}
+                return _in_tuple({}, operands[0])
             case "all-gather-start" | "collective-permute-start":  # (operands, results, ...)
-                several = len(operands) > 1
-                return {
-                    (0, n, *index) if several else (0, *index): v
-                    for n, o in enumerate(operands)
-                    for index, v in of(o, {}).items()
-                }
+                return _in_tuple(_in_tuple(*operands) if len(operands) > 1 else operands[0])
             case "async-update" | "all-reduce-done":
-                return of(operands[0], {})
+                return operands[0]
             case "copy-done":
-                return {index[1:]: v for index, v in of(operands[0], {}).items() if index[:1] == (0,)}
+                return _element(operands[0], 0)
             case "async-done" | "all-gather-done" | "collective-permute-done":
-                return {index[1:]: v for index, v in of(operands[0], {}).items() if index[:1] == (1,)}
+                return _element(operands[0], 1)
             case _:
                 return {}
 
-    def _parameter(self, parameter: Instruction) -> dict[tuple[int, ...], frozenset[int]]:
+    def _parameter(self, parameter: Instruction) -> Places:
         caller = self.schedule.caller.get(parameter.computation)
         if caller is None:
             return {}
         if caller.opcode == "while":
-            body = self._root(caller.called[0])
-            return _union(self.places.get(caller.operands[0], {}), self.places.get(body, {}))
-        if caller.opcode == "conditional":  # its first operand chooses the branch
-            return self.places.get(caller.operands[1 + list(caller.called).index(parameter.computation)], {})
-        return self.places.get(caller.operands[parameter.index], {})
+            return self._forwarded(caller)
+        # The first operand of a conditional chooses the branch.
+        is_branch = caller.opcode == "conditional"
+        number = 1 + list(caller.called).index(parameter.computation) if is_branch else parameter.index
+        return self.places.get(caller.operands[number], {})
 
     def _root(self, computation: int) -> int:
         return self.program.computations[computation].root
 
 
-def _union(*held: dict[tuple[int, ...], frozenset[int]]) -> dict[tuple[int, ...], frozenset[int]]:
-    out: dict[tuple[int, ...], frozenset[int]] = {}
+def _in_tuple(*held: Places) -> Places:
+    return {(n, *index): values for n, places in enumerate(held) for index, values in places.items()}
+
+
+def _element(held: Places, number: int) -> Places:
+    return {index[1:]: values for index, values in held.items() if index[:1] == (number,)}
+
+
+def _union(*held: Places) -> Places:
+    out: Places = {}
     for places in held:
         for index, values in places.items():
             out[index] = out.get(index, frozenset()) | values
