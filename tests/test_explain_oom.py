@@ -162,8 +162,7 @@ class Clock:
         profiled = oom.profiled
         monkeypatch.setattr(_deadline, "time", types.SimpleNamespace(monotonic=self.read, process_time=self.read))
         monkeypatch.setattr(oom, "profiled", lambda *args: self.after(self.each, profiled, *args))
-        monkeypatch.setattr(Trials, "_traced", lambda *_: None)
-        monkeypatch.setattr(Trials, "_compiled", lambda *_: self.after(self.each, self._try))
+        monkeypatch.setattr(Trials, "_trial", lambda *_: lambda: self.after(self.each, self._try))
         monkeypatch.setattr(oom, "_planned", lambda *args: self.plans.append(args[-1]) or self.after(2 * args[-1] + 30))
 
     def read(self):

@@ -581,17 +581,13 @@ def test_progress_tells_what_is_tried(monkeypatch):
 def test_an_interrupt_ends_the_compilations_that_wait(monkeypatch):
     compiled, again = [], threading.Event()
 
-    def slowly(self, edits, trial):
-        compiled.append(edits)
-        again.wait(5)
-
-    def traced(self, edits):
+    def trial(self, edits):
         if edits == "last":
             threading.Timer(0.1, again.set).start()
             raise KeyboardInterrupt
+        return lambda: compiled.append(edits) or again.wait(5)
 
-    monkeypatch.setattr(Trials, "_compiled", slowly)
-    monkeypatch.setattr(Trials, "_traced", traced)
+    monkeypatch.setattr(Trials, "_trial", trial)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         trials_of(lambda x: x, [X]).compile_first(["first", "second", "last"])

@@ -81,8 +81,7 @@ def in_parts(profile: Timeline, num: int | None = None) -> Iterable[ChangeCandid
         "argnums=...), whose argnums= are the arguments of the loss with these examples."
     )
     change = Change("microbatch", "batch", text, saving(profile, gaps), condition)
-    edit = InParts(frozenset(leading[size]), size, num)
-    yield ChangeCandidate(change, frozenset(buffers), edit, lambda: next(iter(in_parts(profile, 2 * num)), None))
+    yield ChangeCandidate(change, frozenset(buffers), InParts(frozenset(leading[size]), size, num))
 
 
 def _leading_axes(profile: Timeline) -> dict[int, list[str]]:

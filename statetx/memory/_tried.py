@@ -64,13 +64,6 @@ def _first_line(e: Exception) -> str:
     return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:_MOST_CHARACTERS]}"
 
 
-class _TracedTrial(NamedTuple):
-    """A program to compile, and the function that tells its cost."""
-
-    program: Program
-    cost: Callable[[], Cost]
-
-
 class Trials:
     """Compiles a step with some edits.
 
@@ -103,7 +96,7 @@ class Trials:
         num = min(_MOST_AT_ONCE, os.cpu_count() or 1)
         with self._deadline.compiling(len(changes)), concurrent.futures.ThreadPoolExecutor(num) as pool:
             try:
-                futures = {frozenset(x): pool.submit(self._compiled, x, self._traced(x)) for x in changes}
+                futures = {frozenset(x): pool.submit(self._trial(x)) for x in changes}
                 self._costs |= {key: future.result() for key, future in futures.items()}
             except BaseException:  # an interrupt waits for what is being compiled alone
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -120,7 +113,7 @@ class Trials:
             if not (is_first or self._deadline.has_time(self._share)):
                 return None
             with self._deadline.compiling():
-                self._costs[key] = self._compiled(edits, self._traced(edits))
+                self._costs[key] = self._trial(edits)()
         cost = self._costs[key]
         return None if isinstance(cost, NotTried) else cost
 
@@ -139,27 +132,27 @@ class Trials:
         """The operations that a changed program has more, relative to the unchanged one."""
         return cost.flops / max(self.flops, 1) - 1
 
-    def _traced(self, edits: Sequence[Edit]) -> _TracedTrial | NotTried:
+    def _trial(self, edits: Sequence[Edit]) -> Callable[[], Cost | NotTried]:
+        """Trace the program with these edits, and return a function that compiles it, which any thread may call."""
         try:
             program = self._program(edits)
-            return _TracedTrial(program, _store.cost(program))
-        except NotTried as e:
-            return NotTried(str(e))  # without the frames of the trace
+            read = _store.cost(program)
         # A loop, or a derivative rule of the user's, may not allow the change.
-        except (StatetxError, TypeError, ValueError, NotImplementedError) as e:
-            return NotTried(_first_line(e))
+        except (NotTried, StatetxError, TypeError, ValueError, NotImplementedError) as e:
+            why = NotTried(str(e) if isinstance(e, NotTried) else _first_line(e))  # without the frames of the trace
+            return lambda: why
 
-    def _compiled(self, edits: Sequence[Edit], trial: _TracedTrial | NotTried) -> Cost | NotTried:
-        if isinstance(trial, NotTried):
-            return trial
-        try:
-            cost = trial.cost()
-        except COMPILER_ERRORS as e:
-            return NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e))
-        if AsArguments() not in edits:
-            return cost
-        spared = self._spared_constants(trial.program) + bytes_on_device(self._captured)
-        return dataclasses.replace(cost, argument_bytes=cost.argument_bytes - spared)
+        def compiled() -> Cost | NotTried:
+            try:
+                cost = read()
+            except COMPILER_ERRORS as e:
+                return NotTried("the compiler runs out of memory" if is_out_of_memory(e) else _first_line(e))
+            if AsArguments() not in edits:
+                return cost
+            spared = self._spared_constants(program) + bytes_on_device(self._captured)
+            return dataclasses.replace(cost, argument_bytes=cost.argument_bytes - spared)
+
+        return compiled
 
     def _spared_constants(self, program: Program) -> int:
         """Bytes of constants that a program with arrays as arguments does not have."""
