@@ -70,13 +70,18 @@ def _wrapped_in(fun: Any) -> list[Any]:
 
 
 def _outputs(fun: Any) -> list[dict]:
-    """The outputs of all runs of a rule, by what was differentiated: of JAX's wrapper, or of `_cached_rule`."""
+    """The outputs of all runs of a rule, by what was differentiated: of JAX's wrapper, or of `_in_place_of`."""
     is_ours = isinstance(fun.f, FunctionType) and fun.f.__code__.co_filename == __file__
     return [x for x in _closed_over(fun.f, 1) if isinstance(x, dict)] if is_ours or _is_in_jax_source(fun.f) else []
 
 
-def _cached_rule(rule: Any, run: Callable[..., Any]) -> Any:
-    """`run` in place of a rule, once for what is differentiated, as JAX's: JAX knows the jaxprs by identity."""
+def _in_place_of(eqn: Any, run: Callable[..., Any]) -> Any:
+    """`run` in place of a call's rule, once for what is differentiated, as JAX's: JAX knows the jaxprs by identity.
+
+    With ``symbolic_zeros=True`` JAX and statetx run the rule again at each request: only a run sets the structure of
+    the residuals that the backward rule is given.
+    """
+    rule = eqn.params[_RULES[eqn.primitive.name]]
     results: dict[tuple[bool, ...], Any] = {}
 
     def cached(*flags: bool) -> Any:
@@ -84,7 +89,19 @@ def _cached_rule(rule: Any, run: Callable[..., Any]) -> Any:
             results[flags] = run(*flags)
         return results[flags]
 
-    return _lu.wrap_init(cached, debug_info=rule.debug_info)
+    def anew(*flags: bool) -> Any:
+        _forget_outputs(rule)
+        out = run(*flags)
+        _forget_outputs(rule)
+        return out
+
+    return _lu.wrap_init(anew if eqn.params.get("symbolic_zeros") else cached, debug_info=rule.debug_info)
+
+
+def _forget_outputs(rule: Any) -> None:
+    for fun in _wrapped_in(rule):
+        for found in _outputs(fun):
+            found.clear()
 
 
 def rule_of(eqn: Any) -> Jaxpr:
@@ -102,9 +119,7 @@ def rule_of(eqn: Any) -> Jaxpr:
         jaxpr, consts, *_ = rule.call_wrapped(*flags)
     if any(isinstance(x, jax.core.Tracer) for x in consts):
         # The values that the rule closes over belong to a trace that may end before JAX differentiates: run it again.
-        for fun in _wrapped_in(rule):
-            for found in _outputs(fun):
-                found.pop(flags, None)
+        _forget_outputs(rule)
     return jaxpr
 
 
@@ -143,7 +158,7 @@ def with_rule(eqn: Any, edit: Callable[[Jaxpr], Jaxpr], call: Any) -> Any:
         jaxpr, *extra = rule.call_wrapped(*flags)
         return edit(jaxpr), *extra
 
-    changes = {key: _cached_rule(rule, edited), "call_jaxpr": call}
+    changes = {key: _in_place_of(eqn, edited), "call_jaxpr": call}
     return eqn.replace(params={**eqn.params, **changes})
 
 
@@ -228,7 +243,7 @@ def with_guarded_rules(x: Any, guard_for: Callable[[str], RuleGuard]) -> Any:
             return eqn
         key = _RULES[eqn.primitive.name]
         guard = guard_for(eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info)
-        changes = {key: _guarded_rule(eqn.params[key], guard, guard_for)}
+        changes = {key: _guarded_rule(eqn, guard, guard_for)}
         if "bwd" in eqn.params:
             backward = eqn.params["bwd"]
             run = functools.partial(guard.backward, backward.call_wrapped)
@@ -238,13 +253,15 @@ def with_guarded_rules(x: Any, guard_for: Callable[[str], RuleGuard]) -> Any:
     return edit(x)
 
 
-def _guarded_rule(rule: Any, guard: RuleGuard, guard_for: Callable[[str], RuleGuard]) -> Any:
+def _guarded_rule(eqn: Any, guard: RuleGuard, guard_for: Callable[[str], RuleGuard]) -> Any:
+    rule = eqn.params[_RULES[eqn.primitive.name]]
+
     def guarded(*flags: bool) -> Any:
         jaxpr, consts, *extra = guard(rule.call_wrapped, *flags)
         guard.check_equations(jaxpr, consts)
         return with_guarded_rules(jaxpr, guard_for), consts, *extra  # second derivatives run rules in it
 
-    return _cached_rule(rule, guarded)
+    return _in_place_of(eqn, guarded)
 
 
 def derivative_rule(x: Any) -> tuple[Any, ...] | None:
