@@ -834,6 +834,10 @@ def test_a_program_that_does_not_fit_is_advised_by_what_the_user_can_change():
     ]
 
 
+class _Instruction(types.SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def _program_of(instructions, computations, defined, entry=1):
     """A program by hand: rows (name, opcode, operands, called, computation, type, op_name, index), roots of
     computations, defined values.
@@ -841,7 +845,7 @@ def _program_of(instructions, computations, defined, entry=1):
     ids = {name: n for n, (name, *_) in enumerate(instructions)}
     frames = (_jax.StackFrame("net", "/home/ann/net.py", 7, 0),)
     made = [
-        types.SimpleNamespace(
+        _Instruction(
             id=ids[name], name=name, opcode=opcode, operands=[ids[o] for o in operands], called=list(called),
             computation=where, type=type_, op_name=op_name, index=index, target="__cublas$gemm",
             frames=frames if op_name else (), trip_count=16 if opcode == "while" else None,

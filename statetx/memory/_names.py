@@ -75,22 +75,17 @@ class InstructionNames:
         for instruction in schedule.order:
             for operand in instruction.operands:
                 self._users.setdefault(operand, []).append(instruction)
-        self._origins: dict[int, Origin] = {}
-        self._loops: dict[int, Loop] = {}
+        # Caches of the object's own: those of the class would keep every program.
+        self.origin = functools.cache(self._origin_of)  # `(instruction) -> object`
+        self._loop = functools.cache(self._loop_of)  # `(instruction) -> object`
         self.turn, self.last_backward = _turn(schedule)
         # In the forward pass a region is a scope like any other: it is known by its recomputation.
         self._regions = {_parsed(i.op_name).region for i in schedule.order} - {""}
 
-    def origin(self, instruction: Instruction) -> Origin:
+    def _origin_of(self, instruction: Instruction) -> Origin:
         """Origin of the operation that computes its result; of its operand or its first reader if it has no name of
         its own.
         """
-        origin = self._origins.get(instruction.id)
-        if origin is None:
-            origin = self._origins[instruction.id] = self._find(instruction)
-        return origin
-
-    def _find(self, instruction: Instruction) -> Origin:
         named = next(self._named(instruction), None)
         if named is None:
             return NOWHERE._replace(phase=self._phase(instruction, ""))
@@ -170,18 +165,13 @@ class InstructionNames:
         """The loops around an instruction, innermost first."""
         return [self._loop(c) for c in self.schedule.callers(instruction) if c.opcode == "while"]
 
-    def _loop(self, instruction: Instruction) -> Loop:
-        loop = self._loops.get(instruction.id)
-        if loop is None:
-            body = self.program.computations[instruction.called[0]].instructions
-            depth = instruction.op_name.count("/while") or 1
-            is_scan = any(i.op_name.split("/while/body")[depth:][:1] and _CALLED.search(i.op_name) for i in body)
-            _, source = innermost(instruction.frames)
-            name = "scan" if is_scan or instruction.trip_count is not None else "while_loop"
-            loop = self._loops[instruction.id] = Loop(
-                name, instruction.trip_count, source, _library(instruction.frames[:1])
-            )
-        return loop
+    def _loop_of(self, instruction: Instruction) -> Loop:
+        body = self.program.computations[instruction.called[0]].instructions
+        depth = instruction.op_name.count("/while") or 1
+        is_scan = any(i.op_name.split("/while/body")[depth:][:1] and _CALLED.search(i.op_name) for i in body)
+        _, source = innermost(instruction.frames)
+        name = "scan" if is_scan or instruction.trip_count is not None else "while_loop"
+        return Loop(name, instruction.trip_count, source, _library(instruction.frames[:1]))
 
     def stacking(self, instruction: Instruction) -> Instruction | None:
         """Instruction that computes the slice of a stack that this one writes in each step of a loop, if it does."""

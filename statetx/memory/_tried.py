@@ -84,7 +84,7 @@ class Trials:
         constant_bytes: int = 0,
     ):
         self._call, self._gradient, self._retraces = call, gradient, False
-        self._outlines: dict[tuple[Any, ...], Outline] = {}  # by the types of the inputs
+        self._outline_of = functools.cache(lambda *types: Outline(call, types, keeps_order=self._keeps_order))
         self._arrays = ArrayProgram(call, gradient, evaluate=self._evaluated)
         self._constant_bytes = constant_bytes
         self._deadline, self._share = deadline, share
@@ -168,10 +168,7 @@ class Trials:
         return self._outline(arrays)(arrays)
 
     def _outline(self, arrays: Sequence[Any]) -> Outline:
-        types = tuple(_jax.abstract(x) for x in arrays)
-        if types not in self._outlines:
-            self._outlines[types] = Outline(self._call, types, keeps_order=self._keeps_order)
-        return self._outlines[types]
+        return self._outline_of(*map(_jax.abstract, arrays))
 
     def _program(self, edits: Sequence[Edit]) -> Program:
         if not self._retraces:
