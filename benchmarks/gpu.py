@@ -56,6 +56,7 @@ TRANSFORMER = {"layers": 12, "width": 768, "heads": 12, "time": 1024, "batch": 8
 QUICK_TRANSFORMER = {"layers": 2, "width": 64, "heads": 4, "time": 64, "batch": 2}
 STEPS_FOR = 4.0  # seconds for the steps of a process
 RECURRENT, QUICK_RECURRENT = (16_384, 512, 64), (256, 32, 4)  # steps, width, batch
+TIME_LIMIT = 60.0  # seconds of planning
 notes: dict[str, Any] = {}  # what this process found before it measured
 
 
@@ -70,7 +71,8 @@ def rematerialized(policy: Any) -> Callable[[bool], programs.Program]:
 def planned(fraction: float) -> Callable[[bool], programs.Program]:
     def make(quick: bool) -> programs.Program:
         program = transformer(quick)
-        plan = statetx.plan(program.loss, program.params, *program.data, budget=fraction, of="temporaries", argnums=0)
+        options = {"budget": fraction, "of": "temporaries", "argnums": 0, "time_limit": TIME_LIMIT}
+        plan = statetx.plan(program.loss, program.params, *program.data, **options)
         notes["planned"] = plan.temp_bytes
         return program._replace(loss=plan.apply(program.loss))
 

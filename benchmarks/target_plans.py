@@ -242,7 +242,6 @@ COLUMNS = (
     "no remat (MiB)",
     "budget (MiB)",
     "plan (MiB)",
-    "kept",
     "added operations",
     "the policy's",
     "lower bound",
@@ -282,9 +281,10 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             if row is None:
                 continue
             if "failed" in row:
-                lines.append([row_title(name, title), *[""] * 2, "did not end", "NO", *[""] * (len(COLUMNS) - 5)])
+                lines.append([row_title(name, title), *[""] * 2, "did not end", *[""] * (len(COLUMNS) - 4)])
                 continue
-            cells = [row_title(name, title), in_mib(base["bytes"])]
+            is_first = row is next(iter(found["plans"].values()))
+            cells = [row_title(name, title), in_mib(base["bytes"]) if is_first else ""]
             policy = percent(refs[title]["flops"] / base["flops"] - 1) if title in refs else ""
             time_text = ""
             if row.get("seconds") and base["seconds"]:
@@ -295,10 +295,10 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             plan = in_mib(row["bytes"]) if "bytes" in row else f"≥ {in_mib(smallest)}" if smallest else "none"
             extra = percent(row["extra"]) if "extra" in row else ""
             bound = percent(row["bound"]) if row.get("bound") else ""
-            kept = "" if "error" in row else "yes" if is_kept(row) else "NO"
+            plan += "" if "error" in row or is_kept(row) else ", too much"
             moved = [f"{x['moved'] / base['moved']:.2f}" if "moved" in x else "" for x in (row, refs.get(title, {}))]
-            tiled = f"{row['tiled']} ({base['tiled']})" if "tiled" in row else ""
-            cells += [in_mib(row["budget"]), plan, kept, extra, policy, bound, time_text, beside]
+            tiled = f"{row['tiled']}/{base['tiled']}" if "tiled" in row and row["tiled"] + base["tiled"] else ""
+            cells += [in_mib(row["budget"]), plan, extra, policy, bound, time_text, beside]
             lines.append([*cells, *moved, tiled])
     return lines
 
