@@ -1106,6 +1106,10 @@ def losses_with_inner_updates():
         w.value = jnp.clip(w.value, -1, 1)
         return (w.value * x).mean()
 
+    def trains_inside(x):
+        w.value -= 0.1 * gradient(x)
+        return (w.value * x).mean()
+
     return {
         "meta": meta,
         "restored": restored,
@@ -1114,6 +1118,7 @@ def losses_with_inner_updates():
         "hidden state": of_hidden_state,
         "weight written in the loss": statetx.value_and_grad(clips_itself, wrt=w),
         "gradient of a meta loss": statetx.value_and_grad(meta, wrt=w),
+        "gradient of a loss that trains": statetx.value_and_grad(trains_inside, wrt=w),
     }
 
 

@@ -356,7 +356,7 @@ def test_layers_that_share_a_mask_cost_no_more_than_by_hand():
     assert plan.flops <= budget.flops
 
 
-@pytest.mark.thorough
+@pytest.mark.sample
 @pytest.mark.parametrize("time_limit", [0.0, 0.2])
 def test_program_with_rematerialized_functions_keeps_its_own_budget_in_no_time(time_limit):
     layers = functools.partial(loss, block=statetx.remat(block))

@@ -601,3 +601,14 @@ def test_a_comparison_holds_one_run_at_a_time(compile_, monkeypatch):
     report = assert_same_step(compile_(step), compile_(other), jnp.float32(0.7), steps=2)
     assert report.rounding and report.double_error is not None
     assert max(in_memory) <= 9 and in_memory[0] <= 3
+
+
+def test_another_number_of_writes_of_a_variable_is_named_at_any_tolerance():
+    variable = nnx.Variable(X)
+
+    def step(num):
+        for _ in range(num):
+            variable[...] *= 1.5
+
+    with pytest.raises(AssertionError, match=r"written 2 times in place of 1"):
+        assert_same_step(lambda: step(1), lambda: step(2), tolerance=10.0)
