@@ -109,7 +109,7 @@ class _Nested(NamedTuple):
                         (rows if stacked else whole).add(v)
             elif not whole.isdisjoint(eqn.outvars):
                 whole.update(variables_of(eqn))
-        return None if rows & whole or any(eqn.effects for eqn in self.jaxpr.eqns) else _Nested(self.jaxpr, rows, whole)
+        return None if rows & whole else _Nested(self.jaxpr, rows, whole)
 
 
 def _nested(eqn: Any, length: int) -> _Nested | None:
