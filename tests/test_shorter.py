@@ -91,7 +91,7 @@ def test_long_baseline_without_equal_periods_is_compiled_near_the_budget_only(lo
     for part in (0.4, 0.6):  # of the memory by the model; others are compiled from a quarter on
         with contextlib.suppress(statetx.PlanError):
             planner.plan(int(part * peak))
-        assert (candidates.find(*candidates._unplanned) is not None) == (part > 0.5)
+        assert (candidates.find(candidates._unplanned) is not None) == (part > 0.5)
 
 
 def skipping(ws, x):
