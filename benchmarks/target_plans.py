@@ -283,7 +283,7 @@ def rows(by_program: dict[str, dict[str, Any]]) -> list[list[str]]:
             if "failed" in row:
                 lines.append([row_title(name, title), *[""] * 2, "did not end", *[""] * (len(COLUMNS) - 4)])
                 continue
-            is_first = row is next(iter(found["plans"].values()))
+            is_first = title == next(b for b in BUDGETS if b in found["plans"])
             cells = [row_title(name, title), in_mib(base["bytes"])] if is_first else [title, ""]
             policy = percent(refs[title]["flops"] / base["flops"] - 1) if title in refs else ""
             time_text = ""
