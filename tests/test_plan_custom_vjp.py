@@ -15,7 +15,7 @@ from helpers import assert_same_gradients, decided, flat, staged
 from statetx import _jax
 from statetx._remat.mark import RULE
 from statetx.planner import Plan, Planner
-from statetx.planner._program.values import InFormat, labels_of, values_of
+from statetx.planner._program.values import InFormat, derivative_of, labels_of, values_of
 from statetx.planner._treatments import rewrite
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.stored_inputs import holding
@@ -272,3 +272,22 @@ def test_loop_whose_rule_holds_an_array_is_planned(rule):
     assert plan.total_bytes <= plan.budget_bytes
     gradient = functools.partial(jax.grad, argnums=(0, 1))
     assert_same_gradients(gradient(plan.apply(loss)), gradient(loss), *args)
+
+
+def test_a_rule_that_refuses_an_operand_of_a_region_leaves_jax_its_record():
+    @jax.custom_vjp
+    def solve(x, t):
+        return jnp.sin(x) * t
+
+    def forward(x, t):
+        if t.perturbed:
+            raise TypeError("t cannot be differentiated")
+        return solve(x.value, t.value), x.value
+
+    solve.defvjp(forward, lambda x, ct: (ct * jnp.cos(x), None), symbolic_zeros=True)
+    jaxpr = jax.make_jaxpr(solve)(1.0, 2.0).jaxpr
+    run = lambda x: jax.core.eval_jaxpr(jaxpr, (), x, 2.0)[0]
+    _, pull = jax.vjp(run, 1.0)
+    with pytest.raises(TypeError, match="t cannot"):
+        derivative_of(jaxpr, [0, 1], [0])
+    np.testing.assert_allclose(pull(1.0)[0], np.cos(1.0), rtol=1e-6)

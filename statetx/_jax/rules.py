@@ -37,18 +37,20 @@ def has_rule(eqn: Any) -> bool:
 
 
 @contextlib.contextmanager
-def rule_kept(eqn: Any) -> Iterator[None]:
-    """Undo what a block that runs the rule of a call for other differentiated operands leaves in JAX's records.
+def rules_kept(eqns: Iterable[Any]) -> Iterator[None]:
+    """Undo what a block that runs the rules of calls for other differentiated operands leaves in JAX's records.
 
     JAX keeps the outputs of all runs of a rule, but their structure of the last run only: with ``symbolic_zeros=True``
     two runs may differ, and one that raises leaves no structure.
     """
-    funs = _wrapped_in(eqn.params[_RULES[eqn.primitive.name]]) if has_rule(eqn) else []
-    outputs = [(x, dict(x)) for f in funs for x in _outputs(f)] if eqn.params.get("symbolic_zeros") else []
-    filled = []
-    for store in [x for f in funs for x in f.stores if x is not None]:
-        with contextlib.suppress(_lu.StoreException):
-            filled.append((store, store.val))
+    outputs, filled = [], []
+    for eqn in filter(has_rule, eqns):
+        funs = _wrapped_in(eqn.params[_RULES[eqn.primitive.name]])
+        if eqn.params.get("symbolic_zeros"):
+            outputs += [(x, dict(x)) for f in funs for x in _outputs(f)]
+        for store in [x for f in funs for x in f.stores if x is not None]:
+            with contextlib.suppress(_lu.StoreException):
+                filled.append((store, store.val))
     try:
         yield
     finally:
@@ -115,7 +117,7 @@ def rule_of(eqn: Any) -> Jaxpr:
     is_jvp = eqn.primitive.name == "custom_jvp_call"
     # One flag an operand: custom_jvp asks whether the tangent is zero, custom_vjp whether it is nonzero.
     rule, flags = eqn.params[_RULES[eqn.primitive.name]], (not is_jvp,) * num
-    with rule_kept(eqn):
+    with rules_kept([eqn]):
         jaxpr, consts, *_ = rule.call_wrapped(*flags)
     if any(isinstance(x, jax.core.Tracer) for x in consts):
         # The values that the rule closes over belong to a trace that may end before JAX differentiates: run it again.

@@ -282,7 +282,7 @@ def derivative_of(eqn: Any) -> Jaxpr | None:
     types = [v.aval for v in plain.invars]
     diff_indices = [i for i, t in enumerate(types) if is_float(t)]
     try:
-        with eqn.ctx.manager, _jax.rule_kept(eqn):
+        with eqn.ctx.manager, _jax.rules_kept([eqn]):
             return _jvp(plain, types, diff_indices)[0] if diff_indices else None
     except Exception:
         return None  # an error only where it is differentiated

@@ -305,7 +305,13 @@ def derivative_of(
     jaxpr: Jaxpr, diff_indices: Sequence[int], out_indices: Sequence[int]
 ) -> tuple[ForwardPass, BackwardPass]:
     """Stage the derivative of some outputs of a region with respect to some inputs."""
+    with _jax.rules_kept(_jax.equations_in(jaxpr)):
+        return _derivative_of(jaxpr, diff_indices, out_indices)
 
+
+def _derivative_of(
+    jaxpr: Jaxpr, diff_indices: Sequence[int], out_indices: Sequence[int]
+) -> tuple[ForwardPass, BackwardPass]:
     def run(*inputs: jax.Array) -> list[jax.Array]:
         outs = _jax.evaluate(jaxpr, (), inputs)
         return [jnp.asarray(outs[i]) for i in out_indices]  # pyright: ignore[reportUnknownMemberType]
