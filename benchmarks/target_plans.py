@@ -9,9 +9,9 @@ Programs
 Measured
     Each plan in a process of its own. The budget is kept if the gradient of the planned loss, compiled as its user compiles it, keeps it. Operations
     are counted from the equations and compared with the program without rematerialization; seconds of a step are XLA's estimate, and kernels
-    and the bytes that they move are counted in the compiled program (``kernels.py``). Compilations are all that planning takes, those of parts of the program too; the time of planning is the CPU time of all threads, and the time that passed, on a
-    machine that may be busy. The time limit is generous, so that plans do not depend on the machine; rows of more than 60 seconds are those that the
-    default limit may end.
+    and the bytes that they move are counted in the compiled program (``kernels.py``). Compilations are all that planning takes, those of parts of the
+    program too; the time of planning is the CPU time of all threads, and the time that passed, on a machine that may be busy. The time limit is
+    generous, so that plans do not depend on the machine; rows of more than 60 seconds are those that the default limit may end.
 
 The rows of the file given by ``--json`` are kept: an interrupted run goes on, and with ``--limit 500`` it starts no process after 500 seconds. For
 GPUs and TPUs it needs ``pip install ".[target-cuda,target-tpu]"``. ``--device cpu`` plans for this machine. ``--without copies`` leaves a treatment of the

@@ -91,13 +91,13 @@ def _in_place_of(eqn: Any, run: Callable[..., Any]) -> Any:
             results[flags] = run(*flags)
         return results[flags]
 
-    def anew(*flags: bool) -> Any:
+    def again(*flags: bool) -> Any:
         _forget_outputs(rule)
         out = run(*flags)
         _forget_outputs(rule)
         return out
 
-    return _lu.wrap_init(anew if eqn.params.get("symbolic_zeros") else cached, debug_info=rule.debug_info)
+    return _lu.wrap_init(again if eqn.params.get("symbolic_zeros") else cached, debug_info=rule.debug_info)
 
 
 def _forget_outputs(rule: Any) -> None:

@@ -306,31 +306,26 @@ def derivative_of(
 ) -> tuple[ForwardPass, BackwardPass]:
     """Stage the derivative of some outputs of a region with respect to some inputs."""
     with _jax.rules_kept(_jax.equations_in(jaxpr)):
-        return _derivative_of(jaxpr, diff_indices, out_indices)
 
+        def run(*inputs: jax.Array) -> list[jax.Array]:
+            outs = _jax.evaluate(jaxpr, (), inputs)
+            return [jnp.asarray(outs[i]) for i in out_indices]  # pyright: ignore[reportUnknownMemberType]
 
-def _derivative_of(
-    jaxpr: Jaxpr, diff_indices: Sequence[int], out_indices: Sequence[int]
-) -> tuple[ForwardPass, BackwardPass]:
-    def run(*inputs: jax.Array) -> list[jax.Array]:
-        outs = _jax.evaluate(jaxpr, (), inputs)
-        return [jnp.asarray(outs[i]) for i in out_indices]  # pyright: ignore[reportUnknownMemberType]
+        in_avals = [v.aval for v in jaxpr.invars]
+        forward = forward_pass(run, in_avals, diff_indices, traced_for="statetx.plan", name="forward")
+        forward_jaxpr = inline(forward.body.jaxpr, calls=JIT, deep=False)
+        num_outs = len(out_indices)
+        residuals = forward_jaxpr.outvars[num_outs:]
 
-    in_avals = [v.aval for v in jaxpr.invars]
-    forward = forward_pass(run, in_avals, diff_indices, traced_for="statetx.plan", name="forward")
-    forward_jaxpr = inline(forward.body.jaxpr, calls=JIT, deep=False)
-    num_outs = len(out_indices)
-    residuals = forward_jaxpr.outvars[num_outs:]
+        avals = [v.aval for v in residuals], [v.aval for v in forward_jaxpr.outvars[:num_outs]]
+        body = Body.close(*backward_pass(forward.pullback, *avals, traced_for="statetx.plan", name="backward"))
+        backward_jaxpr = inline(_bind_literals(body, residuals), calls=JIT, deep=False)
 
-    avals = [v.aval for v in residuals], [v.aval for v in forward_jaxpr.outvars[:num_outs]]
-    body = Body.close(*backward_pass(forward.pullback, *avals, traced_for="statetx.plan", name="backward"))
-    backward_jaxpr = inline(_bind_literals(body, residuals), calls=JIT, deep=False)
-
-    # Literal residuals are inlined, so the inputs are the other residuals in order, then the cotangents.
-    variables = [v for v in residuals if isinstance(v, Var)]
-    inputs, cotangents = backward_jaxpr.invars[: len(variables)], backward_jaxpr.invars[len(variables) :]
-    passes = ForwardPass(forward_jaxpr, num_outs, forward.body.num_operands)
-    return passes, BackwardPass(backward_jaxpr, inputs, variables, cotangents)
+        # Literal residuals are inlined, so the inputs are the other residuals in order, then the cotangents.
+        variables = [v for v in residuals if isinstance(v, Var)]
+        inputs, cotangents = backward_jaxpr.invars[: len(variables)], backward_jaxpr.invars[len(variables) :]
+        passes = ForwardPass(forward_jaxpr, num_outs, forward.body.num_operands)
+        return passes, BackwardPass(backward_jaxpr, inputs, variables, cotangents)
 
 
 def without_identities(
