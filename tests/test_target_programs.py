@@ -3,6 +3,7 @@ checked on every commit.
 """
 
 import dataclasses
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -429,3 +430,23 @@ def test_updates_returned_out_of_order_are_named_with_what_they_cost(order):
         assert reordered is None
     else:
         assert reordered.saved_bytes > 8 * 32 * 32 * 4 and "test_target_programs.py:" in reordered.text
+
+
+def test_kernels_and_the_bytes_that_they_move_are_counted():
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "kernels.py"
+    spec = importlib.util.spec_from_file_location("benchmark_kernels", path)
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+
+    def traffic(fun, *args):
+        with statetx.target("h100"):
+            return kernels.traffic(Program(fun, args).compiled)
+
+    x, size = f32(1024, 512), 1024 * 512 * 4
+    assert traffic(lambda x: jnp.sin(x) + 1, x) == (1, 0, 2 * size)
+    assert traffic(jax.nn.softmax, x)[1:] == (1, 2 * size)  # its rows are reduced and read again in one tiled kernel
+    loop = lambda x, rows: jax.lax.scan(lambda x, row: (jnp.sin(x) + row[None], None), x, rows)[0]
+    loops = [traffic(loop, x, f32(length, 512)) for length in (8, 16)]
+    assert loops[1].kernels - loops[0].kernels >= 8
+    # Each turn reads and writes the carry and reads one row, not all of them.
+    assert 8 * 2 * size <= loops[1].num_bytes - loops[0].num_bytes < 8 * (2 * size + 3 * 512 * 4)
