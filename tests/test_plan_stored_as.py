@@ -21,11 +21,11 @@ from statetx._loops.strategy import Lengths, Slots
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program.values import KEEP, InFormat
-from statetx.planner._search.layout import front_of
 from statetx.planner._treatments import TREATMENTS, UNPLANNED, rewrite
 from statetx.planner._treatments.graph import Graph
 from statetx.planner._treatments.groups import Groups
 from statetx.planner._treatments.loops import CheckpointedLoop
+from statetx.planner._treatments.proposals import front_of
 from statetx.planner._treatments.treatment import Decision, Settings
 
 KEYS = jax.random.split(jax.random.key(0), 9)

@@ -44,6 +44,8 @@ from statetx.planner._search import lattice as _lattice
 from statetx.planner._search import layout as _layout
 from statetx.planner._search import search as _search
 from statetx.planner._search import times as _times
+from statetx.planner._treatments import front as _front
+from statetx.planner._treatments import proposals as _proposals
 from statetx.planner._treatments import rewrite
 from statetx.planner._treatments import treatment as _treatment
 from statetx.planner._treatments.graph import Graph
@@ -185,7 +187,7 @@ def test_combination_is_the_optimum_of_the_model(seed):
     """Against every combination of options."""
     rng = random.Random(seed)
     fronts = {
-        (start, end): _layout.Front(
+        (start, end): _front.Front(
             [
                 Option(10**6, 0, 0.0, decided()),
                 *(
@@ -261,7 +263,7 @@ def test_backward_bytes_are_measured():
 def test_backward_passes_compile_together():
     graph = Graph(staged(lambda w, x: block(w, x).sum(), WS[0], X), [False, True], [True, True], [True])
     nothing, everything = graph.option({}), graph.option(dict.fromkeys(graph.sites, KEEP))
-    front = _layout.Front([graph.baseline(), nothing, everything], [nothing], graph)
+    front = _front.Front([graph.baseline(), nothing, everything], [nothing], graph)
     programs = [p for o in (nothing, everything) for p in front.programs(o)]
     assert len(programs) == 2 and front.programs(nothing)[0] is programs[0]
     _compiled.compile_together(programs)
@@ -635,7 +637,7 @@ def test_region_without_residuals_is_the_users_remat():
 
 def test_choice_changes_after_a_measurement():
     option = Option(10, 5, 2.0, decided(frozenset()))
-    front = _layout.Front([Option(300, 0, 0.0, decided()), option], [], CompiledGraph())
+    front = _front.Front([Option(300, 0, 0.0, decided()), option], [], CompiledGraph())
     family = family_of({(0, 1): (front, 0)}, 1)
     assert family.choose(20).options[0].cost == 2.0
     front.measure(option)
@@ -651,7 +653,7 @@ def test_option_of_zero_bytes_is_measured_once():
             return option._replace(backward_bytes=0)
 
     graph, option = CountingGraph(), Option(10, 5, 2.0, decided(frozenset()))
-    front = _layout.Front([Option(100, 0, 0.0, decided()), option], [option], graph)  # a stock policy saves the same
+    front = _front.Front([Option(100, 0, 0.0, decided()), option], [option], graph)  # a stock policy saves the same
     assert front.measure(option) and not front.measure(option)
     assert graph.num_measurements == 1 and front.options[-1].backward_bytes == front.stock[0].backward_bytes == 0
 
@@ -672,11 +674,11 @@ class CompiledGraph:
 
 def test_parts_far_from_the_peak_are_not_compiled(monkeypatch):
     """A program of a part is compiled only where the part may have the peak."""
-    monkeypatch.setattr(_layout, "compile_together", list)
+    monkeypatch.setattr(_front, "compile_together", list)
     graphs = [CompiledGraph() for _ in range(3)]
     # What is kept adds up: in use are 10 + 20, 20 + 20 and 30 + 70 bytes.
     options = [Option(10, n, 1.0, decided(frozenset())) for n in (20, 20, 70)]
-    fronts = [_layout.Front([o], [o], graph) for o, graph in zip(options, graphs, strict=True)]
+    fronts = [_front.Front([o], [o], graph) for o, graph in zip(options, graphs, strict=True)]
     regions = [_layout.Region(i, i + 1, None, front, 0, 0) for i, front in enumerate(fronts)]
     choice = _layout.Choice(types.SimpleNamespace(jaxpr=None), regions, options)
     assert _search._measure_parts(choice, lambda: False)
@@ -686,7 +688,7 @@ def test_parts_far_from_the_peak_are_not_compiled(monkeypatch):
 
 def test_what_is_not_measured_gets_the_mean_error_of_what_is():
     none, some, every = (Option(n, 100, c, decided(frozenset([(n, 0)]))) for n, c in ((0, 2.0), (10, 1.0), (20, 0.5)))
-    front = _layout.Front([Option(100, 0, 0.0, decided()), none, some, every], [none], CompiledGraph())
+    front = _front.Front([Option(100, 0, 0.0, decided()), none, some, every], [none], CompiledGraph())
     front.measure(some)
     found = {o.saved_bytes: o.backward_bytes for o in front._expand(front.steps)}
     assert found == {100: 0, 0: 200, 10: 200, 20: 200}
@@ -922,7 +924,7 @@ def test_clock_of_a_loop_needs_no_derivative(after):
 
 def test_error_in_the_analysis_of_a_region_is_raised():
     with (
-        mock.patch.object(_layout, "Graph", side_effect=IndexError("in the analysis")),
+        mock.patch.object(_proposals, "Graph", side_effect=IndexError("in the analysis")),
         pytest.raises(IndexError, match="in the analysis"),
     ):
         Planner(loss, FEW, X, argnums=0).ends()

@@ -25,7 +25,6 @@ from ._budget import STEP
 from ._program.flat import Part
 from ._program.values import InFormat, Way, values_of
 from ._record import GradientPlan, PlanData, PlanRow, Shown
-from ._treatments.loops import steps_of
 from ._treatments.treatment import Decision
 
 _MAX_ROWS = 16  # of the printed table
@@ -209,7 +208,7 @@ def described(programs: Sequence[Jaxpr], gradients: Sequence[GradientPlan]) -> S
 
 def _rows(part: Part, decision: Decision, times: int) -> Iterator[PlanRow]:
     length = part.eqn.params["length"] if part.eqn is not None else 1
-    for number, step in steps_of(decision, length):
+    for number, step in decision.steps(length):
         ways = dict(step.saved or ())
         for address, site in values_of(part.jaxpr).sites.items():
             what = _verb(ways[address]) if address in ways else "unchanged" if step.is_unchanged else "recompute"

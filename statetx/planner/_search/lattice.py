@@ -25,9 +25,11 @@ from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
 from .._program.cuts import candidates
 from .._program.flat import Flat, Interval, Part, cotangent_variables, differentiated_variables
-from .._treatments.treatment import Option, Paths, Settings, front
+from .._treatments.front import Front
+from .._treatments.proposals import FindOptions, Variants, front_of, of_regions
+from .._treatments.treatment import Option, Settings, front
 from .._tuned import TUNED
-from .layout import Choice, FindOptions, Front, OptionTable, Region, front_of
+from .layout import Choice, OptionTable, Region
 
 _MAX_STATES = 256  # pairs of bytes and cost that the dynamic program follows
 _NUM_SOLVERS = 2
@@ -69,7 +71,7 @@ class Lattice:
             if not self._is_late():
                 self.region(*interval)
         self.families = [Family(program, self.regions)]
-        for kind in settings.treatments:
+        for kind in of_regions(settings.treatments):
             variant = kind.paths(jaxpr, settings, self._parts_of)
             if variant is not None and not self._is_late():
                 self._add_family(variant)
@@ -91,7 +93,7 @@ class Lattice:
     def _parts_of(self, front: Front) -> list[Part]:
         return [region.part for region in self.regions.values() if region.front is front]
 
-    def _add_family(self, variant: Paths) -> None:
+    def _add_family(self, variant: Variants) -> None:
         """Add the paths through variants of the regions, if some of them are better."""
         with_cotangent = self._differentiated & self._with_cotangent
         lifetimes = _Lifetimes(self.program.jaxpr, with_cotangent, variant.unheld)

@@ -22,13 +22,14 @@ from .._budget import ByteBudget, TimeLeft
 from .._program.flat import Flat
 from .._program.values import Formats
 from .._treatments import TREATMENTS
+from .._treatments.front import measure
 from .._treatments.treatment import Settings, Treatment
 from .._tuned import TUNED
 from .candidates import STOCK, Baseline, Candidate, Candidates, Compiled, best_within, is_long, predicted_bytes
 from .capture import Captured, ProgramOf
 from .errors import impossible
 from .lattice import Family, Lattice
-from .layout import Choice, measure
+from .layout import Choice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -24,14 +24,13 @@ from ..._tree import is_float
 from .._program.flat import Part, is_linear, last_reads
 from .._program.values import KEEP, Address, Way
 from .._tuned import TUNED
-from .treatment import Decision, PartsOf, Saved, Settings, Treatment
-
-if TYPE_CHECKING:
-    from .._search.layout import Front
+from .front import Front
+from .proposals import PartsOf, RegionTreatment
+from .treatment import Decision, Saved, Settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Copies(Treatment):
+class Copies(RegionTreatment):
     """A region computes inputs again from what earlier regions keep, where that is cheap."""
 
     name = "copies"

@@ -27,7 +27,8 @@ from .._program.flat import Part
 from .._tuned import TUNED
 from .graph import Graph
 from .loops import Carries, CheckpointedLoop, OfSteps
-from .treatment import SAVED, Decision, Expand, Facts, Option, Saved, Settings, Treatment, saved_as, undominated
+from .proposals import RegionTreatment
+from .treatment import SAVED, Decision, Expand, Facts, Option, Saved, Settings, saved_as, undominated
 
 # Not all that a decision for a whole loop may be.
 _LOOP = record({"strategy": headed(one_of("Lengths"), lambda x, path: None), "carries": row(), "fenced": one_of(False)})
@@ -143,7 +144,7 @@ def _reading_whole(step: LoopStep, xs: Arrays, differentiated: Sequence[int]) ->
     return part, len(eqns)
 
 
-class InGroups(Treatment):
+class InGroups(RegionTreatment):
     """Proposals of loops in two groups of steps; in a plan they are a `CheckpointedLoop`."""
 
     @classmethod

@@ -32,7 +32,8 @@ from .._program.flat import Part
 from .._program.values import FORMAT, Address, Formats, InFormat, smallest
 from .._tuned import TUNED
 from .graph import Graph
-from .treatment import Decision, Expand, Facts, Option, Saved, Settings, Treatment, saved_as
+from .proposals import RegionTreatment
+from .treatment import Decision, Expand, Facts, Option, Saved, Settings, saved_as
 
 Carries = tuple[tuple[int, InFormat], ...]
 """The leaves of a loop's carry that are held in fewer bits, by number."""
@@ -49,17 +50,8 @@ class OfSteps(Strategy):
         """Raise ValueError if these are for another loop than the part."""
 
 
-def steps_of(decision: Decision, length: int = 1) -> Iterator[tuple[int, Decision]]:
-    """Numbers of consecutive steps of a loop of some length, with the decision for these; a region is one step."""
-    loop = decision.get(CheckpointedLoop)
-    if loop is not None and isinstance(loop.strategy, OfSteps):
-        yield from loop.strategy.steps()
-    else:
-        yield length, decision
-
-
 @dataclasses.dataclass(frozen=True)
-class CheckpointedLoop(Treatment):
+class CheckpointedLoop(RegionTreatment):
     """Storage of the carries of a loop. The saved values are per step.
 
     Attributes:
@@ -85,6 +77,9 @@ class CheckpointedLoop(Treatment):
     @classmethod
     def expanding(cls, part: Part, graph: Graph, settings: Settings) -> Expand | None:
         return None if part.eqn is None else LoopOptions(part, graph, settings.is_alone, settings.formats)
+
+    def steps(self) -> Iterator[tuple[int, Decision]] | None:
+        return self.strategy.steps() if isinstance(self.strategy, OfSteps) else None
 
     def check(self, part: Part, facts: Facts) -> None:
         if part.eqn is None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING
 
 from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
 from .._program.flat import Part
 from .._program.values import INPUT, Address, InFormat, smallest_of_variables
+from .front import Front
 from .graph import Graph
-from .treatment import Option, PartsOf, Settings, Treatment
-
-if TYPE_CHECKING:
-    from .._search.layout import Front
+from .proposals import PartsOf, RegionTreatment
+from .treatment import Option, Settings
 
 
-class StoredInputs(Treatment):
+class StoredInputs(RegionTreatment):
     """Regions hold inputs in fewer bits; in a plan these are saved values."""
 
     @classmethod

@@ -8,8 +8,8 @@ know of it: its proposals, how it changes the program, its text, its record and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence, Set
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -35,10 +35,6 @@ from .._program.values import (
     values_of,
     way_of,
 )
-
-if TYPE_CHECKING:
-    from .._search.layout import Front
-    from .graph import Graph
 
 Saved = frozenset[tuple[Address, Way]]
 """Values of a region, each with the way to hold it."""
@@ -83,24 +79,6 @@ class Settings(NamedTuple):
 Expand = Callable[[Sequence["Option"]], list["Option"]]
 """Maps options of the equations to options of the part."""
 
-PartsOf = Callable[["Front"], Sequence[Part]]
-"""``front -> parts``: those that share a `Front`."""
-
-
-class Paths(Protocol):
-    """Variants of all regions of a program, which are of use together only."""
-
-    @property
-    def unheld(self) -> Set[Var]:
-        """The values of the program that are not in memory between regions, since each region makes or holds its
-        operands.
-        """
-        ...
-
-    def front(self, start: int, end: int, part: Part, front: Front) -> tuple[Front, int] | None:
-        """The options of a region, and bytes beside its cotangents in its backward pass; None if it has no variant."""
-
-
 _RECORDED: dict[str, type[Treatment]] = {}
 """The treatments that a stored plan may have, by name."""
 
@@ -121,21 +99,6 @@ class Treatment:
     def __init_subclass__(cls) -> None:
         if "CHECK" in vars(cls):  # others only propose some
             _RECORDED[cls.name] = cls
-
-    # -- proposals --
-
-    @classmethod
-    def expanding(cls, part: Part, graph: Graph, settings: Settings) -> Expand | None:
-        """A function from the options of a part, the unchanged one first, to more of them or others; None for none.
-
-        The last of its results replaces the last given option. `graph` is that of the part, or of a step of a loop.
-        """
-        return None
-
-    @classmethod
-    def paths(cls, program: Jaxpr, settings: Settings, parts_of: PartsOf) -> Paths | None:
-        """Variants of all regions of a program; None for none."""
-        return None
 
     # -- of a whole step --
 
@@ -174,6 +137,10 @@ class Treatment:
         """Change the parts of a program before each is rewritten by itself."""
         return parts, decisions
 
+    def steps(self) -> Iterable[tuple[int, Decision]] | None:
+        """Numbers of consecutive steps of a loop, with the decision for these; None if all have the same."""
+        return None
+
     def replacement(self, part: Part, decision: Decision) -> ArrayFunction | None:
         """The function in place of a part; None to leave it to the saved values."""
         return None
@@ -207,6 +174,11 @@ class Decision(NamedTuple):
     def get(self, kind: type[T]) -> T | None:
         """The treatment of a class."""
         return next((t for t in self.treatments if isinstance(t, kind)), None)
+
+    def steps(self, length: int = 1) -> Iterable[tuple[int, Decision]]:
+        """Numbers of consecutive steps of a loop of some length, with the decision for these; a region is one step."""
+        of_treatments = (t.steps() for t in self.treatments)
+        return next((steps for steps in of_treatments if steps is not None), [(length, self)])
 
     @property
     def addresses(self) -> frozenset[Address]:
