@@ -83,7 +83,7 @@ def test_lazy_exports_match_type_checking_imports():
         statetx.rematt  # noqa: B018
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_imports_point_down():
     """Between folders by their tiers; inside a folder, without a circle. Imports in functions and for types
     count, too.
