@@ -111,7 +111,7 @@ def _apply(
     for address, rule in survey.rules.items():
         # Judged by the rule for all operands, since nobody knows yet which JAX will ask for. A rule that branches on
         # zero tangents may compute other values: these are recomputed.
-        if decide(policy, rule.survey.sites):
+        if decide(policy, rule.survey.sites, is_ordered=False):
             ordered = is_ordered and len(address) == 1
             labels[(*address, mark.RULE)] = functools.partial(_labels_of_rule, policy, rule, ordered)
     if any(isinstance(atom, Masks) for atom in policy.atoms()):
@@ -191,7 +191,7 @@ def _has_masks(eqn: Any) -> bool:
     return _masked[eqn.primitive] and any(is_float(v.aval) for v in eqn.invars)
 
 
-def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -> dict[Address, mark.Label]:
+def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool) -> dict[Address, mark.Label]:
     """The labels of the values that a policy saves or offloads."""
     verdicts = [(site, policy.judge(site.value)) for site in sites]
     spaces = current.memory_kinds() if any(v.decision is Action.OFFLOAD for _, v in verdicts) else ()

@@ -76,10 +76,10 @@ class _Options(NamedTuple):
         is_demanded, splits_sums, repeats: as in `Release`.
     """
 
-    is_demanded: bool = False
-    is_on_cpu: bool = False
-    splits_sums: bool = False
-    repeats: bool = False
+    is_demanded: bool
+    is_on_cpu: bool
+    splits_sums: bool
+    repeats: bool
 
 
 def released(

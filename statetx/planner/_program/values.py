@@ -133,7 +133,7 @@ class Way:
         """Operations to hold the value so, and to read it."""
         return 0
 
-    def label(self, *, is_ordered: bool = False) -> mark.Label:
+    def label(self, *, is_ordered: bool) -> mark.Label:
         """The mark in the program. `is_ordered`: what follows the forward pass waits for the conversion."""
         return mark.SAVE
 
@@ -155,7 +155,7 @@ class _OnHost(Way):
     def read_bytes(self, aval: Aval) -> int:
         return device_bytes(aval)
 
-    def label(self, *, is_ordered: bool = False) -> mark.Label:
+    def label(self, *, is_ordered: bool) -> mark.Label:
         return mark.offload("device", _jax.HOST_MEMORY)
 
 
@@ -176,7 +176,7 @@ class InFormat(Way):
         array = _jax.shaped(aval)
         return sum(map(flops, _conversion(array.shape, array.dtype, self.format).eqns))
 
-    def label(self, *, is_ordered: bool = False) -> mark.Label:
+    def label(self, *, is_ordered: bool) -> mark.Label:
         return mark.StoredLabel(self.format, mark.SAVE, is_ordered)
 
     def stored_type(self, aval: Aval) -> Aval | jax.ShapeDtypeStruct:
