@@ -1,4 +1,4 @@
-"""Rules by which an equation computes a block of rows from the same rows of its operands, for the table of primitives.
+"""Rules of equations that compute a block of rows from the same rows of their operands, for the table of primitives.
 
 Each takes an equation and the length of a loop that computes an equal number of rows in each step, and returns None if
 the equation mixes rows, or if this is not known.
@@ -30,10 +30,10 @@ def elementwise(eqn: Any, length: int) -> Rowwise | None:
     return Rowwise(eqn.params, [bool(shape) and shape[0] != 1 for shape in operands])
 
 
-def _broadcasts(shape: tuple[int, ...], *others: tuple[int, ...]) -> bool:
+def _broadcasts(shape: tuple[int, ...], *results: tuple[int, ...]) -> bool:
     """Whether an operand of a shape has the shape of a result, apart from axes of size one, or is a number."""
-    of = lambda other: len(shape) == len(other) and all(n in (1, m) for n, m in zip(shape, other, strict=True))
-    return not shape or any(map(of, others))
+    of = lambda result: len(shape) == len(result) and all(n in (1, m) for n, m in zip(shape, result, strict=True))
+    return not shape or any(map(of, results))
 
 
 def shaped(key: str) -> Callable[[Any, int], Rowwise | None]:
@@ -49,12 +49,12 @@ def shaped(key: str) -> Callable[[Any, int], Rowwise | None]:
 
 
 def broadcast(eqn: Any, length: int) -> Rowwise | None:
-    found, dims = shaped("shape")(eqn, length), eqn.params["broadcast_dimensions"]
-    if found is None or len(eqn.invars) != 1:
+    block, dims = shaped("shape")(eqn, length), eqn.params["broadcast_dimensions"]
+    if block is None or len(eqn.invars) != 1:
         return None
     operand_shape = eqn.invars[0].aval.shape
     has_rows = 0 in dims and operand_shape[dims.index(0)] != 1
-    return found._replace(is_stacked=[has_rows])
+    return block._replace(is_stacked=[has_rows])
 
 
 def iota(eqn: Any, length: int) -> Rowwise | None:

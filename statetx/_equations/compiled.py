@@ -215,8 +215,8 @@ def _largest_value(jaxpr: Jaxpr) -> int:
 def _as_called(traced: Any, args: Sequence[Any], donated: Sequence[int]) -> Any:
     """The trace of the jitted function that a program consists of, which is what runs, else the trace itself.
 
-    The order in which a program takes and returns donated arrays decides what XLA can update in place. So does
-    the sharding of its outputs.
+    Where XLA can update in place depends on the order of donated arrays among the inputs and outputs, and on the
+    sharding of the outputs.
     """
     jaxpr, leaves = traced.jaxpr.jaxpr, jax.tree.leaves(args)
     if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name not in JIT or len(leaves) != len(jaxpr.invars):

@@ -32,7 +32,7 @@ def memory_analysis_options() -> dict[str, Any]:
 
 
 def candidate_options() -> dict[str, Any]:
-    """Compiler options for a program whose memory and time are compared with those of others."""
+    """Compiler options for programs whose memory and time are compared."""
     return {**memory_analysis_options(), **estimate_options()}
 
 

@@ -17,12 +17,12 @@ def variables_of(eqn: Eqn) -> KeysView[Var]:
 def needed_equations(eqns: Sequence[Eqn], outvars: Iterable[Var], available: Container[Var] = ()) -> list[Eqn]:
     """The equations that compute some variables from the `available` ones, in order."""
     needed = {v for v in outvars if v not in available}
-    found: list[Eqn] = []
+    producers: list[Eqn] = []
     for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):
-            found.append(eqn)
+            producers.append(eqn)
             needed.update(v for v in variables_of(eqn) if v not in available)
-    return found[::-1]
+    return producers[::-1]
 
 
 def alive_bytes(num_steps: int, spans: Iterable[tuple[int, int, int]]) -> np.ndarray:

@@ -336,7 +336,7 @@ def inner_jaxprs(eqn: Any) -> list[_jax.Jaxpr]:
 def count(jaxpr: Jaxpr, num_parts: int = 1) -> int:
     """Operations of a jaxpr's equations, or of one of the equal parts that they are divided into.
 
-    The equations in a shard_map are those of one device already.
+    In a shard_map, each equation is for one device already.
     """
     return round(_count(jaxpr, Fraction(1, num_parts)))
 
@@ -373,7 +373,7 @@ def _flops(eqn: Any, share: Fraction | int) -> Fraction | int:
 
 
 def _share_inside(eqn: Any, share: Fraction | int) -> Fraction | int:
-    """The share in a shard_map, whose equations are those of one device along the axes of its mesh that it maps."""
+    """The share in a shard_map: along the mesh axes that it maps, its equations are for one device already."""
     return min(1, share * _jax.num_mapped(eqn))
 
 

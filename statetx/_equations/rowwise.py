@@ -31,28 +31,28 @@ def rowwise(eqn: Any, length: int) -> Rowwise | None:
     rule = row_of(eqn).block
     if rule is None:
         inner = _nested(eqn, length)
-        found = None if inner is None else Rowwise(eqn.params, inner.is_stacked)
+        block = None if inner is None else Rowwise(eqn.params, inner.is_stacked)
     else:
-        found = rule(eqn, length)
-    if found is None or not all(
-        is_stack(v.aval, length) for v, stacked in zip(eqn.invars, found.is_stacked, strict=True) if stacked
+        block = rule(eqn, length)
+    if block is None or not all(
+        is_stack(v.aval, length) for v, stacked in zip(eqn.invars, block.is_stacked, strict=True) if stacked
     ):
         return None
-    return found
+    return block
 
 
 def evaluate(eqns: Sequence[Any], length: int, values: dict[Any, Any]) -> None:
     """Bind rowwise equations to the blocks and the whole operands in `values`, by variable; add their results."""
     for eqn in eqns:
-        found = rowwise(eqn, length)
-        assert found is not None
+        block = rowwise(eqn, length)
+        assert block is not None
         operands = [v.val if isinstance(v, _jax.Literal) else values[v] for v in eqn.invars]
         if _is_quotient_by_number(eqn):
             outs = [operands[0] * (1 / operands[1])]
         elif row_of(eqn).block is None:
             outs = _evaluate_nested(eqn, length, operands)
         else:
-            outs = _jax.bind_equation(eqn, found.params, operands)
+            outs = _jax.bind_equation(eqn, block.params, operands)
         values.update(zip(eqn.outvars, outs, strict=True))
 
 
@@ -101,10 +101,10 @@ class _Nested(NamedTuple):
         rows, whole = {*self.rows}, {*self.whole}
         for eqn in reversed(self.jaxpr.eqns):
             if not rows.isdisjoint(eqn.outvars):
-                found = rowwise(eqn, length)
-                if found is None:
+                block = rowwise(eqn, length)
+                if block is None:
                     return None
-                for v, stacked in zip(eqn.invars, found.is_stacked, strict=True):
+                for v, stacked in zip(eqn.invars, block.is_stacked, strict=True):
                     if isinstance(v, Var):
                         (rows if stacked else whole).add(v)
             elif not whole.isdisjoint(eqn.outvars):
@@ -123,17 +123,17 @@ def _nested(eqn: Any, length: int) -> _Nested | None:
         return None
     carry = list(zip(jaxpr.invars[num_constants:], jaxpr.outvars, strict=False))[:num_carry]
     live = {v for v, out in zip(jaxpr.outvars, eqn.outvars, strict=True) if not _jax.is_dropped(out)}
-    found: _Nested | None = _Nested(jaxpr, {v for v in live if isinstance(v, Var)}, set())
-    before = None
-    while found is not None and found != before:
-        before, found = found, found.grown(length)
-        if found is not None:  # a carry is one kind of variable before and after a step
+    nested: _Nested | None = _Nested(jaxpr, {v for v in live if isinstance(v, Var)}, set())
+    previous = None
+    while nested is not None and nested != previous:
+        previous, nested = nested, nested.grown(length)
+        if nested is not None:  # a carry is one kind of variable before and after a step
             for pair in carry:
-                for kind in (found.rows, found.whole):
+                for kind in (nested.rows, nested.whole):
                     kind.update(v for v in pair if isinstance(v, Var) and not kind.isdisjoint(pair))
-    if found is None or found.rows.intersection(jaxpr.invars[num_constants + num_carry :] if carry else ()):
+    if nested is None or nested.rows.intersection(jaxpr.invars[num_constants + num_carry :] if carry else ()):
         return None
-    return found
+    return nested
 
 
 def _evaluate_nested(eqn: Any, length: int, operands: list[Any]) -> list[Any]:

@@ -160,9 +160,7 @@ def _structure(jaxpr: Jaxpr) -> tuple:
 
 
 def operation_of(eqn: Any) -> Hashable:
-    """A key of what an equation computes from the variables among its operands, whatever it is called there; None if
-    it equals no other.
-    """
+    """A key of the function that an equation applies to its variables, whatever its scope; None if it equals none."""
     literals = [(v.aval, v.val) for v in eqn.invars if isinstance(v, Literal)]
     try:
         numbers = tuple([(aval, _constant(x)) for aval, x in literals])

@@ -65,9 +65,7 @@ def _split(add: Any, producers: dict[Var, Any]) -> list[Any]:
 
 
 def _scaled(eqn: Any) -> int | None:
-    """The operand of which an equation's result is a multiple, or a copy of another precision; None if there is
-    none.
-    """
+    """The operand that an equation multiplies by a number or converts to another precision; None if it does neither."""
     name, aval = eqn.primitive.name, eqn.outvars[0].aval
     if name == "convert_element_type" and is_float(aval) and is_float(eqn.invars[0].aval):
         return 0
@@ -78,7 +76,7 @@ def _scaled(eqn: Any) -> int | None:
 
 
 def in_order(eqns: list[Any]) -> list[Any]:
-    """The equations in an order in which each comes after those that it needs, near to the given one."""
+    """Sort equations so that each comes after the ones it needs, close to the given order."""
     producers = {v: e for e in eqns for v in e.outvars}
     done: dict[Any, None] = {}
     pending = eqns[::-1]

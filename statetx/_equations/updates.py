@@ -1,4 +1,4 @@
-"""The order in which a program returns updates of its donated inputs."""
+"""The order of a program's outputs that lets them update its donated inputs in place."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def order_of_updates(jaxpr: Jaxpr, is_donated: Sequence[bool]) -> list[int] | No
     for type_, inputs in inputs_of_type.items():
         positions = outputs_of_type[type_]
         matched = _matching({o: updated[o] & set(inputs) for o in positions})
-        others = [o for o in positions if o not in matched.values()]
-        in_order = [matched[i] if i in matched else others.pop(0) for i in inputs if i in matched or others]
-        for position, o in zip(positions, [*in_order, *others], strict=True):
+        unmatched = [o for o in positions if o not in matched.values()]
+        in_order = [matched[i] if i in matched else unmatched.pop(0) for i in inputs if i in matched or unmatched]
+        for position, o in zip(positions, [*in_order, *unmatched], strict=True):
             order[position] = o
     return None if order == sorted(order) else order
 
 
 def _updated_inputs(jaxpr: Jaxpr, is_donated: Sequence[bool]) -> list[frozenset[int]]:
     """The donated inputs that each output depends on entry by entry."""
-    found: dict[Any, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(jaxpr.invars) if is_donated[i]}
-    of = lambda v: frozenset() if isinstance(v, Literal) else found.get(v, frozenset())
+    inputs_of: dict[Any, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(jaxpr.invars) if is_donated[i]}
+    of = lambda v: frozenset() if isinstance(v, Literal) else inputs_of.get(v, frozenset())
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in FUSED and len(eqn.outvars) == 1:
-            same = [v for v in eqn.invars if _type(v)[0] == _type(eqn.outvars[0])[0]]
-            found[eqn.outvars[0]] = frozenset().union(*map(of, same))
+            operands = [v for v in eqn.invars if _type(v)[0] == _type(eqn.outvars[0])[0]]
+            inputs_of[eqn.outvars[0]] = frozenset().union(*map(of, operands))
     return [of(v) for v in jaxpr.outvars]
 
 

@@ -1,4 +1,4 @@
-"""Move what consumes a loop's stacked results into the loop, so that the stacks never exist.
+"""Move the consumers of a loop's stacked results into the loop, so that the stacks never exist.
 
 Layers in a `scan` have a backward pass that ends in gradients of all layers, stacked. What follows often treats each
 layer alone: the sum of gradients of a batch in parts, or the update of an optimizer. For such a row-by-row `f`,
@@ -7,10 +7,10 @@ layer alone: the sum of gradients of a batch in parts, or the update of an optim
     outs = f(ys, others)                  and       carry, outs = scan(step + f, carry, (xs, others))
 
 are equal to the bit: each row has the same operations in the same order. On the right one row of ys exists. A stack
-among `others` that nothing reads later becomes a carry: each turn overwrites the rows that it has read by those of an
+among `others` that nothing reads later becomes a carry: each turn reads its rows, and overwrites them by rows of an
 output of the same type.
 
-The rewriting is for lowering. What it makes is not differentiated any more, so that calls with rules are inlined.
+The rewriting is for lowering. Its result is not differentiated any more, so calls with rules are inlined.
 """
 
 from .devices import ANYWHERE

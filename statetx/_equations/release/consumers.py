@@ -30,9 +30,9 @@ class Consumers(NamedTuple):
     in_place: dict[Var, Var]
 
 
-def read_whole(eqn: Any, found: Any) -> list[Var]:
+def read_whole(eqn: Any, block: Any) -> list[Var]:
     """The operands that a rowwise equation does not read by rows."""
-    return [v for v, s in zip(eqn.invars, found.is_stacked, strict=True) if not s and isinstance(v, Var)]
+    return [v for v, s in zip(eqn.invars, block.is_stacked, strict=True) if not s and isinstance(v, Var)]
 
 
 def are_read_once(eqns: Sequence[Any], in_place: dict[Var, Var]) -> bool:

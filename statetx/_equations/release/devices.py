@@ -29,12 +29,12 @@ Spec = tuple[tuple[str, ...], ...]
 
 def with_free_values(eqns: Sequence[Any], placements: Mapping[Var, Any]) -> dict[Var, Any]:
     """Add the values that are computed from such as are placed anywhere alone."""
-    found = dict(placements)
+    all_placements = dict(placements)
     for eqn in eqns:
         operands = [*variables_of(eqn)]
-        if not row_of(eqn).places and all(found.get(v) == ANYWHERE for v in operands):
-            found |= dict.fromkeys(eqn.outvars, ANYWHERE)
-    return found
+        if not row_of(eqn).places and all(all_placements.get(v) == ANYWHERE for v in operands):
+            all_placements |= dict.fromkeys(eqn.outvars, ANYWHERE)
+    return all_placements
 
 
 def into_shard_map(call: Any, consumers: Consumers, placements: Mapping[Var, Any]) -> list[Any] | Any:
@@ -43,11 +43,11 @@ def into_shard_map(call: Any, consumers: Consumers, placements: Mapping[Var, Any
     specs = _specs_of(call, consumers)
     if not isinstance(specs, dict):
         return specs
-    given = {v: i for i, v in enumerate(call.invars) if isinstance(v, Var)}
+    positions = {v: i for i, v in enumerate(call.invars) if isinstance(v, Var)}
     operands = []
     for v in (*consumers.stacked, *consumers.whole):
         spec = specs.get(v, ())
-        if v not in given or _spec(call, call.params["in_specs"][given[v]]) != spec:
+        if v not in positions or _spec(call, call.params["in_specs"][positions[v]]) != spec:
             if size(v) > 1 and not _is_divided(placements.get(v), call, spec):
                 return next(e for e in consumers.eqns if v in e.invars)
             operands.append(v)
@@ -62,7 +62,7 @@ def into_shard_map(call: Any, consumers: Consumers, placements: Mapping[Var, Any
     def on_device(*shards: Any) -> list[Any]:
         num = len(call.invars)
         values = dict(zip(call.outvars, _jax.evaluate(inner, (), shards[:num]), strict=True))
-        values |= {v: shards[i] for v, i in given.items()} | dict(zip(operands, shards[num:], strict=True))
+        values |= {v: shards[i] for v, i in positions.items()} | dict(zip(operands, shards[num:], strict=True))
         for eqn in consumers.eqns:
             args = [values[v] if isinstance(v, Var) else v.val for v in eqn.invars]
             values.update(
@@ -95,10 +95,10 @@ def _specs_of(call: Any, consumers: Consumers) -> dict[Var, Spec] | Any:
     while pending:
         eqn = next((e for e in pending if not specs.keys().isdisjoint([*variables_of(e), *e.outvars])), pending[0])
         arrays = [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and size(v) > 1]
-        known = {specs[v] for v in arrays if v in specs}
-        if len(known) != 1 or inner_jaxprs(eqn) or not (known == {()} or _is_local(eqn)):
+        array_specs = {specs[v] for v in arrays if v in specs}
+        if len(array_specs) != 1 or inner_jaxprs(eqn) or not (array_specs == {()} or _is_local(eqn)):
             return eqn
-        specs |= dict.fromkeys(arrays, known.pop())
+        specs |= dict.fromkeys(arrays, array_specs.pop())
         pending.remove(eqn)
     return specs
 
@@ -137,7 +137,7 @@ def _is_divided(placement: Any, call: Any, spec: Spec) -> bool:
 
 def _normalized(spec: Any, axes: Collection[str], sizes: Mapping[str, int]) -> Spec:
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec.partitions]
-    found = [tuple([axis for axis in entry if axis in axes and sizes[axis] > 1]) for entry in entries]
-    while found and not found[-1]:
-        found.pop()
-    return tuple(found)
+    mesh_axes = [tuple([axis for axis in entry if axis in axes and sizes[axis] > 1]) for entry in entries]
+    while mesh_axes and not mesh_axes[-1]:
+        mesh_axes.pop()
+    return tuple(mesh_axes)

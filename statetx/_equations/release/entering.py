@@ -54,10 +54,10 @@ def into_scan(scan: Any, length: int, consumers: Consumers, views: dict[Var, Var
     num_constants, num_carry = _jax.scan_counts(scan)
     first_x = num_constants + num_carry
     ys, targets = scan.outvars[num_carry:], list(consumers.in_place.values())
-    kept = [n for n, v in enumerate(ys) if v not in consumers.stacks]
+    returned = [v for v in ys if v not in consumers.stacks]
     added = [v for v in consumers.outvars if v not in consumers.in_place]
 
-    # What the loop itself reads of an overwritten stack, it reads from the carry, where nothing has been written yet.
+    # The loop itself reads rows of an overwritten stack from the carry, before they are overwritten.
     base = lambda v: views.get(v, v)
     of_targets = {base(v): v for v in targets}
     sources = [of_targets.get(base(v)) if isinstance(v, Var) else None for v in scan.invars[first_x:]]
@@ -85,8 +85,8 @@ def into_scan(scan: Any, length: int, consumers: Consumers, views: dict[Var, Var
         evaluate(consumers.eqns, length, values)
         pairs = consumers.in_place.items()
         overwritten = [_with_block(arrays[v], values[out], index, length) for out, v in pairs]
-        kept_ys = [outs[num_carry + n] for n in kept]
-        return [*outs[:num_carry], *overwritten, index + step, *kept_ys, *(values[v] for v in added)]
+        returned_ys = [y for v, y in zip(ys, outs[num_carry:], strict=True) if v not in consumers.stacks]
+        return [*outs[:num_carry], *overwritten, index + step, *returned_ys, *(values[v] for v in added)]
 
     number = _jax.abstract(np.int32(0))
     invars, remaining_xs = scan.invars, [v for v, source in zip(x_vars, sources, strict=True) if source is None]
@@ -100,8 +100,8 @@ def into_scan(scan: Any, length: int, consumers: Consumers, views: dict[Var, Var
     first = _jax.Literal(np.int32(0 if step > 0 else length - 1), number)
     carry = [*invars[num_constants:first_x], *targets, first]
     new = _jax.with_scan_operands(scan, _jax.close(jaxpr, ()), constants, carry, xs)
-    stacked = new.outvars[len(carry) + len(kept) :]
-    outvars = [*scan.outvars[:num_carry], *consumers.in_place, new.outvars[len(carry) - 1], *(ys[n] for n in kept)]
+    stacked = new.outvars[len(carry) + len(returned) :]
+    outvars = [*scan.outvars[:num_carry], *consumers.in_place, new.outvars[len(carry) - 1], *returned]
     flat = [e for v, out in zip(stacked, added, strict=True) for e in _reshaped(v, out, scan)]
     return [new.replace(outvars=[*outvars, *stacked]), *flat]
 

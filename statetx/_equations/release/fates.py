@@ -32,8 +32,8 @@ class GradientStack(NamedTuple):
         loop: the equation of the loop.
         num_bytes: its bytes.
         reader: the equation that decides the fate, if one does.
-        inputs: the positions of the inputs of its shape that loops read, one of which it is the gradient of; none if
-            these are not inputs of the program.
+        inputs: the positions of the program's inputs of its shape that loops read. It is the gradient of one of them;
+            none if its weights are not among the inputs.
     """
 
     loop: Any
@@ -51,13 +51,13 @@ def told(stacks: Sequence[GradientStack], names: Sequence[str] = ()) -> tuple[st
     """A sentence for each loop whose backward pass ends in gradients, and for each thing that happens to them.
 
     Args:
-        names: of the program's inputs, to say what the gradients are of; none to say nothing of it.
+        names: of the program's inputs, for the names of the weights; none to leave these out.
     """
     groups: dict[tuple[Any, Fate, Any], GradientStack] = {}
     for stack in stacks:
         key = stack.loop, stack.fate, stack.reader
-        before = groups.get(key)
-        size, inputs = (0, ()) if before is None else (before.num_bytes, before.inputs)
+        group = groups.get(key)
+        size, inputs = (0, ()) if group is None else (group.num_bytes, group.inputs)
         inputs = tuple(dict.fromkeys((*inputs, *stack.inputs)))
         groups[key] = stack._replace(num_bytes=size + stack.num_bytes, inputs=inputs)
     return tuple([_sentence(stack, [names[i] for i in stack.inputs] if names else []) for stack in groups.values()])

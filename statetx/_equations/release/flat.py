@@ -21,8 +21,8 @@ _FEW = 16
 
 
 def flattened(jaxpr: Jaxpr) -> Jaxpr:
-    """Inline calls that have a loop, or few operations, as many functions of `jax.numpy` are, and branches of which one
-    is taken always; leave one of equal loops; drop what is unread.
+    """Inline calls that have a loop or few operations, like many functions of `jax.numpy`, and branches with a known
+    index; leave one of equal loops; drop unread results.
     """
 
     def stays(eqn: Any) -> bool:
@@ -40,7 +40,7 @@ def flattened(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _is_decided(eqn: Any) -> bool:
-    """Whether an equation is a branch of which the program knows which it takes, as that of `optax.MultiSteps`."""
+    """Whether an equation is a branch with a known index, as in `optax.MultiSteps`."""
     return eqn.primitive.name == "cond" and isinstance(eqn.invars[0], Literal)
 
 
@@ -51,7 +51,7 @@ def _taken_branch(eqn: Any) -> Any:
 
 
 def _without_equal_loops(jaxpr: Jaxpr) -> Jaxpr:
-    """Read the results of a loop in the place of those of a later one that computes the same of the same operands.
+    """Drop a loop that repeats an earlier one on the same operands: its readers get the earlier results.
 
     A step that takes a gradient twice has such loops. XLA merges them, but not with one that has taken consumers in.
     Other equations are left to XLA: of two stacks of zeros, each may become the memory of a sum.
@@ -59,37 +59,37 @@ def _without_equal_loops(jaxpr: Jaxpr) -> Jaxpr:
     equal: dict[Var, Var] = {}  # from a variable to the first one that has the same value
     first = lambda v: equal.get(v, v) if isinstance(v, Var) else None
     seen: dict[Any, list[Any]] = {}
-    same: dict[Var, Var] = {}  # from a result of a loop to that of the first equal one
+    replacements: dict[Var, Var] = {}  # from a result of a loop to the first equal loop's
     eqns = []
     for eqn in jaxpr.eqns:
-        others = seen.setdefault((eqn.primitive, *map(first, eqn.invars)), [])
-        key = operation_of(eqn) if others and not eqn.effects else None
-        twin = next((e for e in others if operation_of(e) == key), None) if key is not None else None
+        candidates = seen.setdefault((eqn.primitive, *map(first, eqn.invars)), [])
+        key = operation_of(eqn) if candidates and not eqn.effects else None
+        twin = next((e for e in candidates if operation_of(e) == key), None) if key is not None else None
         if twin is None:
-            others.append(eqn)
+            candidates.append(eqn)
         else:
             results = dict(zip(eqn.outvars, twin.outvars, strict=True))
             equal |= results
             if eqn.primitive.name in LOOPS or any(map(has_loop, inner_jaxprs(eqn))):
-                same |= results
+                replacements |= results
                 continue
-        eqns.append(eqn.replace(invars=[same.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]))
-    if not same:
+        eqns.append(eqn.replace(invars=[replacements.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]))
+    if not replacements:
         return jaxpr
-    outvars = [same.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
+    outvars = [replacements.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
     return _jax.without_dead_code(_jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=outvars, eqns=eqns))
 
 
 def without_copies(jaxpr: Jaxpr) -> Jaxpr:
-    """Read in the place of a stacked result the operand of which it has each element unchanged.
+    """Replace a stacked result by the operand whose elements it has unchanged.
 
     `flax.nnx.scan` returns the weights of the layers so, inside a region where JAX does not see it.
     """
-    same: dict[Var, Any] = {}
-    read = lambda v: same.get(v, v) if isinstance(v, Var) else v
+    replacements: dict[Var, Any] = {}
+    read = lambda v: replacements.get(v, v) if isinstance(v, Var) else v
     eqns = []
     for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[read(v) for v in eqn.invars]) if same.keys() & variables_of(eqn) else eqn
+        eqn = eqn.replace(invars=[read(v) for v in eqn.invars]) if replacements.keys() & variables_of(eqn) else eqn
         eqns.append(eqn)
         if eqn.primitive.name == "scan":
             num_constants, num_carry = _jax.scan_counts(eqn)
@@ -97,8 +97,8 @@ def without_copies(jaxpr: Jaxpr) -> Jaxpr:
             for n, out in enumerate(eqn.outvars[num_carry:], num_carry):
                 i = _input_of(body, body.outvars[n])
                 if i is not None and i >= num_constants + num_carry and not _jax.is_dropped(out):
-                    same[out] = eqn.invars[i]
-    if not same:
+                    replacements[out] = eqn.invars[i]
+    if not replacements:
         return jaxpr
     outvars = [read(v) for v in jaxpr.outvars]
     return _jax.without_dead_code(_jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=outvars, eqns=eqns))

@@ -45,27 +45,27 @@ def has_loop(jaxpr: Jaxpr) -> bool:
 
 def stacks_of(eqn: Any) -> dict[int, list[Var]]:
     """The stacked results of an equation into which consumers may move, by the length of their loop."""
-    found: dict[int, list[Var]] = {}
+    stacks: dict[int, list[Var]] = {}
     if eqn.primitive.name == "scan":
         _, num_carry = _jax.scan_counts(eqn)
         # A number for each step, such as a loss, is not worth a carry.
-        found[eqn.params["length"]] = [v for v in eqn.outvars[num_carry:] if len(v.aval.shape) > 1]
+        stacks[eqn.params["length"]] = [v for v in eqn.outvars[num_carry:] if len(v.aval.shape) > 1]
     elif (loop := row_loop(eqn)) is not None:
-        found[loop.length] = [v for v in eqn.outvars[-loop.num_stacks :] if len(v.aval.shape) > 1]
+        stacks[loop.length] = [v for v in eqn.outvars[-loop.num_stacks :] if len(v.aval.shape) > 1]
     elif eqn.primitive.name in REMAT | {"shard_map"}:
-        found = _stacks_within(eqn)
-    return {length: outs for length, outs in found.items() if length > 1}
+        stacks = _stacks_within(eqn)
+    return {length: outs for length, outs in stacks.items() if length > 1}
 
 
 def _stacks_within(eqn: Any) -> dict[int, list[Var]]:
     """The results of an equation that are stacked results of loops in its jaxpr."""
-    found: dict[int, list[Var]] = {}
+    stacks: dict[int, list[Var]] = {}
     (inner,) = inner_jaxprs(eqn)
     lengths = {v: length for e in inner.eqns for length, outs in stacks_of(e).items() for v in outs}
     for v, out in zip(inner.outvars, eqn.outvars, strict=True):
         if isinstance(v, Var) and v in lengths:
-            found.setdefault(lengths[v], []).append(out)
-    return found
+            stacks.setdefault(lengths[v], []).append(out)
+    return stacks
 
 
 def with_jaxpr(eqn: Any, jaxpr: Jaxpr) -> Any:

@@ -17,7 +17,7 @@ from .rewriting import Release
 
 
 class ReleasedProgram:
-    """A program in which all that is computed is one equation, which is rewritten where it is lowered.
+    """A program whose whole computation is one equation, which is rewritten where it is lowered.
 
     Inputs that nothing reads, and those that are outputs, are left to JAX, which knows more of them than of operands of
     a call.
@@ -32,11 +32,11 @@ class ReleasedProgram:
     def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], placements: Sequence[Any] = (), **options: bool):
         live = _jax.without_dead_code(jaxpr)
         read = {v for eqn in live.eqns for v in variables_of(eqn)}
-        made = {v for eqn in live.eqns for v in eqn.outvars}
+        computed = {v for eqn in live.eqns for v in eqn.outvars}
         self._jaxpr = jaxpr
         self._used = [i for i, v in enumerate(live.invars) if v in read]
-        self._made = [n for n, v in enumerate(live.outvars) if isinstance(v, Var) and v in made]
-        invars, outvars = [live.invars[i] for i in self._used], [live.outvars[n] for n in self._made]
+        self._computed = [n for n, v in enumerate(live.outvars) if isinstance(v, Var) and v in computed]
+        invars, outvars = [live.invars[i] for i in self._used], [live.outvars[n] for n in self._computed]
         self._call = _jax.close(_jax.rebuild(live, invars=invars, outvars=outvars), ())
         positions = [n for n, i in enumerate(self._used) if i in overwritable and live.invars[i] not in live.outvars]
         placements = [placements[i] for i in self._used] if placements else []
@@ -56,7 +56,7 @@ class ReleasedProgram:
         values = _jax.call_whole(self._call, [args[i] for i in self._used], self._release)
         inputs = dict(zip(self._jaxpr.invars, args, strict=True))
         outs = [v.val if isinstance(v, Literal) else inputs.get(v) for v in self._jaxpr.outvars]
-        return replaced(outs, self._made, values)
+        return replaced(outs, self._computed, values)
 
     def stacks(self) -> list[GradientStack]:
         """The stacked results of its loops, each with what becomes of it."""
@@ -81,25 +81,25 @@ def with_released_gradients(jaxpr: Any, overwritable: Collection[int], **options
 
 def with_most_released(jaxpr: Any, overwritable: Collection[int]) -> Any:
     """A closed jaxpr that releases its gradients, in loops that run twice if no other way releases more than now."""
-    now = released_bytes(stacks_in(_jax.open_jaxpr(jaxpr)[0]))
+    current_bytes = released_bytes(stacks_in(_jax.open_jaxpr(jaxpr)[0]))
     for repeats in (False, True):
         program = with_released_gradients(jaxpr, overwritable, repeats=repeats)
-        if released_bytes(stacks_in(_jax.open_jaxpr(program)[0])) > now:
+        if released_bytes(stacks_in(_jax.open_jaxpr(program)[0])) > current_bytes:
             return program
     return jaxpr
 
 
 def stacks_in(jaxpr: Jaxpr) -> list[GradientStack]:
     """The stacked results of the loops in programs that release gradients, each with what becomes of it."""
-    found: list[GradientStack] = []
+    stacks: list[GradientStack] = []
     for eqn in jaxpr.eqns:
         lowered = eqn.params.get("lowered")
         if isinstance(lowered, Release):
-            found += lowered.rewritten(eqn.params["call_jaxpr"]).stacks
+            stacks += lowered.rewritten(eqn.params["call_jaxpr"]).stacks
         else:
             for inner in inner_jaxprs(eqn):
-                found += stacks_in(inner)
-    return found
+                stacks += stacks_in(inner)
+    return stacks
 
 
 def repeated_flops(jaxpr: Jaxpr) -> int:

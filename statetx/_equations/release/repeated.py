@@ -1,9 +1,9 @@
 """Loops that run twice: first for numbers that are computed from all rows, then with these numbers known.
 
-The norm of all gradients, by which they are clipped, is a sum over all rows of all stacks. The first run of the loop
-has only sums over single rows as results, so that no stack exists; the second has what consumes the rows and reads the
-norm. What else the loop computes, such as its carry, is read of the first. If what the rows are computed from is small,
-the first run saves it (`saved`), and the second computes the rows alone.
+Clipping by a global norm first needs a sum over all rows of all stacks. The first run of the loop has only sums over
+single rows as results, so that no stack exists; the second has the consumers of the rows, which read the norm. Other
+results of the loop, such as its carry, come from the first run. If the rows are computed from little, the first run
+saves it (`saved`), and the second computes the rows alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .saved import rows_from_saved
 
 
 class Repeated(NamedTuple):
-    """Equations in which a loop runs twice.
+    """Equations that run a loop twice.
 
     Attributes:
         first, second: the loop.

@@ -1,4 +1,4 @@
-"""`Release`: the rewriting of a program by which consumers move into loops."""
+"""`Release`: the rewriting of a program that moves consumers into loops."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Release:
 
     @property
     def adds_operations(self) -> bool:
-        """Whether the operations of a program are those of the rewritten one."""
+        """Whether a program's operations are counted after the rewriting."""
         return self.repeats
 
     def rewritten(self, jaxpr: Any) -> Released:
@@ -103,7 +103,7 @@ def released(
         if level.has(eqn):
             level.visit(eqn)
     is_changed = options.splits_sums or any(stack.is_released for stack in level.stacks)
-    # Where nothing is released, XLA gets the program as it was written.
+    # Where nothing is released, XLA gets the program unchanged.
     return Released(level.jaxpr() if is_changed else jaxpr, level.stacks)
 
 
@@ -149,8 +149,8 @@ class _Level:
             self._visit_once(eqn)
 
     def _repeat(self, loop: Any, length: int, outvars: Sequence[Var]) -> bool:
-        """Release all stacks of a loop, of which numbers are computed from all rows, in a second run of the loop if the
-        consumers need these numbers; without a change if this cannot be.
+        """Release all stacks of a loop in a second run of it, if the consumers need numbers that are computed from all
+        rows; without a change if this cannot be.
         """
         eqns, stacks = self.eqns, [v for v in outvars if v in self._readers]
         readers = [reader for v in stacks for reader in self._readers[v] if reader.primitive.name in _RUNS_LOOPS]
@@ -190,18 +190,17 @@ class _Level:
             consumers = self._consumers(eqn, length, outvars)
             new = [] if consumers is None else self._moved(eqn, length, consumers)
             if consumers is not None and new:
-                if eqn.primitive.name != "shard_map":  # in which they move on, or are kept for another reason
+                if eqn.primitive.name != "shard_map":  # inside of it they move on, or are kept for another reason
                     self._note(eqn, consumers.stacks, Fate.RELEASED)
-                gone = {eqn, *consumers.eqns}
-                before = [e for e in self.eqns[: self._positions[eqn]] if e not in gone]
-                after = [e for e in self.eqns[self._positions[eqn] :] if e not in gone]
-                self._set(in_order([*before, *new, *after]))
+                gone, position = {eqn, *consumers.eqns}, self._positions[eqn]
+                eqns = [*self.eqns[:position], *new, *self.eqns[position:]]
+                self._set(in_order([e for e in eqns if e not in gone]))
                 eqn = next((e for e in new if e.primitive is eqn.primitive), None)
                 if eqn is None:
                     return
-        inside = self._inside(eqn)
-        if inside is not eqn:
-            self._set([inside if e is eqn else e for e in self.eqns])
+        rewritten = self._inside(eqn)
+        if rewritten is not eqn:
+            self._set([rewritten if e is eqn else e for e in self.eqns])
 
     def _inside(self, eqn: Any) -> Any:
         """The equation, after the rewriting of its own jaxpr."""
@@ -219,11 +218,11 @@ class _Level:
             return eqn
         # In a shard_map, types show no shardings over its axes.
         end = 0 if eqn.primitive.name == "shard_map" else end
-        outside = zip(inner.invars[:end], eqn.invars, strict=False)
-        placements = {v: self._placements.get(x) for v, x in outside if isinstance(x, Var)}
+        operand_pairs = zip(inner.invars[:end], eqn.invars, strict=False)
+        placements = {v: self._placements.get(x) for v, x in operand_pairs if isinstance(x, Var)}
         with _jax.in_shard_maps(eqn):
             new, stacks = released(inner, overwritable, self._options, placements)
-        # What a shard_map returns has its fate here.
+        # The fate of results that leave a shard_map is noted here.
         positions = {v: i for i, v in enumerate(self._jaxpr.invars)}
         outer = lambda s: tuple([positions[v] for i in s.inputs if (v := eqn.invars[i]) in positions])
         is_told = lambda s: eqn.primitive.name != "shard_map" or s.fate is not Fate.RETURNED
@@ -236,32 +235,32 @@ class _Level:
         stacks = [v for v in outvars if v in self._readers or v in self._returned]
         while stacks:
             eqns = self._rowwise_users(loop, length, stacks)
-            kept = [v for v in stacks if v in self._returned or self._reader(v, {*eqns}) is not None]
-            if not kept:
+            kept_stacks = [v for v in stacks if v in self._returned or self._reader(v, {*eqns}) is not None]
+            if not kept_stacks:
                 break
-            for v in kept:
+            for v in kept_stacks:
                 reader = self._first_reader(v, {*eqns}) if v not in self._returned else None
-                # What the loop's own forward pass hands to its backward pass is no gradient.
+                # Residuals of the loop's own forward pass are no gradients.
                 if reader is None or reader.primitive.name not in _RUNS_LOOPS:
                     self._note(loop, [v], Fate.RETURNED if reader is None else Fate.READ, reader)
-            stacks = [v for v in stacks if v not in kept]
+            stacks = [v for v in stacks if v not in kept_stacks]
         if not stacks:
             return None
         return self._described(loop, length, stacks, self._with_producers(loop, length, eqns))
 
     def _rowwise_users(self, loop: Any, length: int, stacks: Sequence[Var]) -> list[Any]:
         """The equations that treat rows alone of all that they need of the loop, which is rows of these results."""
-        rows, others, eqns = {*stacks}, {*loop.outvars} - {*stacks}, []
+        rows, other_vars, eqns = {*stacks}, {*loop.outvars} - {*stacks}, []
         for eqn in self.eqns[self._positions[loop] + 1 :]:
             operands = variables_of(eqn)
-            if operands.isdisjoint(rows) and operands.isdisjoint(others) and not eqn.effects:
+            if operands.isdisjoint(rows) and operands.isdisjoint(other_vars) and not eqn.effects:
                 continue
-            found = rowwise(eqn, length) if operands.isdisjoint(others) else None
-            if found is not None and rows.isdisjoint(read_whole(eqn, found)):
+            block = rowwise(eqn, length) if operands.isdisjoint(other_vars) else None
+            if block is not None and rows.isdisjoint(read_whole(eqn, block)):
                 rows.update(eqn.outvars)
                 eqns.append(eqn)
             else:
-                others.update(eqn.outvars)
+                other_vars.update(eqn.outvars)
         return eqns
 
     def _first_reader(self, v: Var, rowwise_users: Collection[Any]) -> Any:
@@ -280,19 +279,19 @@ class _Level:
 
     def _with_producers(self, loop: Any, length: int, consumers: list[Any]) -> list[Any]:
         """Add what computes, row by row, values that only the consumers read, such as the decay of a moment."""
-        moving = {*consumers}
+        extended = {*consumers}
 
         def reads_rows(v: Var, eqn: Any) -> bool:
-            found = rowwise(eqn, length) if eqn in moving else None
-            return found is not None and v not in read_whole(eqn, found)
+            block = rowwise(eqn, length) if eqn in extended else None
+            return block is not None and v not in read_whole(eqn, block)
 
         for eqn in reversed(self.eqns):
-            if eqn is loop or eqn in moving or not self._returned.isdisjoint(eqn.outvars):
+            if eqn is loop or eqn in extended or not self._returned.isdisjoint(eqn.outvars):
                 continue
             readers = [(v, e) for v in eqn.outvars for e in self._readers.get(v, ())]
             if readers and rowwise(eqn, length) is not None and all(map(reads_rows, *zip(*readers, strict=True))):
-                moving.add(eqn)
-        return [e for e in self.eqns if e in moving]
+                extended.add(eqn)
+        return [e for e in self.eqns if e in extended]
 
     def _described(self, loop: Any, length: int, stacks: list[Var], eqns: list[Any]) -> Consumers | None:
         """The consumers with their operands and results; None if they would not make the program smaller."""
@@ -300,25 +299,25 @@ class _Level:
         stacked: dict[Var, None] = {}
         whole: dict[Var, None] = {}
         for eqn in eqns:
-            found = rowwise(eqn, length)
-            assert found is not None
-            whole |= dict.fromkeys(read_whole(eqn, found))
+            block = rowwise(eqn, length)
+            assert block is not None
+            whole |= dict.fromkeys(read_whole(eqn, block))
             stacked |= dict.fromkeys(v for v in variables_of(eqn) if v not in computed and v not in whole)
-        moving = {*eqns}
-        outvars = [v for e in eqns for v in e.outvars if v in self._returned or self._reader(v, moving) is not None]
+        consumers = {*eqns}
+        outvars = [v for e in eqns for v in e.outvars if v in self._returned or self._reader(v, consumers) is not None]
 
-        free = [v for v in stacked if self._is_last(v, loop, moving)]
+        free = [v for v in stacked if self._is_last(v, loop, consumers)]
         in_place = paired(eqns, outvars, free)
         # Operands whose memory an output would take after something else has read them.
         blocked = [v for v in stacked if v not in free and self._may_be_overwritten(v)]
         late = [*paired(eqns, [v for v in outvars if v not in in_place], blocked).values()]
         new = [v for v in outvars if v not in in_place and v not in self._returned]
         if sum(num_bytes(v.aval) for v in new) >= sum(num_bytes(v.aval) for v in stacks):
-            reader = self._first_reader(stacks[0], moving)
+            reader = self._first_reader(stacks[0], consumers)
             self._note(loop, stacks, Fate.REPLACED if reader is None else Fate.READ, reader)
             return None
         if num_bytes([v.aval for v in late]) >= num_bytes([v.aval for v in stacks]):
-            self._note(loop, stacks, Fate.LATE, self._reader(late[0], {loop, *moving}))
+            self._note(loop, stacks, Fate.LATE, self._reader(late[0], {loop, *consumers}))
             return None
         copied = None if self._options.is_demanded else self._copied(loop, length, eqns, in_place)
         if copied is not None:
@@ -327,7 +326,7 @@ class _Level:
         return Consumers(stacks, eqns, [*stacked], [*whole], outvars, in_place)
 
     def _copied(self, loop: Any, length: int, eqns: list[Any], in_place: dict[Var, Var]) -> Fate | None:
-        """The reason for which XLA would copy stacks that the consumers overwrite; None if it does not.
+        """Why XLA would copy stacks that the consumers overwrite; None if it does not.
 
         On CPUs it computes each output by itself, and copies a stack that several read for all but the last. In
         unrolled steps without regions it reads rows after it has overwritten others; on GPUs this matters if there is
@@ -344,8 +343,8 @@ class _Level:
         """Whether the variable is read by the loop, its consumers, and before these; and may be overwritten."""
         if not self._may_be_overwritten(v):
             return False
-        others = [e for e in self._readers.get(v, ()) if e is not loop and e not in consumers]
-        return all(any(e in self._ancestors(x) for x in (loop, *consumers)) for e in others)
+        readers = [e for e in self._readers.get(v, ()) if e is not loop and e not in consumers]
+        return all(any(e in self._ancestors(x) for x in (loop, *consumers)) for e in readers)
 
     def _may_be_overwritten(self, v: Var) -> bool:
         return v not in self._returned and v not in self._kept_inputs
@@ -362,11 +361,11 @@ class _Level:
         if rows is not None:
             return into_row_loop(eqn, rows, consumers)
         if eqn.primitive.name == "shard_map":
-            found = into_shard_map(eqn, consumers, self._placements)
-            if not isinstance(found, list):
-                self._note(eqn, consumers.stacks, Fate.MANUAL, found)
+            result = into_shard_map(eqn, consumers, self._placements)
+            if not isinstance(result, list):
+                self._note(eqn, consumers.stacks, Fate.MANUAL, result)
                 return []
-            return found
+            return result
         if eqn.primitive.name != "scan":
             return [into_call(eqn, consumers)]
         views: dict[Var, Var] = {}  # from a reshaped stack to the one that it is made of

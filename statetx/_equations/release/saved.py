@@ -59,35 +59,35 @@ def rows_from_saved(scan: Any, stacks: Collection[Var]) -> tuple[Any, Any] | Non
     return first, second.replace(outvars=[v for v in scan.outvars if v in stacks])
 
 
-def _cut(body: Jaxpr, others: list[Any], rows: list[Any], available: set[Var]) -> tuple[list[Any], list[Var]]:
+def _cut(body: Jaxpr, other_outs: list[Any], rows: list[Any], available: set[Var]) -> tuple[list[Any], list[Var]]:
     """The equations that compute the rows from available and saved values, and the latter.
 
     Args:
         others: the other outputs. What these need is saved, unless it is fused into its readers, and its operands are
             as small.
     """
-    needed, kept = {*others}, set()
+    needed, first_only = {*other_outs}, set()
     for eqn in reversed(body.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            kept.add(eqn)
+            first_only.add(eqn)
             needed.update(variables_of(eqn))
-    producers = {v: e for e in kept if not e.effects and e.primitive.name in FUSED for v in e.outvars}
+    producers = {v: e for e in first_only if not e.effects and e.primitive.name in FUSED for v in e.outvars}
     while True:
-        wanted, eqns = {v: None for v in rows if isinstance(v, Var)}, []
+        row_inputs, eqns = {v: None for v in rows if isinstance(v, Var)}, []
         for eqn in reversed(body.eqns):
-            if eqn not in kept and not wanted.keys().isdisjoint(eqn.outvars):
+            if eqn not in first_only and not row_inputs.keys().isdisjoint(eqn.outvars):
                 eqns.insert(0, eqn)
-                wanted |= dict.fromkeys(variables_of(eqn))
-        made = {v for e in eqns for v in e.outvars}
-        saved = [v for v in wanted if v not in made and v not in available]
+                row_inputs |= dict.fromkeys(variables_of(eqn))
+        computed = {v for e in eqns for v in e.outvars}
+        saved = [v for v in row_inputs if v not in computed and v not in available]
         at_hand = available | {*saved}
-        again = [
+        repeated = [
             e
             for v in saved
             if (e := producers.get(v)) is not None
-            and e in kept
+            and e in first_only
             and num_bytes([x.aval for x in variables_of(e) - at_hand]) <= num_bytes(v.aval)
         ]
-        if not again:
+        if not repeated:
             return eqns, saved
-        kept -= {*again}
+        first_only -= {*repeated}
