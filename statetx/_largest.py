@@ -1,6 +1,6 @@
 """Search for the largest size that fits a budget of bytes, for all that have such a size to choose.
 
-What they vary, and how bytes grow with it:
+Such sizes, and how bytes grow with them:
 
 - `planner.batches`: the examples of a batch or of a part; affine, to be exact to the example.
 - `_loops.tune`: the slots of a loop; affine, and copies that no model knows. Whatever fits ends it.
@@ -26,7 +26,7 @@ def largest_within(
     bytes_of: Callable[[int], int],
     sizes: Sequence[int],
     first: int,
-    known: Mapping[int, int],
+    known_bytes: Mapping[int, int],
     *,
     tries: int | None = None,
     tolerance: float = 0.0,
@@ -42,7 +42,7 @@ def largest_within(
         bytes_of: measures a size, such as by compiling a program.
         sizes: positive, in ascending order.
         first: the size to measure first; the next smaller one where it is not among them.
-        known: bytes by size, one at least, which need not be among `sizes`: a point of the line by which bytes grow.
+        known_bytes: by size, at least one, which need not be among `sizes`: a point of the line that is extrapolated.
         tries: the number of measurements, at most.
         tolerance: a part. Sizes that differ from a measured one by less are not tried, and a measurement that leaves
             less of the budget ends the search.
@@ -53,9 +53,9 @@ def largest_within(
         size.
     """
     measured: dict[int, int] = {}
-    points: dict[float, int] = {**known}
+    points: dict[float, int] = {**known_bytes}
     # `low` keeps the budget, `high` does not.
-    low, high = max((size for size, num_bytes in known.items() if num_bytes <= budget), default=0), math.inf
+    low, high = max((size for size, num_bytes in known_bytes.items() if num_bytes <= budget), default=0), math.inf
     target, num_left, num_slow = float(first), len(sizes), 0
     while len(measured) != tries:
         least = bisect.bisect_right(sizes, (1 + tolerance) * low)

@@ -77,46 +77,46 @@ _call_p = call_primitive(
 # -- a call whose derivative changes where it is linearized ----------------------------------------------------------
 
 # ``jax.linearize``, and with it reverse mode, is a jvp whose tangents are unknown to partial evaluation. A derivative
-# rule that is staged, as in a jitted function, has run before. What it computes from the primals alone is known to the
+# rule that is staged, as in a jitted function, has run before. Its results from the primals alone are known to the
 # partial evaluation, which this call notices.
 
 
-def call_until_linearized(before: ClosedJaxpr, after: ClosedJaxpr, args: list[Any]) -> list[Any]:
-    """Call `before`; where partial evaluation passes over the call, `after`, which has the same values and types."""
-    return _settled_p.bind(*args, call_jaxpr=before, after=after)
+def call_until_linearized(plain: ClosedJaxpr, linearized: ClosedJaxpr, args: list[Any]) -> list[Any]:
+    """Call `plain`; once partial evaluation has passed over the call, `linearized`, of the same values and types."""
+    return _settled_p.bind(*args, call_jaxpr=plain, linearized=linearized)
 
 
 def _settled_jvp(
-    primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr
+    primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, linearized: ClosedJaxpr
 ) -> tuple[list[Any], list[Any]]:
-    # The results may be passed over later: they are not those of the differentiated call, which are dead code.
-    outs = _settled_p.bind(*primals, call_jaxpr=call_jaxpr, after=after)
+    # Results that partial evaluation may pass over later; the differentiated call's own are dead code.
+    outs = _settled_p.bind(*primals, call_jaxpr=call_jaxpr, linearized=linearized)
     return outs, _call_jvp(primals, tangents, call_jaxpr=call_jaxpr)[1]
 
 
 def _settled_batch(
-    axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr
+    axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, linearized: ClosedJaxpr
 ) -> tuple[list[Any], list[Any]]:
     mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
-    mapped_after, after_dims = _batching.batch_jaxpr2(after, axis, tuple(dims))
-    assert list(out_dims) == list(after_dims), "the two calls have the same dependencies"
-    return _settled_p.bind(*args, call_jaxpr=mapped, after=mapped_after), list(out_dims)
+    mapped_linearized, linearized_dims = _batching.batch_jaxpr2(linearized, axis, tuple(dims))
+    assert list(out_dims) == list(linearized_dims), "the two calls have the same dependencies"
+    return _settled_p.bind(*args, call_jaxpr=mapped, linearized=mapped_linearized), list(out_dims)
 
 
-def _settled_partial_eval(trace: Any, *tracers: Any, call_jaxpr: ClosedJaxpr, after: ClosedJaxpr) -> Any:
+def _settled_partial_eval(trace: Any, *tracers: Any, call_jaxpr: ClosedJaxpr, linearized: ClosedJaxpr) -> Any:
     if all(t.is_known() for t in tracers):
-        return _call_p.bind(*(t.pval.get_known() for t in tracers), call_jaxpr=after, lowered=None)
+        return _call_p.bind(*(t.pval.get_known() for t in tracers), call_jaxpr=linearized, lowered=None)
     # A loop around it looks for what reads its constants alone: JAX drops the rules of all else.
-    return trace.default_process_primitive(_call_p, tracers, {"call_jaxpr": after, "lowered": None})
+    return trace.default_process_primitive(_call_p, tracers, {"call_jaxpr": linearized, "lowered": None})
 
 
 _settled_p = call_primitive(
     "statetx_settled",
-    lambda *args, call_jaxpr, after: _call_impl(*args, call_jaxpr=call_jaxpr),
-    lambda *_, call_jaxpr, after: (call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)),
+    lambda *args, call_jaxpr, linearized: _call_impl(*args, call_jaxpr=call_jaxpr),
+    lambda *_, call_jaxpr, linearized: (call_jaxpr.out_avals, _core.positional_effects(call_jaxpr)),
     jvp=_settled_jvp,
     batch=_settled_batch,
-    jaxpr_of=lambda *_, call_jaxpr, after: call_jaxpr,
+    jaxpr_of=lambda *_, call_jaxpr, linearized: call_jaxpr,
 )
 _pe.custom_partial_eval_rules[_settled_p] = _settled_partial_eval
 
@@ -124,11 +124,11 @@ _pe.custom_partial_eval_rules[_settled_p] = _settled_partial_eval
 def _settled_partial_eval_of_region(
     _: Callable, is_unknown: Sequence[bool], is_there: Sequence[bool], eqn: Any
 ) -> tuple[Any, Any, list[bool], list[bool], list[Var]]:
-    """What a region computes for the derivative has no rules any more; what it computes again has them."""
+    """The forward pass of a region calls `linearized`, which has no rules any more; its recomputation keeps them."""
     is_linear, num_outs = any(is_unknown), len(eqn.outvars)
-    known = eqn.replace(primitive=_call_p, params={"call_jaxpr": eqn.params["after"], "lowered": None})
+    known_eqn = eqn.replace(primitive=_call_p, params={"call_jaxpr": eqn.params["linearized"], "lowered": None})
     stored = [v for v, flag in zip(eqn.invars, is_there, strict=True) if isinstance(v, Var) and not flag]
-    return None if is_linear else known, eqn, [is_linear] * num_outs, [True] * num_outs, stored
+    return None if is_linear else known_eqn, eqn, [is_linear] * num_outs, [True] * num_outs, stored
 
 
 _pe.partial_eval_jaxpr_custom_rules[_settled_p] = _settled_partial_eval_of_region

@@ -134,11 +134,11 @@ class LoopOfSlots(DifferentiableLoop):
     ) -> tuple[tuple[list, list], list]:
         settings = _jax.trace_context()
         indices = tuple(tangents)  # in place of the tangents, which equations would keep alive
-        before, after = (self._sweep(indices, settings, flag) for flag in (is_linearized, True))
-        if before is after or not _jax.has_rules(self.body):
-            outs, stored = before(*primals)
+        sweep, linearized = (self._sweep(indices, settings, flag) for flag in (is_linearized, True))
+        if sweep is linearized or not _jax.has_rules(self.body):
+            outs, stored = sweep(*primals)
         else:
-            outs, stored = until_linearized(before, after, primals, self.step.name)
+            outs, stored = until_linearized(sweep, linearized, primals, self.step.name)
 
         def reverse(primals: tuple, pools: list, diff_indices: tuple[int, ...], cts: list) -> list:
             has_ct = tuple(ct is not None for ct in cts)

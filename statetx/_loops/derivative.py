@@ -81,7 +81,7 @@ class DifferentiableLoop:
 
     @property
     def measured_step(self) -> LoopStep:
-        """The step to differentiate for what is known of every derivative: which tangents are zero, and sizes."""
+        """The step to differentiate for properties of every derivative: which tangents are zero, and sizes."""
         return self.step
 
     def is_plain(self) -> bool:
@@ -250,10 +250,10 @@ def _with_reads(step: LoopStep, fun: Callable, args: Sequence[Any]) -> Body:
     return Body.close(*_jax.stage(fun, list(map(_jax.abstract, args)), traced_for="scan", name=step.name))
 
 
-def until_linearized(before: Callable, after: Callable, args: tuple, name: str) -> Any:
-    """``before(*args)``, or ``after(*args)``, which has the same values, once JAX has linearized the program around."""
+def until_linearized(plain: Callable, linearized: Callable, args: tuple, name: str) -> Any:
+    """``plain(*args)``; once JAX has linearized the program around, ``linearized(*args)``, of the same values."""
     if _jax.is_eager():
-        return before(*args)
+        return plain(*args)
     leaves, treedef = jax.tree.flatten(args)
     out_tree: Any = None
 
@@ -267,17 +267,17 @@ def until_linearized(before: Callable, after: Callable, args: tuple, name: str) 
 
     stage = functools.partial(_jax.stage, traced_for="scan", name=name)
     avals, num = list(map(_jax.abstract, leaves)), len(leaves)
-    bodies = [Body.close(*stage(flat(fun), avals)) for fun in (before, after)]
-    # Both take the values that derivative rules read, before and after.
+    bodies = [Body.close(*stage(flat(fun), avals)) for fun in (plain, linearized)]
+    # Both take the values that the derivative rules of either read.
     operands = [x for body in bodies for x in body.operands]
     avals += map(_jax.abstract, operands)
     first, second = bodies
     end = num + first.num_operands
-    closed_before, closed_after = (
+    closed_plain, closed_linearized = (
         _jax.ClosedJaxpr(*stage(fun, avals))
         for fun in (lambda *xs: first(xs[num:end], *xs[:num]), lambda *xs: second(xs[end:], *xs[:num]))
     )
-    return out_tree.unflatten(_jax.call_until_linearized(closed_before, closed_after, [*leaves, *operands]))
+    return out_tree.unflatten(_jax.call_until_linearized(closed_plain, closed_linearized, [*leaves, *operands]))
 
 
 def whole(fun: Callable, name: str) -> Callable:

@@ -230,8 +230,8 @@ class _Mapped:
             else:
                 effect.value = list(values.values())[-1]
                 if rule is Split:  # whatever the steps wrote, which may not have read it
-                    part, _, kept = self._split(effect.state, effect.kind, effect.kind.get(effect.state))
-                    effect.value = part.combine(kept)
+                    part, _, kept_keys = self._split(effect.state, effect.kind, effect.kind.get(effect.state))
+                    effect.value = part.combine(kept_keys)
             effect.value_before = _frames.UNKNOWN
             effects.append(effect)
         publish(effects)

@@ -1,9 +1,9 @@
 """Derivatives of loops whose steps are independent: by the derivative rules, in every order and mode.
 
-Where JAX linearizes a loop it drops derivative rules (see `linearized`), and later derivatives are not those of the
-steps one by one. A step of a plain loop may depend on the step before, so that nothing but JAX's `scan` says what is
-right. Independent steps are parts of a whole, such as those of a batch, and have its derivatives: those of a function
-without a loop, where no rule is ever dropped.
+Where JAX linearizes a loop it drops derivative rules (see `linearized`), and later derivatives differ from the unrolled
+loop's. A step of a plain loop may depend on the step before, so that nothing but JAX's `scan` defines the right ones.
+Independent steps are parts of a whole, such as a batch, and have the derivatives of a function of the whole, without a
+loop, where no rule is ever dropped.
 
 So forward mode is a loop of the step with tangents, and reverse mode one of the step with cotangents (`tangents`), both
 staged by `jax.jvp` and `jax.vjp`. They are independent again, or run through the cotangents of the carries, and have
@@ -56,7 +56,7 @@ class IndependentDerivative:
     Args:
         step: of the loop.
         diff_indices: the inputs with tangents.
-        sum_dtypes: for each differentiated constant, the dtype in which its cotangents are added up.
+        sum_dtypes: for each differentiated constant, the dtype of the sum of its cotangents.
         make: makes the loop of a step, with derivatives of this kind.
 
     Attributes:
@@ -86,10 +86,10 @@ class IndependentDerivative:
         if key in self._pulled:
             return self._pulled[key]
         pulled = PulledStep(self._step, self._diff_indices, has_ct, self._sum_dtypes)
-        found = pulled, self._make(pulled.step)
+        loop = self._make(pulled.step)
         if not pulled.operands:
-            self._pulled[key] = found
-        return found
+            self._pulled[key] = pulled, loop
+        return pulled, loop
 
     def __call__(self, primals: tuple, tangents: Sequence[Any]) -> tuple[tuple[list, list], list]:
         """The outputs, and the tangents of the float ones."""
@@ -102,8 +102,8 @@ class IndependentDerivative:
 
         def push(residuals: list, tangents: list) -> list[Any]:
             primals, _ = treedef.unflatten(residuals[:num])
-            found = self._pushed.tangents(self._push, residuals[num:], primals, tangents)
-            return [jnp.zeros(a.shape, a.dtype) if t is None else t for t, a in zip(found, types, strict=True)]
+            out_tangents = self._pushed.tangents(self._push, residuals[num:], primals, tangents)
+            return [jnp.zeros(a.shape, a.dtype) if t is None else t for t, a in zip(out_tangents, types, strict=True)]
 
         def pull(residuals: list, cts: list) -> list[Any]:
             primals, recorded = treedef.unflatten(residuals[:num])
@@ -119,8 +119,8 @@ class IndependentDerivative:
 def _primal(step: LoopStep, diff_indices: tuple[int, ...], recorded: Sequence[int]) -> tuple[LoopStep, list[Any]]:
     """The step where it is linearized, and the values of its first constants, which the original does not have.
 
-    The result of a `jax.custom_vjp` function is that of its forward rule there, and is differentiated as such. The
-    values of the `recorded` carries before the step are further ys.
+    There the forward rule of a `jax.custom_vjp` function computes its result, and is differentiated itself. The values
+    of the `recorded` carries before the step are further ys.
     """
     diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
     first_carry, first_x = step.num_constants, step.num_constants + step.num_carry

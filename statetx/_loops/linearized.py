@@ -4,7 +4,7 @@ The linearization of a scan is two scans: of the primals with the residuals, and
 evaluation does not know an operand, here a carry or an element of xs, JAX takes the function of a `jax.custom_jvp` call
 for linear and drops its rule. So the primal scan has no such rule any more, except for calls that read constants alone,
 which JAX moves out of the loop: the first derivative of a scan is by the rules, and later ones are the true derivatives
-of both scans. Where a rule is not the derivative of its function, they differ from those of the unrolled loop.
+of both scans. Where a rule is not the derivative of its function, they differ from the unrolled loop's.
 
 A loop that runs its steps again, in loops and regions of its own, would have rules dropped in some runs and not in
 others. It takes the two halves from JAX instead, which divides a scan of one step in the same way, and has them
@@ -81,8 +81,8 @@ class ComposedLoop(DifferentiableLoop):
         # The outputs lose their rules if the derivative, staged by now, is linearized later. So they are computed apart
         # from the tangents.
         diff_indices = tuple(tangents)
-        after = self.linearized(diff_indices, is_primal=True)
-        outs = until_linearized(self, after, primals, self.step.name)
+        linearized = self.linearized(diff_indices, is_primal=True)
+        outs = until_linearized(self, linearized, primals, self.step.name)
         leaves, treedef = jax.tree.flatten(primals)
         pushed, loop = self._pushed_loop(diff_indices)
         types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
@@ -110,10 +110,10 @@ class ComposedLoop(DifferentiableLoop):
         if key in self._pushed:
             return self._pushed[key]
         pushed = PushedStep.of(self.step, diff_indices)
-        found = pushed, ComposedLoop(pushed.step, self._build).unchanged
+        loop = ComposedLoop(pushed.step, self._build).unchanged
         if not pushed.operands:
-            self._pushed[key] = found
-        return found
+            self._pushed[key] = pushed, loop
+        return pushed, loop
 
 
 def composed(step: LoopStep, build: Callable[[LoopStep], Callable]) -> Callable:
@@ -169,21 +169,21 @@ class Halves:
         is_x = [*[False] * body.num_operands, *is_x]
         in_line = lambda *values: _jax.evaluate_single_turns(body.jaxpr, values, is_x, is_y)
         operand_avals = [v.aval for v in body.jaxpr.invars[: body.num_operands]]
-        both = Body.close(*stage(in_line, [*operand_avals, *all_avals]))
-        operands = [*both.operands, *body.operands]
+        jvp_body = Body.close(*stage(in_line, [*operand_avals, *all_avals]))
+        operands = [*jvp_body.operands, *body.operands]
         num = len(operands)
 
-        primal = _jax.rebuild(both.jaxpr, invars=both.jaxpr.invars, outvars=both.jaxpr.outvars[:num_outs])
+        primal = _jax.rebuild(jvp_body.jaxpr, invars=jvp_body.jaxpr.invars, outvars=jvp_body.jaxpr.outvars[:num_outs])
         primal = _jax.without_dead_code(primal)
         primal = _jax.rebuild(primal, invars=primal.invars[: num + num_inputs], outvars=primal.outvars)
 
         def derivative(args: tuple, tangents: dict[int, Any]) -> tuple[list, list]:
             of_diff = [tangents[i] if i in tangents else jnp.zeros_like(args[i]) for i in (num + i for i in diff)]
-            outs = _jax.evaluate(both.jaxpr, (), [*args, *of_diff])
+            outs = _jax.evaluate(jvp_body.jaxpr, (), [*args, *of_diff])
             return outs[:num_outs], step.without_zeros(diff_indices, outs[num_outs:])
 
         run = with_derivative(lambda *args: _jax.evaluate(primal, (), args), derivative, reads_nothing=True)
-        whole, consts = stage(run, [v.aval for v in primal.invars])
+        jaxpr, consts = stage(run, [v.aval for v in primal.invars])
         assert not consts, "equations without constants were staged"
         counts = num + step.num_constants, step.num_carry, step.carry_formats
-        return cls(with_equations(step, whole, *counts), with_equations(step, primal, *counts), operands)
+        return cls(with_equations(step, jaxpr, *counts), with_equations(step, primal, *counts), operands)

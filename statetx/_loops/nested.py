@@ -53,15 +53,15 @@ class _OffloadedCarries:
     """A policy for JAX: named carries go to the host's memory.
 
     Attributes:
-        other: the policy for all other values; None to save none.
+        policy: for all other values; None to save none.
     """
 
-    other: Any
+    policy: Any
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if params.get("name") == _CARRY:
             return _jax.Offloadable("device", _jax.HOST_MEMORY)
-        return self.other is not None and self.other(primitive, *avals, **params)
+        return self.policy is not None and self.policy(primitive, *avals, **params)
 
 
 class _LoopsByLevel:
@@ -197,7 +197,7 @@ class _LoopsByLevel:
 
 def _saving(policy: KeepMarked | None, number: int) -> KeepMarked:
     """The policy that also saves the values marked with a number."""
-    return KeepMarked(number) if policy is None else KeepMarked(policy.region, policy.others | {number})
+    return KeepMarked(number) if policy is None else KeepMarked(policy.region, policy.inner_regions | {number})
 
 
 def one_after_the_other(

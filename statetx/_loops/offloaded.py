@@ -63,9 +63,9 @@ def _refusing(x: Any, loop: str, in_loop: bool, is_wrong: bool) -> Any:
     def changed(eqn: Any) -> Any:
         is_region = eqn.primitive.name in REMAT
         if not is_region and _jax.loop_of(eqn) is None:
-            inside = in_loop or eqn.primitive.name in _LOOPS
+            in_inner_loop = in_loop or eqn.primitive.name in _LOOPS
             with _jax.in_shard_maps(eqn):
-                return _jax.map_jaxprs(lambda inner: _refusing(inner, loop, inside, is_wrong), eqn)
+                return _jax.map_jaxprs(lambda inner: _refusing(inner, loop, in_inner_loop, is_wrong), eqn)
         policy = eqn.params["policy"] if is_region and in_loop else None
         if policy is None or isinstance(policy, (_NotOffloading, _jax.Ordered)):  # ordered: by a plan
             return eqn

@@ -212,7 +212,7 @@ class Turns:
             num: the number of all parts of the batch.
         """
         staged = self._staged
-        # What an earlier loop of the same call has written, this one reads.
+        # An earlier loop of the same call may have written states that this one reads.
         shared = [x for i in self._shared for x in progress.states.get(id(i.state), i.values)]
         constants = [*staged.operands, *shared, *(x for i in self._kept for x in i.values)]
         firsts = [_zeros(r.how, r.aval, self._dtype) if r.first is None else r.first for r in self._accumulated]

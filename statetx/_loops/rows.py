@@ -1,10 +1,10 @@
 """Slots: memory for some carries, whose free part holds residuals of steps.
 
-The slots are arrays of rows, *pools*: one for each type among the leaves of the carry. A carry takes as many rows of a
-pool as it has leaves of that type; carries fill a pool from the front, slot by slot, and residuals from the back, step
-by step. A leaf of the carry may be stored in an exact format, eight 0s and 1s to a byte: its pool then has rows of
-codes. A policy knows the results of a step, but not the carry before the first one: that belongs to slot 0, and is read
-from the caller's array.
+The slots are arrays of rows, *pools*: one for each type among the leaves of the carry. A carry takes a row of a pool
+for each leaf of that type; carries fill a pool from the front, slot by slot, and residuals from the back, step by step.
+A leaf of the carry may be stored in an exact format, eight 0s and 1s to a byte: its pool then has rows of codes. A
+policy knows the results of a step, but not the carry before the first one: that belongs to slot 0, and is read from the
+caller's array.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CarryRow:
     Args:
         aval: its type.
         format: an exact format, which is taken if it is smaller; None to store the leaf unchanged.
-        is_exact_first: whether the format gives back the leaf before the first step, too. That of a boolean does.
+        is_exact_first: whether the format restores the leaf before the first step, too, as for booleans.
     """
 
     def __init__(self, aval: Any, format: StoredType | None = None, is_exact_first: bool = False):

@@ -67,7 +67,7 @@ def beta(s: int, r: int) -> int:
 
 
 def repetitions(length: int, slots: int) -> int:
-    """The least r for which ``beta(slots, r) >= length``."""
+    """The least r with ``beta(slots, r) >= length``."""
     most = next(2**n for n in itertools.count() if beta(slots, 2**n) >= length)
     return bisect.bisect_left(range(most), length, key=lambda r: beta(slots, r))
 

@@ -50,14 +50,14 @@ class PushedStep:
     def tangents(self, loop: Callable, operands: list, primals: tuple, tangents: Sequence[Any]) -> list[Any]:
         """The tangents of the original loop's float outputs, None for zero, by a loop of `step`."""
         step, (constants, carry, xs) = self.original, primals
-        given = dict(zip(self.diff_indices, tangents, strict=True))
+        tangent_of = dict(zip(self.diff_indices, tangents, strict=True))
         diff_constants, diff_carry, diff_xs = step.sorted_indices(self.diff_indices)
         first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
-        of_carry = [given.get(first_carry + i, jnp.zeros_like(carry[i])) for i in diff_carry]
+        of_carry = [tangent_of.get(first_carry + i, jnp.zeros_like(carry[i])) for i in diff_carry]
         carry, ys = loop(
-            [*operands, *constants, *(given[i] for i in diff_constants)],
+            [*operands, *constants, *(tangent_of[i] for i in diff_constants)],
             [*carry, *of_carry],
-            [*xs, *(given[first_x + i] for i in diff_xs)],
+            [*xs, *(tangent_of[first_x + i] for i in diff_xs)],
         )
         of_outs = iter([*carry[step.num_carry :], *ys[len(step.y_avals) :]])
         flags = zip(step.has_tangents(self.diff_indices), [*step.avals, *step.y_avals], strict=True)
@@ -100,15 +100,15 @@ def _pushed(step: LoopStep, diff_constants: list[int], diff_carry: list[int], di
 
 
 class PulledStep:
-    """A step of the reversed loop, from cotangents of a loop's outputs to those of its inputs.
+    """A step of the reversed loop, from cotangents of a loop's outputs to cotangents of its inputs.
 
-    The cotangent of a carry to which each step adds is the same before every step: a constant of the reversed loop.
+    If every step only adds to a carry, its cotangent is the same before every step: a constant of the reversed loop.
 
     Args:
         step: of the loop.
         diff_indices: the inputs to differentiate.
         has_ct: for each float output of the loop, whether it has a cotangent; the others are zero.
-        sum_dtypes: the dtypes in which cotangents of the differentiated constants are added up.
+        sum_dtypes: for each differentiated constant, the dtype of the sum of its cotangents.
 
     Attributes:
         step: the step of the reversed loop.
@@ -162,8 +162,8 @@ class PulledStep:
         ct_avals = [[*step.avals, *step.y_avals][i].to_ct_aval() for i in outs]
         body = close_derivative(*_jax.stage(pull, [*avals, *ct_avals], traced_for="scan", name=step.name))
         jaxpr = _jax.without_dead_code(body.jaxpr)
-        before, after = jaxpr.outvars[:num_diff], jaxpr.invars[body.num_operands + num :][:num_diff]
-        unchanged = [i for i, v, w in zip(diff_carry, before, after, strict=True) if v is w]
+        out_cts, in_cts = jaxpr.outvars[:num_diff], jaxpr.invars[body.num_operands + num :][:num_diff]
+        unchanged = [i for i, v, w in zip(diff_carry, out_cts, in_cts, strict=True) if v is w]
         return Body(jaxpr, body.operands), unchanged
 
     def _arranged(self, jaxpr: _jax.Jaxpr, num_operands: int) -> LoopStep:
@@ -179,8 +179,8 @@ class PulledStep:
         constants = [*jaxpr.invars[:num_operands], *constants, *fixed]
         x = [*x, *(carry[i] for i in self.recorded), *cts[len(of_carry) :]]
 
-        before = dict(zip(of_carry, jaxpr.outvars, strict=False))
-        outvars = [*(before[i] for i in self._varying), *jaxpr.outvars[len(of_carry) :]]
+        outvar_of = dict(zip(of_carry, jaxpr.outvars, strict=False))
+        outvars = [*(outvar_of[i] for i in self._varying), *jaxpr.outvars[len(of_carry) :]]
         pull = _jax.rebuild(jaxpr, invars=[*constants, *varying, *x], outvars=outvars)
         first_sum, num_sums = len(constants) + len(varying), len(self._sum_dtypes)
 
@@ -194,10 +194,10 @@ class PulledStep:
         avals = [step.constant_avals[i].to_ct_aval() for i in self._diff_constants]
         sum_avals = [a.update(dtype=dtype) for a, dtype in zip(avals, self._sum_dtypes, strict=True)]
         avals = [*types(constants), *types(varying), *sum_avals, *types(x)]
-        whole, consts = _jax.stage(turn, avals, traced_for="scan", name=step.name)
+        turn_jaxpr, consts = _jax.stage(turn, avals, traced_for="scan", name=step.name)
         assert not consts, "equations without constants were staged"
         num_carry = len(varying) + num_sums
-        pulled = with_equations(step, whole, len(constants), num_carry, [None] * num_carry)
+        pulled = with_equations(step, turn_jaxpr, len(constants), num_carry, [None] * num_carry)
         return dataclasses.replace(pulled, reverse=not step.reverse, tangent_carry=())
 
     def cotangents(self, loop: Callable, primals: tuple, recorded: list, cts: Sequence[Any]) -> list[Any]:
@@ -208,12 +208,12 @@ class PulledStep:
             cts: of the float outputs; None for the others.
         """
         step, (constants, carry, xs) = self._original, primals
-        given = {i: ct for i, ct in zip(_floats(step), cts, strict=True) if ct is not None}
+        ct_of = {i: ct for i, ct in zip(_floats(step), cts, strict=True) if ct is not None}
         zeros = [
             jnp.zeros_like(constants[i], dtype) for i, dtype in zip(self._diff_constants, self._sum_dtypes, strict=True)
         ]
-        of_carry = {i: given[i] if i in given else jnp.zeros_like(carry[i]) for i in (*self._fixed, *self._varying)}
-        of_ys = [given[step.num_carry + i] for i in self._ys]
+        of_carry = {i: ct_of[i] if i in ct_of else jnp.zeros_like(carry[i]) for i in (*self._fixed, *self._varying)}
+        of_ys = [ct_of[step.num_carry + i] for i in self._ys]
         last, of_xs = loop(
             [*self.operands, *constants, *(of_carry[i] for i in self._fixed)],
             [*(of_carry[i] for i in self._varying), *zeros],
@@ -222,11 +222,11 @@ class PulledStep:
 
         of_carry |= dict(zip(self._varying, last, strict=False))
         sums = zip(self._diff_constants, last[len(self._varying) :], strict=True)
-        found = {i: x.astype(step.constant_avals[i].dtype) for i, x in sums}
-        found |= {step.num_constants + i: x for i, x in of_carry.items()}
-        found |= {step.num_constants + step.num_carry + i: x for i, x in zip(self._diff_xs, of_xs, strict=True)}
+        input_cts = {i: x.astype(step.constant_avals[i].dtype) for i, x in sums}
+        input_cts |= {step.num_constants + i: x for i, x in of_carry.items()}
+        input_cts |= {step.num_constants + step.num_carry + i: x for i, x in zip(self._diff_xs, of_xs, strict=True)}
         values = [*constants, *carry, *xs]
-        return [found[i] if i in found else jnp.zeros_like(values[i]) for i in self._diff_indices]
+        return [input_cts[i] if i in input_cts else jnp.zeros_like(values[i]) for i in self._diff_indices]
 
 
 def _floats(step: LoopStep) -> list[int]:

@@ -135,11 +135,11 @@ class LoopOfLevels(ComposedLoop):
 
 
 class Sizes(NamedTuple):
-    """Predicted bytes of a loop's gradient.
+    """Predicted bytes that a loop keeps for its gradient.
 
     Attributes:
-        plain: what the plain loop keeps.
-        stored: what the loop keeps with the reversal that is chosen, while its first step is reversed.
+        plain: by the plain loop.
+        stored: with the chosen reversal, while its first step is reversed.
         step: the part of `stored` that one step takes.
     """
 
@@ -261,7 +261,7 @@ class Sized(DifferentiableLoop):
         return self._with_limit(_num_stored(chosen, self.length) * carry)
 
     def _say(self, chosen: Slots | Levels, lengths: Sequence[int]) -> None:
-        """Log once for a loop in the source what is chosen for it; `lengths` are of the loops around it and in it."""
+        """Log the choice once for a loop in the source; `lengths` are of the loops around it and in it."""
         place, sizes = self.step.place or self.step.name, self.sizes
         if place in _said:
             return
@@ -310,7 +310,7 @@ class Sized(DifferentiableLoop):
             lambda num: self._temporary(Slots(num), context, diff_indices),
             range(1, step.length + 1),
             first=1 + (budget - least) // carry,
-            known={0: least - carry},
+            known_bytes={0: least - carry},
             tries=6,
             tolerance=1 / 16,
             is_enough=lambda num_bytes: num_bytes <= budget,
@@ -435,14 +435,14 @@ def _differentiated(step: LoopStep, diff_indices: Diff) -> BackwardStep:
 
 def auto_loops(jaxpr: _jax.Jaxpr) -> list[Sized]:
     """The loops of ``"auto"`` in these equations, at any depth."""
-    found: list[Sized] = []
+    loops: list[Sized] = []
 
     def note(loop: Sized) -> Sized:
-        found.append(loop)
+        loops.append(loop)
         return loop
 
     _map_auto(jaxpr, note)
-    return found
+    return loops
 
 
 def count_in_plain_loop(jaxpr: _jax.Jaxpr, length: int) -> _jax.Jaxpr:

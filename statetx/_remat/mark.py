@@ -64,15 +64,15 @@ class StoredLabel:
 
 @dataclasses.dataclass(frozen=True)
 class KeepMarked:
-    """A policy for JAX that saves the values marked with one region number, or with some others.
+    """A policy for JAX that saves the values marked with one region number, or with numbers of regions in it.
 
     Attributes:
         region: the number of the rematerialized function.
-        others: numbers of functions within it whose marked values it saves, too.
+        inner_regions: numbers of functions within it whose marked values it saves, too.
     """
 
     region: int
-    others: frozenset[int] = frozenset()
+    inner_regions: frozenset[int] = frozenset()
 
     def __call__(self, primitive: Any, *_: Any, **params: Any) -> Any:
         if _jax.is_debug_callback(primitive):
@@ -84,7 +84,7 @@ class KeepMarked:
         else:
             marks = [params] if primitive is _jax.mark_primitive else []
         labels = sorted(
-            (p["what"] for p in marks if p["region"] in {self.region, *self.others}), reverse=True
+            (p["what"] for p in marks if p["region"] in {self.region, *self.inner_regions}), reverse=True
         )  # "save" first
         if not labels:
             return False

@@ -208,7 +208,7 @@ class ProgramSearch:
             bytes_of,
             range(1, MOST_BYTES),
             first=left,
-            known={0: 0},
+            known_bytes={0: 0},
             tries=TUNED.tries,
             tolerance=TUNED.scatter,
             is_enough=lambda num_bytes: self.is_late() or (num_bytes <= left and programs[-1].added_cost <= 0),
