@@ -31,7 +31,7 @@ class Fault(NamedTuple):
     num_devices: int = 1
 
     def verdict(self) -> str:
-        """What the check says of the default device: ``"wrong here"``, ``"right here"``, or why it was not run."""
+        """The check's result on the default device: ``"wrong here"``, ``"right here"``, or why it was not run."""
         if self.platform not in ("", current.platform()):
             return f"not checked: needs a {self.platform.upper()}"
         if len(current.local_devices()) < self.num_devices:
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
         return "right here" if self.is_right() else "wrong here"
 
     def refusal(self) -> str:
-        """What an error says of it, where programs that have it are traced."""
+        """The message of an error where programs that have it are traced."""
         return f"With jaxlib {_jaxlib()} this is wrong ({self.thread}). {self.what}\nFix: {self.fix}."
 
 

@@ -33,7 +33,7 @@ class Access:
         previous_owner: the frame that owned the state before this one.
         stepped: whether an `Optimizer`, or an inner call that differentiated the state, has updated it.
         site: of the first write. `kinds.debug` sets `read_site`.
-        num_writes: those of the call itself, and of calls inside of it once they have returned; infinite if a transform
+        num_writes: by the call itself, and by calls inside of it once they have returned; infinite if a transform
             of another library has written a result back, since it does not tell how often its body has written.
         last_site: of the last write, if there are several.
         copy: the copy of a container that the body was given.

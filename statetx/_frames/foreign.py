@@ -1,7 +1,7 @@
 """Variables that libraries such as haiku and linen hold while a call of theirs runs, and that no frame carries.
 
 A function that changes one of them under a transform of statetx would leave a tracer there, or a change that belongs to
-one trace of the function: the frame raises, and gives the library back what it held.
+one trace of the function: the frame raises, and restores the variable.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Held:
 
     Attributes:
         values: returns their present values, by their names in messages.
-        undo: stores that give the library back what it holds now.
+        undo: stores that restore the present values.
         explain: the rest of the message about a changed variable, for the name of the transform and the variable.
     """
 
     values: Callable[[], Mapping[str, Any]]
     undo: list[Store]
     explain: Callable[[str, str], str]
-    before: Mapping[str, Any] = dataclasses.field(init=False)
+    old_values: Mapping[str, Any] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.before = self.values()
+        self.old_values = self.values()
 
 
 def held_by_libraries() -> list[Held]:
-    """What the libraries hold now: nothing, unless a call of theirs runs."""
+    """The variables that libraries hold now: none, unless a call of theirs runs."""
     return [held for library in _hooks.holders if (held := library()) is not None]
 
 
@@ -50,13 +50,13 @@ def refuse_changes(name: str, held: Sequence[Held]) -> None:
     """
     for library in held:
         for variable, value in library.values().items():
-            if variable not in library.before or not _is_same(value, library.before[variable]):
+            if variable not in library.old_values or not _is_same(value, library.old_values[variable]):
                 explanation = library.explain(name.partition("(")[0], variable)
                 raise TraceLeakError(f"{name} changes {variable}{explanation}")
 
 
 def undo_changes(held: Sequence[Held]) -> None:
-    """Give the libraries back what they held."""
+    """Restore the variables that libraries hold."""
     if held:
         commit([store for library in held for store in library.undo])
 

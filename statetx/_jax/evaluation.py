@@ -125,7 +125,7 @@ def evaluate_checked(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr without constants operation by operation, each checked under ``jax.debug_nans``; `evaluate`
     checks the results.
 
-    For a second run of what has returned a NaN, which is to name the operation. JAX itself looks for nothing within a
+    For a second run after one that has returned a NaN, to name the operation. JAX itself checks nothing within a
     `jax.custom_jvp` function, and a loop with a strategy is one.
     """
 

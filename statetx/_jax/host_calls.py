@@ -49,7 +49,7 @@ def calls_host(jaxpr: Jaxpr) -> bool:
 
 
 def wait_for(tree: Any) -> None:
-    """Wait until arrays are computed, and raise what a function on the host has raised meanwhile."""
+    """Wait until arrays are computed; raise the error of a function on the host that has failed meanwhile."""
     jax.block_until_ready([x for x in jax.tree.leaves(tree) if isinstance(x, ArrayImpl)])
 
 

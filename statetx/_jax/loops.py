@@ -167,10 +167,10 @@ def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
         info = getattr(open_jaxpr(params["body_jaxpr"])[0], "debug_info", None)
         derivative = _derivative_with_slots(params["body_jaxpr"], params["cond_jaxpr"])
         if derivative is not None:
-            again = "again " if derivative == "gradient" else ""
+            adverb = "again " if derivative == "gradient" else ""
             raise ValueError(
-                f"The {derivative} of a statetx.while_loop with checkpoint= cannot be differentiated {again}in reverse "
-                "mode: its own loops end when their steps are done.\n"
+                f"The {derivative} of a statetx.while_loop with checkpoint= cannot be differentiated {adverb}in "
+                "reverse mode: its own loops end when their steps are done.\n"
                 "Fix: take the outer derivative in forward mode, as jax.hessian(f) and jax.jvp(jax.grad(f), ...) do; "
                 "or use statetx.scan with the largest number of steps as its length, whose gradient can be "
                 "differentiated in both modes."

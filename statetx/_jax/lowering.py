@@ -53,7 +53,7 @@ _LOWERING_NAMES = {"gpu": "cuda"}
 
 
 class CallOperand(NamedTuple):
-    """What a jitted function is called with: an argument, or its type; or a value that the program has inside."""
+    """An operand of a jitted function: an argument, or its type; or a constant of the program."""
 
     value: Any
     name: str = ""

@@ -38,8 +38,8 @@ def identity(name: str) -> Any:
     primitive.def_impl(lambda x, *_, **__: x)
     primitive.def_abstract_eval(lambda x, *_, **__: x)
 
-    def bind(args: Any, others: Any, **params: Any) -> tuple[Any, Any]:
-        return primitive.bind(*args, **params), others[0]
+    def bind(args: Any, tangents_or_dims: Any, **params: Any) -> tuple[Any, Any]:
+        return primitive.bind(*args, **params), tangents_or_dims[0]
 
     _ad.primitive_jvps[primitive] = _batching.primitive_batchers[primitive] = bind
     _mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
@@ -63,7 +63,7 @@ def call_primitive(
             which gives the types of the results, and effects.
         jvp, batch: its rules.
         jaxpr_of: ``(*args, **params) -> jaxpr`` for checkify, which does not look into a call that is one equation; by
-            default that of `impl`.
+            default it traces `impl`.
     """
     primitive = _core.Primitive(name)
     primitive.multiple_results = True
@@ -123,7 +123,7 @@ _mlir.register_lowering(_with_tangent_of_p, lambda ctx, x, copy: [copy])
 # -- the order of two gradients that do not depend on each other -----------------------------------------------------
 
 # A compiler may run them in turns, and then the values that each computes again are in memory together.
-# ``hold(x, others)`` is x, once the others are computed. ``note(x, noted)`` is x, too. It notes the cotangent of x, so
+# ``hold(x, awaited)`` is x, once `awaited` are computed. ``note(x, noted)`` is x, too. It notes the cotangent of x, so
 # that another computation can wait for a whole gradient.
 
 
@@ -131,14 +131,14 @@ hold_primitive = identity("statetx_hold")
 note_primitive = identity("statetx_note")
 
 
-def hold(x: Any, others: Sequence[Any], *, is_sequential: bool = False) -> Any:
-    """Return x, once the others are computed.
+def hold(x: Any, awaited: Sequence[Any], *, is_sequential: bool = False) -> Any:
+    """Return x, once `awaited` are computed.
 
     Args:
         is_sequential: whether users of x shall also wait for everything that the program computes before; noted here,
             done elsewhere.
     """
-    return hold_primitive.bind(x, *(y for y in others if y is not x), is_sequential=is_sequential)
+    return hold_primitive.bind(x, *(y for y in awaited if y is not x), is_sequential=is_sequential)
 
 
 class Noted:
@@ -160,11 +160,11 @@ def note(x: Any, noted: Noted) -> Any:
 
 
 def set_hold_lowering(rule: Callable) -> None:
-    """Lower `hold_primitive` by ``rule(ctx, x, *others)``."""
+    """Lower `hold_primitive` by ``rule(ctx, x, *awaited)``."""
     _mlir.register_lowering(hold_primitive, rule)
 
 
-_ad.primitive_transposes[hold_primitive] = lambda ct, x, *others, **_: [ct, *(None for _ in others)]
+_ad.primitive_transposes[hold_primitive] = lambda ct, x, *awaited, **_: [ct, *(None for _ in awaited)]
 
 
 def _note_transpose(ct: Any, _: Any, *, noted: Noted) -> list[Any]:
@@ -275,7 +275,7 @@ class DeferredPullback:
         fun: of the call.
         inputs, results: the numbers of the float inputs and results.
         is_differentiated: which of these inputs have a tangent.
-        is_given: which of these results have a cotangent; those of others are zero.
+        is_given: which of these results have a cotangent; the others have zeros.
     """
 
     fun: Callable[[list], list]
@@ -365,7 +365,7 @@ def _linear_batch(
         # A tangent that all examples share is broadcast, and the transpose of a broadcast is a sum.
         return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(outs, dims, strict=True)]
 
-    # All outputs are mapped, whichever operands are: `fun` is opaque, and nobody knows what an output depends on.
+    # All outputs are mapped, whichever operands are: `fun` is opaque, and any output may depend on any operand.
     outs = _linear_p.bind(
         *args,
         fun=map_over(fun, axis, (res_dims, dims)),

@@ -38,7 +38,7 @@ def has_rule(eqn: Any) -> bool:
 
 @contextlib.contextmanager
 def rules_kept(eqns: Iterable[Any]) -> Iterator[None]:
-    """Undo what a block that runs the rules of calls for other differentiated operands leaves in JAX's records.
+    """Restore JAX's records of rules after a block that runs the rules of calls for other differentiated operands.
 
     JAX keeps the outputs of all runs of a rule, but their structure of the last run only: with ``symbolic_zeros=True``
     two runs may differ, and one that raises leaves no structure.
@@ -57,28 +57,28 @@ def rules_kept(eqns: Iterable[Any]) -> Iterator[None]:
         for store, value in filled:
             store.reset()
             store.store(value)
-        for found, before in outputs:
-            found.clear()
-            found.update(before)
+        for cache, contents in outputs:
+            cache.clear()
+            cache.update(contents)
 
 
 def _wrapped_in(fun: Any) -> list[Any]:
     """A wrapped function, and those that it closes over: two more for each time that JAX has bound a call again."""
-    found = [fun]
-    for outer in found:
+    funs = [fun]
+    for outer in funs:
         inner = [x for x in _closed_over(outer.f) if isinstance(x, _lu.WrappedFun)]
-        found += [x for x in inner if all(x is not y for y in found)]
-    return found
+        funs += [x for x in inner if all(x is not y for y in funs)]
+    return funs
 
 
 def _outputs(fun: Any) -> list[dict]:
-    """The outputs of all runs of a rule, by what was differentiated: of JAX's wrapper, or of `_in_place_of`."""
+    """The outputs of all runs of a rule, by differentiated operands: of JAX's wrapper, or of `_in_place_of`."""
     is_ours = isinstance(fun.f, FunctionType) and fun.f.__code__.co_filename == __file__
     return [x for x in _closed_over(fun.f, 1) if isinstance(x, dict)] if is_ours or _is_in_jax_source(fun.f) else []
 
 
 def _in_place_of(eqn: Any, run: Callable[..., Any]) -> Any:
-    """`run` in place of a call's rule, once for what is differentiated, as JAX's: JAX knows the jaxprs by identity.
+    """`run` in place of a call's rule, once for each set of differentiated operands: JAX knows the jaxprs by identity.
 
     With ``symbolic_zeros=True`` JAX and statetx run the rule again at each request: only a run sets the structure of
     the residuals that the backward rule is given.
@@ -102,8 +102,8 @@ def _in_place_of(eqn: Any, run: Callable[..., Any]) -> Any:
 
 def _forget_outputs(rule: Any) -> None:
     for fun in _wrapped_in(rule):
-        for found in _outputs(fun):
-            found.clear()
+        for outputs in _outputs(fun):
+            outputs.clear()
 
 
 def rule_of(eqn: Any) -> Jaxpr:
@@ -194,7 +194,7 @@ def _rule_among(codes: Iterable[CodeType]) -> str | None:
 
 
 class RuleGuard(Protocol):
-    """Runs the derivative rules of one function, and refuses what they may not touch."""
+    """Runs the derivative rules of one function, and refuses states and Refs that they touch."""
 
     def __call__(self, rule: Callable, *args: Any) -> Any:
         """Called in place of ``rule(*args)``."""

@@ -1,9 +1,9 @@
 """Derivative rules that JAX runs late: when it differentiates staged equations, after the call that staged them.
 
-The states have other values then than where the function read them, a write would be of no call, and JAX keeps what a
-rule has returned. So a rule in staged equations may not touch a state, nor a Ref that it closes over: `guarded` refuses
-it by name. A rule that JAX runs at once, in a derivative of a function without staged parts, may read states whose
-value is not differentiated.
+By then the states have other values than the function has read, a write would be of no call, and JAX keeps the results
+of a rule. So a rule in staged equations may not touch a state, nor a Ref that it closes over: `guarded` refuses it by
+name. A rule that JAX runs at once, in a derivative of a function without staged parts, may read states whose value is
+not differentiated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .stage import CONVERSIONS, has_ended
 
 @dataclasses.dataclass(eq=False)
 class Guard:
-    """Runs one derivative rule of a staged call, and refuses what it may not touch.
+    """Runs one derivative rule of a staged call, and refuses states and Refs that it touches.
 
     Attributes:
         name: the call, for messages.
@@ -54,10 +54,10 @@ class Guard:
     def backward(self, rule: Callable, *args: Any) -> Any:
         """Call the backward rule; its equations show which Refs it closes over, since no frame watches them."""
         if _jax.has_made_refs():
-            arrays, rest = partition(args, lambda x: isinstance(x, (jax.Array, jax.Ref)))
+            arrays, part = partition(args, lambda x: isinstance(x, (jax.Array, jax.Ref)))
 
             def run(*tracers: Any) -> list[Any]:
-                self(rule, *rest.combine(tracers))
+                self(rule, *part.combine(tracers))
                 return []
 
             with contextlib.suppress(*CONVERSIONS):  # it needs known values: JAX raises where it has none

@@ -58,7 +58,7 @@ class InputNames(Sequence[str]):
         self.arguments = arguments
         self.num_arguments = num_arguments
         self.lifting: Lifting | None = None
-        self._named: list[tuple[str, Any]] = []  # what an error has named: the name, and the state or None
+        self._named: list[tuple[str, Any]] = []  # names in errors, each with its state or None
 
     def __str__(self) -> str:
         if self.fun is None:
@@ -239,7 +239,7 @@ _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def has_ended(trace: Any) -> bool:
-    """Whether a trace was that of a `stage`, whose values are gone."""
+    """Whether a trace belonged to a `stage` that has returned, so that its values are gone."""
     return trace in _ended
 
 

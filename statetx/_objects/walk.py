@@ -264,8 +264,8 @@ def created_undone(*roots: Any, is_run: bool = False) -> Iterator[None]:
     """
     # Held for the call: the references to earlier states cost `jit` another staging at most (decision 16).
     saved = [(obj, dict(attributes)) for obj in visited_from(*roots) if (attributes := _attributes(obj)) is not None]
-    known = {id(state) for state in held_states(list(roots))} if is_run else set()
-    is_new = lambda value: is_run and any(id(state) not in known for state in held_states([value]))
+    earlier_ids = {id(state) for state in held_states(list(roots))} if is_run else set()
+    is_new = lambda value: is_run and any(id(state) not in earlier_ids for state in held_states([value]))
     try:
         with contextlib.nullcontext() if is_run else inspecting():
             yield
@@ -283,8 +283,8 @@ def _attributes(obj: Any) -> dict[str, Any] | None:
     """The attributes of an instance; None without a ``__dict__``, and for modules and classes, which are no part of a
     model.
 
-    Those of a state that its library sets, such as its value, are left out: frames restore them, to the tracers of the
-    enclosing calls.
+    Attributes of a state that its library sets, such as its value, are left out: frames restore them, to the tracers of
+    the enclosing calls.
     """
     if isinstance(obj, (type, types.ModuleType)):
         return None
