@@ -72,11 +72,10 @@ class Selecting(Policy):
     missing: str = dataclasses.field(default="raise", kw_only=True)
 
     def __post_init__(self) -> None:
-        known = ("raise", "warn", "ignore")
-        if self.missing not in known:
-            raise PolicyError(
-                f"missing= must be 'raise', 'warn' or 'ignore', got {self.missing!r}.{suggestion(self.missing, known)}"
-            )
+        choices = ("raise", "warn", "ignore")
+        if self.missing not in choices:
+            hint = suggestion(self.missing, choices)
+            raise PolicyError(f"missing= must be 'raise', 'warn' or 'ignore', got {self.missing!r}.{hint}")
 
     @property
     def _option(self) -> str:
@@ -231,7 +230,7 @@ class States(Selecting):
 
 @dataclasses.dataclass(frozen=True)
 class _Applied:
-    """Stands for a filter that has been applied to the states, the `index`-th of a policy."""
+    """Placeholder for a filter that has been applied to the states, the `index`-th of a policy."""
 
     index: int
     text: str = dataclasses.field(compare=False)

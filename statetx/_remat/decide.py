@@ -66,16 +66,16 @@ def apply(
     return _with_inputs(jaxpr, jax_policy, labels)
 
 
-def refuse_effects(jaxpr: Jaxpr, caller: str, when: str, outside: str) -> None:
+def refuse_effects(jaxpr: Jaxpr, caller: str, when: str, scope: str) -> None:
     """Raise if equations that may run again have effects that must not be repeated.
 
     Args:
-        caller, when, outside: who calls them, when they run again, and what to call them outside of, for the message.
+        caller, when, scope: who calls them, when they run again, and what to call them outside of, for the message.
     """
     for callback, place in _jax.forbidden_effects(jaxpr):
         raise EffectError(
             f"{caller} calls {callback} at {place}, a host callback with effects, which would run again when {when}.\n"
-            f"Fix: call it outside {outside}, or use jax.pure_callback if it only computes, or jax.debug.callback if "
+            f"Fix: call it outside {scope}, or use jax.pure_callback if it only computes, or jax.debug.callback if "
             f"it may run twice."
         )
 

@@ -31,9 +31,9 @@ class Disk(Strategy):
     """Store carries in memory and on disk: gradients of a loop longer than memory, which resume after a kill.
 
     The loop is driven from the host, in segments that are compiled: call the gradient where nothing is traced, as
-    ``statetx.value_and_grad(loss)(...)``, not in a jitted function. Values, states and gradients are those of the plain
-    loop, in the order of its operations; they may differ in rounding, as XLA compiles segments and not the loop. A loop
-    that is not differentiated is the plain one, and stores nothing.
+    ``statetx.value_and_grad(loss)(...)``, not in a jitted function. Values, states and gradients are the plain
+    loop's, in the order of its operations; they may differ in rounding, as XLA compiles segments and not the loop. A
+    loop that is not differentiated is the plain one, and stores nothing.
 
     If the process is killed, repeat the call: with the same program and arguments it resumes from `path`, and gives the
     bits of a call that was not killed. A store of an unfinished call refuses other calls; one that is done is replaced.
@@ -46,7 +46,7 @@ class Disk(Strategy):
             host's memory. Files hold those that the schedule wants beyond.
         limit: the size of all files, as ``"200GiB"``; None for no limit.
         checkpoint: how to store less within a segment: a strategy, or a short form of one, as in `scan`.
-        save_every: seconds between files that a killed run resumes from, beside those of the schedule.
+        save_every: seconds between files that a killed run resumes from, beside the schedule's.
         costs: the times to write and to read a carry, in runs of a segment; measured once by default.
 
     Memory:
@@ -187,7 +187,7 @@ class LoopOnDisk(DifferentiableLoop):
         carry, _, cts, outs, of_xs = self.sizes(diff_indices)
         options, num_files = self.options, None
         if options.limit is not None:
-            # Outputs, the last carry, two to resume from, and cotangents; what is replaced is there twice.
+            # Outputs, the last carry, two to resume from, and cotangents; a file exists twice while it is replaced.
             fixed = outs + 5 * carry + 2 * (cts + of_xs) + _OVERHEAD * self.segments.num
             if options.limit < fixed:
                 raise PolicyError(

@@ -48,10 +48,9 @@ class Segments:
         return carry, ys, checksum(carry)
 
     def pull(self, segment: int, diff_indices: tuple[int, ...], *args: Any) -> tuple:
-        """``(constants, carry, xs, cotangents, those of ys) ->`` cotangents of constants, of the carry, and of the
-        segment's xs.
+        """``(constants, carry, xs, cts, of_ys) ->`` cotangents of constants, of the carry, and of the segment's xs.
 
-        Cotangents are of what is differentiated, those of ys by number.
+        `cts` are of the differentiated constants and carry, `of_ys` of the ys, by number.
         """
         return self.pull_program(self.num_steps(segment), diff_indices, self.place(segment), *args)
 
@@ -109,10 +108,10 @@ def _with_tangents_in_carry(step: LoopStep, diff_constants: list[int]) -> Callab
     num_copies, num_carry = len(diff_constants), len(diff_constants) + step.num_carry
 
     def body(*values: Any) -> list[Any]:
-        constants, rest = list(values[: step.num_constants]), values[step.num_constants :]
-        copies, rest = rest[:num_copies], rest[num_copies:]
-        moved = [_jax.with_tangent_of(x, constants[i]) for x, i in zip(copies, diff_constants, strict=True)]
-        return [*copies, *step.body((), *replaced(constants, diff_constants, moved), *rest)]
+        first_carry = step.num_constants + num_copies
+        constants, copies = list(values[: step.num_constants]), values[step.num_constants : first_carry]
+        with_tangents = [_jax.with_tangent_of(x, constants[i]) for x, i in zip(copies, diff_constants, strict=True)]
+        return [*copies, *step.body((), *replaced(constants, diff_constants, with_tangents), *values[first_carry:])]
 
     copy_avals = [step.constant_avals[i] for i in diff_constants]
     avals = [*step.constant_avals, *copy_avals, *step.avals, *step.x_avals]

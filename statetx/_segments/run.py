@@ -1,4 +1,4 @@
-"""One gradient of a loop in segments: run it forward, reverse it, and resume what a killed process has left."""
+"""One gradient of a loop in segments: run forward, reversed, resumed after a kill."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ class Trail:
     def resume(self, store: Store, kind: str) -> tuple[int, list | None]:
         """Take over the pieces. Returns the last position in files of `kind` that they reach, and its arrays."""
         for first, end in store.names(self.kind):
-            found = store.read(f"{self.kind}-{first}-{end}") if first == self.num_saved else None
-            if found:
-                num = len(found) // (end - first)
-                self.items += [found[i * num : (i + 1) * num] for i in range(end - first)]
+            arrays = store.read(f"{self.kind}-{first}-{end}") if first == self.num_saved else None
+            if arrays:
+                num = len(arrays) // (end - first)
+                self.items += [arrays[i * num : (i + 1) * num] for i in range(end - first)]
                 self.num_saved = end
         for (position,) in reversed(store.names(kind)):
-            found = store.read(f"{kind}-{position}") if position <= self.num_saved else None
-            if found is not None:
-                return position, found
+            arrays = store.read(f"{kind}-{position}") if position <= self.num_saved else None
+            if arrays is not None:
+                return position, arrays
         return 0, None
 
 
 def _joined(parts: Sequence[list], is_reversed: bool, avals: Sequence[Any]) -> list[Any]:
-    """The arrays of the whole loop from those of its segments."""
-    whole = [jnp.concatenate(x) for x in zip(*parts[:: -1 if is_reversed else 1], strict=True)]
-    return as_types(to_keys(whole, avals), avals)
+    """Concatenate the arrays of segments to the whole loop's."""
+    arrays = [jnp.concatenate(x) for x in zip(*parts[:: -1 if is_reversed else 1], strict=True)]
+    return as_types(to_keys(arrays, avals), avals)
 
 
 class SegmentedRun:
@@ -84,8 +84,8 @@ class SegmentedRun:
         stored: the tiers of the stored carries, by the number of segments before them; `memory` has those in memory.
         carry: at hand.
         outs: of each segment that has run the checksum of its last carry and, in the sweep, its ys.
-        pulled: of each segment that was reversed cotangents of xs; None in the sweep. `cts` are those of the constants
-            and of the carry.
+        pulled: of each segment that was reversed cotangents of xs; None in the sweep.
+        cts: cotangents of the constants, and of the carry.
     """
 
     def __init__(self, loop: Any, primals: tuple, diff_indices: tuple[int, ...]):
@@ -120,10 +120,10 @@ class SegmentedRun:
         """Let the file of this name have the facts. If it had others, files of these kinds are removed.
 
         Raises:
-            CheckpointError: it has those of another call, which is not done.
+            CheckpointError: it has the facts of another call, which is not done.
         """
-        found = store.read(name)
-        about = json.loads(found[0].tobytes()) if found else {}
+        content = store.read(name)
+        about = json.loads(content[0].tobytes()) if content else {}
         changed = [k for k in facts | about if facts.get(k) != about.get(k)]
         if about and changed and (about["segments"],) not in store.names("ct"):
             raise CheckpointError(
@@ -139,7 +139,7 @@ class SegmentedRun:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """What the results depend on, by the name that a message has for it."""
+        """Everything that the results depend on, by its name in messages."""
         kinds = {"constant": self.constants, "carry or state": self.init, "xs": self.xs}
         program = self.segments.advance_program.lower(self.segments.num_steps(0), 0, self.constants, self.init, self.xs)
         device, jaxlib = current.local_device(), importlib.metadata.version("jaxlib")
@@ -183,16 +183,16 @@ class SegmentedRun:
 
     def load(self, store: Store, position: int) -> None:
         """Take a stored carry; forget it if it is damaged."""
-        found = self.memory.get(position) or (store.read(f"carry-{position}") if position else None)
-        if found is not None:
-            self.carry = self.restored(found, self.init)
+        arrays = self.memory.get(position) or (store.read(f"carry-{position}") if position else None)
+        if arrays is not None:
+            self.carry = self.restored(arrays, self.init)
         elif position:
             del self.stored[position]
         else:
             self.carry = self.init
 
     def restored(self, arrays: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-        """Values where those of `like` were put, of their types: elsewhere JAX would compile other programs."""
+        """Values of the types and on the devices of `like`: for others JAX would compile other programs."""
         avals = [_jax.abstract(x) for x in like]
         values = zip(to_keys([jnp.asarray(x) for x in arrays], avals), like, strict=True)
         placed = [jax.device_put(x, y.sharding) if getattr(y, "committed", False) else x for x, y in values]
@@ -203,9 +203,9 @@ class SegmentedRun:
     def forward(self) -> tuple[list, list]:
         """The last carry, and the ys of all steps."""
         with self.opened() as store:
-            start, found = self.outs.resume(store, "carry")
-            if found is not None:
-                self.carry = self.restored(found, self.init)
+            start, arrays = self.outs.resume(store, "carry")
+            if arrays is not None:
+                self.carry = self.restored(arrays, self.init)
                 self.stored = {0: DISK, **{p: DISK for (p,) in store.names("carry") if 0 < p <= start and p < self.num}}
             if start < self.num:
                 self.perform(store, start)
@@ -216,14 +216,14 @@ class SegmentedRun:
         return as_types(carry, self.step.avals), ys
 
     def reverse(self, cts: Sequence[Any]) -> list[Any]:
-        """The cotangents of the differentiated arguments, from those of the float outputs, of which None is zero."""
+        """The cotangents of the differentiated arguments, from cotangents of the float outputs; None for a zero one."""
         step = self.step
         diff_constants, diff_carry, diff_xs = step.sorted_indices(self.diff_indices)
         floats = [i for i, aval in enumerate([*step.avals, *step.y_avals]) if is_float(aval)]
-        given = {i: ct for i, ct in zip(floats, cts, strict=True) if ct is not None}
-        of_carry = [given.get(i, jnp.zeros_like(self.init[i])) for i in diff_carry]
+        ct_of = {i: ct for i, ct in zip(floats, cts, strict=True) if ct is not None}
+        of_carry = [ct_of.get(i, jnp.zeros_like(self.init[i])) for i in diff_carry]
         self.cts = [[jnp.zeros_like(self.constants[i]) for i in diff_constants], of_carry]
-        self.of_ys = {i - step.num_carry: ct for i, ct in given.items() if i >= step.num_carry}
+        self.of_ys = {i - step.num_carry: ct for i, ct in ct_of.items() if i >= step.num_carry}
         num = self.segments.num_steps(0)
         program = self.segments.pull_program.lower(
             num, self.diff_indices, 0, self.constants, self.init, self.xs, self.cts, self.of_ys
@@ -233,9 +233,9 @@ class SegmentedRun:
             self.pulled = Trail("xs")
             loss = {"the cotangents of its results: another loss follows it": key, "segments": self.num}
             self.claim(store, "loss", loss, "ct", "xs")
-            done, found = self.pulled.resume(store, "ct")
-            if found is not None:
-                restored = self.restored(found, [x for cts in self.cts for x in cts])
+            done, arrays = self.pulled.resume(store, "ct")
+            if arrays is not None:
+                restored = self.restored(arrays, [x for cts in self.cts for x in cts])
                 self.cts = [restored[: len(diff_constants)], restored[len(diff_constants) :]]
             self.stored = {p: tier for p, tier in self.stored.items() if p < self.num - done} or {0: DISK}
             if done < self.num:
@@ -247,18 +247,18 @@ class SegmentedRun:
         return [*self.cts[0], *(of_carry[i - first] for i in self.diff_indices if first <= i < last), *of_xs]
 
     def perform(self, store: Store, position: int) -> None:
-        """Run what is left of a pass."""
+        """Run the remaining actions of a pass."""
         is_sweep, sweep, reversal = self.pulled is None, self.schedule.sweep, self.schedule.reversal
         ahead = dict(self.stored)
         actions = [*(sweep(position, ahead) if is_sweep else ()), *reversal(self.num if is_sweep else position, ahead)]
-        left = sum(a.end - a.start if isinstance(a, Advance) else _PULL * isinstance(a, Reverse) for a in actions)
+        num_runs = sum(a.end - a.start if isinstance(a, Advance) else _PULL * isinstance(a, Reverse) for a in actions)
         num, began = 0, time.monotonic()
 
         def note(runs: int, position: int) -> None:
             """Show the progress, and save it if it is time to."""
             nonlocal num
             num += runs
-            seconds = (time.monotonic() - began) / num * max(0, left - num)
+            seconds = (time.monotonic() - began) / num * max(0, num_runs - num)
             steps = min(position * self.segments.length, self.step.length)
             way, size = "forward" if is_sweep else "backward", format_bytes(store.num_bytes)
             show(f"{way}, step {steps:,} of {self.step.length:,}, {size} on disk, {seconds:.0f} s left")

@@ -69,7 +69,8 @@ class Moment(NamedTuple):
 
     Attributes:
         device: the loop's argument, the stored ones, the one at hand, and the next one.
-        cotangents: those that segments pass on; `given` are of the loop's results, which the caller holds.
+        cotangents: that segments pass on.
+        output_cotangents: of the loop's outputs, which the caller holds.
     """
 
     action: Advance | Reverse
@@ -77,15 +78,15 @@ class Moment(NamedTuple):
     host: int
     disk: int
     cotangents: int
-    given: int
+    output_cotangents: int
 
 
 def runs_of(moments: Iterable[Moment], length: int, segment: int, of_pull: Callable[[int], float]) -> float:
     """Runs of the step of a loop of `length` steps; `of_pull` says how many a pull-back takes."""
     num = lambda n: min(segment, length - n * segment)
     actions = [moment.action for moment in moments]
-    moved = sum(num(n) for a in actions if isinstance(a, Advance) for n in range(a.start, a.end))
-    return moved + sum(of_pull(num(a.position)) for a in actions if isinstance(a, Reverse))
+    num_advanced = sum(num(n) for a in actions if isinstance(a, Advance) for n in range(a.start, a.end))
+    return num_advanced + sum(of_pull(num(a.position)) for a in actions if isinstance(a, Reverse))
 
 
 def jump_in_memory(length: int, slots: int) -> int:
@@ -130,8 +131,8 @@ class TierSchedule:
         # The right part has a file less, unless there are always enough: then one row serves all.
         rows, right_rows = (slice(0, 1), slice(0, 1)) if self.files is None else (slice(1, None), slice(0, -1))
         for n in range(2, self.length + 1):
-            right, left = self._at_hand[right_rows, n - 1 : 0 : -1], self._on_disk[rows, 1:n]
-            costs = np.arange(1, n) + right + self.read + left
+            right_costs, left_costs = self._at_hand[right_rows, n - 1 : 0 : -1], self._on_disk[rows, 1:n]
+            costs = np.arange(1, n) + right_costs + self.read + left_costs
             jumps = costs.argmin(axis=1) + 1 if costs.size else np.zeros(0, np.int32)
             least = np.minimum(self._memory[n], costs.min(axis=1, initial=np.inf))
             self._jumps[rows, n] = np.where(least < self._memory[n], jumps, 0)

@@ -45,7 +45,7 @@ class Store:
         limit: of the bytes of all files together; None for none.
 
     Attributes:
-        owner: files belong to the run of this name; those of others count as damaged.
+        owner: the name of the run; files of another run count as damaged.
         waited: seconds that the computation has waited for the disk.
 
     Raises:
@@ -102,16 +102,16 @@ class Store:
         """
         self._submit(self._write, name, list(arrays))
 
-    def prune(self, kind: str, kept: Sequence[int]) -> None:
+    def prune(self, kind: str, kept_numbers: Sequence[int]) -> None:
         """Remove all files of a kind but those with these numbers, once the writes before are done."""
-        self._submit(self._prune, kind, set(kept))
+        self._submit(self._prune, kind, set(kept_numbers))
 
     def _submit(self, fun: Callable, *args: Any) -> None:
         self._pending.append(self._thread.submit(self._run, fun, *args))
         self.flush(2)  # at most so many carries wait in memory
 
     def _run(self, fun: Callable, *args: Any) -> None:
-        if self._failure is not None:  # what was to be replaced by a file that is not there must stay
+        if self._failure is not None:  # the old file must stay if its replacement is missing
             raise self._failure
         try:
             fun(*args)
@@ -120,7 +120,7 @@ class Store:
             raise
 
     def flush(self, pending: int = 0) -> None:
-        """Wait until no more than `pending` operations are left; raise what one before has raised."""
+        """Wait until no more than `pending` operations are left; raise the error of an earlier one."""
         start = time.perf_counter()
         while len(self._pending) > pending:
             self._pending.popleft().result()
@@ -144,9 +144,9 @@ class Store:
             raise self._unwritable(e) from e
         self.sizes[file] = size
 
-    def _prune(self, kind: str, kept: set[int]) -> None:
+    def _prune(self, kind: str, kept_numbers: set[int]) -> None:
         for numbers in self.names(kind):
-            if not kept.intersection(numbers[:1]):
+            if not kept_numbers.intersection(numbers[:1]):
                 self._remove("-".join(map(str, (kind, *numbers))) + ".arrays")
 
     def _remove(self, file: str) -> None:

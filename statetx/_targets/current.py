@@ -33,7 +33,7 @@ def target(device: Target | str | os.PathLike[str] | None, /) -> Block[Target | 
     Inside, `plan`, `measure`, `memory_report`, `memory_profile`, `explain_oom`, `loop_report`, `max_batch`,
     `microbatch` with ``budget=`` and `saved_residuals` compile for the target, and what depends on the device is chosen
     for it. Arrays stay where they are, and what runs, runs here. Also a decorator of a function. A block belongs to its
-    thread, as those of JAX do: a coroutine does not wait inside of one.
+    thread, as JAX's do: a coroutine does not wait inside of one.
 
     Args:
         device: a `Target`, the name of one, or None for the devices of this machine.

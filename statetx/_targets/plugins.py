@@ -293,7 +293,7 @@ def _tpu_devices(spec: Tpu, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _without_host() -> Iterator[None]:
-    """Tell libtpu that this is no host of a TPU: it would ask the network, and print what it misses."""
+    """Tell libtpu that this is no host of a TPU: it would ask the network, and print errors."""
     # A TPU belongs to one process, and libtpu locks a file. Without a TPU any number of processes compile.
     with (
         _variable("ALLOW_MULTIPLE_LIBTPU_LOAD"),
@@ -307,7 +307,7 @@ def _without_host() -> Iterator[None]:
 
 
 class _KernelFiles:
-    """The files in which XLA:GPU keeps the kernels of one process; they go when it ends."""
+    """XLA:GPU's files with the kernels of one process; they go when it ends."""
 
     def __init__(self, process: int):
         self._folder = tempfile.mkdtemp(prefix="statetx-kernels-")

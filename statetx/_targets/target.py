@@ -332,7 +332,7 @@ _AMOUNTS = (r"(?P<name>.+?)[\s*x-]+(?P<num>[0-9]+)", r"(?P<num>[0-9]+)[\s*x]+(?P
 
 
 def _nearest_name(text: str) -> str:
-    """The name of the table that a misspelt one may stand for, with its number of devices; "" if none is near."""
+    """The name in the table that is nearest to a misspelt one, with its number of devices; "" if none is near."""
     text = text.strip()[:_LONGEST_NAME]
     for pattern in _AMOUNTS:
         match = re.fullmatch(pattern, text.lower())
@@ -340,12 +340,12 @@ def _nearest_name(text: str) -> str:
         # In names of clouds the number after a TPU counts cores.
         if match and name and isinstance(table()[name], Gpu) and 0 < int(match["num"]) <= _MOST_DEVICES:
             return f"{name}:{int(match['num'])}"
-    given = _letters(text)
+    text_letters = _letters(text)
     names = {_letters(written): name for name, spec in table().items() for written in (name, spec.kind)}
-    longer = next((name for letters, name in names.items() if given and letters.startswith(given)), "")
-    within = max((letters for letters in names if letters in given), key=len, default="")
-    close = difflib.get_close_matches(given, names, 1)
-    return longer or names.get(within, names.get(close[0], "") if close else "")
+    longer = next((name for letters, name in names.items() if text_letters and letters.startswith(text_letters)), "")
+    contained = max((letters for letters in names if letters in text_letters), key=len, default="")
+    close = difflib.get_close_matches(text_letters, names, 1)
+    return longer or names.get(contained, names.get(close[0], "") if close else "")
 
 
 def _letters(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What is compared with a step, and with which arguments: plain functions, gradients, numbers in place of types."""
+"""Sides of a comparison of steps: plain functions, gradients, numbers in place of types."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
 def pulled_back(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
     """The output and new values of a functionalized function, and a gradient for each float among its inputs."""
     floats, static = partition((values, args, kwargs), is_float)
-    rest: Any = None
+    part: Any = None
 
     def differentiated(*floats: Any) -> tuple[list[Any], list[Any]]:
-        nonlocal rest
+        nonlocal part
         values, args, kwargs = static.combine(floats)
         result = pure(values, *args, **kwargs)
-        arrays, rest = partition(result, is_array_or_type)
+        arrays, part = partition(result, is_array_or_type)
         return partition(result[0], is_float)[0], arrays
 
     leaves, pullback, arrays = jax.vjp(differentiated, *floats, has_aux=True)
     # Cotangents differ between entries, so that swapped ones show.
     types = map(jax.typeof, leaves)
     cts = [jnp.cos(jnp.arange(t.size, dtype=t.dtype)).reshape(t.shape) for t in types]
-    return *rest.combine(arrays), pullback(cts)
+    return *part.combine(arrays), pullback(cts)
 
 
 def filled(tree: Any) -> Any:

@@ -31,12 +31,12 @@ class Mismatch(NamedTuple):
 
 def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Mismatch]:
     """The results that are not equal bit for bit, in the order of `expected`; NaN equals NaN."""
-    found = {name: Mismatch(": only one of them has it") for name in actual if name not in expected}
+    mismatches = {name: Mismatch(": only one of them has it") for name in actual if name not in expected}
     for name, b in expected.items():
         difference = _difference(actual[name], b) if name in actual else Mismatch(": only one of them has it")
         if difference is not None:
-            found[name] = difference
-    return found
+            mismatches[name] = difference
+    return mismatches
 
 
 def _difference(a: Any, b: Any) -> Mismatch | None:

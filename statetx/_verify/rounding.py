@@ -1,4 +1,4 @@
-"""What a program rounds: compiled with other fusions, and run from inputs that differ by a unit in the last place."""
+"""Rounding of a program: measured with other fusions, and from inputs that differ by a unit in the last place."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _OTHER_FUSIONS: dict[str, Any] = {
 @functools.cache
 def other_fusions() -> dict[str, Any]:
     """Options that let XLA fuse and round otherwise, as far as the backend knows them."""
-    known = {}
+    options = {}
     for name, value in _OTHER_FUSIONS.items():
         with contextlib.suppress(Exception):
             jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={name: value})
-            known[name] = value
-    return known
+            options[name] = value
+    return options
 
 
 def as_double(x: Any) -> Any:
@@ -60,5 +60,5 @@ def nudged(x: Any, draw: np.random.Generator, unit: float) -> Any:
 
 def largest(*measured: Mapping[str, Mismatch]) -> dict[str, Mismatch]:
     """Of each result the largest difference."""
-    names = {name for found in measured for name in found}
+    names = {name for results in measured for name in results}
     return {name: max((d[name] for d in measured if name in d), key=lambda d: d.error) for name in names}

@@ -28,8 +28,8 @@ from .results import Mismatch, differences
 from .rounding import as_double, largest, largest_unit, nudged, other_fusions, unit_of
 from .values import Node, Recording, first_unstable, first_values
 
-_FACTOR = 16  # by which rounding may exceed what was measured of it
-_NUM_NUDGED = 3  # runs that measure what becomes of rounding, such as that of gradients which are zero but for it
+_FACTOR = 16  # times the measured rounding: more is a fault
+_NUM_NUDGED = 3  # runs that measure how rounding grows, as in gradients which are zero but for it
 _DOUBLE = 1e-11  # relative; rounding in float64 is far below, a fault far above
 
 
@@ -45,8 +45,8 @@ class SameStep:
         line: where in the step the first value that differs is computed, or the state is written: ``file:line``.
         reference_line: the same in the reference.
         error: the largest difference of an entry, relative to the largest entry of its array.
-        rounding: what the reference itself differs by with other fusions, and with inputs that differ by a unit in the
-            last place; None if it was not needed.
+        rounding: the same error of the reference itself, with other fusions, and with inputs that differ by a unit in
+            the last place; None if it was not needed.
         double_error: the largest relative difference in float64; None if it was not needed or is not possible.
         double_problem: why it is not possible; empty otherwise.
     """
@@ -166,17 +166,17 @@ class _Side:
                 e.add_note(f"Raised while statetx compared {self.name} with another step; all states are as before.")
                 raise
             created = self._created_states() if creates else {}
-        if left := self._new(self.fun) if creates else {}:
+        if new_states := self._new(self.fun) if creates else {}:
             raise FunctionError(
                 f"{self.name} creates a state that a list, a dict or a global variable holds after the call, "
-                f"{next(iter(left))!r}, so there is nothing to begin both from.\nFix: create the state outside, and "
-                "reset its value in the step; or assign it to an attribute of an object."
+                f"{next(iter(new_states))!r}, so there is nothing to begin both from.\nFix: create the state outside, "
+                "and reset its value in the step; or assign it to an attribute of an object."
             )
         results = {f"output{path}": x for path, x in _leaves(out)}
         self._output_names = [name for name, x in results.items() if is_array(x)]
         leaves = {_of_state(path): _leaves(_value(state)) for path, state in {**created, **states}.items()}
-        self._state_keys = {path: [key for key, x in found if is_array(x)] for path, found in leaves.items()}
-        return results | {path + key: x for path, found in leaves.items() for key, x in found}
+        self._state_keys = {path: [key for key, x in items if is_array(x)] for path, items in leaves.items()}
+        return results | {path + key: x for path, items in leaves.items() for key, x in items}
 
     def _created_states(self) -> dict[str, Any]:
         """The states that a call has created, by the path from the reference where that has them, too."""
@@ -187,8 +187,8 @@ class _Side:
 
     def _new(self, fun: Callable) -> dict[str, Any]:
         """The states that a function reaches now and `fun` of this side did not before its calls, by path."""
-        before = {*map(id, self.paths.items().values())}
-        return {p: x for p, x in Paths(fun, self.args, self.kwargs).items().items() if id(x) not in before}
+        earlier_ids = {*map(id, self.paths.items().values())}
+        return {p: x for p, x in Paths(fun, self.args, self.kwargs).items().items() if id(x) not in earlier_ids}
 
     def evaluate(
         self, states: Mapping[str, Any], *, is_double: bool, options: Mapping[str, Any], num_nudged: int = 0
@@ -196,7 +196,7 @@ class _Side:
         """Compile the equations with these options, and run them; the results by the names that `run` gives.
 
         Then run them from inputs that differ by a unit in the last place, some times: of the narrowest floats that are
-        computed, since what is narrow rounds smaller ones away. The results of a run are made when they are asked for.
+        computed, which round smaller differences away. The results of a run are made when they are asked for.
         """
         traced, arrays = self.equations(is_double)
         inputs = [*traced.body.operands, *arrays]
@@ -228,7 +228,7 @@ class _Side:
 
 
 class _Sides:
-    """Both sides, step by step; `report` is what is found.
+    """Both sides, step by step; `report` is the result.
 
     Attributes:
         pairs: by path, each state of the reference with the step's.
@@ -245,35 +245,35 @@ class _Sides:
         self._counts = [_callbacks(side.traced.body.jaxpr) for side in self._sides]
         for n in range(1, steps + 1):
             expected = self._run(0)
-            after = {path: _value(state) for path, state in self._states[0].items()}
-            found = differences(self._run(1), expected)
+            end_values = {path: _value(state) for path, state in self._states[0].items()}
+            mismatches = differences(self._run(1), expected)
             self.report.steps, self.report.num_results = n, len(expected)
-            if found:
-                self._judge(found, expected)
+            if mismatches:
+                self._judge(mismatches, expected)
             if not self.report.problem and self._counts[0] != self._counts[1]:
                 self._fail("", f"calls to the host differ: {_counts_str(*self._counts)}.")
             if self.report.problem:
                 return
-            self._start = after
+            self._start = end_values
 
     def _run(self, n: int) -> dict[str, Any]:
         return self._sides[n].run(self._start, self._states[n])
 
     # -- differences ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, found: Mapping[str, Mismatch], expected: Mapping[str, Any]) -> None:
+    def _judge(self, mismatches: Mapping[str, Mismatch], expected: Mapping[str, Any]) -> None:
         for n, side in enumerate(self._sides):
             _store(self._states[n], self._start)
             side.trace()
         if self._is_unstable(expected):
             return
-        self.report.error = max([self.report.error, *(d.relative for d in found.values())])
+        self.report.error = max([self.report.error, *(d.relative for d in mismatches.values())])
         writes = self._different_writes()
         if self._tolerance is not None:
-            faults = {name: d for name, d in found.items() if not d.relative <= self._tolerance}
+            faults = {name: d for name, d in mismatches.items() if not d.relative <= self._tolerance}
             is_double = False
         else:
-            faults, is_double = self._beyond_rounding(found, expected)
+            faults, is_double = self._beyond_rounding(mismatches, expected)
             writes = [] if self.report.double_error is not None else writes
         if not faults and not writes:
             return
@@ -290,15 +290,15 @@ class _Sides:
         self.report.problem = f"{self.report.name} is not the same step as {self.report.reference}: {text}"
 
     def _beyond_rounding(
-        self, found: Mapping[str, Mismatch], expected: Mapping[str, Any]
+        self, mismatches: Mapping[str, Mismatch], expected: Mapping[str, Any]
     ) -> tuple[dict[str, Mismatch], bool]:
         """The differences that are not rounding, and whether they show in float64."""
         reference, step = self._sides
         rounding, typical = self._rounding(expected)
 
         def is_within(name: str, d: Mismatch, measured: Mapping[str, Mismatch], least: float) -> bool:
-            own = measured[name].error if name in measured else 0.0
-            return d.error <= _FACTOR * own or d.error <= least * d.scale
+            rounding_error = measured[name].error if name in measured else 0.0
+            return d.error <= _FACTOR * rounding_error or d.error <= least * d.scale
 
         double: dict[str, Mismatch] | None = None
         with jax.enable_x64(True):
@@ -306,35 +306,35 @@ class _Sides:
                 near = reference.evaluate(
                     self._states[0], is_double=True, options=other_fusions(), num_nudged=_NUM_NUDGED
                 )
-                other = next(near)
-                measured = largest(*map(lambda x: differences(x, other), near))
+                unfused = next(near)
+                measured = largest(*map(lambda x: differences(x, unfused), near))
                 actual = next(step.evaluate(self._states[1], is_double=True, options=other_fusions()))
             except (TypeError, ValueError) as e:  # its own types do not fit to float64
                 self.report.double_problem = str(e).strip().partition("\n")[0].rstrip(":.")
             else:
-                double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
+                double = {n: d for n, d in differences(actual, unfused).items() if n in unfused and n in actual}
                 # It may compute parts in fewer bits all the same, and results, too.
-                least = {n: max(_DOUBLE, _FACTOR * unit_of(x)) for n, x in other.items()}
+                least = {n: max(_DOUBLE, _FACTOR * unit_of(x)) for n, x in unfused.items()}
                 if faults := {n: d for n, d in double.items() if not is_within(n, d, measured, least[n])}:
                     exact = next(reference.evaluate(self._states[0], is_double=True, options={}))
-                    measured = largest(measured, differences(other, exact))
+                    measured = largest(measured, differences(unfused, exact))
                     faults = {n: d for n, d in faults.items() if not is_within(n, d, measured, least[n])}
                 self.report.double_error = max((d.relative for d in double.values()), default=0.0)
                 if faults:
-                    return {n: found.get(n, faults[n]) for n in [*found, *faults] if n in faults}, True
+                    return {n: mismatches.get(n, faults[n]) for n in [*mismatches, *faults] if n in faults}, True
         factor = _FACTOR if double is None else _FACTOR**2
-        least = {n: factor * max(typical, 4 * unit_of(expected[n])) for n in found}
-        return {n: d for n, d in found.items() if not is_within(n, d, rounding, least[n])}, False
+        least = {n: factor * max(typical, 4 * unit_of(expected[n])) for n in mismatches}
+        return {n: d for n, d in mismatches.items() if not is_within(n, d, rounding, least[n])}, False
 
     def _rounding(self, expected: Mapping[str, Any]) -> tuple[dict[str, Mismatch], float]:
-        """What the reference differs by with other roundings, and with other fusions at the median."""
+        """Differences of the reference with other roundings, and their median with other fusions."""
         near = self._sides[0].evaluate(
             self._states[0], is_double=False, options=other_fusions(), num_nudged=_NUM_NUDGED
         )
-        other = next(near)
-        rounding = differences(other, {name: x for name, x in expected.items() if name in other})
-        typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in other] or [0.0]))
-        rounding = largest(rounding, *map(lambda x: differences(x, other), near))  # one at a time is in memory
+        unfused = next(near)
+        rounding = differences(unfused, {name: x for name, x in expected.items() if name in unfused})
+        typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in unfused] or [0.0]))
+        rounding = largest(rounding, *map(lambda x: differences(x, unfused), near))  # one at a time is in memory
         self.report.rounding = max([d.relative for d in rounding.values() if np.isfinite(d.error)], default=0.0)
         return rounding, typical
 
@@ -384,9 +384,12 @@ class _Sides:
             path = self.report.result or next((n for n in faults if n.startswith("state")), "")
             for p, states in self.pairs.items():
                 if any(f.startswith(_of_state(p)) for f in faults):
-                    there, here = (of_side.get(id(s), "") for of_side, s in zip(sites, states, strict=True))
-                    self.report.line, self.report.reference_line = here or there, there
-                    return [f"All its values occur in both; {path or _of_state(p)} is written at {here or 'no line'}."]
+                    reference_site, step_site = (
+                        of_side.get(id(s), "") for of_side, s in zip(sites, states, strict=True)
+                    )
+                    self.report.line, self.report.reference_line = step_site or reference_site, reference_site
+                    site = step_site or "no line"
+                    return [f"All its values occur in both; {path or _of_state(p)} is written at {site}."]
             return []
         second = second or first
         self.report.line, self.report.reference_line = (first or second).line, second.line  # type: ignore[union-attr]
@@ -400,8 +403,8 @@ class _Sides:
             recordings.append(Recording(traced.body, arrays, other_fusions()))
             named.append(side.named(traced, recordings[-1].outputs, states))
         missing = {name: -1 for name in faults}
-        there, here = (missing | of_side for of_side in named)
-        pairs = [(here[name], there[name]) for name in faults]
+        reference_places, step_places = (missing | of_side for of_side in named)
+        pairs = [(step_places[name], reference_places[name]) for name in faults]
         first, second = first_values(recordings[1], recordings[0], pairs, 1e-10 if is_double else 1e-6)
         if pairs and first is None and second is None and faults[0].startswith("output") and min(pairs[0]) >= 0:
             # All values occur in both: another one is returned.
@@ -414,7 +417,7 @@ class _Sides:
 
 
 def _paired(reference: _Side, step: _Side) -> dict[str, tuple[Any, Any]]:
-    """By path, each state that either touches: one object of both, or those of equal paths."""
+    """By path, each state that either touches: one object of both, or two of equal paths."""
     of_reference, of_step = reference.states(), step.states()
     pairs: dict[str, tuple[Any, Any]] = {}
     for key, (path, state) in of_reference.items():
@@ -422,8 +425,8 @@ def _paired(reference: _Side, step: _Side) -> dict[str, tuple[Any, Any]]:
     seen = {id(x) for pair in pairs.values() for x in pair}
     for path, state in of_step.values():
         if id(state) not in seen:
-            there = _named(path, reference.paths.items(), state)
-            pairs[f"{path} of {step.name}" if path in pairs else path] = there, state
+            reference_state = _named(path, reference.paths.items(), state)
+            pairs[f"{path} of {step.name}" if path in pairs else path] = reference_state, state
     return pairs
 
 
@@ -434,8 +437,8 @@ def _named(path: str, states: Mapping[str, Any], like: Any) -> Any:
     if path in states:
         return states[path]
     ends = lambda longer, end: f".{longer}".endswith(f".{end}")
-    found = [x for p, x in states.items() if type(x) is type(like) and (ends(p, path) or ends(path, p))]
-    return found[0] if len(found) == 1 else like
+    candidates = [x for p, x in states.items() if type(x) is type(like) and (ends(p, path) or ends(path, p))]
+    return candidates[0] if len(candidates) == 1 else like
 
 
 @contextlib.contextmanager

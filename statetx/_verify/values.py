@@ -35,7 +35,7 @@ class Node:
         eqn: its equation; None for inputs and numbers.
         operands: by their places in the list that the node is in.
         projections: see `_projections`; before that axis there is one for each loop. The entries, until it has run.
-        body: of a loop, the values of a turn; `ends` are those of the results.
+        body, ends: of a loop, the values of a turn, and the places of its results in that list.
         is_found: for each turn, whether the other program has the value.
     """
 

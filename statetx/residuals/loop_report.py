@@ -258,16 +258,18 @@ def _rows_on_disk(note: Differentiated, step: LoopStep) -> Iterator[LoopRow]:
 
 
 def _tiers(moments: Sequence[Moment], sizes: StoredSizes, num: int) -> tuple[Tier, ...]:
-    left, on_disk = num, 0
+    num_left, on_disk = num, 0
     for m in moments:
-        left = m.action.position if isinstance(m.action, Reverse) else left
-        on_disk = max(on_disk, m.disk * sizes.carry + sizes.of_xs * (num - left) // num)
-    of_device = [m.device * sizes.carry + m.cotangents * sizes.cotangents + m.given * sizes.of_carry for m in moments]
+        num_left = m.action.position if isinstance(m.action, Reverse) else num_left
+        on_disk = max(on_disk, m.disk * sizes.carry + sizes.of_xs * (num - num_left) // num)
+    of_device = [
+        m.device * sizes.carry + m.cotangents * sizes.cotangents + m.output_cotangents * sizes.of_carry for m in moments
+    ]
     in_host = max(m.host for m in moments)
     # Beside the carries of the schedule the last one, and cotangents of two segments; or the last ones of the sweep.
     on_disk += sizes.carry + max(sizes.carry, 2 * sizes.cotangents) + sizes.outs
     return (
-        Tier("device", max(m.device + m.cotangents + m.given for m in moments), max(of_device)),
+        Tier("device", max(m.device + m.cotangents + m.output_cotangents for m in moments), max(of_device)),
         Tier("host", in_host, in_host * sizes.carry),
         Tier("disk", max(m.disk for m in moments) + 3, on_disk),
     )
