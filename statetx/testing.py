@@ -61,12 +61,12 @@ def assert_memory(
 
     Args:
         fun: as for `memory_profile`: a function, a jitted one, or a program that is compiled already.
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
+        *args, **kwargs: its arguments; arrays may be given as ``jax.ShapeDtypeStruct``.
         at_most: bytes, or a size such as ``"3GiB"``, of one device: arguments, outputs and temporaries.
         against: the file.
         tolerance: by how much the peak may grow, relative to the file's: ``0.01``, ``"1%"``.
         gradient: as for `memory_profile`.
-        target: a `Target` or the name of one, for which it is compiled; by default the devices of this machine.
+        target: the device to compile for, a `Target` or the name of one; by default the devices of this machine.
 
     Raises:
         AssertionError: it takes more; with the parts of the peak, or those that grew, and the libraries of another
@@ -263,11 +263,11 @@ def assert_same_step(
         *args, **kwargs: their arguments; copies are passed.
         steps: how many steps are compared.
         tolerance: relative to the largest entry of each array; nothing is measured then. As many writes of each state,
-            draws of each key and calls to the host are demanded as the reference has; what a transform of another
-            library writes back is not counted.
+            draws of each key and calls to the host are demanded as the reference has; writes by transforms of
+            other libraries are not counted.
 
     Returns:
-        What was compared and measured; prints as text.
+        The comparison, with its measurements; prints as text.
 
     Raises:
         AssertionError: they are not the same step, or the reference is not deterministic.

@@ -103,9 +103,9 @@ def _listed(names: list[str]) -> Iterator[str]:
     most = max(map(len, names)) + 2
     width = max(text_width() - most - 2, 20)
     for name in names:
-        found = _value_of(name)
-        assert found is not None
-        yield f"  {name.ljust(most)}{textwrap.shorten(_summary(found[0]), width, placeholder='...')}".rstrip()
+        entry = _value_of(name)
+        assert entry is not None
+        yield f"  {name.ljust(most)}{textwrap.shorten(_summary(entry[0]), width, placeholder='...')}".rstrip()
 
 
 def _summary(value: Any) -> str:
@@ -133,14 +133,14 @@ def _found(words: list[str]) -> str:
         raise BadInput(f"help: statetx has no {phrase}.{hint}")
     blocks = [(by_name, _listed(by_name.entries[:_MOST_FOUND])), (by_page, _addresses(by_page.entries[:_MOST_PAGES]))]
     lines = [f"The nearest to {phrase}:"]
-    for found, listed in sorted(blocks, key=lambda block: block[0], reverse=True):
-        if found.num_words:
+    for nearest, listed in sorted(blocks, key=lambda block: block[0], reverse=True):
+        if nearest.num_words:
             lines += ["", *listed]
     return "\n".join(lines)
 
 
 Texts = tuple[str, str, str]
-"""What is looked through, the most telling first."""
+"""The texts to search, the most telling first."""
 
 
 class Found(NamedTuple):
@@ -172,9 +172,9 @@ def _nearest(texts: dict[str, Texts], asked: set[str], phrase: str) -> Found:
 
 def _texts(name: str) -> Texts:
     """A name, the beginning of its docstring, and all of its text."""
-    found = _value_of(name)
-    assert found is not None
-    return name, _summary(found[0]), (inspect.getdoc(found[0]) or "") + section(name)
+    entry = _value_of(name)
+    assert entry is not None
+    return name, _summary(entry[0]), (inspect.getdoc(entry[0]) or "") + section(name)
 
 
 def _pages() -> dict[str, Texts]:
@@ -236,7 +236,7 @@ def _explained(name: str, value: Any) -> str:
 
 
 class _Annotation:
-    """An annotation that prints as it stands in the source, without quotes."""
+    """An annotation that prints like its source, without quotes."""
 
     def __init__(self, annotation: Any):
         self._text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
@@ -248,13 +248,13 @@ class _Annotation:
 def signature(name: str, fun: Any) -> str:
     """The name and the parameters of a function; a line for each parameter if one line of the terminal is too short."""
     try:
-        found = inspect.signature(fun)
+        inspected = inspect.signature(fun)
     except (TypeError, ValueError):  # a builtin
         return f"{name}(...)"
-    bare = lambda annotation: annotation if annotation is found.empty else _Annotation(annotation)
-    parameters = [p.replace(annotation=bare(p.annotation)) for p in found.parameters.values()]
-    returned = bare(found.return_annotation)
-    line = f"{name}{found.replace(parameters=parameters, return_annotation=returned)}"
+    bare = lambda annotation: annotation if annotation is inspected.empty else _Annotation(annotation)
+    parameters = [p.replace(annotation=bare(p.annotation)) for p in inspected.parameters.values()]
+    returned = bare(inspected.return_annotation)
+    line = f"{name}{inspected.replace(parameters=parameters, return_annotation=returned)}"
     if len(line) <= text_width():
         return line
     texts: list[str] = []
@@ -265,7 +265,7 @@ def signature(name: str, fun: Any) -> str:
         texts.append(str(p))
         if p.kind is p.POSITIONAL_ONLY and following is not p.POSITIONAL_ONLY:
             texts.append("/")
-    end = "" if returned is found.empty else f" -> {returned!r}"
+    end = "" if returned is inspected.empty else f" -> {returned!r}"
     return "\n".join([f"{name}(", *(f"    {text}," for text in texts), f"){end}"])
 
 

@@ -20,7 +20,7 @@ _FIXES = {
 
 
 def held() -> Held | None:
-    """What the running ``hk.transform`` of this thread holds; None if none runs."""
+    """The variables of the running ``hk.transform`` of this thread; None if none runs."""
     base: Any = sys.modules.get("haiku._src.base")
     if base is None or not getattr(base, "frame_stack", ()):
         return None

@@ -306,7 +306,7 @@ class _Native(_frames.WatchedKind):
         return [s._value for s in states]
 
     def store_all(self, states: Sequence[State], values: Iterable[Any]) -> Store:
-        # A `deque` of length 0 consumes the map in C: one call in which Python handles no signal (decision 18).
+        # A `deque` of length 0 consumes the map in C, in one call that no signal interrupts (decision 18).
         return collections.deque, map(_set_value, states, values), 0
 
     def read(self, state: State) -> Any:

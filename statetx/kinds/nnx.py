@@ -100,7 +100,7 @@ def _set_value(state: nnx.Variable, value: Any) -> None:
             # See `native.State.value`: only another trace's tracers would stay behind.
             if _jax.current_trace() is not frame.trace:
                 _frames.check_write(state, KIND, value, frame.trace, _states.call_site())
-            if value is not _value.__get__(state):  # nnx's transforms put back what they have not changed, too
+            if value is not _value.__get__(state):  # nnx's transforms put unchanged values back, too
                 access.count_write(not _states.is_called_from(_TRANSFORMS, through=_VARIABLES))
             if not access.written:
                 frame.note_write(access)

@@ -154,7 +154,7 @@ def memory_profile(
     Args:
         fun: a function that may read and write states, a jitted function, or a program that is traced, lowered or
             compiled already (of ``jax.jit`` or `statetx.jit`; then without further arguments).
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
+        *args, **kwargs: its arguments; arrays may be given as ``jax.ShapeDtypeStruct``.
         gradient: whether the program also computes the derivative of all float outputs with respect to every float
             argument and every float state. By default it does, unless the function is a training step, which takes
             gradients itself (as in `plan`). A function without float outputs, and a program that is staged already, are

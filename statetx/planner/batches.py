@@ -127,7 +127,7 @@ def max_batch(
     Args:
         step: a training step, a loss (then with ``gradient=True``), an evaluation; a function that may read and write
             states, or a jitted one, whose donated arguments count once.
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays. Their own number of examples is
+        *args, **kwargs: its arguments; arrays may be given as ``jax.ShapeDtypeStruct``. Their own number of examples is
             tried first.
         budget: bytes, such as ``"16GiB"``, for arguments, outputs and temporaries on one device; or ``"device"`` for
             all of its memory.

@@ -264,7 +264,7 @@ class TracedCall:
 
     def _changed(self, lifting: Lifting, writes: Sequence[tuple[Any, int]]) -> list[int]:
         """The outputs that are values of states which the call changes, of writes each with its number of leaves: new
-        values in the order in which the old ones enter, then those of other states.
+        values in the order of the old ones, then values of other states.
 
         A state that is only read keeps its value. As an output it would count twice: XLA copies an argument that is
         returned. An array written back unchanged is taken for one that is only read.
@@ -279,8 +279,8 @@ class TracedCall:
             first += num
         positions = range(len(self.outputs), first)
         order = OutputOrder(writes, [self.body.jaxpr.outvars[i].aval for i in positions], lifting.inputs.values())
-        updated, _, others = order.arrange(None, positions)
-        return [i for i in (*updated, *others) if i in changed]
+        updated, _, other_positions = order.arrange(None, positions)
+        return [i for i in (*updated, *other_positions) if i in changed]
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values of the states that are written or created."""

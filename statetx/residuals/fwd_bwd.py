@@ -132,7 +132,7 @@ def print_fwd_bwd(
     Args:
         fun: the function, which may read and write states. Of a training step, which takes gradients itself, the passes
             of the largest function that it differentiates are printed.
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
+        *args, **kwargs: its arguments; arrays may be given as ``jax.ShapeDtypeStruct``.
         argnums, wrt, has_aux: as in `saved_residuals`.
 
     Returns:

@@ -56,7 +56,7 @@ def measure(
     Args:
         fun: a function that may read and write states. With ``gradient=False`` the arguments that a jitted one donates
             count once, as in the budgets of `plan`.
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays, also in states, as in a model
+        *args, **kwargs: its arguments; arrays may be given as ``jax.ShapeDtypeStruct``, also in states, as in a model
             that `eval_shape` has made.
         gradient: whether the program also computes the derivative of all float outputs with respect to every float
             argument and every float state. By default it does, unless the function is a training step, which takes

@@ -40,7 +40,7 @@ def saved_residuals(
 
     Args:
         fun: the function, or a training step.
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` may stand for arrays.
+        *args, **kwargs: its arguments; arrays may be given as ``jax.ShapeDtypeStruct``.
         argnums: positions of the arguments to differentiate.
         wrt: the states to differentiate: a state, a list or dict of states, or a filter.
         has_aux: whether `fun` returns a pair whose second item is not differentiated.

@@ -33,10 +33,10 @@ def values(obj: Any) -> dict[str, Any]:
             filter))``.
 
     Returns:
-        The array of each state by its path. A state that holds a pytree has an item for each leaf, by the path of the
-        state and that of the leaf: ``"linear.weight['bias']"``. A random key is its words (`jax.random.key_data`), a
-        Python number is a NumPy scalar of 64 bits. The arrays are those of the states, not copies: a step that donates
-        its states deletes them.
+        The array of each state by its path. A state that holds a pytree has an item for each leaf, by the state's
+        path and the leaf's: ``"linear.weight['bias']"``. A random key is its words (`jax.random.key_data`), a Python
+        number is a NumPy scalar of 64 bits. The arrays are the states' own, not copies: a step that donates its states
+        deletes them.
 
     Raises:
         CheckpointError: there is no state in `obj`, a value in place of a state, or a state without a path that another
@@ -64,9 +64,9 @@ def restore(obj: Any, values: Mapping[str, Any]) -> None:
     """Give the states in an object the values that `values` took: all of them, or none if it raises.
 
     Args:
-        obj: as for `values`, built as it was then.
+        obj: as for `values`, built in the same way.
         values: the dict, as a library has read it: arrays of JAX or NumPy, by path. `numpy.load` gives arrays of
-            ``bfloat16`` and other small dtypes without their dtype; they get that of the state.
+            ``bfloat16`` and other small dtypes without their dtype; they get the state's.
 
     Raises:
         CheckpointError: a path is missing or too many, or a value has another shape or dtype than the one that it
@@ -89,9 +89,9 @@ def restore(obj: Any, values: Mapping[str, Any]) -> None:
             f"Fix: restore(model, values), where values is what statetx.values(model) gave."
         )
     entries = _entries("restore", obj)
-    known = {path for entry in entries for path in entry.leaves}
+    paths = {path for entry in entries for path in entry.leaves}
     for path in values:
-        if path not in known:
+        if path not in paths:
             raise _mismatch(f"they have {path!r}, which the program does not have")
     new = [entry.restored(values) for entry in entries]  # every value is made and checked before any state is written
     if _frames.is_idle():

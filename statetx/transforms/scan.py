@@ -296,7 +296,7 @@ class ScanLoop:
         loop = make_loop(self._staged, self._body, len(constants), num_carry, self._length, **options)
         carry, ys = loop(constants, [*carry, *carried], [*xs, *mapped])
         num_carry, num_stacked = self._num_carry, len(self._staged.out_vars) - self._num_carry
-        advanced = [key for _, kept in splits for key in kept]
+        advanced = [key for _, kept_keys in splits for key in kept_keys]
         self._publish(carry[num_carry:], ys[num_stacked:], advanced, ys[num_stacked - len(self._refs) :])
         return carry[:num_carry], ys[: num_stacked - len(self._refs)]
 

@@ -282,16 +282,16 @@ class _SpecChecks:
     def infer(self, x: Any) -> PartitionSpec:
         """The spec of an argument: the sharding of its type, over the axes over which the function is mapped."""
         types = zip(self._sizes, getattr(self._mesh, "axis_types", ()), strict=False)
-        others = [axis for axis, kind in types if axis in self._axes and kind != jax.sharding.AxisType.Explicit]
-        if others or not self._sizes:
+        implicit_axes = [axis for axis, kind in types if axis in self._axes and kind != jax.sharding.AxisType.Explicit]
+        if implicit_axes or not self._sizes:
             raise TypeError(
                 f"{self._name}: in_specs is missing, and the types of the arguments have no sharding over "
-                f"{', '.join(map(repr, others)) or 'a mesh'}: only those over explicit axes are part of types.\n"
+                f"{', '.join(map(repr, implicit_axes)) or 'a mesh'}: only those over explicit axes are part of types.\n"
                 "Fix: give in_specs, a PartitionSpec for each argument."
             )
         spec = jax.typeof(x).sharding.spec
-        kept = [tuple(axis for axis in _axes_of((axes,)) if axis in self._axes) for axes in spec.partitions]
-        entries = [axes if len(axes) > 1 else axes[0] if axes else None for axes in kept]
+        mapped_axes = [tuple(axis for axis in _axes_of((axes,)) if axis in self._axes) for axes in spec.partitions]
+        entries = [axes if len(axes) > 1 else axes[0] if axes else None for axes in mapped_axes]
         return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
 
     def check_output(self, out: PyTree, specs: Sequence[Any]) -> list[tuple[str, Any, Any]]:

@@ -226,12 +226,12 @@ class _Examples:
         """
         arrays, part = partition(value)
         with _jax.in_parent_trace(self.trace):
-            keys, kept = self._rules.split(state, kind, arrays, _jax.batch_size(self.trace))
-        self._advanced[id(state)] = part.combine(kept)
+            keys, kept_keys = self._rules.split(state, kind, arrays, _jax.batch_size(self.trace))
+        self._advanced[id(state)] = part.combine(kept_keys)
         return keys, part
 
     def note_reads(self) -> None:
-        """Count reads that advance a state as writes, but for those of inner calls that have failed."""
+        """Count reads that advance a state as writes, except in inner calls that have failed."""
         for state, site, frames in self._reads:
             access = self.frame.accesses.get(id(state))
             if access is not None and all(frame.is_complete for frame in frames):
@@ -339,7 +339,7 @@ def _can_map(leaf: Any) -> bool:
 
 class _Unit:
     """A value that JAX maps as a whole, by rules for its type: a sparse matrix, whose shape is not one of its arrays.
-    As a leaf of a tree it stands for the pytree that it is.
+    It is a leaf of a tree in place of its pytree.
     """
 
     def __init__(self, value: Any):

@@ -168,7 +168,7 @@ class _Brainstate(_frames.WatchedKind):
 
     def close(self, frame: _frames.Frame) -> list[Store]:
         observer = observer_of(frame)
-        # From the observer to the top: what an interrupt has left of inner transforms goes, too.
+        # From the observer to the top: entries of inner transforms that an interrupt has left go, too.
         truncations = [
             (operator.delitem, stacks, slice(stacks.index(observer), None))
             for stacks in (context.state_stack, context.new_state_catcher)

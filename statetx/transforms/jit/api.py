@@ -99,8 +99,9 @@ def jit(
         release_gradients: whether updates of scanned layers run in the loop of their backward pass ("gradient
             release"), so that no set of gradients exists. It is for updates of each layer alone, such as Adam's. By
             default where states or arguments are donated and the device gains: on GPUs and TPUs, and on CPUs for
-            updates without moments. `memory_profile` says what was done. True demands it: the loop runs twice where a
-            number of all gradients is needed first, such as their norm for clipping, and other steps are refused.
+            updates without moments. `memory_profile` says whether it was done. True demands it: the loop runs twice
+            where a number of all gradients is needed first, such as their norm for clipping, and other steps are
+            refused.
         keep_unused: as in ``jax.jit``.
         inline: as in ``jax.jit``.
         compiler_options: as in ``jax.jit``.
@@ -319,14 +320,14 @@ class _Stage:
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """What the program does with the gradients of scanned layers, in sentences."""
+        """Sentences on the gradients of scanned layers: whether the program releases them, or why not."""
         return self._program.gradients.told()
 
 
 class Traced(_Stage):
     """The result of ``trace(*args)`` of a jitted function; as ``jax.stages.Traced``.
 
-    Its ``jaxpr`` takes the values of states before the arguments, and returns the new values after the output, those of
+    Its ``jaxpr`` takes the values of states before the arguments, and returns the new values after the output, of
     donated states before it.
     """
 
@@ -388,9 +389,9 @@ class Compiled(_Stage):
         raise self._refusal(args, kwargs)
 
     def _refusal(self, args: tuple, kwargs: dict[str, Any]) -> TypeError:
-        own = self._call.dynamic
+        types = tree_type_str(self._call.dynamic)
         return TypeError(
-            f"{self._program.name} was compiled for arguments {tree_type_str(own)} and the states of that time, and is "
+            f"{self._program.name} was compiled for arguments {types} and the states of that time, and is "
             f"called with {tree_type_str((args, kwargs))}: types, values other than arrays, or types of states differ. "
             "Static arguments are left out, as in JAX.\n"
             "Fix: lower and compile it for these, or call the jitted function."

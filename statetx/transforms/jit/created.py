@@ -266,7 +266,7 @@ class CreatedStates:
             self._add(places.changed)
             placed = {key for place in places.changed for key in place.states}
             self.is_returned = bool(_states_in(out).keys() & (created.keys() - placed))
-        # Those of inner calls, too, unless the function has put something else there.
+        # Places of inner calls, too, unless the function has put something else there.
         self._places = {key: place for key, place in self._places.items() if place.is_in_place()}
         return out
 

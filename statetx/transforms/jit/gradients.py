@@ -1,4 +1,4 @@
-"""What a jitted step does with the gradients of scanned layers, told and checked."""
+"""`GradientRelease`: a jitted step that releases the gradients of scanned layers, or says why not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GradientRelease:
         jaxpr: the program, without constants.
         inputs: the name and the value of each of its inputs.
         overwritable: the inputs that are donated.
-        wanted: ``release_gradients=`` of the user.
+        release_gradients: the option of `jit`.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class GradientRelease:
         jaxpr: Any,
         inputs: Sequence[tuple[str, Any]],
         overwritable: Sequence[int],
-        wanted: bool | None,
+        release_gradients: bool | None,
     ):
         self._jaxpr, self._program = jaxpr, None
-        if wanted is not False and (wanted or overwritable):
-            placements, is_wanted = [_placement_of(value) for _, value in inputs], bool(wanted)
+        if release_gradients is not False and (release_gradients or overwritable):
+            placements, is_demanded = [_placement_of(value) for _, value in inputs], bool(release_gradients)
             self._program = ReleasedProgram.of(
-                jaxpr, overwritable, placements, is_demanded=is_wanted, repeats=is_wanted
+                jaxpr, overwritable, placements, is_demanded=is_demanded, repeats=is_demanded
             )
-        if wanted:
+        if release_gradients:
             self._refuse_kept(name, [name for name, _ in inputs])
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
@@ -51,11 +51,11 @@ class GradientRelease:
 
     def _refuse_kept(self, name: str, names: Sequence[str]) -> None:
         stacks = [] if self._program is None else self._program.stacks()
-        kept = [stack for stack in stacks if not stack.is_released]
-        if stacks and not kept:
+        unreleased = [stack for stack in stacks if not stack.is_released]
+        if stacks and not unreleased:
             return
-        reasons = " ".join(told(kept, names)) or "No loop of it ends in gradients of layers that an update reads."
-        way_out = _WAY_OUT if any(stack.fate is Fate.READ for stack in kept) else ""
+        reasons = " ".join(told(unreleased, names)) or "No loop of it ends in gradients of layers that an update reads."
+        way_out = _WAY_OUT if any(stack.fate is Fate.READ for stack in unreleased) else ""
         raise FunctionError(
             f"{name}: release_gradients=True is for steps whose updates treat each layer of a scan alone. {reasons}\n"
             f"Fix: {way_out}leave release_gradients= out: memory_profile tells what is released and what is not."
