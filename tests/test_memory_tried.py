@@ -337,7 +337,7 @@ def test_spikes_stored_as_bits_take_what_they_take_by_hand(is_rematerialized):
     args = [jnp.eye(64)] * 5, X
     if not is_rematerialized:  # they claim what they add to that
         (bits,) = (c for c in candidates(statetx.memory_profile(spiking, *args)) if c.change.action == "bits")
-        assert bits.after == Rematerialize("dense") and bits.change.saved_bytes <= 4 * X.size * 4
+        assert bits.prerequisite == Rematerialize("dense") and bits.change.saved_bytes <= 4 * X.size * 4
     step = functools.partial(spiking, first=statetx.remat(dense), others=statetx.remat(dense))
     step = step if is_rematerialized else spiking
     (edit,) = edits_of(step, args, "bits")

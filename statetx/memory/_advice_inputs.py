@@ -1,4 +1,4 @@
-"""Changes of what a program takes and returns: donation, arguments for constants, the order of outputs."""
+"""Changes of a program's inputs and outputs: donation, arguments for constants, the order of outputs."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def constants(profile: Timeline) -> Iterable[ChangeCandidate]:
     large = [b for b in largest_first if b.num_bytes >= _LEAST_SHARE * profile.constant_bytes]
     if large:
         types = ", ".join(dict.fromkeys(b.type for b in large))
-        one = f"the constant {types} as an argument, or keep it in a State", "its own copy of it"
-        several = f"the constants {types} as arguments, or keep them in States", "its own copies of them"
-        which, copies = several if len(large) > 1 else one
+        singular = f"the constant {types} as an argument, or keep it in a State", "its own copy of it"
+        plural = f"the constants {types} as arguments, or keep them in States", "its own copies of them"
+        which, copies = plural if len(large) > 1 else singular
         text = f"Pass {which}: a compiled program has {copies}."
         change = Change("argument", large[0].owner, text, sum(b.num_bytes for b in large))
         yield ChangeCandidate(change, frozenset(large), AsArguments())

@@ -97,9 +97,9 @@ def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
 
     # Of a type with fewer updates than inputs, the parameters are in arguments that have other updated arrays.
     updated = {argument_of(b.owner) for b in arguments if 0 < inputs[b.type] <= updates[b.type]}
-    others = {b for b in arguments if updates[b.type] and argument_of(b.owner) not in updated}
-    num_others = Counter(b.type for b in others)
-    is_other = lambda b: b in others and num_others[b.type] == inputs[b.type] - updates[b.type]
+    unupdated = {b for b in arguments if updates[b.type] and argument_of(b.owner) not in updated}
+    num_unupdated = Counter(b.type for b in unupdated)
+    is_unupdated = lambda b: b in unupdated and num_unupdated[b.type] == inputs[b.type] - updates[b.type]
 
     loops = _loop_lengths(profile)
     leading: dict[int, list[str]] = defaultdict(list)
@@ -107,7 +107,7 @@ def _leading_axes(profile: Timeline) -> dict[int, list[str]]:
         size = next(iter(shape_of(b.type)), 0)
         is_key = b.type.startswith("u32") and len(shape_of(b.type)) == 1  # of random numbers, perhaps
         is_batch = size >= _LEAST_EXAMPLES and size not in loops and not is_key
-        if (not updates[b.type] or is_other(b)) and is_batch:
+        if (not updates[b.type] or is_unupdated(b)) and is_batch:
             name = argument_of(b.owner)
             leading[size] += [name] if name not in leading[size] else []
     return leading

@@ -171,8 +171,8 @@ def _storing_bits(
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
     change, freed = Change("bits", function, text, saved), frozenset([*buffers, *freed])
     regions = {b.region for b in profile.buffers} - {""}
-    after = None if any(_is_region(function, r) for r in regions) else Rematerialize(function)
-    yield ChangeCandidate(change, freed, StoreBits(function), after=after)
+    prerequisite = None if any(_is_region(function, r) for r in regions) else Rematerialize(function)
+    yield ChangeCandidate(change, freed, StoreBits(function), prerequisite=prerequisite)
 
 
 def _most_ended(buffers: Sequence[Buffer]) -> int:

@@ -36,8 +36,8 @@ def returned_arguments(code: CodeType | None) -> int:
     nodes = [node for statement in tree.body for node in ast.walk(statement)]
     assigned = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     returned = [getattr(node.value, "elts", [node.value]) for node in nodes if isinstance(node, ast.Return)]
-    names = [{x.id for x in values if isinstance(x, ast.Name)} for values in returned]
-    return max((len(found & arguments - assigned) for found in names), default=0)
+    returned_names = [{x.id for x in values if isinstance(x, ast.Name)} for values in returned]
+    return max((len(names & arguments - assigned) for names in returned_names), default=0)
 
 
 def line_of(profile: Timeline, function: str, file: str) -> int | None:
@@ -52,7 +52,7 @@ def line_of(profile: Timeline, function: str, file: str) -> int | None:
 
 
 def function_of(call: str) -> str:
-    """The function of a call; empty for a call of equations that may be those of other calls, too."""
+    """The function of a call; empty for a call whose equations may belong to other calls, too."""
     return call.partition("~")[0]
 
 

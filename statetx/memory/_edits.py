@@ -47,7 +47,7 @@ class Edit:
 
 @dataclasses.dataclass(frozen=True)
 class Rematerialize(Edit):
-    """``@statetx.remat`` on a function: each call of it saves nothing, or what a policy saves."""
+    """``@statetx.remat`` on a function, with a policy or without."""
 
     function: str
     policy: str | None = None
@@ -81,7 +81,7 @@ def _inputs_as_bits(part: Part, is_bits: Callable[[Any], bool]) -> Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(Edit):
-    """A strategy for a loop; None for a rematerialized body, which saves nothing, or what a policy saves."""
+    """A strategy for a loop; None for a rematerialized body, with a policy or without."""
 
     loop: Loop
     strategy: Strategy | None = None
@@ -174,13 +174,13 @@ def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:
     bounds: dict[tuple[str, ...], list[int]] = {}
     stacks = [_jax.scope(eqn) for eqn in jaxpr.eqns]
     derivatives = [re.findall(r"(transpose\()?(jvp\([^()]*\))", without_calls(names)) for names in stacks]
-    transposed = {jvp for found in derivatives for is_transposed, jvp in found if is_transposed}
+    transposed = {jvp for matches in derivatives for is_transposed, jvp in matches if is_transposed}
     for i, names in enumerate(stacks):
         calls = calls_of(names)
         depth = next((n for n, call in enumerate(calls) if function_of(call) == function), None)
         if depth is not None and transposed.isdisjoint(jvp for _, jvp in derivatives[i]):
             bounds.setdefault(calls[: depth + 1], []).append(i)
-    return [(found[0], found[-1] + 1) for found in bounds.values()]
+    return [(positions[0], positions[-1] + 1) for positions in bounds.values()]
 
 
 def _is_allowed(program: Flat, interval: Interval) -> bool:
@@ -193,7 +193,7 @@ class ChangeCandidate(NamedTuple):
 
     Attributes:
         edit: the change of the staged program, for the trial.
-        after: the change that it presupposes; None for none.
+        prerequisite: the change that it presupposes, if any.
         stronger: makes the same change with a number that saves more; None if there is none.
     """
 
@@ -201,4 +201,4 @@ class ChangeCandidate(NamedTuple):
     buffers: frozenset[Buffer]
     edit: Edit
     stronger: Callable[[], ChangeCandidate | None] = lambda: None
-    after: Edit | None = None
+    prerequisite: Edit | None = None

@@ -1,4 +1,4 @@
-"""Logits at the peak: results of a product that is far wider than what goes into it, of which a maximum is taken."""
+"""Logits at the peak: results of a product that is far wider than its input, reduced by a maximum."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def _maxima(eqn: Any) -> Iterator[int]:
 
 
 def _wide_product(eqn: Any) -> Iterator[tuple[int, int]]:
-    """The width of its result, and the width of what goes into it, if that is a wide product; not one for each example,
-    as in attention.
-    """
+    """The widths of its result and of its input, if it is a wide product; not one for each example, as in attention."""
     if eqn.primitive.name == "dot_general" and (shape := eqn.outvars[0].aval.shape):
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
         width = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)

@@ -75,7 +75,7 @@ class InstructionNames:
         for instruction in schedule.order:
             for operand in instruction.operands:
                 self._users.setdefault(operand, []).append(instruction)
-        # Caches of the object's own: those of the class would keep every program.
+        # Caches of the object's own: a cache of the class would keep every program.
         self.origin = functools.cache(self._origin_of)  # `(instruction) -> object`
         self._loop = functools.cache(self._loop_of)  # `(instruction) -> object`
         self.turn, self.last_backward = _turn(schedule)

@@ -129,7 +129,7 @@ _Stack: TypeAlias = tuple[_Running, ...]  # outermost first; the same object for
 
 
 class _Numbering:
-    """Numbers the calls in a program. The number of a call is that of its first equation."""
+    """Numbers the calls in a program, each by its first equation."""
 
     def __init__(self, visit: Visit) -> None:
         self._visit = visit
@@ -140,8 +140,7 @@ class _Numbering:
     def jaxpr(self, x: Any, paths: Sequence[str], *, is_backward: bool) -> Any:
         """The jaxpr with numbers.
 
-        Equations of a backward pass come in the reverse order of those that they are the derivatives of; what it
-        computes again does not.
+        In a backward pass derivatives come in the reverse order of their equations, recomputed equations in the same.
         """
         jaxpr, _ = _jax.open_jaxpr(x)
         path_of = {v: path for v, path in zip(jaxpr.invars, paths, strict=True) if path}
@@ -162,9 +161,9 @@ class _Numbering:
         for order in (orders[False], orders[True][::-1]):
             calls = _calls([stacks[n] for n in order], [reads[n] for n in order])
             for n, firsts in zip(order, calls, strict=True):
-                found = zip(stacks[n], firsts, strict=True)
-                names = [f"{function.name}~{order[first]}" for (function, _), first in found if function.name]
-                if eqns[n] is not jaxpr.eqns[n]:  # the equations inside may be those of another call, too
+                frames = zip(stacks[n], firsts, strict=True)
+                names = [f"{function.name}~{order[first]}" for (function, _), first in frames if function.name]
+                if eqns[n] is not jaxpr.eqns[n]:  # the equations inside may belong to another call, too
                     names.append(f"~{n}")
                 eqns[n] = functools.reduce(_jax.with_scope, names, eqns[n])
         return _jax.with_equations(x, eqns)
@@ -182,8 +181,7 @@ class _Numbering:
         """The frames of equations.
 
         JAX begins the traceback of an equation at the function that it traced. If such equations are in the program
-        itself, as those of a region are in a forward pass, an equation with others of the function inside tells who
-        called it.
+        itself, as a region's are in a forward pass, an equation with others of the function inside tells who called it.
         """
         stacks = [self._stack(eqn) for eqn in eqns]
         callers: dict[tuple[_Function, ...], dict[_Stack, None]] = defaultdict(dict)
@@ -194,8 +192,8 @@ class _Numbering:
         joined: dict[tuple[int, int], _Stack] = {}
         previous: _Stack = ()
         for n, stack in enumerate(stacks):
-            if found := callers.get(_traced(stack)):
-                caller = max(found, key=lambda caller: _num_shared(previous, caller))
+            if candidates := callers.get(_traced(stack)):
+                caller = max(candidates, key=lambda caller: _num_shared(previous, caller))
                 stacks[n] = joined.setdefault((id(caller), id(stack)), caller + stack)
             previous = stacks[n]
         return stacks
@@ -223,34 +221,36 @@ class _Repetition(NamedTuple):
     """How an equation may have come after another one.
 
     Attributes:
-        kept: for each loop that may go on with it, innermost first, how many frames are of the same calls.
+        depths: for each loop that may go on with it, innermost first, how many frames are of the same calls.
         in_library: how many are if no loop of Python does, as within `functools.reduce`; None if that cannot be.
     """
 
-    kept: tuple[int, ...]
+    depths: tuple[int, ...]
     in_library: int | None = None
 
 
-def _repetition(before: _Stack, after: _Stack, entries: dict[_Function, int]) -> _Repetition:
-    depth = _num_shared(before, after)
-    if before is after or depth == len(before) != len(after) or depth == len(after) != len(before):
+def _repetition(old_stack: _Stack, new_stack: _Stack, entries: dict[_Function, int]) -> _Repetition:
+    depth = _num_shared(old_stack, new_stack)
+    if old_stack is new_stack or depth == len(old_stack) != len(new_stack) or depth == len(new_stack) != len(old_stack):
         return _Repetition((depth,))
-    depth = min(depth, len(after) - 1)  # the innermost instruction once more
-    old, new = before[depth], after[depth]
-    kept: list[int] = []
+    depth = min(depth, len(new_stack) - 1)  # the innermost instruction once more
+    old, new = old_stack[depth], new_stack[depth]
+    depths: list[int] = []
     if old.function is new.function:
         if old.offset < new.offset:
             return _Repetition((depth + 1,))
-        kept += [depth + 1] * new.function.num_loops(new.offset, old.offset)
+        depths += [depth + 1] * new.function.num_loops(new.offset, old.offset)
     for n in reversed(range(depth)):
-        kept += [n + 1] * after[n].function.num_loops(after[n].offset, after[n].offset)
-    in_library = depth if kept and kept[0] < depth else None
-    is_entered = lambda num: all(entries[f] == offset for f, offset in after[num : depth + 1] if f.name)
+        depths += [n + 1] * new_stack[n].function.num_loops(new_stack[n].offset, new_stack[n].offset)
+    in_library = depth if depths and depths[0] < depth else None
+    is_entered = lambda num: all(entries[f] == offset for f, offset in new_stack[num : depth + 1] if f.name)
     # Without a loop, as within `functools.reduce`, no call can come back to its instruction: it is of a function that
     # was given to a library.
-    given = (n + 1 for n in range(depth) if after[n].function.defines(after[n + 1].function) and is_entered(n + 1))
-    default = in_library if in_library is not None else kept[0] if kept else next(given, depth)
-    return _Repetition(tuple(filter(is_entered, kept)) or (default,), in_library)
+    callback_depths = (
+        n + 1 for n in range(depth) if new_stack[n].function.defines(new_stack[n + 1].function) and is_entered(n + 1)
+    )
+    default = in_library if in_library is not None else depths[0] if depths else next(callback_depths, depth)
+    return _Repetition(tuple(filter(is_entered, depths)) or (default,), in_library)
 
 
 def _calls(stacks: Sequence[_Stack], reads: Sequence[Sequence[str]]) -> list[list[int]]:
@@ -271,31 +271,31 @@ def _calls(stacks: Sequence[_Stack], reads: Sequence[Sequence[str]]) -> list[lis
         if p is None or stacks[p] is not stack:
             starts[stack].append(n)
 
-    kept = {n: repetition.kept[0] for n, repetition in repetitions.items()}
-    for found in starts.values():
+    depth_of = {n: repetition.depths[0] for n, repetition in repetitions.items()}
+    for numbers in starts.values():
         doubtful = [
-            n for n in found if n in repetitions and (len(repetitions[n].kept) > 1 or repetitions[n].in_library)
+            n for n in numbers if n in repetitions and (len(repetitions[n].depths) > 1 or repetitions[n].in_library)
         ]
-        shared = _shared_steps(found, reads) if doubtful else {}
+        shared = _shared_steps(numbers, reads) if doubtful else {}
         levels = sorted({shared[n] for n in doubtful if n in shared}, reverse=True)
         for n in filter(shared.__contains__, doubtful):
             loops, in_library = repetitions[n]
             if in_library is not None and len(levels) > len(loops):
                 loops = (in_library, *loops)
-            kept[n] = loops[min(levels.index(shared[n]), len(loops) - 1)]
+            depth_of[n] = loops[min(levels.index(shared[n]), len(loops) - 1)]
 
     calls: list[list[int]] = []
     for n, (stack, p) in enumerate(zip(stacks, previous, strict=True)):
-        same = [] if p is None else calls[p][: kept[n]]
-        calls.append([*same, *[n] * (len(stack) - len(same))])
+        firsts = [] if p is None else calls[p][: depth_of[n]]
+        calls.append([*firsts, *[n] * (len(stack) - len(firsts))])
     return calls
 
 
 def _shared_steps(starts: Sequence[int], reads: Sequence[Sequence[str]]) -> dict[int, int]:
-    """For each repetition of a loop, how many steps the paths that it reads share with those of the one before.
+    """For each repetition of a loop, how many steps its paths share with the paths of the one before.
 
     From ``blocks[0].layers[1]`` to ``blocks[0].layers[2]`` it is an inner loop, to ``blocks[1].layers[0]`` an outer
-    one. A repetition that reads in the place of others only what has nothing to do with them, or the same again, shares
+    one. A repetition whose new paths are unrelated to the paths that they replace, or that reads the same again, shares
     all steps.
     """
     shared: dict[int, int] = {}
@@ -303,9 +303,9 @@ def _shared_steps(starts: Sequence[int], reads: Sequence[Sequence[str]]) -> dict
     for start, end in itertools.pairwise([*starts, len(reads)]):
         paths = {chain(path) for path in itertools.chain(*reads[start:end])}
         if paths and previous:  # else they tell nothing
-            before = set(itertools.chain(*previous))
+            previous_steps = set(itertools.chain(*previous))
             replaced = {steps[0] for steps in previous - paths}
-            new = [steps for steps in paths if steps[-1] not in before and steps[0] in replaced]
-            shared[start] = max(sum(step in before for step in steps) for steps in new or paths)
+            new = [steps for steps in paths if steps[-1] not in previous_steps and steps[0] in replaced]
+            shared[start] = max(sum(step in previous_steps for step in steps) for steps in new or paths)
         previous = paths
     return shared

@@ -74,7 +74,7 @@ class Outline:
         _rewrite(self._traced.body.jaxpr, rewriter)
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """As the traced call; what it differentiates is rewritten by the rewriter of this block."""
+        """As the traced call, whose differentiated functions the rewriter of this block rewrites."""
         body, pairs = self._traced.body, zip(self._numbers, self._traced.inputs, strict=True)
         inputs = [i.array if n is None else arrays[n] for n, i in pairs]
         return self._traced.results(resolved(body.jaxpr, [*body.operands, *inputs], override.rewriter))
@@ -165,11 +165,11 @@ def _call(call: _OutlinedCall, operands: list[Any], rewriter: Rewriter | None) -
     pullback = _jax.deferred_pullback(call.derivative)
     assert pullback is not None
     numbers = [i for i, flag in zip(pullback.inputs, pullback.is_differentiated, strict=True) if flag]
-    given = [i for i, flag in zip(pullback.results, pullback.is_given, strict=True) if flag]
+    result_numbers = [i for i, flag in zip(pullback.results, pullback.is_given, strict=True) if flag]
 
     def run(*floats: Any) -> tuple[list[Any], list[Any]]:
         outs = edited((), *replaced(operands, numbers, floats))
-        return [outs[i] for i in given], list(outs)
+        return [outs[i] for i in result_numbers], list(outs)
 
     with unobserved():
         _, vjp, outs = jax.vjp(run, *(operands[i] for i in numbers), has_aux=True)

@@ -31,8 +31,8 @@ class Remedy(NamedTuple):
     """A change, and the program after it and all changes before it.
 
     Attributes:
-        change: the change. If it was compiled, its ``saved_bytes`` are measured: what it adds to the changes before it.
-            Else they are 0.
+        change: the change. If it was compiled, its ``saved_bytes`` are measured, beyond the savings of the changes
+            before it. Else they are 0.
         saved_bytes: the saving of all changes so far.
         needed_bytes: the program's peak after them.
         fits: whether this is within the limit, as compiled.
@@ -153,24 +153,24 @@ class RemedySearch:
                 self._alone.setdefault(c.change.action, "not tried: what is listed costs nothing")
                 continue
             cost = self._cost(trials, [c], is_first=is_first)
-            before = None if cost is None else self._before(trials, c)
+            needed_before = None if cost is None else self._before(trials, c)
             if cost is None and not c.change.saved_bytes:  # nothing is predicted of it
                 continue
-            if cost is None or before is None:
+            if cost is None or needed_before is None:
                 why = f"not tried: {trials.why_not(c.edit)}"
             else:
-                compiled.append(tried := _Alone(c, self._remedy(trials, c.change, before, cost), cost))
+                compiled.append(tried := _Alone(c, self._remedy(trials, c.change, needed_before, cost), cost))
                 why = tried.text
             self._alone.setdefault(c.change.action, why)
         self.tried = tuple(t.alone for t in compiled)
         return compiled
 
     def _before(self, trials: Trials, c: ChangeCandidate) -> int | None:
-        """The bytes before a change that presupposes another one: it claims only what it adds."""
-        if c.after is None:
+        """The bytes before a change, after its prerequisite: it claims only its own saving."""
+        if c.prerequisite is None:
             return self._needed
-        before = trials.cost(c.after)
-        return None if before is None else self._of(before)
+        cost = trials.cost(c.prerequisite)
+        return None if cost is None else self._of(cost)
 
     def _remedy(self, trials: Trials, change: Change, needed_before: int, cost: Cost) -> Remedy:
         needed, operations = self._of(cost), trials.added_operations(cost)
@@ -192,7 +192,7 @@ class RemedySearch:
             c = t.candidate
             if t.alone.change.condition:  # only if nothing else suffices
                 continue
-            if any(c.change.target == x.change.target and c.after != x.edit for x in chosen):
+            if any(c.change.target == x.change.target and c.prerequisite != x.edit for x in chosen):
                 continue
             cost = self._cost(trials, [*chosen, c], is_first=any(c is x for x in self._first))
             if cost is not None and needed - self._of(cost) > _WORTH * self._needed:
@@ -212,7 +212,7 @@ class RemedySearch:
         if with_parts is not None and self._fits(self._cost(trials, with_parts)):
             return self._without_needless(trials, with_parts, tried)
         # The number of parts that was compiled first may suffice alone, where the time is over for fewer.
-        under_condition = [t.candidate for t in tried if t.alone.fits and t.candidate.after is None]
+        under_condition = [t.candidate for t in tried if t.alone.fits and t.candidate.prerequisite is None]
         return under_condition[:1] or with_parts or chosen
 
     def _in_parts(self, trials: Trials, chosen: Sequence[ChangeCandidate], needed: int) -> list[ChangeCandidate] | None:
@@ -273,7 +273,7 @@ class RemedySearch:
 
 
 def in_order(advised: Iterable[ChangeCandidate]) -> tuple[list[ChangeCandidate], list[ChangeCandidate]]:
-    """The changes in the order in which they are tried: those that are tried in any case, and the others.
+    """The changes in the order of their trials: those that are tried in any case, and the others.
 
     First those that add no operations, then rematerialization of the functions or loop that are predicted to save most,
     the same with a policy, and parts of the batch.
@@ -286,7 +286,7 @@ def in_order(advised: Iterable[ChangeCandidate]) -> tuple[list[ChangeCandidate],
 
 def _edits_of(chosen: Sequence[ChangeCandidate]) -> list[Edit]:
     """Their edits, without those that another contains, as one that presupposes it."""
-    contained = {c.after for c in chosen}
+    contained = {c.prerequisite for c in chosen}
     return [c.edit for c in chosen if c.edit not in contained]
 
 
@@ -312,7 +312,7 @@ class _Alone(NamedTuple):
     @property
     def suffices(self) -> bool:
         """Whether the step fits with it alone, without a condition."""
-        return self.alone.fits and not self.alone.change.condition and self.candidate.after is None
+        return self.alone.fits and not self.alone.change.condition and self.candidate.prerequisite is None
 
     @property
     def operations(self) -> float:
@@ -323,7 +323,7 @@ class _Alone(NamedTuple):
         """Sort key: added operations for a byte; changes that save nothing alone come last, by their predictions. A
         change that presupposes another one comes after that.
         """
-        saved, is_late = self.alone.saved_bytes, self.candidate.after is not None
+        saved, is_late = self.alone.saved_bytes, self.candidate.prerequisite is not None
         if saved <= 0:
             return is_late, float("inf"), -self.candidate.change.saved_bytes
         return is_late, max(round(self.operations, 3), 0.0) / saved, -saved
@@ -339,5 +339,5 @@ class _Alone(NamedTuple):
                 f" with {self.alone.change.text.partition(' parts')[0].split()[-1]} parts, if the examples are "
                 f"independent"
             )
-        beside = " beyond rematerialization" if self.candidate.after is not None else ""
+        beside = " beyond rematerialization" if self.candidate.prerequisite is not None else ""
         return f"{format_bytes(saved)} less{beside}, {100 * self.operations:+.1f}% operations, as compiled{not_needed}"

@@ -2,7 +2,7 @@
 
 Programs are compiled at full length. A GPT of 12 unrolled layers takes 20 s of processor time for a GPU, half of it in
 XLA's fusion of kernels; versions with 2 and 3 of its equal layers, as the planner extrapolates them, take 12 s, and the
-whole has to be compiled once more for what is listed. Nor does the peak lie on a line: XLA itself recomputes values
+whole has to be compiled once more for the listed changes. Nor does the peak lie on a line: XLA itself recomputes values
 where a program would not fit, so that 5 layers take 27.0 GB and 12 take 31.9; with rematerialization the line is 10%
 off.
 """
@@ -70,7 +70,7 @@ class Trials:
     Args:
         gradient: whether the gradient of the step is part of the program.
         deadline: no compilation begins that is expected to end later.
-        share: of the time limit, that the trials may take with what was before them.
+        share: of the time limit, that the trials and the time before them may take.
         constant_bytes: of the unchanged program.
     """
 
@@ -98,7 +98,7 @@ class Trials:
             try:
                 futures = {frozenset(x): pool.submit(self._trial(x)) for x in changes}
                 self._costs |= {key: future.result() for key, future in futures.items()}
-            except BaseException:  # an interrupt waits for what is being compiled alone
+            except BaseException:  # an interrupt waits for running compilations alone
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -162,7 +162,7 @@ class Trials:
         return self._constant_bytes - sum(a.num_bytes for a in assigned.allocations if a.is_constant)
 
     def _evaluated(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The call, with what it differentiates as the rewriter of this block makes it."""
+        """The call, whose differentiated functions the rewriter of this block rewrites."""
         if self._retraces:
             return self._call.retraced(arrays)
         return self._outline(arrays)(arrays)
@@ -232,7 +232,7 @@ class Trials:
         return _EditedInParts(rewriter, edit)
 
     def _rewrite(self, rewriter: Rewriter, of_part: Sequence[Any]) -> None:
-        """Let a rewriter see what the step differentiates with arrays of these types."""
+        """Let a rewriter see the functions that the step differentiates with arrays of these types."""
         if self._gradient or self._retraces:
             jax.make_jaxpr(lambda *xs: self._arrays.run(*xs))(*of_part)
         else:
@@ -298,9 +298,9 @@ class _Edited(Rewriter):
         return edited
 
     def _edited(self, body: Body) -> Callable:
-        given = numbered(body.jaxpr) if self._numbers_calls else body.jaxpr
-        jaxpr = self._edited_jaxpr(given)
-        return body if jaxpr is given else as_planned(Body(jaxpr, []))
+        unedited = numbered(body.jaxpr) if self._numbers_calls else body.jaxpr
+        jaxpr = self._edited_jaxpr(unedited)
+        return body if jaxpr is unedited else as_planned(Body(jaxpr, []))
 
     def _edited_inside(self, x: Any, *, is_step: bool) -> Any:
         """The step of a loop, or the body of a rematerialized function."""
@@ -315,8 +315,8 @@ class _Edited(Rewriter):
             edit = functools.partial(self._edited_inside, is_step=eqn.primitive.name not in REMAT)
             return _jax.map_jaxprs(edit, eqn) if _has_body(eqn) else eqn
 
-        whole = _jax.map_equations(edited, flat)
-        program = Flat(whole, opens_blocks=False)
+        with_inner_edits = _jax.map_equations(edited, flat)
+        program = Flat(with_inner_edits, opens_blocks=False)
         decided: dict[Interval, tuple[Edit, Decision]] = {}
         for edit in self._edits:
             decisions = edit.decisions(program)
@@ -324,7 +324,7 @@ class _Edited(Rewriter):
                 self._found.add(edit)
                 decided |= {span: (edit, decision) for span, decision in decisions.items()}
         if not decided:
-            return jaxpr if whole is flat else program.jaxpr
+            return jaxpr if with_inner_edits is flat else program.jaxpr
         bounds = sorted({0, len(program), *itertools.chain.from_iterable(decided)})
         changed = [
             _changed_part(program, span, *decided[span], is_step, self.keeps_order)

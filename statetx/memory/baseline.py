@@ -256,15 +256,15 @@ class Difference:
 
     def markdown(self) -> str:
         """The comparison for a page of a hosted CI: the parts that grew as a table."""
-        first, *others = self._lines()
+        first, *details = self._lines()
         lines = [f"**{_cell(first)}**", ""]
         if self.is_regression:
             lines += ["| grew | owner | line | before | now |", "|---|---|---|--:|--:|"]
-            for (kind, owner, function, source, num_bytes), before in self.grown()[:_MAX_ROWS]:
+            for (kind, owner, function, source, num_bytes), old_bytes in self.grown()[:_MAX_ROWS]:
                 place = " ".join(filter(None, (source, f"({function})" if function else "")))
-                texts = (kind, owner or "the program", place, format_bytes(before), format_bytes(num_bytes))
+                texts = (kind, owner or "the program", place, format_bytes(old_bytes), format_bytes(num_bytes))
                 lines.append(f"| {' | '.join(map(_cell, texts))} |")
-        notes = [line for line in others if not line.startswith("  ") and not line.endswith(":")]
+        notes = [line for line in details if not line.startswith("  ") and not line.endswith(":")]
         return "\n".join([*lines, "", *map(_cell, notes)]).rstrip() + "\n"
 
     def changed_versions(self) -> Iterator[str]:

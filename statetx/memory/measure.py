@@ -75,7 +75,7 @@ class MemoryProfile(Printed, AdvisedTimeline):
             steps if there is none.
         gradient: whether the program has the gradient of a loss among its outputs, and not a step that updates its
             arguments.
-        gradients: what a step of `jit` does with the gradients of scanned layers (``release_gradients=``).
+        gradients: sentences on the gradients of scanned layers in a step of `jit` (``release_gradients=``).
         note: the missing parts of the profile on this backend; empty if it is complete.
     """
 
@@ -315,7 +315,7 @@ class _TracedProgram(NamedTuple):
         stage: JAX's lowered or compiled stage.
         gradient: whether it is known to be a function with its gradient.
         jax_traced: JAX's trace that was lowered; None if it is not known.
-        gradients: what it does with gradients of scanned layers, in sentences.
+        gradients: sentences on its gradients of scanned layers.
         jaxpr: its equations, if it is a step; None if they are not known.
         note: of the profile.
     """

@@ -72,7 +72,7 @@ class OutOfMemory(Tabular):
         unused: the tools that are not among them, with the reasons; nothing unless changes were compiled.
         tried: the changes that were compiled alone, used or not.
         plan: the automatic alternative; None if none was made.
-        num_compiled: the programs that were compiled, with those of the plan.
+        num_compiled: the programs that were compiled, with the plan's.
         logits_bytes, num_words: the bytes at the peak that are logits, and the words that they are for; zeros if that
             is little.
         seconds, processor_seconds: wall time, and time of all processors. On a busy machine the first is the longer
@@ -260,9 +260,9 @@ def explain_oom(
     The step, or a loss with its gradient, is compiled and not run. No state changes. A change is tried before it is
     told: the program with it is compiled, alone and together with others, until it fits. First come changes that cost
     no operations, such as donation, then rematerialization of the function that holds most, the same with a policy, and
-    parts of the batch. The bytes of a change are what it adds to those before it. Changes that cannot be tried, or not
-    within the time limit, are named without bytes. A plan is made unless the changes add no operations. Programs are
-    kept on the disk, as plans are: a second call compiles the step alone.
+    parts of the batch. The bytes of a change are its saving beyond the changes before it. Changes that cannot be tried,
+    or not within the time limit, are named without bytes. A plan is made unless the changes add no operations. Programs
+    are kept on the disk, as plans are: a second call compiles the step alone.
 
     Args:
         step: the function that failed, or would: a training step, which differentiates inside, or a loss.
@@ -273,9 +273,9 @@ def explain_oom(
         gradient: whether the program also computes the derivative of `step`, as in `memory_profile`: by default unless
             it is a training step. False for an evaluation.
         time_limit: seconds of wall time for all; then the best so far is told. The step itself, the first changes and
-            what is told to fit are compiled in any case. No other compilation begins if one as long as the longest so
-            far would not end in time, and a plan only if its last compilations would, too. 0 to name changes only, None
-            for no limit.
+            changes that are told to fit are compiled in any case. No other compilation begins if one as long as the
+            longest so far would not end in time, and a plan only if its last compilations would, too. 0 to name changes
+            only, None for no limit.
         progress: whether to show the trials (with rich).
         verify: whether the plan is run and held against the plain step, as in `plan`.
 
@@ -356,7 +356,7 @@ def _explained(
         trials = Trials(
             call, gradient=profile.gradient, deadline=deadline, share=_FOR_TRIALS, constant_bytes=constant_bytes
         )
-    before = deadline.seconds
+    start = deadline.seconds
     search = RemedySearch(profile, report.available_bytes, trials, tell)
     report = dataclasses.replace(report, remedies=search.run(), tried=search.tried)
     if trials is None:
@@ -364,7 +364,7 @@ def _explained(
     report = dataclasses.replace(report, unused=search.unused)
     if report.remedies and report.remedies[-1].fits and not (report.remedies[-1].added_operations or 0) > NEGLIGIBLE:
         return report  # no plan costs less
-    seconds = None if deadline.limit == float("inf") else _seconds_for_plan(deadline, deadline.seconds - before)
+    seconds = None if deadline.limit == float("inf") else _seconds_for_plan(deadline, deadline.seconds - start)
     if gradient is False or (seconds is not None and seconds < _LEAST_FOR_PLAN):
         return report
     tell("a plan")
