@@ -127,10 +127,12 @@ class Plan(PlanData, Tabular, Rewriter):
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         program = flatten(body.jaxpr)
-        found = self._find(fingerprint(program), name)
-        if found is None:
+        gradient = self._find(fingerprint(program), name)
+        if gradient is None:
             return body
-        planned = rewrite(*found.split(program), last_input=found.last_input, is_sequential=found.is_sequential)
+        planned = rewrite(
+            *gradient.split(program), last_input=gradient.last_input, is_sequential=gradient.is_sequential
+        )
         return as_planned(Body(planned, []))
 
     def _find(self, lines: tuple[str, ...], name: str) -> GradientPlan | None:

@@ -128,7 +128,7 @@ class GradientPlan:
             PlanError: a decision is for another program than the equations are: a value that is not there, or is not 0
                 or 1 and would be stored as bits.
         """
-        # Cuts and decisions count equations, so the program must be flattened and cut exactly as it was for the plan.
+        # Cuts and decisions count equations, so the program must be flattened and cut exactly as for the plan.
         flat = Flat(program)
         if max(self.cuts, default=0) > len(flat) or max(self.parts, default=-1) >= len(self.decisions):
             raise _damaged("cuts or parts", "what is not there")
@@ -162,7 +162,7 @@ class PlanData:
 
     Args:
         fields: as in the JSON record.
-        show: finds what is shown of the gradients, which only printing needs; None if the fields have it.
+        show: finds the rows and lines of the gradients, which only printing needs; None if the fields have them.
     """
 
     version: Annotated[int, one_of(VERSION)]

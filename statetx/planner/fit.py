@@ -121,7 +121,7 @@ def budget(
 ) -> Block[None]:
     """Give everything that is differentiated in a block one budget of memory. Also a decorator of a function.
 
-    A block belongs to its thread, as those of JAX do: a coroutine does not wait inside of one.
+    A block belongs to its thread, as JAX's do: a coroutine does not wait inside of one.
 
     Each function that `statetx.grad`, ``jax.grad`` or ``jax.vjp`` differentiates in the block is planned as a whole,
     when it is traced: rematerialized functions in it (``policy="fit"``, or any other policy) are the regions that the

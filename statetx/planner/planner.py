@@ -136,18 +136,19 @@ def plan(
     amount = ByteBudget.read(budget, of).amount  # a mistake shows before anything is traced
     options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
     options |= {"stored_as": stored_as}
-    made = Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(amount)
+    new_plan = Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(amount)
     if verify:
-        _verify(made, fun, args, kwargs)
-    return made
+        _verify(new_plan, fun, args, kwargs)
+    return new_plan
 
 
-def _verify(made: Plan, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _verify(plan: Plan, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if the planned program has other results than the plain one."""
-    both = [fun, made.apply(fun)] if made.is_step else [with_gradients(fun), with_gradients(made.apply(fun))]
-    report = same_step(both[0], both[1], *filled((args, kwargs)), steps=1, tolerance=None)
+    functions = [fun, plan.apply(fun)]
+    functions = functions if plan.is_step else [with_gradients(f) for f in functions]
+    report = same_step(functions[0], functions[1], *filled((args, kwargs)), steps=1, tolerance=None)
     if report.problem:
-        raise PlanError(f"The plan for {made.name} is wrong. {report.problem}\nFix: report it; use policies.nothing.")
+        raise PlanError(f"The plan for {plan.name} is wrong. {report.problem}\nFix: report it; use policies.nothing.")
 
 
 def _for_target(method: Method[P, R]) -> Method[P, R]:
@@ -166,7 +167,7 @@ class ProgramPlanner:
 
     Args:
         variants: programs with its results, the one without rematerialization of inner gradients first.
-        of: what the budgets count.
+        of: the bytes that the budgets count, as for `plan`.
     """
 
     def __init__(self, variants: list[Captured], of: str, options: SearchOptions, *, progress: bool):
@@ -294,10 +295,10 @@ class ProgramPlanner:
     def _faster(self, programs: Sequence[PlannedProgram]) -> PlannedProgram:
         """The best of programs: the fastest if all times are known, else the cheapest."""
         seconds = [program.compiled.seconds for program in programs]
-        known = [x for x in seconds if x is not None]
-        if self._options.objective == "flops" or len(known) < len(seconds):
+        known_seconds = [x for x in seconds if x is not None]
+        if self._options.objective == "flops" or len(known_seconds) < len(seconds):
             return _cheapest(programs)
-        return programs[seconds.index(min(known))]
+        return programs[seconds.index(min(known_seconds))]
 
     def _best_of(self, search: ProgramSearch, budget: ByteBudget) -> PlannedProgram:
         with search.time_left.running():

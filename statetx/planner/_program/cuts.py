@@ -86,8 +86,8 @@ def candidates(program: Flat) -> CutCandidates:
 
     # The user's functions may end elsewhere than where the program is cut best, within a plateau of equal bytes too.
     ways = [cuts, *(_Cuts.of(program, live, None, behind_products=behind) for behind in (False, True))]
-    intervals = dict.fromkeys(i for own in ways for i in _intervals(program, live, own))
-    return CutCandidates(_stock(program, cuts.runs, cuts.all), list(intervals), [own.runs for own in ways])
+    intervals = dict.fromkeys(i for way in ways for i in _intervals(program, live, way))
+    return CutCandidates(_stock(program, cuts.runs, cuts.positions), list(intervals), [way.runs for way in ways])
 
 
 class _Cuts(NamedTuple):
@@ -98,14 +98,14 @@ class _Cuts(NamedTuple):
         ends: where these begin or end, or loops.
         runs: where it repeats.
         minima: cuts that few bytes cross, apart from `ends` and the runs' cuts.
-        all: all cuts, in order.
+        positions: of all cuts, in order.
     """
 
     blocks: list[Interval]
     ends: set[int]
     runs: list[Run]
     minima: list[int]
-    all: list[int]
+    positions: list[int]
 
     @classmethod
     def of(
@@ -142,7 +142,7 @@ def _intervals(program: Flat, live: Sequence[int], cuts: _Cuts) -> list[Interval
     lists: list[Iterable[Interval]] = [_small(itertools.pairwise(sorted({0, num, *cuts.ends})))]
     bounds = sorted({0, num, *_loop_ends(program), *(b for run in runs for b in run.boundaries)})
     for start, end in itertools.pairwise(bounds):
-        local = [c for c in cuts.all if start <= c <= end]
+        local = [c for c in cuts.positions if start <= c <= end]
         lists += [itertools.pairwise(dict.fromkeys([*local[::n], end])) for n in range(1, TUNED.merged + 1)]
 
         # The ends of blocks that have other local minima inside.
@@ -275,7 +275,7 @@ def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int, in_phase: _I
 
 def _stretches(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tuple[int, int, int]]:
     """Maximal periodic stretches ``(start, period, length)``, the longest first."""
-    found: list[tuple[int, int, int]] = []
+    stretches: list[tuple[int, int, int]] = []
     num = len(tokens)
     for period in range(2, num // 2 + 1):
         equal = np.concatenate([[False], tokens[period:] == tokens[:-period], [False]]).astype(np.int8)
@@ -283,9 +283,9 @@ def _stretches(tokens: np.ndarray, heavy: np.ndarray, least: int) -> list[tuple[
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             # A period without an equation that does not fuse, such as a product, is not worth a region.
             if end - start + period >= least and end - start >= period and heavy[start + period] > heavy[start]:
-                found.append((start, period, end - start + period))
+                stretches.append((start, period, end - start + period))
     # Of equal lengths the shortest period: multiples of it repeat as well.
-    return sorted(found, key=lambda r: (-(r[2] // r[1] * r[1]), r[1], r[0]))
+    return sorted(stretches, key=lambda r: (-(r[2] // r[1] * r[1]), r[1], r[0]))
 
 
 def _in_phase(

@@ -139,30 +139,30 @@ class Flat:
             if eqn.primitive.name in REMAT:
                 noted.append((eqn, operands, outs, start, end))
 
-        self.jaxpr = whole = inline(jaxpr, calls=self._calls, deep=False, note=note)
-        self._last_reads = last_reads(whole)
+        self.jaxpr = inlined = inline(jaxpr, calls=self._calls, deep=False, note=note)
+        self._last_reads = last_reads(inlined)
         self._parts: dict[tuple[int, int], Part] = {}
         self.blocks: dict[tuple[int, int], Part] = {}
         self.ends: set[int] = set()
         for block in noted:
             self._add_block(*block)
-        self.loops = [i for i, e in enumerate(whole.eqns) if is_loop(e)]
-        outside = [i for i in self.loops if not any(start <= i < end for start, end in self.blocks)]
-        self.ends |= {j for i in outside for j in (i, i + 1)}
+        self.loops = [i for i, e in enumerate(inlined.eqns) if is_loop(e)]
+        outer_loops = [i for i in self.loops if not any(start <= i < end for start, end in self.blocks)]
+        self.ends |= {j for i in outer_loops for j in (i, i + 1)}
 
     def _add_block(self, eqn: Eqn, operands: Sequence[Atom], outs: Sequence[Atom], start: int, end: int) -> None:
         self.ends |= {start, end}
         defined = {v for e in self.jaxpr.eqns[start:end] for v in e.outvars}
         # A function that returns an input, or a value twice, cannot be a part: each part defines its outputs.
-        own = [v for v in outs if isinstance(v, Var) and v in defined]
-        if end > start and len({*own}) == len(outs):
+        computed = [v for v in outs if isinstance(v, Var) and v in defined]
+        if end > start and len({*computed}) == len(outs):
             original = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             literals = {v: a for v, a in zip(original.invars, operands, strict=True) if isinstance(a, Literal)}
             original = _jax.with_literals(original, literals) if literals else original
             # Functions rematerialized inside of it are inlined, too: the plan decides for the whole.
             jaxpr = inline(original, calls=_CALLS, deep=False)
             variables = [a for a in operands if not isinstance(a, Literal)]
-            self.blocks[start, end] = Part(jaxpr, variables, own, original_jaxpr=original)
+            self.blocks[start, end] = Part(jaxpr, variables, computed, original_jaxpr=original)
 
     def __len__(self) -> int:
         return len(self.jaxpr.eqns)

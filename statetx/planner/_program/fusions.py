@@ -47,7 +47,7 @@ def between_fusions(jaxpr: Jaxpr) -> set[Var] | None:
 
 
 def _reductions_of_rows(jaxpr: Jaxpr) -> set[Var]:
-    """The results of reductions along the last axes that are broadcast again to what was reduced."""
+    """The results of reductions along the last axes that are broadcast again to the shape of their operand."""
     readers: dict[Var, list[Eqn]] = collections.defaultdict(list)
     widest: dict[Var, int] = {}  # of a value and those that are computed from it in its kernel
     rows: set[Var] = set()

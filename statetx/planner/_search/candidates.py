@@ -429,12 +429,12 @@ def _differentiated(jaxpr: Jaxpr, inputs: Sequence[int]) -> Jaxpr:
 
 
 @jax.custom_vjp
-def _first(x: jax.Array, others: list[jax.Array]) -> jax.Array:
-    """`x`. The gradient with respect to the others is the others."""
+def _first(x: jax.Array, values: list[jax.Array]) -> jax.Array:
+    """`x`. The gradient with respect to `values` is `values`."""
     return x
 
 
 _Pair = tuple[jax.Array, list[jax.Array]]
-_forward: Callable[[jax.Array, list[jax.Array]], _Pair] = lambda x, others: (x, others)
-_backward: Callable[[list[jax.Array], jax.Array], _Pair] = lambda others, gradient: (gradient, others)
+_forward: Callable[[jax.Array, list[jax.Array]], _Pair] = lambda x, values: (x, values)
+_backward: Callable[[list[jax.Array], jax.Array], _Pair] = lambda values, gradient: (gradient, values)
 _first.defvjp(_forward, _backward)  # pyright: ignore[reportUnknownMemberType]

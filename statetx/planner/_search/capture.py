@@ -245,7 +245,7 @@ class Captured:
         return dict(zip([g.key for g in self.gradients], programs, strict=bool(programs)))
 
     def released(self, programs: Sequence[Jaxpr]) -> dict[str, Any]:
-        """What the step releases of its gradients, with these programs in place of them."""
+        """The gradients that the step releases, with these programs in place of them, as fields of a plan."""
         if self.step is None or not any(has_loop(gradient.jaxpr) for gradient in self.gradients):
             return dict(NOTHING_RELEASED)
         if not programs:

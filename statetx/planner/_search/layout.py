@@ -1,4 +1,4 @@
-"""A program cut into parts, with an option for each of them: what they take together."""
+"""A program cut into parts, with an option for each of them: their bytes and cost together."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Choice:
     @functools.cached_property
     def in_use(self) -> list[int]:
         """The bytes in use during the backward pass of each region: the values that regions before it computed for
-        regions after them, `Region.cotangent_bytes`, what is saved so far, and its own. A value that only later regions
-        read is live as its cotangent.
+        regions after them, `Region.cotangent_bytes`, the values saved so far, and its own. A value that only later
+        regions read is live as its cotangent.
         """
         outputs = itertools.accumulate((r.out_bytes for r in self.regions), initial=0)
         saved = itertools.accumulate(option.saved_bytes for option in self.options)

@@ -3,7 +3,7 @@
 Several gradients of a step (two networks that train each other, two losses) share one limit: each search gives its
 cheapest candidate within it, all of them are compiled together in the step, and the limit is corrected until the step
 keeps the budget. For gradients that are taken one after the other this is the optimum, since their memory is not in use
-at the same time. Those of one function, for several parts of a batch, have one search.
+at the same time. Gradients of one function, for several parts of a batch, have one search.
 """
 
 from __future__ import annotations
@@ -168,13 +168,13 @@ class ProgramSearch:
         Raises:
             PlanError: none is found.
         """
-        found = self.find(budget)
+        program = self.find(budget)
         smallest = 0
-        if found is None:  # a small program may keep the budget without a plan, whatever was predicted
+        if program is None:  # a small program may keep the budget without a plan, whatever was predicted
             smallest = self._alone.smallest_bytes() if self._alone else self.smallest().temp_bytes
-            found = self.best(self._left(budget))
-        if found is not None:
-            return found
+            program = self.best(self._left(budget))
+        if program is not None:
+            return program
         has_saving = not self.has_baseline() or self.smallest().temp_bytes < self.unplanned_bytes()
         smallest += budget.fixed_bytes(self.fixed())
         raise no_plan(self.captured, budget, self.fixed(), smallest, self.is_complete(), has_saving)
@@ -303,8 +303,8 @@ class ProgramSearch:
             return 0.0
         # Without an order, gradients may be in memory together.
         waits = Waits.FOR_NOTHING if program is None else program.waits
-        others = [p for p in self.programs() if p is not program]
-        alike = [p for p in others if p.waits is waits] or others
+        compiled = [p for p in self.programs() if p is not program]
+        alike = [p for p in compiled if p.waits is waits] or compiled
         return min((p.temp_bytes - max(c.temp_bytes for c in p.candidates) for p in alike), default=0.0)
 
     def predict(self, program: PlannedProgram) -> float:

@@ -156,7 +156,7 @@ class Search:
     def fit(self, total: ByteBudget) -> Candidate | None:
         """Return the cheapest candidate within a budget, compiling a few; None if none of them keeps it.
 
-        Until something is compiled, arguments and outputs are estimated, and what they leave.
+        Until something is compiled, arguments and outputs are estimated, and so are the bytes that they leave.
 
         It is a heuristic: more memory by the model may be less in the compiled program, and the number of tries is
         limited; some more follow each improvement. So a cheaper choice within the budget may be missed, and even the
@@ -364,8 +364,10 @@ class Search:
     def _stock(self) -> dict[str, Choice]:
         """The stock policies, by name, with options as measured so far."""
         pairs = [(region.front, acts) for region, acts in self.lattice.stock_regions]
-        options = ([front.stock[n] if acts else front.baseline for front, acts in pairs] for n in range(len(STOCK)))
-        choices = (dataclasses.replace(self._unplanned, options=own) for own in options)
+        options_of_policies = (
+            [front.stock[n] if acts else front.baseline for front, acts in pairs] for n in range(len(STOCK))
+        )
+        choices = (dataclasses.replace(self._unplanned, options=options) for options in options_of_policies)
         return dict(zip(STOCK, choices, strict=True))
 
     def stock_policies(self) -> list[tuple[str, int, float, bool]]:

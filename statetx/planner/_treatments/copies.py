@@ -75,30 +75,30 @@ class _CopyingPaths:
     """Paths where all regions copy."""
 
     def __init__(self, derived: Derived, parts_of: PartsOf):
-        self._found, self._parts_of = derived, parts_of
+        self._derived, self._parts_of = derived, parts_of
         self.unheld = derived.sources.keys()
         self._copying = functools.cache(self._make)
 
     def front(self, start: int, end: int, part: Part, front: Front) -> tuple[Front, int] | None:
         inputs = self._inputs(part)
-        kept, derived = self._found.addresses(start, end)
-        if (inputs or kept) and (part.eqn is not None or len(part.jaxpr.eqns) != end - start):
+        sources, derived = self._derived.addresses(start, end)
+        if (inputs or sources) and (part.eqn is not None or len(part.jaxpr.eqns) != end - start):
             return None
-        copying = self._copying(front, kept, derived) if inputs or kept else front
+        copying = self._copying(front, sources, derived) if inputs or sources else front
         return None if copying is None else (copying, sum(device_bytes(v.aval) for v in inputs))
 
-    def _make(self, front: Front, kept: frozenset[Address], derived: frozenset[Address]) -> Front | None:
-        """The options of a region that computes inputs again, saves in any case what others compute theirs from, and
-        none of the derived.
+    def _make(self, front: Front, sources: frozenset[Address], derived: frozenset[Address]) -> Front | None:
+        """The options of a region that computes inputs again, and saves `sources` in any case, but none of the
+        `derived` values.
         """
         graph = front.graph
-        if graph is None or not kept <= graph.sites.keys():
+        if graph is None or not sources <= graph.sites.keys():
             return None
         saved: dict[Saved, dict[Address, Way]] = {}
         for decision in (option.decision for option in front.steps):
             values = dict(decision.saved or ())
             if decision.saved is not None and not any(way.is_read_early for way in values.values()):
-                values = {a: way for a, way in values.items() if a not in derived} | dict.fromkeys(kept, KEEP)
+                values = {a: way for a, way in values.items() if a not in derived} | dict.fromkeys(sources, KEEP)
                 saved[frozenset(values.items())] = values
         cost = self._mean_cost(front)
         options = [graph.option(values) for values in saved.values()]
@@ -106,11 +106,11 @@ class _CopyingPaths:
         return front.replaced(options) if options else None
 
     def _inputs(self, part: Part) -> list[Var]:
-        return self._found.in_order(part.invars)
+        return self._derived.in_order(part.invars)
 
     def _mean_cost(self, front: Front) -> float:
         """The cost of the copies in the regions of a front, which share one number so that equal periods stay equal."""
-        costs = [sum(map(flops, self._found.copied(self._inputs(part)))) for part in self._parts_of(front)]
+        costs = [sum(map(flops, self._derived.copied(self._inputs(part)))) for part in self._parts_of(front)]
         return 2 * sum(costs) / len(costs)  # in the forward pass and in the recomputation
 
 
@@ -184,14 +184,14 @@ class Derived:
         """Addresses in an interval of equations: the sources that values derived for later equations read, and its
         derived outputs.
         """
-        kept, derived = set[Address](), set[Address]()
+        sources, derived = set[Address](), set[Address]()
         for i in range(start, end):
             for n, v in enumerate(self._jaxpr.eqns[i].outvars):
                 if self._last_copies.get(v, -1) >= end:
-                    kept.add((i - start, n))
+                    sources.add((i - start, n))
                 if v in self.sources and self._last_reads.get(v, -1) >= end:
                     derived.add((i - start, n))
-        return frozenset(kept), frozenset(derived)
+        return frozenset(sources), frozenset(derived)
 
     def in_order(self, atoms: Sequence[Atom]) -> list[Var]:
         """The derived ones among some operands."""
@@ -235,7 +235,7 @@ def _instead_jvp(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) ->
 
 
 def _with_copies(
-    found: Derived,
+    derived: Derived,
     part: Part,
     decision: Decision,
     eqns: Sequence[Eqn],
@@ -245,7 +245,7 @@ def _with_copies(
     """A region that copies some of its inputs and has more outputs."""
     first: list[Eqn] = []
     copy_of: dict[Var, Var] = {}
-    for eqn in found.copied(values):
+    for eqn in derived.copied(values):
         outvars = [Var(v.aval) for v in eqn.outvars]
         first.append(_reading(eqn, copy_of).replace(outvars=outvars))
         copy_of.update(zip(eqn.outvars, outvars, strict=True))

@@ -138,8 +138,8 @@ def _reading_whole(step: LoopStep, xs: Arrays, differentiated: Sequence[int]) ->
     eqns = _jax.spliced(reading, inputs, jaxpr.invars[num:], like=jaxpr.eqns[0]) if xs else []
     constants, carry = jaxpr.invars[: step.num_constants], jaxpr.invars[step.num_constants : num]
     invars = [*constants, *inputs[: len(xs)], *carry, *inputs[len(xs) :]]
-    whole = _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
-    changes = {"body": Body(whole, []), "num_constants": step.num_constants + len(xs)}
+    rebuilt = _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
+    changes = {"body": Body(rebuilt, []), "num_constants": step.num_constants + len(xs)}
     part = dataclasses.replace(step, **changes, policy=None, marks=None, formats=step.carry_formats)
     return part, len(eqns)
 
@@ -159,11 +159,11 @@ class InGroups(RegionTreatment):
         types = [v.aval for v in part.jaxpr.invars[first_x:]]
         read_bytes, joined_bytes = (length * sum(device_bytes(types[i]) for i in some) for some in (read, joined))
 
-        def mixed(one: Option, other: Option, carries: Carries) -> Iterator[Option]:
+        def mixed(pair: tuple[Option, Option], carries: Carries) -> Iterator[Option]:
             """Two groups of steps, split at several places."""
             # The first group is the one with the larger working set: in its backward pass the bytes of the other are
             # free again.
-            first, second = sorted((one, other), key=lambda o: -o.backward_bytes)
+            first, second = sorted(pair, key=lambda o: -o.backward_bytes)
             first_turn, second_turn = _turn_of(first), _turn_of(second)
             step = max(1, length // 32)  # lengths are often multiples of powers of two
             for number in dict.fromkeys(n // first_turn * first_turn for n in range(step, length, step)):
@@ -190,8 +190,8 @@ class InGroups(RegionTreatment):
                 if loop is not None and isinstance(loop.strategy, Lengths) and saved == saved_as(o.decision.addresses):
                     kinds = by_carries.setdefault(loop.carries, {"each": [*unchanged], "turn": [], "loop": []})
                     kinds[loop.strategy.keep if _turn_of(o) > 1 else "each"].append(o)
-            pairs = [(*pair, carries) for carries, kinds in by_carries.items() for pair in _pairs(*kinds.values())]
-            return [options[0], *(option for pair in pairs for option in mixed(*pair)), *options[1:]]
+            pairs = [(pair, carries) for carries, kinds in by_carries.items() for pair in _pairs(*kinds.values())]
+            return [options[0], *(option for pair, carries in pairs for option in mixed(pair, carries)), *options[1:]]
 
         return with_groups
 
@@ -206,7 +206,8 @@ def _pairs(uniform: Sequence[Option], *nested: Sequence[Option]) -> Iterator[tup
     some = [_sampled(options) for options in nested]
     yield from _neighbors(uniform)
     yield from ((a, b) for options in some for a in options for b in uniform)
-    yield from ((a, b) for one, other in itertools.combinations(some, 2) for a in one for b in other)
+    for two in itertools.combinations(some, 2):
+        yield from itertools.product(*two)
 
 
 def _lengths_of(decision: Decision) -> Lengths | None:

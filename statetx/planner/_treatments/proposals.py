@@ -40,7 +40,7 @@ class RegionTreatment(Treatment):
     def expanding(cls, part: Part, graph: Graph, settings: Settings) -> Expand | None:
         """A function from the options of a part, the unchanged one first, to more of them or others; None for none.
 
-        The last of its results replaces the last given option. `graph` is that of the part, or of a step of a loop.
+        The last of its results replaces the last given option. `graph` is of the part, or of a step of a loop.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Stored inputs: regions hold what they read in fewer bits."""
+"""Stored inputs: regions hold their inputs in fewer bits."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Treatment:
 
     @classmethod
     def may_change(cls, gradients: Sequence[Jaxpr], is_donated: bool) -> bool:
-        """Whether it may change what a step does with its gradients, which are of these functions.
+        """Whether it may change how a step uses its gradients, which are of these functions.
 
         Args:
             is_donated: whether the step donates anything.
@@ -113,7 +113,7 @@ class Treatment:
 
     @classmethod
     def around(cls) -> contextlib.AbstractContextManager[None]:
-        """A block in which a step is traced with it."""
+        """A block that traces a step with it."""
         return contextlib.nullcontext()
 
     # -- in a stored plan --
