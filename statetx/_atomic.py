@@ -1,4 +1,4 @@
-"""Atomic under interrupts: a list of stores that runs as a whole, and locks that are always released.
+"""Operations that no interrupt breaks: lists of stores run as a whole, locks are always released.
 
 Ctrl-C, or any signal whose handler raises, interrupts a program between two bytecodes; a trace function raises between
 two lines. A C function that calls no Python function has neither, so nothing interrupts it.

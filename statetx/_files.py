@@ -1,4 +1,4 @@
-"""Files: reads of untrusted contents, and atomic writes."""
+"""Files: reads of untrusted contents, atomic writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Functions of higher layers that lower ones call. ``statetx/__init__.py``, above all layers, registers each; it
-imports its module when called.
+"""Functions of higher layers that lower ones call.
+
+``statetx/__init__.py``, above all layers, registers each; it imports its module when called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records in JSON: written with a checksum, and read as if anybody had written them.
+"""Records in JSON: written with a checksum, read as untrusted.
 
 A check describes the types and ranges of a value. It is a function that takes the value and its place in the record,
 and raises `ValueError` with both.

@@ -1,4 +1,4 @@
-"""States of every library behind one protocol: `Kind`, the registry of kinds, and parts of messages.
+"""States of every library behind one protocol: `Kind`, the registry of kinds, parts of messages.
 
 A *kind* of state (this package's, brainstate's, ...) is an object that implements `Kind`. The kind of a library is
 loaded once the program has imported the library.

@@ -1,5 +1,5 @@
-"""Text for messages and reports: tables, counts of bytes and operations, types, source lines, and suggestions for
-misspelled names.
+"""Text for messages or reports: tables, counts of bytes or operations, types, source lines, suggestions for misspelled
+names.
 """
 
 from __future__ import annotations

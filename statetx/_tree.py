@@ -1,4 +1,4 @@
-"""Trees: partition and combine, and predicates of leaves.
+"""Trees: partition, combine, predicates of leaves.
 
 Every transform uses two verbs: `partition` splits a tree into the leaves that go through JAX (dynamic) and all others
 (static); `Partition.combine` is its inverse.

@@ -1,4 +1,4 @@
-"""Equations that compute each row of a stacked array from the same row of others, and their evaluation on a block.
+"""Rowwise equations: each row of a stacked array is computed from the same row of others.
 
 A stacked array has a first axis of ``length * k``: a loop of this length computes k rows of it in each step, a block.
 """

@@ -1,4 +1,4 @@
-"""Frames: which states a call reads and writes, and their values before it.
+"""Frames: the states that a call reads or writes, with their values before it.
 
 A `Frame` watches one call. For every state that existed before the call and is touched in it, the frame has an
 `Access`: the state's value before the call, its value in the body (a transform may replace it by a tracer), whether

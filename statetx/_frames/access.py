@@ -1,4 +1,4 @@
-"""Records of one call and one state: `Access` while the call runs, `Effect` when it has ended.
+"""Records of a state in one call: `Access` while the call runs, `Effect` when it has ended.
 
 Here are also the checks that no tracer outlives its trace in a state, and that no state made in the body of a loop or
 branch outlives it.

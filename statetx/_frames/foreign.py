@@ -1,4 +1,4 @@
-"""Variables that libraries such as haiku and linen hold while a call of theirs runs, and that no frame carries.
+"""Variables that no frame carries: a library (haiku, linen) holds them while a call of its own runs.
 
 A function that changes one of them under a transform of statetx would leave a tracer there, or a change that belongs to
 one trace of the function: the frame raises, and restores the variable.

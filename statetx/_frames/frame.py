@@ -1,4 +1,4 @@
-"""`Frame`: the states that a call reads and writes, and their values before it."""
+"""`Frame`: the states that a call reads or writes, with their values before it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Decode XLA's record of a compiled program: its instructions in the order of their schedule, and where each value is
-stored.
+"""Decode XLA's record of a compiled program: instructions in the order of their schedule, places of values.
 
 Both are serialized protocol buffers: ``HloModuleProto`` (xla/service/hlo.proto) of the optimized module, and
 ``BufferAssignmentProto`` of ``Compiled.memory_analysis()``, or both from a file that XLA writes. Only the fields named

@@ -1,4 +1,4 @@
-"""Python functions that a program calls on the host: whether there are any, and whether they have returned."""
+"""Python functions that a program calls on the host: whether it calls any, whether they have returned."""
 
 from __future__ import annotations
 

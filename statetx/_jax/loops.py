@@ -1,4 +1,4 @@
-"""Loops as equations: `jax.lax.scan`'s, and one with derivative and batching rules of its own."""
+"""Loops as equations: `jax.lax.scan`'s, or one with derivative rules of its own."""
 
 from __future__ import annotations
 

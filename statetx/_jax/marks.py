@@ -1,4 +1,4 @@
-"""Primitives that mark values for policies (`statetx._remat.mark`), and how they divide under `jax.checkpoint`.
+"""Primitives that mark values for policies (`statetx._remat.mark`), with their rules under `jax.checkpoint`.
 
 A value that is saved passes through `mark_primitive`. A value v whose residual is stored small is computed by the
 equations

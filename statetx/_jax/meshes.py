@@ -1,4 +1,4 @@
-"""Meshes, manual axes, and types that vary along them."""
+"""Meshes: manual axes, types that vary along them."""
 
 from __future__ import annotations
 

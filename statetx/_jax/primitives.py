@@ -1,4 +1,4 @@
-"""Primitives of this package: identities, the order of gradients, and functions as one equation."""
+"""Primitives of this package: identities, the order of gradients, functions as one equation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of loop carries: promotion of weak types, and errors for drift.
+"""Types of loop carries: promotion of weak types, errors for drift.
 
 One compiled body serves every step, so a value must enter and leave a step with the same type. Only the weak type of a
 Python number (``State(0.0)``, ``jnp.full(shape, 0.0)``) may change, as in `jax.lax`: if it promotes to the dtype that

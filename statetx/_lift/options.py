@@ -1,6 +1,4 @@
-"""Errors for options that a transform does not have, and for arguments of the function that are in the wrong place or
-form.
-"""
+"""Errors for wrong options of a transform, or for arguments of the function in the wrong place or form."""
 
 from __future__ import annotations
 

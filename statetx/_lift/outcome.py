@@ -1,5 +1,4 @@
-"""Split the output and the writes of a call into arrays, which leave a JAX transform, and structure, which stays;
-publish them.
+"""Split a call's output and writes into arrays, which leave a JAX transform, and structure, which stays.
 
 `pack` splits inside the transform; after it `Outcome.finish` combines the output and stores the written values. In
 `OutputGroups` the arrays leave in groups: along axes (`vmap`), by shardings (`shard_map`).

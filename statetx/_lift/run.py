@@ -1,4 +1,4 @@
-"""Run a function in a frame under a JAX transform, which sees arrays in and arrays out.
+"""Run a function in a frame under a JAX transform, which sees arrays only.
 
 One of the two ways to carry states through a transform; derivatives, `vmap` and `shard_map` use it. The other way is
 `stage`.

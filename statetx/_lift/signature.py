@@ -1,4 +1,4 @@
-"""Static arguments, by position and name in the user's function."""
+"""Static arguments, by position or name in the user's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments (by position) and the states (`Targets`) that a function is differentiated with respect to."""
+"""`Targets`: the inputs that a function is differentiated with respect to, arguments or states."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Loops: strategies and schedules of checkpoints, nested and checkpointed loops, binding, tuning."""
+"""Loops: strategies, schedules of checkpoints, nested or checkpointed loops, binding, tuning."""

@@ -1,5 +1,6 @@
-"""Refusal to offload values of a loop in a loop, which XLA compiles neither for GPUs nor for TPUs; of any loop with a
-jaxlib that reads them wrongly.
+"""Refusal to offload values of loops where XLA fails.
+
+Values of a loop in a loop compile neither for GPUs nor for TPUs; a jaxlib may read the values of any loop wrongly.
 """
 
 from __future__ import annotations

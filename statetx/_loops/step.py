@@ -1,4 +1,4 @@
-"""One step of a loop: its equations, its policy, and its batching."""
+"""One step of a loop: its equations, policy, batching."""
 
 from __future__ import annotations
 

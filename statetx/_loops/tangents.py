@@ -1,4 +1,4 @@
-"""A step of a loop together with its derivative: with tangents, for forward mode, and with cotangents, for reverse.
+"""A step of a loop together with its derivative: with tangents for forward mode, with cotangents for reverse mode.
 
 Both are steps of loops again, from `jax.jvp` and `jax.vjp` of the step's equations. So they keep its derivative rules.
 """

@@ -1,3 +1,3 @@
-"""Values that a rematerialized function saves: policies, the survey of values, marks, and the fence on CPUs."""
+"""Values that a rematerialized function saves: policies, the survey of values, marks, the fence on CPUs."""
 
 from . import parse as parse  # the operators of `Policy` convert their operands by it

@@ -1,4 +1,4 @@
-"""Apply a policy to a staged function: decide which values to save, and edit the equations accordingly.
+"""Apply a policy to a staged function: edit its equations so that they save the chosen values.
 
 A policy of this package judges each value of the staged function (`survey`). The values to save or offload
 are marked (`mark`).

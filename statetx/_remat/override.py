@@ -1,4 +1,4 @@
-"""Replace the policies of rematerialized functions for a while, and record which of them are called.
+"""Temporary policies of rematerialized functions, with a record of the functions that are called.
 
 `memory_report` compares policies this way, `assert_remat_equivalent` switches rematerialization off, and the planner
 rewrites the functions that are differentiated (`rewritten_by`). No object of the user is changed: `remat` and the

@@ -1,4 +1,4 @@
-"""Policies, and other options of `remat`, from the arguments of users."""
+"""The options of `remat` from the arguments of users, policies above all."""
 
 from __future__ import annotations
 

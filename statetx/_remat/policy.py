@@ -1,4 +1,6 @@
-"""Policies: which values a rematerialized function saves. The module `policies` has the public names.
+"""Policies: which values a rematerialized function saves.
+
+The module `policies` has the public names.
 
 A policy judges one value at a time and sees nothing of how the value is used, so policies combine freely: `Or`, `And`,
 `NotSaved` and `Then` are functions of two answers. Policies are frozen, equal by content and hashable, since the table

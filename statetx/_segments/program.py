@@ -1,4 +1,4 @@
-"""The compiled programs of a segment of a loop: run it, and pull cotangents back through it."""
+"""The compiled programs of a segment of a loop: its run, its pull-back."""
 
 from __future__ import annotations
 

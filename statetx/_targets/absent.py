@@ -1,4 +1,4 @@
-"""Machines with XLA's compilers for GPUs and TPUs, and without these devices: JAX is kept from looking for them.
+"""Machines that compile for GPUs or TPUs without having any: JAX is kept from looking for them.
 
 Imported with statetx, so it imports little.
 """

@@ -1,4 +1,4 @@
-"""Results of two programs by their names, and the entries that differ."""
+"""Differences between the results of two programs, by name."""
 
 from __future__ import annotations
 

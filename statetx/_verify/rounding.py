@@ -1,4 +1,4 @@
-"""Rounding of a program: measured with other fusions, and from inputs that differ by a unit in the last place."""
+"""Rounding of a program: with other fusions, or from inputs that differ by a unit in the last place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands: their output and files; errors become lines and exit statuses."""
+"""The commands: output, files, errors as lines with exit statuses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Changes of the user's code as edits of the staged program: decisions for parts of a derivative, donation, and parts
-of a batch.
+"""Changes of the user's code as edits of the staged program: decisions for a derivative, donation, parts of a batch.
 
 An edit is a frozen value. `Trials` compiles a program with some of them. A `ChangeCandidate` has one, and its saving by
 the timeline of a profile.

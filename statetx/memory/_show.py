@@ -1,4 +1,4 @@
-"""Text of a profile: its first line, a sparkline, the table of live buffers at the peak; and of two profiles."""
+"""Text of one profile or two: the first line, a sparkline, the table of live buffers at the peak."""
 
 from __future__ import annotations
 

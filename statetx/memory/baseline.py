@@ -1,4 +1,4 @@
-"""Memory as a number in tests: what programs take, in a file, and what grew since."""
+"""Memory baselines: the bytes of programs in a file, for tests that find their growth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`explain_oom`: why a step does not fit into the memory of a device, and which changes make it fit."""
+"""`explain_oom`: why a step does not fit into the memory of a device, with changes that make it fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Plan`: which values a program saves, recomputes or offloads; applied to functions, stored, and shown."""
+"""`Plan`: which values a program saves, recomputes or offloads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Plans on disk, by the structure of the program: the second run of a script reads its plans. And the bytes of measured
-programs.
+"""Plans, with bytes of measured programs, on disk by the structure of the program: a script's second run reads them.
 
 ``STATETX_CACHE`` names the folder; by default it is ``$XDG_CACHE_HOME/statetx``, and the empty string, 0, off, no, none
 or false switch the store off.

@@ -1,6 +1,4 @@
-"""Search for what fits a budget of bytes: `max_batch`, the largest batch of a step; and the fewest parts of
-``microbatch(fun, "fit", budget=...)``.
-"""
+"""Batches within a budget of bytes: `max_batch`, the largest of a step, or the fewest parts for `microbatch`."""
 
 from __future__ import annotations
 

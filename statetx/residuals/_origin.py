@@ -1,4 +1,4 @@
-"""The provenance of residuals, the arrays that they share, and their readers in the backward pass."""
+"""Residuals: their provenance, the arrays that they share, their readers in the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Residuals`: the values that a function saves for its backward pass, and their forms: lines and a table."""
+"""`Residuals`: the values that a function saves for its backward pass, as lines or a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program with the calls inlined that hide loops, without copies of stacks, and each loop once."""
+"""Flat programs: calls that hide loops are inlined, copies of stacks removed, equal loops merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops with stacked results, also inside of regions and of a `jax.shard_map`."""
+"""Loops with stacked results, at any depth of regions or `jax.shard_map`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A program to plan: its parts and values, the ways to hold these, cuts, derivative, fingerprint."""
+"""A program to plan: its parts, its values with the ways to hold them, cuts, derivative, fingerprint."""

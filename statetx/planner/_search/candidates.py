@@ -1,5 +1,6 @@
-"""Candidates of a search: compiled choices of options, and the memory that they predict for others. The baseline is the
-program without rematerialization: compiled, or extrapolated from shorter versions.
+"""Candidates of a search: compiled choices of options, which predict the memory of others.
+
+The baseline is the program without rematerialization: compiled, or extrapolated from shorter versions.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The regions that a program may be cut into, and the cheapest path through them within a limit of bytes: a dynamic
-program over the cut points.
+"""The cheapest partition of a program into regions within a limit of bytes: a dynamic program over the cut points.
 
 Nodes are cut points, arcs are regions with their options. A path from the first equation to the last is a partition
 with an option for each part. During the backward pass of a region are live: outputs and saved values of regions before

@@ -1,5 +1,6 @@
-"""The treatments of plans: what may be done with a part of a program; and a program rewritten as decided. To add one,
-write its file and list it here.
+"""The treatments of plans: possible changes of a part of a program, applied as decided.
+
+To add one, write its file and list it here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The proposals of treatments: options of a part, and variants of all regions of a program."""
+"""The proposals of treatments: options of a part, variants of all regions of a program."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`jit`: arguments, programs, created states, shardings, and ahead-of-time stages."""
+"""`jit`: arguments, programs, created states, shardings, ahead-of-time stages."""

@@ -1,4 +1,4 @@
-"""Programs by the keys of calls: in general (`Programs`), and of one jitted function (`ProgramCache`)."""
+"""Programs by the keys of calls: in general (`Programs`), or of one jitted function (`ProgramCache`)."""
 
 from __future__ import annotations
 
