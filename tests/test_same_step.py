@@ -565,6 +565,20 @@ def test_states_that_each_call_creates_are_results():
     assert model.h is before and before.value.tolist() == [1.0] * 3
 
 
+def test_a_state_that_one_of_them_creates_is_a_difference():
+    model = types.SimpleNamespace()
+
+    def creates(x):
+        model.h = statetx.State(2 * x)
+        return x.sum()
+
+    assert_same_step(creates, lambda x: creates(x), X[0])
+    for steps in [(creates, lambda x: x.sum()), (lambda x: x.sum(), creates)]:
+        with pytest.raises(AssertionError, match=r"step 1 [^\0]*state 'model.h': only one of them has it"):
+            assert_same_step(*steps, X[0])
+    assert not vars(model)
+
+
 def test_the_report_says_why_float64_is_not_possible():
     def step(total):
         add = lambda c, x: (c + total(x), None)

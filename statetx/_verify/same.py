@@ -118,6 +118,7 @@ class _Side:
         self._created: dict[str, str] = {}  # the names of states that its calls create, by their paths from it
         self.trace()
         self.paths = Paths(fun, args, kwargs)
+        self._held = self.paths.items()  # before any call, which may create states
 
     def _check(self) -> None:
         with contextlib.suppress(ValueError):  # a builtin
@@ -187,7 +188,7 @@ class _Side:
 
     def _new(self, fun: Callable) -> dict[str, Any]:
         """The states that a function reaches now and `fun` of this side did not before its calls, by path."""
-        earlier_ids = {*map(id, self.paths.items().values())}
+        earlier_ids = {*map(id, self._held.values())}
         return {p: x for p, x in Paths(fun, self.args, self.kwargs).items().items() if id(x) not in earlier_ids}
 
     def evaluate(
@@ -323,8 +324,8 @@ class _Sides:
                 if faults:
                     return {n: mismatches.get(n, faults[n]) for n in [*mismatches, *faults] if n in faults}, True
         factor = _FACTOR if double is None else _FACTOR**2
-        least = {n: factor * max(typical, 4 * unit_of(expected[n])) for n in mismatches}
-        return {n: d for n, d in mismatches.items() if not is_within(n, d, rounding, least[n])}, False
+        least = {n: factor * max(typical, 4 * unit_of(expected[n])) for n in mismatches if n in expected}
+        return {n: d for n, d in mismatches.items() if not is_within(n, d, rounding, least.get(n, 0.0))}, False
 
     def _rounding(self, expected: Mapping[str, Any]) -> tuple[dict[str, Mismatch], float]:
         """Differences of the reference with other roundings, and their median with other fusions."""
