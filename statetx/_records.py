@@ -65,7 +65,7 @@ def verified(fields: dict[str, Any], check: Check) -> dict[str, Any]:
     """
     fields = dict(fields)
     if fields.pop(_CHECKSUM, None) != _digest(fields):
-        raise ValueError("it has changed since it was written: its checksum is that of other contents")
+        raise ValueError("it has changed since it was written: its checksum fits other contents")
     check(fields, "")
     return fields
 

@@ -1017,7 +1017,7 @@ def test_saved_and_loaded(plan_of_loss, tmp_path):
 
 @pytest.mark.parametrize("wrong", [3, None, "plan.json", {}, {"version": 1}])
 def test_plan_of_something_else_raises(wrong):
-    with pytest.raises(statetx.PlanError, match=r"its fields are not those of a plan(.|\n)*Plan.load\(path\)"):
+    with pytest.raises(statetx.PlanError, match=r"these are not the fields of a plan(.|\n)*Plan.load\(path\)"):
         statetx.Plan(wrong)
 
 

@@ -564,7 +564,7 @@ def test_weights_that_another_loop_reads_are_left():
     """That loop may run after the update, which would then need a copy of the weights."""
     plain, step = logging(lambda ws, x: LOSSES["jax.checkpoint"](ws, 2 * x))
     (told,) = step.trace(WEIGHTS, X).gradients
-    assert "reads what the update overwrites, and does not come before it" in told and "scan at" in told
+    assert "reads arrays that the update overwrites, and does not come before it" in told and "scan at" in told
     assert temporaries(step) == temporaries(plain)
 
 

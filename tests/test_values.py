@@ -224,7 +224,7 @@ def test_values_of_another_thread_are_refused():
         (
             lambda w: {"a": {"b": w}, "a.b": statetx.State(0)},
             statetx.CheckpointError,
-            "states given have the path 'a.b'",
+            "states given have the same path, 'a.b'",
         ),
         (
             lambda w: {"f": statetx.State({"g": print})},

@@ -339,7 +339,7 @@ if hasattr(os, "register_at_fork"):
 _IN_RULE = (
     "Raised in a derivative rule that statetx called to inspect the function, whose own call had ended: {site}\n"
     "Fix: if the rule refuses the tangent of an argument, leave it out by argnums=, or give jax.grad(loss) in place of "
-    "the loss, of which all floats are differentiated. Else let the rule read arguments only, no states or attributes "
+    "the loss, whose floats are all differentiated. Else let the rule read arguments only, no states or attributes "
     "that the call sets. There is no plan and no report "
     "of a backward pass for rules that do, such as those of braintrace's online algorithms."
 )

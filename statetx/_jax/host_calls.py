@@ -32,8 +32,8 @@ def _noticed(bind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REASON = (
-    "A function on the host may raise after the call has returned: statetx waits for it before it stores what the call "
-    "has written. Otherwise it is JAX's own."
+    "A function on the host may raise after the call has returned: statetx waits for it before it stores the call's "
+    "writes. Otherwise it is JAX's own."
 )
 for _name, _primitive in {
     "callback.pure_callback_p": _callback.pure_callback_p,

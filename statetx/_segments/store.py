@@ -78,7 +78,7 @@ class Store:
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"The store {self.path} cannot be written: {error.strerror}. What it holds is whole, and no state has "
+            f"The store {self.path} cannot be written: {error.strerror}. Its files are whole, and no state has "
             f"changed.\nFix: make room, or make it writable, and call again: the loop resumes there."
         )
 

@@ -140,7 +140,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     )
     if name == "fit":
         command.add_argument(
-            "--limit", metavar="SIZE", help="the memory of the device, such as 16GiB (default: what it tells)"
+            "--limit", metavar="SIZE", help="the memory of the device, such as 16GiB (default: the device's own)"
         )
     if name in ("fit", "plan"):
         command.add_argument("--verify", action="store_true", help="run the plan, and hold it against the plain step")
@@ -204,7 +204,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             "--objective",
             default="auto",
             choices=("auto", "flops", "time"),
-            help="what a plan shall cost least of: time as XLA estimates it for GPUs, else operations (auto, the "
+            help="the cost that a plan minimizes: time as XLA estimates it for GPUs, else operations (auto, the "
             "default); operations (flops); or time on this machine (time)",
         )
         command.add_argument("--offload", action="store_true", help="values may be kept in the memory of the host")

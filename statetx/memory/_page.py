@@ -76,7 +76,7 @@ def to_html(profile: AdvisedTimeline, second: AdvisedTimeline | None = None) -> 
 <section class="card" id="timelines" aria-label="Timeline"></section>
 {"".join(_cards(profiles, labels))}
 <section class="card" id="buffers" aria-label="Buffers"></section>
-<p class="note">A step is an instruction of the compiled program, in the order in which it runs;
+<p class="note">Steps are the instructions of the compiled program, in the order of execution;
 the body of a loop is drawn once.</p>""",
         header=_header(profiles),
         scripts=f'<script type="application/json" id="data">{text}</script>\n<script>\n{code}\n</script>',

@@ -150,7 +150,7 @@ class RemedySearch:
         for n, c in enumerate([*self._first, *self._others]):
             is_first = n < len(self._first)
             if not is_first and any(t.suffices and t.operations <= NEGLIGIBLE for t in compiled):
-                self._alone.setdefault(c.change.action, "not tried: what is listed costs nothing")
+                self._alone.setdefault(c.change.action, "not tried: the listed changes cost nothing")
                 continue
             cost = self._cost(trials, [c], is_first=is_first)
             needed_before = None if cost is None else self._before(trials, c)

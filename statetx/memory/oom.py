@@ -167,8 +167,8 @@ class OutOfMemory(Tabular):
             yield (
                 "Logits:",
                 f"{format_bytes(self.logits_bytes)} of the peak have a value for each of {self.num_words:,} words, by "
-                "the shapes. statetx.chunked(loss, axis, size) around the last product and the loss has those of a "
-                "chunk.",
+                "the shapes. statetx.chunked(loss, axis, size) around the last product and the loss has one "
+                "chunk of them.",
             )
         is_told = any(r.change.action == "argument" for r in self.remedies)
         if self.profile.constant_bytes >= _LEAST_SHARE * self.needed_bytes and not is_told:

@@ -131,7 +131,7 @@ class GradientPlan:
         # Cuts and decisions count equations, so the program must be flattened and cut exactly as for the plan.
         flat = Flat(program)
         if max(self.cuts, default=0) > len(flat) or max(self.parts, default=-1) >= len(self.decisions):
-            raise _damaged("cuts or parts", "what is not there")
+            raise _damaged("cuts or parts", "equations or decisions that are not there")
         parts = flat.split(self.cuts)
         if len(parts) != len(self.parts):
             raise _damaged("parts", f"{len(self.parts)} decisions for {len(parts)} parts")
@@ -202,7 +202,7 @@ class PlanData:
             (PLAN if show is None else STORED_PLAN)(fields, "")
         except ValueError as e:
             raise PlanError(
-                f"Plan: its fields are not those of a plan: {e}.\n"
+                f"Plan: these are not the fields of a plan: {e}.\n"
                 f"Fix: make it by statetx.plan(fun, *args, budget=...), or read it by Plan.load(path)."
             ) from e
         shown = _records.decoded(Shown, fields["shown"]) if show is None else show

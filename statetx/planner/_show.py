@@ -93,7 +93,7 @@ def _notes(plan: PlanData) -> Iterator[str]:
         f"temporaries {format_bytes(plan.temp_bytes)} (predicted {format_bytes(plan.predicted_bytes)})."
     )
     if plan.num_devices > 1:
-        yield f"Values have the bytes of all {plan.num_devices} devices, other sizes are those of one."
+        yield f"Values have the bytes of all {plan.num_devices} devices, other sizes are of one."
     yield from plan.groups[:_MAX_GROUPS]
     if len(plan.groups) > _MAX_GROUPS:
         yield f"And {len(plan.groups) - _MAX_GROUPS} more kinds of regions."

@@ -199,7 +199,7 @@ def _placed(x: Any, current: jax.Array) -> jax.Array:
 def _mismatch(difference: str) -> CheckpointError:
     return CheckpointError(
         f"restore: the values are of other states: {difference}.\n"
-        "Fix: build the model, and the dict of states, as they were when the values were taken."
+        "Fix: build the model, and the dict of states, as when the values were taken."
     )
 
 
@@ -214,8 +214,7 @@ def _states_of(function: str, obj: Any) -> dict[str, Any]:
     for path, leaf in _leaves_of(obj, ""):
         if leaves.setdefault(path, leaf) is not leaf:
             raise CheckpointError(
-                f"{function}: two of the states given have the path {path!r}, by which they are saved.\n"
-                f"Fix: rename a key of the dict."
+                f"{function}: two of the states given have the same path, {path!r}.\nFix: rename a key of the dict."
             )
     states: dict[str, Any] = {}
     if all(_states.kind_of(leaf) is not None for leaf in leaves.values()):

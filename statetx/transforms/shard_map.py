@@ -118,7 +118,7 @@ class ShardMap(Wrapper, made_by=shard_map):
         call_name = f"shard_map({name_of(fun)})"
         if kwargs:
             raise TypeError(
-                f"{call_name}: got {', '.join(kwargs)} by keyword, for which in_specs has no place.\n"
+                f"{call_name}: got {', '.join(kwargs)} by keyword; in_specs has no place for it.\n"
                 f"Fix: pass it by position."
             )
         places = _SpecChecks(call_name, self._jax_options)

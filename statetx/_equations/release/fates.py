@@ -78,17 +78,17 @@ _FATES: dict[Fate, Callable[[GradientStack], str]] = {
     Fate.RETURNED: lambda stack: "are kept: the program returns them",
     Fate.READ: lambda stack: f"are kept: {_reason(stack.reader)}",
     Fate.LATE: lambda stack: (
-        f"are kept: {_place(stack.reader)} reads what the update overwrites, and does not come before it"
+        f"are kept: {_place(stack.reader)} reads arrays that the update overwrites, and does not come before it"
     ),
     Fate.SHARED: lambda stack: "are kept: on CPUs an update by moments copies these, which takes more memory",
     Fate.UNROLLED: lambda stack: (
         f"are kept: in steps that are unrolled (unroll={stack.loop.params['unroll']}) an update would copy the weights"
     ),
     Fate.MANUAL: lambda stack: (
-        f"are kept: they leave jax.shard_map, and {_place(stack.reader)} mixes shards or reads what is, or may be, "
-        "divided otherwise; take the gradient and update inside of it"
+        f"are kept: they leave jax.shard_map, and {_place(stack.reader)} mixes shards or reads an array that is, or "
+        "may be, divided otherwise; take the gradient and update inside of it"
     ),
-    Fate.REPLACED: lambda stack: "are kept: what is made of them takes as much memory",
+    Fate.REPLACED: lambda stack: "are kept: the results made of them take as much memory",
 }
 
 
