@@ -148,23 +148,34 @@ def _unsorted_keys(tree: PyTree) -> list[Any] | None:
     return next((keys for x in items if (keys := _unsorted_keys(x)) is not None), None)
 
 
-def partition(tree: PyTree, is_dynamic: Callable[[Any], bool] = is_array) -> tuple[list[Any], Partition]:
+def holds_states(x: Any) -> bool:
+    """Whether an object is a state or holds some, as a module that its library has registered as a pytree."""
+    return type(x) not in _jax.LEAVES and _states.is_opaque(x)
+
+
+def is_model(x: Any) -> bool:
+    """Whether an object holds states and is none."""
+    return holds_states(x) and _states.kind_of(x) is None
+
+
+def partition(
+    tree: PyTree,
+    is_dynamic: Callable[[Any], bool] = is_array,
+    *,
+    is_leaf: Callable[[Any], bool] | None = holds_states,
+) -> tuple[list[Any], Partition]:
     """Split a tree into its dynamic leaves, in order, and its static part.
 
-    Objects that hold states (modules that their library registers as pytrees) are leaves: to unflatten them would
-    create new states.
+    Objects that hold states are leaves: to unflatten them would create new states. Where JAX takes them apart,
+    `is_leaf` is None, or `is_model`, so that states by themselves are trees of arrays.
     """
     if type(tree) in _jax.LEAVES and is_dynamic(tree):  # fast path: a single array
         return [tree], ARRAY
-    leaves, treedef = flatten(tree, _is_leaf)
+    leaves, treedef = flatten(tree, is_leaf)
     mask = tuple(is_dynamic(leaf) for leaf in leaves)
     dynamic = [leaf for leaf, d in zip(leaves, mask, strict=True) if d]
     static = tuple(leaf for leaf, d in zip(leaves, mask, strict=True) if not d)
     return dynamic, Partition(treedef, mask, static)
-
-
-def _is_leaf(x: Any) -> bool:
-    return type(x) not in _jax.LEAVES and _states.is_opaque(x)
 
 
 ARRAY = Partition(jax.tree.structure(0), (True,), ())

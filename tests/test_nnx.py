@@ -614,6 +614,104 @@ def test_mapped_states_of_arguments_need_a_rule():
     np.testing.assert_array_equal(ys, jax.vmap(f)(state, x))
 
 
+def test_models_that_jax_would_map_by_default_need_a_rule():
+    """Without in_axes, `jax.vmap` takes each model of an ensemble; a model that it cannot map passes untouched."""
+    ensemble = nnx.vmap(lambda key: nnx.Linear(3, 2, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 4))
+    x, apply = jnp.ones((4, 3)), lambda model, x: model(x)
+    for call in (
+        lambda: statetx.vmap(apply)(ensemble, x),
+        lambda: statetx.vmap(apply)(model=ensemble, x=x),
+        lambda: statetx.vmap(lambda pair, x: apply(pair[0], x))((ensemble, x), x),
+    ):
+        with pytest.raises(statetx.StateValueError, match=r"with the axis 0 in in_axes,(?s:.*)states=\{'.*\*': 0\}"):
+            call()
+    np.testing.assert_array_equal(statetx.vmap(apply, states={nnx.Param: 0})(ensemble, x), jax.vmap(apply)(ensemble, x))
+    drop = nnx.Dropout(0.5)
+    draws = statetx.vmap(lambda x, rngs: drop(x, rngs=rngs))(jnp.ones((4, 9)), nnx.Rngs(1))
+    assert len({tuple(row) for row in draws.tolist()}) == 4, "a key for each example"
+
+
+def _doubled(tree):
+    return jax.tree.map(lambda x: 2 * x, tree)
+
+
+def _cubes(tree):
+    return sum((x**3).sum() for x in jax.tree.leaves(tree))
+
+
+def _with_pullback(out, pullback):
+    return out, pullback(out)
+
+
+TREES = {
+    "vjp": lambda tx, tree: tx.vjp(_cubes, tree)[1](1.0),
+    "vjp of a tree": lambda tx, tree: _with_pullback(*tx.vjp(_doubled, tree)),
+    "jvp": lambda tx, tree: tx.jvp(_doubled, (tree,), (tree,)),
+    "linearize": lambda tx, tree: tx.linearize(_doubled, tree)[1](tree),
+    "jacrev": lambda tx, tree: tx.jacrev(_doubled)(tree),
+    "jacfwd": lambda tx, tree: tx.jacfwd(lambda x: jax.tree.map(lambda a: a * x, tree))(2.0),
+    "hessian": lambda tx, tree: tx.hessian(_cubes)(tree),
+    "scan": lambda tx, tree: tx.lax.scan(lambda c, x: (_doubled(c), (c, x)), tree, jnp.arange(3.0)),
+    "while_loop": lambda tx, tree: tx.lax.while_loop(lambda c: _cubes(c) < 1e3, _doubled, tree),
+    "fori_loop": lambda tx, tree: tx.lax.fori_loop(0, 3, lambda i, c: _doubled(c), tree),
+    "cond": lambda tx, tree: tx.lax.cond(jnp.array(True), _doubled, lambda tree: tree, tree),
+    "vmap": lambda tx, tree: tx.vmap(lambda x: jax.tree.map(lambda a: a * x, tree), out_axes=1)(jnp.arange(3.0)),
+    "switch": lambda tx, tree: tx.lax.switch(jnp.array(1), [_doubled, lambda tree: tree], tree),
+}
+
+
+class _Ours:
+    """`statetx` with the names of `jax.lax`."""
+
+    lax = statetx
+
+    def __getattr__(self, name):
+        return getattr(statetx, name)
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("mode", ["jit", pytest.param("eager", marks=pytest.mark.thorough)])
+def test_variables_in_trees_are_arrays_as_in_jax(name, mode):
+    """In differentiated arguments, carries and outputs."""
+    _, state = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0), bias_init=nnx.initializers.ones))
+    with jax.disable_jit(mode == "eager"):
+        actual, expected = TREES[name](_Ours(), state), TREES[name](jax, state)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_model_as_a_carry_raises():
+    """`jax.lax` would return another one, and flax's loops would write it."""
+    with pytest.raises(statetx.StateValueError, match="carry holds a Counting, .* Close over it in the body"):
+        statetx.fori_loop(0, 3, lambda i, model: model, Counting())
+    with pytest.raises(statetx.StateValueError, match="an output of .* is a Counting"):
+        statetx.cond(True, lambda model: model, lambda model: model, Counting())
+
+
+def test_pure_function_returns_trees_of_variables():
+    _, state = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    pure = statetx.functionalize(_doubled)
+    out, _ = jax.jit(lambda tree: pure(pure.values(tree), tree))(state)
+    jax.tree.map(np.testing.assert_array_equal, out, _doubled(state))
+
+
+@pytest.mark.parametrize("name", ["vjp", "jvp", "linearize"])
+def test_write_to_a_copy_that_jax_flattens_raises(name):
+    model = Counting()
+
+    def loss(model, x):
+        model.calls[...] += 1
+        return (model.w[...] * x).sum()
+
+    arguments = [model, jnp.ones(3)]
+    with pytest.raises(statetx.StateAccessError, match=r"(?s)copy of BatchStat .Counting.calls.*wrt="):
+        getattr(statetx, name)(loss, *([arguments, arguments] if name == "jvp" else arguments))
+    assert float(model.calls[...]) == 0
+    pullback = statetx.vjp(loss, *arguments, wrt=nnx.Param)[1]
+    np.testing.assert_array_equal(pullback(1.0)[0]["model.w"], jnp.ones(3))
+    assert float(model.calls[...]) == 1, "with wrt= the module stays whole, and is written"
+
+
 def test_advice_to_donate_the_variables_of_an_argument():
     """`nnx.jit` takes modules apart; `statetx.jit` donates their Variables by donate_states=, not by
     donate_argnames=.

@@ -16,7 +16,7 @@ from .. import _frames, _jax, _states
 from .._frames import Effect
 from .._objects.opaque import refuse_hidden
 from .._objects.walk import held_states
-from .._tree import ARRAY, Partition, is_array, is_array_or_number, partition
+from .._tree import ARRAY, Partition, holds_states, is_array, is_array_or_number, partition
 from .._typing import PyTree
 from .._unfinished import refuse_unfinished
 
@@ -91,15 +91,20 @@ def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] =
     return leaves, Outcome(out_part, effects, values)
 
 
-def partition_output(out: PyTree, is_dynamic: Callable[[Any], bool] = is_traced) -> tuple[list, Partition]:
-    """`partition` the return value of a call, still inside the transform.
+def partition_output(
+    out: PyTree,
+    is_dynamic: Callable[[Any], bool] = is_traced,
+    *,
+    is_leaf: Callable[[Any], bool] | None = holds_states,
+) -> tuple[list, Partition]:
+    """`partition` the return value of a call, still inside the transform; with another `is_leaf` inside the frame.
 
     Raises:
         TraceLeakError: an object among the static leaves holds an array of the trace that is about to end.
         FunctionError: the return value is a generator or a coroutine.
     """
     refuse_unfinished(out)  # before JAX warns about an iterator as a leaf
-    leaves, part = partition(out, is_dynamic)
+    leaves, part = partition(out, is_dynamic, is_leaf=is_leaf)
     refuse_hidden(part.static)
     return leaves, part
 

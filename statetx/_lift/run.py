@@ -54,14 +54,20 @@ class FramedRun:
     out: Partition = dataclasses.field(init=False)
 
     def __call__(
-        self, args: Sequence[Any], kwargs: dict[str, Any], state_values: Any = (), diff_args: Sequence[Any] = ()
-    ) -> tuple[PyTree, list]:
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        state_values: Any = (),
+        diff_args: Sequence[Any] = (),
+        of_output: Callable[[PyTree], T] = lambda out: out,  # type: ignore[assignment, return-value]
+    ) -> tuple[T, list]:
         """Call the function in a frame; returns its output and the arrays of aux and effects.
 
         Args:
             args, kwargs: the arguments, with JAX's tracers in them.
             state_values: the values of `targets`, from JAX.
             diff_args: the arguments that JAX has flattened: writes to states in them would be lost.
+            of_output: maps the output in the frame, where states that the call has made have their values.
         """
         targets = self.targets
         frame = frame_for(self.name, self.fun, on_read=targets and targets.on_read(state_values))
@@ -70,19 +76,24 @@ class FramedRun:
         def watched_call() -> Any:
             result = call(self.fun, args, kwargs, targets is not None and targets.has_refs)
             self._held = list(held_by_derivatives(frame))
-            return result
+            out, aux = split_aux(result, self.fun) if self.has_aux else (result, None)
+            return of_output(out), aux
 
-        out = frame.run(watched_call)
+        out, aux = frame.run(watched_call)
         refuse_lost_writes(self.name, self.fun, frame.effects, diff_args)
-        out, aux = split_aux(out, self.fun) if self.has_aux else (out, None)
         leaves, self._outcome = pack(aux, frame.effects)
         return out, leaves
 
     def flat(self, args: Sequence[Any], state_values: Any = ()) -> tuple[list, list]:
-        """Run as a call of this object does, for the arrays of the output, whose structure is `out` from then on."""
-        out, leaves = self(args, {}, state_values)
-        out_leaves, self.out = partition_output(out, is_array_or_number)
-        return [jnp.asarray(x) for x in out_leaves], leaves
+        """Run as a call of this object does, for the arrays of the output, whose structure is `out` from then on. JAX
+        has flattened all arguments, but not models whose states are `targets`.
+        """
+
+        def leaves_of(out: PyTree) -> list:
+            out_leaves, self.out = partition_output(out, is_array_or_number, is_leaf=None)
+            return [jnp.asarray(x) for x in out_leaves]
+
+        return self(args, {}, state_values, args if self.targets is None else (), leaves_of)
 
     def named(self, pure: Callable[..., T]) -> Callable[..., T]:
         """Tell the planner whose derivative JAX takes of `pure`, the function of arrays around the call."""

@@ -68,6 +68,16 @@ def resolve_argnums(argnums: Any, num_args: int, fun: Callable[..., Any]) -> tup
     return positions, as_tuple
 
 
+_FIX = (
+    "close over the {}, or pass it as an argument that is not differentiated, and choose its states by wrt=: {}(f, "
+    "wrt=nnx.Param)"
+)
+_FIXES = {"vjp": "choose its states by wrt=: vjp(f, ..., wrt=nnx.Param)"} | dict.fromkeys(
+    ("jvp", "linearize"),
+    "close over the {}, whose states have no tangents then; grad, vjp and jacfwd have wrt= for these",
+)
+
+
 def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], taken_apart: Iterable[Any]) -> None:
     """Refuse a write to a state in an argument that the transform flattens as a pytree: the write would go to a copy.
 
@@ -86,8 +96,7 @@ def refuse_lost_writes(transform: str, fun: Callable, effects: Iterable[Any], ta
                         f"{transform}({name_of(fun)}) flattens an argument that holds states: the function gets a copy "
                         f"of {type(state).__name__} {path!r}, and its write at {written[id(state)].site} would be "
                         "lost.\n"
-                        f"Fix: close over the {type(obj).__name__}, or pass it as an argument that is not "
-                        f"differentiated, and choose its states by wrt=: {transform}(f, wrt=nnx.Param)."
+                        f"Fix: {_FIXES.get(transform, _FIX).format(type(obj).__name__, transform)}."
                     )
 
 

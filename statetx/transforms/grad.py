@@ -38,7 +38,7 @@ from .._lift.targets import (
 from .._lift.wrapper import Wrapper, name_of
 from .._positions import replaced
 from .._text import brief, short_tree_type_str, tree_type_str, type_str
-from .._tree import Partition, is_array_or_number, partition
+from .._tree import Partition, holds_states, is_array_or_number, partition
 from .._typing import Argnums, Filter, PyTree
 
 if TYPE_CHECKING:
@@ -246,11 +246,13 @@ class Derivative(Wrapper):
     Attributes:
         of_jax: JAX's transform.
         frame_name: the name of the function's frames, for messages.
+        has_trees: whether the function may return trees of arrays, which JAX gets as a list.
         argnums: as the user gave it, or its default.
     """
 
     of_jax: ClassVar[Callable]
     frame_name: ClassVar[str]
+    has_trees: ClassVar[bool] = False
 
     @classmethod
     def make(cls, fun: Any, options: dict[str, Any]) -> Any:
@@ -276,15 +278,18 @@ class Derivative(Wrapper):
         targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
         diff_argnums, as_tuple = resolve_argnums(self.argnums, len(args), fun)
         structure: Any = None
+
+        def leaves_of(out: PyTree) -> PyTree:
+            nonlocal structure
+            self.check_output(out)
+            outputs, structure = jax.tree.flatten(out)
+            return outputs if self.has_trees else out
+
         run = FramedRun(self.frame_name, fun, has_aux=self.has_aux, targets=targets)
 
         @run.named
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
-            nonlocal structure
-            out, leaves = run(replaced(args, diff_argnums, diff_args), kwargs, state_values, diff_args)
-            self.check_output(out)
-            structure = jax.tree.structure(out)
-            return out, leaves
+            return run(replaced(args, diff_argnums, diff_args), kwargs, state_values, diff_args, leaves_of)
 
         # States and arguments are two arguments of `pure`, so that the user's argnums need no shift.
         differentiate = self.of_jax(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
@@ -386,7 +391,8 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
 
     Args:
         fun: called as ``fun(*primals)``.
-        *primals: arrays or pytrees of arrays, all differentiated; leaves of other types pass untouched.
+        *primals: arrays or pytrees of arrays, all differentiated; leaves of other types pass untouched, and with `wrt`
+            models that their library has as pytrees, too.
         wrt: states to differentiate, too, as in `grad`.
         has_aux: whether `fun` returns a pair whose second item is passed through.
 
@@ -410,7 +416,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     """
     check_flags("vjp", has_aux=has_aux)
     targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
-    arrays, primals_part = partition(primals, is_array_or_number)
+    arrays, primals_part = partition(primals, is_array_or_number, is_leaf=None if targets is None else holds_states)
     if not arrays and targets is None:
         error = state_argument_error("vjp", fun, primals)
         if error is not None:

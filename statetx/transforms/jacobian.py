@@ -233,6 +233,7 @@ class Jacfwd(Derivative, made_by=jacfwd):
     """Made by `jacfwd`; `jacrev` and `hessian` have subclasses."""
 
     of_jax = staticmethod(jax.jacfwd)
+    has_trees = True
 
     @property
     def frame_name(self) -> str:  # type: ignore[override]
@@ -240,8 +241,7 @@ class Jacfwd(Derivative, made_by=jacfwd):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         jacobian, aux, combine, structure = self.differentiate(args, kwargs)
-        leaves = [combine(*pair) for pair in structure.flatten_up_to(jacobian)]
-        result = jax.tree.unflatten(structure, leaves)
+        result = jax.tree.unflatten(structure, [combine(*pair) for pair in jacobian])
         return (result, aux) if self.has_aux else result
 
     def check_output(self, out: PyTree) -> None:
