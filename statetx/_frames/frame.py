@@ -20,6 +20,7 @@ from .. import _jax
 from .._atomic import Store, commit, locked
 from .._errors import StateValueError
 from .._states import Kind, call_site, describe, kinds, library_folders
+from .._tree import is_model
 from .access import UNKNOWN, Access, Copy, Effect, check_write, is_leaf, is_writable, refuse_hidden_in
 from .foreign import Held, held_by_libraries, refuse_changes, undo_changes
 from .threads import _local, acquire, open_frames, ownership, set_current_frame
@@ -104,6 +105,13 @@ class Frame:
                 if _REPLACED not in getattr(e, "__notes__", ()):  # an inner frame has added it
                     e.add_note(_REPLACED)
             raise
+
+    def output(self, fun: Callable[..., T], /, *args: Any) -> T:
+        """Call a function as `run` does. States in its output that JAX has as pytrees are new ones, with the values at
+        the end of the call.
+        """
+        leaves, treedef = self.run(lambda: jax.tree.flatten(fun(*args), is_model))
+        return treedef.unflatten(leaves)
 
     def _open(self) -> None:
         self.parent = _local.frame

@@ -27,7 +27,7 @@ from .._frames import Effect
 from .._frames.foreign import held_by_libraries, undo_changes
 from .._objects.paths import Paths
 from .._text import tree_type_str, type_str
-from .._tree import Partition, partition
+from .._tree import Partition, is_model, partition
 from .._typing import PyTree
 from .staged import Staged, is_loop_leaf
 from .wrapper import name_of
@@ -39,7 +39,7 @@ def flatten_carry(name: str, init: PyTree) -> tuple[list[Any], Partition]:
     Raises:
         StateValueError: a leaf is neither an array nor a number.
     """
-    leaves, part = partition(init, is_loop_leaf)
+    leaves, part = partition(init, is_loop_leaf, is_leaf=is_model)
     if part.static:
         x = part.static[0]
         fix = "Give its .value, or close over it in the body" if _states.kind_of(x) else "Close over it in the body"

@@ -17,7 +17,7 @@ from .._equations.structure import Body
 from .._errors import StateValueError
 from .._frames import Effect, refuse_created
 from .._states import kind_of
-from .._tree import ARRAY, Partition, is_array_or_number, is_key, partition
+from .._tree import ARRAY, Partition, holds_states, is_array_or_number, is_key, is_model, partition
 from .late_rules import guarded
 from .outcome import partition_output, publish_leaves
 from .rules import Broadcast, Carry, Rules, Split
@@ -82,15 +82,20 @@ class Staged:
                     if access.written and id(access.state) not in lifting.inputs:
                         lifting.on_read(access.state, access.kind, access.value_before)
 
+            def outputs() -> list[tuple[list, Partition]]:
+                # States that JAX has as pytrees are arrays in a carry or an output, as in `jax.lax`; models are not, as
+                # the caller may expect the same one back.
+                is_leaf = holds_states if may_create else is_model
+                return [partition_output(x, is_loop_leaf, is_leaf=is_leaf) for x in call(*tracers)]
+
             frame.at_end = read_written
-            outs = frame.run(call, *tracers)
+            outs = frame.run(outputs)
             lifting.inputs = {key: lifting.inputs[key] for key in frame.accesses if key in lifting.inputs}
             if not may_create:
                 refuse_created(frame.effects, frame.name)
 
             leaves: list[Any] = []
-            for tree in outs:
-                dynamic, part = partition_output(tree, is_loop_leaf)
+            for dynamic, part in outs:
                 self._refuse_objects(part)
                 self.outs.append(part)
                 leaves += dynamic

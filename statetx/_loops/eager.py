@@ -130,8 +130,8 @@ def _holds(test: Callable, val: PyTree) -> bool:
 
 
 def _call(name: str, fun: Callable, args: tuple) -> tuple[Any, list[Effect]]:
-    frame = frame_for(name, fun)
-    out = frame.run(fun, *args)
+    frame = frame_for(name, fun, frees_cycles=True)
+    out = frame.output(fun, *args)
     refuse_created(frame.effects, frame.name)
     publish(frame.effects)
     return out, frame.effects
@@ -180,8 +180,9 @@ class _Mapped:
         self._left: dict[int, tuple[Effect, dict[int, Any]]] = {}  # what steps wrote
 
     def step(self, i: int, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        frame = frame_for("scan", self._fun, on_read=lambda state, kind, value: self._value(i, state, kind, value))
-        carry, y = as_pair(frame.run(self._fun, carry, x), self._fun)
+        read = lambda state, kind, value: self._value(i, state, kind, value)
+        frame = frame_for("scan", self._fun, on_read=read, frees_cycles=True)
+        carry, y = as_pair(frame.output(self._fun, carry, x), self._fun)
         refuse_created(frame.effects, frame.name)
 
         # Carried states take their new value at once, for the next step to read. The others keep the old one until

@@ -303,7 +303,8 @@ class Functionalize(Wrapper[P, R], made_by=functionalize):
         takes_refs = any(map(_states.is_unwatched, states.values()))
         refs = RefValues(fun, args, kwargs) if _jax.is_eager() else None
         try:
-            out = frame.run(call, fun, args, kwargs, True) if takes_refs else frame.run(fun, *args, **kwargs)
+            run = (lambda: call(fun, args, kwargs, True)) if takes_refs else (lambda: fun(*args, **kwargs))
+            out = frame.output(run)
         except BaseException:
             if refs is not None:
                 refs.restore()
