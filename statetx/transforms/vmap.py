@@ -26,7 +26,7 @@ from .._lift.run import call, frame_for
 from .._lift.staged import is_loop_leaf
 from .._lift.wrapper import Wrapper, name_of
 from .._objects.paths import argument_names, leaf_names
-from .._objects.walk import num_inspections
+from .._objects.walk import held_states, num_inspections
 from .._states import Kind
 from .._text import brief, type_str
 from .._tree import Partition, as_array, flatten, is_array, is_array_or_number, partition
@@ -123,8 +123,7 @@ class Vmap(Wrapper, made_by=vmap):
         mapped = [x for x, a in zip(leaves, axes, strict=True) if a is not None]
         mapped = [x if _states.is_array_state(x) else as_array(_whole(x)) for x in mapped]
         rules = Rules("vmap", self._states, fun, (Broadcast, Split), call_args, call_kwargs)
-        if not isinstance(in_axes, int):
-            _refuse_axes_of_others(rules, fun, in_axes, args)
+        _refuse_axes_of_others(rules, fun, in_axes, args, kwargs)
         size = self._num_examples(args, kwargs, args_part.mask, leaves, axes, rules)
         examples = _Examples(self, rules)
 
@@ -140,12 +139,16 @@ class Vmap(Wrapper, made_by=vmap):
                     rules(state)
                 examples.note_reads()
 
+            def output() -> tuple[PyTree, dict[int, int]]:
+                out = _with_units(call(fun, *args_part.combine(dynamic)))
+                return out, _axes_of_states(self._out_axes, out)
+
             frame.at_end = at_end
-            out = _with_units(frame.run(call, fun, *args_part.combine(dynamic)))
+            out, axes_of_states = frame.run(output)
             axes_out = _broadcast_axes("out_axes", self._out_axes, out)
             _check_output(f"vmap({name_of(fun)})", out, axes_out, examples.trace)
             groups.add_output(out, axes_out, _is_dynamic)
-            examples.add_effects(frame.effects, groups)
+            examples.add_effects(frame.effects, groups, axes_of_states)
             return {name: [_whole(x) for x in group] for name, group in groups.pack().items()}
 
         mapped_axes = [a for a in axes if a is not None]
@@ -237,9 +240,12 @@ class _Examples:
             if access is not None and all(frame.is_complete for frame in frames):
                 self.frame.note_write(access, site)
 
-    def add_effects(self, effects: Sequence[Effect], groups: OutputGroups) -> None:
+    def add_effects(self, effects: Sequence[Effect], groups: OutputGroups, out_axes: Mapping[int, int]) -> None:
         """Group the leaves of written values by axis: 0 for those with one slice for each example, None for those that
         all share.
+
+        Args:
+            out_axes: by id, the axes of states in the output, which new ones without a rule have.
         """
         rules = [self._rules(e.state) if e.created else self._rule(e.state, e.kind) for e in effects]
         self._rules.check_paths()
@@ -250,7 +256,9 @@ class _Examples:
                     self._split(effect.state, effect.kind, effect.value_before)
                 groups.add_effect(effect, [], None, functools.partial(_first, self._advanced[id(effect.state)]))
                 continue
-            axis = rule if isinstance(rule, int) else 0 if effect.created and rule is not Broadcast else None
+            axis = rule if isinstance(rule, int) else None
+            if axis is None and effect.created and rule is not Broadcast:
+                axis = out_axes.get(id(effect.state), 0)
             leaves, part = partition(effect.value, is_array if axis is None else is_array_or_number)
             if axis is None:
                 self._check_equal(effect, leaves)
@@ -314,6 +322,16 @@ def _broadcast_axes(option: str, axes: Any, tree: PyTree) -> list[int | None]:
     return [axis if can_map(x) else None for axis, x in zip(entries, leaves, strict=True)]
 
 
+def _axes_of_states(axes: Any, out: PyTree) -> dict[int, int]:
+    """By id, the axis of each state in the output, where it is not the first."""
+    if not any(isinstance(axis, int) and axis for axis in jax.tree.leaves(axes)):
+        return {}
+    options = {"what": "output", "entry": "an axis", "is_leaf": lambda x: x is None}
+    entries = broadcast_prefix("vmap", "out_axes", axes, out, **options)
+    leaves = jax.tree.leaves(out, is_leaf=_states.is_opaque)
+    return {id(s): axis for x, axis in zip(leaves, entries, strict=True) if axis for s in held_states(x)}
+
+
 def _check_output(call: str, out: PyTree, axes: Sequence[int | None], trace: Any) -> None:
     """Raise for the first array of the output that cannot have its axis: JAX's error would name none of them."""
     leaves = jax.tree_util.tree_flatten_with_path(out, is_leaf=_states.is_opaque)[0]
@@ -364,20 +382,30 @@ def _is_dynamic(x: Any) -> bool:
     return is_loop_leaf(x) or isinstance(x, _Unit)
 
 
-def _refuse_axes_of_others(rules: Rules, fun: Callable, in_axes: Any, args: tuple) -> None:
-    """Raise if `in_axes` gives an axis to an argument, or a part of one, without an array: to a number, or to states
-    that have no rule.
+def _refuse_axes_of_others(rules: Rules, fun: Callable, in_axes: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if an argument, or a part of one, has an axis and holds states without a rule; or a number, and no array.
+
+    One axis for all arguments is not meant for a model, which passes untouched, unless JAX has its states as pytrees,
+    and could map all of them.
     """
     parts: list[tuple[tuple, int, list]] = []
 
     def add(keys: tuple, axis: int | None, part: PyTree) -> None:
         leaves = jax.tree.leaves(part, is_leaf=_states.is_opaque)
-        if axis is not None and not any(map(_can_map, leaves)):
-            parts.append((keys, axis, leaves))
+        in_trees = [x for x in leaves if _states.is_opaque(x) and not jax.tree_util.all_leaves([x])]
+        is_for_all = keys[0].idx == 1 or isinstance(in_axes, int)
+        if is_for_all:
+            is_refused = in_trees and all(jnp.ndim(x) > 0 for x in jax.tree.leaves(in_trees))
+        else:
+            is_refused = in_trees or not any(map(_can_map, leaves))
+        if axis is not None and is_refused:
+            parts.append((keys, axis, in_trees or leaves))
 
-    jax.tree_util.tree_map_with_path(add, in_axes, args, is_leaf=lambda x: x is None)
+    axes = (in_axes,) * len(args) if isinstance(in_axes, int) else in_axes
+    every = (axes, dict.fromkeys(kwargs, 0))
+    jax.tree_util.tree_map_with_path(add, every, (args, kwargs), is_leaf=lambda x: x is None)
     for keys, axis, leaves in parts:
-        name = argument_names(fun, args)([jax.tree_util.SequenceKey(0), *keys])
+        name = argument_names(fun, args)(keys)
         number = next((x for x in leaves if is_loop_leaf(x)), None)
         if number is not None:
             raise ValueError(
@@ -386,5 +414,6 @@ def _refuse_axes_of_others(rules: Rules, fun: Callable, in_axes: Any, args: tupl
                 f"Fix: give None for it in in_axes, so that every example gets it, or give an array with a value for "
                 f"each example."
             )
-        shared = f"or give None for {name} in in_axes, if all examples share them"
+        given = f"give None for {name} in in_axes" if keys[0].idx == 0 else "pass it by position, with None in in_axes"
+        shared = f"or {given}, if all examples share them"
         rules.refuse_unruled(f"argument {name}, with the axis {axis} in in_axes,", leaves, axis, "vmap(..., ", shared)
