@@ -107,6 +107,19 @@ def test_each_branch_of_a_switch_writes_in_turn(num, wrap):
         assert actual.values() == expected.values()
 
 
+def test_cond_with_an_operand_for_each_branch():
+    """The older form, which ``jax.lax.cond`` still takes."""
+    count = statetx.State(jnp.zeros(()))
+
+    def add(x):
+        count.value += x["a"]
+        return x["a"]
+
+    choose = lambda p: statetx.cond(p, {"a": 2.0}, add, 3.0, jnp.negative)
+    assert [float(f(p)) for f in (choose, statetx.jit(choose)) for p in (True, False)] == [2.0, -3.0, 2.0, -3.0]
+    assert float(count.value) == 4.0
+
+
 def test_mistakes_in_branches():
     s = statetx.State(jnp.zeros(3), name="s")
     before = s.value

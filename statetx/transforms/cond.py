@@ -71,6 +71,10 @@ def cond(
         >>> float(statetx.cond(jnp.array(True), count, lambda x: x, 3.0)), float(n.value)
         (6.0, 3.0)
     """
+    if not callable(true_fun) and callable(false_fun) and len(operands) == 2 and callable(operands[1]):
+        # The older form, which JAX still takes: cond(pred, true_operand, true_fun, false_operand, false_fun).
+        true_operand, of_true, (false_operand, of_false) = true_fun, false_fun, operands
+        return cond(pred, lambda x, _: of_true(x), lambda _, x: of_false(x), true_operand, false_operand)
     if operand is not _MISSING:
         if operands:
             raise TypeError("cond: give either operands by position or operand=, not both.")
