@@ -441,6 +441,34 @@ def test_gradients_of_nnx_do_not_outlive_the_step():
     assert_same_step(step, nnx.jit(step), model, optimizer, jnp.ones((2, 3)), steps=1)
 
 
+def test_trees_of_variables_are_results():
+    """Of steps that return ``nnx.State``, new parameters and moments, or a model."""
+    graph, state = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    tx, x = optax.adam(1e-2), jnp.ones((4, 3))
+
+    def make(scale):
+        def step(state, moments, x):
+            grads = statetx.grad(lambda state: (nnx.merge(graph, state)(x) ** 2).mean())(state)
+            updates, moments = tx.update(grads, moments, state)
+            return jax.tree.map(lambda a: scale * a, optax.apply_updates(state, updates)), moments
+
+        return step
+
+    arguments = state, tx.init(state), x
+    assert_same_step(make(1.0), statetx.jit(make(1.0)), *arguments, steps=1)
+    for wrap in (jax.jit, statetx.jit):
+        with pytest.raises(AssertionError, match=r"(?s)output\[0\]\['bias'\]\.value.*differs: mul "):
+            assert_same_step(make(1.0), wrap(make(1.01)), *arguments, steps=1)
+    make_model = lambda scale: lambda: nnx.Dict(w=nnx.Param(scale * jnp.ones(3)))
+    with pytest.raises(AssertionError, match=r"output\['w'\]\.value|output\.w\.value"):
+        assert_same_step(make_model(1.0), make_model(2.0), steps=1)
+
+
+def test_steps_without_results_are_not_the_same():
+    with pytest.raises(statetx.FunctionError, match="returns no array and touches no state: there is nothing"):
+        assert_same_step(lambda x: None, lambda x: None, jnp.ones(3))
+
+
 def test_two_models_begin_with_the_values_of_the_reference():
     a, b = Network(1), Network(1)
     b.layers[0].value = b.layers[0].value * 2

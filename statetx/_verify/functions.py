@@ -12,7 +12,7 @@ import numpy as np
 from .. import _states
 from .._lift.wrapper import name_of, short_name
 from .._remat.override import override
-from .._tree import is_array_or_type, is_float, is_key, partition
+from .._tree import holds_states, is_array_or_type, is_float, is_key, partition
 from ..residuals._trace import unjitted
 from ..transforms.functionalize import Functionalize
 
@@ -39,17 +39,22 @@ def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
     return gradients
 
 
+def is_float_array(x: Any) -> bool:
+    """Whether it is a float, and no state with one: its value is among those of the states."""
+    return is_float(x) and not holds_states(x)
+
+
 def pulled_back(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
     """The output and new values of a functionalized function, and a gradient for each float among its inputs."""
-    floats, static = partition((values, args, kwargs), is_float)
+    floats, static = partition((values, args, kwargs), is_float_array)
     part: Any = None
 
     def differentiated(*floats: Any) -> tuple[list[Any], list[Any]]:
         nonlocal part
         values, args, kwargs = static.combine(floats)
         result = pure(values, *args, **kwargs)
-        arrays, part = partition(result, is_array_or_type)
-        return partition(result[0], is_float)[0], arrays
+        arrays, part = partition(result, is_array_or_type, is_leaf=None)
+        return partition(result[0], is_float, is_leaf=None)[0], arrays
 
     leaves, pullback, arrays = jax.vjp(differentiated, *floats, has_aux=True)
     # Cotangents differ between entries, so that swapped ones show.

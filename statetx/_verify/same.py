@@ -246,6 +246,11 @@ class _Sides:
         self._counts = [_callbacks(side.traced.body.jaxpr) for side in self._sides]
         for n in range(1, steps + 1):
             expected = self._run(0)
+            if not expected:
+                raise FunctionError(
+                    f"{self.report.reference} returns no array and touches no state: there is nothing to compare.\n"
+                    "Fix: return the results, as arrays or trees of arrays."
+                )
             end_values = {path: _value(state) for path, state in self._states[0].items()}
             mismatches = differences(self._run(1), expected)
             self.report.steps, self.report.num_results = n, len(expected)
@@ -470,8 +475,8 @@ def _copied(tree: Any) -> Any:
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves with their paths, without objects that hold states."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_states.is_opaque)
+    """The leaves with their paths, those of flax's modules too; without objects that JAX does not take apart."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     is_value = lambda x: is_array(x) or isinstance(x, (bool, int, float, complex, str))
     return [(jax.tree_util.keystr(path), x) for path, x in leaves if is_value(x)]
 

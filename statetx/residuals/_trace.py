@@ -230,10 +230,15 @@ class TracedCall:
             frame = frame_for(name, fun, on_read=lifting.on_read, frees_cycles=True)
             call_args, call_kwargs = static_part.combine(tracers)
             recorder.note(tracers, origins)
+
+            def outputs() -> list:
+                out = fun(*call_args, **call_kwargs)
+                # Of a module of flax, too, as `jax.jit` returns them.
+                return partition_output(split_aux(out, fun)[0] if has_aux else out, is_array, is_leaf=None)[0]
+
             # A trace for other types is part of another one, which may have a rewriter of its own.
             with _observed_by(observer) if types is None else contextlib.nullcontext():
-                out = frame.run(fun, *call_args, **call_kwargs)
-            leaves, _ = partition_output(split_aux(out, fun)[0] if has_aux else out, is_array)
+                leaves = frame.run(outputs)
             num_out = len(leaves)
             for effect in frame.effects:
                 written = partition(effect.value, is_array)[0]
