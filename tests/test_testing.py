@@ -70,6 +70,18 @@ def wrong(f, break_it):
     return run
 
 
+def test_trees_of_variables_are_compared():
+    nnx = pytest.importorskip("flax.nnx")
+    _, state = nnx.split(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+    fun = lambda state, x: jax.tree.map(lambda a: jnp.sin(a) * x.sum(), state)
+    testing.assert_remat_equivalent(fun, state, jnp.ones(3))
+    pure = statetx.functionalize(fun)
+    results = testing._run(pure, pure.values(state, jnp.ones(3)), (state, jnp.ones(3)), {})
+    shapes = {name: x.shape for name, x in results.items()}
+    assert shapes["output['kernel'].value"] == shapes["gradient of state 'state.kernel'"] == (3, 3)
+    assert shapes["gradient of argument 1"] == (3,) and len(shapes) == 7
+
+
 @pytest.mark.slow
 def test_difference_is_named():
     layer = Layer()
