@@ -22,7 +22,8 @@ from statetx.planner._program import cuts as _cuts
 from statetx.planner._search.capture import Recorded
 from statetx.planner._search.lattice import Lattice
 from statetx.planner._treatments import TREATMENTS, rewrite
-from statetx.planner._treatments.copies import Derived
+from statetx.planner._treatments.copies import Copies, Derived
+from statetx.planner._treatments.proposals import front_of
 from statetx.planner._treatments.treatment import Settings
 
 X = jnp.ones((256, 64))
@@ -426,6 +427,29 @@ def test_a_deep_stream_is_kept_once_in_a_while():
     copies = Derived(program.jaxpr)
     tanhs = [e.outvars[0] for e in program.jaxpr.eqns if e.primitive.name == "tanh"]
     assert max(len(copies.sources[v]) for v in tanhs) < 12 < len(tanhs)
+
+
+def with_scans(ws, x):
+    """Each layer has an associative scan: many cheap equations between small products."""
+    for a, b in ws:
+        decay = jnp.exp(-jnp.square(x * a[:1]))
+        merge = lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1])
+        x = x + jnp.tanh(jax.lax.associative_scan(merge, (decay, x))[1] @ b)
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize(("fun", "x"), [(stream, RAMP), (with_scans, RAMP[:8, :8])], ids=["products", "scans"])
+def test_a_region_holds_what_is_no_cheaper_to_copy_than_to_compute(fun, x):
+    size = x.shape[1]
+    program = flat(fun, [(a[:size, :size], b[:size, :size]) for a, b in PAIRS], x)
+    start = max(i for i, e in enumerate(program.jaxpr.eqns) if e.primitive.name == "dot_general")
+    part = program.part(start, len(program))  # the last product and the loss
+    front = front_of(part, *[[True] * len(vs) for vs in (part.invars, part.invars, part.outvars)], Settings())
+    variant = Copies.paths(program.jaxpr, Settings(), lambda front: [part])
+    found, _ = variant.front(start, len(program), part, front)
+    by_treatment = [[o for o in found.options if bool(o.decision.treatments) == copies] for copies in (True, False)]
+    assert [bool(options) for options in by_treatment] == [fun is stream, True]
+    assert min(o.saved_bytes for o in by_treatment[1]) >= part.invars[0].aval.size * 4, "the inputs"
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ class Copies(RegionTreatment):
 
 
 class _CopyingPaths:
-    """Paths where all regions copy."""
+    """Paths where each region copies or holds its inputs."""
 
     def __init__(self, derived: Derived, parts_of: PartsOf):
         self._derived, self._parts_of = derived, parts_of
@@ -88,8 +88,8 @@ class _CopyingPaths:
         return None if copying is None else (copying, sum(device_bytes(v.aval) for v in inputs))
 
     def _make(self, front: Front, sources: frozenset[Address], derived: frozenset[Address]) -> Front | None:
-        """The options of a region that computes inputs again, and saves `sources` in any case, but none of the
-        `derived` values.
+        """The options of a region that computes inputs again, or holds them. It saves `sources` in any case, but none
+        of the `derived` values.
         """
         graph = front.graph
         if graph is None or not sources <= graph.sites.keys():
@@ -100,18 +100,27 @@ class _CopyingPaths:
             if decision.saved is not None and not any(way.is_read_early for way in values.values()):
                 values = {a: way for a, way in values.items() if a not in derived} | dict.fromkeys(sources, KEEP)
                 saved[frozenset(values.items())] = values
-        cost = self._mean_cost(front)
+        cost, cost_of_all, held_bytes = self._means(front)
         options = [graph.option(values) for values in saved.values()]
-        options = [o._replace(cost=o.cost + cost, decision=Decision(o.decision.saved, (Copies(),))) for o in options]
-        return front.replaced(options) if options else None
+        holding = [o._replace(saved_bytes=o.saved_bytes + held_bytes) for o in options]
+        copying = [o._replace(cost=o.cost + cost, decision=Decision(o.decision.saved, (Copies(),))) for o in options]
+        # Between small products the cheap equations are most of the program, as in an associative scan, and each
+        # region would copy them.
+        return front.replaced([*holding, *(copying if cost <= cost_of_all else [])]) if options else None
 
     def _inputs(self, part: Part) -> list[Var]:
         return self._derived.in_order(part.invars)
 
-    def _mean_cost(self, front: Front) -> float:
-        """The cost of the copies in the regions of a front, which share one number so that equal periods stay equal."""
-        costs = [sum(map(flops, self._derived.copied(self._inputs(part)))) for part in self._parts_of(front)]
-        return 2 * sum(costs) / len(costs)  # in the forward pass and in the recomputation
+    def _means(self, front: Front) -> tuple[float, float, int]:
+        """Of the regions of a front, which share the numbers so that equal periods stay equal: the cost of their
+        copies, in the forward pass and in the recomputation; of all equations from the first copied one to the last;
+        and the bytes of the values.
+        """
+        values = [self._inputs(part) for part in self._parts_of(front)]
+        costs = [self._derived.cost(of_part) for of_part in values]
+        cost, cost_of_all = (sum(column) / len(values) for column in zip(*costs, strict=True))
+        held_bytes = sum(device_bytes(v.aval) for of_part in values for v in of_part)
+        return 2 * cost, cost_of_all, held_bytes // len(values)
 
 
 class Derived:
@@ -197,15 +206,26 @@ class Derived:
         """The derived ones among some operands."""
         return sorted({v for v in atoms if isinstance(v, Var) and v in self.sources}, key=self._equation.__getitem__)
 
+    def cost(self, values: Sequence[Var]) -> tuple[float, float]:
+        """The cost of the equations between the sources and some derived values, and of all from the first of them to
+        the last.
+        """
+        indices = self._copied(values)
+        all_eqns = self._jaxpr.eqns[indices[0] : indices[-1] + 1] if indices else []
+        return sum(flops(self._jaxpr.eqns[i]) for i in indices), sum(map(flops, all_eqns))
+
     def copied(self, values: Sequence[Var]) -> list[Eqn]:
         """The equations between the sources and some derived values, in order."""
+        return [self._jaxpr.eqns[i] for i in self._copied(values)]
+
+    def _copied(self, values: Sequence[Var]) -> list[int]:
         stack, indices = list(values), set[int]()
         while stack:
             i = self._equation[stack.pop()]
             if i not in indices:
                 indices.add(i)
                 stack += [v for v in variables_of(self._jaxpr.eqns[i]) if v in self.sources]
-        return [self._jaxpr.eqns[i] for i in sorted(indices)]
+        return sorted(indices)
 
 
 def _is_cheap(eqn: Eqn) -> bool:
