@@ -13,6 +13,7 @@ import pytest
 import statetx
 from helpers import assert_same_gradients, decided, flat, staged
 from statetx import _jax
+from statetx._equations.compiler import num_compiled
 from statetx._remat.mark import RULE
 from statetx.planner import Plan, Planner
 from statetx.planner._program.values import InFormat, derivative_of, labels_of, values_of
@@ -291,3 +292,37 @@ def test_a_rule_that_refuses_an_operand_of_a_region_leaves_jax_its_record():
     with pytest.raises(TypeError, match="t cannot"):
         derivative_of(jaxpr, [0, 1], [0])
     np.testing.assert_allclose(pull(1.0)[0], np.cos(1.0), rtol=1e-6)
+
+
+# -- a derivative that no plan divides -------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def solve(w, x):
+    return jax.lax.while_loop(lambda c: c[0] < 16, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
+
+
+def solve_backward(inputs, ct):
+    """Runs all steps again before it reverses them, as a solver with checkpoints does between two of them."""
+    w, x = inputs
+    step = lambda i, c: (jnp.tanh(c[0] @ w), c[1].at[i].set(c[0]))
+    _, xs = jax.lax.fori_loop(0, 16, step, (x, jnp.zeros((16, *x.shape))))
+
+    def reverse(i, cts):
+        of_w, of_x = jax.vjp(lambda w, x: jnp.tanh(x @ w), w, xs[15 - i])[1](cts[1])
+        return cts[0] + of_w, of_x
+
+    return jax.lax.fori_loop(0, 16, reverse, (jnp.zeros_like(w), ct))
+
+
+solve.defvjp(lambda w, x: (solve(w, x), (w, x)), solve_backward)
+
+
+def test_a_budget_below_one_derivative_is_refused_without_a_search_and_the_equation_named():
+    def loss(w, x):
+        return jnp.mean(solve(w, jnp.sin(x @ w)) ** 2)
+
+    planner, before = Planner(loss, jnp.eye(8), jnp.ones((64, 8)), of="temporaries"), num_compiled()
+    with pytest.raises(statetx.PlanError, match=r"one operation takes .* custom_vjp_call at .*test_plan_custom_vjp"):
+        planner.plan(0.5)
+    assert num_compiled() - before <= 4, "the program, the equation, remat on the blocks, the program exactly"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ..._equations.compiled import Cost
 from ..._errors import PlanError
-from ..._text import format_bytes
+from ..._jax import Eqn
+from ..._text import format_bytes, short_path
+from ...residuals._trace import user_line
 from .._budget import STEP, ByteBudget, unit_question
 from .capture import Captured
 
@@ -26,7 +28,13 @@ def impossible(captured: Captured, budget: ByteBudget, fixed: Cost) -> PlanError
 
 
 def no_plan(
-    captured: Captured, budget: ByteBudget, fixed: Cost, smallest_bytes: int, is_complete: bool, has_saving: bool
+    captured: Captured,
+    budget: ByteBudget,
+    fixed: Cost,
+    smallest_bytes: int,
+    is_complete: bool,
+    has_saving: bool,
+    undivided: tuple[Eqn, int] | None,
 ) -> PlanError:
     """The error that no candidate for a program keeps a budget.
 
@@ -34,11 +42,22 @@ def no_plan(
         smallest_bytes: the least bytes reached, counted as in the budget.
         is_complete: whether the search has ended before its time limit.
         has_saving: whether anything that is compiled takes less than the program without rematerialization.
+        undivided: as in `Search`.
     """
     name, budget_bytes, is_late = captured.name, int(budget.amount), not is_complete
     late = ", when the time limit ended the search" if is_late else ""
     fixes = ["give the search more time (time_limit=None)"] if is_late else []
-    if captured.is_step and not has_saving:  # its gradients take nothing that a plan could save
+    held = ""
+    if undivided is not None and undivided[1] > budget.left(fixed):
+        eqn, held_bytes = undivided
+        file, line, _ = user_line(eqn)
+        place = f" at {short_path(file)}:{line}" if file else ""
+        held = (
+            f" The backward pass of one operation takes {format_bytes(held_bytes)} of it, which no plan changes: "
+            f"{eqn.primitive.name}{place}."
+        )
+        fixes.insert(0, "let this operation store less, such as fewer checkpoints of a solver")
+    elif captured.is_step and not has_saving:  # its gradients take nothing that a plan could save
         loss = f"if {name} is a loss, give argnums=, so that its own gradient is planned (it takes small ones itself)"
         fixes.insert(0, loss)
     parts = ""
@@ -52,6 +71,6 @@ def no_plan(
     return PlanError(
         f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: the smallest found needs "
         f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} "
-        f"more{late}.{parts}{unit_question(budget.amount)}\nFix: {'; '.join(fixes)} compute less.",
+        f"more{late}.{held}{parts}{unit_question(budget.amount)}\nFix: {'; '.join(fixes)} compute less.",
         smallest_bytes=smallest_bytes,
     )

@@ -19,11 +19,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 
 import numpy as np
 
+from ... import _jax
 from ..._equations.dataflow import variables_of
 from ..._jax import Jaxpr, Literal, Var
 from ..._lift.context import device_bytes
 from .._program.cuts import candidates
-from .._program.flat import Flat, Interval, Part, cotangent_variables, differentiated_variables
+from .._program.flat import Flat, Interval, Part, cotangent_variables, differentiated_variables, is_loop
 from .._treatments.front import Front
 from .._treatments.proposals import FindOptions, Variants, front_of, of_regions
 from .._treatments.treatment import Option, Settings, front
@@ -89,6 +90,16 @@ class Lattice:
             self.regions[start, end] = Region(start, end, part, self._fronts[key], *self._lifetimes.bytes(start, end))
         return self.regions[start, end]
 
+    def undivided(self) -> Region | None:
+        """The region of one equation, no loop, with a quarter of the bytes of all values within it: such as a solver
+        with a derivative of its own. Any plan has it in a region, unchanged.
+        """
+        eqns = self.program.jaxpr.eqns
+        within = [sum(map(_value_bytes, _jax.inner_jaxprs(eqn))) for eqn in eqns]
+        num_bytes, n = max(zip(within, itertools.count(), strict=False), default=(0, 0))
+        is_large = num_bytes > _value_bytes(self.program.jaxpr) / 4
+        return self.region(n, n + 1) if is_large and not is_loop(eqns[n]) else None
+
     def _parts_of(self, front: Front) -> list[Part]:
         return [region.part for region in self.regions.values() if region.front is front]
 
@@ -105,6 +116,12 @@ class Lattice:
         family = Family(self.program, regions)
         if family.has_path() and _is_better(family, self.families[0]):
             self.families.append(family)
+
+
+def _value_bytes(jaxpr: Jaxpr) -> int:
+    """The bytes of all values that a jaxpr computes, at any depth."""
+    values = [v.aval for eqn in _jax.equations_in(jaxpr) for v in eqn.outvars]
+    return sum(device_bytes(aval) for aval in values if hasattr(aval, "dtype"))
 
 
 def _is_better(family: Family, original: Family) -> bool:

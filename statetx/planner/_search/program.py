@@ -177,7 +177,8 @@ class ProgramSearch:
             return program
         has_saving = not self.has_baseline() or self.smallest().temp_bytes < self.unplanned_bytes()
         smallest += budget.fixed_bytes(self.fixed())
-        raise no_plan(self.captured, budget, self.fixed(), smallest, self.is_complete(), has_saving)
+        undivided = self._alone.undivided if self._alone else None
+        raise no_plan(self.captured, budget, self.fixed(), smallest, self.is_complete(), has_saving, undivided)
 
     def find(self, budget: ByteBudget) -> PlannedProgram | None:
         """The cheapest program within a budget; None if none is found.

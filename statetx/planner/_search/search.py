@@ -12,6 +12,7 @@ import numpy as np
 from ... import _jax
 from ..._equations.compiler import estimate_options
 from ..._equations.primitives import flops
+from ..._jax import Eqn
 from ..._largest import largest_within
 from ..._remat.parse import as_value_policy
 from ..._remat.stored import BITS
@@ -21,7 +22,7 @@ from ...residuals.diagnosis import BASELINE
 from .._budget import ByteBudget, TimeLeft
 from .._program.flat import Flat
 from .._program.values import Formats
-from .._treatments import TREATMENTS
+from .._treatments import TREATMENTS, UNPLANNED
 from .._treatments.front import measure
 from .._treatments.treatment import Settings, Treatment
 from .._tuned import TUNED
@@ -175,6 +176,8 @@ class Search:
             if self.candidates.baseline_bytes() <= budget:
                 self.baseline.compile_exactly()
 
+        if self._is_impossible(budget):
+            return None
         budget = self._improve(total)
         first_best = self.candidates.best(budget)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
@@ -197,6 +200,22 @@ class Search:
 
     def _left(self, total: ByteBudget) -> int:
         return bytes_left(total, self._captured, [*self.candidates])
+
+    def _is_impossible(self, budget: int) -> bool:
+        """Whether one equation alone takes clearly more than the budget, and the compiled remat on the blocks, too."""
+        if self.candidates.best(budget) is not None or self.undivided is None:
+            return False
+        if self.undivided[1] <= math.exp(TUNED.drift) * budget:
+            return False
+        self._measure_blocks()
+        return self.candidates.best(budget) is None
+
+    @functools.cached_property
+    def undivided(self) -> tuple[Eqn, int] | None:
+        """The equation of `Lattice.undivided`, and the temporary bytes of its backward pass, compiled on its own."""
+        region = self.lattice.undivided()
+        graph = None if region is None else region.front.graph
+        return None if graph is None else (graph.jaxpr.eqns[0], graph.program(UNPLANNED).cost.temp_bytes)
 
     def _may_keep(self, peak: float, num_bytes: float, guides: Sequence[Candidate]) -> bool:
         """Whether a choice with this peak is worth one of the tries."""
