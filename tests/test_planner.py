@@ -33,7 +33,7 @@ from statetx._loops.strategy import Strategy, recorded
 from statetx._records import many, whole
 from statetx._targets import current
 from statetx.planner import Planner
-from statetx.planner._budget import TimeLeft, read_amount
+from statetx.planner._budget import TEMPORARIES, ByteBudget, TimeLeft, read_amount
 from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _flat
 from statetx.planner._program.fingerprint import fingerprint
@@ -749,6 +749,24 @@ def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monke
     monkeypatch.setattr(_candidates.Candidates, "measure", larger)
     plan = planner.plan(budget)
     assert plan.temp_bytes <= budget and plan.extra_flops > 0.2
+
+
+def test_no_plan_costs_more_than_remat_on_the_blocks_that_keeps_the_budget(monkeypatch):
+    """Also where a search has spent its tries on a plan of more operations."""
+
+    def loss(x):
+        return jax.lax.scan(lambda h, _: (jnp.sin(jnp.tanh(h)), None), x, None, length=16)[0].sum()
+
+    search = Planner(loss, jnp.ones(256), of="temporaries")._search
+    options = [max(r.front.options, key=lambda o: o.cost) for r in search._unplanned.regions]
+    expensive = dataclasses.replace(search._unplanned, options=options)
+    candidates = [search.candidates.measure(choice) for choice in (search._stock["nothing"], expensive)]
+    assert candidates[0].added_cost < candidates[1].added_cost
+
+    search = Planner(loss, jnp.ones(256), of="temporaries")._search
+    monkeypatch.setattr(search, "_proposals", lambda budget, best: [] if best else [(1.0, (expensive, "plan"))])
+    found = search.fit(ByteBudget(max(c.temp_bytes for c in candidates), TEMPORARIES))
+    assert found.added_cost <= candidates[0].added_cost
 
 
 def test_time_that_ends_at_once_gives_a_plan_of_few_operations(monkeypatch):

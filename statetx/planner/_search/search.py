@@ -181,7 +181,7 @@ class Search:
         budget = self._improve(total)
         first_best = self.candidates.best(budget)
         # Whether the budget is infeasible is decided by the compiled programs of the lowest peaks, not by the model.
-        if first_best is None and not self.is_late():
+        if not self.is_late():
             self._measure_blocks()
         for family in self.lattice.families:
             if self.candidates.best(budget) is None and not self.is_late():
@@ -291,8 +291,12 @@ class Search:
             self.candidates.measure(dataclasses.replace(choice, options=options))
 
     def _measure_blocks(self) -> None:
-        """Compile remat on the blocks: of all plans the surest to keep a budget, of those that take no time to find."""
-        self.candidates.measure(self._stock["nothing"], "nothing")
+        """Compile remat on the blocks, unless a candidate keeps the budget for less: of all plans it is the surest to
+        keep a budget, of those that take no time to find.
+        """
+        best, blocks = self.candidates.best(self._budget), self._stock["nothing"]
+        if best is None or best.added_cost > blocks.cost:
+            self.candidates.measure(blocks, "nothing")
 
     def _measure_last(self, budget: int) -> None:
         """Compile the cheapest choices that are predicted to keep the budget, which takes no time to find, two at most;
@@ -310,8 +314,7 @@ class Search:
                 break
             if self.candidates.measure(choice).temp_bytes <= budget:
                 return
-        if best is None:
-            self._measure_blocks()
+        self._measure_blocks()
 
     def _best_so_far(self) -> str:
         """Candidate that progress shows: the cheapest within the budget, or else the smallest."""
