@@ -1063,7 +1063,7 @@ def test_save_that_fails_keeps_the_old_plan(plan_of_loss, tmp_path, monkeypatch,
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
 
-@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [120, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_plan_files_raise_one_error(plan_of_loss, tmp_path, num):
     path = tmp_path / "plan.json"
     fields = json.loads(json.dumps(plan_of_loss.to_dict()))
