@@ -751,6 +751,29 @@ def test_remat_on_the_blocks_keeps_a_budget_that_every_other_choice_misses(monke
     assert plan.temp_bytes <= budget and plan.extra_flops > 0.2
 
 
+@pytest.mark.parametrize("remat", [jax.checkpoint, statetx.remat])
+def test_loop_of_rematerialized_steps_takes_as_little_memory_as_it_is_written(remat):
+    """XLA holds what a branch returns twice where a loop with derivative rules is linearized."""
+
+    @jax.custom_jvp
+    def activation(x):
+        return jnp.maximum(x, 0)
+
+    activation.defjvp(lambda x, t: (activation(*x), t[0] * (x[0] > 0)))
+
+    @remat
+    def step(h):
+        inner = lambda h: jax.lax.scan(lambda h, _: (activation(h @ WS[0]), None), h, None, length=4)[0]
+        return jax.lax.cond(h[0, 0] < 1e9, inner, lambda h: h, h)
+
+    def loss(x):
+        return jax.lax.scan(lambda h, _: (step(h), None), x, None, length=4)[0].sum()
+
+    search = Planner(loss, X, of="temporaries")._search
+    written = statetx.measure(jax.value_and_grad(loss), X).temp_bytes
+    assert search.candidates.measure(search._stock["nothing"]).temp_bytes <= written
+
+
 def test_no_plan_costs_more_than_remat_on_the_blocks_that_keeps_the_budget(monkeypatch):
     """Also where a search has spent its tries on a plan of more operations."""
 

@@ -68,6 +68,12 @@ class Part:
         assert self.eqn is not None
         return self.eqn
 
+    @property
+    def is_rematerialized(self) -> bool:
+        """Whether it is a loop whose steps the user rematerialized, each as a whole, to save nothing."""
+        eqns = _jax.open_jaxpr(self.scan.params["jaxpr"])[0].eqns
+        return len(eqns) == 1 and eqns[0].primitive.name in REMAT and eqns[0].params["policy"] is None
+
     def __call__(self, *args: Array) -> Arrays:
         """Run it unchanged."""
         if self.eqn is not None:

@@ -98,6 +98,11 @@ class CheckpointedLoop(RegionTreatment):
             self.strategy.check_steps(part, facts)
 
     def replacement(self, part: Part, decision: Decision) -> ArrayFunction:
+        if self == CheckpointedLoop(Lengths(part.scan.params["length"])) and decision.saved == frozenset():
+            # As written, it is the same loop in JAX's own equations, which may take less memory: a loop of ours with
+            # derivative rules is linearized (decision 52), and a branch in its steps then returns its residuals twice.
+            if part.is_rematerialized:
+                return part
         marks = None if decision.saved is None else Marks(tuple(decision.labels().items()))
         carries = {n: way.format for n, way in self.carries}
         return loop_of(part, self.strategy, marks, "auto" if self.is_fenced else None, carries)
