@@ -593,6 +593,23 @@ def test_states_that_each_call_creates_are_results():
     assert model.h is before and before.value.tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize("checkpoint", [statetx.policies.Slots(2), statetx.policies.Levels(2)], ids=repr)
+def test_calls_to_the_host_in_a_checkpointed_loop(checkpoint):
+    """How often the loop's equations make them is not known."""
+
+    def step(calls, checkpoint=None):
+        def body(c, x):
+            for _ in range(calls):
+                jax.debug.callback(lambda c: None, c)
+            return jnp.sin(c * x), None
+
+        return jax.grad(lambda c: statetx.scan(body, c, X[0, :4], checkpoint=checkpoint)[0])
+
+    assert_same_step(step(1), step(1, checkpoint), 0.5, steps=1)
+    with pytest.raises(AssertionError, match=r"debug_callback [^\0]*: only one of them calls it"):
+        assert_same_step(step(0), step(1, checkpoint), 0.5, steps=1)
+
+
 def test_a_state_that_one_of_them_creates_is_a_difference():
     model = types.SimpleNamespace()
 

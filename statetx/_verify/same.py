@@ -243,7 +243,7 @@ class _Sides:
 
     def run(self, steps: int) -> None:
         self._start = {path: _value(state) for path, state in self._states[0].items()}
-        self._counts = [_callbacks(side.traced.body.jaxpr) for side in self._sides]
+        self._calls = [_HostCalls.of(side.traced.body.jaxpr) for side in self._sides]
         for n in range(1, steps + 1):
             expected = self._run(0)
             if not expected:
@@ -256,8 +256,8 @@ class _Sides:
             self.report.steps, self.report.num_results = n, len(expected)
             if mismatches:
                 self._judge(mismatches, expected)
-            if not self.report.problem and self._counts[0] != self._counts[1]:
-                self._fail("", f"calls to the host differ: {_counts_str(*self._counts)}.")
+            if not self.report.problem and (calls := self._calls[1].differences(self._calls[0])):
+                self._fail("", f"calls to the host differ: {'; '.join(calls)}.")
             if self.report.problem:
                 return
             self._start = end_values
@@ -495,23 +495,51 @@ def _constants(traced: TracedCall) -> dict[str, Any]:
     return {str(n): x for n, x in enumerate([*traced.body.operands, *literals])}
 
 
-def _callbacks(jaxpr: Any, times: int = 1) -> Counter[str]:
-    """How often the host is called with effects, by function and line; not again for a recomputation."""
-    counts: Counter[str] = Counter()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
-            continue
-        if eqn.effects and eqn.primitive.name.endswith(("_callback", "debug_print")):
-            counts += {_jax.callback_name(eqn)[0]: times}  # type: ignore[operator]
-        for inner in _jax.inner_jaxprs(eqn):
-            counts += _callbacks(inner, times * eqn.params.get("length", 1))
-    return counts
+@dataclasses.dataclass(frozen=True)
+class _HostCalls:
+    """How often the host is called with effects, by function.
 
+    Attributes:
+        counts: calls outside of recomputations and of loops of unknown length.
+        uncounted: functions that are called in loops of unknown length, or in recomputations only: where one is nested
+            in another, JAX marks the first computation as a recomputation, too. A checkpointed loop has both.
+    """
 
-def _counts_str(expected: Counter[str], actual: Counter[str]) -> str:
-    names = dict.fromkeys([*expected, *actual])
-    return "; ".join(
-        f"{name} {counted(actual[name], 'time')} in place of {expected[name]}"
-        for name in names
-        if expected[name] != actual[name]
-    )
+    counts: Counter[str]
+    uncounted: frozenset[str]
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> _HostCalls:
+        counts, recomputed, repeated = Counter[str](), set[str](), set[str]()
+
+        def visit(jaxpr: Any, times: int, is_recomputed: bool, is_repeated: bool) -> None:
+            for eqn in jaxpr.eqns:
+                if eqn.effects and eqn.primitive.name.endswith(("_callback", "debug_print")):
+                    name = _jax.callback_name(eqn)[0]
+                    if is_recomputed:
+                        recomputed.add(name)
+                    elif is_repeated:
+                        repeated.add(name)
+                    else:
+                        counts[name] += times
+                inside = is_recomputed or (eqn.primitive.name in REMAT and eqn.params["differentiated"])
+                for inner in _jax.inner_jaxprs(eqn):
+                    is_while = is_repeated or eqn.primitive.name == "while"
+                    visit(inner, times * eqn.params.get("length", 1), inside, is_while)
+
+        visit(jaxpr, 1, False, False)
+        return cls(counts, frozenset(repeated | (recomputed - counts.keys())))
+
+    def differences(self, expected: _HostCalls) -> list[str]:
+        """The functions that are not called as often as in another program; called at all, where that is not known."""
+        found = []
+        uncounted = self.uncounted | expected.uncounted
+        for name in dict.fromkeys([*expected.counts, *self.counts, *sorted(uncounted)]):
+            if name not in uncounted and self.counts[name] != expected.counts[name]:
+                found.append(f"{name} {counted(self.counts[name], 'time')} in place of {expected.counts[name]}")
+            elif (name in self) != (name in expected):
+                found.append(f"{name}: only one of them calls it")
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.counts or name in self.uncounted
