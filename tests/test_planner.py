@@ -774,6 +774,13 @@ def test_loop_of_rematerialized_steps_takes_as_little_memory_as_it_is_written(re
     assert search.candidates.measure(search._stock["nothing"]).temp_bytes <= written
 
 
+def test_long_program_is_not_compiled_for_a_gain_that_its_few_tries_are_not_worth(monkeypatch):
+    monkeypatch.setattr(_search, "is_long", lambda program: True)
+    planner = Planner(loss, FEW, X, of="temporaries", argnums=0)
+    assert planner.plan(0.8).extra_flops < 0.05
+    assert len(planner._search.candidates) <= 4
+
+
 def test_no_plan_costs_more_than_remat_on_the_blocks_that_keeps_the_budget(monkeypatch):
     """Also where a search has spent its tries on a plan of more operations."""
 

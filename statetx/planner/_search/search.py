@@ -266,7 +266,7 @@ class Search:
                 gain = self._high_cost / (1 + choice.cost / self._high_cost)
             if gain > self._negligible and self.candidates.find(choice) is None:
                 value = gain * self._probability(choice.peak, budget, guides)
-                if value > self._negligible / (2 * TUNED.tries):  # the tries together are to gain half of it
+                if value > self._negligible / (2 * self._tries):  # the tries together are to gain half of it
                     proposals.append((value, (choice, name)))
         return proposals
 
