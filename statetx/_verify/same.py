@@ -155,10 +155,10 @@ class _Side:
         """Run from these values; the outputs and new values of states, leaf by leaf. The states that the call creates,
         as one with ``init_all_states`` does, are results, and gone from their objects afterwards.
         """
-        args, kwargs = self.args, self.kwargs
+        args, kwargs, given = self.args, self.kwargs, values
         if self._may_donate:
-            values, args, kwargs = _copied((dict(values), args, kwargs))
-        _store(states, values)
+            given, args, kwargs = _copied((dict(values), args, kwargs))
+        _store(states, given)
         creates = any(w.created for w in self.traced.writes)
         with created_undone(self.fun, self.args, self.kwargs, is_run=True) if creates else contextlib.nullcontext():
             try:
@@ -175,7 +175,10 @@ class _Side:
             )
         results = {f"output{path}": x for path, x in _leaves(out)}
         self._output_names = [name for name, x in results.items() if is_array(x)]
-        leaves = {_of_state(path): _leaves(_value(state)) for path, state in {**created, **states}.items()}
+        now = {path: _value(state) for path, state in {**created, **states}.items()}
+        # A state in a donated argument has no value any more, and was not written.
+        now |= {path: values[path] for path, x in now.items() if any(map(_is_deleted, jax.tree.leaves(x)))}
+        leaves = {_of_state(path): _leaves(value) for path, value in now.items()}
         self._state_keys = {path: [key for key, x in items if is_array(x)] for path, items in leaves.items()}
         return results | {path + key: x for path, items in leaves.items() for key, x in items}
 
@@ -466,6 +469,10 @@ def _value(state: Any) -> Any:
 def _store(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for path, state in states.items():
         _states.kind_of_state(state).set_all([state], [values[path]])
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.Ref) and x.is_deleted()
 
 
 def _copied(tree: Any) -> Any:
