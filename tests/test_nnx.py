@@ -680,6 +680,39 @@ def test_variables_in_trees_are_arrays_as_in_jax(name, mode):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+def test_functional_step_compiles_once_and_donates():
+    """Each call returns others; `jax.jit` knows them by their structure."""
+    graph, state = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    traced = Counted(lambda state, x: jax.tree.map(lambda a: a + nnx.merge(graph, state)(x).sum(), state))
+    step, expected = statetx.jit(traced, donate_argnums=0), jax.jit(traced.fun)
+    ours = theirs = jax.tree.map(jnp.copy, state)
+    for _ in range(3):
+        last, ours, theirs = ours, step(jax.tree.map(jnp.copy, ours), jnp.ones(3)), expected(theirs, jnp.ones(3))
+        assert ours is not last
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert traced.runs == 1
+    step(ours, jnp.ones(3))
+    assert all(x.is_deleted() for x in jax.tree.leaves(ours))
+
+
+def test_compiled_init_returns_other_models_and_compiles_once():
+    make = Counted(lambda key: nnx.Linear(3, 2, rngs=nnx.Rngs(key)))
+    jitted = statetx.jit(make)
+    models = [jitted(jax.random.key(n)) for n in (0, 1, 0)]
+    kernels = [model.kernel[...] for model in models]
+    np.testing.assert_array_equal(kernels[0], kernels[2])
+    assert (kernels[0] != kernels[1]).all() and models[0].kernel is not models[2].kernel and make.runs == 1
+
+
+def test_compiled_function_writes_a_variable_in_its_arguments():
+    add = statetx.jit(lambda count, x: count.set_value(count[...] + x))
+    first, second = Count(jnp.zeros(())), Count(jnp.ones(()))
+    for _ in range(2):
+        add(first, 1.0)
+    add(second, 1.0)
+    assert float(first[...]) == float(second[...]) == 2
+
+
 def test_model_as_a_carry_raises():
     """`jax.lax` would return another one, and flax's loops would write it."""
     with pytest.raises(statetx.StateValueError, match="carry holds a Counting, .* Close over it in the body"):

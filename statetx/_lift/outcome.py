@@ -81,7 +81,13 @@ def pack(out: PyTree, effects: list[Effect], is_dynamic: Callable[[Any], bool] =
     """Split output and effects into the leaves that cross the JAX transform and an `Outcome`, which holds the static
     parts.
     """
-    leaves, out_part = partition_output(out, is_dynamic)
+    return pack_effects(*partition_output(out, is_dynamic), effects, is_dynamic)
+
+
+def pack_effects(
+    leaves: list, out_part: Partition, effects: list[Effect], is_dynamic: Callable[[Any], bool]
+) -> tuple[list, Outcome]:
+    """As `pack`, with an output that is taken apart already."""
     values = []
     for effect in effects:
         dynamic, part = partition(effect.value, is_dynamic)

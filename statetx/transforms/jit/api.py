@@ -30,11 +30,12 @@ from ..._text import brief, tree_type_str
 from ..._typing import Filter, Indices, Names, PyTree
 from .arguments import Call, CallReader
 from .cache import cache_of
-from .program import Restage, StagedProgram
+from .program import Restage, StagedProgram, WritesArguments
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class JitTransform(Protocol[Q]):
@@ -85,7 +86,8 @@ def jit(
             object (a model, a string, None) is static without a declaration, and compared by equality; by identity if
             it holds states. Containers are compared by their contents, also those that cannot be hashed. Another object
             that cannot be hashed, such as a dataclass, must be the same with the same attributes. A program is dropped
-            when its model is garbage collected.
+            when its model is garbage collected. Variables of flax by themselves, as in an ``nnx.State``, are arrays, as
+            in ``jax.jit``, unless the function writes one of them.
         static_argnums: positions of static arguments, counted as you call the function, negative ones from the end.
             Unhashable values are allowed.
         static_argnames: the same by name.
@@ -124,7 +126,8 @@ def jit(
         If a call creates states that live on, the next call stages the function once more, which the logger ``statetx``
         says once. Later calls run the second program: they write the states that the second call has created, and put
         them back into the objects that held them. A state that is created only if there is none yet keeps its value. A
-        function that returns states that it creates is staged in every call, with a `StagingWarning`. After an
+        function that returns states that it creates is staged in every call, with a `StagingWarning`, unless JAX has
+        them as pytrees, as models of flax: then each call returns new ones. After an
         exception or an interrupt every state holds its old value, unless it was donated. Threads may share the function
         and the states that it reads: while one thread stages it, the others wait. If another thread writes a state
         after a call has read it and before the call writes it, the call raises `ForeignStateError` and writes nothing;
@@ -165,7 +168,7 @@ class Jit(Wrapper[P, R], made_by=jit):
             raise TypeError(
                 f"jit: compiler_options= must be a dict of options of XLA, got {brief(options['compiler_options'])}."
             )
-        reader = CallReader(fun, options)
+        self._reader = reader = CallReader(fun, options)
         self.read = reader.read
         self.donate_states = options["donate_states"]
         self.donates = as_predicate([self.donate_states, *reader.donated.filters_of_states()])
@@ -185,7 +188,15 @@ class Jit(Wrapper[P, R], made_by=jit):
                 pass  # JAX rejects an argument or a state: the slow path below finds out which
         if _jax.is_jit_disabled():
             return run_eagerly(self._name(), self.__wrapped__, args, kwargs)
-        return self._run(self.read(args, kwargs))
+        return self._opening(lambda: self._run(self.read(args, kwargs)))
+
+    def _opening(self, run: Callable[[], T]) -> T:
+        """Run; once more, with states in arguments like others, if the function writes one of them."""
+        try:
+            return run()
+        except WritesArguments:
+            self._reader.opens_states = False
+            return run()
 
     def _run(self, call: Call) -> Any:
         programs = self.cache.of(call)
@@ -259,11 +270,13 @@ class Jit(Wrapper[P, R], made_by=jit):
         return self.trace(*args, **kwargs).out_info
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StagedProgram, Call]:
-        call = self.read(args, kwargs)
+        return self._opening(lambda: self._program_of(self.read(args, kwargs)))
+
+    def _program_of(self, call: Call) -> tuple[StagedProgram, Call]:
         programs = self.cache.of(call)
         program = next((p for p in programs if p.accepts(call)), None)
         if program is None:
-            with created_undone(self.__wrapped__, args, kwargs):
+            with created_undone(self.__wrapped__, call.args, call.kwargs):
                 program = self._stage(call, programs, is_run=False)
         return program, call
 

@@ -23,7 +23,7 @@ from ..._lift.signature import StaticArguments
 from ..._objects.contents import attributes, has_parts
 from ..._objects.paths import argument_names, holds_states
 from ..._positions import replaced
-from ..._tree import as_array, container_key, flatten, freeze, is_argument, is_hashable, partition
+from ..._tree import as_array, container_key, flatten, freeze, is_argument, is_hashable, is_model, partition
 from ..._typing import PyTree
 
 _MAX_LAYOUTS = 256  # combinations of structures and types of arguments; all are dropped at once
@@ -103,7 +103,7 @@ class Call:
         dynamic = [n for n, is_static in enumerate(static.mask(len(self.args))) if not is_static]
         name = argument_names(self._reader.fun, self.args, dynamic)
         split = static.split(self.args, self.kwargs)[:2]
-        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=_states.is_opaque)[0]
+        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=self._reader.is_leaf)[0]
         names = [name(keys) for keys, _ in leaves]
         return [names[n] for n in (*self._layout.kept, *self._layout.donated)]
 
@@ -114,6 +114,10 @@ class CallReader:
     Args:
         fun: the function.
         options: of `jit`.
+
+    Attributes:
+        opens_states: whether states that JAX has as pytrees are arrays in the arguments, as in `jax.jit`, so long as
+            the function writes none of these; then they are states like those of models.
 
     Raises:
         StaticArgumentError: an option names an argument that the function does not have, or one that is both static and
@@ -126,6 +130,10 @@ class CallReader:
         self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self.donated)
         self._layouts: dict[Hashable, _ArgumentLayout] = {}
+        self.opens_states = True
+
+    def is_leaf(self, x: Any) -> bool:
+        return is_model(x) if self.opens_states else _states.is_opaque(x)
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, _ = self.static.split(args, kwargs)
@@ -133,12 +141,12 @@ class CallReader:
         # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
         # `_ArgumentLayout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
-        leaves, treedef = flatten((dyn_args, dyn_kwargs), _states.is_opaque if is_whole else None)
+        leaves, treedef = flatten((dyn_args, dyn_kwargs), self.is_leaf if is_whole else None)
         types: tuple[Any, ...] = tuple(map(type, leaves))
         if np.ndarray in types:  # an array of text is static
             types += tuple([is_argument(x) for x in leaves if type(x) is np.ndarray])
         # Positions that count from the end depend on the number of arguments.
-        key = (treedef, types, len(args) if self.donated else None)
+        key = (treedef, types, len(args) if self.donated else None, self.opens_states)
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
@@ -146,7 +154,7 @@ class CallReader:
             layout = self._layouts[key] = self._layout(args, dyn_args, dyn_kwargs)
 
         if layout.is_split:
-            leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_states.is_opaque)
+            leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=self.is_leaf)
         if layout.converts:
             leaves = [as_array(x) for x in leaves]
 
@@ -176,7 +184,7 @@ class CallReader:
         )
 
     def _layout(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> _ArgumentLayout:
-        arrays, part = partition((dyn_args, dyn_kwargs), is_argument)
+        arrays, part = partition((dyn_args, dyn_kwargs), is_argument, is_leaf=self.is_leaf)
         flags = self._donation_flags(args, dyn_args, dyn_kwargs) if self.donated else [False] * len(part.mask)
         dynamic = [i for i, is_dynamic in enumerate(part.mask) if is_dynamic]
         converts = any(as_array(x) is not x for x in arrays)
@@ -199,7 +207,7 @@ class CallReader:
         values = [*zip(dyn_args, [donated for donated, static in masks if not static], strict=True)]
         # JAX flattens dicts in the order of their keys.
         values += [(dyn_kwargs[key], key in self.donated.names) for key in sorted(dyn_kwargs)]
-        return [flag for x, flag in values for _ in jax.tree.leaves(x, is_leaf=_states.is_opaque)]
+        return [flag for x, flag in values for _ in jax.tree.leaves(x, is_leaf=self.is_leaf)]
 
 
 # -- static arguments --------------------------------------------------------------------------------------------------

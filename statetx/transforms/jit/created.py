@@ -24,14 +24,18 @@ import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
+
+from jax.tree_util import all_leaves
 
 from ... import _frames, _states
 from ..._atomic import Store
+from ..._lift.outcome import partition_output
 from ..._objects.contents import is_base, is_wrapper, module_of, package_of
 from ..._objects.walk import held_states, visited_from
 from ..._states import Kind
+from ..._tree import Partition, holds_states
 
 _NONE = object()
 Contents = dict[Any, Any]
@@ -236,6 +240,7 @@ class CreatedStates:
         self.is_second = is_second
         self.is_run = False
         self.is_returned = False
+        self._free: Set[int] = set()
         self.num_stagings = 1
         self.summary = ""
         self._before: PlacesOfObjects | None = PlacesOfObjects(*roots)  # until the staged function has returned
@@ -265,10 +270,25 @@ class CreatedStates:
                     kind.write(state, kind.read(state))
             self._add(places.changed)
             placed = {key for place in places.changed for key in place.states}
-            self.is_returned = bool(_states_in(out).keys() & (created.keys() - placed))
+            self._free = created.keys() - placed
         # Places of inner calls, too, unless the function has put something else there.
         self._places = {key: place for key, place in self._places.items() if place.is_in_place()}
         return out
+
+    def without_new_states(self, out: Any, is_dynamic: Callable[[Any], bool]) -> tuple[list, Partition]:
+        """Take the output of the call apart, and what JAX has as pytrees of new states that are in no object that
+        existed before: each call returns others.
+        """
+
+        def is_leaf(x: Any) -> bool:
+            if not holds_states(x):
+                return False
+            states = held_states(x)
+            return all_leaves([x]) or not (states and all(id(state) in self._free for state in states))
+
+        leaves, part = partition_output(out, is_dynamic, is_leaf=is_leaf)
+        self.is_returned = bool(_states_in(part.static).keys() & self._free)
+        return leaves, part
 
     def _add(self, places: Iterable[Place]) -> None:
         self._places |= {place.key: place for place in places}

@@ -24,13 +24,13 @@ from ..._lift.carry import leaf_names
 from ..._lift.context import note_shardings
 from ..._lift.late_rules import guarded
 from ..._lift.order import OutputOrder
-from ..._lift.outcome import Outcome, pack
+from ..._lift.outcome import Outcome, pack_effects
 from ..._lift.run import frame_for
 from ..._lift.stage import Input, InputNames, Lifting, stage
 from ..._lift.wrapper import name_of, place_of
 from ..._objects.paths import Paths, check_paths
 from ..._text import brief, counted
-from ..._tree import is_array_or_number, partition
+from ..._tree import Partition, is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
 from .acceptance import Acceptance, StateShardings, names_mesh
@@ -41,6 +41,10 @@ from .gradients import GradientRelease
 
 class Restage(Exception):
     """A call has other types or settings than the program was staged for."""
+
+
+class WritesArguments(Exception):
+    """A function writes a state in an argument which was given to it as a new one."""
 
 
 class StagedProgram:
@@ -74,11 +78,20 @@ class StagedProgram:
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for("jit", fun, on_read=lifting.on_read, frees_cycles=True, is_kept=True)
             note_shardings(tracers, arrays)
-            args, kwargs = call.with_arrays(tracers)
-            out = frame.run(self.created.run, frame, fun, args, kwargs)
+
+            def output() -> tuple[list, Partition]:
+                args, kwargs = call.with_arrays(tracers)
+                in_arguments = [state for state, _ in frame.created()]
+                values = jax.tree.leaves(in_arguments)
+                out = self.created.run(frame, fun, args, kwargs)
+                if any(x is not y for x, y in zip(jax.tree.leaves(in_arguments), values, strict=True)):
+                    raise WritesArguments
+                return self.created.without_new_states(out, _leaves_program)
+
+            leaves, out_part = frame.run(output)
             for effect in frame.effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
-            return pack(out, frame.effects, _leaves_program)
+            return pack_effects(leaves, out_part, frame.effects, _leaves_program)
 
         self._acceptance = Acceptance(arrays)
         self._staging = owner.cache.staging
