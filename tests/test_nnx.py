@@ -760,6 +760,22 @@ def test_advice_to_donate_the_variables_of_an_argument():
     assert "donate_states=True" in text and "donate_argnames" not in text
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, statetx.jit])
+def test_advice_to_donate_an_argument_of_variables(wrap):
+    """They are no states that the step writes; it returns others."""
+    _, state = nnx.split(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+
+    def step(state, x):
+        return jax.tree.map(lambda a: a * x.sum(), state)
+
+    profile = statetx.memory_profile(wrap(step), state, jnp.ones(64), gradient=False)
+    (change,) = [c for c in profile.changes if c.action == "donate"]
+    assert "donate_argnames='state'" in change.text and change.saved_bytes >= 64 * 64 * 4
+    jitted = statetx.jit(step, donate_argnames="state")
+    donated = statetx.memory_profile(jitted, state, jnp.ones(64), gradient=False)
+    assert profile.peak_bytes - donated.peak_bytes >= 64 * 64 * 4
+
+
 def test_variable_is_not_the_value_of_a_state():
     with pytest.raises(statetx.StateValueError, match=r"cannot hold a state: got Count .*Count\.value"):
         statetx.State(Count(jnp.ones(3)))

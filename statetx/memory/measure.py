@@ -40,7 +40,7 @@ from .._tables import Line, Printed, Table, Tabular
 from .._targets import current
 from .._targets.target import Target
 from .._text import brief
-from .._tree import is_float
+from .._tree import is_float, is_model
 from .._typing import public
 from ..residuals._trace import TracedCall, inspects
 from ..residuals.loop_report import notes_of
@@ -384,12 +384,12 @@ def _with_calls(traced: Any) -> Any:
 
 
 def _state_names(fun: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[str]:
-    """JAX's names of the inputs that are values of states in arguments: it takes flax's modules apart."""
+    """JAX's names of the inputs that are values of states in models among the arguments: it takes flax's apart."""
     is_state = lambda x: _states.kind_of(x) is not None and not _states.is_array_state(x)
-    name = argument_names(fun, args)
-    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_state)[0]
-    states = [(keys, jax.tree_util.tree_flatten_with_path(x)[0]) for keys, x in leaves if is_state(x)]
-    return frozenset(name((*keys, *inner)) for keys, values in states for inner, _ in values)
+    name, flattened = argument_names(fun, args), jax.tree_util.tree_flatten_with_path
+    models = [(keys, x) for keys, x in flattened((args, kwargs), is_leaf=is_model)[0] if is_model(x)]
+    states = [((*keys, *inner), x) for keys, model in models for inner, x in flattened(model, is_leaf=is_state)[0]]
+    return frozenset(name((*keys, *inner)) for keys, x in states if is_state(x) for inner, _ in flattened(x)[0])
 
 
 def _of_call(call: TracedCall, gradient: bool) -> _TracedProgram:

@@ -41,6 +41,7 @@ from .._tree import (
     Partition,
     as_array,
     flatten,
+    holds_states,
     is_array,
     is_array_or_number,
     is_array_or_type,
@@ -176,6 +177,7 @@ class TracedCall:
         num_results: the number of all that the call returns.
         inputs: the arrays of the arguments, then of the states in the order of their first reads.
         wanted: which arrays of the arguments are differentiated.
+        given: the ids of states that are arguments by themselves, as in an ``nnx.State``, and are not written.
         takes_gradients: whether it differentiates functions.
         is_step: whether it is a training step, which takes gradients itself, and no loss.
     """
@@ -260,6 +262,7 @@ class TracedCall:
         self.inputs += _state_inputs(lifting, paths)
         self.outputs = [v.aval for v in self.body.jaxpr.outvars[:num_out]]
         self.writes += [_traced_write(effect, paths, 1) for effect in refs]
+        self.given = {id(x) for x in static if holds_states(x)} - {id(w.state) for w in self.writes}
         self._written = self._changed(lifting, [(w.state, w.num) for w in self.writes])
         self.num_results = num_out + len(self._written)
         marks = marks_in(self.body.jaxpr)

@@ -100,8 +100,8 @@ class ArrayProgram:
         evaluate: a function of the inputs in place of the call; by default its equations are evaluated.
 
     Attributes:
-        inputs: the states in the order of their first reads, then the arguments; `arrays` and `names` are theirs,
-            `states` the names of states.
+        inputs: the states in the order of their first reads, then the arguments, states given by themselves among
+            them; `arrays` and `names` are theirs, `states` the names of the former.
         donated: the numbers of the arrays whose memory the outputs may take: those that a jitted function donates. A
             gradient reads its inputs after the call that would donate them.
     """
@@ -115,13 +115,14 @@ class ArrayProgram:
         evaluate: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]] | None = None,
     ):
         self._call, self._evaluate = call, evaluate
-        states = [i for i in call.inputs if i.state is not None]
-        arguments = call.inputs[: len(call.inputs) - len(states)]
-        self.inputs = [*states, *arguments]
+        is_argument = lambda i: i.state is None or id(i.state) in call.given
+        states = [i for i in call.inputs if not is_argument(i)]
+        self.inputs = [*states, *filter(is_argument, call.inputs)]
         self.arrays = [i.array for i in self.inputs]
         self.names = [i.origin.path for i in self.inputs]
         self.states = self.names[: len(states)]
-        is_fixed = [*[False] * (len(self.inputs) - len(fixed)), *fixed]
+        of_arguments = {id(i): is_fixed for i, is_fixed in zip(call.inputs, fixed, strict=False)}  # they are the first
+        is_fixed = [of_arguments.get(id(i), False) for i in self.inputs]
         self.diff_indices = [i for i, x in enumerate(self.arrays) if is_float(_jax.abstract(x)) and not is_fixed[i]]
         self.run = with_pullback(self._split_outputs, self.diff_indices) if gradient else self._outputs
         number = {id(i): n for n, i in enumerate(self.inputs)}

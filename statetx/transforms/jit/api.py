@@ -35,7 +35,6 @@ from .program import Restage, StagedProgram, WritesArguments
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 class JitTransform(Protocol[Q]):
@@ -188,15 +187,11 @@ class Jit(Wrapper[P, R], made_by=jit):
                 pass  # JAX rejects an argument or a state: the slow path below finds out which
         if _jax.is_jit_disabled():
             return run_eagerly(self._name(), self.__wrapped__, args, kwargs)
-        return self._opening(lambda: self._run(self.read(args, kwargs)))
-
-    def _opening(self, run: Callable[[], T]) -> T:
-        """Run; once more, with states in arguments like others, if the function writes one of them."""
         try:
-            return run()
+            return self._run(self.read(args, kwargs))
         except WritesArguments:
             self._reader.opens_states = False
-            return run()
+        return self._run(self.read(args, kwargs))
 
     def _run(self, call: Call) -> Any:
         programs = self.cache.of(call)
@@ -270,7 +265,11 @@ class Jit(Wrapper[P, R], made_by=jit):
         return self.trace(*args, **kwargs).out_info
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StagedProgram, Call]:
-        return self._opening(lambda: self._program_of(self.read(args, kwargs)))
+        try:
+            return self._program_of(self.read(args, kwargs))
+        except WritesArguments:
+            self._reader.opens_states = False
+        return self._program_of(self.read(args, kwargs))
 
     def _program_of(self, call: Call) -> tuple[StagedProgram, Call]:
         programs = self.cache.of(call)
