@@ -114,6 +114,11 @@ class Partition:
         return jax.tree.unflatten(self.treedef, [next(dynamic_leaves) if d else next(static_leaves) for d in self.mask])
 
 
+def has_deleted(tree: PyTree) -> bool:
+    """Whether an array has been deleted, as by donation."""
+    return any(isinstance(x, _jax.ArrayImpl) and x.is_deleted() for x in jax.tree.leaves(tree))
+
+
 def with_plain_dict(tree: PyTree) -> PyTree:
     """A dict of a library's own class, such as brainstate's FlattedDict, as a plain one: gradients have its structure,
     and are no states.

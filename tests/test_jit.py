@@ -241,6 +241,24 @@ def test_donation_on_request():
     assert not old.is_deleted()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("donate_states", [False, True])
+def test_a_state_whose_array_another_function_has_deleted_is_named(donate_states, is_compiled):
+    w = statetx.State(jnp.ones(3))
+
+    @functools.partial(statetx.jit, donate_states=donate_states)
+    def add():
+        w.value = w.value + 1
+
+    if is_compiled:
+        add()
+    jax.jit(lambda x: x + 1, donate_argnums=0)(w.value)
+    with pytest.raises((RuntimeError, ValueError), match="deleted") as caught:
+        add()
+    (note,) = [x for x in caught.value.__notes__ if "State 'w'" in x]
+    assert "another function" in note or "or a function before it, had consumed" in note
+
+
 @pytest.mark.parametrize("donate_states", [False, True])
 def test_a_donated_argument_may_be_the_array_of_a_state(donate_states):
     written, read = statetx.State(jnp.ones(64)), statetx.State(jnp.ones(64))

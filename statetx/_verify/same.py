@@ -21,7 +21,7 @@ from .._objects.paths import Paths
 from .._objects.walk import created_undone
 from .._targets import current
 from .._text import counted
-from .._tree import is_array
+from .._tree import has_deleted, is_array
 from ..residuals._trace import TracedCall, unjitted
 from ..transforms.jit.api import jit
 from .results import Mismatch, differences
@@ -177,7 +177,7 @@ class _Side:
         self._output_names = [name for name, x in results.items() if is_array(x)]
         now = {path: _value(state) for path, state in {**created, **states}.items()}
         # A state in a donated argument has no value any more, and was not written.
-        now |= {path: values[path] for path, x in now.items() if any(map(_is_deleted, jax.tree.leaves(x)))}
+        now |= {path: values[path] for path, x in now.items() if has_deleted(x)}
         leaves = {_of_state(path): _leaves(value) for path, value in now.items()}
         self._state_keys = {path: [key for key, x in items if is_array(x)] for path, items in leaves.items()}
         return results | {path + key: x for path, items in leaves.items() for key, x in items}
@@ -469,10 +469,6 @@ def _value(state: Any) -> Any:
 def _store(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for path, state in states.items():
         _states.kind_of_state(state).set_all([state], [values[path]])
-
-
-def _is_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.Ref) and x.is_deleted()
 
 
 def _copied(tree: Any) -> Any:

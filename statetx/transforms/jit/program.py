@@ -30,7 +30,7 @@ from ..._lift.stage import Input, InputNames, Lifting, stage
 from ..._lift.wrapper import name_of, place_of
 from ..._objects.paths import Paths, check_paths
 from ..._text import brief, counted
-from ..._tree import Partition, is_array_or_number, partition
+from ..._tree import Partition, has_deleted, is_array_or_number, partition
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
 from .acceptance import Acceptance, StateShardings, names_mesh
@@ -114,6 +114,7 @@ class StagedProgram:
         self.kept, self.donated = (sorted(x, key=lambda i: _states.kinds().index(i.kind)) for x in (kept, donated))
         self.guards = [i for i in self.kept if i.partition.static]
         self._donated_paths = [paths(i.state) for i in self.donated]
+        self._kept_paths = {id(i.state): paths(i.state) for i in self.kept}
 
         self._calls_host = _jax.calls_host(staged.jaxpr)
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
@@ -278,11 +279,22 @@ class StagedProgram:
     def _call(self, *operands: Any) -> Any:
         try:
             return self._order.restore(*self.compiled(*operands))
-        except ValueError as e:
+        except (ValueError, RuntimeError) as e:
             if str(e).startswith("Received incompatible devices"):
                 fix = "place each state and argument on the devices of the mesh"
                 e.args = (f"{e}\nFix: {fix}, by jax.device_put(x, jax.NamedSharding(mesh, spec)).",)
+            self._name_deleted(operands[0], e)
             raise
+
+    def _name_deleted(self, kept: list, error: Exception) -> None:
+        """Name a state in the exception whose array had been deleted before the call."""
+        for i, value in zip(self.kept, kept, strict=True):
+            if has_deleted(value):
+                error.add_note(
+                    f"{_states.describe(i.state, i.kind, self._kept_paths[id(i.state)])} holds an array that was "
+                    "donated to another function.\nFix: write the state again, or give that function a copy."
+                )
+                return
 
     def out_info(self) -> Any:
         """The output with a ``jax.ShapeDtypeStruct`` for each array."""
@@ -343,13 +355,14 @@ class StagedProgram:
     def _invalidate_donated(self, donated: list, error: BaseException) -> None:
         """Invalidate the states whose arrays a failed call has consumed, and name them in the exception."""
         inputs = zip(self.donated, self._donated_paths, donated, strict=True)
-        invalid_inputs = [(i, path, x) for i, path, x in inputs if i.kind.get(i.state) is x and _is_deleted(x)]
+        invalid_inputs = [(i, path, x) for i, path, x in inputs if i.kind.get(i.state) is x and has_deleted(x)]
         if invalid_inputs:
             reason = f"its array was donated to {self.name}, which failed"
             commit([i.kind.store(i.state, Invalidated(reason)) for i, _, _ in invalid_inputs])
             names = ", ".join(_states.describe(i.state, i.kind, path, x) for i, path, x in invalid_inputs[:3])
             error.add_note(
-                f"{self.name} had consumed the arrays of {counted(len(invalid_inputs), 'donated state')}, which "
+                f"{self.name}, or a function before it, had consumed the arrays of "
+                f"{counted(len(invalid_inputs), 'donated state')}, which "
                 f"{'has' if len(invalid_inputs) == 1 else 'have'} no value now: "
                 f"{names}{', ...' * (len(invalid_inputs) > 3)}.\n"
                 f"Fix: write them again or restore a checkpoint; without donate_states= a call that fails leaves the "
@@ -467,10 +480,6 @@ def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:
         if new_aval.weak_type != aval.weak_type and (new_aval.shape, new_aval.dtype) == (aval.shape, aval.dtype):
             leaves[n] = _jax.with_weak_type(leaf, aval.weak_type)
     effect.value = part.combine(leaves)
-
-
-def _is_deleted(value: PyTree) -> bool:
-    return any(isinstance(x, _jax.ArrayImpl) and x.is_deleted() for x in jax.tree.leaves(value))
 
 
 def _copy_aliased(donated: list, operands: PyTree) -> list:
