@@ -281,7 +281,10 @@ def forbidden_effects(jaxpr: Jaxpr) -> list[tuple[str, str]]:
 def callback_name(eqn: Any) -> tuple[str, str]:
     callback = eqn.params.get("callback")
     callback = getattr(callback, "callback_func", callback)
-    name = getattr(callback, "__qualname__", None)
+    code = getattr(callback, "__code__", None)
+    if code is not None and code.co_filename.startswith(JAX_FOLDER) and "callback" in code.co_freevars:
+        callback = callback.__closure__[code.co_freevars.index("callback")].cell_contents  # of `jax.debug.callback`
+    name = getattr(getattr(callback, "func", callback), "__qualname__", None)
     name = f"{eqn.primitive.name} of {name}" if name else eqn.primitive.name
     return name, traceback_site(eqn.source_info.traceback, (JAX_FOLDER, PACKAGE_FOLDER))
 
