@@ -704,13 +704,66 @@ def test_compiled_init_returns_other_models_and_compiles_once():
     assert (kernels[0] != kernels[1]).all() and models[0].kernel is not models[2].kernel and make.runs == 1
 
 
-def test_compiled_function_writes_a_variable_in_its_arguments():
-    add = statetx.jit(lambda count, x: count.set_value(count[...] + x))
-    first, second = Count(jnp.zeros(())), Count(jnp.ones(()))
+def test_compiled_function_writes_variables_in_its_arguments():
+    add = Counted(lambda count, x: count.set_value(count[...] + x))
+    jitted, first, second = statetx.jit(add), Count(jnp.zeros(())), Count(jnp.ones(()))
     for _ in range(2):
-        add(first, 1.0)
-    add(second, 1.0)
-    assert float(first[...]) == float(second[...]) == 2
+        jitted(first, 1.0)
+    jitted(second, 1.0)
+    assert float(first[...]) == float(second[...]) == 2 and add.runs == 1
+
+
+def _written(model, x):
+    model.calls[...] += 1
+    return (model.w[...] * x).sum()
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+        self.w = self.twice = nnx.Param(jnp.ones(3))
+
+
+class Growing(Counting):
+    def grow(self):
+        self.seen = nnx.Variable(self.calls[...])
+
+
+@pytest.mark.parametrize(
+    ("make", "fun", "most"),
+    [
+        (Counting, _written, 2),
+        (Counting, lambda model, x: (model.w[...] * x).sum(), 2),
+        (lambda: nnx.Rngs(3), lambda rngs, x: x + jax.random.normal(rngs(), (3,)), 2),
+        (Tied, _written, 5),
+        (Growing, lambda model, x: (_written(model, x), model.grow())[0], 9),
+    ],
+)
+def test_other_models_of_equal_structure_need_no_further_compilation(make, fun, most):
+    """From the second one on they are known by their structure, unless the function needs to know which they are."""
+    counted = Counted(fun)
+    jitted, x = statetx.jit(counted), jnp.arange(3.0)
+    for _ in range(4):
+        model, expected = make(), make()
+        for _ in range(2):
+            np.testing.assert_allclose(jitted(model, x), fun(expected, x), rtol=1e-6)
+        assert jax.tree.structure(model) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
+            is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+            np.testing.assert_array_equal(*map(jax.random.key_data, (a, b)) if is_key else (a, b))
+    assert counted.runs <= most
+
+
+def test_other_models_that_the_function_reaches_itself():
+    """Each is one object there, whichever way the function reads it."""
+    models = [Counting() for _ in range(3)]
+
+    def fun(model, x):
+        models[0].calls[...] += 1
+        return model.calls[...] + x
+
+    jitted = statetx.jit(fun)
+    assert [float(jitted(model, 0.0)) for model in (*models, *models)] == [1, 0, 0, 4, 0, 0]
 
 
 def test_model_as_a_carry_raises():

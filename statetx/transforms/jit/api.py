@@ -30,7 +30,7 @@ from ..._text import brief, tree_type_str
 from ..._typing import Filter, Indices, Names, PyTree
 from .arguments import Call, CallReader
 from .cache import cache_of
-from .program import Restage, StagedProgram, WritesArguments
+from .program import NeedsIdentity, Restage, StagedProgram
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -157,6 +157,10 @@ def jit(
     ...
 
 
+class Reread(Exception):
+    """The arguments of a call are to be read again, with more or fewer of the objects in them opened."""
+
+
 class Jit(Wrapper[P, R], made_by=jit):
     """A compiled function; made by `jit`."""
 
@@ -187,11 +191,13 @@ class Jit(Wrapper[P, R], made_by=jit):
                 pass  # JAX rejects an argument or a state: the slow path below finds out which
         if _jax.is_jit_disabled():
             return run_eagerly(self._name(), self.__wrapped__, args, kwargs)
-        try:
-            return self._run(self.read(args, kwargs))
-        except WritesArguments:
-            self._reader.opens_states = False
-        return self._run(self.read(args, kwargs))
+        while True:
+            try:
+                return self._run(self.read(args, kwargs))
+            except Reread:
+                pass
+            except NeedsIdentity:
+                self._reader.open_less()
 
     def _run(self, call: Call) -> Any:
         programs = self.cache.of(call)
@@ -226,6 +232,8 @@ class Jit(Wrapper[P, R], made_by=jit):
         return self._stage(call, tried) if self.cache.of(call) is tried else None
 
     def _stage(self, call: Call, tried: Sequence[StagedProgram], *, is_run: bool = True) -> StagedProgram:
+        if not self.donate_states and self._reader.opens_models_of(call):
+            raise Reread
         program = StagedProgram(self, call, tried)
         created = program.created
         # A call that is only inspected, or within another trace, such as a report's, says nothing of later ones.
@@ -265,11 +273,13 @@ class Jit(Wrapper[P, R], made_by=jit):
         return self.trace(*args, **kwargs).out_info
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StagedProgram, Call]:
-        try:
-            return self._program_of(self.read(args, kwargs))
-        except WritesArguments:
-            self._reader.opens_states = False
-        return self._program_of(self.read(args, kwargs))
+        while True:
+            try:
+                return self._program_of(self.read(args, kwargs))
+            except Reread:
+                pass
+            except NeedsIdentity:
+                self._reader.open_less()
 
     def _program_of(self, call: Call) -> tuple[StagedProgram, Call]:
         programs = self.cache.of(call)

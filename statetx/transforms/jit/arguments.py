@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import all_leaves, default_registry
 
 from ... import _frames, _states
 from ..._lift.signature import StaticArguments
@@ -26,6 +27,7 @@ from ..._positions import replaced
 from ..._tree import as_array, container_key, flatten, freeze, is_argument, is_hashable, is_model, partition
 from ..._typing import PyTree
 
+_NONE, _STATES, _MODELS = range(3)  # opened objects
 _MAX_LAYOUTS = 256  # combinations of structures and types of arguments; all are dropped at once
 
 
@@ -66,7 +68,7 @@ class Call:
 
     args: tuple
     kwargs: dict[str, Any]
-    key: Hashable
+    key: tuple[Hashable, ...]
     kept: list[Any]
     donated: list[Any]
     is_direct: bool
@@ -74,7 +76,7 @@ class Call:
     modes: Hashable
     _leaves: list[Any]
     _layout: _ArgumentLayout
-    _reader: CallReader
+    reader: CallReader
 
     @property
     def arrays(self) -> list[Any]:
@@ -84,26 +86,30 @@ class Call:
     def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
         """The user's arguments with other `arrays`."""
         leaves = replaced(self._leaves, (*self._layout.kept, *self._layout.donated), arrays)
-        merge = self._reader.static.split(self.args, self.kwargs)[2]
+        merge = self.reader.static.split(self.args, self.kwargs)[2]
         return merge(*jax.tree.unflatten(self._layout.treedef, leaves))
 
     @property
     def dynamic(self) -> tuple[tuple, dict[str, Any]]:
         """The user's arguments that are not static."""
-        return self._reader.static.split(self.args, self.kwargs)[:2]
+        return self.reader.static.split(self.args, self.kwargs)[:2]
+
+    def opened_states(self) -> list[Any]:
+        """The states in the arguments that are arrays to the program."""
+        return [x for x in self.reader.flatten_to_states((self.args, self.kwargs))[0] if self.reader.is_opened(x)]
 
     def merged(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Arguments in place of the dynamic ones, with the call's static ones; None if their number or names differ."""
-        own_args, own_kwargs, merge = self._reader.static.split(self.args, self.kwargs)
+        own_args, own_kwargs, merge = self.reader.static.split(self.args, self.kwargs)
         return merge(args, kwargs) if (len(args), {*kwargs}) == (len(own_args), {*own_kwargs}) else None
 
     def names(self) -> list[str]:
         """The names of `arrays` in Python, for profilers and messages."""
-        static = self._reader.static
+        static = self.reader.static
         dynamic = [n for n, is_static in enumerate(static.mask(len(self.args))) if not is_static]
-        name = argument_names(self._reader.fun, self.args, dynamic)
+        name = argument_names(self.reader.fun, self.args, dynamic)
         split = static.split(self.args, self.kwargs)[:2]
-        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=self._reader.is_leaf)[0]
+        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=self.reader.is_leaf)[0]
         names = [name(keys) for keys, _ in leaves]
         return [names[n] for n in (*self._layout.kept, *self._layout.donated)]
 
@@ -116,8 +122,9 @@ class CallReader:
         options: of `jit`.
 
     Attributes:
-        opens_states: whether states that JAX has as pytrees are arrays in the arguments, as in `jax.jit`, so long as
-            the function writes none of these; then they are states like those of models.
+        opened: which objects with states are trees of arrays in the arguments, if JAX has them as pytrees, as in
+            `jax.jit`: states by themselves; models too, if other ones come in further calls; or none. Other objects,
+            and those that a function needs so, are known by their identity, and cost nothing to look up.
 
     Raises:
         StaticArgumentError: an option names an argument that the function does not have, or one that is both static and
@@ -130,10 +137,43 @@ class CallReader:
         self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self.donated)
         self._layouts: dict[Hashable, _ArgumentLayout] = {}
-        self.opens_states = True
+        self.opened, self._most_opened = _STATES, _MODELS
+        self._seen: dict[Hashable, Hashable] = {}
 
     def is_leaf(self, x: Any) -> bool:
-        return is_model(x) if self.opens_states else _states.is_opaque(x)
+        """Whether an object in the arguments is known by its identity."""
+        if self.opened == _MODELS:
+            return _states.is_opaque(x) and all_leaves([x])
+        return is_model(x) if self.opened == _STATES else _states.is_opaque(x)
+
+    def open_less(self) -> None:
+        """Know more objects by their identity from now on: a function needs that."""
+        self.opened = self._most_opened = self.opened - 1
+
+    def opens_models_of(self, call: Call) -> bool:
+        """Whether a call that is to be staged has other models than an earlier one, of equal structure: then they are
+        opened from now on, so that it is staged once for all of them.
+        """
+        if self.opened != _STATES or self._most_opened != _MODELS:
+            return False
+        models = [x for x in jax.tree.leaves(call.dynamic, is_leaf=self.is_leaf) if is_model(x)]
+        if not models or any(all_leaves([x]) or _refers_to_itself(x) for x in models):
+            return False
+        key = call.key[0], tuple(map(jax.tree.structure, models))
+        if len(self._seen) >= _MAX_LAYOUTS:
+            self._seen.clear()
+        if self._seen.setdefault(key, call.key[1]) == call.key[1]:
+            return False
+        self.opened = _MODELS
+        return True
+
+    def flatten_to_states(self, args: PyTree) -> tuple[list[Any], Any]:
+        """The leaves of arguments, of which states are some, and the structure."""
+        return jax.tree.flatten(args, lambda x: self.is_leaf(x) or (_states.is_opaque(x) and not is_model(x)))
+
+    def is_opened(self, x: Any) -> bool:
+        """Whether a leaf is a state that is a tree of arrays to the program."""
+        return _states.is_opaque(x) and not is_model(x) and not self.is_leaf(x)
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, _ = self.static.split(args, kwargs)
@@ -146,7 +186,7 @@ class CallReader:
         if np.ndarray in types:  # an array of text is static
             types += tuple([is_argument(x) for x in leaves if type(x) is np.ndarray])
         # Positions that count from the end depend on the number of arguments.
-        key = (treedef, types, len(args) if self.donated else None, self.opens_states)
+        key = (treedef, types, len(args) if self.donated else None, self.opened)
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
@@ -180,7 +220,7 @@ class CallReader:
             modes=modes,
             _leaves=leaves,
             _layout=layout,
-            _reader=self,
+            reader=self,
         )
 
     def _layout(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> _ArgumentLayout:
@@ -188,7 +228,7 @@ class CallReader:
         flags = self._donation_flags(args, dyn_args, dyn_kwargs) if self.donated else [False] * len(part.mask)
         dynamic = [i for i, is_dynamic in enumerate(part.mask) if is_dynamic]
         converts = any(as_array(x) is not x for x in arrays)
-        is_split = not jax.tree_util.all_leaves([x for x in part.static if _states.is_opaque(x)])
+        is_split = not all_leaves([x for x in part.static if _states.is_opaque(x)])
         return _ArgumentLayout(
             part.treedef,
             (part.treedef, part.mask),  # not the static objects: they differ from call to call
@@ -208,6 +248,13 @@ class CallReader:
         # JAX flattens dicts in the order of their keys.
         values += [(dyn_kwargs[key], key in self.donated.names) for key in sorted(dyn_kwargs)]
         return [flag for x, flag in values for _ in jax.tree.leaves(x, is_leaf=self.is_leaf)]
+
+
+def _refers_to_itself(tree: PyTree, outer: frozenset[int] = frozenset()) -> bool:
+    """Whether a pytree has no end."""
+    level = default_registry.flatten_one_level(tree)
+    outer |= {id(tree)}
+    return level is not None and any(id(x) in outer or _refers_to_itself(x, outer) for x in level[0])
 
 
 # -- static arguments --------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ arguments come as a `Call`.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
 import threading
@@ -43,8 +45,46 @@ class Restage(Exception):
     """A call has other types or settings than the program was staged for."""
 
 
-class WritesArguments(Exception):
-    """A function writes a state in an argument which was given to it as a new one."""
+class NeedsIdentity(Exception):
+    """A function needs the identity of an object in its arguments, which was given to it as a new one."""
+
+
+class _NewStates:
+    """The new states that a function gets in the place of those in its arguments.
+
+    Args:
+        trees: the arguments that the function gets.
+
+    Raises:
+        NeedsIdentity: a state is there twice.
+    """
+
+    def __init__(self, call: Call, trees: PyTree):
+        self._call, self._trees, self._originals = call, trees, call.opened_states()
+        if len({*map(id, self._originals)}) < len(self._originals):
+            raise NeedsIdentity
+        if self._originals:
+            self._leaves, self._structure = call.reader.flatten_to_states(trees)
+            self._states = [x for x in self._leaves if call.reader.is_opened(x)]
+            self._values = [jax.tree.leaves(state) for state in self._states]
+
+    def effects(self, site: str) -> list[_frames.Effect]:
+        """The writes of the function, of the original states.
+
+        Raises:
+            NeedsIdentity: it has changed more of its arguments than values of states.
+        """
+        if not self._originals:
+            return []
+        leaves, structure = self._call.reader.flatten_to_states(self._trees)
+        if structure != self._structure or any(x is not y for x, y in zip(leaves, self._leaves, strict=True)):
+            raise NeedsIdentity
+        effects: list[_frames.Effect] = []
+        for original, state, values in zip(self._originals, self._states, self._values, strict=True):
+            if any(x is not y for x, y in itertools.zip_longest(jax.tree.leaves(state), values)):
+                kind = _states.kind_of_state(state)
+                effects.append(_frames.Effect(original, kind, kind.get(state), site))
+        return effects
 
 
 class StagedProgram:
@@ -79,19 +119,20 @@ class StagedProgram:
             frame = frame_for("jit", fun, on_read=lifting.on_read, frees_cycles=True, is_kept=True)
             note_shardings(tracers, arrays)
 
-            def output() -> tuple[list, Partition]:
+            def output() -> tuple[list, Partition, list[_frames.Effect]]:
                 args, kwargs = call.with_arrays(tracers)
-                in_arguments = [state for state, _ in frame.created()]
-                values = jax.tree.leaves(in_arguments)
+                new_states = _NewStates(call, (args, kwargs))
                 out = self.created.run(frame, fun, args, kwargs)
-                if any(x is not y for x, y in zip(jax.tree.leaves(in_arguments), values, strict=True)):
-                    raise WritesArguments
-                return self.created.without_new_states(out, _leaves_program)
+                of_arguments = new_states.effects(place_of(fun))
+                return *self.created.without_new_states(out, _leaves_program), of_arguments
 
-            leaves, out_part = frame.run(output)
-            for effect in frame.effects:
+            leaves, out_part, of_arguments = frame.run(output)
+            if not {id(state) for state in call.opened_states()}.isdisjoint(lifting.inputs):
+                raise NeedsIdentity  # the function reads it in another way, too
+            effects = [*of_arguments, *frame.effects]
+            for effect in effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
-            return pack_effects(leaves, out_part, frame.effects, _leaves_program)
+            return pack_effects(leaves, out_part, effects, _leaves_program)
 
         self._acceptance = Acceptance(arrays)
         self._staging = owner.cache.staging
@@ -99,6 +140,12 @@ class StagedProgram:
         staged, outcome, refs = stage(body, self._acceptance.avals, traced_for="jit", names=names, lifting=lifting)
         self.outcome: Outcome = outcome.add(refs)
         staged = guarded(self.name, staged, [(i.state, i.kind) for i in lifting.inputs.values()])
+
+        opened = {id(state): n for n, state in enumerate(call.opened_states())}
+        self._opened = [(n, opened[id(e.state)]) for n, e in enumerate(outcome.effects) if id(e.state) in opened]
+        # Those that the function has in another way: in the arguments, too, they would be two, of which one is written.
+        touched = {*lifting.inputs, *(id(e.state) for e in outcome.effects)} if outcome.effects and opened else set()
+        self._not_opened = touched - opened.keys()
 
         written = {id(e.state) for e in outcome.effects}
         paths = Paths(fun, call.args, call.kwargs)
@@ -126,6 +173,7 @@ class StagedProgram:
         self._created_effects = [e for e in outcome.effects if e.created]
         self.created.finish(self._inputs(), outcome.effects)
         is_simple = self._writers is not None and not (self._shardings.is_open or self._shardings.is_partial)
+        is_simple = is_simple and not (self._opened or self._not_opened)
         self.is_direct = is_simple and not (self.guards or self.donated or outcome.out.static or self.created)
 
     def _init_compiled(
@@ -236,8 +284,23 @@ class StagedProgram:
 
     # -- running --
 
+    def _for_states_of(self, call: Call) -> StagedProgram:
+        """The program that writes the states in the arguments of a call, not those of the staged one."""
+        program, opened = copy.copy(self), call.opened_states()
+        effects = [*self.outcome.effects]
+        for n, position in self._opened:
+            effects[n] = dataclasses.replace(effects[n], state=opened[position])
+        program.outcome = Outcome(self.outcome.out, effects, self.outcome.values)
+        program._init_writers()
+        return program
+
     def run(self, call: Call) -> Any:
         """Run for a call. If the program does not accept its types, raise `Restage` before any side effect."""
+        if self._not_opened and not self._not_opened.isdisjoint(map(id, call.opened_states())):
+            raise NeedsIdentity
+        return (self._for_states_of(call) if self._opened else self)._run(call)
+
+    def _run(self, call: Call) -> Any:
         if not _frames.is_idle():
             return self._run_watched(call)
         attribute_stores = self._attribute_stores()
