@@ -86,7 +86,8 @@ def jit(
             it holds states. Containers are compared by their contents, also those that cannot be hashed. Another object
             that cannot be hashed, such as a dataclass, must be the same with the same attributes. A program is dropped
             when its model is garbage collected. Variables of flax by themselves, as in an ``nnx.State``, are arrays, as
-            in ``jax.jit``, unless the function writes one of them.
+            in ``jax.jit``, and so are, from the second one on, those of models of equal structure; writes go to those
+            of the call.
         static_argnums: positions of static arguments, counted as you call the function, negative ones from the end.
             Unhashable values are allowed.
         static_argnames: the same by name.
