@@ -74,6 +74,7 @@ class Arrays:
 
 MODELS = [Plain, Slots, Unhashable, UnhashableSlots, Equal, Nnx, Brainstate, Arrays]
 ALLOW_NO_REFERENCE = (Slots, UnhashableSlots)
+OPENED = ("argument", "list", "keyword", "method")  # as jax.jit does
 
 
 def weight(model):
@@ -103,10 +104,11 @@ def test_models_are_distinguished_and_freed(cls, how):
         "bound method": (applied := statetx.jit(lambda f, x: f(x)), lambda model, x: applied(model.plain, x)),
     }[how]
     arrays, models = [], []
+    is_opened = cls is Nnx and how in OPENED
     for i in range(1, 6):
         model = Model(i)
         assert float(call(model, X)) == float(call(model, 2 * X)) / 2 == 2.0 * i
-        assert len(runs) == i, "one program for a model"
+        assert len(runs) == (min(i, 2) if is_opened else i), "one program for a model, but from the second of flax on"
         arrays.append(weakref.ref(weight(model)))
         if cls not in ALLOW_NO_REFERENCE:
             models.append(weakref.ref(model))
@@ -117,7 +119,7 @@ def test_models_are_distinguished_and_freed(cls, how):
         call(Model(6), X)
         gc.collect()
     assert not any(ref() is not None for ref in (*arrays, *models))
-    assert len(jitted.cache.programs) == (cls in ALLOW_NO_REFERENCE)
+    assert len(jitted.cache.programs) == (cls in ALLOW_NO_REFERENCE or is_opened)
 
 
 @dataclasses.dataclass(frozen=True)
