@@ -30,7 +30,8 @@ from ..._text import brief, tree_type_str
 from ..._typing import Filter, Indices, Names, PyTree
 from .arguments import Call, CallReader
 from .cache import cache_of
-from .program import NeedsIdentity, Restage, StagedProgram
+from .new_states import NeedsIdentity
+from .program import Restage, StagedProgram
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -1,0 +1,53 @@
+"""`NewStates`: what a function does with the states that it gets in the place of those in its arguments."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+
+from ... import _frames, _states
+from ..._typing import PyTree
+from .arguments import Call
+
+
+class NeedsIdentity(Exception):
+    """A function needs the identity of an object in its arguments, which was given to it as a new one."""
+
+
+class NewStates:
+    """The new states that a function gets in the place of those in its arguments.
+
+    Args:
+        trees: the arguments that the function gets.
+
+    Raises:
+        NeedsIdentity: a state is there twice.
+    """
+
+    def __init__(self, call: Call, trees: PyTree):
+        self._call, self._trees, self._originals = call, trees, call.opened_states()
+        if len({*map(id, self._originals)}) < len(self._originals):
+            raise NeedsIdentity
+        if self._originals:
+            self._leaves, self._structure = call.reader.flatten_to_states(trees)
+            self._states = [x for x in self._leaves if call.reader.is_opened(x)]
+            self._values = [jax.tree.leaves(state) for state in self._states]
+
+    def effects(self, site: str) -> list[_frames.Effect]:
+        """The writes of the function, of the original states.
+
+        Raises:
+            NeedsIdentity: it has changed more of its arguments than values of states.
+        """
+        if not self._originals:
+            return []
+        leaves, structure = self._call.reader.flatten_to_states(self._trees)
+        if structure != self._structure or any(x is not y for x, y in zip(leaves, self._leaves, strict=True)):
+            raise NeedsIdentity
+        effects: list[_frames.Effect] = []
+        for original, state, values in zip(self._originals, self._states, self._values, strict=True):
+            if any(x is not y for x, y in itertools.zip_longest(jax.tree.leaves(state), values)):
+                kind = _states.kind_of_state(state)
+                effects.append(_frames.Effect(original, kind, kind.get(state), site))
+        return effects
