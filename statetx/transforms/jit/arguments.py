@@ -28,6 +28,11 @@ from ..._tree import as_array, container_key, flatten, freeze, is_argument, is_h
 from ..._typing import PyTree
 
 _NONE, _STATES, _MODELS = range(3)  # opened objects
+_IS_LEAF: tuple[Callable[[Any], bool], ...] = (
+    _states.is_opaque,
+    lambda x: _states.is_opaque(x) and _states.kind_of(x) is None,
+    lambda x: _states.is_opaque(x) and all_leaves([x]),
+)
 _MAX_LAYOUTS = 256  # combinations of structures and types of arguments; all are dropped at once
 
 
@@ -125,6 +130,7 @@ class CallReader:
         opened: which objects with states are trees of arrays in the arguments, if JAX has them as pytrees, as in
             `jax.jit`: states by themselves; models too, if other ones come in further calls; or none. Other objects,
             and those that a function needs so, are known by their identity, and cost nothing to look up.
+        is_leaf: whether an object in the arguments is known by its identity.
 
     Raises:
         StaticArgumentError: an option names an argument that the function does not have, or one that is both static and
@@ -137,18 +143,17 @@ class CallReader:
         self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self.donated)
         self._layouts: dict[Hashable, _ArgumentLayout] = {}
-        self.opened, self._most_opened = _STATES, _MODELS
+        self._most_opened = _MODELS
+        self._open(_STATES)
         self._seen: dict[Hashable, Hashable] = {}
 
-    def is_leaf(self, x: Any) -> bool:
-        """Whether an object in the arguments is known by its identity."""
-        if self.opened == _MODELS:
-            return _states.is_opaque(x) and all_leaves([x])
-        return is_model(x) if self.opened == _STATES else _states.is_opaque(x)
+    def _open(self, opened: int) -> None:
+        self.opened, self.is_leaf = opened, _IS_LEAF[opened]
 
     def open_less(self) -> None:
         """Know more objects by their identity from now on: a function needs that."""
-        self.opened = self._most_opened = self.opened - 1
+        self._most_opened = self.opened - 1
+        self._open(self._most_opened)
 
     def opens_models_of(self, call: Call) -> bool:
         """Whether a call that is to be staged has other models than an earlier one, of equal structure: then they are
@@ -164,7 +169,7 @@ class CallReader:
             self._seen.clear()
         if self._seen.setdefault(key, call.key[1]) == call.key[1]:
             return False
-        self.opened = _MODELS
+        self._open(_MODELS)
         return True
 
     def flatten_to_states(self, args: PyTree) -> tuple[list[Any], Any]:
