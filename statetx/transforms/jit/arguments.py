@@ -46,6 +46,7 @@ class _ArgumentLayout:
         converts: whether some leaf must be converted to an array.
         static, donated, kept: indices of the leaves.
         is_plain: whether JAX can take all leaves unchanged and none is donated.
+        opened: as of a `CallReader`.
     """
 
     treedef: Any
@@ -56,6 +57,7 @@ class _ArgumentLayout:
     donated: list[int]
     kept: list[int]
     is_plain: bool
+    opened: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -101,7 +103,19 @@ class Call:
 
     def opened_states(self) -> list[Any]:
         """The states in the arguments that are arrays to the program."""
-        return [x for x in self.reader.flatten_to_states((self.args, self.kwargs))[0] if self.reader.is_opened(x)]
+        return [x for x in self.flatten_to_states((self.args, self.kwargs))[0] if self.is_opened(x)]
+
+    def is_leaf(self, x: Any) -> bool:
+        """Whether an object in the arguments is known by its identity; as the call was read."""
+        return _IS_LEAF[self._layout.opened](x)
+
+    def flatten_to_states(self, args: PyTree) -> tuple[list[Any], Any]:
+        """The leaves of arguments, of which states are some, and the structure."""
+        return jax.tree.flatten(args, lambda x: self.is_leaf(x) or (_states.is_opaque(x) and not is_model(x)))
+
+    def is_opened(self, x: Any) -> bool:
+        """Whether a leaf is a state that is a tree of arrays to the program."""
+        return _states.is_opaque(x) and not is_model(x) and not self.is_leaf(x)
 
     def merged(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Arguments in place of the dynamic ones, with the call's static ones; None if their number or names differ."""
@@ -114,7 +128,7 @@ class Call:
         dynamic = [n for n, is_static in enumerate(static.mask(len(self.args))) if not is_static]
         name = argument_names(self.reader.fun, self.args, dynamic)
         split = static.split(self.args, self.kwargs)[:2]
-        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=self.reader.is_leaf)[0]
+        leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=self.is_leaf)[0]
         names = [name(keys) for keys, _ in leaves]
         return [names[n] for n in (*self._layout.kept, *self._layout.donated)]
 
@@ -130,7 +144,6 @@ class CallReader:
         opened: which objects with states are trees of arrays in the arguments, if JAX has them as pytrees, as in
             `jax.jit`: states by themselves; models too, if other ones come in further calls; or none. Other objects,
             and those that a function needs so, are known by their identity, and cost nothing to look up.
-        is_leaf: whether an object in the arguments is known by its identity.
 
     Raises:
         StaticArgumentError: an option names an argument that the function does not have, or one that is both static and
@@ -143,17 +156,12 @@ class CallReader:
         self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self.donated)
         self._layouts: dict[Hashable, _ArgumentLayout] = {}
-        self._most_opened = _MODELS
-        self._open(_STATES)
+        self.opened, self._most_opened = _STATES, _MODELS
         self._seen: dict[Hashable, Hashable] = {}
-
-    def _open(self, opened: int) -> None:
-        self.opened, self.is_leaf = opened, _IS_LEAF[opened]
 
     def open_less(self) -> None:
         """Know more objects by their identity from now on: a function needs that."""
-        self._most_opened = self.opened - 1
-        self._open(self._most_opened)
+        self.opened = self._most_opened = max(self.opened - 1, _NONE)
 
     def opens_models_of(self, call: Call) -> bool:
         """Whether a call that is to be staged has other models than an earlier one, of equal structure: then they are
@@ -161,7 +169,7 @@ class CallReader:
         """
         if self.opened != _STATES or self._most_opened != _MODELS:
             return False
-        models = [x for x in jax.tree.leaves(call.dynamic, is_leaf=self.is_leaf) if is_model(x)]
+        models = [x for x in jax.tree.leaves(call.dynamic, is_leaf=call.is_leaf) if is_model(x)]
         if not models or any(all_leaves([x]) or _refers_to_itself(x) for x in models):
             return False
         key = call.key[0], tuple(map(jax.tree.structure, models))
@@ -169,16 +177,8 @@ class CallReader:
             self._seen.clear()
         if self._seen.setdefault(key, call.key[1]) == call.key[1]:
             return False
-        self._open(_MODELS)
+        self.opened = _MODELS
         return True
-
-    def flatten_to_states(self, args: PyTree) -> tuple[list[Any], Any]:
-        """The leaves of arguments, of which states are some, and the structure."""
-        return jax.tree.flatten(args, lambda x: self.is_leaf(x) or (_states.is_opaque(x) and not is_model(x)))
-
-    def is_opened(self, x: Any) -> bool:
-        """Whether a leaf is a state that is a tree of arrays to the program."""
-        return _states.is_opaque(x) and not is_model(x) and not self.is_leaf(x)
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         dyn_args, dyn_kwargs, _ = self.static.split(args, kwargs)
@@ -186,20 +186,21 @@ class CallReader:
         # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
         # `_ArgumentLayout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
-        leaves, treedef = flatten((dyn_args, dyn_kwargs), self.is_leaf if is_whole else None)
+        opened = self.opened  # other threads may change it
+        leaves, treedef = flatten((dyn_args, dyn_kwargs), _IS_LEAF[opened] if is_whole else None)
         types: tuple[Any, ...] = tuple(map(type, leaves))
         if np.ndarray in types:  # an array of text is static
             types += tuple([is_argument(x) for x in leaves if type(x) is np.ndarray])
         # Positions that count from the end depend on the number of arguments.
-        key = (treedef, types, len(args) if self.donated else None, self.opened)
+        key = (treedef, types, len(args) if self.donated else None, opened)
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = self._layout(args, dyn_args, dyn_kwargs)
+            layout = self._layouts[key] = self._layout(args, dyn_args, dyn_kwargs, opened)
 
         if layout.is_split:
-            leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=self.is_leaf)
+            leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_IS_LEAF[opened])
         if layout.converts:
             leaves = [as_array(x) for x in leaves]
 
@@ -228,9 +229,13 @@ class CallReader:
             reader=self,
         )
 
-    def _layout(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> _ArgumentLayout:
-        arrays, part = partition((dyn_args, dyn_kwargs), is_argument, is_leaf=self.is_leaf)
-        flags = self._donation_flags(args, dyn_args, dyn_kwargs) if self.donated else [False] * len(part.mask)
+    def _layout(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any], opened: int) -> _ArgumentLayout:
+        arrays, part = partition((dyn_args, dyn_kwargs), is_argument, is_leaf=_IS_LEAF[opened])
+        flags = (
+            self._donation_flags(args, dyn_args, dyn_kwargs, _IS_LEAF[opened])
+            if self.donated
+            else [False] * len(part.mask)
+        )
         dynamic = [i for i, is_dynamic in enumerate(part.mask) if is_dynamic]
         converts = any(as_array(x) is not x for x in arrays)
         is_split = not all_leaves([x for x in part.static if _states.is_opaque(x)])
@@ -243,16 +248,19 @@ class CallReader:
             donated=[i for i in dynamic if flags[i]],
             kept=[i for i in dynamic if not flags[i]],
             is_plain=not (part.static or any(flags) or is_split or converts),
+            opened=opened,
         )
 
-    def _donation_flags(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> list[bool]:
+    def _donation_flags(
+        self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any], is_leaf: Callable[[Any], bool]
+    ) -> list[bool]:
         """Tell for each leaf of the arguments that are not static whether it is donated."""
         num_args = len(args)
         masks = zip(self.donated.mask(num_args), self.static.mask(num_args), strict=True)
         values = [*zip(dyn_args, [donated for donated, static in masks if not static], strict=True)]
         # JAX flattens dicts in the order of their keys.
         values += [(dyn_kwargs[key], key in self.donated.names) for key in sorted(dyn_kwargs)]
-        return [flag for x, flag in values for _ in jax.tree.leaves(x, is_leaf=self.is_leaf)]
+        return [flag for x, flag in values for _ in jax.tree.leaves(x, is_leaf=is_leaf)]
 
 
 def _refers_to_itself(tree: PyTree, outer: frozenset[int] = frozenset()) -> bool:

@@ -30,8 +30,8 @@ class NewStates:
         if len({*map(id, self._originals)}) < len(self._originals):
             raise NeedsIdentity
         if self._originals:
-            self._leaves, self._structure = call.reader.flatten_to_states(trees)
-            self._states = [x for x in self._leaves if call.reader.is_opened(x)]
+            self._leaves, self._structure = call.flatten_to_states(trees)
+            self._states = [x for x in self._leaves if call.is_opened(x)]
             self._values = [jax.tree.leaves(state) for state in self._states]
 
     def effects(self, site: str) -> list[_frames.Effect]:
@@ -42,7 +42,7 @@ class NewStates:
         """
         if not self._originals:
             return []
-        leaves, structure = self._call.reader.flatten_to_states(self._trees)
+        leaves, structure = self._call.flatten_to_states(self._trees)
         if structure != self._structure or any(x is not y for x, y in zip(leaves, self._leaves, strict=True)):
             raise NeedsIdentity
         effects: list[_frames.Effect] = []
