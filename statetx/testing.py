@@ -19,7 +19,7 @@ from ._lift.wrapper import Wrapper, name_of
 from ._remat.override import override
 from ._targets import current
 from ._text import format_bytes, parse_bytes, type_str
-from ._tree import holds_states, is_float, is_integer, partition
+from ._tree import is_float, is_integer, is_opaque, partition
 from ._verify.functions import is_float_array, pulled_back
 from ._verify.results import entries_str, equal_entries, numbers
 from ._verify.same import SameStep, same_step
@@ -178,7 +178,7 @@ def assert_remat_equivalent(fun: Callable, /, *args: Any, rtol: float = 0.0, ato
 def _run(pure: Callable, values: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Outputs, new states and gradients, by their names in messages."""
     is_differentiated = partition((values, args, kwargs), is_float_array)[1].mask
-    leaves = jax.tree_util.tree_leaves_with_path((values, args, kwargs), is_leaf=holds_states)
+    leaves = jax.tree_util.tree_leaves_with_path((values, args, kwargs), is_leaf=is_opaque)
     paths = [path for path, _ in leaves]
     with jax.disable_jit():  # compiled as a whole, a function may be rounded otherwise than its parts
         out, new_values, gradients = pulled_back(pure, values, args, kwargs)

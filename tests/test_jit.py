@@ -241,6 +241,15 @@ def test_donation_on_request():
     assert not old.is_deleted()
 
 
+@pytest.mark.parametrize("kind", [statetx.State, brainstate.State])
+def test_function_of_a_state_runs_its_python_once(kind):
+    add, state = Counted(lambda state, x: setattr(state, "value", state.value + x)), kind(jnp.zeros(3))
+    jitted = statetx.jit(add)
+    jitted(state, 1.0)
+    jitted(state, 1.0)
+    assert add.runs == 1 and state.value.tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("donate_states", [False, True])
 def test_a_state_whose_array_another_function_has_deleted_is_named(donate_states, is_compiled):

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -764,6 +765,45 @@ def test_other_models_that_the_function_reaches_itself():
 
     jitted = statetx.jit(fun)
     assert [float(jitted(model, 0.0)) for model in (*models, *models)] == [1, 0, 0, 4, 0, 0]
+
+
+@pytest.mark.parametrize("how", ["donated", "on a mesh"])
+def test_written_variables_are_donated_and_keep_their_sharding(how):
+    """As states; arrays of arguments are, and do, only where JAX's options say so."""
+    sharding = jax.NamedSharding(jax.make_mesh((1,), ("d",)), jax.P("d"))
+    value = jnp.zeros(4) if how == "donated" else jax.device_put(jnp.zeros(4), sharding)
+    add, count = (
+        statetx.jit(lambda count, x: count.set_value(count[...] + x), donate_states=how == "donated"),
+        Count(value),
+    )
+    for _ in range(2):
+        old = count[...]
+        add(count, 1.0)
+        assert old.is_deleted() if how == "donated" else count[...].sharding == sharding
+    assert count[...].tolist() == [2.0] * 4
+
+
+def test_program_of_other_models_keeps_none_of_them():
+    jitted, arrays = statetx.jit(_written), []
+    for _ in range(3):
+        model = Counting()
+        jitted(model, jnp.ones(3))
+        arrays += [weakref.ref(x) for x in jax.tree.leaves(model)]
+    del model
+    gc.collect()
+    assert not any(ref() is not None for ref in arrays) and len(jitted.cache.programs) == 1
+
+
+def test_program_compiled_ahead_of_time_for_a_model_runs_once_others_have_come():
+    jitted, models, x = statetx.jit(_written), [Counting() for _ in range(3)], jnp.ones(3)
+    compiled = jitted.lower(models[0], x).compile()
+    for model in models:
+        jitted(model, x)
+    compiled(models[0], x)
+    assert [float(model.calls[...]) for model in models] == [2, 1, 1]
+    others = jitted.lower(models[0], x).compile()
+    others(models[1], x)
+    assert [float(model.calls[...]) for model in models] == [2, 2, 1], "for all models of this structure"
 
 
 def test_model_as_a_carry_raises():

@@ -16,7 +16,7 @@ from .. import _frames, _jax, _states
 from .._frames import Effect
 from .._objects.opaque import refuse_hidden
 from .._objects.walk import held_states
-from .._tree import ARRAY, Partition, holds_states, is_array, is_array_or_number, partition
+from .._tree import ARRAY, Partition, is_array, is_array_or_number, is_opaque, partition
 from .._typing import PyTree
 from .._unfinished import refuse_unfinished
 
@@ -101,7 +101,7 @@ def partition_output(
     out: PyTree,
     is_dynamic: Callable[[Any], bool] = is_traced,
     *,
-    is_leaf: Callable[[Any], bool] | None = holds_states,
+    is_leaf: Callable[[Any], bool] | None = is_opaque,
 ) -> tuple[list, Partition]:
     """`partition` the return value of a call, still inside the transform; with another `is_leaf` inside the frame.
 

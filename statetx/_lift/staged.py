@@ -17,7 +17,7 @@ from .._equations.structure import Body
 from .._errors import StateValueError
 from .._frames import Effect, refuse_created
 from .._states import kind_of
-from .._tree import ARRAY, Partition, holds_states, is_array_or_number, is_key, is_model, partition
+from .._tree import ARRAY, Partition, is_array_or_number, is_key, is_model, is_opaque, partition
 from .late_rules import guarded
 from .outcome import partition_output, publish_leaves
 from .rules import Broadcast, Carry, Rules, Split
@@ -85,7 +85,7 @@ class Staged:
             def outputs() -> list[tuple[list, Partition]]:
                 # States that JAX has as pytrees are arrays in a carry or an output, as in `jax.lax`; models are not, as
                 # the caller may expect the same one back.
-                is_leaf = holds_states if may_create else is_model
+                is_leaf = is_opaque if may_create else is_model
                 return [partition_output(x, is_loop_leaf, is_leaf=is_leaf) for x in call(*tracers)]
 
             frame.at_end = read_written

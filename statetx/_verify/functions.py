@@ -12,7 +12,7 @@ import numpy as np
 from .. import _states
 from .._lift.wrapper import name_of, short_name
 from .._remat.override import override
-from .._tree import holds_states, is_array_or_type, is_float, is_key, partition
+from .._tree import is_array_or_type, is_float, is_key, is_opaque, partition
 from ..residuals._trace import unjitted
 from ..transforms.functionalize import Functionalize
 
@@ -41,7 +41,7 @@ def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_float_array(x: Any) -> bool:
     """Whether it is a float, and no state with one: its value is among those of the states."""
-    return is_float(x) and not holds_states(x)
+    return is_float(x) and not is_opaque(x)
 
 
 def pulled_back(pure: Callable, values: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:

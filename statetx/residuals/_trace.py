@@ -41,11 +41,11 @@ from .._tree import (
     Partition,
     as_array,
     flatten,
-    holds_states,
     is_array,
     is_array_or_number,
     is_array_or_type,
     is_float,
+    is_state_tree,
     partition,
 )
 from .._typing import Filter, PyTree
@@ -262,7 +262,7 @@ class TracedCall:
         self.inputs += _state_inputs(lifting, paths)
         self.outputs = [v.aval for v in self.body.jaxpr.outvars[:num_out]]
         self.writes += [_traced_write(effect, paths, 1) for effect in refs]
-        self.given = {id(x) for x in static if holds_states(x)} - {id(w.state) for w in self.writes}
+        self.given = {id(x) for x in static if is_state_tree(x)} - {id(w.state) for w in self.writes}
         self._written = self._changed(lifting, [(w.state, w.num) for w in self.writes])
         self.num_results = num_out + len(self._written)
         marks = marks_in(self.body.jaxpr)

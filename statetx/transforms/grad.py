@@ -38,7 +38,7 @@ from .._lift.targets import (
 from .._lift.wrapper import Wrapper, name_of
 from .._positions import replaced
 from .._text import brief, short_tree_type_str, tree_type_str, type_str
-from .._tree import Partition, holds_states, is_array_or_number, partition
+from .._tree import Partition, is_array_or_number, is_opaque, partition
 from .._typing import Argnums, Filter, PyTree
 
 if TYPE_CHECKING:
@@ -416,7 +416,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     """
     check_flags("vjp", has_aux=has_aux)
     targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
-    arrays, primals_part = partition(primals, is_array_or_number, is_leaf=None if targets is None else holds_states)
+    arrays, primals_part = partition(primals, is_array_or_number, is_leaf=None if targets is None else is_opaque)
     if not arrays and targets is None:
         error = state_argument_error("vjp", fun, primals)
         if error is not None:

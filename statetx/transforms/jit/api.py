@@ -28,9 +28,8 @@ from ..._objects.paths import as_predicate
 from ..._objects.walk import created_undone
 from ..._text import brief, tree_type_str
 from ..._typing import Filter, Indices, Names, PyTree
-from .arguments import Call, CallReader
+from .arguments import Call, CallReader, Reread
 from .cache import cache_of
-from .new_states import NeedsIdentity
 from .program import Restage, StagedProgram
 
 P = ParamSpec("P")
@@ -159,10 +158,6 @@ def jit(
     ...
 
 
-class Reread(Exception):
-    """The arguments of a call are to be read again, with more or fewer of the objects in them opened."""
-
-
 class Jit(Wrapper[P, R], made_by=jit):
     """A compiled function; made by `jit`."""
 
@@ -198,8 +193,6 @@ class Jit(Wrapper[P, R], made_by=jit):
                 return self._run(self.read(args, kwargs))
             except Reread:
                 pass
-            except NeedsIdentity:
-                self._reader.open_less()
 
     def _run(self, call: Call) -> Any:
         programs = self.cache.of(call)
@@ -234,8 +227,8 @@ class Jit(Wrapper[P, R], made_by=jit):
         return self._stage(call, tried) if self.cache.of(call) is tried else None
 
     def _stage(self, call: Call, tried: Sequence[StagedProgram], *, is_run: bool = True) -> StagedProgram:
-        if not self.donate_states and self._reader.opens_models_of(call):
-            raise Reread
+        if not self.donate_states:
+            self._reader.open_models_of(call)
         program = StagedProgram(self, call, tried)
         created = program.created
         # A call that is only inspected, or within another trace, such as a report's, says nothing of later ones.
@@ -280,8 +273,6 @@ class Jit(Wrapper[P, R], made_by=jit):
                 return self._program_of(self.read(args, kwargs))
             except Reread:
                 pass
-            except NeedsIdentity:
-                self._reader.open_less()
 
     def _program_of(self, call: Call) -> tuple[StagedProgram, Call]:
         programs = self.cache.of(call)
@@ -394,11 +385,11 @@ class Compiled(_Stage):
         merged = self._call.merged(args, kwargs)
         if merged is None:
             raise self._refusal(args, kwargs)
-        call = self._jit.read(*merged)
+        call = self._jit.read(*merged, like=self._call)
         if call.key == self._call.key and self._runner.accepts(call):
             try:
                 return self._runner.run(call)
-            except Restage:
+            except (Restage, Reread):
                 pass
         elif call.key == self._call.key and not self._runner.created.is_kept() and self._runner.is_for(call):
             # The function creates states: Python runs in its first two calls (decision 16), and must find the compiled

@@ -24,14 +24,25 @@ from ..._lift.signature import StaticArguments
 from ..._objects.contents import attributes, has_parts
 from ..._objects.paths import argument_names, holds_states
 from ..._positions import replaced
-from ..._tree import as_array, container_key, flatten, freeze, is_argument, is_hashable, is_model, partition
+from ..._tree import (
+    as_array,
+    container_key,
+    flatten,
+    freeze,
+    is_argument,
+    is_hashable,
+    is_model,
+    is_opaque,
+    is_state_tree,
+    partition,
+)
 from ..._typing import PyTree
 
 _NONE, _STATES, _MODELS = range(3)  # opened objects
 _IS_LEAF: tuple[Callable[[Any], bool], ...] = (
     _states.is_opaque,
-    lambda x: _states.is_opaque(x) and _states.kind_of(x) is None,
-    lambda x: _states.is_opaque(x) and all_leaves([x]),
+    lambda x: is_opaque(x) and not is_state_tree(x),
+    lambda x: is_opaque(x) and all_leaves([x]),
 )
 _MAX_LAYOUTS = 256  # combinations of structures and types of arguments; all are dropped at once
 
@@ -92,9 +103,16 @@ class Call:
 
     def with_arrays(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
         """The user's arguments with other `arrays`."""
+        return self.with_dynamic(*self.dynamic_with(arrays))
+
+    def dynamic_with(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """The user's arguments that are not static, with other `arrays`."""
         leaves = replaced(self._leaves, (*self._layout.kept, *self._layout.donated), arrays)
-        merge = self.reader.static.split(self.args, self.kwargs)[2]
-        return merge(*jax.tree.unflatten(self._layout.treedef, leaves))
+        return jax.tree.unflatten(self._layout.treedef, leaves)
+
+    def with_dynamic(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The user's arguments with others in the place of those that are not static."""
+        return self.reader.static.split(self.args, self.kwargs)[2](args, kwargs)
 
     @property
     def dynamic(self) -> tuple[tuple, dict[str, Any]]:
@@ -103,7 +121,7 @@ class Call:
 
     def opened_states(self) -> list[Any]:
         """The states in the arguments that are arrays to the program."""
-        return [x for x in self.flatten_to_states((self.args, self.kwargs))[0] if self.is_opened(x)]
+        return [x for x in self.flatten_to_states(self.dynamic)[0] if self.is_opened(x)]
 
     def is_leaf(self, x: Any) -> bool:
         """Whether an object in the arguments is known by its identity; as the call was read."""
@@ -111,11 +129,16 @@ class Call:
 
     def flatten_to_states(self, args: PyTree) -> tuple[list[Any], Any]:
         """The leaves of arguments, of which states are some, and the structure."""
-        return jax.tree.flatten(args, lambda x: self.is_leaf(x) or (_states.is_opaque(x) and not is_model(x)))
+        return jax.tree.flatten(args, lambda x: self.is_leaf(x) or is_state_tree(x))
 
     def is_opened(self, x: Any) -> bool:
         """Whether a leaf is a state that is a tree of arrays to the program."""
-        return _states.is_opaque(x) and not is_model(x) and not self.is_leaf(x)
+        return is_state_tree(x) and not self.is_leaf(x)
+
+    def needs_identity(self) -> Reread:
+        """The exception to raise if the function needs to know more objects by their identity: it will from now on."""
+        self.reader.open_less_than(self._layout.opened)
+        return Reread()
 
     def merged(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Arguments in place of the dynamic ones, with the call's static ones; None if their number or names differ."""
@@ -131,6 +154,10 @@ class Call:
         leaves = jax.tree_util.tree_flatten_with_path(split, is_leaf=self.is_leaf)[0]
         names = [name(keys) for keys, _ in leaves]
         return [names[n] for n in (*self._layout.kept, *self._layout.donated)]
+
+
+class Reread(Exception):
+    """The arguments of a call are to be read again: more or fewer of the objects in them are opened."""
 
 
 class CallReader:
@@ -159,34 +186,37 @@ class CallReader:
         self.opened, self._most_opened = _STATES, _MODELS
         self._seen: dict[Hashable, Hashable] = {}
 
-    def open_less(self) -> None:
-        """Know more objects by their identity from now on: a function needs that."""
-        self.opened = self._most_opened = max(self.opened - 1, _NONE)
+    def open_less_than(self, opened: int) -> None:
+        """Know more objects by their identity from now on."""
+        self.opened = self._most_opened = max(min(self._most_opened, opened - 1), _NONE)
 
-    def opens_models_of(self, call: Call) -> bool:
-        """Whether a call that is to be staged has other models than an earlier one, of equal structure: then they are
-        opened from now on, so that it is staged once for all of them.
+    def open_models_of(self, call: Call) -> None:
+        """Open models from now on if a call that is to be staged has others than an earlier one, of equal structure: it
+        is staged once for all of them.
+
+        Raises:
+            Reread: that is so.
         """
         if self.opened != _STATES or self._most_opened != _MODELS:
-            return False
+            return
         models = [x for x in jax.tree.leaves(call.dynamic, is_leaf=call.is_leaf) if is_model(x)]
         if not models or any(all_leaves([x]) or _refers_to_itself(x) for x in models):
-            return False
+            return
         key = call.key[0], tuple(map(jax.tree.structure, models))
         if len(self._seen) >= _MAX_LAYOUTS:
             self._seen.clear()
-        if self._seen.setdefault(key, call.key[1]) == call.key[1]:
-            return False
-        self.opened = _MODELS
-        return True
+        if self._seen.setdefault(key, call.key[1]) != call.key[1]:
+            self.opened = _MODELS
+            raise Reread
 
-    def read(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+    def read(self, args: tuple, kwargs: dict[str, Any], *, like: Call | None = None) -> Call:
+        """Read a call; with what another one has opened, if one is given."""
         dyn_args, dyn_kwargs, _ = self.static.split(args, kwargs)
         # Flattening a module reads its states, which open frames would record, and does not end if the module is
         # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
         # `_ArgumentLayout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
-        opened = self.opened  # other threads may change it
+        opened = self.opened if like is None else like._layout.opened
         leaves, treedef = flatten((dyn_args, dyn_kwargs), _IS_LEAF[opened] if is_whole else None)
         types: tuple[Any, ...] = tuple(map(type, leaves))
         if np.ndarray in types:  # an array of text is static

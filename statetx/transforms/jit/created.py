@@ -35,7 +35,7 @@ from ..._lift.outcome import partition_output
 from ..._objects.contents import is_base, is_wrapper, module_of, package_of
 from ..._objects.walk import held_states, visited_from
 from ..._states import Kind
-from ..._tree import Partition, holds_states
+from ..._tree import Partition, is_opaque
 
 _NONE = object()
 Contents = dict[Any, Any]
@@ -275,13 +275,13 @@ class CreatedStates:
         self._places = {key: place for key, place in self._places.items() if place.is_in_place()}
         return out
 
-    def without_new_states(self, out: Any, is_dynamic: Callable[[Any], bool]) -> tuple[list, Partition]:
+    def flatten_output(self, out: Any, is_dynamic: Callable[[Any], bool]) -> tuple[list, Partition]:
         """Take the output of the call apart, and what JAX has as pytrees of new states that are in no object that
         existed before: each call returns others.
         """
 
         def is_leaf(x: Any) -> bool:
-            if not holds_states(x):
+            if not is_opaque(x):
                 return False
             states = held_states(x)
             return all_leaves([x]) or not (states and all(id(state) in self._free for state in states))

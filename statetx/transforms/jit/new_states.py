@@ -11,24 +11,20 @@ from ..._typing import PyTree
 from .arguments import Call
 
 
-class NeedsIdentity(Exception):
-    """A function needs the identity of an object in its arguments, which was given to it as a new one."""
-
-
 class NewStates:
     """The new states that a function gets in the place of those in its arguments.
 
     Args:
-        trees: the arguments that the function gets.
+        trees: the arguments that the function gets, without static ones.
 
     Raises:
-        NeedsIdentity: a state is there twice.
+        Reread: a state is there twice.
     """
 
     def __init__(self, call: Call, trees: PyTree):
         self._call, self._trees, self._originals = call, trees, call.opened_states()
         if len({*map(id, self._originals)}) < len(self._originals):
-            raise NeedsIdentity
+            raise call.needs_identity()
         if self._originals:
             self._leaves, self._structure = call.flatten_to_states(trees)
             self._states = [x for x in self._leaves if call.is_opened(x)]
@@ -38,13 +34,13 @@ class NewStates:
         """The writes of the function, of the original states.
 
         Raises:
-            NeedsIdentity: it has changed more of its arguments than values of states.
+            Reread: it has changed more of its arguments than values of states.
         """
         if not self._originals:
             return []
         leaves, structure = self._call.flatten_to_states(self._trees)
         if structure != self._structure or any(x is not y for x, y in zip(leaves, self._leaves, strict=True)):
-            raise NeedsIdentity
+            raise self._call.needs_identity()
         effects: list[_frames.Effect] = []
         for original, state, values in zip(self._originals, self._states, self._values, strict=True):
             if any(x is not y for x, y in itertools.zip_longest(jax.tree.leaves(state), values)):

@@ -32,14 +32,14 @@ from ..._lift.stage import Input, InputNames, Lifting, stage
 from ..._lift.wrapper import name_of, place_of
 from ..._objects.paths import Paths, check_paths
 from ..._text import brief, counted
-from ..._tree import Partition, has_deleted, is_array_or_number, partition
+from ..._tree import Partition, has_deleted, is_array_or_number, is_state_tree, partition
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
-from .acceptance import Acceptance, StateShardings, names_mesh
+from .acceptance import Acceptance, StateShardings, is_on_mesh, names_mesh
 from .arguments import Call
 from .created import CreatedStates
 from .gradients import GradientRelease
-from .new_states import NeedsIdentity, NewStates
+from .new_states import NewStates
 
 
 class Restage(Exception):
@@ -79,15 +79,18 @@ class StagedProgram:
             note_shardings(tracers, arrays)
 
             def output() -> tuple[list, Partition, list[_frames.Effect]]:
-                args, kwargs = call.with_arrays(tracers)
-                new_states = NewStates(call, (args, kwargs))
-                out = self.created.run(frame, fun, args, kwargs)
+                dynamic = call.dynamic_with(tracers)
+                new_states = NewStates(call, dynamic)
+                out = self.created.run(frame, fun, *call.with_dynamic(*dynamic))
                 of_arguments = new_states.effects(place_of(fun))
-                return *self.created.without_new_states(out, _leaves_program), of_arguments
+                return *self.created.flatten_output(out, _leaves_program), of_arguments
 
             leaves, out_part, of_arguments = frame.run(output)
-            if not {id(state) for state in call.opened_states()}.isdisjoint(lifting.inputs):
-                raise NeedsIdentity  # the function reads it in another way, too
+            is_reached = not lifting.inputs.keys().isdisjoint(map(id, call.opened_states()))
+            # As states they keep their sharding, and `donate_states` has them.
+            is_state = of_arguments and (owner.donate_states or is_on_mesh(map(_jax.abstract, arrays)))
+            if is_reached or is_state:
+                raise call.needs_identity()
             effects = [*of_arguments, *frame.effects]
             for effect in effects:
                 _keep_type(effect, lifting.inputs.get(id(effect.state)))
@@ -102,9 +105,10 @@ class StagedProgram:
 
         opened = {id(state): n for n, state in enumerate(call.opened_states())}
         self._opened = [(n, opened[id(e.state)]) for n, e in enumerate(outcome.effects) if id(e.state) in opened]
+        touched = [x.state for x in (*lifting.inputs.values(), *outcome.effects)]
         # Those that the function has in another way: in the arguments, too, they would be two, of which one is written.
-        touched = {*lifting.inputs, *(id(e.state) for e in outcome.effects)} if outcome.effects and opened else set()
-        self._not_opened = touched - opened.keys()
+        may_differ = bool(opened and outcome.effects)
+        self._not_opened = {id(x) for x in touched if may_differ and is_state_tree(x)} - opened.keys()
 
         written = {id(e.state) for e in outcome.effects}
         paths = Paths(fun, call.args, call.kwargs)
@@ -113,7 +117,6 @@ class StagedProgram:
             # A state whose value no equation uses is still an input: the body may have looked at its type.
             is_donated = id(i.state) in written and not i.partition.static and owner.donates(paths(i.state), i.state)
             (donated if is_donated else kept).append(i)
-        touched = [x.state for x in (*lifting.inputs.values(), *outcome.effects)]
         option = f"{self.name}: donate_states={brief(owner.donate_states)}"
         reached = lambda: dict.fromkeys([*paths.items(), *map(paths, touched)])
         check_paths(option, owner.donate_states, reached, "The function reaches")
@@ -127,6 +130,8 @@ class StagedProgram:
         states = [paths(i.state) + name for i in self._inputs() for name in leaf_names(i.partition, i.values)]
         self.state_names = frozenset(states)
         self._init_compiled(owner, staged, call, [*states, *call.names()], tried)
+        for n, _ in self._opened:  # each call has its own
+            outcome.effects[n].state = None
         self._init_writers()
 
         self._created_effects = [e for e in outcome.effects if e.created]
@@ -254,9 +259,11 @@ class StagedProgram:
         return program
 
     def run(self, call: Call) -> Any:
-        """Run for a call. If the program does not accept its types, raise `Restage` before any side effect."""
+        """Run for a call. If the program does not accept its types, raise `Restage` before any side effect; `Reread` if
+        it reaches a state in the arguments in another way, too.
+        """
         if self._not_opened and not self._not_opened.isdisjoint(map(id, call.opened_states())):
-            raise NeedsIdentity
+            raise call.needs_identity()
         return (self._for_states_of(call) if self._opened else self)._run(call)
 
     def _run(self, call: Call) -> Any:
@@ -443,7 +450,7 @@ class StagedProgram:
 
     def first_run(self, call: Call) -> Any:
         """Run for the staged call, whose frames have already seen the body touch its states."""
-        out = self._run_watched(call, live=True)
+        out = (self._for_states_of(call) if self._opened else self)._run_watched(call, live=True)
         self.settle()
         return out
 
