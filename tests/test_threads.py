@@ -845,6 +845,43 @@ def test_compiled_function_that_writes_a_shared_state_under_a_lock(make):
     assert float(s.value) == 150.0
 
 
+@jax.tree_util.register_pytree_node_class
+class Slow:
+    """Another thread runs whenever one of these is made."""
+
+    meanwhile: list = []
+
+    def __init__(self, x):
+        self.x = x
+        while self.meanwhile:
+            in_thread(self.meanwhile.pop())
+
+    def tree_flatten(self):
+        return [self.x], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_two_threads_that_store_the_results_of_one_program():
+    """Each has records of its own: the second would have stored what was left of the first one's."""
+    first, second = statetx.State([jnp.zeros(())]), statetx.State(Slow(jnp.zeros(())))
+
+    @statetx.jit
+    def add(x):
+        first.value, second.value = [first.value[0] + x], Slow(second.value.x + x)
+
+    def work():
+        add(1.0)
+        Slow.meanwhile.append(lambda: add(10.0))
+        with pytest.raises(statetx.ForeignStateError, match="written by another thread"):
+            add(100.0)
+
+    in_thread(work)
+    assert float(first.value[0]) == float(second.value.x) == 11.0
+
+
 def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
     """Rules of derivatives and reads of states walk over the frames around them, whichever library has opened them."""
     frame, found = _frames.Frame("f"), []

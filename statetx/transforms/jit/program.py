@@ -26,7 +26,7 @@ from ..._lift.carry import leaf_names
 from ..._lift.context import note_shardings
 from ..._lift.late_rules import guarded
 from ..._lift.order import OutputOrder
-from ..._lift.outcome import Outcome, pack_effects
+from ..._lift.outcome import Outcome, pack_effects, publish_leaves
 from ..._lift.run import frame_for
 from ..._lift.stage import Input, InputNames, Lifting, stage
 from ..._lift.wrapper import name_of, place_of
@@ -134,7 +134,6 @@ class StagedProgram:
             outcome.effects[n].state = None
         self._init_writers()
 
-        self._created_effects = [e for e in outcome.effects if e.created]
         self.created.finish(self._inputs(), outcome.effects)
         is_simple = self._writers is not None and not (self._shardings.is_open or self._shardings.is_partial)
         is_simple = is_simple and not (self._opened or self._not_opened)
@@ -236,9 +235,10 @@ class StagedProgram:
                 indices.append(n)
             self._writers = list(groups.values())
 
-        # Written states that are also inputs, with the index of the input.
+        # The positions of written states that are also inputs, among the effects and among the inputs.
         input_indices = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind.is_watched}
-        self._updated = [(e, input_indices[id(e.state)]) for e in self.outcome.effects if id(e.state) in input_indices]
+        pairs = [(n, input_indices.get(id(e.state))) for n, e in enumerate(self.outcome.effects)]
+        self._updated = [(n, index) for n, index in pairs if index is not None]
         for effect in self.outcome.effects:
             effect.value_before = _frames.UNKNOWN  # else the program would keep the staged values alive
 
@@ -409,10 +409,11 @@ class StagedProgram:
 
     def _publish(self, writes: list, values: list, attribute_stores: Sequence[Store] = (), *, live: bool) -> None:
         def publish(values: list) -> None:
-            if values:
-                for effect, index in self._updated:
-                    effect.value_before = values[index]
-            self.outcome.publish(writes, live=live, also=attribute_stores)
+            # Threads may run the program at once: each call has records of its own. Later calls create no state.
+            effects = [dataclasses.replace(e, created=e.created and live) for e in self.outcome.effects]
+            for n, index in self._updated if values else ():
+                effects[n].value_before = values[index]
+            publish_leaves(effects, self.outcome.values, writes, live=live, also=attribute_stores)
 
         self._retry_when_released(publish, values)
 
@@ -421,7 +422,8 @@ class StagedProgram:
         for kind, states, _ in writers if _frames.open_frames else ():
             kind.check_free(states)  # checks come before the stores: all or none (decision 18)
         if values and threading.active_count() > 1:
-            for effect, index in self._updated:
+            for n, index in self._updated:
+                effect = self.outcome.effects[n]
                 if effect.kind.get(effect.state) is not values[index]:
                     raise _frames.changed_state_error(effect.state, effect.kind)
         stores = [kind.store_all(states, [writes[n] for n in indices]) for kind, states, indices in writers]
@@ -438,8 +440,6 @@ class StagedProgram:
 
     def _run_watched(self, call: Call, *, live: bool = False) -> Any:
         attribute_stores = [] if live else self._attribute_stores()
-        for effect in self._created_effects:
-            effect.created = live  # in later calls the state exists already
         operands = self.operands_of(call)
         if not (live or self._acceptance.keeps_shardings(call.arrays, [*operands[0], *operands[1]])):
             raise Restage
