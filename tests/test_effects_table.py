@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,6 +174,28 @@ def difference(a: Any, b: Any, tolerance: float = 1e-5) -> str:
         if not np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), atol=tolerance, rtol=tolerance):
             return f"{x} in place of {y}"
     return ""
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.group != "condition"], ids=lambda row: row.name)
+def test_call_leaves_no_cycle(row):
+    """What a function closes over is freed with it: arrays do not wait for the garbage collector."""
+
+    def call():
+        count, weight = statetx.State(jnp.float32(0)), jnp.arange(3.0)
+
+        def fun(x):
+            count.value += 1
+            return x * weight[1]
+
+        row.apply(statetx, fun, table.X)
+        return weakref.ref(count), weakref.ref(weight)
+
+    gc.disable()
+    try:
+        count, weight = call()
+        assert (count(), weight()) == (None, None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("rule", ["custom_jvp", "custom_vjp"])

@@ -155,7 +155,7 @@ class Frame:
         )
         del replaced
 
-        self.trace = None
+        self.trace = self.on_read = self.at_end = None  # a cycle would keep what the call closes over
         end_differentiated(self)
         self._created.clear()
         self._copies.clear()

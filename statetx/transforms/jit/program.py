@@ -178,7 +178,7 @@ class StagedProgram:
                     raise Restage
             if not acceptance.note_traced(leaves, avals):
                 raise Restage
-            vars(inner).pop("__fun_debug_info__", None)  # a call of another structure has other names
+            attributes.pop("__fun_debug_info__", None)  # a call of another structure has other names
             if _jax.is_eager():  # JAX looks for the operation that computed a NaN
                 outs = _jax.evaluate_checked(inline(jaxpr, calls=INLINED), (*operands, *leaves))
             else:
@@ -186,6 +186,7 @@ class StagedProgram:
             out = outs[:num_out] if out_part.static else out_part.combine(outs[:num_out])
             return order.arrange(out, outs[num_out:])
 
+        attributes = vars(inner)  # `inner` itself would make a cycle, which keeps the operands until it is collected
         # JAX shows this name in profiles, logs and the compiled module.
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
         _jax.name_function(inner, "jit", place_of(owner.__wrapped__), names)
