@@ -164,7 +164,7 @@ def test_map():
     np.testing.assert_allclose(out["t"], np.cumsum(XS.sum(1)), atol=1e-6)
     np.testing.assert_allclose(out["y"], 2 * XS)
     w = statetx.Param(W)
-    for size in (1, 2, 3, 4, 9):
+    for size in (0, 1, 2, 3, 4, 9):
         np.testing.assert_allclose(statetx.map(lambda x: x * w.value, XS, batch_size=size), XS * W[None])
 
 

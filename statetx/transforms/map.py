@@ -43,8 +43,8 @@ def map(
     Args:
         f: called with one element.
         xs: a pytree of arrays with a leading axis of equal length. States are mapped by `scan` with ``states=``.
-        batch_size: number of elements to process at a time by `vmap`, as in ``jax.lax.map``; states then follow the
-            rules of `vmap`.
+        batch_size: number of elements to process at a time by `vmap`, as in ``jax.lax.map``, 0 for all; states then
+            follow the rules of `vmap`.
         checkpoint: how to store less for the gradient of the loop, as in `scan`.
         progress: whether to show a progress bar, as in `scan`.
 
@@ -79,7 +79,9 @@ def map(
 
     if batch_size is None:
         return loop(f, xs)
-    check_whole("map", "batch_size", batch_size, 1)
+    check_whole("map", "batch_size", batch_size, 0)
+    if batch_size == 0:
+        return vmap(f)(xs)
     # As in `jax.lax.map`: the elements that fill no batch are one smaller batch at the end.
     lengths = {len(x) for x in jax.tree.leaves(xs)}
     if len(lengths) != 1:  # the scan raises the error
