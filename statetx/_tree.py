@@ -36,8 +36,8 @@ def is_array(x: Any) -> bool:
 
 
 def is_type(x: Any) -> bool:
-    """Whether `x` is the type of an array in its place. A module may have a ``dtype``, too."""
-    return isinstance(x, jax.ShapeDtypeStruct)
+    """Whether `x` is the type of an array in its place: by JAX's classes, as a module may have a ``dtype``, too."""
+    return isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
 
 
 def is_array_or_type(x: Any) -> bool:

@@ -42,12 +42,11 @@ def test_make_jaxpr_has_inputs_and_outputs_in_the_order_of_values():
     jax.extend.core.check_jaxpr(jaxpr.jaxpr)
 
 
-def test_make_jaxpr_takes_types_for_arrays_and_keeps_constants():
+@pytest.mark.parametrize("x", [jax.ShapeDtypeStruct((3,), "float32"), jax.typeof(X)], ids=lambda x: type(x).__name__)
+def test_make_jaxpr_takes_types_for_arrays_and_keeps_constants(x):
     table = jnp.array([1.0, 2.0, 4.0])
     cell = Cell()
-    jaxpr = statetx.make_jaxpr(lambda flag, x: cell(x) * table if flag is None else x)(
-        None, jax.ShapeDtypeStruct((3,), "float32")
-    )
+    jaxpr = statetx.make_jaxpr(lambda flag, x: cell(x) * table if flag is None else x)(None, x)
     assert [c is table for c in jaxpr.consts] == [True]
     outs = jax.extend.core.jaxpr_as_fun(jaxpr)(jnp.zeros(3), jnp.int32(0), jnp.ones(3), X)
     np.testing.assert_array_equal(outs[0], X * table)

@@ -320,7 +320,8 @@ def test_program_does_not_keep_old_values_or_arguments():
     assert ref() is None and xref() is None
 
 
-def test_lower_accepts_types_and_changes_no_state():
+@pytest.mark.parametrize("make", [lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.typeof], ids=["struct", "aval"])
+def test_lower_accepts_types_and_changes_no_state(make):
     s = statetx.State(jnp.ones(3))
     before = s.value
 
@@ -329,7 +330,7 @@ def test_lower_accepts_types_and_changes_no_state():
         s.value = s.value + x
 
     f = statetx.jit(body)
-    compiled = f.lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    compiled = f.lower(make(s.value)).compile()
     assert compiled.memory_analysis() is not None and s.value is before
     f(jnp.ones(3))
     assert body.runs == 1
