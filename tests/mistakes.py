@@ -450,6 +450,8 @@ for transform in ("jacrev", "jacfwd", "hessian"):
         getattr(statetx, transform)(loss_of)(Block())
 
 
+pull_two = lambda: statetx.vjp(double, X)[1](X, X)
+mistake("pullback(a, b)", TypeError, "pullback of double takes one argument", "got 2")(pull_two)
 mistake("vjp(loss, model)", TypeError, "Block", "wrt=statetx.Param")(lambda: statetx.vjp(loss_of, Block()))
 mistake("grad(loss)(state)", TypeError, "Param", "a state", "wrt=statetx.Param")(
     lambda: statetx.grad(lambda w: (w.value**2).sum())(Param(X))

@@ -445,8 +445,13 @@ class _Pull:
     primals: Partition
     targets: Targets | None
 
-    def __call__(self, vjp_fun: Callable, cotangent: Any) -> Any:
-        ct_leaves, treedef = jax.tree.flatten(cotangent)
+    def __call__(self, vjp_fun: Callable, *cotangents: Any) -> Any:
+        if len(cotangents) != 1:
+            raise TypeError(
+                f"The pullback of {self.name} takes one argument, a cotangent in the structure of its output, "
+                f"{self.out.treedef}, got {len(cotangents)} arguments."
+            )
+        ct_leaves, treedef = jax.tree.flatten(cotangents[0])
         if treedef != self.out.treedef:
             raise TypeError(
                 f"The pullback of {self.name} needs a cotangent in the structure of its output, {self.out.treedef}, "
