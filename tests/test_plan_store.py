@@ -359,17 +359,18 @@ def test_entry_that_decides_about_what_is_not_there_is_a_miss(damaged_plan, chan
 
 
 def test_entry_stores_in_no_other_format_than_the_call_allows(damaged_plan):
-    """A valid decision for values that are not 0 or 1 would change the gradient."""
+    """A valid decision for values that are not 0 or 1, inside a region or at its end, would change the gradient."""
     planner, budget, fields, _ = damaged_plan
     changed = json.loads(json.dumps(fields))
-    decision = next(d for d in changed["gradients"][0]["decisions"] if d["saved"])
-    taken, saved = {"float8_e5m2": [], "bits": []}, decision["saved"]
+    (program,) = changed["gradients"]
+    decision = next(d for d in program["decisions"] if d["saved"])
+    taken = {"keep": [], "bits": [], "float8_e5m2": []}
     for format, found in taken.items():
-        for i, (*address, _) in enumerate(saved):
-            decision["saved"] = [*saved[:i], [*address, format], *saved[i + 1 :]]
+        for i, equation in enumerate(program["equations"][:-2]):  # before the loop
+            decision["saved"] = [[i, 0, format]]
             STORED_PLAN(changed, "")
-            found.append(planner._is_for_program(changed, budget))
-    assert not any(taken["float8_e5m2"]) and not all(taken["bits"])
+            found += [equation.partition(" ")[0]] * planner._is_for_program(changed, budget)
+    assert len(taken["keep"]) == 12 and taken["bits"] == 2 * ["gt", "broadcast_in_dim"] and not taken["float8_e5m2"]
 
 
 @pytest.mark.thorough
