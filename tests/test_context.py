@@ -11,6 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import captured
+from statetx._remat.override import rewritten_by
+from statetx._remat.rewriter import Rewriter
+from statetx.planner._program.devices import of_device
 from statetx.planner.planner import ProgramPlanner
 from statetx.policies import Budget, Slots
 
@@ -223,6 +226,27 @@ def test_budgets_in_shard_map(name, check_vma):
     (value, (grad,)), (expected, (expected_grad,)) = run("1MiB")(x), run(None)(x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
+
+
+class Noting(Rewriter):
+    """Rewrites nothing."""
+
+    @of_device
+    def rewrite(self, body, name, num_out):
+        of_eqn = {v: eqn.primitive.name for eqn in body.jaxpr.eqns for v in eqn.outvars}
+        self.given = num_out, [of_eqn[v] for v in body.jaxpr.outvars], body.jaxpr.invars[0].aval.shape
+        return body
+
+
+def test_gradient_of_a_shard_map_is_rewritten_on_a_device():
+    """With the outputs first that have a cotangent."""
+    rewriter, x = Noting(), jnp.linspace(-1, 1, 128).reshape(16, 8)
+    mapped = jax.shard_map(lambda x: (x + 1, jnp.sin(x), -x), mesh=mesh_of(), in_specs=P("d"), out_specs=P("d"))
+    gradient = jax.grad(lambda x: (lambda a, y, b: (y.sum(), (a, b)))(*mapped(x)), has_aux=True)
+    with rewritten_by(rewriter):
+        found = gradient(x)
+    jax.tree.map(np.testing.assert_array_equal, found, gradient(x))
+    assert rewriter.given == (1, ["sin", "add", "neg"], (2, 8))
 
 
 @pytest.mark.slow
