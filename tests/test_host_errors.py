@@ -56,9 +56,18 @@ def in_cond(f):
     return lambda x: statetx.cond(x == x, f, lambda x: x, x)
 
 
+COUNT = statetx.State(0)
+
+
+@statetx.jit
+def count():
+    COUNT.value += 1
+
+
 WAYS = {
     "jit": statetx.jit,
     "remat": statetx.remat,
+    "remat around another call": lambda f: statetx.remat(lambda x: (f(x), count())[0]),
     "scan": in_scan,
     "while_loop": in_while_loop,
     "cond": in_cond,
@@ -124,6 +133,8 @@ def test_programs_without_functions_on_the_host_are_not_waited_for(monkeypatch):
         jax.debug.print("step {x}", x=x)
         state.value = state.value + x
 
+    statetx.jit(pure)(1.0)
+    count()  # has waited for it
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: pytest.fail("waited"))
     for run in (statetx.jit(step), statetx.remat(step)):
         run(1.0)
