@@ -803,11 +803,10 @@ def test_a_vector_is_no_loss_and_a_tree_is_averaged():
     vector = lambda x: x.sum() * jnp.ones(3)
     with pytest.raises(statetx.StateValueError, match=r"is for a loss, and .* returns f32\[3\] for a part"):
         statetx.chunked(vector, size=4)(x)
-    for averaged in (
-        statetx.chunked(lambda x: {"v": vector(x)}, size=4),
-        statetx.microbatch(lambda x: {"v": vector(x)}, 2),
-    ):
+    tree = lambda x: {"v": vector(x), "num": (x > 4).sum()}
+    for averaged in (statetx.chunked(tree, size=4), statetx.microbatch(tree, 2)):
         np.testing.assert_array_equal(averaged(x)["v"], [14.0] * 3)
+        assert averaged(x)["num"] == 1.5
 
 
 def test_state_with_a_value_for_each_example_is_told_how_to_have_them():

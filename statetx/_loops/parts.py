@@ -314,7 +314,7 @@ def _zeros(how: str, aval: Any, dtype: Any) -> Any:
     zeros = _jax.zeros(aval)
     if how in ("mean", "sum") and is_float(aval):
         zeros = zeros.astype(sum_dtype(aval, dtype))
-    elif how == "mean" and not is_float(aval):
+    elif how == "mean":
         zeros = zeros.astype(jnp.result_type(float))  # as `jnp.mean` of integers
     elif how == "sum" and aval.dtype == bool:
         zeros = zeros.astype(jnp.result_type(int))

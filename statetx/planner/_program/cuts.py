@@ -306,11 +306,9 @@ def _in_phase(
         order = (-cost(boundaries[1] - 1), -count) if is_behind else (-count, -cost(boundaries[1]))
         return not is_marked, crossing, *order, offset
 
-    # Offsets that leave one period only are not a repetition.
-    offsets = [o for o in range(period) if (length - o) // period >= 1]
-    offset = min(offsets, key=lambda o: rank(o, False))
+    offset = min(range(period), key=lambda o: rank(o, False))
     if behind_products:
-        late = min(offsets, key=lambda o: rank(o, True))
+        late = min(range(period), key=lambda o: rank(o, True))
         between = range(start + late, start + late + (offset - late) % period)
         if not all(is_linear(eqns[i]) for i in between if i < num):
             offset = late
