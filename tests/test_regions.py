@@ -50,6 +50,14 @@ def test_layers_are_found_and_the_loss_is_cut_off():
     assert run.num == len(WS) and run.start == 0
     starts = [program.jaxpr.eqns[b].primitive.name for b in run.boundaries]
     assert starts == ["dot_general"] * 4 + ["integer_pow"], "each begins with its product; the loss comes after them"
+    (run,) = _cuts.candidates(flat(lambda ws, x: block(ws[1], block(ws[0], x)), WS, X)).runs[0]
+    assert run.num == 2, "and nothing else"
+
+
+def test_cuts_of_most_periods_are_those_of_all():
+    """The user's functions keep their ends, and the program around the periods its cuts."""
+    run = _cuts.Run(start=4, period=3, num=3)
+    assert _cuts._with_period([0, 2, 5, 8, 9, 14], run, {9}) == [0, 2, 4, 5, 8, 9, 11, 14]
 
 
 def test_periods_begin_where_the_users_functions_do():
