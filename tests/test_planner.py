@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import re
 import threading
 import types
 from types import SimpleNamespace
@@ -258,6 +259,8 @@ def test_backward_bytes_are_measured():
     measured = graph.measure(option)
     assert measured._replace(backward_bytes=0) == option._replace(backward_bytes=0)
     assert 0.3 < option.backward_bytes / measured.backward_bytes < 3
+    graph = Graph(staged(lambda x: jnp.sin(x).sum(), X), [False], [True], [True])
+    assert (graph.baseline().saved_bytes, graph.option({}).cost) == (X.nbytes, X.size), "the cosine"
 
 
 def test_backward_passes_compile_together():
@@ -874,6 +877,7 @@ def test_plan_prints_as_text_in_colors_and_as_html(plan_of_loss):
     rich = pytest.importorskip("rich.console")
     text = str(plan_of_loss)
     assert text.startswith("gradient of loss: ") and "decision" in text
+    assert re.search(r"no remat [\d.]+ MiB \+0.0%, dots ~[\d.]+ MiB ~\+.* \(~: predicted, not compiled\)", text)
     html = plan_of_loss._repr_html_()
     console = rich.Console(record=True, width=120, file=io.StringIO())
     console.print(plan_of_loss)
