@@ -11,6 +11,7 @@ from brainstate import nn
 import statetx
 from helpers import Counted, compilations
 from statetx.kinds.brainstate import observe
+from statetx.kinds.brainstate.kind import KIND
 
 T = brainstate.transform
 X = jax.random.normal(jax.random.key(1), (5, 4))
@@ -819,3 +820,5 @@ def test_a_setting_of_brainstate_with_a_unit_is_known_by_its_value():
         with brainstate.environ.context(dt=dt * u.ms):
             assert float(step(1.0)) == pytest.approx(dt)
     assert len(calls) == 2
+    with brainstate.environ.context(fit=True):
+        assert KIND.mode() is KIND.mode(), "not made anew in each call"

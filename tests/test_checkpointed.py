@@ -426,9 +426,6 @@ MODES = {
 }
 
 
-FEW = (Slots(3), Levels(2))
-
-
 @functools.cache
 def without_checkpoint(mode):
     f, args = program(13)
@@ -642,13 +639,20 @@ def test_mistakes():
     with pytest.raises(statetx.PolicyError, match="unroll=2 and checkpoint=3 do not go together"):
         scan(3, unroll=2)
     assert statetx.fori_loop(0, jnp.asarray(3), lambda i, x: x + i, 1.0, checkpoint=2) == 4.0
-    with pytest.raises(statetx.EffectError, match=r"scan: the body .* calls .*show at .*would run again"):
-        from jax.experimental import io_callback
 
-        def show(x):
-            return None
 
-        statetx.scan(lambda h, x: (io_callback(show, None, h), (h, None))[1], 1.0, jnp.ones(3), checkpoint=2)
+def test_host_calls_that_a_strategy_would_repeat_are_refused():
+    def show(x):
+        return None
+
+    step = lambda h: (jax.experimental.io_callback(show, None, h), h + 1)[1]
+    for name, call in {
+        "scan": lambda **options: statetx.scan(lambda h, x: (step(h), None), 1.0, jnp.ones(3), **options),
+        "while_loop": lambda **options: statetx.while_loop(lambda h: h < 3, step, 1.0, **options),
+    }.items():
+        call()
+        with pytest.raises(statetx.EffectError, match=rf"{name}: the body .* calls .*show at .*would run again"):
+            call(checkpoint=2)
 
 
 @pytest.mark.parametrize(

@@ -428,6 +428,17 @@ def test_deleted_models_are_freed():
     assert freed
 
 
+def test_garbage_is_collected_only_for_states_that_are_created(monkeypatch):
+    """It takes longer than to trace a small function."""
+    s, kept, collected = statetx.State(1.0), [], []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    statetx.jit(lambda x: x * s.value)(1.0)
+    statetx.grad(lambda x: (kept.append(statetx.State(x)), x)[1])(1.0)  # each that is alive has a value at its end
+    assert not collected
+    statetx.jit(lambda x: kept.append(statetx.State(x)))(1.0)
+    assert collected
+
+
 @each_kind
 def test_alternating_threads_share_one_program(kind):
     box, runs, lock = Box(), [], threading.Lock()

@@ -15,6 +15,7 @@ from flax import nnx
 import statetx
 from helpers import num_operations
 from statetx import policies
+from statetx._equations.compiled import Program
 from statetx._equations.release.consumers import paired
 
 L, D, B, K = 8, 64, 16, 4
@@ -519,6 +520,20 @@ def test_weights_of_every_step_have_no_stack():
     shared = lambda w, x: jnp.mean(statetx.scan(lambda x, _: (layer(x, w), None), x, length=L)[0] ** 2)
     step = statetx.jit(lambda w, x: w - 0.1 * jax.grad(shared)(w, x), donate_argnums=0)
     assert step.trace(WEIGHTS[0], X).gradients == ()
+
+
+def test_one_layer_has_no_stack():
+    step = statetx.jit(lambda ws, x: ws - 0.1 * jax.grad(LOSSES["remat"])(ws, x), donate_argnums=0)
+    assert [len(step.trace(WEIGHTS[:num], X).gradients) for num in (1, 2)] == [0, 1]
+
+
+def test_programs_with_updates_that_can_move():
+    """Not on a mesh, whose types the rewritten program would lack."""
+    released = lambda step, *args: Program.of_traced(step.trace(*args)).released()
+    assert "scan" in str(released(donating, WEIGHTS, X).jaxpr)
+    assert released(jax.jit(LOSSES["scan"]), WEIGHTS, X) is None
+    with jax.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        assert released(donating, *jax.device_put((WEIGHTS, X), jax.P())) is None
 
 
 # -- what is left to XLA ---------------------------------------------------------------------------------------------
