@@ -201,3 +201,25 @@ def test_gradients_that_are_summed_later_are_kept():
         (told,) = released.trace(weights(), x).gradients
         assert "are kept: vary_unreduced_cast" in told
         np.testing.assert_array_equal(plain(weights(), x), released(weights(), x))
+
+
+def test_gradients_of_parts_that_are_summed_later_are_kept():
+    """JAX takes no rows of a sum whose terms are on several devices: what adds such gradients stays outside."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def loss(ws, x):
+        return jnp.sum(jax.lax.scan(lambda h, w: (h @ w, None), x, ws)[0])
+
+    def step(ws, xs):
+        def part(total, x):
+            return total + jax.grad(loss)(ws, x), None
+
+        total = jax.reshard(jnp.zeros_like(ws), P(unreduced={"d"}))
+        total = jax.lax.scan(part, total, xs)[0]
+        return jax.reshard(ws, P()) - 0.01 * jax.reshard(total, P())
+
+    with jax.set_mesh(mesh):
+        ws = jax.device_put(WEIGHTS, P(reduced={"d"}))
+        xs = jax.device_put(X.reshape(2, B // 2, D), P(None, "d"))
+        expected = jax.jit(step)(ws, xs)
+        np.testing.assert_array_equal(statetx.jit(step, donate_argnums=0)(ws, xs), expected)

@@ -19,9 +19,10 @@ from .primitives import INLINED, JIT, REMAT, inner_jaxprs, row_of
 
 
 def is_stack(aval: Any, length: int) -> bool:
-    """Whether an array of this type can be cut into blocks for a loop of this length."""
+    """Whether an array of this type can be cut into blocks for a loop of this length. JAX slices no partial sums."""
     shape = getattr(aval, "shape", ())
-    return bool(shape) and isinstance(shape[0], int) and shape[0] > 0 and shape[0] % length == 0
+    is_cut = bool(shape) and isinstance(shape[0], int) and shape[0] > 0 and shape[0] % length == 0
+    return is_cut and not _jax.is_partial_sum(aval)
 
 
 def rowwise(eqn: Any, length: int) -> Rowwise | None:
