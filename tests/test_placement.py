@@ -256,3 +256,14 @@ def test_carry_or_branch_with_changing_sharding_raises():
             statetx.fori_loop(0, 3, lambda i, c: c + x, jnp.zeros((16, 4)))
         with pytest.raises(statetx.CarryTypeError, match=r"returns f32\[16,4\]\n.* returns f32\[16@d,4\]"):
             statetx.cond(x.sum() > 0, lambda: x, lambda: jnp.zeros((16, 4)))
+
+
+def test_types_of_outputs_have_their_sharding():
+    mesh = mesh_of(kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, f = put(jnp.ones((16, 4)), "d", mesh=mesh), lambda x: 2 * x
+        types = [g(x) for g in (statetx.jit(f).eval_shape, statetx.make_jaxpr(f, return_shape=True))]
+        expected = jax.jit(f).eval_shape(x)
+        assert types[0] == types[1][1] == expected and expected.sharding.spec == P("d", None)
+        ours, theirs = (g(f).lower(x).compile().out_info for g in (statetx.jit, jax.jit))
+        assert ours == theirs and ours.sharding == theirs.sharding

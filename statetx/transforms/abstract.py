@@ -130,8 +130,7 @@ def make_jaxpr(
         if not return_shape:
             return closed
 
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in staged.out_avals]
-        return closed, staged.outs[0].combine(shapes)
+        return closed, staged.outs[0].combine(map(jax.ShapeDtypeStruct.like, staged.out_avals))
 
     jaxpr_of.__name__ = jaxpr_of.__qualname__ = f"make_jaxpr({name_of(fun)})"
     return jaxpr_of

@@ -331,7 +331,7 @@ class _Stage:
     @property
     def out_info(self) -> PyTree:
         """The output, with a ``jax.ShapeDtypeStruct`` for each array."""
-        return self._program.out_info()
+        return self._program.output(self.jax_stage.out_info)
 
     @property
     def gradients(self) -> tuple[str, ...]:

@@ -326,11 +326,10 @@ class StagedProgram:
                 )
                 return
 
-    def out_info(self) -> Any:
-        """The output with a ``jax.ShapeDtypeStruct`` for each array."""
-        avals: list[Any] = [v.aval for v in self._body.jaxpr.outvars[: self.outcome.num_out]]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-        return self.outcome.out.combine(shapes)
+    def output(self, outs: tuple[list, Any, list]) -> Any:
+        """The function's output, of the results of `compiled` or what JAX says of each."""
+        out, _ = self._order.restore(*outs)
+        return self.outcome.out.combine(out) if self.outcome.out.static else out
 
     def _attribute_stores(self) -> list[Store]:
         """`CreatedStates.attribute_stores`, or `Restage` if the program cannot run this call."""
