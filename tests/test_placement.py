@@ -258,6 +258,25 @@ def test_carry_or_branch_with_changing_sharding_raises():
             statetx.cond(x.sum() > 0, lambda: x, lambda: jnp.zeros((16, 4)))
 
 
+def test_loop_over_a_divided_axis_raises():
+    mesh = mesh_of(kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        xs = put(jnp.ones((16, 4)), "d", mesh=mesh)
+        for name, run in {
+            "scan": lambda: statetx.scan(lambda c, x: (c, x), 0.0, {"a": xs}),
+            "map": lambda: statetx.map(lambda x: x["a"], {"a": xs}, batch_size=3),
+        }.items():
+            with pytest.raises(ValueError, match=rf"{name}: xs\['a'\], float32\[16@d,4\], is divided"):
+                run()
+
+
+def test_map_takes_fewer_elements_than_a_batch():
+    mesh = mesh_of(kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        xs = put(jnp.ones((4, 16)), None, "d", mesh=mesh)
+        assert statetx.map(lambda x: 2 * x, xs, batch_size=9).sharding.spec == P(None, "d")
+
+
 def test_types_of_outputs_have_their_sharding():
     mesh = mesh_of(kind=AxisType.Explicit)
     with jax.set_mesh(mesh):

@@ -165,6 +165,11 @@ def bind_on_shards(eqn: Any, params: dict[str, Any], operands: Sequence[Any]) ->
     return bind_equation(eqn, params, [as_varying(x, axes) for x in operands], contextlib.nullcontext())
 
 
+def is_divided_first(aval: Any) -> bool:
+    """Whether explicit axes of a mesh divide an array of this type along its first axis."""
+    return isinstance(aval, jax.core.ShapedArray) and aval.sharding.spec.partitions[:1] not in ((), (None,))
+
+
 def is_partial_sum(aval: Any) -> bool:
     """Whether the shards of an array of this type are terms of a sum, over explicit axes of its mesh."""
     return isinstance(aval, jax.core.ShapedArray) and bool(aval.sharding.spec.unreduced)

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._frames.foreign import held_by_libraries, undo_changes
+from .._lift.carry import leaf_names
 from .._lift.options import check_whole, with_checked_options
 from .._lift.rules import Rules
 from .._lift.wrapper import check_callable
 from .._loops.strategy import Strategy
-from .scan import refuse_states, scan
+from .._tree import partition
+from .scan import refuse_divided, refuse_states, scan
 from .vmap import vmap
 
 X = TypeVar("X")
@@ -80,19 +82,21 @@ def map(
     if batch_size is None:
         return loop(f, xs)
     check_whole("map", "batch_size", batch_size, 0)
-    if batch_size == 0:
-        return vmap(f)(xs)
-    # As in `jax.lax.map`: the elements that fill no batch are one smaller batch at the end.
     lengths = {len(x) for x in jax.tree.leaves(xs)}
-    if len(lengths) != 1:  # the scan raises the error
+    if batch_size and len(lengths) != 1:  # the scan raises the error
         return loop(f, xs)
-    (length,) = lengths
+    batched, length = vmap(f), max(lengths, default=0)
+    if not batch_size or 0 < length < batch_size:
+        return batched(xs)
+    leaves, xs_part = partition(xs)
+    refuse_divided("map", leaves, lambda: [f"xs{path}" for path in leaf_names(xs_part)])
+    # As in `jax.lax.map`: the elements that fill no batch are one smaller batch at the end.
     num_batched = length // batch_size * batch_size
     batches = jax.tree.map(lambda x: x[:num_batched].reshape(-1, batch_size, *x.shape[1:]), xs)
-    batched, held = vmap(f), held_by_libraries()
+    held = held_by_libraries()
     ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), loop(batched, batches))
     if num_batched == length:
         return ys
     undo_changes(held)  # haiku's modules get the same names again
     last_ys = batched(jax.tree.map(lambda x: x[num_batched:], xs))
-    return last_ys if num_batched == 0 else jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, last_ys)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, last_ys)

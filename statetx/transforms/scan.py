@@ -125,6 +125,7 @@ def scan(
         refuse_states(rules, xs, "scan(..., ")
     names = lambda: [f"xs{path}" for path in leaf_names(xs_part)]
     length = _resolve_length(xs_leaves, names, length, rules, xs_part.static)
+    refuse_divided("scan", xs_leaves, names)
     if _jax.is_jit_disabled():
         if length:
             first = carry_part.combine([jnp.asarray(x) for x in carry])
@@ -155,6 +156,16 @@ def scan(
     rules.check_paths()
     carry, ys = loop.run(carry, xs_leaves, reverse=bool(reverse), unroll=unroll, strategy=strategy, progress=progress)
     return carry_part.combine(carry), body.outs[1].combine(ys)
+
+
+def refuse_divided(name: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> None:
+    """Raise for an array that explicit axes of a mesh divide along the axis of the loop."""
+    for n, x in enumerate(leaves):
+        if _jax.is_divided_first(_jax.abstract(x)):
+            raise ValueError(
+                f"{name}: {names()[n]}, {jax.typeof(x)}, is divided along its first axis, whose elements the steps "
+                f"take in turn.\nFix: divide it along another axis before the loop, by jax.reshard."
+            )
 
 
 def refuse_states(rules: Rules, xs: PyTree, call: str) -> None:
