@@ -714,6 +714,30 @@ def test_compiled_function_writes_variables_in_its_arguments():
     assert float(first[...]) == float(second[...]) == 2 and add.runs == 1
 
 
+@pytest.mark.parametrize("has_states", [False, True])
+def test_arrays_in_attributes_of_a_module_argument_are_inputs(has_states):
+    class Model(nnx.Module):
+        def __init__(self, w):
+            self.w = nnx.data(w)
+            if has_states:
+                self.scale = nnx.Param(jnp.ones(()))
+
+    def run(model, _):
+        return model.w.sum() * (model.scale[...] if has_states else 1)
+
+    traced = Counted(run)
+    model, jitted = Model(jnp.ones(3)), statetx.jit(traced)
+    assert float(jitted(model, 1.0)) == 3
+    model.w = jnp.arange(3.0) + 2
+    assert float(jitted(model, 1.0)) == 9 and traced.runs == 1
+
+    def write(model, _):
+        model.calls = "written"
+
+    statetx.jit(write)(model, 1.0)
+    assert model.calls == "written"  # an attribute of the user's own model
+
+
 def _written(model, x):
     model.calls[...] += 1
     return (model.w[...] * x).sum()

@@ -123,6 +123,11 @@ class Call:
         """The states in the arguments that are arrays to the program."""
         return [x for x in self.flatten_to_states(self.dynamic)[0] if self.is_opened(x)]
 
+    @property
+    def opens_models(self) -> bool:
+        """Whether models in the arguments are trees of arrays to the program."""
+        return self._layout.opened == _MODELS
+
     def is_leaf(self, x: Any) -> bool:
         """Whether an object in the arguments is known by its identity; as the call was read."""
         return _IS_LEAF[self._layout.opened](x)
@@ -192,7 +197,7 @@ class CallReader:
 
     def open_models_of(self, call: Call) -> None:
         """Open models from now on if a call that is to be staged has others than an earlier one, of equal structure: it
-        is staged once for all of them.
+        is staged once for all of them. Or if one has further arrays, which may be others in a later call.
 
         Raises:
             Reread: that is so.
@@ -205,7 +210,8 @@ class CallReader:
         key = call.key[0], tuple(map(jax.tree.structure, models))
         if len(self._seen) >= _MAX_LAYOUTS:
             self._seen.clear()
-        if self._seen.setdefault(key, call.key[1]) != call.key[1]:
+        is_first = self._seen.setdefault(key, call.key[1]) == call.key[1]
+        if not is_first or _states.holds_other_arrays(models):
             self.opened = _MODELS
             raise Reread
 

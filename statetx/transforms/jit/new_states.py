@@ -1,4 +1,4 @@
-"""`NewStates`: what a function does with the states that it gets in the place of those in its arguments."""
+"""`NewStates`: what a function does with the states and models that it gets in the place of those in its arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .arguments import Call
 
 
 class NewStates:
-    """The new states that a function gets in the place of those in its arguments.
+    """The new states that a function gets in the place of those in its arguments, by themselves or in new models.
 
     Args:
         trees: the arguments that the function gets, without static ones.
@@ -25,7 +25,7 @@ class NewStates:
         self._call, self._trees, self._originals = call, trees, call.opened_states()
         if len({*map(id, self._originals)}) < len(self._originals):
             raise call.needs_identity()
-        if self._originals:
+        if self._originals or call.opens_models:
             self._leaves, self._structure = call.flatten_to_states(trees)
             self._states = [x for x in self._leaves if call.is_opened(x)]
             self._values = [jax.tree.leaves(state) for state in self._states]
@@ -36,7 +36,7 @@ class NewStates:
         Raises:
             Reread: it has changed more of its arguments than values of states.
         """
-        if not self._originals:
+        if not (self._originals or self._call.opens_models):
             return []
         leaves, structure = self._call.flatten_to_states(self._trees)
         if structure != self._structure or any(x is not y for x, y in zip(leaves, self._leaves, strict=True)):
