@@ -1,5 +1,7 @@
 """Shardings of the states that a jitted function writes, and the number of compilations."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -277,12 +279,14 @@ def test_map_takes_fewer_elements_than_a_batch():
         assert statetx.map(lambda x: 2 * x, xs, batch_size=9).sharding.spec == P(None, "d")
 
 
-def test_types_of_outputs_have_their_sharding():
-    mesh = mesh_of(kind=AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        x, f = put(jnp.ones((16, 4)), "d", mesh=mesh), lambda x: 2 * x
-        types = [g(x) for g in (statetx.jit(f).eval_shape, statetx.make_jaxpr(f, return_shape=True))]
-        expected = jax.jit(f).eval_shape(x)
-        assert types[0] == types[1][1] == expected and expected.sharding.spec == P("d", None)
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
+def test_types_of_outputs_have_their_sharding(kind):
+    mesh, f = mesh_of(kind=kind or AxisType.Auto), lambda x: 2 * x
+    with jax.set_mesh(mesh) if kind else contextlib.nullcontext():
+        x = put(jnp.ones((16, 4)), "d", mesh=mesh) if kind else jnp.ones((16, 4))
+        for get in (lambda tx: tx.jit(f).eval_shape(x), lambda tx: tx.make_jaxpr(f, return_shape=True)(x)[1]):
+            ours, theirs = get(statetx), get(jax)
+            assert ours == theirs and ours.sharding == theirs.sharding
+        assert (ours.sharding is None) == (kind is not AxisType.Explicit)
         ours, theirs = (g(f).lower(x).compile().out_info for g in (statetx.jit, jax.jit))
         assert ours == theirs and ours.sharding == theirs.sharding

@@ -130,10 +130,18 @@ def make_jaxpr(
         if not return_shape:
             return closed
 
-        return closed, staged.outs[0].combine(map(jax.ShapeDtypeStruct.like, staged.out_avals))
+        return closed, staged.outs[0].combine([*map(_type_of, staged.out_avals)])
 
     jaxpr_of.__name__ = jaxpr_of.__qualname__ = f"make_jaxpr({name_of(fun)})"
     return jaxpr_of
+
+
+def _type_of(aval: Any) -> jax.ShapeDtypeStruct:
+    kinds = aval.sharding.mesh.axis_types
+    is_known = kinds and jax.sharding.AxisType.Auto not in kinds
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=aval.sharding if is_known else None, weak_type=aval.weak_type
+    )
 
 
 def staged_jaxpr(name: str, fun: Callable[..., PyTree], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
