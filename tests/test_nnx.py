@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import types
 import weakref
 
 import jax
@@ -770,6 +771,93 @@ def test_other_models_that_the_function_reaches_itself():
 
     jitted = statetx.jit(fun)
     assert [float(jitted(model, 0.0)) for model in (*models, *models)] == [1, 0, 0, 4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda model, kept: (_written(model, 1.0), model)[1],
+        lambda model, kept: model.w,
+        lambda model, kept: kept.update(model=model),
+    ],
+)
+def test_other_models_that_the_function_returns_or_keeps(fun):
+    """The caller's own, as from the first one."""
+    kept = {}
+    jitted = statetx.jit(lambda model: fun(model, kept))
+    for model in (Counting(), Counting(), Counting()):
+        assert jitted(model) is fun(model, {}) and kept.get("model", model) is model
+
+
+def test_variables_that_an_earlier_call_had_apart():
+    """One that is there twice, which is no more than one object."""
+
+    def fun(a, b):
+        a[...] += 1
+        b[...] *= 2
+
+    jitted, count, other = statetx.jit(fun), Count(jnp.ones(())), Count(jnp.ones(()))
+    jitted(count, other)
+    jitted(count, count)
+    assert (float(count[...]), float(other[...])) == (6, 2)
+
+
+def test_donated_models_keep_what_the_function_does_not_write():
+    def fun(model, x):
+        model.calls[...] += model.w[0] * x
+
+    jitted = statetx.jit(fun, donate_argnums=0)
+    for model in (Counting(), Counting(), Counting()):
+        old = model.calls[...]
+        jitted(model, 1.0)
+        jitted(model, 1.0)
+        assert float(model.calls[...]) == 2 and old.is_deleted() and not model.w[...].is_deleted()
+
+
+def test_new_setting_does_not_make_another_model_of_one():
+    """A program for each setting; opening the model would compile them again."""
+    traced, model = Counted(lambda model, mode: model.w[...] * len(mode)), Counting()
+    jitted = statetx.jit(traced)
+    for mode in ("train", "test", "train", "test"):
+        jitted(model, mode)
+    assert traced.runs == 2
+
+
+def test_new_jit_of_a_function_knows_how_its_arguments_are_read():
+    traced = Counted(_written)
+
+    def fun(model, x):
+        return traced(model, x)
+
+    for _ in range(4):
+        statetx.jit(fun)(Counting(), jnp.ones(3))
+    assert traced.runs == 2
+
+
+def test_states_created_in_a_call_that_is_read_again():
+    """The second run of Python is the first one for the function."""
+    model, made, items = Counting(), types.SimpleNamespace(), {}
+
+    def fun(state, x):
+        if not items:
+            made.state, items["state"] = statetx.State(jnp.zeros(())), statetx.State(jnp.ones(()))
+        made.state.value += x
+        items["state"].value += x
+        return (model.w[...] * state["w"][...]).sum()  # which are one Variable
+
+    jitted = statetx.jit(fun)
+    for _ in range(3):
+        jitted({"w": model.w}, 1.0)
+    assert (float(made.state.value), float(items["state"].value)) == (3, 4)
+
+
+def test_transform_around_jit_sees_the_states_that_the_function_reads():
+    jitted = statetx.jit(lambda model, x: (model.w[...] * x).sum())
+    traces = [statetx.trace_states(lambda m: jitted(m, jnp.ones(3)))(Counting()) for _ in range(2)]
+    for _ in range(2):
+        jitted(Counting(), jnp.ones(3))
+    traces.append(statetx.trace_states(lambda m: jitted(m, jnp.ones(3)))(Counting()))
+    assert [len(trace.reads) for trace in traces] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("how", ["donated", "on a mesh"])

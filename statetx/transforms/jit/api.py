@@ -11,6 +11,7 @@ staged ones, the function raises `Restage`: the user's Python may do something e
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -168,13 +169,13 @@ class Jit(Wrapper[P, R], made_by=jit):
             raise TypeError(
                 f"jit: compiler_options= must be a dict of options of XLA, got {brief(options['compiler_options'])}."
             )
-        self._reader = reader = CallReader(fun, options)
+        self.cache = cache_of(fun, options)
+        reader = CallReader(fun, options, self.cache.opening)
         self.read = reader.read
         self.donate_states = options["donate_states"]
         self.donates = as_predicate([self.donate_states, *reader.donated.filters_of_states()])
         self.release_gradients = options["release_gradients"]
         self.jax_options = {k: options[k] for k in ("keep_unused", "inline", "compiler_options")}
-        self.cache = cache_of(fun, options)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         # One program, arguments unchanged, no open frame: JAX's own dispatch checks the types.
@@ -189,10 +190,8 @@ class Jit(Wrapper[P, R], made_by=jit):
         if _jax.is_jit_disabled():
             return run_eagerly(self._name(), self.__wrapped__, args, kwargs)
         while True:
-            try:
+            with contextlib.suppress(Reread):
                 return self._run(self.read(args, kwargs))
-            except Reread:
-                pass
 
     def _run(self, call: Call) -> Any:
         programs = self.cache.of(call)
@@ -228,7 +227,7 @@ class Jit(Wrapper[P, R], made_by=jit):
 
     def _stage(self, call: Call, tried: Sequence[StagedProgram], *, is_run: bool = True) -> StagedProgram:
         if not self.donate_states:
-            self._reader.open_models_of(call)
+            call.open_models()
         program = StagedProgram(self, call, tried)
         created = program.created
         # A call that is only inspected, or within another trace, such as a report's, says nothing of later ones.
@@ -269,10 +268,8 @@ class Jit(Wrapper[P, R], made_by=jit):
 
     def _program_for(self, args: tuple, kwargs: dict[str, Any]) -> tuple[StagedProgram, Call]:
         while True:
-            try:
+            with contextlib.suppress(Reread):
                 return self._program_of(self.read(args, kwargs))
-            except Reread:
-                pass
 
     def _program_of(self, call: Call) -> tuple[StagedProgram, Call]:
         programs = self.cache.of(call)
@@ -385,13 +382,13 @@ class Compiled(_Stage):
         merged = self._call.merged(args, kwargs)
         if merged is None:
             raise self._refusal(args, kwargs)
-        call = self._jit.read(*merged, like=self._call)
-        if call.key == self._call.key and self._runner.accepts(call):
-            try:
+        try:
+            call = self._jit.read(*merged, like=self._call)
+            if call.key == self._call.key and self._runner.accepts(call):
                 return self._runner.run(call)
-            except (Restage, Reread):
-                pass
-        elif call.key == self._call.key and not self._runner.created.is_kept() and self._runner.is_for(call):
+        except (Restage, Reread):
+            raise self._refusal(args, kwargs) from None
+        if call.key == self._call.key and not self._runner.created.is_kept() and self._runner.is_for(call):
             # The function creates states: Python runs in its first two calls (decision 16), and must find the compiled
             # equations.
             with created_undone(self._jit.__wrapped__, *merged):

@@ -142,8 +142,21 @@ class Call:
 
     def needs_identity(self) -> Reread:
         """The exception to raise if the function needs to know more objects by their identity: it will from now on."""
-        self.reader.open_less_than(self._layout.opened)
+        self.reader.opening.open_less_than(self._layout.opened)
         return Reread()
+
+    def open_models(self) -> None:
+        """Open models from now on if the call, which is to be staged, has others than an earlier one, of equal
+        structure: it is staged once for all of them.
+
+        Raises:
+            Reread: that is so.
+        """
+        if self._layout.opened != _STATES:
+            return
+        models = [x for x in jax.tree.leaves(self.dynamic, is_leaf=self.is_leaf) if is_model(x)]
+        if models and not any(all_leaves([x]) or _refers_to_itself(x) for x in models):
+            self.reader.opening.note_models(self.key[0], models)
 
     def merged(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Arguments in place of the dynamic ones, with the call's static ones; None if their number or names differ."""
@@ -165,55 +178,72 @@ class Reread(Exception):
     """The arguments of a call are to be read again: more or fewer of the objects in them are opened."""
 
 
-class CallReader:
-    """Reads the calls of a function.
-
-    Args:
-        fun: the function.
-        options: of `jit`.
+class Opening:
+    """What is opened in the arguments of a function, and why; for every `jit` of it with the same options.
 
     Attributes:
         opened: which objects with states are trees of arrays in the arguments, if JAX has them as pytrees, as in
             `jax.jit`: states by themselves; models too, if other ones come in further calls; or none. Other objects,
             and those that a function needs so, are known by their identity, and cost nothing to look up.
-
-    Raises:
-        StaticArgumentError: an option names an argument that the function does not have, or one that is both static and
-            donated.
     """
 
-    def __init__(self, fun: Callable, options: dict[str, Any]):
-        self.fun = fun
-        self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
-        self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
-        self.static.refuse_overlap(self.donated)
-        self._layouts: dict[Hashable, _ArgumentLayout] = {}
+    def __init__(self) -> None:
         self.opened, self._most_opened = _STATES, _MODELS
+        self._opened_inside = _STATES
         self._seen: dict[Hashable, Hashable] = {}
 
     def open_less_than(self, opened: int) -> None:
         """Know more objects by their identity from now on."""
         self.opened = self._most_opened = max(min(self._most_opened, opened - 1), _NONE)
 
-    def open_models_of(self, call: Call) -> None:
-        """Open models from now on if a call that is to be staged has others than an earlier one, of equal structure: it
-        is staged once for all of them. Or if one has further arrays, which may be others in a later call.
+    def now(self) -> int:
+        """`opened`. Inside other transforms, which see what is touched, the states of models are read one by one."""
+        return self.opened if _frames.current_frame() is None else min(self.opened, self._opened_inside)
+
+    def note_models(self, key: Hashable, models: Sequence[Any]) -> None:
+        """Note the models of a call that is to be staged; `key` of the call.
 
         Raises:
-            Reread: that is so.
+            Reread: one has further arrays, which may be others in a later call; or an earlier call had others of equal
+                structure.
         """
-        if self.opened != _STATES or self._most_opened != _MODELS:
+        if self._most_opened != _MODELS:
             return
-        models = [x for x in jax.tree.leaves(call.dynamic, is_leaf=call.is_leaf) if is_model(x)]
-        if not models or any(all_leaves([x]) or _refers_to_itself(x) for x in models):
+        if _states.holds_other_arrays(models):
+            self.opened = self._opened_inside = _MODELS
+            raise Reread
+        if _frames.current_frame() is not None:
             return
-        key = call.key[0], tuple(map(jax.tree.structure, models))
         if len(self._seen) >= _MAX_LAYOUTS:
             self._seen.clear()
-        is_first = self._seen.setdefault(key, call.key[1]) == call.key[1]
-        if not is_first or _states.holds_other_arrays(models):
+        ids = static_key(models)
+        if self._seen.setdefault((key, *map(jax.tree.structure, models)), ids) != ids:
             self.opened = _MODELS
             raise Reread
+            self.opened = _MODELS
+            raise Reread
+
+
+class CallReader:
+    """Reads the calls of a function.
+
+    Args:
+        fun: the function.
+        options: of `jit`.
+        opening: what to open in its arguments.
+
+    Raises:
+        StaticArgumentError: an option names an argument that the function does not have, or one that is both static and
+            donated.
+    """
+
+    def __init__(self, fun: Callable, options: dict[str, Any], opening: Opening):
+        self.fun = fun
+        self.opening = opening
+        self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
+        self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
+        self.static.refuse_overlap(self.donated)
+        self._layouts: dict[Hashable, _ArgumentLayout] = {}
 
     def read(self, args: tuple, kwargs: dict[str, Any], *, like: Call | None = None) -> Call:
         """Read a call; with what another one has opened, if one is given."""
@@ -222,7 +252,7 @@ class CallReader:
         # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
         # `_ArgumentLayout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
-        opened = self.opened if like is None else like._layout.opened
+        opened = self.opening.now() if like is None else like._layout.opened
         leaves, treedef = flatten((dyn_args, dyn_kwargs), _IS_LEAF[opened] if is_whole else None)
         types: tuple[Any, ...] = tuple(map(type, leaves))
         if np.ndarray in types:  # an array of text is static
@@ -266,6 +296,9 @@ class CallReader:
         )
 
     def _layout(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any], opened: int) -> _ArgumentLayout:
+        if opened == _MODELS and self._donates_models(args, dyn_args, dyn_kwargs):
+            self.opening.open_less_than(opened)
+            raise Reread
         arrays, part = partition((dyn_args, dyn_kwargs), is_argument, is_leaf=_IS_LEAF[opened])
         flags = (
             self._donation_flags(args, dyn_args, dyn_kwargs, _IS_LEAF[opened])
@@ -286,6 +319,12 @@ class CallReader:
             is_plain=not (part.static or any(flags) or is_split or converts),
             opened=opened,
         )
+
+    def _donates_models(self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any]) -> bool:
+        """Whether a donated argument holds a model, of which the states that the function writes are donated."""
+        leaves = jax.tree.leaves((dyn_args, dyn_kwargs), is_leaf=_IS_LEAF[_STATES])
+        flags = self._donation_flags(args, dyn_args, dyn_kwargs, _IS_LEAF[_STATES])
+        return any(flag and is_model(x) for x, flag in zip(leaves, flags, strict=True))
 
     def _donation_flags(
         self, args: tuple, dyn_args: tuple, dyn_kwargs: dict[str, Any], is_leaf: Callable[[Any], bool]

@@ -13,7 +13,7 @@ from typing import Any
 from ... import _jax, _states
 from ..._atomic import locked, new_lock
 from ..._errors import StagingWarning
-from .arguments import Call, HeldKey, parts, static_key
+from .arguments import Call, HeldKey, Opening, parts, static_key
 from .created import CreatedStates
 from .program import StagedProgram
 
@@ -90,6 +90,7 @@ class ProgramCache:
             call.
         lock: held while the programs of a key are reordered.
         staging: held by a thread that stages, so that other threads wait for its program.
+        opening: what is opened in the arguments.
     """
 
     def __init__(self) -> None:
@@ -98,6 +99,7 @@ class ProgramCache:
         self.has_logged = self.has_warned = False
         self.lock = new_lock()
         self.staging = new_lock()
+        self.opening = Opening()
         _jax.register_cache(self, "statetx.jit")
 
     def cache_clear(self) -> None:
