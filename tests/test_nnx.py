@@ -718,6 +718,14 @@ def test_arrays_in_attributes_of_a_module_argument_are_inputs(has_states):
 
     statetx.jit(write)(model, 1.0)
     assert model.calls == "written"  # an attribute of the user's own model
+    assert statetx.jit(lambda model, _: model)(model, 1.0) is model
+
+    def loss(x):
+        return jitted(model, 1.0) * x
+
+    for w in (jnp.ones(3), jnp.arange(3.0)):
+        model.w = w
+        assert float(statetx.grad(loss)(1.0)) == w.sum()
 
 
 def _written(model, x):

@@ -220,8 +220,6 @@ class Opening:
         if self._seen.setdefault((key, *map(jax.tree.structure, models)), ids) != ids:
             self.opened = _MODELS
             raise Reread
-            self.opened = _MODELS
-            raise Reread
 
 
 class CallReader:
@@ -340,7 +338,7 @@ class CallReader:
 
 def _refers_to_itself(tree: PyTree, outer: frozenset[int] = frozenset()) -> bool:
     """Whether a pytree has no end."""
-    level = default_registry.flatten_one_level(tree)
+    level = None if is_state_tree(tree) else default_registry.flatten_one_level(tree)  # which reads a state
     outer |= {id(tree)}
     return level is not None and any(id(x) in outer or _refers_to_itself(x, outer) for x in level[0])
 

@@ -83,6 +83,16 @@ class Place:
             return []
         return [(operator.setitem if self._is_item else object.__setattr__, owner, self._name, self.obj)]
 
+    def undo(self, old: Any) -> None:
+        """Put back what it held before, `_NONE` if there was no such place."""
+        owner = self._owner()
+        if not self.is_in_place():
+            return
+        if old is _NONE:
+            (operator.delitem if self._is_item else object.__delattr__)(owner, self._name)
+        else:
+            (operator.setitem if self._is_item else object.__setattr__)(owner, self._name, old)
+
 
 # -- what objects hold ----------------------------------------------------------------------------------------
 
@@ -132,6 +142,10 @@ def _readers(obj: Any) -> Iterator[tuple[Any, functools.partial[Contents]]]:
         yield obj, functools.partial(_attributes, obj)
 
 
+def _do_nothing() -> None:
+    pass
+
+
 def _states_in(obj: Any) -> dict[int, Any]:
     return {id(state): state for state in held_states([obj])}
 
@@ -141,6 +155,7 @@ class PlacesOfObjects:
 
     Attributes:
         changed: the places that hold a created state after the call, and did not before.
+        undo: puts back what these held.
         successors: by id, for a state that the call has replaced at its place, the new state.
         moved: states of earlier calls that took the place of another one.
     """
@@ -153,6 +168,7 @@ class PlacesOfObjects:
         self.changed: list[Place] = []
         self.successors: dict[int, Any] = {}
         self.moved: list[Any] = []
+        self.undo: Callable[[], Any] = _do_nothing
 
     def compare(self, created: dict[int, Any]) -> None:
         """Find the places that the call has changed; `created` are the states that it made, by id."""
@@ -164,7 +180,9 @@ class PlacesOfObjects:
         self.successors = {id(old): new for old, new in moved_pairs} | self.successors
         self.moved = [new for _, new in moved_pairs]
         current = created.keys() | map(id, self.moved)
-        self.changed = [place for place, _ in changes if place.states.keys() & current]
+        changes = [(place, old) for place, old in changes if place.states.keys() & current]
+        self.changed = [place for place, _ in changes]
+        self.undo = lambda: [place.undo(old) for place, old in reversed(changes)]
 
     def _changes(self) -> Iterator[tuple[Place, Any]]:
         """The places that hold another object than before, which comes second."""
@@ -233,6 +251,7 @@ class CreatedStates:
         is_returned: whether a created state is in the result and in no object that existed before.
         num_stagings: the number of stagings in a row, with this one, that created states and served one call each.
         summary: the states and where they are made, for messages.
+        undo: puts back what was at the places of created states, if the staging is given up.
     """
 
     def __init__(self, *roots: Any, is_second: bool):
@@ -248,6 +267,7 @@ class CreatedStates:
         self._places: dict[Any, Place] = {}
         self._placed: list[_Placed] = []
         self._read: list[_Placed] = []
+        self.undo: Callable[[], Any] = _do_nothing
 
     def __bool__(self) -> bool:
         return bool(self.states or self._places or self._read)
@@ -263,6 +283,7 @@ class CreatedStates:
         created = {id(state): state for state, _ in frame.created()}
         if created and places is not None:
             places.compare(created)
+            self.undo = places.undo
             if self.is_second:
                 self._successors = places.successors
                 for state in places.moved:  # an output of the program, whose input is its predecessor at the place
@@ -295,6 +316,7 @@ class CreatedStates:
 
     def finish(self, inputs: Sequence[Any], effects: Sequence[_frames.Effect]) -> None:
         """Take the states that the staged program reads and writes; to be called when its trace has ended."""
+        self.undo = _do_nothing
         self.states = [(e.state, e.kind) for e in effects if e.created]
         if self.states:
             state, kind = self.states[0]

@@ -7,6 +7,8 @@ import itertools
 import jax
 
 from ... import _frames, _states
+from ..._objects.walk import held_states
+from ..._tree import is_model
 from ..._typing import PyTree
 from .arguments import Call
 
@@ -17,6 +19,9 @@ class NewStates:
     Args:
         trees: the arguments that the function gets, without static ones.
 
+    Attributes:
+        ids: of the new states.
+
     Raises:
         Reread: a state is there twice.
     """
@@ -25,21 +30,25 @@ class NewStates:
         self._call, self._trees, self._originals = call, trees, call.opened_states()
         if len({*map(id, self._originals)}) < len(self._originals):
             raise call.needs_identity()
+        self.ids: frozenset[int] = frozenset()
         if self._originals or call.opens_models:
             self._leaves, self._structure = call.flatten_to_states(trees)
             self._states = [x for x in self._leaves if call.is_opened(x)]
             self._values = [jax.tree.leaves(state) for state in self._states]
+            self.ids = frozenset(map(id, self._states))
 
-    def effects(self, site: str) -> list[_frames.Effect]:
-        """The writes of the function, of the original states.
+    def effects(self, out: PyTree, site: str) -> list[_frames.Effect]:
+        """The writes of the function, whose output is given, of the original states.
 
         Raises:
-            Reread: it has changed more of its arguments than values of states.
+            Reread: it has changed more of its arguments than values of states, or returns a part of a model.
         """
         if not (self._originals or self._call.opens_models):
             return []
         leaves, structure = self._call.flatten_to_states(self._trees)
         if structure != self._structure or any(x is not y for x, y in zip(leaves, self._leaves, strict=True)):
+            raise self._call.needs_identity()
+        if self._call.opens_models and not self._ids_in(self._trees).isdisjoint(self._ids_in(out)):
             raise self._call.needs_identity()
         effects: list[_frames.Effect] = []
         for original, state, values in zip(self._originals, self._states, self._values, strict=True):
@@ -47,3 +56,8 @@ class NewStates:
                 kind = _states.kind_of_state(state)
                 effects.append(_frames.Effect(original, kind, kind.get(state), site))
         return effects
+
+    @staticmethod
+    def _ids_in(tree: PyTree) -> set[int]:
+        """The ids of the states and models in a tree."""
+        return {id(x) for x in (*held_states([tree]), *filter(is_model, jax.tree.leaves(tree, is_leaf=is_model)))}

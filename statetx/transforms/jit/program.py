@@ -36,7 +36,7 @@ from ..._tree import Partition, has_deleted, is_array_or_number, is_state_tree, 
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
 from .acceptance import Acceptance, StateShardings, is_on_mesh, names_mesh
-from .arguments import Call
+from .arguments import Call, Reread
 from .created import CreatedStates
 from .gradients import GradientRelease
 from .new_states import NewStates
@@ -78,15 +78,17 @@ class StagedProgram:
             frame = frame_for("jit", fun, on_read=lifting.on_read, frees_cycles=True, is_kept=True)
             note_shardings(tracers, arrays)
 
-            def output() -> tuple[list, Partition, list[_frames.Effect]]:
+            def output() -> tuple[list, Partition, list[_frames.Effect], frozenset[int]]:
                 dynamic = call.dynamic_with(tracers)
                 new_states = NewStates(call, dynamic)
                 out = self.created.run(frame, fun, *call.with_dynamic(*dynamic))
-                of_arguments = new_states.effects(place_of(fun))
-                return *self.created.flatten_output(out, _leaves_program), of_arguments
+                of_arguments = new_states.effects(out, place_of(fun))
+                return *self.created.flatten_output(out, _leaves_program), of_arguments, new_states.ids
 
-            leaves, out_part, of_arguments = frame.run(output)
-            is_reached = not lifting.inputs.keys().isdisjoint(map(id, call.opened_states()))
+            leaves, out_part, of_arguments, new_ids = frame.run(output)
+            # The state in the arguments, or the new one in its place, is where more than the arguments hold it.
+            is_reached = not frame.accesses.keys().isdisjoint(map(id, call.opened_states()))
+            is_reached = is_reached or any(e.created and id(e.state) in new_ids for e in frame.effects)
             # As states they keep their sharding, and `donate_states` has them.
             is_state = of_arguments and (owner.donate_states or is_on_mesh(map(_jax.abstract, arrays)))
             if is_reached or is_state:
@@ -99,7 +101,11 @@ class StagedProgram:
         self._acceptance = Acceptance(arrays)
         self._staging = owner.cache.staging
         names = InputNames(fun, call.with_arrays)
-        staged, outcome, refs = stage(body, self._acceptance.avals, traced_for="jit", names=names, lifting=lifting)
+        try:
+            staged, outcome, refs = stage(body, self._acceptance.avals, traced_for="jit", names=names, lifting=lifting)
+        except Reread:  # Python runs again, and is to find no states that have no value
+            self.created.undo()
+            raise
         self.outcome: Outcome = outcome.add(refs)
         staged = guarded(self.name, staged, [(i.state, i.kind) for i in lifting.inputs.values()])
 
@@ -250,8 +256,18 @@ class StagedProgram:
     # -- running --
 
     def _for_states_of(self, call: Call) -> StagedProgram:
-        """The program that writes the states in the arguments of a call, not those of the staged one."""
-        program, opened = copy.copy(self), call.opened_states()
+        """The program that writes the states in the arguments of a call, not those of the staged one.
+
+        Raises:
+            Reread: a state is there twice, or the function has it in another way, too.
+        """
+        opened = call.opened_states() if self._opened or self._not_opened else []
+        ids = {*map(id, opened)}
+        if len(ids) < len(opened) or not self._not_opened.isdisjoint(ids):
+            raise call.needs_identity()
+        if not self._opened:
+            return self
+        program = copy.copy(self)
         effects = [*self.outcome.effects]
         for n, position in self._opened:
             effects[n] = dataclasses.replace(effects[n], state=opened[position])
@@ -261,11 +277,9 @@ class StagedProgram:
 
     def run(self, call: Call) -> Any:
         """Run for a call. If the program does not accept its types, raise `Restage` before any side effect; `Reread` if
-        it reaches a state in the arguments in another way, too.
+        needs to know the states in the arguments by their identity.
         """
-        if self._not_opened and not self._not_opened.isdisjoint(map(id, call.opened_states())):
-            raise call.needs_identity()
-        return (self._for_states_of(call) if self._opened else self)._run(call)
+        return self._for_states_of(call)._run(call)
 
     def _run(self, call: Call) -> Any:
         if not _frames.is_idle():
@@ -450,7 +464,7 @@ class StagedProgram:
 
     def first_run(self, call: Call) -> Any:
         """Run for the staged call, whose frames have already seen the body touch its states."""
-        out = (self._for_states_of(call) if self._opened else self)._run_watched(call, live=True)
+        out = self._for_states_of(call)._run_watched(call, live=True)
         self.settle()
         return out
 
