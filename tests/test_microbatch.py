@@ -194,34 +194,22 @@ def test_outputs_that_are_random_keys(how):
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("num", [3, 2])
 def test_mean_over_a_mask(num):
-    mask = jnp.array([1, 1, 0, 1, 0, 0, 0, 0, 1, 1.0])  # no example of the second of three parts counts in full
+    mask = jnp.array(
+        [1, 1, 0, 1, 0, 0, 0, 0, 1, 1.0]
+    )  # no example of the second of three parts counts: its mean is nan
 
     def loss(params, x, y, mask):
         error = ((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2).mean(1)
         return (error * mask).sum() / mask.sum()
 
-    mask = mask.at[4:7].set(0.0)
     expected = jax.value_and_grad(loss)(PARAMS, X, Y, mask)
     options = {"argnums": (1, 2, 3), "weight": lambda params, x, y, mask: mask.sum()}
     assert_close(statetx.microbatch(jax.value_and_grad(loss), num, **options)(PARAMS, X, Y, mask), expected)
     assert_close(jax.value_and_grad(statetx.microbatch(loss, num, **options))(PARAMS, X, Y, mask), expected)
     unweighted = statetx.microbatch(loss, 2, argnums=(1, 2, 3))(PARAMS, X, Y, mask)
     assert abs(unweighted - expected[0]) > 1e-2
-
-
-@pytest.mark.thorough
-def test_a_part_of_weight_zero_is_left_out():
-    mask = jnp.array([1, 1, 0, 0, 1, 0.0])
-
-    def loss(w, x, mask):  # 0 / 0 in the second part
-        return ((w * x) ** 2 * mask).sum() / mask.sum()
-
-    x, options = jnp.arange(1.0, 7.0), {"argnums": (1, 2), "weight": lambda w, x, mask: mask.sum()}
-    expected = jax.value_and_grad(loss)(0.5, x, mask)
-    assert_close(statetx.microbatch(jax.value_and_grad(loss), 3, **options)(0.5, x, mask), expected)
-    assert_close(jax.value_and_grad(statetx.microbatch(loss, 3, **options))(0.5, x, mask), expected)
 
 
 LEFT_OUT_MASK = jnp.array([1, 1, 0, 0, 1, 0.0])  # nothing in the second of three parts

@@ -34,7 +34,7 @@ from statetx._loops.strategy import Strategy, recorded
 from statetx._records import many, whole
 from statetx._targets import current
 from statetx.planner import Planner
-from statetx.planner._budget import TEMPORARIES, ByteBudget, TimeLeft, read_amount
+from statetx.planner._budget import TEMPORARIES, ByteBudget, read_amount
 from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _flat
 from statetx.planner._program.fingerprint import fingerprint
@@ -1509,59 +1509,3 @@ def test_memory_of_short_versions_is_extrapolated_if_it_is_linear(sizes, expecte
     of_size = lambda n: SimpleNamespace(cost=_compiled.Cost(1, 1.0, 1, 1, n, 0))
     found = _candidates.Shorter(program, _candidates.repetition(program), lambda _: of_size(next(left))).cost()
     assert (found if expected is None else found.temp_bytes) == expected
-
-
-# -- the time of a search ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that is set by hand: ``clock.append(seconds)``."""
-    now = [0.0]
-    monkeypatch.setattr("statetx.planner._budget.time.monotonic", lambda: now[-1])
-    return now
-
-
-def test_time_passes_only_while_a_search_runs(clock):
-    left = TimeLeft(10)
-    clock.append(100)
-    assert not left.is_over()
-    with left.running():
-        clock.append(106)
-        with left.running():
-            clock.append(109)
-        assert not left.is_over(), "counted once"
-    clock.append(200)
-    assert not left.is_over()
-    with left.running():
-        clock.append(200.9)
-        assert not left.is_over()
-        clock.append(201)
-        assert left.is_over()
-    assert left.is_over()
-
-
-@pytest.mark.parametrize(("took", "seconds"), [(4, 16), (50, 10)])  # too long takes nothing from the next
-def test_what_is_left_goes_to_the_next_search(clock, took, seconds):
-    first, second = TimeLeft(10), TimeLeft(10)
-    with first.running():
-        clock.append(took)
-    first.pass_on(second)
-    with second.running():
-        clock.append(took + seconds - 1)
-        assert not second.is_over()
-        clock.append(took + seconds)
-        assert second.is_over()
-    second.renew()
-    assert not second.is_over()
-    with second.running():
-        clock.append(took + seconds + 10)
-        assert second.is_over()
-
-
-def test_no_limit(clock):
-    left = TimeLeft(None)
-    left.pass_on(TimeLeft(1))
-    with left.running():
-        clock.append(1e9)
-        assert not left.is_over()

@@ -44,26 +44,18 @@ def split_and_shared(transform):
     return draws
 
 
-def in_parts(rules):
-    model = Model(jnp.float32(0))
+def in_parts(transform):
+    def left(rules):
+        model = Model(jnp.float32(0))
 
-    def loss(x):
-        model.h.value = model.h.value + x.sum()
-        return x.sum()
+        def loss(x):
+            model.h.value = model.h.value + x.sum()
+            return x.sum()
 
-    statetx.microbatch(loss, 4, states=rules)(X)
-    return model.h.value
+        transform(loss, rules)(X)
+        return model.h.value
 
-
-def in_chunks(rules):
-    model = Model(jnp.float32(0))
-
-    def loss(x):
-        model.h.value = model.h.value + x.sum()
-        return x.sum()
-
-    statetx.chunked(loss, size=1, states=rules)(X)
-    return model.h.value
+    return left
 
 
 def on_devices(rules):
@@ -86,8 +78,8 @@ PLACES = {  # a call with rules, and rules of which any two give different resul
         split_and_shared(lambda f, rules: statetx.scan(lambda c, x: (c, f(x)), 0.0, X, states=rules)[1]),
         (statetx.Split, Broadcast, Carry),
     ),
-    "microbatch": (in_parts, (Carry, First, Last, Mean)),
-    "chunked": (in_chunks, (Carry, First, Last)),
+    "microbatch": (in_parts(lambda f, rules: statetx.microbatch(f, 4, states=rules)), (Carry, First, Last, Mean)),
+    "chunked": (in_parts(lambda f, rules: statetx.chunked(f, size=1, states=rules)), (Carry, First, Last)),
     "shard_map": (on_devices, (P("d"), P())),
 }
 
