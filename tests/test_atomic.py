@@ -212,17 +212,39 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("run", IN_PLACE.values(), ids=IN_PLACE)
-def test_in_place_change_of_a_shared_container_in_a_traced_body_raises(run):
+@pytest.mark.parametrize("assigns", [False, True])
+def test_in_place_change_of_a_shared_container_in_a_traced_body_raises(run, assigns):
     shared = {"x": jnp.asarray(1.0)}
     a, b = statetx.State(shared), statetx.State(shared)
 
     def f():
         a.value["x"] = a.value["x"] + 1.0
+        if assigns:
+            b.value = {"x": b.value["x"] + 1.0}
         return b.value["x"]
 
     with pytest.raises(statetx.StateValueError, match=r"two states hold[\s\S]*gives each state a container of its own"):
         run(f)
     assert a.value is b.value is shared and float(shared["x"]) == 1.0
+
+
+@pytest.mark.parametrize("assigned", ["a", "b"])
+def test_states_that_are_assigned_another_container_before_share_none(assigned):
+    def program(transform, loop):
+        shared = {"x": jnp.asarray(1.0)}
+        states = {"a": statetx.State(shared), "b": statetx.State(shared)}
+
+        def f():
+            states["a"].value["x"] = 2.0 * states["a"].value["x"]
+            return states["a"].value["x"] + states["b"].value["x"]
+
+        def step():
+            states[assigned].value = {"x": states[assigned].value["x"] + 3.0}
+            return loop(f)
+
+        return float(transform(step)()), *(float(s.value["x"]) for s in states.values())
+
+    assert program(statetx.jit, OWN_VALUES["scan"]) == program(lambda f: f, lambda f: [f(), f()][-1])
 
 
 @transforms_of_brainstate

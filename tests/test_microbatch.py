@@ -628,7 +628,6 @@ def test_python_runs_once_for_each_size():
     assert counted.runs == 3
 
 
-@pytest.mark.thorough
 def test_equal_calls_compile_once():
     f = statetx.value_and_grad(statetx.microbatch(mean_loss, 4, argnums=(1, 2)))
     f(PARAMS, X, Y)
