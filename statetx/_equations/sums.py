@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Collection
 from typing import Any
 
@@ -20,28 +21,26 @@ def with_split_sums(jaxpr: Jaxpr, totals: Collection[Var]) -> Jaxpr:
     Args:
         totals: the values that may be overwritten. `f` is a product with a number, another precision, or both.
     """
-    eqns, totals, split = list(jaxpr.eqns), {*totals}, True
-    while split:
-        split = False
-        readers: dict[Var, int] = {v: 1 for v in jaxpr.outvars if isinstance(v, Var)}
-        for eqn in eqns:
-            for v in eqn.invars:
-                if isinstance(v, Var):
-                    readers[v] = readers.get(v, 0) + 1
-        producers = {v: e for e in eqns for v in e.outvars if readers.get(v) == 1}
-        for eqn in eqns:
-            if eqn.primitive.name == "add" and all(isinstance(v, Var) for v in eqn.invars) and eqn.invars[0] in totals:
-                new = _split(eqn, producers)
-                if new:
-                    totals.add(new[-1].invars[0])
-                    eqns = in_order([e for old in eqns for e in (new if old is eqn else [old])])
-                    split = True
-                    break
-    return (
-        jaxpr
-        if len(eqns) == len(jaxpr.eqns)
-        else _jax.without_dead_code(_jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns))
-    )
+    totals, whole = {*totals}, None
+    while jaxpr is not whole:
+        whole, jaxpr = jaxpr, _with_split_sum(jaxpr, totals)
+    return jaxpr
+
+
+def _with_split_sum(jaxpr: Jaxpr, totals: set[Var]) -> Jaxpr:
+    """The first sum split, whose first part is a total, too; the jaxpr itself if there is none."""
+    readers = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
+    readers.update(v for v in jaxpr.outvars if isinstance(v, Var))
+    producers = {v: e for e in jaxpr.eqns for v in e.outvars if readers[v] == 1}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "add" and all(isinstance(v, Var) for v in eqn.invars) and eqn.invars[0] in totals:
+            new = _split(eqn, producers)
+            if new:
+                totals.add(new[-1].invars[0])
+                eqns = in_order([e for old in jaxpr.eqns for e in (new if old is eqn else [old])])
+                split = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns)
+                return _jax.without_dead_code(split)  # else the sums in the sum would have two readers
+    return jaxpr
 
 
 def _split(add: Any, producers: dict[Var, Any]) -> list[Any]:
