@@ -277,7 +277,7 @@ def measure(faults: list[Fault], words: list[str]) -> None:
     copied(PROBED)
     probe(PROBED, faults)
     (OUT / "reached").write_text("")
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-q", "--times", str(OUT / "times")]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-q", f"--times={OUT / 'times'}"]
     with open(OUT / "measured.log", "w") as log:
         environment = os.environ | {"PYTHONPATH": str(PROBED)}
         run = subprocess.run([*command, *words], cwd=PROBED, env=environment, stdout=log, stderr=subprocess.STDOUT)
