@@ -733,6 +733,17 @@ def test_arrays_in_attributes_of_a_module_argument_are_inputs(has_states):
         assert float(statetx.grad(loss)(1.0)) == w.sum()
 
 
+def test_module_of_arrays_alone_as_a_result_is_told_to_hold_states():
+    class Model(nnx.Module):
+        def __init__(self, w):
+            self.w = nnx.data(w)
+
+    told = r"Model .*'w'.* A model passes(.|\n)*Fix:.* hold it in a state"
+    for transform in (statetx.jit, statetx.vmap, statetx.remat):
+        with pytest.raises(statetx.TraceLeakError, match=told):
+            statetx.make_jaxpr(transform(lambda x: Model(2 * x)))(jnp.ones(3))
+
+
 def _written(model, x):
     model.calls[...] += 1
     return (model.w[...] * x).sum()

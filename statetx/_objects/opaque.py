@@ -71,14 +71,17 @@ def hidden_tracer(obj: Any, is_left: Callable[[Any], bool]) -> tuple[str, Any] |
 
 
 def _leak(obj: Any, path: str, tracer: Any, returned: str) -> TraceLeakError:
-    name = type(obj).__name__
+    name, why = type(obj).__name__, "JAX cannot see into that object"
     if isinstance(obj, types.FunctionType):
         holder = f"the function {obj.__qualname__}, whose variable {path!r} is"
         fix = "hand the function what it needs by jax.tree_util.Partial(function, array), which is a pytree"
+    elif not jax.tree_util.all_leaves([obj]):  # of a class whose objects may hold states
+        holder, why = f"a {name} whose attribute {path!r} holds", "A model passes unchanged"
+        fix = f"hold it in a state, or return jax.tree.leaves of the {name}"
     else:
         holder = f"a {name} whose attribute {path!r} holds"
         fix = f"register {name} as a pytree (jax.tree_util.register_dataclass)"
     return TraceLeakError(
-        f"{returned} {holder} an array computed inside ({tracer.aval.str_short(short_dtypes=True)}). JAX cannot see "
-        f"into that object, so the array would stay there as a dead tracer.\nFix: use the array itself, or {fix}."
+        f"{returned} {holder} an array computed inside ({tracer.aval.str_short(short_dtypes=True)}). {why}, so the "
+        f"array would stay there as a dead tracer.\nFix: use the array itself, or {fix}."
     )
