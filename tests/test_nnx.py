@@ -693,12 +693,12 @@ def test_compiled_init_returns_other_models_and_compiles_once():
 
 
 def test_compiled_function_writes_variables_in_its_arguments():
-    add = Counted(lambda count, x: count.set_value(count[...] + x))
-    jitted, first, second = statetx.jit(add), Count(jnp.zeros(())), Count(jnp.ones(()))
+    add, x = Counted(lambda count, x: count.set_value(count[...] + x)), jnp.float32(1.0)
+    jitted, first, second = statetx.jit(add), Count(jnp.asarray(0.0)), Count(jnp.asarray(1.0))
     for _ in range(2):
-        jitted(first, 1.0)
-    jitted(second, 1.0)
-    assert float(first[...]) == float(second[...]) == 2 and add.runs == 1
+        jitted(first, x)
+    jitted(second, x)
+    assert first[...].weak_type and float(first[...]) == float(second[...]) == 2 and add.runs == 1
 
 
 @pytest.mark.parametrize("has_states", [False, True])

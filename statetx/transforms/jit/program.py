@@ -93,9 +93,13 @@ class StagedProgram:
             is_state = of_arguments and (owner.donate_states or is_on_mesh(map(_jax.abstract, arrays)))
             if is_reached or is_state:
                 raise call.needs_identity()
+            for effect in of_arguments:
+                old_leaves, part = partition(effect.kind.get(effect.state), is_array_or_number)
+                _keep_type(effect, part, [_jax.abstract(x) for x in old_leaves])
+            for effect in frame.effects:
+                if (read := lifting.inputs.get(id(effect.state))) is not None:
+                    _keep_type(effect, read.partition, read.avals)
             effects = [*of_arguments, *frame.effects]
-            for effect in effects:
-                _keep_type(effect, lifting.inputs.get(id(effect.state)))
             return pack_effects(leaves, out_part, effects, _leaves_program)
 
         self._acceptance = Acceptance(arrays)
@@ -511,14 +515,12 @@ def _states_by_kind(inputs: list[Input]) -> _KindStates:
     return [(kind, [i.state for i in group]) for kind, group in groups]
 
 
-def _keep_type(effect: _frames.Effect, state_input: Input | None) -> None:
+def _keep_type(effect: _frames.Effect, old_part: Partition, old_avals: Sequence[Any]) -> None:
     """Give a written value the weak types of the value that was read: the next call then finds this program."""
-    if state_input is None:
-        return
     leaves, part = partition(effect.value, is_array_or_number)
-    if part.treedef != state_input.partition.treedef or part.mask != state_input.partition.mask:
+    if part.treedef != old_part.treedef or part.mask != old_part.mask:
         return
-    for n, (leaf, aval) in enumerate(zip(leaves, state_input.avals, strict=True)):
+    for n, (leaf, aval) in enumerate(zip(leaves, old_avals, strict=True)):
         new_aval = _jax.abstract(leaf)
         if new_aval.weak_type != aval.weak_type and (new_aval.shape, new_aval.dtype) == (aval.shape, aval.dtype):
             leaves[n] = _jax.with_weak_type(leaf, aval.weak_type)
