@@ -233,3 +233,10 @@ def test_a_loss_that_returns_a_dict_of_brainstate_is_refused():
     layer = brainstate.nn.Linear(2, 2)
     with pytest.raises(statetx.FunctionError, match="needs a function that returns a scalar: .*the pytree"):
         statetx.grad(lambda x: layer.states())(1.0)
+
+
+@pytest.mark.parametrize("x", [3.0, np.float32(3)], ids=["weak", "strong"])
+@pytest.mark.parametrize("f", [jnp.sin, lambda x: 2 * x, lambda x: jnp.float32(2) * x], ids=["sin", "weak", "strong"])
+def test_number_as_cotangent_is_of_a_weak_type(f, x):
+    ours, theirs = (tx.vjp(f, x)[1](1.0)[0] for tx in (statetx, jax))
+    assert jax.typeof(ours) == jax.typeof(theirs) and float(ours) == float(theirs)

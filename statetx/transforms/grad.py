@@ -435,6 +435,12 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     return (out, pullback, aux) if has_aux else (out, pullback)
 
 
+def _as_cotangent(number: complex, dtype: Any) -> Any:
+    """A Python number as an array of the type: a weak one, as in JAX, if it is of this type by itself."""
+    array = jnp.asarray(number)
+    return array if array.dtype == dtype else jnp.asarray(number, dtype)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pull:
     """The static part of a pullback: the structures of the output, the primals and the differentiated states."""
@@ -460,7 +466,7 @@ class _Pull:
         # JAX takes no Python numbers as cotangents, and none for the leaves of the output that are not arrays.
         dynamic = [c for c, d in zip(ct_leaves, self.out.mask, strict=True) if d]
         converted = [
-            jnp.asarray(c, dtype) if isinstance(c, (int, float, complex)) else c
+            _as_cotangent(c, dtype) if isinstance(c, (int, float, complex)) else c
             for c, dtype in zip(dynamic, self.dtypes, strict=True)
         ]
         state_cts, *array_cts = vjp_fun(converted)
