@@ -648,6 +648,20 @@ TREES = {
 }
 
 
+@pytest.mark.parametrize("name", ["grad", "vjp", "jvp", "linearize", "jacrev", "jacfwd", "hessian"])
+def test_auxiliary_data_with_a_differentiated_model_has_no_tracers(name):
+    """JAX gives the function a copy, whose values end with the derivative."""
+    model = Counting()
+    call = {
+        "vjp": lambda of, f: of(f, model, has_aux=True)[2],
+        "jvp": lambda of, f: of(f, (model,), (model,), has_aux=True)[2],
+        "linearize": lambda of, f: of(f, model, has_aux=True)[2],
+    }.get(name, lambda of, f: of(f, has_aux=True)(model)[1])
+    loss = lambda m: ((m.w[...] ** 2).sum(), (m, {"w": m.w}))
+    aux, expected = (call(getattr(module, name), loss) for module in (statetx, jax))
+    jax.tree.map(np.testing.assert_array_equal, aux, expected)
+
+
 class _Ours:
     """`statetx` with the names of `jax.lax`."""
 

@@ -18,12 +18,13 @@ from .._atomic import commit
 from .._equations.structure import Body
 from .._frames import Frame
 from .._objects.paths import Paths, reaches_unwatched
+from .._objects.walk import held_states
 from .._states import Kind
-from .._tree import Partition, is_array_or_number
+from .._tree import Partition, is_array_or_number, is_opaque
 from .._typing import PyTree
 from .._unfinished import refuse_unfinished
 from .late_rules import Held, guarded, held_by_derivatives, named_rules, refuse_kept
-from .outcome import Outcome, pack, partition_output
+from .outcome import Outcome, is_traced, pack, pack_effects, partition_output
 from .stage import InputNames, stage
 from .targets import Targets, refuse_lost_writes, split_aux
 from .wrapper import name_of
@@ -61,7 +62,8 @@ class FramedRun:
         diff_args: Sequence[Any] = (),
         of_output: Callable[[PyTree], T] = lambda out: out,  # type: ignore[assignment, return-value]
     ) -> tuple[T, list]:
-        """Call the function in a frame; returns its output and the arrays of aux and effects.
+        """Call the function in a frame; returns its output and the arrays of aux and effects. What aux holds of
+        `diff_args` is a tree of arrays, as these are to JAX.
 
         Args:
             args, kwargs: the arguments, with JAX's tracers in them.
@@ -81,7 +83,15 @@ class FramedRun:
 
         out, aux = frame.run(watched_call)
         refuse_lost_writes(self.name, self.fun, frame.effects, diff_args)
-        leaves, self._outcome = pack(aux, frame.effects)
+
+        def is_leaf(x: Any) -> bool:
+            if not is_opaque(x):
+                return False
+            copies, states = {id(state) for state in held_states(diff_args)}, held_states([x])
+            return not (states and all(id(state) in copies for state in states))
+
+        aux_leaves, aux_part = partition_output(aux, is_traced, is_leaf=is_leaf)
+        leaves, self._outcome = pack_effects(aux_leaves, aux_part, frame.effects, is_traced)
         return out, leaves
 
     def flat(self, args: Sequence[Any], state_values: Any = ()) -> tuple[list, list]:
