@@ -662,6 +662,21 @@ def test_auxiliary_data_with_a_differentiated_model_has_no_tracers(name):
     jax.tree.map(np.testing.assert_array_equal, aux, expected)
 
 
+@pytest.mark.parametrize("make", [lambda: nnx.state(Counting()), Counting])
+def test_vmap_takes_axes_in_the_form_of_flaxs_trees(make):
+    """As `jax.tree.map` over such a tree gives them."""
+    axes, xs = (jax.tree.map(lambda _, axis=axis: axis, make()) for axis in (None, 0)), jnp.arange(3.0)
+    shared, stacked = axes
+    fun = lambda tree, x: jax.tree.map(lambda a: a + x, tree)
+    out = statetx.vmap(fun, in_axes=(shared, 0), out_axes=stacked)(make(), xs)
+    jax.tree.map(np.testing.assert_array_equal, out, jax.vmap(fun, in_axes=(None, 0))(make(), xs))
+    with pytest.raises(statetx.StateValueError, match="with the axis 0 in in_axes, holds states"):
+        statetx.vmap(fun, in_axes=(stacked, 0))(out, xs)
+    if make is Counting:
+        with pytest.raises(ValueError, match="in_axes has a Counting with several axes, None and others"):
+            statetx.vmap(fun, in_axes=(jax.tree.unflatten(jax.tree.structure(stacked), [None, 0]), 0))
+
+
 class _Ours:
     """`statetx` with the names of `jax.lax`."""
 

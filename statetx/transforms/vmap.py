@@ -103,8 +103,8 @@ class Vmap(Wrapper, made_by=vmap):
     def __init__(self, fun: Callable, **options: Any):
         super().__init__(fun, **options)
         self._jax_options = {name: self._options[name] for name in ("axis_name", "axis_size", "spmd_axis_name")}
-        self._in_axes, self._out_axes, states = (self._options[name] for name in ("in_axes", "out_axes", "states"))
-        self._states = states
+        self._in_axes, self._out_axes = (_of_states(name, self._options[name]) for name in ("in_axes", "out_axes"))
+        self._states = states = self._options["states"]
         size = self._options["axis_size"]
         if size is not None and not jax.export.is_symbolic_dim(size):
             check_whole("vmap", "axis_size", size)
@@ -307,6 +307,22 @@ def _first(value: Any, _: list) -> Any:
 
 def _with_axis(part: Partition, axis: int, leaves: list) -> Any:
     return part.combine([jnp.moveaxis(x, 0, axis) for x in leaves])
+
+
+def _of_states(option: str, axes: Any) -> Any:
+    """Axes with the one that a state or a model holds in its place: ``jax.tree.map`` over flax's trees gives such."""
+    is_none = lambda x: x is None
+
+    def axis_of(x: Any) -> Any:
+        first, *others = jax.tree.leaves(x, is_leaf=is_none)
+        if any(axis != first for axis in others):
+            raise ValueError(
+                f"vmap: {option} has a {type(x).__name__} with several axes, {first!r} and others.\n"
+                f"Fix: give one axis for it, and others for its states by states=."
+            )
+        return first
+
+    return jax.tree.map(axis_of, axes, is_leaf=lambda x: x is None or _states.is_opaque(x))
 
 
 def _broadcast_axes(option: str, axes: Any, tree: PyTree) -> list[int | None]:
