@@ -290,7 +290,7 @@ def jax_traced(traced: Any) -> Any:
     return next((inner for inner in results if inner is not None), traced)
 
 
-def holds_other_arrays(args: Sequence[Any]) -> bool:
+def holds_other_arrays(args: tuple) -> bool:
     """Whether arguments hold arrays that a library's ``jit`` makes inputs of, and that are no states."""
     return any(kind.holds_other_arrays(x) for kind in kinds() for x in args)
 

@@ -762,6 +762,20 @@ def test_arrays_in_attributes_of_a_module_argument_are_inputs(has_states):
         assert float(statetx.grad(loss)(1.0)) == w.sum()
 
 
+@pytest.mark.parametrize("kind", [np.float32, float])
+def test_numbers_that_a_module_has_as_data_are_inputs(kind):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.scale = nnx.data(kind(1)), nnx.Param(jnp.ones(()))
+
+    model, traced = Model(), Counted(lambda model: model.w * model.scale[...])
+    jitted = statetx.jit(traced)
+    for w in (1, 2):
+        model.w = kind(w)
+        assert float(jitted(model)) == w
+    assert traced.runs == 1
+
+
 def test_module_of_arrays_alone_as_a_result_is_told_to_hold_states():
     class Model(nnx.Module):
         def __init__(self, w):

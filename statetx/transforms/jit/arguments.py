@@ -209,7 +209,8 @@ class Opening:
         """
         if self._most_opened != _MODELS:
             return
-        if _states.holds_other_arrays(models):
+        is_state = lambda x: _states.kind_of(x) is not None
+        if any(map(is_argument, jax.tree.leaves(models, is_leaf=is_state))):
             self.opened = self._opened_inside = _MODELS
             raise Reread
         if _frames.current_frame() is not None:
