@@ -1,5 +1,7 @@
 """brainstate states and modules, under statetx's transforms and under brainstate's own."""
 
+import sys
+
 import brainstate
 import brainunit as u
 import jax
@@ -10,6 +12,7 @@ from brainstate import nn
 
 import statetx
 from helpers import Counted, compilations
+from statetx import _hooks, _states
 from statetx.kinds.brainstate import observe
 from statetx.kinds.brainstate.kind import KIND
 
@@ -803,3 +806,16 @@ def test_a_setting_of_brainstate_with_a_unit_is_known_by_its_value():
     assert len(calls) == 2
     with brainstate.environ.context(fit=True):
         assert KIND.mode() is KIND.mode(), "not made anew in each call"
+
+
+def test_settings_of_a_library_that_is_imported_later_are_part_of_the_key(monkeypatch):
+    monkeypatch.setattr(_states, "pending", ("late",))
+    monkeypatch.setattr(_states, "modal", [])
+    monkeypatch.setattr(_states, "_kinds", [kind for kind in _states.kinds() if kind is not KIND])
+    monkeypatch.setitem(_hooks.foreign_kinds, "late", lambda: KIND)
+    step = statetx.jit(lambda x: x * brainstate.environ.get("dt", 1.0))
+    assert step(1.0) == 1.0
+    monkeypatch.setitem(sys.modules, "late", brainstate)
+    for dt in (2.0, 3.0):
+        with brainstate.environ.context(dt=dt):
+            assert step(1.0) == dt

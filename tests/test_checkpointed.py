@@ -226,10 +226,10 @@ def layered(w, carry, x):
 
 
 MIXED = {
+    "layered": (layered, 1),
     "spiking": (spiking, 2),
     "counting": (counting, 1),
     "normalizing": (normalizing, 2),
-    "layered": (layered, 1),
 }
 
 

@@ -57,8 +57,8 @@ class Counting:
 
 
 IN_PARTS = {
-    "microbatch": lambda f, **options: statetx.microbatch(f, 4, **options),
     "interleave": lambda f, **options: statetx.microbatch(f, 4, interleave=True, **options),
+    "microbatch": lambda f, **options: statetx.microbatch(f, 4, **options),
     "own dtype": lambda f, **options: statetx.microbatch(f, 4, accumulate=None, **options),
     "fit": lambda f, **options: statetx.microbatch(f, budget="1GiB", **options),
     "chunked": lambda f, **options: statetx.chunked(f, size=2, **options),

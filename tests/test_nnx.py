@@ -334,6 +334,27 @@ def test_dropped_created_variables_are_not_effects():
     assert float(made[0][...]) == 1.0
 
 
+def test_exception_that_is_kept_keeps_no_created_variable():
+    """Its traceback leads to the frame of the call."""
+
+    class Token:
+        pass
+
+    def make(x):
+        token = Token()
+        made.append(weakref.ref(token))
+        nnx.Variable(x, token=token)
+
+    def f(x):
+        make(x)
+        raise KeyError
+
+    made = []
+    with pytest.raises(KeyError) as error:
+        statetx.grad(f)(1.0)
+    assert error.value.__traceback__ is not None and made[0]() is None
+
+
 def test_variable_as_argument_and_in_the_output():
     v = Count(jnp.asarray(3.0))
 

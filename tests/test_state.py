@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import gc
 import itertools
 import pickle
 import weakref
@@ -251,15 +250,6 @@ def test_states_that_share_a_container_share_it_in_a_call_or_the_call_is_refused
         assert program(transform) == expected
     for transform in REFUSED.values():
         assert program(transform) == (None, {0: 1, 1: 2, 2: 1, 3: 2})
-
-
-def test_frames_keep_nothing_alive():
-    s = statetx.State(jnp.ones(3))
-    ref = weakref.ref(s)
-    statetx.grad(statetx.remat(lambda x, s=s: (s.value * x).sum()))(1.0)
-    del s
-    gc.collect()
-    assert ref() is None
 
 
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State])
