@@ -351,7 +351,8 @@ def test_residuals_in_slots_leave_gradients_equal(name, mode):
         "reverse over reverse": lambda f: jax.grad(lambda *args: total(f(*args)), (0, 1)),
         "remat": lambda f: jax.checkpoint(f),
     }
-    losses = [mixed_loss(name, slots, 60, shape=(2, 8)) for slots in (Slots(9), None)]
+    # This schedule runs some steps again that it reverses at once, the first step among them.
+    losses = [mixed_loss(name, slots, 12, shape=(2, 8)) for slots in (Slots(7), None)]
     assert statetx.loop_report(losses[0][0], *losses[0][1]).rows[0].is_mixed
     actual, expected = (wraps[mode](jax.grad(loss, (0, 1, 2)))(*args) for loss, args in losses)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -231,7 +231,6 @@ class _PartwiseCall:
         self.dtype = _check_accumulate(self.transform, self.options["accumulate"])
         interleave = self.options["interleave"]
         self.is_interleaved = self.batch.is_sharded() if interleave is None else bool(interleave)
-        self.is_interleaved &= self.batch.size > 0
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         rules = Rules(self.transform, self.options["states"], self.fun, RULES, args, kwargs)
