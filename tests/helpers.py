@@ -102,6 +102,12 @@ def temp_bytes(fun, *args):
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+def assert_close(actual, expected, rtol=1e-5, atol=0.0, **options):
+    """Trees of one structure are equal up to rounding."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, atol, **options), actual, expected)
+
+
 def assert_near(found, expected, rtol=1e-5):
     """Trees of arrays are equal up to a fraction of their entries and of the largest of each array."""
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import equations, in_turn
+from helpers import assert_close, equations, in_turn
 from statetx import policies
 from statetx._loops import checkpointed, online, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
@@ -355,8 +355,7 @@ def test_residuals_in_slots_leave_gradients_equal(name, mode):
     losses = [mixed_loss(name, slots, 12, shape=(2, 8)) for slots in (Slots(7), None)]
     assert statetx.loop_report(losses[0][0], *losses[0][1]).rows[0].is_mixed
     actual, expected = (wraps[mode](jax.grad(loss, (0, 1, 2)))(*args) for loss, args in losses)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sample("slow")
@@ -440,8 +439,7 @@ def test_strategies_agree_with_the_plain_loop(strategy, mode):
     f, args = program(13)
     actual = MODES[mode](functools.partial(f, strategy), *args)
     expected = without_checkpoint(mode)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    assert_close(actual, expected, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -567,8 +565,7 @@ def with_gradient(strategy, layout):
 )
 def test_strategies_agree_for_any_length_and_direction(strategy, layout):
     actual, expected = (with_gradient(s, layout) for s in (strategy, None))
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    assert_close(actual, expected, rtol=2e-5, atol=1e-5)
 
 
 def test_zero_length():
@@ -762,8 +759,7 @@ def test_while_loop(slots, mode):
     for scale in (0.3, 0.9, 1.0):  # from a few steps to many
         args = (W * scale, H)
         expected = derivative_of_unrolled(mode.partition(",")[0], scale)
-        for a, b in zip(jax.tree.leaves(way(decay(slots))(*args)), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        assert_close(way(decay(slots))(*args), expected, rtol=1e-4, atol=1e-4)
 
 
 @functools.cache
@@ -782,8 +778,7 @@ def test_while_loop_with_max_steps(steps):
 
     args = (2 * W, H)
     assert float(decay(None, steps)(*args)) == pytest.approx(float(reference(*args)), rel=1e-5)
-    for a, b in zip(jax.grad(decay(3, steps), (0, 1))(*args), jax.grad(reference, (0, 1))(*args), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+    assert_close(jax.grad(decay(3, steps), (0, 1))(*args), jax.grad(reference, (0, 1))(*args), rtol=1e-4, atol=1e-3)
 
 
 def test_while_loop_with_states():
@@ -804,8 +799,7 @@ def test_while_loop_with_states():
         cell = Cell()
         expected = statetx.grad(reference, wrt=[cell.w, cell.h])()
     assert int(left) == int(cell.n.value) == 11
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -877,8 +871,7 @@ HOST = [Levels(2, offload=True), Levels(1, offload=True)]
 def test_carries_offloaded_to_host(strategy):
     f, args = program(13)
     grad = jax.jit(jax.grad(functools.partial(f, strategy), (0, 1, 2)))
-    for a, b in zip(grad(*args), jax.grad(functools.partial(f, None), (0, 1, 2))(*args), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    assert_close(grad(*args), jax.grad(functools.partial(f, None), (0, 1, 2))(*args), rtol=2e-5, atol=1e-5)
     on_device = functools.partial(f, dataclasses.replace(strategy, offload=False))
     there, here = (jax.make_jaxpr(jax.grad(g))(*args) for g in (functools.partial(f, strategy), on_device))
     assert "<host>" in str(there) and "<host>" not in str(here)

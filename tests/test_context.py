@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from helpers import captured
+from helpers import assert_close, captured
 from statetx._remat.override import rewritten_by
 from statetx._remat.rewriter import Rewriter
 from statetx.planner._program.devices import of_device
@@ -69,8 +69,7 @@ def test_plan_counts_bytes_per_device(kind):
         planned = statetx.value_and_grad(plan.apply(net), wrt=net.ws)
         assert compiled_bytes(planned, x) <= 0.8 * whole
         found, expected = (jax.tree.leaves(statetx.jit(f)(x)) for f in (planned, step))
-        for a, b in zip(found, expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @KINDS

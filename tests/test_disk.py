@@ -21,6 +21,7 @@ import pytest
 from libraries import LIBRARIES
 
 import statetx
+from helpers import assert_close
 from statetx import _files, policies
 from statetx._segments import run as module
 from statetx._segments.program import Segments
@@ -177,8 +178,7 @@ def test_a_network_of_brainpy_runs_unchanged(tmp_path):
         return [np.asarray(x) for x in jax.tree.leaves((value, grads, last))]
 
     on_disk, desired = results(Disk(tmp_path, 20, slots=1, save_every=0, costs=(0.1, 0.1))), results(None)
-    for a, b in zip(on_disk, desired, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
+    assert_close(on_disk, desired, rtol=1e-5, atol=1e-9)
     assert len(desired) == 6 and all(x.any() for x in desired)
 
 

@@ -1,5 +1,7 @@
 """`grad`, `value_and_grad`, `vjp`: structures, auxiliary data, errors. The laws are in `test_laws.py`."""
 
+import functools
+
 import brainstate
 import brainunit as u
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import Counted, transforms_of_brainstate
+from helpers import Counted, assert_close, transforms_of_brainstate
 
 A, B = jnp.array([1.0, -2.0]), jnp.array([[0.5, 1.0], [2.0, -1.0]])
 
@@ -33,9 +35,7 @@ X = jnp.array([0.3, 0.9])
 GA, GB, GX, GY = jax.grad(reference, (0, 1, 2, 3))(A, {"m": B, "s": 3.0}, X, 1.0)
 
 
-def close(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, expected)
+close = functools.partial(assert_close, rtol=1e-6)
 
 
 def test_gradients_have_the_structure_of_wrt():

@@ -1,12 +1,14 @@
 """`jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import statetx
-from helpers import Counted
+from helpers import Counted, assert_close
 
 X = jnp.array([0.3, -0.9])
 
@@ -28,9 +30,7 @@ def pure(w, s, x):
     return {"y": jnp.sin(w @ x) * s["scale"], "z": (x**2).sum()}
 
 
-def close(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
+close = functools.partial(assert_close, atol=1e-6)
 
 
 def test_jvp_and_linearize_run_once_and_write_once():

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import helpers
 import statetx
 from helpers import Counted, compilations
 
@@ -33,9 +34,7 @@ def sum_loss(params, x, y):
     return ((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2).sum()
 
 
-def assert_close(actual, expected, rtol=TOLERANCE["rtol"], atol=TOLERANCE["atol"]):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), actual, expected)
+assert_close = functools.partial(helpers.assert_close, **TOLERANCE)
 
 
 def parts(x, num):

@@ -13,6 +13,7 @@ from flax import nnx
 from libraries import get, put
 
 import statetx
+from helpers import assert_close
 
 
 class Hidden(nnx.Variable):
@@ -82,8 +83,7 @@ def check_written(writers, kind, maker, is_mapped):
         init, run = step(before, write, kind, (2, 3) if is_mapped else 3)
         init(0.0)
         expected = [*jax.tree.leaves(statetx.jit(run)(1.0)), get(before.h)]
-        for a, b in zip([*jax.tree.leaves(out), get(box.h)], expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=name)
+        assert_close([*jax.tree.leaves(out), get(box.h)], expected, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """flax.nnx Variables and modules under statetx's transforms, and statetx's transforms under nnx's."""
 
 import copy
+import functools
 import gc
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import helpers
 import statetx
 from helpers import Counted, compilations
 
@@ -65,8 +67,7 @@ def values(obj):
     return {path: read(v) for path, v in statetx.states(obj).items()}
 
 
-def assert_close(actual, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), actual, expected)
+assert_close = functools.partial(helpers.assert_close, rtol=2e-5, atol=1e-5)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------

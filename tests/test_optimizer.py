@@ -1,6 +1,7 @@
 """`Optimizer`: one step of optax on states of every kind, and its use in training code."""
 
 import dataclasses
+import functools
 import re
 import threading
 
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 
 import statetx
+from helpers import assert_close
 
 X, Y = jnp.linspace(-1.0, 1.0, 24).reshape(8, 3), jnp.linspace(0.5, -1.0, 16).reshape(8, 2)
 W, B = jnp.linspace(-0.4, 0.6, 6).reshape(3, 2), jnp.array([0.1, -0.2])
@@ -74,8 +76,7 @@ def values(optimizer):
     return flat
 
 
-def assert_same(actual, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
+assert_same = functools.partial(assert_close, atol=1e-6)
 
 
 @pytest.mark.sample

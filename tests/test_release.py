@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import statetx
-from helpers import num_operations
+from helpers import assert_close, num_operations
 from statetx import policies
 from statetx._equations.compiled import Program
 from statetx._equations.release.consumers import paired
@@ -143,8 +143,7 @@ def test_updates_of_each_layer_move_into_the_loop(name):
     (told,) = step.trace(X).gradients
     assert "are used up" in told
     plain, released = (leaves(*training(name, release_gradients=r), steps=2) for r in (False, True))
-    for a, b in zip(plain, released, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert_close(plain, released, rtol=2e-5, atol=1e-6)
 
 
 def test_an_output_takes_the_memory_of_what_it_updates():
@@ -383,8 +382,7 @@ def test_an_optimizer_of_all_layers_is_refused_with_a_way_out(monkeypatch, name)
     monkeypatch.setitem(OPTIMIZERS, "whole", lambda: of_layers(make()))
     assert "are used up" in training("whole", release_gradients=True)[0].trace(X).gradients[0]
     plain, released = (leaves(*training("whole", release_gradients=r), steps=2) for r in (False, True))
-    for a, b in zip(plain, released, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert_close(plain, released, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.sample

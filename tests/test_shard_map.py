@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from helpers import REMAT3, Counted, compilations
+from helpers import REMAT3, Counted, assert_close, compilations
 from statetx.policies import Levels, Slots
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices; conftest asks for them")
@@ -133,8 +133,7 @@ def test_replicated_weights_take_the_memory_of_a_handwritten_program():
 
     ours = statetx.jit(statetx.value_and_grad(split(loss, P()), wrt=w))
     assert temporary_bytes(ours, x) <= temporary_bytes(hand, weights, x) < w.value.nbytes
-    for a, b in zip(ours(x), hand(weights, x), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert_close(ours(x), hand(weights, x), rtol=1e-5)
 
 
 def test_placed_weights_are_readable_in_a_loop_of_another_program():

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import itertools
 import pickle
-import weakref
 
 import brainstate
 import jax

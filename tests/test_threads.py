@@ -20,7 +20,7 @@ from flax import nnx
 from libraries import Variable
 
 import statetx
-from helpers import Counted, in_thread
+from helpers import Counted, assert_close, in_thread
 from statetx import _frames, _jax, _states
 from statetx.kinds import nnx as nnx_kind
 from statetx.kinds.brainstate import observe
@@ -333,8 +333,7 @@ def test_models_trained_concurrently_equal_models_trained_alone(make, compiled):
     with switching_often():
         in_thread(*[lambda seed=seed: work(seed) for seed in range(4)])
     for seed in range(4):
-        for a, b in zip(results[seed], reference(seed, xs, steps), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5)
+        assert_close(results[seed], reference(seed, xs, steps), rtol=1e-5)
 
 
 # -- updates that would be lost --------------------------------------------------------------------------------

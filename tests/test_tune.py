@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import compilations
+from helpers import assert_close, compilations
 from statetx import policies
 from statetx.policies import Levels, Slots
 
@@ -299,8 +299,7 @@ def test_mapped_loops_have_the_gradients_of_plain_loops(strategy, reverse):
 
     argnums = (0, 1, 2, 4, 5)
     actual, expected = (jax.jit(jax.value_and_grad(loss(cp), argnums))(*ARGS) for cp in (strategy, None))
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    assert_close(actual, expected, rtol=2e-5, atol=1e-5)
     per_example = [jax.vmap(jax.grad(everything(cp, reverse), argnums), AXES)(*ARGS) for cp in (strategy, None)]
     for a, b in zip(*map(jax.tree.leaves, per_example), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
