@@ -330,6 +330,50 @@ def test_damaged_files_are_found_and_computed_again(unfinished, seed):
         same(of_all(W, H, XS, Disk(unfinished, 2, **EAGER)), plain())
 
 
+def _halved(h):
+    return np.float32(0.5) * h
+
+
+def _kept(h):
+    return np.float32(1.0) * h
+
+
+def _with_rule(function):
+    @jax.custom_vjp
+    def fun(h):
+        return h
+
+    fun.defvjp(lambda h: (h, None), lambda _, ct: (jax.pure_callback(function, ct, ct),))
+    return fun
+
+
+@pytest.mark.parametrize(
+    ("place", "of"),
+    [
+        ("the step", lambda function: function),
+        ("the step", lambda function: lambda h: function(h)),
+        ("the step", lambda function: functools.partial(lambda function, h: function(h), function)),
+        ("the step", lambda function: {_halved: np.sin, _kept: np.cos}[function]),
+        ("another loss", _with_rule),
+    ],
+)
+def test_another_function_on_the_host_is_refused(tmp_path, place, of):
+    def gradient(function):
+        def body(h, x):
+            if of is _with_rule:
+                return jnp.tanh(of(function)(h) + x), None
+            return jnp.tanh(h + jax.pure_callback(of(function), h, jax.lax.stop_gradient(h)) + x), None
+
+        disk = Disk(tmp_path, 4, **EAGER)
+        return jax.grad(lambda h: jnp.sum(statetx.scan(body, h, XS, checkpoint=disk)[0]))(H)
+
+    with forbidden("pull"), pytest.raises(AssertionError, match="a segment has run"):
+        gradient(_halved)
+    with pytest.raises(statetx.CheckpointError, match=place):
+        gradient(_kept)
+    assert (gradient(_halved) != gradient(_kept)).any(), "the first resumes, and its store is replaced then"
+
+
 def test_a_call_that_is_not_the_same_is_refused_by_name(unfinished):
     disk, other = Disk(unfinished, 2, **EAGER), Disk(unfinished, 3, **EAGER)
     files = {file: file.read_bytes() for file in unfinished.glob("*.arrays")}

@@ -48,6 +48,12 @@ def calls_host(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive.name.endswith("_callback") for eqn in equations_in(jaxpr))
 
 
+def pure_callbacks(jaxpr: Jaxpr) -> list[Any]:
+    """The functions of the user that a program calls by `jax.pure_callback`."""
+    found = [eqn.params["callback"] for eqn in equations_in(jaxpr) if eqn.primitive is _callback.pure_callback_p]
+    return [getattr(callback, "callback_func", callback) for callback in found]
+
+
 def wait_for(tree: Any) -> None:
     """Wait until arrays are computed; raise the error of a function on the host that has failed meanwhile."""
     jax.block_until_ready([x for x in jax.tree.leaves(tree) if isinstance(x, ArrayImpl)])

@@ -12,7 +12,9 @@ import types
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
-from .contents import ATOMS, Children, by_class, is_base
+import numpy as np
+
+from .contents import ATOMS, Children, by_class, children, is_base, is_installed, module_of
 
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
@@ -109,6 +111,43 @@ def global_children(fun: types.FunctionType) -> Children:
         # A module that is not loaded holds no state yet; the walk never imports one.
         if full in sys.modules:
             yield from _through_modules(sys.modules[full], full, [target] if target else [])
+
+
+def code_of(fun: Any) -> list[str]:
+    """The code of a function and of those that it holds, or that a user's function names: without lines, and without
+    other values, so that it is the same in each process.
+    """
+    texts: list[str] = []
+    seen, pending = set(), [fun]
+    while pending:
+        x = pending.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, types.FunctionType):
+            texts.append(_text_of(x.__code__))
+            pending += [content for _, content in children(x)]
+            if not (is_base(module_of(x)) or is_installed(module_of(x))):
+                named = [x.__globals__.get(name) for name in reads(x.__code__).names]
+                pending += [f for f in named if isinstance(f, types.FunctionType)]
+        elif isinstance(x, (types.BuiltinFunctionType, np.ufunc)):
+            texts.append(x.__name__)
+        elif isinstance(x, functools.partial):
+            pending += [x.func, *x.args, *x.keywords.values()]
+        else:
+            calls = [vars(cls).get("__call__") for cls in type(x).__mro__]
+            calls = [x.__func__] if isinstance(x, types.MethodType) else calls
+            pending += [call for call in calls if isinstance(call, types.FunctionType)]
+    return texts
+
+
+def _text_of(const: Any) -> str:
+    if isinstance(const, types.CodeType):
+        return repr((const.co_code, const.co_names, _text_of(const.co_consts)))
+    if isinstance(const, (tuple, frozenset)):
+        items = map(_text_of, const)
+        return repr([*items] if isinstance(const, tuple) else sorted(items))
+    return repr(const)
 
 
 def _through_modules(content: Any, path: str, attributes: Sequence[str]) -> Children:

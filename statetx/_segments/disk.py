@@ -37,6 +37,7 @@ class Disk(Strategy):
 
     If the process is killed, repeat the call: with the same program and arguments it resumes from `path`, and gives the
     bits of a call that was not killed. A store of an unfinished call refuses other calls; one that is done is replaced.
+    Of functions behind ``jax.pure_callback`` it compares the code, not the values that they read.
     Checksums find damaged files, which are computed again, and steps that are not deterministic, which raise.
 
     Args:

@@ -19,6 +19,7 @@ import numpy as np
 from .. import _jax
 from .._errors import CheckpointError, EffectError
 from .._lift.staged import as_types, to_key_data, to_keys
+from .._objects.code import code_of
 from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, type_str
@@ -66,6 +67,12 @@ def _joined(parts: Sequence[list], is_reversed: bool, avals: Sequence[Any]) -> l
     """Concatenate the arrays of segments to the whole loop's."""
     arrays = [jnp.concatenate(x) for x in zip(*parts[:: -1 if is_reversed else 1], strict=True)]
     return as_types(to_keys(arrays, avals), avals)
+
+
+def _parts_of(program: Any) -> list[bytes]:
+    """What tells a traced program apart: its text, and the code that it calls on the host, but not what that reads."""
+    texts = [program.lower().as_text(), *(text for fun in _jax.pure_callbacks(program.jaxpr) for text in code_of(fun))]
+    return [text.encode() for text in texts]
 
 
 class SegmentedRun:
@@ -141,13 +148,13 @@ class SegmentedRun:
     def facts(self) -> dict[str, Any]:
         """Everything that the results depend on, by its name in messages."""
         kinds = {"constant": self.constants, "carry or state": self.init, "xs": self.xs}
-        program = self.segments.advance_program.lower(self.segments.num_steps(0), 0, self.constants, self.init, self.xs)
+        program = self.segments.advance_program.trace(self.segments.num_steps(0), 0, self.constants, self.init, self.xs)
         device, jaxlib = current.local_device(), importlib.metadata.version("jaxlib")
         named = {f"{kind} {i}, {type_str(x)}": x for kind, values in kinds.items() for i, x in enumerate(values)}
         return {
             "versions": [jax.__version__, jaxlib, device.device_kind, device.client.platform_version],
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            "equations of the step": digest(program.as_text().encode()),
+            "equations of the step": digest(*_parts_of(program)),
             "length": self.step.length,
             "segments": self.num,
             "what is differentiated": list(self.diff_indices),
@@ -225,10 +232,10 @@ class SegmentedRun:
         self.cts = [[jnp.zeros_like(self.constants[i]) for i in diff_constants], of_carry]
         self.of_ys = {i - step.num_carry: ct for i, ct in ct_of.items() if i >= step.num_carry}
         num = self.segments.num_steps(0)
-        program = self.segments.pull_program.lower(
+        program = self.segments.pull_program.trace(
             num, self.diff_indices, 0, self.constants, self.init, self.xs, self.cts, self.of_ys
         )
-        key = digest(program.as_text().encode(), *map(np.asarray, [*of_carry, *self.of_ys.values()]))
+        key = digest(*_parts_of(program), *map(np.asarray, [*of_carry, *self.of_ys.values()]))
         with self.opened() as store:
             self.pulled = Trail("xs")
             loss = {"the cotangents of its results: another loss follows it": key, "segments": self.num}
