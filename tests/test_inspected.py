@@ -127,15 +127,11 @@ def test_profile_traces_a_jitted_step_twice_since_its_own_jit_stages_what_is_com
 
 
 def test_report_traces_the_function_once_for_each_row_and_once_as_written():
+    """One that is jitted twice: residuals in a trace within have no names."""
     block = statetx.remat(lambda w, x: jnp.sin(jnp.tanh(x @ w)))
     loss = functools.partial(lambda w, x: block(w, x).sum(), jnp.eye(8))
     assert num_traces("memory_report", loss, is_jitted=False) == 2
     assert num_traces("memory_report", loss, is_jitted=False, policies=["nothing", "dots"]) == 4
-
-
-def test_report_traces_a_jitted_function_twice_for_each_row_since_residuals_in_a_trace_within_have_no_names():
-    block = statetx.remat(lambda w, x: jnp.sin(jnp.tanh(x @ w)))
-    loss = functools.partial(lambda w, x: block(w, x).sum(), jnp.eye(8))
     assert num_traces("memory_report", loss, is_jitted=True) == 4
 
 
@@ -299,17 +295,6 @@ def test_reports_of_a_jitted_step_warn_of_nothing(kind):
 CELLS = {"statetx": statetx.Param, "brainstate": brainstate.ParamState, "nnx": nnx.Variable, "ref": jax.new_ref}
 
 
-def get_cell(cell):
-    return cell[...] if isinstance(cell, jax.Ref) else libraries.get(cell)
-
-
-def set_cell(cell, value):
-    if isinstance(cell, jax.Ref):
-        cell[...] = value
-    else:
-        libraries.put(cell, value)
-
-
 def values_through(fun, x):
     """A call of the pure function, whose new values nobody stores; a Ref is written in place, as its docstring says."""
     pure = statetx.functionalize(fun)
@@ -339,8 +324,8 @@ COMPILING = {
 }
 BEFORE = {
     "untouched": lambda cell: None,
-    "read": get_cell,
-    "written": lambda cell: set_cell(cell, 1.0 * get_cell(cell)),
+    "read": libraries.get,
+    "written": lambda cell: libraries.put(cell, 1.0 * libraries.get(cell)),
 }
 
 
@@ -354,13 +339,13 @@ def doubling(make, inspections):
         for cell, before, inspect in cells:
 
             def fun(x, cell=cell):
-                set_cell(cell, 3.0 * get_cell(cell) + x)
-                return jnp.sin(get_cell(cell))
+                libraries.put(cell, 3.0 * libraries.get(cell) + x)
+                return jnp.sin(libraries.get(cell))
 
             before(cell)
             inspect(fun, x)
-            set_cell(cell, 2.0 * get_cell(cell))
-        return jnp.stack([get_cell(cell) for cell, _, _ in cells]) + 0.0 * x
+            libraries.put(cell, 2.0 * libraries.get(cell))
+        return jnp.stack([libraries.get(cell) for cell, _, _ in cells]) + 0.0 * x
 
     return step, [cell for cell, _, _ in cells]
 
@@ -472,7 +457,7 @@ def check_no_trace(transform, kind, inspections):
     step, cells = doubling(CELLS[kind], inspections)
     found = TRANSFORMS[transform](step)
     np.testing.assert_array_equal(found, np.broadcast_to([[2.0], [4.0], [8.0]], found.shape))
-    assert [float(get_cell(cell)) for cell in cells] == [8.0] * len(cells)
+    assert [float(libraries.get(cell)) for cell in cells] == [8.0] * len(cells)
 
 
 @pytest.mark.sample
@@ -491,38 +476,25 @@ def test_report_or_plan_in_a_jitted_step_leaves_no_trace(inspect, kind):
 @pytest.mark.parametrize("kind", ["statetx", "brainstate", "nnx"])
 def test_gradient_through_the_values_that_functionalize_reads_in_the_transform(kind):
     cell = CELLS[kind](jnp.float32(1))
-    pure = statetx.functionalize(lambda x: get_cell(cell) * 2.0 + x)
+    pure = statetx.functionalize(lambda x: libraries.get(cell) * 2.0 + x)
     loss = lambda x: pure(pure.values(x), x)[0]
     assert float(statetx.grad(loss, wrt=cell)(0.0)) == 2.0
     assert float(statetx.jit(statetx.grad(loss, wrt=cell))(0.0)) == 2.0
 
 
-KEYS = {
-    "statetx": (lambda: statetx.RngState(0), lambda rng: rng.next()),
-    "brainstate": (lambda: brainstate.random.RandomState(0), lambda rng: rng.split_key()),
-    "nnx": (lambda: nnx.Rngs(0), lambda rng: rng()),
-    "ref": (lambda: jax.new_ref(jax.random.key(0)), lambda ref: draw_from(ref)),
-}
-
-
-def draw_from(ref):
-    ref[...], key = jax.random.split(ref[...])
-    return key
-
-
 @pytest.mark.sample
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", CELLS)
 @pytest.mark.parametrize("transform", ["jit", "scan"])
 def test_inspection_draws_no_random_numbers(transform, kind):
-    make, draw = KEYS[kind]
+    library = libraries.LIBRARIES[kind]
 
     def run(inspections):
-        rngs = [make() for _ in ASIDE]
+        rngs = [library.rng() for _ in ASIDE]
 
         def step(x):
             for rng, inspect in zip(rngs, inspections, strict=False):
-                inspect(lambda x, rng=rng: jax.random.uniform(draw(rng)) + x, x)
-            return jnp.stack([jax.random.uniform(draw(rng)) for rng in rngs])
+                inspect(lambda x, rng=rng: jax.random.uniform(library.draw(rng)) + x, x)
+            return jnp.stack([jax.random.uniform(library.draw(rng)) for rng in rngs])
 
         return TRANSFORMS[transform](step)
 

@@ -173,7 +173,7 @@ def test_name_of_a_state_is_found_without_running_the_users_code():
     assert not hasattr(layers[0], "shape")
     for state, name in ((statetx.State(X, name="total"), "total"), (statetx.State(X), "state")):
         with pytest.raises(statetx.StateValueError, match=f"Write {name}.value"):
-            (lambda make: make() + 1)(lambda: state)  # no variable of the caller has it
+            (lambda make: make() + 1)(lambda state=state: state)  # no variable of the caller has it
 
 
 def test_note_of_a_replaced_state_is_added_once():

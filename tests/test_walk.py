@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
+from libraries import get as value_of
 
 import statetx
 from statetx import Param, State
@@ -35,10 +36,6 @@ here = None
 
 def scale(x):
     return x * value_of(here)
-
-
-def value_of(state):
-    return state[...] if isinstance(state, (jax.Ref, nnx.Variable)) else state.value
 
 
 class Model:
