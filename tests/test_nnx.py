@@ -809,6 +809,14 @@ def test_module_of_arrays_alone_as_a_result_is_told_to_hold_states():
             statetx.make_jaxpr(transform(lambda x: Model(2 * x)))(jnp.ones(3))
 
 
+def test_metadata_that_a_function_sets():
+    jitted = statetx.jit(lambda tree: tree["count"].set_metadata(unit="s"))
+    for _ in range(3):
+        count = Count(jnp.zeros(()), unit="ms")
+        jitted({"count": count})
+        assert count.get_metadata("unit") == "s"
+
+
 def _written(model, x):
     model.calls[...] += 1
     return (model.w[...] * x).sum()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 
 from ... import _frames, _states
@@ -34,7 +32,7 @@ class NewStates:
         if self._originals or call.opens_models:
             self._leaves, self._structure = call.flatten_to_states(trees)
             self._states = [x for x in self._leaves if call.is_opened(x)]
-            self._values = [jax.tree.leaves(state) for state in self._states]
+            self._values = [jax.tree.flatten(state) for state in self._states]
             self.ids = frozenset(map(id, self._states))
 
     def effects(self, out: PyTree, site: str) -> list[_frames.Effect]:
@@ -51,8 +49,11 @@ class NewStates:
         if self._call.opens_models and not self._ids_in(self._trees).isdisjoint(self._ids_in(out)):
             raise self._call.needs_identity()
         effects: list[_frames.Effect] = []
-        for original, state, values in zip(self._originals, self._states, self._values, strict=True):
-            if any(x is not y for x, y in itertools.zip_longest(jax.tree.leaves(state), values)):
+        for original, state, (values, treedef) in zip(self._originals, self._states, self._values, strict=True):
+            new_values, new_treedef = jax.tree.flatten(state)
+            if new_treedef != treedef:  # metadata
+                raise self._call.needs_identity()
+            if any(x is not y for x, y in zip(new_values, values, strict=True)):
                 kind = _states.kind_of_state(state)
                 effects.append(_frames.Effect(original, kind, kind.get(state), site))
         return effects
