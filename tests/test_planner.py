@@ -1343,6 +1343,25 @@ def test_a_recurrent_program_costs_less_at_the_memory_of_remat_on_its_steps():
     assert_same_gradients(jax.jit(jax.grad(plan.apply(loss))), jax.grad(loss), w, xs, rtol=1e-4)
 
 
+def test_operations_are_told_relative_to_one_program():
+    """Functions that are rematerialized in a loop within a loop stay so, and are not in the program that a plan and
+    all that was compiled for it are compared with.
+    """
+
+    def loss(ws, x):
+        part = jax.checkpoint(lambda w, row: jnp.sin(jnp.tanh(row @ w) @ w))
+
+        def layer(x, w):
+            return x + jax.lax.map(lambda row: part(w, row), x.reshape(4, -1, 8)).reshape(x.shape), None
+
+        return (jax.lax.scan(layer, x, ws)[0] ** 2).mean()
+
+    plan = statetx.plan(loss, jnp.ones((4, 8, 8)), jnp.ones((16, 8)), budget="1MiB", argnums=0)
+    ((name, temp_bytes, extra),) = plan.measured
+    assert (name, temp_bytes, extra) == ("no remat", plan.temp_bytes, plan.extra_flops) and extra > 0.1
+    assert plan.curve[-1][1] == extra and all(of_policy >= extra for _, _, of_policy, _ in plan.stock_policies)
+
+
 @pytest.mark.parametrize("is_on_mesh", [False, True])
 def test_arguments_in_the_hosts_memory_are_planned_there(monkeypatch, is_on_mesh):
     texts, set_ = [], _compiled.Program._set

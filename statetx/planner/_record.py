@@ -286,7 +286,10 @@ def fields_of(
         unplanned: for the program that the plan is compared with.
         of_call: further fields: name and budget.
     """
-    fixed, captured, total_cost = search.fixed(), search.captured, search.total_cost()
+    fixed, captured, unplanned_flops = search.fixed(), search.captured, unplanned.unplanned_flops
+    # Of the search's own baseline, which has the rematerialized functions that plans leave.
+    base_flops = program.compiled.flops - program.added_cost
+    added: Callable[[float], float] = lambda cost: (base_flops + cost - unplanned_flops) / max(unplanned_flops, 1)
     pairs = zip(captured.gradients, program.candidates, strict=True)
     return of_call | {
         "version": VERSION,
@@ -310,12 +313,12 @@ def fields_of(
         # A leave-one-out prediction: the candidate's own measurement does not correct it.
         "predicted_bytes": int(search.predict(program)),
         "initial_prediction_bytes": int(max(c.predicted_bytes for c in program.candidates)),
-        "curve": [[int(num_bytes), cost] for num_bytes, cost in search.curve()],
-        "measured": [[c.name, c.temp_bytes, c.added_cost / total_cost] for c in search.programs()],
-        "stock_policies": [[n, b, c / total_cost, is_predicted] for n, b, c, is_predicted in search.stock_policies()],
+        "curve": [[int(num_bytes), added(cost)] for num_bytes, cost in search.curve()],
+        "measured": [[c.name, c.temp_bytes, added(c.added_cost)] for c in search.programs()],
+        "stock_policies": [[n, b, added(cost), told] for n, b, cost, told in search.stock_policies()],
         "unplanned_bytes": _unplanned_bytes(search, unplanned),
         "unplanned_is_compiled": unplanned.has_baseline(),
-        "unplanned_flops": unplanned.unplanned_flops,
+        "unplanned_flops": unplanned_flops,
     }
 
 

@@ -325,7 +325,7 @@ class ProgramSearch:
         """The model's curve; of several gradients the compiled programs that no other beats in both."""
         if self._alone is not None:
             return self._alone.curve()
-        points = [(float(p.temp_bytes), p.added_cost / self.total_cost()) for p in self.programs()]
+        points = [(float(p.temp_bytes), p.added_cost) for p in self.programs()]
         return undominated(points, lambda point: point[0], lambda point: point[1])
 
     # -- time ------------------------------------------------------------------------------------------------------

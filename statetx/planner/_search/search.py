@@ -357,20 +357,18 @@ class Search:
         return int(fraction * self.candidates.baseline_bytes())
 
     def curve(self, num: int = 20) -> list[tuple[float, float]]:
-        """Points (predicted bytes, added operations or seconds relative to the baseline) of the model's best choices.
+        """Points (predicted bytes, added operations) of the model's best choices.
 
         From the least memory to the baseline's, monotone in both.
         """
         everything = self.lattice.families[0]
         low = everything.least_peak()
         high = max(low + 1, self._unplanned.peak, *(c.choice.peak for c in self.candidates))
-        total_cost = self._total_cost
-
         points: list[tuple[float, float]] = []
         for limit in np.geomspace(low * 1.001 + 1, high * 1.001 + 1, num):
             choice = everything.choose(limit)
             if choice is not None:
-                points.append((self.candidates.predict(choice.peak), choice.cost / total_cost))
+                points.append((self.candidates.predict(choice.peak), choice.cost))
 
         # Predictions are not monotone in the limit: take running extrema.
         least = float("inf")
