@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from statetx._jax.buffers import Computation, Instruction, scheduled_computations
+from statetx._jax.estimates import kernel_seconds
 from statetx.memory.buffer import bytes_of
 
 # Instructions that move nothing: names of values, and waits for what has begun before.
@@ -30,7 +31,7 @@ FREE = (
 FREE_CALLS = ("", "Sharding", "AllocateBuffer")
 SLICES = ("dynamic-slice", "slice", "gather")
 VIEWS = ("bitcast", "reshape", "copy", "convert", "transpose")
-TILED = '"kind":"__triton"'
+TILED, PRODUCT = '"kind":"__triton"', '"kind":"__triton_nested_gemm_fusion"'
 
 
 class Traffic(NamedTuple):
@@ -48,6 +49,32 @@ def traffic(compiled: Any) -> Traffic | None:
     """Of a ``jax.stages.Compiled`` for a GPU; None if its program is not told."""
     found = scheduled_computations(compiled)
     return None if found is None else _Counted(found[1]).of(found[0])
+
+
+class Timed(NamedTuple):
+    """A kernel with XLA's estimate of its time, in all its runs."""
+
+    kind: str
+    seconds: float
+
+
+def timed(compiled: Any) -> Iterator[Timed]:
+    """The kernels of a ``jax.stages.Compiled`` for a GPU that are not of a loop of unknown length or a condition."""
+    found = scheduled_computations(compiled)
+    assert found is not None
+    entry, computations = found
+
+    def within(number: int, times: int) -> Iterator[Timed]:
+        for i in computations[number].instructions:
+            if i.opcode in ("while", "call", "async-start"):
+                for called in i.called:
+                    yield from within(called, times * (i.trip_count or 1))
+            elif (seconds := kernel_seconds(i)) is not None:
+                is_tiled, is_product = TILED in i.backend_config, PRODUCT in i.backend_config
+                kind = "softmaxes and norms" if is_tiled else "products" if is_product else "others"
+                yield Timed(kind, times * seconds)
+
+    return within(entry, 1)
 
 
 class _Counted:

@@ -526,6 +526,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "targets": lambda: log("targets", lambda m, results: [(m.COLUMNS, m.rows(results, load("gpu")["results"]))]),
     "target_models": lambda: log("target_models", lambda m, results: [(m.COLUMNS, m.rows(results))]),
     "target_plans": log_target_plans,
+    "kernel_times": lambda: log("kernel_times", lambda m, results: [(m.COLUMNS, m.rows(results))]),
     "comparison: conclusion": lambda: module("behaviors").conclusion(load("behaviors")),
     "comparison: totals": lambda: (
         f'<div class="wide" markdown>\n\n{module("behaviors").totals_text(load("behaviors"))}\n\n</div>'

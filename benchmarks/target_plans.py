@@ -48,6 +48,7 @@ from unseen_models import UNSEEN, diffusion
 from whole_plans import error_of, mib, percent
 
 import statetx
+from statetx._equations.compiled import Program
 from statetx._targets import current, plugins
 from statetx.planner import Planner
 from statetx.planner._program.values import InFormat
@@ -136,10 +137,15 @@ def used(plan: statetx.Plan) -> list[str]:
 # -- one row, in a process of its own --------------------------------------------------------------------------------
 
 
+def program_of(model: Model, loss: Callable) -> Program:
+    """The value and the gradient, to be compiled for the target."""
+    whole = array_program("target_plans", statetx.value_and_grad(loss), (model.params, *model.data), {}, gradient=False)
+    return whole.for_types(whole.arrays, None, estimates=True)
+
+
 def cost_of(model: Model, loss: Callable) -> dict[str, Any]:
     """What the user's program takes: the value and the gradient, compiled for the target."""
-    whole = array_program("target_plans", statetx.value_and_grad(loss), (model.params, *model.data), {}, gradient=False)
-    program = whole.for_types(whole.arrays, None, estimates=True)
+    program = program_of(model, loss)
     cost, moved = program.cost_on_device, kernels.traffic(program.compiled) if current.platform() == "gpu" else None
     found = {"bytes": cost.temp_bytes, "flops": cost.flops, "seconds": cost.seconds}
     return found | ({} if moved is None else {"kernels": moved.kernels, "tiled": moved.tiled, "moved": moved.num_bytes})

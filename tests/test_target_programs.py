@@ -2,7 +2,9 @@
 checked on every commit.
 """
 
+import collections
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 import subprocess
@@ -432,15 +434,19 @@ def test_updates_returned_out_of_order_are_named_with_what_they_cost(order):
         assert reordered.saved_bytes > 8 * 32 * 32 * 4 and "test_target_programs.py:" in reordered.text
 
 
-def test_kernels_and_the_bytes_that_they_move_are_counted():
+@functools.cache
+def benchmark_kernels():
     path = pathlib.Path(__file__).parents[1] / "benchmarks" / "kernels.py"
     spec = importlib.util.spec_from_file_location("benchmark_kernels", path)
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
+    return kernels
 
+
+def test_kernels_and_the_bytes_that_they_move_are_counted():
     def traffic(fun, *args):
         with statetx.target("h100"):
-            return kernels.traffic(Program(fun, args).compiled)
+            return benchmark_kernels().traffic(Program(fun, args).compiled)
 
     x, size = f32(1024, 512), 1024 * 512 * 4
     assert traffic(lambda x: jnp.sin(x) + 1, x) == (1, 0, 2 * size)
@@ -450,3 +456,22 @@ def test_kernels_and_the_bytes_that_they_move_are_counted():
     assert loops[1].kernels - loops[0].kernels >= 8
     # Each turn reads and writes the carry and reads one row, not all of them.
     assert 8 * 2 * size <= loops[1].num_bytes - loops[0].num_bytes < 8 * (2 * size + 3 * 512 * 4)
+
+
+def test_times_of_kernels_by_kind_add_up_to_the_estimate():
+    def turn(x, row):
+        return jax.nn.softmax(jnp.sin(x) @ x + row[:, None]), None
+
+    def times(length):
+        loop = lambda x, rows: jax.lax.scan(turn, x, rows)[0]
+        with statetx.target("h100"):
+            program = Program(loop, (f32(512, 512), f32(length, 512)), estimates=True)
+            kinds = collections.Counter()
+            for kernel in benchmark_kernels().timed(program.compiled):
+                kinds[kernel.kind] += kernel.seconds
+            assert kinds.total() == pytest.approx(program.cost.seconds)
+        return kinds
+
+    short, long = times(8), times(16)
+    for kind in ("products", "softmaxes and norms"):
+        assert long[kind] > 1.5 * short[kind] > 0

@@ -29,8 +29,7 @@ def estimated_seconds(compiled: Any, platform: str) -> float | None:
         return None
     entry, computations = program
     if platform == "gpu":
-        microseconds = _Sum(computations).of(computations[entry])
-        return microseconds / 1e6 if microseconds else None
+        return _Sum(computations).of(computations[entry]) or None
     has_loop = any(i.opcode == "while" for c in list(computations.values()) for i in c.instructions)
     seconds = 0.0 if has_loop else (compiled.cost_analysis() or {}).get("optimal_seconds", 0.0)
     return seconds if seconds > 0 else None
@@ -48,7 +47,7 @@ _CALLS = ("while", "conditional", "call", "async-start")
 
 
 class _Sum:
-    """Microseconds of the kernels of computations, one after another, loops counted with their lengths; None if a part
+    """Seconds of the kernels of computations, one after another, loops counted with their lengths; None if a part
     is not known.
     """
 
@@ -62,9 +61,9 @@ class _Sum:
         return self._found[computation.id]
 
     def _of_instruction(self, instruction: Instruction) -> float | None:
-        told = _told(instruction.backend_config)
-        if told is not None:
-            return told + _LAUNCH
+        seconds = kernel_seconds(instruction)
+        if seconds is not None:
+            return seconds
         if product_of(instruction) or instruction.opcode.startswith(_TRANSFERS):
             return None if not instruction.opcode.endswith("-done") else 0.0
         if instruction.opcode not in _CALLS:
@@ -88,12 +87,13 @@ def _sum(parts: Iterable[float | None]) -> float | None:
     return total
 
 
-def _told(backend_config: str) -> float | None:
-    if "reification_cost" not in backend_config:
+def kernel_seconds(instruction: Instruction) -> float | None:
+    """The estimated time of a kernel; None where XLA has written none."""
+    if "reification_cost" not in instruction.backend_config:
         return None
-    costs = json.loads(backend_config)["reification_cost"]
+    costs = json.loads(instruction.backend_config)["reification_cost"]
     of_model = lambda name: [float(c["exec_time_us"]) for c in costs if c.get("name") == name]
     told = of_model(_MODEL)
     if told and sum(told) <= _LEAST:
         told = of_model(_TILED_MODEL) or told
-    return sum(told) if told else None
+    return (sum(told) + _LAUNCH) / 1e6 if told else None
