@@ -672,24 +672,3 @@ def check_random_program(seed, kind):
 def test_random_program_equals_plain_python(seed, kind):
     for n in range(5):
         check_random_program(5 * seed + n, kind)
-
-
-@each_kind
-def test_call_that_fails_leaves_no_state_without_a_value(kind):
-    """The next call creates it again, as a layer does in its first call."""
-    box, items, kept = SimpleNamespace(replaced=kind(jnp.zeros(()))), {}, []
-    old = box.replaced
-
-    @statetx.jit
-    def step(x, mode=""):
-        if not items:
-            items["state"] = box.state = box.replaced = kind(x)
-            kept.extend([box.state, kind(x)])
-        if mode == "fails":
-            raise KeyError("later")
-        return items["state"].value + box.state.value
-
-    with pytest.raises(KeyError):
-        step(1.0, "fails")
-    assert vars(box) == {"replaced": old} and not items and not kept
-    assert [float(step(2.0)) for _ in range(3)] == [4.0] * 3 and box.replaced is box.state

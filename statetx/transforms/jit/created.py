@@ -251,7 +251,7 @@ class CreatedStates:
         is_returned: whether a created state is in the result and in no object that existed before.
         num_stagings: the number of stagings in a row, with this one, that created states and served one call each.
         summary: the states and where they are made, for messages.
-        undo: puts back what was at the places of created states, if the staging fails: they have no value then.
+        undo: puts back what was at the places of created states, if the staging is given up.
     """
 
     def __init__(self, *roots: Any, is_second: bool):
@@ -279,12 +279,11 @@ class CreatedStates:
             out = fun(*args, **kwargs)
         finally:
             _stagings.open.pop()
-            places, self._before = self._before, None
-            created = {id(state): state for state, _ in frame.created()}
-            if created and places is not None:
-                places.compare(created)
-                self.undo = places.undo
+        places, self._before = self._before, None
+        created = {id(state): state for state, _ in frame.created()}
         if created and places is not None:
+            places.compare(created)
+            self.undo = places.undo
             if self.is_second:
                 self._successors = places.successors
                 for state in places.moved:  # an output of the program, whose input is its predecessor at the place

@@ -36,7 +36,7 @@ from ..._tree import Partition, has_deleted, is_array_or_number, is_state_tree, 
 from ..._typing import PyTree
 from ...kinds.native import Invalidated
 from .acceptance import Acceptance, StateShardings, is_on_mesh, names_mesh
-from .arguments import Call
+from .arguments import Call, Reread
 from .created import CreatedStates
 from .gradients import GradientRelease
 from .new_states import NewStates
@@ -107,7 +107,7 @@ class StagedProgram:
         names = InputNames(fun, call.with_arrays)
         try:
             staged, outcome, refs = stage(body, self._acceptance.avals, traced_for="jit", names=names, lifting=lifting)
-        except BaseException:  # when Python runs again, it is to find no states that have no value
+        except Reread:  # Python runs again, and is to find no states that have no value
             self.created.undo()
             raise
         self.outcome: Outcome = outcome.add(refs)
