@@ -802,6 +802,15 @@ def test_no_plan_costs_more_than_remat_on_the_blocks_that_keeps_the_budget(monke
     assert found.added_cost <= candidates[0].added_cost
 
 
+def test_choice_of_the_lowest_peak_is_also_tried_without_saved_values(monkeypatch):
+    """XLA may hold a value twice that a region both saves and returns."""
+    search, tried = Planner(loss, FEW[:3], X, of="temporaries", argnums=0)._search, []
+    monkeypatch.setattr(search.candidates, "measure", lambda choice, name="plan": tried.append(choice))
+    search.fit(ByteBudget(1000, TEMPORARIES))
+    saved = [{option.decision.saved for option in choice.options} for choice in tried]
+    assert saved == [{frozenset(), None}, {frozenset(), None}, {frozenset()}], "at first but for the loss"
+
+
 def test_time_that_ends_at_once_gives_a_plan_of_few_operations(monkeypatch):
     """What is predicted to keep the budget is compiled, the cheapest first; never the smallest for want of time."""
     monkeypatch.setattr(_search.Search, "is_late", lambda self: True)
