@@ -267,6 +267,13 @@ def pytest_runtest_call(item):
     return result
 
 
+@pytest.fixture
+def promoted_ranks():
+    """As the layers of other libraries need it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def built_site(tmp_path_factory):
     """The documentation site, built strictly: the finished process, and the folder."""

@@ -4,6 +4,8 @@ installed JAX.
 
 import contextlib
 import importlib
+import pathlib
+import sys
 import threading
 
 import jax
@@ -55,6 +57,22 @@ def compilations():
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@contextlib.contextmanager
+def benchmark(name):
+    """A module of benchmarks, whose folder has modules with the names of others, as that of the examples has."""
+    folder, path = pathlib.Path(__file__).parents[1] / "benchmarks", list(sys.path)
+    names = {file.stem for file in folder.glob("*.py")}
+    others = {name: sys.modules.pop(name) for name in names & set(sys.modules)}
+    sys.path.insert(0, str(folder))
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.path[:] = path
+        for name in names & set(sys.modules):
+            del sys.modules[name]
+        sys.modules.update(others)
 
 
 def in_thread(*functions):

@@ -1,10 +1,7 @@
 """The models that plans are judged on, at small sizes, and the verdicts of ``benchmarks/whole_plans.py``."""
 
-import contextlib
 import dataclasses
-import importlib.util
-import pathlib
-import sys
+import importlib
 import types
 
 import jax
@@ -13,43 +10,21 @@ import numpy as np
 import pytest
 
 import statetx
+from helpers import benchmark
 from statetx.planner import Planner
 
 for library in ("flax", "haiku", "equinox", "optax", "brainstate", "brainpy.state", "braintools"):
     pytest.importorskip(library)
 
-FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
 
 @pytest.fixture(scope="module")
 def harness():
     """benchmarks/whole_plans.py."""
-    with _loaded("whole_plans") as module:
+    with benchmark("whole_plans") as module:
         module.MODELS |= importlib.import_module("unseen_models").UNSEEN
         yield module
-
-
-@contextlib.contextmanager
-def _loaded(name):
-    """A module of benchmarks, whose folder has modules with the names of others."""
-    path, names = list(sys.path), {file.stem for file in FOLDER.glob("*.py")}
-    others = {name: sys.modules.pop(name) for name in names & set(sys.modules)}
-    sys.path.insert(0, str(FOLDER))
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = path
-    for name in names & set(sys.modules):
-        del sys.modules[name]
-    sys.modules.update(others)
-
-
-@pytest.fixture(autouse=True)
-def _rank_promotion_as_other_libraries_need_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 SMALL = {
@@ -263,7 +238,7 @@ def test_estimates_beside_times(monkeypatch):
     """One program at a tiny size, on this CPU; XLA tells times for GPUs only, so they are made up."""
     measure = statetx.measure
     as_told = lambda *args, **kwargs: dataclasses.replace(cost := measure(*args, **kwargs), seconds=1e-9 * cost.flops)
-    with _loaded("gpu_times") as gpu_times:
+    with benchmark("gpu_times") as gpu_times:
         monkeypatch.setattr(statetx, "measure", as_told)
         monkeypatch.setattr(gpu_times, "STEPS_FOR", 0.0)
         assert len(gpu_times.NAMES) == 20

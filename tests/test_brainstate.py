@@ -16,14 +16,9 @@ from statetx import _hooks, _states
 from statetx.kinds.brainstate import observe
 from statetx.kinds.brainstate.kind import KIND
 
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 T = brainstate.transform
 X = jax.random.normal(jax.random.key(1), (5, 4))
-
-
-@pytest.fixture(autouse=True)
-def _rank_promotion_as_brainstate_needs_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Net(nn.Module):

@@ -8,13 +8,8 @@ import pytest
 
 import statetx
 
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 X = jax.random.normal(jax.random.key(0), (512, 8))
-
-
-@pytest.fixture(autouse=True)
-def _rank_promotion():
-    with jax.numpy_rank_promotion("allow"):  # brainstate's layers need it
-        yield
 
 
 class Net(brainstate.nn.Module):

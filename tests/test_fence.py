@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statetx
-from helpers import assert_close
+from helpers import assert_close, benchmark
 
 CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 11, 1)
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures of XLA on a CPU")
 
 
-def _load(name):
-    path = pathlib.Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-programs = _load("programs")
+with benchmark("programs") as programs:
+    pass
 
 # Each is unrolled, and small enough for a test; benchmarks/planner.py takes them at full size.
 UNROLLED = {

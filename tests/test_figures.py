@@ -4,11 +4,12 @@ import json
 import pathlib
 import re
 import runpy
-import sys
 
 import jax
 import pytest
 from pages import assert_same
+
+from helpers import benchmark
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -23,18 +24,8 @@ def report():
     """benchmarks/report.py. The benchmarks import every library that they compare."""
     for library in ("brainstate", "equinox", "flax", "haiku", "matplotlib", "rich"):
         pytest.importorskip(library)
-    path, names = list(sys.path), {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
-    others = {
-        name: sys.modules.pop(name) for name in names & set(sys.modules)
-    }  # of examples, which have a `_common`, too
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import report
-
-    yield report
-    sys.path[:] = path
-    for name in names & set(sys.modules):
-        del sys.modules[name]
-    sys.modules.update(others)
+    with benchmark("report") as report:
+        yield report
 
 
 def results(name):

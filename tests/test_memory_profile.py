@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gc
-import importlib.util
 import itertools
 import json
 import lzma
@@ -27,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import corpus
 import statetx
-from helpers import in_turn
+from helpers import benchmark, in_turn
 from statetx import _jax
 from statetx._equations.compiler import memory_analysis_options
 from statetx._equations.structure import table
@@ -166,15 +165,8 @@ def test_what_is_alive_in_a_loop_sums_to_xlas_figures(cls):
     check_sums(loop, jnp.stack([jnp.asarray(corpus.X)] * 4))
 
 
-def _load(name):
-    path = pathlib.Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-programs = _load("programs")
+with benchmark("programs") as programs:
+    pass
 SLOW_PROGRAMS = ("SwiGLU transformer", "convolutional net", "deep MLP")
 
 
