@@ -2,6 +2,7 @@
 
 import ast
 import os
+import sys
 
 import pytest
 
@@ -49,6 +50,7 @@ def test_each_fault_changes_the_code_where_it_says(copy):
 def test_a_probe_notes_the_test_that_executes_its_statement(copy, monkeypatch):
     faults = [*mutations.faults_of(copy / "code.py")]
     mutations.probe(copy, faults)
+    monkeypatch.delitem(sys.modules, "fault_probe", raising=False)  # of a run that is measured itself
     monkeypatch.syspath_prepend(copy)
     names = {}
     exec((copy / "code.py").read_text(), names)
