@@ -519,7 +519,7 @@ def ahead():
 def test_ahead_of_time_program_reads_and_writes_states():
     n, w, body, f = ahead()
     lowered = f.lower(jax.ShapeDtypeStruct((3,), jnp.float32))
-    compiled = lowered.compile(compiler_options={"xla_embed_ir_in_executable": True})  # as JAX's own call has not
+    compiled = lowered.compile({"xla_embed_ir_in_executable": True})  # as JAX's own call has not
     assert n.value == 0 < compiled.memory_analysis().argument_size_in_bytes and "HloModule" in compiled.as_text()
     x = jnp.ones(3)
     with compilations() as events:

@@ -351,9 +351,10 @@ class Traced(_Stage):
 class Lowered(_Stage):
     """The result of ``lower(*args)`` of a jitted function; as ``jax.stages.Lowered``."""
 
-    def compile(self, **options: Any) -> Compiled:
+    def compile(self, compiler_options: dict[str, Any] | None = None, **options: Any) -> Compiled:
         """Compile the program; options as for ``jax.stages.Lowered.compile``."""
-        return Compiled(self.jax_stage.compile(**options), self._program, self._jit, self._call)
+        compiled = self.jax_stage.compile(compiler_options, **options)
+        return Compiled(compiled, self._program, self._jit, self._call)
 
 
 class Compiled(_Stage):
