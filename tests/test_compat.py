@@ -541,6 +541,6 @@ COMPUTATIONS = {
         ([kernel(7.0, "all-reduce-start"), instruction("all-reduce-done")], 7 + US),
     ],
 )
-def test_sum_of_a_program(instructions, expected):
+def test_sum_of_a_program(instructions, expected):  # in microseconds
     computations = {n: buffers.Computation(n, str(n), 0, i) for n, i in {**COMPUTATIONS, 0: instructions}.items()}
-    assert _Sum(computations).of(computations[0]) == (None if expected is None else pytest.approx(expected))
+    assert _Sum(computations).of(computations[0]) == (None if expected is None else pytest.approx(expected / 1e6))
