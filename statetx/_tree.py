@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
