@@ -973,10 +973,18 @@ def test_written_variables_are_donated_and_keep_their_sharding(how):
     assert count[...].tolist() == [2.0] * 4
 
 
-def test_program_of_other_models_keeps_none_of_them():
-    jitted, arrays = statetx.jit(_written), []
+class Compared(Counting):
+    def __eq__(self, other):
+        return isinstance(other, Compared)
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("make", [Counting, Compared])
+def test_program_of_other_models_keeps_none_of_them(make):
+    jitted, arrays = statetx.jit(lambda model, x: _written(model, x)), []
     for _ in range(3):
-        model = Counting()
+        model = make()
         jitted(model, jnp.ones(3))
         arrays += [weakref.ref(x) for x in jax.tree.leaves(model)]
     del model

@@ -178,6 +178,10 @@ class Reread(Exception):
     """The arguments of a call are to be read again: more or fewer of the objects in them are opened."""
 
 
+def _dead() -> None:
+    """In place of a weak reference to an object that allows none: as if it was gone."""
+
+
 class Opening:
     """What is opened in the arguments of a function, and why; for every `jit` of it with the same options.
 
@@ -190,7 +194,7 @@ class Opening:
     def __init__(self) -> None:
         self.opened, self._most_opened = _STATES, _MODELS
         self._opened_inside = _STATES
-        self._seen: dict[Hashable, Hashable] = {}
+        self._seen: dict[Hashable, list[Callable[[], Any]]] = {}
 
     def open_less_than(self, opened: int) -> None:
         """Know more objects by their identity from now on."""
@@ -217,8 +221,9 @@ class Opening:
             return
         if len(self._seen) >= _MAX_LAYOUTS:
             self._seen.clear()
-        ids = static_key(models)
-        if self._seen.setdefault((key, *map(jax.tree.structure, models)), ids) != ids:
+        refs = [weakref.ref(x) if type(x).__weakrefoffset__ else _dead for x in models]
+        seen = self._seen.setdefault((key, *map(jax.tree.structure, models)), refs)
+        if any(ref() is not x for ref, x in zip(seen, models, strict=True)):
             self.opened = _MODELS
             raise Reread
 
