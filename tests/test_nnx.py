@@ -992,6 +992,26 @@ def test_program_of_other_models_keeps_none_of_them(make):
     assert not any(ref() is not None for ref in arrays) and len(jitted.cache.programs) == 1
 
 
+def test_model_with_a_program_of_its_own_keeps_it_once_others_have_come():
+    """It is not flattened in each call, as others are."""
+    flattened = []
+
+    class Model(Counting):
+        def _pytree__flatten(self):
+            flattened.append(type(self))
+            return super()._pytree__flatten()
+
+    jitted, models, x = statetx.jit(lambda model, x: _written(model, x)), [Model() for _ in range(3)], jnp.ones(3)
+    for model in models:
+        jitted(model, x)
+    flattened.clear()
+    jitted(models[0], x)
+    assert not flattened and float(models[0].calls[...]) == 2
+    jitted(models[0], jnp.ones((2, 3)))  # of another type: staged for this model
+    jitted(models[2], x)
+    assert flattened and [float(model.calls[...]) for model in models] == [3, 1, 2]
+
+
 def test_program_compiled_ahead_of_time_for_a_model_runs_once_others_have_come():
     jitted, models, x = statetx.jit(_written), [Counting() for _ in range(3)], jnp.ones(3)
     compiled = jitted.lower(models[0], x).compile()

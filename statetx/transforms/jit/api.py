@@ -170,8 +170,8 @@ class Jit(Wrapper[P, R], made_by=jit):
                 f"jit: compiler_options= must be a dict of options of XLA, got {brief(options['compiler_options'])}."
             )
         self.cache = cache_of(fun, options)
-        reader = CallReader(fun, options, self.cache.opening)
-        self.read = reader.read
+        reader = CallReader(fun, options, self.cache.opening, self.cache.of)
+        self.read, self._read_to_run = reader.read, reader.read_to_run
         self.donate_states = options["donate_states"]
         self.donates = as_predicate([self.donate_states, *reader.donated.filters_of_states()])
         self.release_gradients = options["release_gradients"]
@@ -191,7 +191,7 @@ class Jit(Wrapper[P, R], made_by=jit):
             return run_eagerly(self._name(), self.__wrapped__, args, kwargs)
         while True:
             with contextlib.suppress(Reread):
-                return self._run(self.read(args, kwargs))
+                return self._run(self._read_to_run(args, kwargs))
 
     def _run(self, call: Call) -> Any:
         programs = self.cache.of(call)

@@ -204,6 +204,10 @@ class Opening:
         """`opened`. Inside other transforms, which see what is touched, the states of models are read one by one."""
         return self.opened if _frames.current_frame() is None else min(self.opened, self._opened_inside)
 
+    def is_for_several(self) -> bool:
+        """Whether models are opened now, for no other reason than that several have come."""
+        return self.now() == _MODELS != self._opened_inside
+
     def note_models(self, key: Hashable, models: Sequence[Any]) -> None:
         """Note the models of a call that is to be staged; `key` of the call.
 
@@ -217,7 +221,7 @@ class Opening:
         if any(map(is_argument, jax.tree.leaves(models, is_leaf=is_state))):
             self.opened = self._opened_inside = _MODELS
             raise Reread
-        if _frames.current_frame() is not None:
+        if _frames.current_frame() is not None or self.opened == _MODELS:
             return
         if len(self._seen) >= _MAX_LAYOUTS:
             self._seen.clear()
@@ -235,28 +239,41 @@ class CallReader:
         fun: the function.
         options: of `jit`.
         opening: what to open in its arguments.
+        programs_of: returns the programs for calls like one.
 
     Raises:
         StaticArgumentError: an option names an argument that the function does not have, or one that is both static and
             donated.
     """
 
-    def __init__(self, fun: Callable, options: dict[str, Any], opening: Opening):
+    def __init__(
+        self, fun: Callable, options: dict[str, Any], opening: Opening, programs_of: Callable[[Call], Sequence[Any]]
+    ):
         self.fun = fun
-        self.opening = opening
+        self.opening, self._programs_of = opening, programs_of
         self.static = StaticArguments(fun, options["static_argnums"], options["static_argnames"])
         self.donated = StaticArguments(fun, options["donate_argnums"], options["donate_argnames"], "donate")
         self.static.refuse_overlap(self.donated)
         self._layouts: dict[Hashable, _ArgumentLayout] = {}
 
+    def read_to_run(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+        """Read a call; models with a program of their own, which runs sooner than one for all, are not opened."""
+        if self.opening.is_for_several():
+            call = self._read(args, kwargs, _STATES)
+            if self._programs_of(call):
+                return call
+        return self.read(args, kwargs)
+
     def read(self, args: tuple, kwargs: dict[str, Any], *, like: Call | None = None) -> Call:
         """Read a call; with what another one has opened, if one is given."""
+        return self._read(args, kwargs, self.opening.now() if like is None else like._layout.opened)
+
+    def _read(self, args: tuple, kwargs: dict[str, Any], opened: int) -> Call:
         dyn_args, dyn_kwargs, _ = self.static.split(args, kwargs)
         # Flattening a module reads its states, which open frames would record, and does not end if the module is
         # cyclic. So modules are leaves inside a frame, and if an argument is one. For modules in other containers see
         # `_ArgumentLayout.is_split`.
         is_whole = _frames.current_frame() is not None or any(map(_states.is_opaque, (*args, *kwargs.values())))
-        opened = self.opening.now() if like is None else like._layout.opened
         leaves, treedef = flatten((dyn_args, dyn_kwargs), _IS_LEAF[opened] if is_whole else None)
         types: tuple[Any, ...] = tuple(map(type, leaves))
         if np.ndarray in types:  # an array of text is static
