@@ -361,3 +361,15 @@ def test_sharding_notes_do_not_outlive_tracers():
     gc.collect()
     assert len(context._noted_shardings) <= num
     assert TraceContext.of([jnp.ones(3)]) == TraceContext() and note_shardings([], []) is None
+
+
+def test_loop_calls_a_function_with_a_rule_and_defaults():
+    """JAX has more names than inputs of it."""
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+    def total(x, axis=None, keepdims=False):
+        return x.sum(axis, keepdims=keepdims)
+
+    total.defjvp(lambda axis, keepdims, xs, ts: (total(*xs, axis, keepdims), ts[0].sum(axis, keepdims=keepdims)))
+    _, ys = statetx.scan(lambda c, x: (c, total(x, axis=0)), 0.0, jnp.ones((3, 2, 4)))
+    np.testing.assert_array_equal(ys, jnp.full((3, 4), 2.0))

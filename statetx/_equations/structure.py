@@ -259,7 +259,8 @@ def _without_rules(x: Jaxpr) -> Jaxpr:
     def of_equation(eqn: Any) -> Any:
         if eqn.primitive in _WITH_RULES or _jax.loop_of(eqn) is not None:
             call = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-            return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": _without_rules(call)})
+            plain = _jax.without_names(_without_rules(call))
+            return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": plain})
         return _jax.map_jaxprs(_without_rules, eqn)
 
     return _jax.map_equations(of_equation, x)

@@ -88,6 +88,15 @@ def with_literals(jaxpr: Jaxpr, literals: Mapping[Var, Literal]) -> Jaxpr:
     return rebuild(jaxpr, invars=invars, outvars=[read(v) for v in jaxpr.outvars], eqns=eqns)
 
 
+def without_names(x: Any) -> Any:
+    """A jaxpr, closed or not, without the names of its inputs. Where a function with a derivative rule has defaults,
+    JAX has names of them too, and fails when it removes dead code from a call of the jaxpr.
+    """
+    jaxpr, consts = open_jaxpr(x)
+    jaxpr = jaxpr.replace(debug_info=jaxpr.debug_info._replace(arg_names=None))
+    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, consts)
+
+
 def without_dead_code(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Remove equations that the outputs do not need, also within loops and regions; the jaxpr may be closed."""
     jaxpr, _ = open_jaxpr(jaxpr)
