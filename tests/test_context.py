@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import assert_close, captured
+from statetx._lift.context import TraceContext
 from statetx._remat.override import rewritten_by
 from statetx._remat.rewriter import Rewriter
 from statetx.planner._program.devices import of_device
@@ -225,6 +226,13 @@ def test_budgets_in_shard_map(name, check_vma):
     (value, (grad,)), (expected, (expected_grad,)) = run("1MiB")(x), run(None)(x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
+
+
+def test_inputs_of_the_program_around_a_shard_map_share_nothing_inside():
+    batch, found = batch_on(mesh_of()), []
+    look = lambda x: found.append(TraceContext.of([x]).num_sharing([batch.sharding])) or x
+    jax.jit(look)(batch), jax.shard_map(look, mesh=mesh_of(), in_specs=P("d"), out_specs=P("d"))(batch)
+    assert found == [8, 1]
 
 
 class Noting(Rewriter):

@@ -483,9 +483,7 @@ def test_gradient_function_of_brainstate_with_a_state_along_the_batch():
     assert_close((statetx.microbatch(gradient, 4, states={brainstate.HiddenState: 0})(X), v.value), expected)
 
 
-@pytest.mark.parametrize(
-    "value_and_grad", [nnx.value_and_grad, pytest.param(statetx.value_and_grad, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("value_and_grad", [nnx.value_and_grad, statetx.value_and_grad])
 def test_gradients_in_the_form_of_a_flax_module(value_and_grad):
     """Their Variables are made in each part, and end with it; those that are returned hold the mean."""
     net = nnx.Sequential(jnp.tanh, nnx.Linear(5, 3, rngs=nnx.Rngs(0)))

@@ -251,6 +251,39 @@ def test_states_that_share_a_container_share_it_in_a_call_or_the_call_is_refused
         assert program(transform) == (None, {0: 1, 1: 2, 2: 1, 3: 2})
 
 
+@jax.tree_util.register_pytree_node_class
+class Shy:
+    """Refuses at times to be taken apart."""
+
+    is_refusing = False
+
+    def __init__(self, x):
+        self.x = x
+
+    def tree_flatten(self):
+        if Shy.is_refusing:
+            raise KeyError("not now")
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("wrap", [statetx.jit, statetx.grad])
+def test_value_whose_read_has_failed_is_not_written(wrap, monkeypatch):
+    s = statetx.State(Shy(jnp.ones(3)))
+    held = s.value
+
+    def f(x):
+        with monkeypatch.context() as patch, pytest.raises(KeyError):
+            patch.setattr(Shy, "is_refusing", True)
+            _ = s.value
+        return x
+
+    assert wrap(f)(1.0) == 1.0 and s.value is held
+
+
 @pytest.mark.parametrize("make", [statetx.State, brainstate.State])
 def test_in_place_change_or_created_state_under_a_custom_rule_raises(make):
     """Writes are not seen there: the final values are checked at the end."""
