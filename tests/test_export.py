@@ -116,6 +116,19 @@ def test_gradients_of_a_symbolic_batch(name):
         np.testing.assert_allclose(exported.call(w, x), gradient(w, x), rtol=1e-5, atol=1e-6)
 
 
+def test_auto_stores_less_where_a_size_is_not_known():
+    def loss(w, x):
+        step = lambda c, _: ((jnp.tanh(c[0] @ w), 0.5 * c[1]), None)
+        h, scale = statetx.scan(step, (x, 2.0), None, 9, checkpoint="auto")[0]
+        return scale * h.sum()
+
+    def num_loops(shape):
+        types = jnp.eye(4), jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.float32)
+        return str(jax.make_jaxpr(jax.grad(loss))(*types)).count("while[")
+
+    assert num_loops("b, 4") > num_loops("2, 4") == 0
+
+
 @pytest.mark.parametrize(
     "loss, message",
     [
