@@ -1300,7 +1300,7 @@ def test_table_names_values_owners_and_decisions():
 
 @pytest.mark.sample
 @pytest.mark.parametrize("reverse", [True, False])
-@pytest.mark.parametrize(("argnums", "differentiated"), [(0, ()), ((0, 1), (0,)), ((0, 1), ())])
+@pytest.mark.parametrize(("argnums", "differentiated"), [((0, 1), (0,)), (0, ()), ((0, 1), ())])
 def test_loops_in_groups_read_the_whole_xs(reverse, argnums, differentiated):
     """The steps, their xs and ys keep their order, gradients are equal, also of the xs, and no slice of xs without
     cotangents is copied. A record of the groups is read as it was written.

@@ -226,9 +226,10 @@ def test_transform_of_another_thread_reading_the_value_raises(make):
     s = make(jnp.ones(3))
 
     def body(x):
-        y = (s.value * x).sum()
-        with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(statetx.ForeignStateError):
-            pool.submit(_states.kind_of(s).read, s).result()
+        y, kind = (s.value * x).sum(), _states.kind_of(s)
+        for touch in (lambda: kind.read(s), lambda: kind.check_free([s])):  # the latter before a program's results
+            with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(statetx.ForeignStateError):
+                pool.submit(touch).result()
         return y
 
     assert statetx.grad(body)(1.0) == 3.0

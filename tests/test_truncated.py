@@ -145,7 +145,6 @@ def test_fori_loop_and_python_numbers():
     near(jax.value_and_grad(loss)(0.7, Truncated(3)), jax.value_and_grad(reference)(0.7))
 
 
-@pytest.mark.thorough
 def test_disable_jit_stops_the_same_gradients():
     count = statetx.State(jnp.zeros(()))
 
