@@ -593,6 +593,9 @@ def test_marked_functions_are_regions():
     assert set(flat.blocks) <= set(found.intervals), "and there are others"
     cuts, planned = found.stock
     assert sorted(planned) == sorted(flat.blocks) and set(cuts) <= {0, *flat.ends}
+    with_number = lambda x: jax.checkpoint(lambda x, scale: jnp.sin(scale * x))(x, 2.0)
+    (region,) = _flat.Flat(staged(with_number, X)).blocks.values()
+    assert len(region.invars) == len(region.jaxpr.invars) == 1, "a number stays in the equations"
 
 
 def test_marked_programs_are_also_cut_as_without_marks():
