@@ -11,6 +11,9 @@ import pytest
 from libraries import LIBRARIES, get, put
 
 import statetx
+from statetx import _states
+from statetx._frames import Frame
+from statetx.kinds import debug
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "debug-and-profile.md"
 MORE = """
@@ -44,6 +47,17 @@ def run(script, folder, **env):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.replace(f"{folder}{os.sep}", "")
+
+
+def test_reads_and_writes_have_places_of_their_own(monkeypatch):
+    for owner, names in ((Frame, ("touch", "mark_written", "note_write")), (statetx.State, ("value",))):
+        for name in names:  # put back at the end
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(_states, "history", _states.history)
+    debug.install()
+    a, b = statetx.State(jnp.ones(())), statetx.State(jnp.ones(()))
+    rows = statetx.trace_states(lambda x: setattr(a, "value", x) or b.value)(2.0)
+    assert [(bool(row.read_at), bool(row.written_at)) for row in rows] == [(False, True), (True, False)]
 
 
 @pytest.mark.slow
