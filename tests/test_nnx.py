@@ -837,6 +837,7 @@ class Growing(Counting):
     ("make", "fun", "most"),
     [
         (Counting, _written, 2),
+        (lambda: [Counting()], lambda models, x: _written(models[0], x), 2),
         (Counting, lambda model, x: (model.w[...] * x).sum(), 2),
         (lambda: nnx.Rngs(3), lambda rngs, x: x + jax.random.normal(rngs(), (3,)), 2),
         (Tied, _written, 5),
