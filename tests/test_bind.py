@@ -28,11 +28,7 @@ BODIES = {
 }
 
 
-FIRST = {
-    "carry handed on": (X, X + 1),
-    "weak first carry": 0.5,
-    "strong first carry, weak result": jnp.float32(0.5),
-}
+FIRST = {"carry handed on": (X, X + 1), "weak first carry": 0.5, "strong first carry, weak result": jnp.float32(0.5)}
 
 
 def shape_of(eqn):

@@ -133,13 +133,7 @@ def test_weakly_typed_ref_is_not_promoted(loop):
     assert ref.dtype == jnp.float32
 
 
-STRATEGIES = [
-    policies.Slots(2),
-    policies.Levels(2),
-    policies.Lengths(2, 2),
-    policies.Budget("1MiB"),
-    "auto",
-]
+STRATEGIES = [policies.Slots(2), policies.Levels(2), policies.Lengths(2, 2), policies.Budget("1MiB"), "auto"]
 
 
 @pytest.mark.sample

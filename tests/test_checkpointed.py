@@ -225,12 +225,7 @@ def layered(w, carry, x):
     return (jax.lax.scan(layer, h, jnp.arange(4.0))[0],), jnp.float32(0)
 
 
-MIXED = {
-    "layered": (layered, 1),
-    "spiking": (spiking, 2),
-    "counting": (counting, 1),
-    "normalizing": (normalizing, 2),
-}
+MIXED = {"layered": (layered, 1), "spiking": (spiking, 2), "counting": (counting, 1), "normalizing": (normalizing, 2)}
 
 
 def mixed_loss(name, slots, length, shape=(8, 32)):

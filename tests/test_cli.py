@@ -480,11 +480,7 @@ def test_first_hit_of_the_help_answers(words):
 
 
 def test_help_of_words_that_occur_nowhere(capsys):
-    assert run(capsys, "help", "qqqq", "zzzz") == (
-        2,
-        "",
-        "python -m statetx: error: help: statetx has no qqqq zzzz.\n",
-    )
+    assert run(capsys, "help", "qqqq", "zzzz") == (2, "", "python -m statetx: error: help: statetx has no qqqq zzzz.\n")
 
 
 @pytest.mark.parametrize("name", ["explain_oom", "plan", "Optimizer", "policies.names", "vjp"])

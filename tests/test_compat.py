@@ -488,11 +488,7 @@ def test_folder_whose_name_begins_like_a_librarys_is_the_users():
 
 @pytest.mark.parametrize(
     "path, shown",
-    [
-        ("model/net.py", "model/net.py"),
-        (".venv/lib/site-packages/library/net.py", "net.py"),
-        ("../net.py", "net.py"),
-    ],
+    [("model/net.py", "model/net.py"), (".venv/lib/site-packages/library/net.py", "net.py"), ("../net.py", "net.py")],
 )
 def test_shown_path_is_relative_for_files_of_the_project_alone(path, shown):
     assert short_path(os.path.abspath(path)) == shown

@@ -6,17 +6,7 @@ import itertools
 
 import pytest
 
-from statetx._segments.schedule import (
-    DISK,
-    MEMORY,
-    Advance,
-    Drop,
-    Keep,
-    Load,
-    Reverse,
-    TierSchedule,
-    jump_in_memory,
-)
+from statetx._segments.schedule import DISK, MEMORY, Advance, Drop, Keep, Load, Reverse, TierSchedule, jump_in_memory
 
 # Files, and the costs of a write and a read.
 DISKS = (1, 1, 1), (2, 2, 2), (3, 5, 3), (4, 0.5, 0.25)

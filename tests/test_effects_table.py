@@ -224,12 +224,7 @@ BREAKAGES = {
         "vmap",
         "draw",
     ),
-    "what a container holds is not compared": (
-        "_frames.Copy.was_changed",
-        lambda self: False,
-        "vjp",
-        "dict in place",
-    ),
+    "what a container holds is not compared": ("_frames.Copy.was_changed", lambda self: False, "vjp", "dict in place"),
     "tracers are not looked for": ("_jax.leaked_tracers", lambda *args: [], "custom_jvp", "write only"),
     "drift is not looked for": ("_lift.carry._check_written", lambda *args: None, "scan", "dtype"),
 }

@@ -40,12 +40,7 @@ def test_grouped_convolution_costs_its_group():
     assert cost(f, jnp.ones((1, 4, 8, 8)), jnp.ones((8, 1, 3, 3))) == 2 * 8 * 64 * 9
 
 
-LOOPS = [
-    (100, Slots(5)),
-    (7, Slots(1)),
-    (3, Slots(8)),
-    (2**20, Slots(20)),
-]
+LOOPS = [(100, Slots(5)), (7, Slots(1)), (3, Slots(8)), (2**20, Slots(20))]
 
 
 @pytest.mark.sample

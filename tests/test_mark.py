@@ -431,11 +431,7 @@ def test_vmap_jvp_and_second_derivatives(nesting, policy):
     with older_remat():
         plain = lambda x: theirs(nesting, JAX.everything_saveable, W)(x).sum()
         xs, t = jnp.stack([X, X / 2]), jnp.cos(X)
-        expected = (
-            jax.vmap(jax.grad(plain))(xs),
-            jax.jvp(plain, (X,), (t,)),
-            jax.jvp(jax.grad(plain), (X,), (t,)),
-        )
+        expected = (jax.vmap(jax.grad(plain))(xs), jax.jvp(plain, (X,), (t,)), jax.jvp(jax.grad(plain), (X,), (t,)))
     actual = jax.vmap(jax.grad(f))(xs), jax.jvp(f, (X,), (t,)), jax.jvp(jax.grad(f), (X,), (t,))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, expected)
 

@@ -1157,16 +1157,7 @@ def test_strategies_of_plans_are_found_by_registered_names(monkeypatch):
             return ["More", self.num]
 
     assert Strategy.from_json(More(3).to_json()) == More(3)
-    for wrong in (
-        3,
-        [],
-        ["Unknown", 1],
-        ["Slots"],
-        ["Slots", 0],
-        ["Slots", True],
-        ["Lengths", "turn"],
-        [["Slots"], 1],
-    ):
+    for wrong in (3, [], ["Unknown", 1], ["Slots"], ["Slots", 0], ["Slots", True], ["Lengths", "turn"], [["Slots"], 1]):
         with pytest.raises(statetx.PlanError, match="strategy|Slots|Lengths"):
             Strategy.from_json(wrong)
 

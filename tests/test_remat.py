@@ -170,8 +170,7 @@ def test_any_object_passes_in_and_out_under_a_trace():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"static_argnums": 2}, {"static_argnums": -1}, {"static_argnums": (1, -1)}, {"static_argnames": "mask"}],
+    "options", [{"static_argnums": 2}, {"static_argnums": -1}, {"static_argnums": (1, -1)}, {"static_argnames": "mask"}]
 )
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_static_array_stays_concrete(options, by_keyword):
@@ -281,12 +280,7 @@ def test_states_filter_forbids_excluded_states():
         with pytest.raises(statetx.StateAccessError, match=r"State 'h' \(f32\[3\], made at .*test_remat.py:\d+\)"):
             call()
         assert cell.h.value is before
-    for states in (
-        [statetx.Param, "h"],
-        "*",
-        lambda path, state: path in ("w", "h"),
-        ~statetx.Not(["w", "h"]),
-    ):
+    for states in ([statetx.Param, "h"], "*", lambda path, state: path in ("w", "h"), ~statetx.Not(["w", "h"])):
         statetx.grad(statetx.remat(cell.plain, states=states))(X)
     statetx.remat(cell.plain, states=[statetx.Param, "h"])(X)  # in eager code too
     assert cell.h.value is not before

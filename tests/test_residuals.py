@@ -375,11 +375,7 @@ def test_has_aux_and_functions_without_floats():
     assert {row.primitive for row in statetx.saved_residuals(f, jnp.ones(3), has_aux=True)} == {"mul"}
     assert len(statetx.saved_residuals(f, jnp.ones(3))) == 2
     nothing = statetx.saved_residuals(lambda n: n + 1, jnp.arange(3))
-    assert (len(nothing), nothing.total_bytes, str(nothing)) == (
-        0,
-        0,
-        "<lambda> keeps nothing",
-    )
+    assert (len(nothing), nothing.total_bytes, str(nothing)) == (0, 0, "<lambda> keeps nothing")
     assert nothing._repr_html_() and repr(nothing)
 
 
