@@ -46,7 +46,6 @@ FOLDERS = "_lift _frames transforms _loops _remat kinds planner _equations".spli
 EQUIVALENT: dict[str, str] = {
     "statetx/_lift/carry.py swapped arguments: differs(a, b) -> (differs(b, a))": "whether two types differ",
     "statetx/_loops/bind.py index: handed_on[:num_carry] -> (handed_on[:num_carry + 1])": "the next condition has it",
-    'statetx/transforms/jit/created.py dropped: self.summary = "" -> pass': "it is set before it is read",
 }
 
 
