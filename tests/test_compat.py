@@ -524,7 +524,7 @@ COMPUTATIONS = {
     "instructions, expected",
     [
         ([kernel(3.0), instruction("bitcast"), instruction("custom-call", target="Sharding")], 3 + US),
-        ([instruction("while", BODY, CONDITION, trip_count=10)], 10 * (5.5 + 3 * US)),
+        ([instruction("while", BODY, CONDITION, trip_count=10)], 10 * (5 + 2 * US)),
         ([instruction("while", BODY, CONDITION)], None),
         ([instruction("conditional", BODY, OTHER)], 20 + US),
         ([instruction("conditional", BODY, UNKNOWN)], None),

@@ -72,10 +72,11 @@ class _Sum:
         once = None if None in called else max(called, default=0.0)  # pyright: ignore[reportArgumentType]
         if instruction.opcode == "conditional":
             return once
-        once = _sum(called)
         if instruction.opcode != "while":
-            return once
-        return None if once is None or instruction.trip_count is None else instruction.trip_count * once
+            return _sum(called)
+        # XLA does not evaluate the condition of a loop whose length it knows.
+        body, _ = called
+        return None if body is None or instruction.trip_count is None else instruction.trip_count * body
 
 
 def _sum(parts: Iterable[float | None]) -> float | None:
