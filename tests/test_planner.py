@@ -9,6 +9,7 @@ import functools
 import io
 import itertools
 import json
+import operator
 import os
 import random
 import re
@@ -1409,6 +1410,38 @@ def _with_estimates(monkeypatch, seconds_of):
     told = lambda compiled, platform: seconds_of(compiled.memory_analysis().temp_size_in_bytes)
     monkeypatch.setattr(_search, "estimate_options", lambda: {"told": True})
     monkeypatch.setattr(_jax, "estimated_seconds", told)
+
+
+def _num_changed(choice):
+    return sum(not option.decision.is_unchanged for option in choice.options)
+
+
+def test_regions_with_an_overhead_are_fewer():
+    search = Planner(loss, WS, X, of="temporaries", argnums=0)._search
+    family = search.lattice.families[0]
+    limits = np.geomspace(1.01 * family.least_peak(), 0.9 * search._unplanned.peak, 8)
+    plain = [family.choose(limit) for limit in limits]
+    others = [family.with_overhead(0.01 * search.baseline.flops).choose(limit) for limit in limits]
+    assert all(choice.peak <= limit for choice, limit in zip(others, limits, strict=True))
+    assert all(map(operator.ge, map(_num_changed, plain), map(_num_changed, others)))
+    assert sum(map(_num_changed, others)) < sum(map(_num_changed, plain))
+    assert all(a.cost <= b.cost for a, b in zip(plain, others, strict=True))
+
+
+@pytest.mark.thorough
+def test_plans_by_times_have_fewer_regions(monkeypatch):
+    """Each region that is changed ends fusions. Where programs have times, one with more unchanged ones is compiled."""
+
+    def fewest(has_times):
+        with monkeypatch.context() as patch:
+            if has_times:
+                _with_estimates(patch, lambda temp_bytes: 1.0)
+            planner = Planner(loss, WS, X, of="temporaries", argnums=0)
+            budget = planner.plan(0.7).budget_bytes
+        within = [c for c in planner._search.candidates if c.name == "plan" and c.temp_bytes <= budget]
+        return min(_num_changed(c.choice) for c in within)
+
+    assert 1 <= fewest(True) < fewest(False)
 
 
 def test_stock_policies_are_timed_when_the_time_is_over(monkeypatch):

@@ -24,6 +24,9 @@ class Tuned(NamedTuple):
             for choices that the model finds alike.
         drift: the error that is added for each e-fold between the model's bytes of a choice and of the nearest one that
             is compiled.
+        overhead: of a region that is changed, as a part of a block's operations with its gradient, where programs are
+            compared by their times: XLA's fusions end there. An H100 takes so much longer for a block that saves all
+            its products.
         options: of a region, at most: each takes an integer program, and a row of the dynamic program.
         merged: neighboring periods or stretches that may become one region. More save no product of a layer.
         reduced: how many times fewer bytes than what its equation reads make a result small, such as a mean; an
@@ -35,6 +38,7 @@ class Tuned(NamedTuple):
     negligible: float = 0.003
     scatter: float = 0.03
     drift: float = 0.3
+    overhead: float = 0.06
     options: int = 24
     merged: int = 4
     reduced: int = 16

@@ -140,14 +140,21 @@ def _is_better(family: Family, original: Family) -> bool:
 
 
 class Family:
-    """The regions of a program, or variants of them, with at least one path from its first equation to its last."""
+    """The regions of a program, or variants of them, with at least one path from its first equation to its last.
 
-    def __init__(self, program: Flat, regions: Mapping[Interval, Region]):
-        self._program, self.regions = program, regions
+    Args:
+        overhead: cost of a region that is changed, beside that of recomputation.
+    """
+
+    def __init__(self, program: Flat, regions: Mapping[Interval, Region], overhead: float = 0.0):
+        self._program, self.regions, self._overhead = program, regions, overhead
         ending: dict[int, list[Region]] = {}
         for region in regions.values():
             ending.setdefault(region.end, []).append(region)
         self._ending = sorted(ending.items())
+
+    def with_overhead(self, overhead: float) -> Family:
+        return Family(self._program, self.regions, overhead)
 
     def has_path(self) -> bool:
         """Whether a path leads from the first equation to the last."""
@@ -164,7 +171,9 @@ class Family:
 
     def _tables(self) -> list[tuple[int, list[tuple[int, OptionTable]]]]:
         """Regions that end at each cut point, by their first equations."""
-        return [(end, [(region.start, region.table()) for region in regions]) for end, regions in self._ending]
+        return [
+            (end, [(region.start, region.table(self._overhead)) for region in regions]) for end, regions in self._ending
+        ]
 
     def _fits(self, tables: list[tuple[int, list[tuple[int, OptionTable]]]], limit: float) -> bool:
         # Greedy is exact here: fewer bytes at a node leave more room for every later region.

@@ -50,8 +50,10 @@ class Region(NamedTuple):
     out_bytes: int
     cotangent_bytes: int = 0
 
-    def table(self) -> OptionTable:
+    def table(self, overhead: float) -> OptionTable:
+        """The options; `overhead` is added to the cost of each that changes the region."""
         saved, backward, costs = self.front.columns
+        costs = costs + overhead * self.front.are_changed
         return OptionTable(saved + self.out_bytes, saved + backward + self.cotangent_bytes, costs)
 
 

@@ -195,6 +195,7 @@ class Search:
         if self.is_late():
             self._measure_last(budget)
         if self._options.has_times:
+            self._measure_fewer_regions(budget)
             self.stock_choices(budget)
         return best_within(self.candidates, budget, self._options.objective)
 
@@ -297,6 +298,21 @@ class Search:
         best, blocks = self.candidates.best(self._budget), self._stock["nothing"]
         if best is None or best.added_cost > blocks.cost:
             self.candidates.measure(blocks, "nothing")
+
+    def _measure_fewer_regions(self, budget: int) -> None:
+        """Compile choices of fewer regions, with more of them unchanged, until one keeps the budget."""
+        is_block = [is_planned for _, is_planned in self.lattice.stock_regions]
+        family = self.lattice.families[0].with_overhead(TUNED.overhead * self.baseline.flops / max(sum(is_block), 1))
+        least = 1.001 * family.least_peak() + 1
+        for _ in range(TUNED.tries // 4 + 1):
+            limit = self._limit_for(budget, self.candidates.known())
+            choice = family.choose(max(limit, least))
+            while choice is not None and _measure_parts(choice, self._is_late_for_parts):
+                choice = family.choose(max(limit, least))
+            if choice is None or self.is_late() or self.candidates.find(choice) is not None:
+                return
+            if self.candidates.measure(choice).temp_bytes <= budget:
+                return
 
     def _measure_last(self, budget: int) -> None:
         """Compile the cheapest choices that are predicted to keep the budget, which takes no time to find, two at most;

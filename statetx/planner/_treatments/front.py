@@ -80,6 +80,11 @@ class Front:
         saved, backward, costs = np.array([option[:3] for option in self.options], float).T
         return saved, backward, costs
 
+    @functools.cached_property
+    def are_changed(self) -> np.ndarray:
+        """Which of the options change the part."""
+        return np.array([not option.decision.is_unchanged for option in self.options])
+
     # -- other fronts --
 
     def replaced(self, options: Sequence[Option]) -> Front:
@@ -112,7 +117,14 @@ class Front:
             if saved not in self._compiled:
                 self._compiled[saved] = graph.measure(o).backward_bytes
             self._measured[saved] = self._compiled[saved]
-        for name in ("steps", "baseline", "stock", "options", "columns"):  # made again, from measured steps
+        for name in (
+            "steps",
+            "baseline",
+            "stock",
+            "options",
+            "columns",
+            "are_changed",
+        ):  # made again, from measured steps
             vars(self).pop(name, None)
         return True
 
