@@ -684,6 +684,22 @@ def test_auxiliary_data_with_a_differentiated_model_has_no_tracers(name):
     jax.tree.map(np.testing.assert_array_equal, aux, expected)
 
 
+def test_calls_do_not_read_the_metadata_of_variables():
+    """A list of Variables is known by their identities."""
+    reads = []
+
+    class Tag:
+        __eq__ = lambda self, other: True
+        __hash__ = lambda self: reads.append(self) or 0
+
+    variables, add = nnx.List([nnx.Param(jnp.ones(()), tag=Tag())]), lambda vs, x: [v[...] + x for v in vs]
+    jitted = statetx.jit(add)
+    for n in range(3):
+        reads.clear()
+        assert jitted(variables, jnp.asarray(1.0 + n)) == [2.0 + n]
+    assert not reads
+
+
 @pytest.mark.parametrize("make", [lambda: nnx.state(Counting()), Counting])
 def test_vmap_takes_axes_in_the_form_of_flaxs_trees(make):
     """As `jax.tree.map` over such a tree gives them."""

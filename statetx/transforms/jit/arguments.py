@@ -397,6 +397,8 @@ def _stand_for(x: Any, records: tuple[int, ...] = ()) -> Hashable:
             return (cls, weakref.ref(x))
         except TypeError:
             return HeldKey(x, by_identity=True)
+    if _states.kind_of(x) is not None:  # whatever its attributes are
+        return HeldKey(x, by_identity=True)
     if not is_hashable(x):
         key = container_key(x, functools.partial(_stand_for, records=records))
         if key is not None:
