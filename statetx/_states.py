@@ -27,6 +27,12 @@ from ._errors import StateAccessError, StateValueError, printable
 from ._text import short_tree_type_str
 
 
+def in_one(stores: Iterable[Store]) -> Store:
+    """One store that does all of some."""
+    # A `deque` of length 0 consumes the map in C: Python handles no signal during the call (decision 18).
+    return collections.deque, itertools.starmap(operator.call, stores), 0
+
+
 class Kind(Protocol):
     """The states of one library. `get` and `store` access the value without a report to any watcher.
 
@@ -76,9 +82,19 @@ class Kind(Protocol):
 
     def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         """One store that gives each state its value."""
-        stores = [self.store(state, value) for state, value in zip(states, values, strict=True)]
-        # A `deque` of length 0 consumes the map in C: Python handles no signal during the call (decision 18).
-        return collections.deque, itertools.starmap(operator.call, stores), 0
+        return in_one([self.store(state, value) for state, value in zip(states, values, strict=True)])
+
+    def operands(self, states: Sequence[Any]) -> list[Any]:
+        """The values, for a program that keeps none of their arrays."""
+        return self.get_all(states)
+
+    def set_results(self, states: Sequence[Any], values: Iterable[Any]) -> None:
+        """`set_all` of arrays that nothing else holds."""
+        self.set_all(states, values)
+
+    def store_results(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+        """`store_all` of arrays that nothing else holds."""
+        return self.store_all(states, values)
 
     def check_free(self, states: Sequence[Any]) -> None:
         """Raise if a call in another thread owns one of these states. Called where this thread has no open frame."""

@@ -10,6 +10,7 @@ import pytest
 
 import statetx
 from helpers import REMAT3, Counted, in_turn
+from statetx._jax import refs as _refs
 from statetx.policies import Budget, Levels, Slots
 
 H = jnp.array([0.3, -0.7, 1.1])
@@ -512,3 +513,68 @@ def test_custom_rule_writes_a_ref_in_the_backward_pass(name, derived):
     np.testing.assert_allclose(ref[...], jnp.cos(jnp.sin(1.0)), rtol=1e-6)
     np.testing.assert_allclose(slope, jnp.cos(jnp.sin(1.0)) * jnp.cos(1.0), rtol=1e-6)
     assert int(count.value) == 1
+
+
+# -- arrays of Refs in compiled programs -------------------------------------------------------------------------------
+
+
+def test_jit_copies_no_array_of_a_ref(monkeypatch):
+    copies = []
+    copy_to = _refs._copy_to
+    monkeypatch.setattr(_refs, "_copy_to", lambda sharding, x: copies.append(x) or copy_to(sharding, x))
+    refs = [jax.new_ref(jnp.zeros(3)) for _ in range(3)]
+
+    @statetx.jit
+    def step(x):
+        for ref in refs:
+            ref[...] += x
+        return refs[0][...] * 2
+
+    for n in range(3):
+        copies.clear()
+        assert step(jnp.ones(3)).tolist() == [2.0 * (n + 1)] * 3
+    assert not copies and [ref[0].item() for ref in refs] == [3.0] * 3
+
+
+@pytest.mark.parametrize("name", ["read", "read in a jit", "swapped", "returned, too", "taken", "in two Refs"])
+def test_no_array_of_a_ref_is_elsewhere(name):
+    """JAX updates a Ref in place: another holder of its array would see the new values."""
+    a, b, x = jax.new_ref(jnp.zeros(3)), jax.new_ref(jnp.ones(3)), jnp.full(3, 2.0)
+
+    @jax.jit
+    def add():
+        for ref in (a, b):
+            ref[...] += 1.0
+
+    def swap(x):
+        a[...], b[...] = b[...], a[...]
+
+    def return_too(x):
+        a[...] = y = 2 * x
+        return y
+
+    def take(x):
+        a[...] = x
+        return x
+
+    def in_two(x):
+        a[...] = b[...] = 2 * x
+
+    bodies = {
+        "read": lambda x: (a[...], {"b": b[...]}),
+        "read in a jit": lambda x: jax.jit(lambda y: y)(a[...]),
+        "swapped": swap,
+        "returned, too": return_too,
+        "taken": take,
+        "in two Refs": in_two,
+    }
+    jitted, plain, states = statetx.jit(bodies[name]), bodies[name], lambda: (a[...], b[...])
+    for _ in range(2):
+        before = jax.tree.map(np.asarray, states())
+        expected = jax.tree.map(np.asarray, (plain(x), states()))
+        for ref, value in zip((a, b), before, strict=True):
+            ref[...] = value
+        out = jitted(x)
+        jax.tree.map(np.testing.assert_array_equal, (out, states()), expected)
+        add()
+        jax.tree.map(np.testing.assert_array_equal, (out, x), (expected[0], np.full(3, 2.0)))

@@ -74,10 +74,29 @@ def ref_store(ref: Any, value: Any) -> tuple[Any, ...]:
     return setattr, holder, "_buf", _copy_to(buffer.sharding, value)
 
 
+def ref_array(ref: Any) -> Any:
+    """The array that a Ref holds, which a later write may delete; under a trace its value."""
+    _, buffer = _buffer_of(ref)
+    return ref[...] if buffer is None else buffer
+
+
+def ref_store_own(ref: Any, value: Any) -> tuple[Any, ...]:
+    """As `ref_store`, of an array that nothing else holds: it is not copied."""
+    holder, buffer = _buffer_of(ref)
+    if buffer is not None and not isinstance(value, Tracer) and _placed(value) == _placed(buffer):
+        return setattr, holder, "_buf", value
+    return ref_store(ref, value)
+
+
 def _buffer_of(ref: Any) -> tuple[Any, Any]:
     """The object that holds a Ref's array, and the array; None under a trace, and where JAX holds it in another way."""
     holder = None if isinstance(ref, Tracer) or not is_eager() else getattr(ref, "_refs", None)
     return holder, getattr(holder, "_buf", None)
+
+
+def _placed(x: Any) -> tuple[Any, ...]:
+    """What an array of a Ref must have in common with the next: JAX refuses to update it in place else."""
+    return x.shape, x.dtype, x.sharding, x.committed
 
 
 def _copy_to(sharding: Any, x: Any) -> Any:

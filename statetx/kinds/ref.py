@@ -52,6 +52,15 @@ class _RefKind(_states.Kind):
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
         commit([self.store_all(states, values)])
 
+    def operands(self, states: Sequence[Any]) -> list[Any]:
+        return [_jax.ref_array(ref) for ref in states]
+
+    def set_results(self, states: Sequence[Any], values: Iterable[Any]) -> None:
+        commit([self.store_results(states, values)])
+
+    def store_results(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
+        return _states.in_one([_jax.ref_store_own(ref, value) for ref, value in zip(states, values, strict=True)])
+
     def check_free(self, states: Sequence[Any]) -> None:
         pass
 

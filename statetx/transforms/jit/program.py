@@ -290,7 +290,7 @@ class StagedProgram:
             return self._run_watched(call)
         attribute_stores = self._attribute_stores()
         kept = self._retry_when_released(_values_of, self._kept_states)
-        donated = self._retry_when_released(_values_of, self._donated_states)
+        donated = self._retry_when_released(_donated_values_of, self._donated_states)
         if self._shardings and not self._acceptance.keeps_shardings(call.arrays, [*kept, *donated]):
             raise Restage
         values = [] if donated else kept
@@ -374,7 +374,7 @@ class StagedProgram:
                 self._store(writes, kept)
             else:
                 kind, states, _ = writers[0]
-                kind.set_all(states, writes)
+                kind.set_results(states, writes)
         return out
 
     def _run_donating(self, operands: tuple, store: Callable[[list], None]) -> Any:
@@ -444,7 +444,7 @@ class StagedProgram:
                 effect = self.outcome.effects[n]
                 if effect.kind.get(effect.state) is not values[index]:
                     raise _frames.changed_state_error(effect.state, effect.kind)
-        stores = [kind.store_all(states, [writes[n] for n in indices]) for kind, states, indices in writers]
+        stores = [kind.store_results(states, [writes[n] for n in indices]) for kind, states, indices in writers]
         commit([*stores, *attribute_stores])
 
     def _retry_when_released(self, touch: Callable[[Any], Any], x: Any) -> Any:
@@ -506,7 +506,12 @@ _KindStates = list[tuple[Any, list]]
 
 def _values_of(groups: _KindStates) -> list:
     if len(groups) == 1:
-        return groups[0][0].get_all(groups[0][1])
+        return groups[0][0].operands(groups[0][1])
+    return [v for kind, states in groups for v in kind.operands(states)]
+
+
+def _donated_values_of(groups: _KindStates) -> list:
+    # Of a Ref a copy: a program that fails may have consumed it, and a Ref without an array cannot be written.
     return [v for kind, states in groups for v in kind.get_all(states)]
 
 
