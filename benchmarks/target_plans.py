@@ -361,7 +361,7 @@ def verdicts(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
             for name, found in by_program.items()
             for title, row in found["plans"].items()
             if title in found["references"] and "extra" in row
-            if row["extra"] > found["references"][title]["flops"] / found["references"]["no remat"]["flops"] - 1 + 1e-9
+            if row["extra"] > found["references"][title]["flops"] / found["references"]["no remat"]["flops"] - 1 + 1e-6
         ]
         lines.append(
             f"{device}: {sum(map(is_kept, made))} of {len(made)} plans keep their budgets, {len(done) - len(made)} budgets have no plan; a median of {percent(statistics.median(r['extra'] for r in made))} "
