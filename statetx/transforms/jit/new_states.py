@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 
 from ... import _frames, _states
@@ -16,6 +19,7 @@ class NewStates:
 
     Args:
         trees: the arguments that the function gets, without static ones.
+        donated: the arrays in them that are donated.
 
     Attributes:
         ids: of the new states.
@@ -24,8 +28,9 @@ class NewStates:
         Reread: a state is there twice.
     """
 
-    def __init__(self, call: Call, trees: PyTree):
+    def __init__(self, call: Call, trees: PyTree, donated: Sequence[Any]):
         self._call, self._trees, self._originals = call, trees, call.opened_states()
+        self._donated = frozenset(map(id, donated))
         if len({*map(id, self._originals)}) < len(self._originals):
             raise call.needs_identity()
         self.ids: frozenset[int] = frozenset()
@@ -48,12 +53,16 @@ class NewStates:
             raise self._call.needs_identity()
         if self._call.opens_models and not self._ids_in(self._trees).isdisjoint(self._ids_in(out)):
             raise self._call.needs_identity()
+        returned = frozenset(map(id, jax.tree.leaves(out)))
         effects: list[_frames.Effect] = []
         for original, state, (values, treedef) in zip(self._originals, self._states, self._values, strict=True):
             new_values, new_treedef = jax.tree.flatten(state)
             if new_treedef != treedef:  # metadata
                 raise self._call.needs_identity()
-            if any(x is not y for x, y in zip(new_values, values, strict=True)):
+            # A donated state whose new values are returned keeps what is deleted, as in JAX, where a second output of
+            # each would take as much memory again.
+            is_moved = self._donated.issuperset(map(id, values)) and returned.issuperset(map(id, new_values))
+            if not is_moved and any(x is not y for x, y in zip(new_values, values, strict=True)):
                 kind = _states.kind_of_state(state)
                 effects.append(_frames.Effect(original, kind, kind.get(state), site))
         return effects

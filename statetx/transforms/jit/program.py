@@ -80,7 +80,7 @@ class StagedProgram:
 
             def output() -> tuple[list, Partition, list[_frames.Effect], frozenset[int]]:
                 dynamic = call.dynamic_with(tracers)
-                new_states = NewStates(call, dynamic)
+                new_states = NewStates(call, dynamic, tracers[len(call.kept) :])
                 out = self.created.run(frame, fun, *call.with_dynamic(*dynamic))
                 of_arguments = new_states.effects(out, place_of(fun))
                 return *self.created.flatten_output(out, _leaves_program), of_arguments, new_states.ids
