@@ -6,11 +6,8 @@ loaded once the program has imported the library.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import itertools
-import operator
 import os
 import sys
 import weakref
@@ -22,15 +19,9 @@ import jax
 import numpy as np
 
 from . import _hooks, _jax
-from ._atomic import Store, locked, new_lock
+from ._atomic import Store, in_one, locked, new_lock
 from ._errors import StateAccessError, StateValueError, printable
 from ._text import short_tree_type_str
-
-
-def in_one(stores: Iterable[Store]) -> Store:
-    """One store that does all of some."""
-    # A `deque` of length 0 consumes the map in C: Python handles no signal during the call (decision 18).
-    return collections.deque, itertools.starmap(operator.call, stores), 0
 
 
 class Kind(Protocol):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _frames, _jax, _states
-from .._atomic import Store, commit
+from .._atomic import Store, commit, in_one
 
 
 class _RefKind(_states.Kind):
@@ -59,7 +59,7 @@ class _RefKind(_states.Kind):
         commit([self.store_results(states, values)])
 
     def store_results(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
-        return _states.in_one([_jax.ref_store_own(ref, value) for ref, value in zip(states, values, strict=True)])
+        return in_one([_jax.ref_store_own(ref, value) for ref, value in zip(states, values, strict=True)])
 
     def check_free(self, states: Sequence[Any]) -> None:
         pass

@@ -315,7 +315,7 @@ def fields_of(
         "initial_prediction_bytes": int(max(c.predicted_bytes for c in program.candidates)),
         "curve": [[int(num_bytes), added(cost)] for num_bytes, cost in search.curve()],
         "measured": [[c.name, c.temp_bytes, added(c.added_cost)] for c in search.programs()],
-        "stock_policies": [[n, b, added(cost), told] for n, b, cost, told in search.stock_policies()],
+        "stock_policies": [[n, b, added(x), is_predicted] for n, b, x, is_predicted in search.stock_policies()],
         "unplanned_bytes": _unplanned_bytes(search, unplanned),
         "unplanned_is_compiled": unplanned.has_baseline(),
         "unplanned_flops": unplanned_flops,

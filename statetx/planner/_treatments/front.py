@@ -117,14 +117,8 @@ class Front:
             if saved not in self._compiled:
                 self._compiled[saved] = graph.measure(o).backward_bytes
             self._measured[saved] = self._compiled[saved]
-        for name in (
-            "steps",
-            "baseline",
-            "stock",
-            "options",
-            "columns",
-            "are_changed",
-        ):  # made again, from measured steps
+        # Made again, from measured steps.
+        for name in ("steps", "baseline", "stock", "options", "columns", "are_changed"):
             vars(self).pop(name, None)
         return True
 
