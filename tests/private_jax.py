@@ -115,6 +115,7 @@ tree_util
     dispatch_registry: links as trees | jax.tree_util.register_pytree_node, which treats them as containers
 util
     register_cache: caches that jax.clear_caches clears | none
+    weakref_lru_cache: a cache of what is found in a jaxpr, for as long as it lives | none
 jaxlib.mlir.ir
     RankedTensorType: types of lowered values | jax.interpreters.mlir.ir
 """

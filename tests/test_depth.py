@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import statetx
+from statetx._loops.accumulated import AccumulatedLoop
 
 COUNT = statetx.State(jnp.float32(0))
 
@@ -34,3 +35,20 @@ def test_nested_transforms_are_traced_to_half_the_depth_of_jax(transform):
     if transform == "remat":
         assert abs(float(jax.grad(lambda x: f(x))(1.0)) - 1.01) < 1e-6
         assert COUNT.value == before + 1
+
+
+def test_derivatives_of_nested_parts_are_taken_a_few_times_each(monkeypatch):
+    levels, num_taken = 4, 0
+    derivative = AccumulatedLoop.derivative
+
+    def counted(*args, **kwargs):
+        nonlocal num_taken
+        num_taken += 1
+        return derivative(*args, **kwargs)
+
+    monkeypatch.setattr(AccumulatedLoop, "derivative", counted)
+    f = lambda x: jnp.sin(x).mean()
+    for _ in range(levels):
+        f = statetx.microbatch(f, 2)
+    jax.eval_shape(jax.grad(f), jnp.ones(32))
+    assert num_taken <= levels**2  # each level asks those in it which tangents are zero

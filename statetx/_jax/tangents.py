@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jax._src.interpreters import ad as _ad
+from jax._src.util import weakref_lru_cache
 
 from .equations import ClosedJaxpr, Jaxpr
 
 
 def outputs_with_tangents(jaxpr: Jaxpr, has_tangent: Sequence[bool]) -> list[bool]:
     """Tell for each output of a jaxpr whether its tangent may be nonzero; `has_tangent` says the same of the inputs."""
+    return _outputs_with_tangents(jaxpr, tuple(has_tangent))
+
+
+# Every loop in the jaxpr asks this of its body: without the cache each level of nesting would multiply the work. Only
+# the answer is kept: `_ad.jvp_jaxpr` would keep constants, too.
+@weakref_lru_cache
+def _outputs_with_tangents(jaxpr: Jaxpr, has_tangent: tuple[bool, ...]) -> list[bool]:
     return list(_ad.jvp_jaxpr(ClosedJaxpr(jaxpr, ()), list(has_tangent), instantiate=False)[1])
 
 
