@@ -94,6 +94,16 @@ def test_an_array_comes_back_into_a_python_number():
     assert trained.value == 5 and trained.value.dtype == jnp.int32 and jax.typeof(trained.value).weak_type
 
 
+@pytest.mark.parametrize("value", [jnp.int32(1), np.int8(1)])
+def test_a_number_that_the_state_cannot_hold_is_refused(value):
+    state = statetx.State(value)
+    with pytest.raises(statetx.CheckpointError, match="'n' is 5000000000 in them, which i(32|8).* cannot hold"):
+        statetx.restore({"n": state}, {"n": np.int64(5_000_000_000)})
+    assert state.value is value
+    statetx.restore({"n": state}, {"n": np.int64(100)})
+    assert state.value == 100 and state.value.dtype == value.dtype
+
+
 @pytest.mark.parametrize(
     "devices", [pytest.param(None, id="not committed"), pytest.param(1, id="one"), pytest.param(8, id="eight")]
 )

@@ -177,6 +177,10 @@ def _restored(path: str, values: Mapping[str, Any], current: Any) -> Any:
     is_number = x.shape == () and x.dtype.kind == old.dtype.kind  # a trained model may have arrays for numbers
     if x.shape != old.shape or not (x.dtype == old.dtype or is_number):
         raise _mismatch(f"{path!r} is {type_str(x)} in them, and {type_str(old)} in the program")
+    if x.dtype != old.dtype and x.dtype.kind in "iu" and not isinstance(x, _jax.Tracer):
+        limits = np.iinfo(old.dtype)
+        if not limits.min <= int(x) <= limits.max:
+            raise _mismatch(f"{path!r} is {int(x)} in them, which {type_str(old)} cannot hold")
     if type(current) in _NUMBERS:
         return type(current)(x.item()) if not isinstance(x, _jax.Tracer) else x
     if not isinstance(current, jax.Array):
