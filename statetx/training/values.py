@@ -220,13 +220,11 @@ def _states_of(function: str, obj: Any) -> dict[str, Any]:
             raise CheckpointError(
                 f"{function}: two of the states given have the same path, {path!r}.\nFix: rename a key of the dict."
             )
-    states: dict[str, Any] = {}
     if all(_states.kind_of(leaf) is not None for leaf in leaves.values()):
-        for path, state in leaves.items():
-            if not any(state is unique for unique in states.values()):
-                states[path] = state
-
+        first_paths = {id(state): path for path, state in reversed(leaves.items())}
+        states = {path: state for path, state in leaves.items() if first_paths[id(state)] == path}
     else:
+        states = {}
         # All methods are followed: which of them the training step calls is not known here.
         walk = Walk(all_methods=True)
         for path, leaf in leaves.items():
