@@ -45,6 +45,9 @@ FOLDERS = "_lift _frames transforms _loops _remat kinds planner _equations".spli
 # reason.
 EQUIVALENT: dict[str, str] = {
     "statetx/_lift/carry.py swapped arguments: differs(a, b) -> (differs(b, a))": "whether two types differ",
+    "statetx/_loops/checkpointed.py comparison: is_float(aval) and number -> (is_float(aval) or number)": (
+        "a buffer is written before it is read"
+    ),
     "statetx/_loops/bind.py index: handed_on[:num_carry] -> (handed_on[:num_carry + 1])": "the next condition has it",
 }
 

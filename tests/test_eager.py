@@ -87,6 +87,15 @@ def test_bodies_see_concrete_values(name):
     assert int(n.value) == steps
 
 
+def test_a_condition_and_a_body_with_arrays_of_their_own():
+    def first_power(factor, least):
+        return statetx.while_loop(lambda x: x < least, lambda x: factor * x, jnp.float32(1.0))
+
+    with jax.disable_jit():
+        powers = jax.vmap(first_power)(jnp.array([2.0, 3.0]), jnp.array([30.0, 50.0]))
+    assert powers.tolist() == [32.0, 81.0]
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_failed_step_undoes_the_loop(name):
     n = statetx.State(jnp.zeros(()))

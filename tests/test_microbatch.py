@@ -578,6 +578,25 @@ def test_rule_on_a_weight_that_devices_share_inside_shard_map():
     assert_close(jax.jit(jax.value_and_grad(sharded))(*arrays), jax.value_and_grad(loss)(*arrays))
 
 
+def test_rule_on_examples_inside_shard_map_needs_no_loop_of_its_own():
+    """They vary between devices: value and gradient of a part are computed together, as outside."""
+
+    @jax.custom_jvp
+    def rounded(x):
+        return jax.lax.erf(x)
+
+    rounded.defjvp(lambda primals, tangents: (rounded(*primals), 0.9 * tangents[0]))
+    loss = lambda w, x: jnp.mean(rounded(x * w.sum()))
+    in_parts = statetx.microbatch(loss, 2, argnums=1)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(
+        lambda w, x: jax.lax.pmean(in_parts(w, x), "d"), mesh=mesh, in_specs=(P(), P("d")), out_specs=P()
+    )
+    arrays = jnp.ones(3), X[:8]
+    num_loops = lambda f: str(jax.make_jaxpr(jax.value_and_grad(f))(*arrays)).count("scan[")
+    assert num_loops(sharded) == num_loops(in_parts) == 1
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_a_sharded_batch_stays_on_its_devices(axis_type):

@@ -599,6 +599,19 @@ def test_marked_functions_are_regions():
     assert len(region.invars) == len(region.jaxpr.invars) == 1, "a number stays in the equations"
 
 
+def test_behind_products_regions_begin_after_the_most_expensive_equation():
+    def layers(ws, x):
+        for w in ws:
+            x = jnp.tanh(x) * jnp.cos(x)
+            x = jnp.sin(x @ w)
+            x = x * x
+        return x.sum()
+
+    flat = _flat.Flat(staged(layers, [jnp.ones((16, 16))] * 4, jnp.ones((8, 16))))
+    assert flat.jaxpr.eqns[3].primitive.name == "dot_general"
+    assert _cuts.candidates(flat).runs[2] == [(4, 6, 3)]
+
+
 def test_marked_programs_are_also_cut_as_without_marks():
     """The user's functions end one equation after the cut that fewest bytes cross."""
 

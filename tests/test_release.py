@@ -691,3 +691,16 @@ def test_advice_tells_what_a_second_run_costs():
     (remedy,) = report.remedies
     assert remedy.change.action == "release" and "runs twice" in remedy.change.text
     assert remedy.fits and remedy.is_compiled and 0.5 < remedy.added_operations < 0.9
+
+
+def test_a_moment_of_whole_numbers_is_divided_by_a_number():
+    """A float is multiplied by the reciprocal, as XLA does outside of loops."""
+
+    def step(state, x, number):
+        weights, moment = state
+        moment = jax.lax.div(moment + (1e6 * jax.grad(LOSSES["scan"])(weights, x)).astype(jnp.int32), number)
+        return weights - 1e-7 * moment, moment
+
+    plain, released = (statetx.jit(step, donate_argnums=0, release_gradients=r) for r in (False, True))
+    state = lambda: (WEIGHTS.copy(), jnp.zeros(WEIGHTS.shape, jnp.int32))
+    jax.tree.map(np.testing.assert_array_equal, plain(state(), X, jnp.int32(3)), released(state(), X, jnp.int32(3)))

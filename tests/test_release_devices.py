@@ -165,6 +165,26 @@ def test_a_norm_of_each_layer_needs_whole_layers(layout):
     np.testing.assert_allclose(plain(weights(), X), released(weights(), X), rtol=1e-6, atol=1e-7)
 
 
+def test_an_array_of_one_number_has_the_shape_of_a_shard():
+    """Divided along the last axis."""
+    loss = jax.shard_map(
+        lambda ws, x: on_device(
+            lambda x, w: (x + jnp.tanh(x @ jax.lax.all_gather(w, "d", axis=1, tiled=True)), None), ws, x
+        ),
+        mesh=MESH,
+        in_specs=(P(None, None, "d"), P("d")),
+        out_specs=P(),
+    )
+
+    def step(weights, x, rate):
+        gradient = jax.grad(loss)(weights, x)
+        return weights - jax.lax.broadcast(rate, gradient.shape) * gradient
+
+    plain, released = (statetx.jit(step, donate_argnums=0, release_gradients=r) for r in (False, True))
+    weights = lambda: place(WEIGHTS.copy(), None, None, "d")
+    np.testing.assert_array_equal(plain(weights(), X, 0.1), released(weights(), X, 0.1))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_parts_are_added_on_each_device(layout):
     loss = jax.value_and_grad(loss_of(layout))

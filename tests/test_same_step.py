@@ -392,6 +392,19 @@ def test_a_doubled_update_shows_at_any_tolerance():
         assert_same_step(step, twice, X, tolerance=10.0)
 
 
+def test_of_several_writes_the_last_has_the_line():
+    count = statetx.State(jnp.zeros(()))
+
+    def step(x, num=1):
+        for _ in range(num - 1):
+            count.value += x
+        count.value += x
+
+    line = step.__code__.co_firstlineno + 3
+    with pytest.raises(AssertionError, match=rf"written 3 times in place of 1, last at .*:{line}\."):
+        assert_same_step(step, lambda x: step(x, 3), jnp.float32(1.0))
+
+
 def test_writes_that_nnx_and_brainstate_write_back_are_not_counted():
     model = nnx.Dict(w=nnx.Param(jnp.ones(3)), n=nnx.Variable(jnp.zeros(())))
 

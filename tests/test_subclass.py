@@ -177,6 +177,14 @@ def test_attributes_are_read_from_and_written_to_the_object(transform, kind):
     assert all(a is b for a, b in zip(statetx.states(wrapped).values(), statetx.states(obj).values(), strict=True))
 
 
+def test_an_attribute_that_a_wrapped_function_lacks_cannot_be_deleted():
+    wrapped = statetx.remat(jnp.sin)
+    wrapped.new = 1
+    del wrapped.new
+    with pytest.raises(AttributeError, match="'Remat' object has no attribute 'new'"):
+        del wrapped.new
+
+
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_a_flipped_attribute_is_seen_by_the_next_call(kind):
     obj = OBJECTS[kind]()
