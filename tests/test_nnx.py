@@ -375,6 +375,27 @@ def test_variable_as_argument_and_in_the_output():
     assert float(made[...]) == 11.0
 
 
+def test_jitted_function_returns_what_is_shared_once():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.a = self.b = nnx.Param(jnp.ones(2))
+
+    class Parent(nnx.Module):
+        def __init__(self):
+            self.child = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+            self.child.parent = self
+
+    def pair():
+        model = Tied()
+        return model, nnx.state(model)  # as an optimizer has it
+
+    for _ in range(2):
+        model, state = statetx.jit(pair)()
+        assert model.a is model.b is state["a"]
+        parent = statetx.jit(Parent)()
+        assert parent.child.parent is parent
+
+
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_sow_and_nested_containers():
     class Sows(nnx.Module):

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
+import jax
 from jax.tree_util import all_leaves
 
 from ... import _frames, _states
@@ -148,6 +149,20 @@ def _do_nothing() -> None:
 
 def _states_in(obj: Any) -> dict[int, Any]:
     return {id(state): state for state in held_states([obj])}
+
+
+def _has_repeated(tree: Any) -> bool:
+    """Whether JAX finds a state or model twice in a pytree."""
+    ids: list[int] = []
+
+    def is_leaf(x: Any) -> bool:
+        if not is_opaque(x):
+            return False
+        ids.append(id(x))
+        return _states.kind_of(x) is not None or ids.count(id(x)) > 1  # a model may hold itself
+
+    jax.tree.leaves(tree, is_leaf=is_leaf)
+    return len({*ids}) < len(ids)
 
 
 class PlacesOfObjects:
@@ -298,14 +313,15 @@ class CreatedStates:
 
     def flatten_output(self, out: Any, is_dynamic: Callable[[Any], bool]) -> tuple[list, Partition]:
         """Take the output of the call apart, and what JAX has as pytrees of new states that are in no object that
-        existed before: each call returns others.
+        existed before: each call returns others. JAX would make two of a state or model that is there twice.
         """
+        is_shared = bool(self._free) and _has_repeated(out)
 
         def is_leaf(x: Any) -> bool:
             if not is_opaque(x):
                 return False
             states = held_states(x)
-            return all_leaves([x]) or not (states and all(id(state) in self._free for state in states))
+            return is_shared or all_leaves([x]) or not (states and all(id(state) in self._free for state in states))
 
         leaves, part = partition_output(out, is_dynamic, is_leaf=is_leaf)
         self.is_returned = bool(_states_in(part.static).keys() & self._free)
