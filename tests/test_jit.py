@@ -566,6 +566,31 @@ def test_ahead_of_time_program_takes_no_static_arguments(by_name):
         assert n.value == total
 
 
+def test_ahead_of_time_stages_describe_the_arguments_and_outputs_of_the_function():
+    total = statetx.State(jnp.zeros(2))
+
+    def f(batch, mode, scale=1.0):
+        total.value += batch["x"]
+        return {"y": total.value * scale, "mode": mode}
+
+    def g(batch, scale=1.0):
+        return {"y": batch["x"] * scale}
+
+    x, types = jnp.ones(2), lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
+    for options, donated in (({}, False), ({"donate_argnums": 0}, True)):
+        ours = statetx.jit(f, static_argnums=1, **options).trace({"x": x}, "fast", scale=2.0)
+        theirs = jax.jit(g, **options).trace({"x": x}, scale=2.0)
+        for compiled in (False, True):
+            assert types(ours.args_info) == types(theirs.args_info) and ours.args_info[0][0]["x"].donated == donated
+            assert ours.in_avals == theirs.in_avals and ours.in_tree == theirs.in_tree
+            assert ours.donate_argnums == theirs.donate_argnums
+            assert ours.out_tree == jax.tree.structure({"y": 0, "mode": 0})
+            if not compiled:
+                ours, theirs = (traced.lower().compile() for traced in (ours, theirs))
+        assert ours.input_shardings == theirs.input_shardings and ours.input_formats == theirs.input_formats
+        assert ours.output_shardings == {**theirs.output_shardings, "mode": "fast"}
+
+
 def test_trace_and_eval_shape_run_nothing():
     n, _, body, f = ahead()
     assert f.eval_shape(jnp.ones(3)) == {"y": jax.ShapeDtypeStruct((3,), jnp.float32), "flag": "a"}

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
+import jax
+
 from ... import _frames, _jax
 from ..._atomic import locked
 from ..._errors import StateAccessError
@@ -297,7 +299,8 @@ class Jit(Wrapper[P, R], made_by=jit):
 
 @dataclasses.dataclass(repr=False, eq=False)
 class _Stage:
-    """Forwards to JAX's stage the attributes that it does not have itself.
+    """Forwards to JAX's stage the attributes that it does not have itself, those of inputs and outputs as they are in
+    the user's function.
 
     Attributes:
         jax_stage: JAX's own stage, whose first inputs are the values of the states.
@@ -311,7 +314,11 @@ class _Stage:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.jax_stage, name)
+        value = getattr(self.jax_stage, name)
+        if name in ("args_info", "in_avals", "input_shardings", "input_formats"):
+            (_, _, operand, donated), _ = value
+            return operand if self._call.is_direct else self._call.dynamic_with([*operand, *donated])
+        return self._program.output(value) if name in ("output_shardings", "output_formats") else value
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._program.name}>"
@@ -330,6 +337,22 @@ class _Stage:
     def out_info(self) -> PyTree:
         """The output, with a ``jax.ShapeDtypeStruct`` for each array."""
         return self._program.output(self.jax_stage.out_info)
+
+    @property
+    def in_tree(self) -> Any:
+        """The structure of the arguments, without static ones."""
+        return jax.tree.structure(self.args_info)
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the output."""
+        return jax.tree.structure(self.out_info)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The numbers of donated leaves of the arguments."""
+        infos = jax.tree.leaves(self.args_info)
+        return tuple(n for n, info in enumerate(infos) if getattr(info, "donated", False))
 
     @property
     def gradients(self) -> tuple[str, ...]:
