@@ -64,7 +64,7 @@ def test_states_are_inputs_and_outputs_never_constants():
     text = lowered.as_text()
     assert "tensor<4096xf32>" in text.split("{", 2)[1] or "4096xf32" in text
     assert "dense<" not in "".join(line for line in text.splitlines() if "4096" in line)
-    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(lowered.in_avals))
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(lowered.jax_stage.in_avals))
     assert shapes == [(), (), (11,), (4096,)]  # a value that is read is an input, needed or not; an unread one is not
     del unused
 
