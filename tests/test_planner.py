@@ -441,6 +441,25 @@ def groups_of(*groups, differentiated=()):
     return Groups(tuple(decisions), differentiated)
 
 
+def test_loops_whose_steps_call_for_debugging_are_planned():
+    """brainstate's `bernoulli`, and so its `Dropout`, checks a probability in such a call."""
+
+    def loss(w, x):
+        def step(h, _):
+            jax.debug.callback(lambda x: None, h[0, 0], ordered=True)
+            return jnp.tanh(h @ w), None
+
+        return jax.lax.scan(step, x, None, 6)[0].sum()
+
+    flat = _flat.Flat(staged(loss, WS[0], X[:2]))
+    parts = flat.split()
+    (at,) = [i for i, p in enumerate(parts) if p.eqn is not None]
+    options = [decided(loop=Slots(2)) if i == at else decided() for i in range(len(parts))]
+    planned = rewrite(flat.jaxpr, parts, options)
+    got = jax.jit(jax.grad(lambda *args: _jax.evaluate(planned, (), args)[0]))(WS[0], X[:2])
+    np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(WS[0], X[:2]), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_every_decision_for_a_loop_gives_equal_gradients():
     jaxpr = staged(lambda w, x: scanned([w] * 6, x), WS[0], X)

@@ -216,9 +216,11 @@ _CALLS = JIT | REMAT | {_jax.CLOSED_CALL}
 
 
 def is_loop(eqn: Eqn) -> bool:
-    """Whether an equation is a loop that can be planned: a scan of several steps, without effects or constants."""
-    is_scan = eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.effects
-    return is_scan and not _jax.open_jaxpr(eqn.params["jaxpr"])[1]
+    """Whether an equation is a loop that can be planned: a scan, without constants, of steps that may run again."""
+    if eqn.primitive.name != "scan" or eqn.params["length"] == 1:
+        return False
+    jaxpr, consts = _jax.open_jaxpr(eqn.params["jaxpr"])
+    return not consts and not _jax.forbidden_effects(jaxpr)
 
 
 def is_linear(eqn: Eqn) -> bool:
