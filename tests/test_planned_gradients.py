@@ -159,6 +159,18 @@ def test_small_gradients_are_left_alone():
     assert_near(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
 
 
+def test_what_examples_share_stays_shared_where_a_gradient_is_one_equation():
+    calls = statetx.State(jnp.zeros(()))
+
+    def counted(ws, x):
+        calls.value += 1
+        return loss(ws, x)
+
+    program = captured(lambda x: statetx.vmap(statetx.grad(counted), in_axes=(None, 0))(FEW, x[:, None]), X[:3])
+    (gradient,) = program.gradients
+    assert gradient.context.num_examples == 3
+
+
 def test_written_state_in_a_gradient_of_jax_still_leaks():
     seen = statetx.State(jnp.zeros(()))
 

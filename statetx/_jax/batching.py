@@ -75,12 +75,12 @@ def map_jaxpr(
     return *open_jaxpr(mapped), list(outs)
 
 
-def map_over(fun: Callable, axis_data: Any, in_axes: Any) -> Callable:
-    """Map `fun` over the axis of another `jax.vmap`, given by its `axis_data`; all outputs are mapped along axis 0."""
+def map_over(fun: Callable, axis_data: Any, in_axes: Any, out_axes: Any = 0) -> Callable:
+    """Map `fun` over the axis of another `jax.vmap`, given by its `axis_data`."""
     # With the name and sharding of the axis: collectives inside `fun` may refer to it.
     name = None if axis_data.name is _core.no_axis_name else axis_data.name
     options = {"axis_name": name, "axis_size": axis_data.size, "spmd_axis_name": axis_data.spmd_name}
-    return jax.vmap(fun, in_axes=in_axes, out_axes=0, **options)
+    return jax.vmap(fun, in_axes=in_axes, out_axes=out_axes, **options)
 
 
 def named_axes(axes: Sequence[Any]) -> Any:

@@ -24,7 +24,7 @@ from jax._src.state.types import AbstractRef as _AbstractRef
 
 from .._positions import function_of as _function_of
 from .._positions import replaced
-from .batching import map_over, with_batch_axis
+from .batching import map_over, named_axes, with_batch_axis
 from .equations import ClosedJaxpr, with_nonzero
 from .versions import NUM_CHECKIFY_CONTEXTS, NUM_DISCHARGE_CONTEXTS
 
@@ -304,10 +304,17 @@ def _without_none(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     return [_instantiate_zeros(_Zero(aval)) if x is None else x for x, aval in zip(values, avals, strict=True)]
 
 
-def _deferred_batch(axis: Any, args: Any, dims: Any, *, fun: Callable, out_avals: Any) -> tuple[list[Any], list[int]]:
-    mapped = map_over(fun, axis, (list(dims),))
-    outs = deferred_call(mapped, args, [_core.unmapped_aval(axis.size, 0, aval) for aval in out_avals])
-    return outs, [0] * len(outs)
+def _deferred_batch(
+    axis: Any, args: Any, dims: Any, *, fun: Callable, out_avals: Any
+) -> tuple[list[Any], list[int | None]]:
+    # What all examples share stays unmapped: a state may be written with it.
+    types = [_core.mapped_aval(axis.size, d, jax.typeof(x)) for x, d in zip(args, dims, strict=True)]
+    with named_axes([axis]):
+        jaxpr = jax.make_jaxpr(fun)(types)
+        _, is_mapped = _batching.batch_jaxpr(jaxpr, axis, [d is not None for d in dims], [False] * len(out_avals))
+    out_dims = [0 if m else None for m in is_mapped]
+    mapped_avals = [_core.unmapped_aval(axis.size, d, a) for d, a in zip(out_dims, out_avals, strict=True)]
+    return deferred_call(map_over(fun, axis, (list(dims),), out_dims), args, mapped_avals), out_dims
 
 
 def _deferred_impl(*inputs: Any, fun: Callable, out_avals: Any) -> list[Any]:
