@@ -1157,3 +1157,15 @@ def test_jax_looks_for_nan_in_eager_gradients_of_loops(checkpoint):
         assert float(jax.grad(loss)(1.0, xs)) == 0.5**6
         with pytest.raises(FloatingPointError, match=r"encountered in (scan|while)"):
             jax.grad(loss)(1.0, xs.at[3:].set(0.0))
+
+
+def test_gradients_are_known_at_compile_time_if_they_are_to_be():
+    def last(x):
+        return statetx.scan(lambda c, _: (jnp.sin(c), None), x, None, 3, checkpoint=Slots(2))[0]
+
+    @jax.jit
+    def slope(y):
+        with jax.ensure_compile_time_eval():
+            return y * float(jax.grad(last)(0.4))
+
+    assert slope(1.0) == jax.grad(last)(0.4)

@@ -26,6 +26,7 @@ from .._positions import function_of as _function_of
 from .._positions import replaced
 from .batching import map_over, named_axes, with_batch_axis
 from .equations import ClosedJaxpr, with_nonzero
+from .traces import eval_context
 from .versions import NUM_CHECKIFY_CONTEXTS, NUM_DISCHARGE_CONTEXTS
 
 
@@ -67,7 +68,12 @@ def call_primitive(
     """
     primitive = _core.Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(impl)
+
+    def run(*args: Any, **params: Any) -> Any:
+        with eval_context():  # `jax.ensure_compile_time_eval` leaves the trace that runs here the current one
+            return impl(*args, **params)
+
+    primitive.def_impl(run)
     primitive.def_effectful_abstract_eval(types)
     _ad.primitive_jvps[primitive] = jvp
     _batching.fancy_primitive_batchers[primitive] = batch
