@@ -581,3 +581,19 @@ def test_one_layer_several_times_shares_its_states():
     assert repr(layers) == "Stack(3 x Layer, no stacked states)" and layers[1].w is layer.w
     gradient = statetx.grad(lambda f: f(X).sum(), argnums=(), wrt=layer.w)
     jax.tree.map(np.testing.assert_allclose, gradient(layers), gradient(functools.partial(loop, [layer] * 3)))
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_axis_that_values_do_not_have_is_refused_by_the_state(axis):
+    layers = [functools.partial(jnp.multiply, statetx.Param(jnp.ones(4))) for _ in range(2)]
+    with pytest.raises(statetx.StateValueError, match=rf"'args' cannot be stacked along axis {axis}.\nFix: .* 0 to 1"):
+        statetx.stack(layers, axis=axis)
+    assert layers[0].args[0].value.shape == (4,)
+
+
+def test_an_index_of_a_layer_is_a_known_integer():
+    layers = statetx.stack(lambda: functools.partial(jnp.multiply, statetx.Param(jnp.ones(4))), 2)
+    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
+        layers["0"]
+    with pytest.raises(jax.errors.TracerIntegerConversionError):
+        jax.jit(lambda i: layers[i](X))(1)

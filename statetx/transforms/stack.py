@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import inspect
+import operator
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
@@ -23,7 +24,17 @@ from .._objects.contents import attributes, children, extras, has_parts, is_opaq
 from .._objects.paths import Paths, as_predicate, check_paths, states
 from .._objects.walk import Walk, held_states
 from .._text import brief, tree_type_str, type_str
-from .._tree import Identity, freeze, is_array, is_array_or_number, is_integer, is_key, partition, whole_number
+from .._tree import (
+    Identity,
+    as_array,
+    freeze,
+    is_array,
+    is_array_or_number,
+    is_integer,
+    is_key,
+    partition,
+    whole_number,
+)
 from .._typing import Filter, PyTree, public
 from .scan import scan
 
@@ -169,6 +180,7 @@ class Stack(Generic[T]):
                 raise IndexError(f"no layer of {self._num} in layers[{_slice_str(i)}]; a stack has at least one")
             shared = {id(state) for state in states(self.__wrapped__).values()} - self._stacked
             return stack(copies, axis=self.axis, shared=lambda path, state: id(state) in shared)
+        i = operator.index(i)
         if not -self._num <= i < self._num:
             raise IndexError(f"layer {i} of {self._num}")
         return self._copy(i % self._num)
@@ -304,6 +316,12 @@ def _stack_values(values: list[PyTree], path: str, axis: int) -> PyTree:
             raise StateValueError(
                 f"stack: the layers' states {path!r} differ in type: layer 0 has {tree_type_str(values[0])}, layer {i} "
                 f"{tree_type_str(values[i])}.\nFix: stack layers of the same sizes; keep others outside the stack."
+            )
+    for x in leaves:
+        if not -jnp.ndim(x) - 1 <= axis <= jnp.ndim(x):
+            raise StateValueError(
+                f"stack: values {type_str(as_array(x))} of the state {path!r} cannot be stacked along axis {axis}.\n"
+                f"Fix: give an axis from 0 to {jnp.ndim(x)}."
             )
     return part.combine(
         [
