@@ -286,6 +286,13 @@ mistake("checkpoint(f, x)", TypeError, "(double)(x)", "torch")(lambda: statetx.c
 mistake("remat(f(x))", statetx.FunctionError, "f32[4]", "remat(f)(x)")(lambda: statetx.remat(double(X)))
 mistake("jit(f(x))", statetx.FunctionError, "f32[4]", "jit(f)(x)")(lambda: statetx.jit(double(X)))
 mistake("grad(f(x))", statetx.FunctionError, "f32[4]", "grad(f)(x)")(lambda: statetx.grad(double(X)))
+for name, call in {
+    "jvp": lambda: statetx.jvp(double(X), (X,), (X,)),
+    "vjp": lambda: statetx.vjp(double(X), X),
+    "linearize": lambda: statetx.linearize(double(X), X),
+    "make_jaxpr": lambda: statetx.make_jaxpr(double(X)),
+}.items():
+    mistake(f"{name}(f(x))", statetx.FunctionError, name, "f32[4]", f"{name}(f(x))")(call)
 mistake("remat(None of a module)", statetx.FunctionError, "needs a callable", "str")(lambda: statetx.remat("block"))
 mistake("grad(return_value=)", TypeError, "return_value", "statetx.value_and_grad")(
     lambda: statetx.grad(double, return_value=True)
@@ -729,9 +736,9 @@ def state_from_jax_jit():
     jax.jit(lambda: h)()
 
 
-mistake("scan: the carry changes its type", statetx.CarryTypeError, "carry", "f32[]", "f32[4]")(
-    lambda: statetx.scan(lambda c, x: (c + X, x), jnp.float32(0), X)
-)
+mistake(
+    "scan: the carry changes its type", statetx.CarryTypeError, "carry", "f32[]", "f32[4]", "in the body, or start"
+)(lambda: statetx.scan(lambda c, x: (c + X, x), jnp.float32(0), X))
 mistake("scan: an item of the carry changes its type", statetx.CarryTypeError, "carry['h']", "f32[4]", "f32[]")(
     lambda: statetx.scan(lambda c, x: ({"h": c["h"].sum()}, x), {"h": X}, X)
 )
@@ -779,6 +786,9 @@ mistake("scan: a number of steps as xs", ValueError, "int", "length=3")(
 mistake("scan: no xs, no length", ValueError, "length=")(lambda: statetx.scan(lambda c, x: (c, x), 0.0))
 
 
+mistake("microbatch(grad(f)): the batch is differentiated", ValueError, "no argument", "those that are differentiated")(
+    lambda: statetx.microbatch(statetx.grad(lambda x: x.sum()), 2)(X)
+)
 mistake("microbatch: an argument without examples", ValueError, "n is", "no axis 0", "name the arguments", "argnums=1")(
     lambda: statetx.microbatch(lambda x, n: x.mean() * n, 2)(X, jnp.float32(3))
 )

@@ -188,8 +188,8 @@ class BatchArguments:
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The batch of a call. Raises as `batch_along`."""
         mask, names = self._batched.mask(len(args)), self._batched.names
+        unbatched = self._others(len(args)) if self._is_default else ()
         if self._is_default:
-            unbatched = self._others(len(args))
             mask, names = [i not in unbatched for i in range(len(args))], set(kwargs)
         axes: Axes = {key: 0 for key in (*(i for i, flag in enumerate(mask) if flag), *names)}
         by_name = "name the arguments that hold the batch, as in argnums=1 for loss(params, batch)"
@@ -201,5 +201,6 @@ class BatchArguments:
             kwargs,
             lacking=by_name if self._is_default else "leave it out of argnums=, which names those that hold the batch",
             differing=by_name,
-            missing="pass the batch as arrays, and name these arguments by argnums= or argnames=",
+            missing="pass the batch as arrays, and name these arguments by argnums= or argnames="
+            + (", since by default those that are differentiated hold none" if unbatched else ""),
         )

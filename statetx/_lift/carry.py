@@ -158,12 +158,17 @@ def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned:
         )
     for n, (a, b) in enumerate(zip(avals, out_avals, strict=True)):
         if differs(a, b):
-            resharding = " (jax.sharding.reshard)" if a.sharding.spec != b.sharding.spec else ""
+            in_type, out_type = type_str(a), type_str(b)
             raise CarryTypeError(
                 f"{body.name}: the body {name_of(body.fun)} changes the type of carry{leaf_names(first)[n]}: it enters "
-                f"a step as {type_str(a)} and leaves it as {type_str(b)}.\n"
-                f"Fix: convert it in the body{resharding}, or start with the type that the body returns."
+                f"a step as {in_type} and leaves it as {out_type}.\n"
+                f"Fix: convert it in the body{_resharding(in_type, out_type)}, or start with the type that the body "
+                f"returns."
             )
+
+
+def _resharding(*types: str) -> str:
+    return " (jax.sharding.reshard)" if "@" in "".join(types) else ""
 
 
 def _check_written(body: Staged, effect: Effect, paths: Callable[[Any], str]) -> None:
@@ -210,7 +215,7 @@ def drift_error(
 ) -> CarryTypeError:
     """The error for a write that gives a state another type; `types` are the types on entry and on exit."""
     in_type, out_type = types
-    hint = " (jax.sharding.reshard)" if "@" in in_type + out_type else ""
+    hint = _resharding(in_type, out_type)
     fix = fix or f"create the state with the type that is written, or convert the value before writing it{hint}"
     weak = " (~ marks a weak type, as of a Python number)" if "~" in in_type + out_type else ""
     return CarryTypeError(

@@ -114,6 +114,7 @@ def make_jaxpr(
         2
     """
 
+    check_callable("make_jaxpr", fun, "a callable", "write make_jaxpr(f)(x) in place of make_jaxpr(f(x))")
     static = StaticArguments(fun, static_argnums, ())
 
     @functools.wraps(fun, assigned=("__doc__",), updated=())

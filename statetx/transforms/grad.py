@@ -35,7 +35,7 @@ from .._lift.targets import (
     resolve_argnums,
     state_argument_error,
 )
-from .._lift.wrapper import Wrapper, name_of
+from .._lift.wrapper import Wrapper, check_callable, name_of
 from .._positions import replaced
 from .._text import brief, short_tree_type_str, tree_type_str, type_str
 from .._tree import Partition, is_array_or_number, is_opaque, partition
@@ -414,6 +414,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
         >>> float(out), float(pullback(1.0)[0]), n.value
         (9.0, 6.0, 1)
     """
+    check_callable("vjp", fun)
     check_flags("vjp", has_aux=has_aux)
     targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
     arrays, primals_part = partition(primals, is_array_or_number, is_leaf=None if targets is None else is_opaque)

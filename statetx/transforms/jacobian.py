@@ -13,7 +13,7 @@ from .. import _jax, _states
 from .._errors import FunctionError
 from .._lift.options import check_flags, transform
 from .._lift.run import FramedRun
-from .._lift.wrapper import name_of
+from .._lift.wrapper import check_callable, name_of
 from .._text import type_str
 from .._tree import flatten, is_array_or_number, is_number
 from .._typing import Argnums, Filter, PyTree
@@ -69,6 +69,7 @@ def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux:
                 f"jvp: {name} must be a tuple or a list with an item for each argument of {name_of(fun)}, got "
                 f"{type(value).__name__}."
             )
+    check_callable("jvp", fun)
     check_flags("jvp", has_aux=has_aux)
     run = FramedRun("jvp", fun, has_aux)
     out, tangent, leaves = jax.jvp(lambda *xs: run.flat(xs), _arrays(primals), _arrays(tangents), has_aux=True)
@@ -112,6 +113,7 @@ def linearize(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple[Any,
         >>> float(out), float(pushforward(1.0)), float(s.value)
         (9.0, 6.0, 3.0)
     """
+    check_callable("linearize", fun)
     check_flags("linearize", has_aux=has_aux)
     run = FramedRun("linearize", fun, has_aux)
     out, jvp_fun, leaves = jax.linearize(lambda *xs: run.flat(xs), *_arrays(primals), has_aux=True)
