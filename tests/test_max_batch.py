@@ -170,6 +170,12 @@ def test_fits_print_what_was_compiled():
         assert "<table" in result._repr_html_() and '<span class="share">' in result._repr_html_()
 
 
+def test_of_a_loss_the_gradient_is_counted():
+    loss, x = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean(), jnp.ones((16, 8))
+    num = lambda fun: statetx.microbatch(fun, "fit", budget="2KiB", argnums=1).fit(jnp.eye(8), x).num
+    assert num(loss) > num(lambda w, x: (loss(w, x), loss(w, x))) == 1
+
+
 def grows_slowly(w, x):
     return (x @ w).sum()
 

@@ -626,9 +626,14 @@ def test_behind_products_regions_begin_after_the_most_expensive_equation():
             x = x * x
         return x.sum()
 
-    flat = _flat.Flat(staged(layers, [jnp.ones((16, 16))] * 4, jnp.ones((8, 16))))
+    arrays = [jnp.ones((16, 16))] * 4, jnp.ones((8, 16))
+    flat = _flat.Flat(staged(layers, *arrays))
     assert flat.jaxpr.eqns[3].primitive.name == "dot_general"
     assert _cuts.candidates(flat).runs[2] == [(4, 6, 3)]
+
+    before_a_loop = lambda ws, x: jax.lax.scan(lambda h, w: (h @ w, None), layers(ws, x) + x, jnp.stack(ws))[0]
+    planned = _cuts.candidates(_flat.Flat(staged(before_a_loop, *arrays))).stock[1]
+    assert planned[:4] == [(0, 6), (6, 12), (12, 18), (18, 24)], "the stock policies act on layers and loops"
 
 
 def test_marked_programs_are_also_cut_as_without_marks():
@@ -1593,6 +1598,8 @@ def test_periods_that_differ_are_not_extrapolated(fun):
 )
 def test_memory_of_short_versions_is_extrapolated_if_it_is_linear(sizes, expected):
     program, left = _flat.Flat(staged(loss, [*WS, *FEW], X)), iter(sizes)
-    of_size = lambda n: SimpleNamespace(cost=_compiled.Cost(1, 1.0, 1, 1, n, 0))
-    found = _candidates.Shorter(program, _candidates.repetition(program), lambda _: of_size(next(left))).cost()
+    of_size = lambda n: SimpleNamespace(flops=n, cost=_compiled.Cost(1, 1.0, 1, 1, n, 0))
+    shorter = _candidates.Shorter(program, _candidates.repetition(program), lambda _: of_size(next(left)))
+    found = shorter.cost()
     assert (found if expected is None else found.temp_bytes) == expected
+    assert shorter.flops == expected or sizes[0] > sizes[1]

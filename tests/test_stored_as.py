@@ -298,6 +298,12 @@ def stored_values(fun, *args):
     return sorted(row.type for row in report if row.origin == "intermediate")
 
 
+def test_inputs_are_stored_beside_states():
+    weights = [statetx.State(jnp.ones((16, 16))) for _ in range(3)]
+    layer = statetx.remat(lambda s: sum(jnp.tanh(s @ w.value) for w in weights), inputs_stored_as="bits")
+    assert "bits[32,16]" in stored_values(lambda x: layer(spike(x)).sum(), jnp.ones((32, 16)))
+
+
 def test_undeclared_floats_are_stored_only_if_proved():
     x, w = data(num=16, batch=2, steps=3)
 
