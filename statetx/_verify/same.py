@@ -18,7 +18,7 @@ from .._text import counted
 from ..residuals._trace import TracedCall
 from .host_calls import HostCalls
 from .results import Mismatch, differences
-from .rounding import largest, other_fusions, unit_of
+from .rounding import largest, other_roundings, unit_of
 from .side import Side, name_of_state, restored, store, value_of
 from .values import Node, Recording, first_unstable, first_values
 
@@ -39,7 +39,7 @@ class SameStep:
         line: where in the step the first value that differs is computed, or the state is written: ``file:line``.
         reference_line: the same in the reference.
         error: the largest difference of an entry, relative to the largest entry of its array.
-        rounding: the same error of the reference itself, with other fusions, and with inputs that differ by a unit in
+        rounding: the same error of the reference itself, compiled otherwise, and with inputs that differ by a unit in
             the last place; None if it was not needed.
         double_error: the largest relative difference in float64; None if it was not needed or is not possible.
         double_problem: why it is not possible; empty otherwise.
@@ -180,11 +180,11 @@ class _Sides:
         with jax.enable_x64(True):
             try:
                 near = reference.evaluate(
-                    self._states[0], is_double=True, options=other_fusions(), num_nudged=_NUM_NUDGED
+                    self._states[0], is_double=True, options=other_roundings(), num_nudged=_NUM_NUDGED
                 )
                 unfused = next(near)
                 measured = largest(*map(lambda x: differences(x, unfused), near))
-                actual = next(step.evaluate(self._states[1], is_double=True, options=other_fusions()))
+                actual = next(step.evaluate(self._states[1], is_double=True, options=other_roundings()))
             except (TypeError, ValueError) as e:  # its own types do not fit to float64
                 self.report.double_problem = str(e).strip().partition("\n")[0].rstrip(":.")
             else:
@@ -203,9 +203,9 @@ class _Sides:
         return {n: d for n, d in mismatches.items() if not is_within(n, d, rounding, least.get(n, 0.0))}, False
 
     def _rounding(self, expected: Mapping[str, Any]) -> tuple[dict[str, Mismatch], float]:
-        """Differences of the reference with other roundings, and their median with other fusions."""
+        """Differences of the reference with other roundings, and their median if it is compiled otherwise."""
         near = self._sides[0].evaluate(
-            self._states[0], is_double=False, options=other_fusions(), num_nudged=_NUM_NUDGED
+            self._states[0], is_double=False, options=other_roundings(), num_nudged=_NUM_NUDGED
         )
         unfused = next(near)
         rounding = differences(unfused, {name: x for name, x in expected.items() if name in unfused})
@@ -276,7 +276,7 @@ class _Sides:
         recordings, named = [], []
         for side, states in zip(self._sides, self._states, strict=True):
             traced, arrays = side.equations(is_double)
-            recordings.append(Recording(traced.body, arrays, other_fusions()))
+            recordings.append(Recording(traced.body, arrays, other_roundings()))
             named.append(side.named(traced, recordings[-1].outputs, states))
         missing = {name: -1 for name in faults}
         reference_places, step_places = (missing | of_side for of_side in named)
