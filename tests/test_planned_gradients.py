@@ -159,6 +159,22 @@ def test_small_gradients_are_left_alone():
     assert_near(jax.jit(plan.apply(step))(FEW, X), jax.jit(step)(FEW, X))
 
 
+def test_step_that_writes_refs_in_its_gradient_is_planned():
+    """A Ref refuses a tangent, which a value has if its equation has."""
+    calls, last = jax.new_ref(jnp.zeros(())), jax.new_ref(jnp.zeros(()))
+
+    def counted(ws, x):
+        calls[...] += 1
+        value = loss(ws, x)
+        last[...] = jax.lax.stop_gradient(value)
+        return value
+
+    step = jax.jit(lambda ws, x: sgd(ws, jax.grad(counted)(ws, x)))
+    assert len(captured(step, FEW, X).gradients) == 1
+    assert statetx.memory_profile(step, FEW, X).num_devices == 1
+    assert float(calls[...]) == 0
+
+
 def test_what_examples_share_stays_shared_where_a_gradient_is_one_equation():
     calls = statetx.State(jnp.zeros(()))
 

@@ -31,6 +31,13 @@ def num_devices_of(lowered: Any) -> int | None:
     return lowered._lowering.compile_args.get("num_devices") or None
 
 
+def num_devices_of_compiled(compiled: Any) -> int:
+    """The number of devices that a compiled program (``jax.stages.Compiled``) runs on."""
+    # Its `input_shardings` raise for a function that closes over a Ref.
+    shardings = (*compiled._executable._in_shardings, *compiled._executable._out_shardings)
+    return max((len(s.device_set) for s in shardings), default=1)
+
+
 def num_parts_of(lowered: Any) -> int:
     """The number of parts that the inputs of a lowered program are divided into, by the axes of the mesh that they use;
     1 if each device has all of them.

@@ -220,26 +220,35 @@ def loop_with_rules(eqn: Any) -> str | None:
     return eqn.params["rules_of"] if eqn.primitive is _linear_p else None
 
 
-def deferred_call(fun: Callable[[list[Any]], list[Any]], inputs: Sequence[Any], out_avals: Sequence[Any]) -> list[Any]:
+def deferred_call(
+    fun: Callable[[list[Any]], list[Any]], inputs: Sequence[Any], out_avals: Sequence[Any], num_out: int
+) -> list[Any]:
     """Call ``fun(inputs)`` in a program that is traced to be looked at: the call is one equation, and so is its
     derivative.
 
-    `fun` is traced, and differentiated, only if the program is compiled after all: a library may keep it and use it
-    again.
+    `fun` is differentiated only if the program is compiled after all: a library may keep it and use it again.
 
     Args:
         fun: returns arrays of types `out_avals`.
+        num_out: how many of these are its output. The others are new values of states.
     """
-    return _deferred_p.bind(*inputs, fun=fun, out_avals=tuple(out_avals))
+    return _deferred_p.bind(*inputs, fun=fun, out_avals=tuple(out_avals), num_out=num_out)
 
 
 def _is_inexact(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _deferred_jvp(primals: Any, tangents: Any, *, fun: Callable, out_avals: Any) -> tuple[list[Any], list[Any]]:
+def _deferred_jvp(
+    primals: Any, tangents: Any, *, fun: Callable, out_avals: Any, num_out: int
+) -> tuple[list[Any], list[Any]]:
+    has_tangent = [True] * len(out_avals)
+    if any(map(_is_inexact, out_avals[num_out:])):
+        # A state that is written with a value without a tangent may not get one.
+        jaxpr = jax.make_jaxpr(fun)([jax.typeof(x) for x in primals])
+        has_tangent = _ad.jvp_jaxpr(jaxpr, [type(t) is not _Zero for t in tangents], instantiate=False)[1]
     inputs = [i for i, x in enumerate(primals) if _is_inexact(jax.typeof(x))]
-    results = [i for i, aval in enumerate(out_avals) if _is_inexact(aval)]
+    results = [i for i, aval in enumerate(out_avals) if _is_inexact(aval) and has_tangent[i]]
     ct_avals = [jax.typeof(primals[i]).to_ct_aval() for i in inputs]
     tangent_avals = [out_avals[i].to_tangent_aval() for i in results]
 
@@ -269,7 +278,7 @@ def _deferred_jvp(primals: Any, tangents: Any, *, fun: Callable, out_avals: Any)
     if inputs and results:
         diff_tangents = [_instantiate_zeros(tangents[i]) for i in inputs]
         out_tangents = replaced(out_tangents, results, bind_jvp(primals, diff_tangents))
-    return deferred_call(fun, primals, out_avals), out_tangents
+    return deferred_call(fun, primals, out_avals, num_out), out_tangents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -311,19 +320,21 @@ def _without_none(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
 
 
 def _deferred_batch(
-    axis: Any, args: Any, dims: Any, *, fun: Callable, out_avals: Any
+    axis: Any, args: Any, dims: Any, *, fun: Callable, out_avals: Any, num_out: int
 ) -> tuple[list[Any], list[int | None]]:
-    # What all examples share stays unmapped: a state may be written with it.
-    types = [_core.mapped_aval(axis.size, d, jax.typeof(x)) for x, d in zip(args, dims, strict=True)]
-    with named_axes([axis]):
-        jaxpr = jax.make_jaxpr(fun)(types)
-        _, is_mapped = _batching.batch_jaxpr(jaxpr, axis, [d is not None for d in dims], [False] * len(out_avals))
+    is_mapped = [True] * len(out_avals)
+    if num_out < len(out_avals):
+        # A state that is written with what all examples share may not become mapped.
+        types = [_core.mapped_aval(axis.size, d, jax.typeof(x)) for x, d in zip(args, dims, strict=True)]
+        with named_axes([axis]):
+            jaxpr = jax.make_jaxpr(fun)(types)
+            is_mapped = _batching.batch_jaxpr(jaxpr, axis, [d is not None for d in dims], [False] * len(out_avals))[1]
     out_dims = [0 if m else None for m in is_mapped]
     mapped_avals = [_core.unmapped_aval(axis.size, d, a) for d, a in zip(out_dims, out_avals, strict=True)]
-    return deferred_call(map_over(fun, axis, (list(dims),), out_dims), args, mapped_avals), out_dims
+    return deferred_call(map_over(fun, axis, (list(dims),), out_dims), args, mapped_avals, num_out), out_dims
 
 
-def _deferred_impl(*inputs: Any, fun: Callable, out_avals: Any) -> list[Any]:
+def _deferred_impl(*inputs: Any, fun: Callable, **_: Any) -> list[Any]:
     return fun(list(inputs))
 
 

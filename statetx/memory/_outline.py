@@ -49,7 +49,7 @@ class _Deferring(Rewriter):
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         gradient, types = _DifferentiatedCall(body, name, num_out), [v.aval for v in body.jaxpr.outvars]
-        return lambda operands, *args: _jax.deferred_call(gradient, [*operands, *args], types)
+        return lambda operands, *args: _jax.deferred_call(gradient, [*operands, *args], types, num_out)
 
 
 class Outline:

@@ -202,7 +202,7 @@ def _profiled(traced: _TracedProgram, compiler_options: dict[str, Any]) -> Memor
         return _totals(traced, memory)
     assert memory is not None  # the program was decoded from it, or beside it
     backend = traced.stage.target.platform if isinstance(traced.stage, ForTarget) else _backend(compiled)
-    profile = profile_of(program, memory, traced, _num_devices(compiled), backend)
+    profile = profile_of(program, memory, traced, _jax.num_devices_of_compiled(compiled), backend)
     reordered = None if traced.jax_traced is None else in_order(traced.jax_traced)
     if reordered is not None:
         saved = profile.peak_bytes - Program.of_traced(reordered, compiler_options).cost.peak_bytes
@@ -433,11 +433,6 @@ def _output_names(call: TracedCall, program: ArrayProgram) -> tuple[str, ...]:
     first = ["output"] if num_floats == 1 else [f"output {n}" for n in range(num_floats)]
     gradients = [f"gradient of {program.names[i]}" for i in program.diff_indices]
     return (*first, *[""] * (call.num_results - num_floats), *gradients)
-
-
-def _num_devices(compiled: Any) -> int:
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return max((len(s.device_set) for s in shardings), default=1)
 
 
 def _backend(compiled: Any) -> str:

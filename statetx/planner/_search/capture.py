@@ -124,11 +124,11 @@ class _Recorder(Rewriter):
             constants = {i: x for i, x in enumerate(operands) if _is_embedded(x)}
             context = TraceContext.of([*operands, *args])
             self._recorded.append(Recorded(body.jaxpr, num_out, diff_indices, traced_floats, context, constants))
-            return self._run(body, operands, args)
+            return self._run(body, num_out, operands, args)
 
         return run
 
-    def _run(self, body: Body, operands: Sequence[jax.Array], args: Sequence[jax.Array]) -> Arrays:
+    def _run(self, body: Body, num_out: int, operands: Sequence[jax.Array], args: Sequence[jax.Array]) -> Arrays:
         return body(operands, *args)
 
 
@@ -143,8 +143,8 @@ class _InnerGradientRecorder(_Recorder):
     def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         return super().rewrite(body, name, num_out)
 
-    def _run(self, body: Body, operands: Sequence[jax.Array], args: Sequence[jax.Array]) -> Arrays:
-        return _jax.deferred_call(body, [*operands, *args], [v.aval for v in body.jaxpr.outvars])
+    def _run(self, body: Body, num_out: int, operands: Sequence[jax.Array], args: Sequence[jax.Array]) -> Arrays:
+        return _jax.deferred_call(body, [*operands, *args], [v.aval for v in body.jaxpr.outvars], num_out)
 
 
 class _Replace(Rewriter):
