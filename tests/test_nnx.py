@@ -9,6 +9,7 @@ import sys
 import textwrap
 import types
 import weakref
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -396,6 +397,39 @@ def test_jitted_function_returns_what_is_shared_once():
         assert parent.child.parent is parent
 
 
+class Remembers(nnx.Module):
+    def __init__(self, keeps):
+        self.last, self.mode, self.keeps = jnp.zeros(()), "new", keeps
+
+    def __call__(self, x):
+        self.last, before, self.mode = x * x, self.last, "called"
+        y = self.last + 1
+        self.last = self.last if self.keeps else before
+        return y
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        statetx.jit,
+        lambda f: statetx.grad(lambda x: f(x)),
+        lambda f: statetx.grad(statetx.remat(lambda x: f(x))),
+        lambda f: lambda x: statetx.scan(lambda c, _: (f(c), None), x, length=2)[0],
+        lambda f: lambda x: statetx.jit(lambda model, x: model(x))(f, x),
+    ],
+)
+def test_array_that_would_stay_in_an_attribute_is_refused(wrap):
+    model = Remembers(keeps=True)
+    with pytest.raises(statetx.TraceLeakError, match="changes the attribute 'last' of Remembers"):
+        wrap(model)(2.0)
+    assert float(model.last) == 0.0 and model.mode == "new"
+    assert float(model(2.0)) == 5.0 and float(model.last) == 4.0  # plain Python, as before
+
+    model = Remembers(keeps=False)
+    wrap(model)(2.0)
+    assert float(model.last) == 0.0 and model.mode == "called"
+
+
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_sow_and_nested_containers():
     class Sows(nnx.Module):
@@ -482,6 +516,8 @@ def test_private_names_relied_upon():
     assert kind._value.__get__(v) is v.get_raw_value()
     assert type(kind._trace.__get__(v)) is kind.tracers.TraceState and v._trace_state.is_valid()
     assert kind._module_trace.__get__(fresh()._pytree__state).is_valid()
+    with pytest.raises(ZeroDivisionError), mock.patch.object(nnx.Pytree, "_check_valid_context", lambda *_: 1 / 0):
+        nnx.Module().attribute = 1
     frame = statetx._frames.Frame("test")
     x = v[...]
 

@@ -10,7 +10,7 @@ import os
 import sysconfig
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -78,7 +78,8 @@ class Frame:
     _kinds: list[Kind] = dataclasses.field(default_factory=list)
     _unchecked_writes: list[Access] = dataclasses.field(default_factory=list)
     _added: list[Effect] = dataclasses.field(default_factory=list)
-    _held: Sequence[Held] = ()  # what other libraries hold, at the start of the call
+    _held: list[Held] = dataclasses.field(default_factory=list)  # by other libraries; as it was before the call
+    _held_ids: set[int] = dataclasses.field(default_factory=set)  # of objects that `_held` keeps alive
     _copies: dict[int, tuple[Any, Copy]] = dataclasses.field(default_factory=dict)  # by id of the container, kept alive
 
     def run(self, fun: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -118,7 +119,7 @@ class Frame:
         self.trace = _jax.current_trace()
         self.thread = threading.get_ident()
         self._kinds = list(kinds())
-        self._held = () if self.is_undo else held_by_libraries()
+        self._held = [] if self.is_undo else held_by_libraries()
         opening = [store for kind in self._kinds for store in kind.open(self)]
         commit(
             [
@@ -224,6 +225,12 @@ class Frame:
         access.value_before, access.value_in_body = value_before, value_in_body
         if value_in_body is not value_before:
             commit([kind.store(state, value_in_body)])
+
+    def hold(self, obj: Any, held: Callable[[], Held]) -> None:
+        """Refuse that the call changes what `held` returns of an object; to be called before each change."""
+        if id(obj) not in self._held_ids:
+            self._held.append(held())
+            self._held_ids.add(id(obj))
 
     def mark_written(self, access: Access) -> None:
         """Record a write before its value is stored; the leak check follows at the next touch, or at the end."""

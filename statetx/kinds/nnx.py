@@ -6,18 +6,21 @@ that reports to the frames of the thread; if no frame is open it costs one looku
 
 nnx allows writes of a Variable, and of a module's attributes, only under the trace that made them, recorded in
 ``_trace_state``. This slot, too, is replaced by a property: inside a frame, Variables and modules made before the frame
-may be written, since the frame restores the old value; `_frames.check_write` refuses a write that would leave a tracer.
+may be written, since the frame restores the old value; `_frames.check_write` refuses a write that would leave a tracer,
+and `Frame.hold` an attribute of a module that would.
 
 Not watched: Variables with ``ref=True``, which hold a `jax.Ref` (a kind of its own), and with ``hijax=True``.
 
 Relied upon beyond the documented interface, and tested in `tests/test_nnx.py`: the slots ``_raw_value`` and
 ``_trace_state`` of `Variable`; that ``_trace_state`` is set when and only when a Variable is made; the slot
-``_trace_state`` of a module's ``PytreeState``; `TraceState`.
+``_trace_state`` of a module's ``PytreeState``; that ``_check_valid_context`` of a module runs before each change of it;
+`TraceState`.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 import os
 import sys
@@ -35,6 +38,7 @@ from .. import _frames, _jax, _states
 from .._atomic import Store
 from .._errors import StateAccessError
 from .._frames import Frame
+from .._frames.foreign import Held, restoring
 from .._objects.contents import children
 from .native import Invalidated
 
@@ -43,6 +47,7 @@ _value: Any = nnx.Variable.__dict__["_raw_value"]
 _trace: Any = nnx.Variable.__dict__["_trace_state"]
 _metadata: Any = nnx.Variable.__dict__["_var_metadata"]
 _module_trace: Any = pytreelib.PytreeState.__dict__["_trace_state"]
+_plain_check_context = nnx.Pytree._check_valid_context
 
 # The innermost open frame that has touched a Variable made before it, by the Variable's id; the frame's accesses keep
 # the Variable alive. The owner of a Variable that was made in a frame is in its `_FrameTraceState`.
@@ -163,16 +168,45 @@ def _set_trace(state: nnx.Variable, trace_state: tracers.TraceState) -> None:
 
 
 def _get_module_trace(state: pytreelib.PytreeState) -> tracers.TraceState:
-    frame, trace_state = _local.frame, _module_trace.__get__(state)
-    if type(trace_state) is _FrameTraceState and trace_state.frame is None:
-        return tracers.TraceState()
-    # Refused under a plain transform inside the frame: nothing would remove a tracer from an attribute.
-    return trace_state if frame is None or _jax.current_trace() is not frame.trace else tracers.TraceState()
+    trace_state = _module_trace.__get__(state)
+    is_closed = type(trace_state) is _FrameTraceState and trace_state.frame is None
+    return tracers.TraceState() if is_closed else trace_state
 
 
 def _set_module_trace(state: pytreelib.PytreeState, trace_state: tracers.TraceState) -> None:
     frame = _local.frame
     _module_trace.__set__(state, trace_state if frame is None else _FrameTraceState(frame))
+
+
+def _check_context(module: nnx.Pytree, message: Callable[[], str]) -> None:
+    frame, trace_state = _local.frame, _module_trace.__get__(module._pytree__state)
+    # Refused under a plain transform inside the frame: nothing would remove a tracer from an attribute.
+    if frame is None or _jax.current_trace() is not frame.trace or trace_state.is_valid():
+        return _plain_check_context(module, message)
+    home = trace_state.frame if type(trace_state) is _FrameTraceState else None
+    while frame is not None and frame is not home:
+        frame.hold(module, functools.partial(_attributes_of, module, frame))
+        frame = frame.parent
+
+
+def _attributes_of(module: nnx.Pytree, frame: Frame) -> Held:
+    """The attributes of a module that are tracers of a frame's trace."""
+    with _jax.in_parent_trace(frame.trace):
+        outer = _jax.current_trace()
+
+    def values() -> dict[str, Any]:
+        arrays = {name: x for name, x in vars(module).items() if isinstance(x, _jax.Tracer)}
+        name = type(module).__name__
+        return {f"the attribute {k!r} of {name}": x for k, x in arrays.items() if _jax.leaked_tracers(x, outer)}
+
+    return Held(values, restoring(vars(module)), _explain_attribute)
+
+
+def _explain_attribute(transform: str, attribute: str) -> str:
+    return (
+        f" to an array that it computes. An attribute is no state: it would hold what {transform} has traced, and "
+        f"break its next use.\nFix: make it an nnx.Variable, or return the array."
+    )
 
 
 # -- frames ----------------------------------------------------------------------------------------------------
@@ -371,6 +405,7 @@ def _install() -> None:
     replace("flax.nnx.Variable._trace_state", nnx.Variable, property(_get_trace, _set_trace), reason)
     module_trace = property(_get_module_trace, _set_module_trace)
     replace("flax.nnx.pytreelib.PytreeState._trace_state", pytreelib.PytreeState, module_trace, reason)
+    replace("flax.nnx.Pytree._check_valid_context", nnx.Pytree, _check_context, reason)
 
 
 _install()
