@@ -6,6 +6,7 @@ import pathlib
 import re
 import sys
 import time
+import tracemalloc
 import types
 
 import brainstate
@@ -17,7 +18,9 @@ import pytest
 from flax import nnx
 
 import statetx
+from statetx._equations.structure import Body
 from statetx._verify import same
+from statetx._verify.values import Recording, first_values
 from statetx.testing import assert_same_step
 
 X = jnp.sin(jnp.arange(24.0)).reshape(4, 6)
@@ -684,3 +687,22 @@ def test_another_number_of_writes_of_a_variable_is_named_at_any_tolerance():
 
     with pytest.raises(AssertionError, match=r"written 2 times in place of 1"):
         assert_same_step(lambda: step(1), lambda: step(2), tolerance=10.0)
+
+
+def test_values_of_long_loops_are_looked_up_not_compared_with_all():
+    def recorded(factor):
+        def step(c, t):
+            for n in range(1, 6):
+                c = jnp.cos(c) + n * jnp.where(t < 150, t, factor * t)
+            return c, None
+
+        closed = jax.make_jaxpr(lambda x: jax.lax.scan(step, x, jnp.arange(200.0))[0])(jnp.float32(0.1))
+        return Recording(Body.close(closed.jaxpr, closed.consts), [jnp.float32(0.1)], {})
+
+    sides = recorded(1.0), recorded(1.5)
+    tracemalloc.start()
+    found = first_values(*sides, [tuple(side.outputs[0] for side in sides)], 1e-6)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert None not in found
+    assert peak < 2e6  # all values of the 200 turns beside each other: 100 MB

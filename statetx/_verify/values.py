@@ -160,16 +160,36 @@ def first_values(
 
 
 def _find(recording: Recording, other: Recording, tolerance: float) -> None:
-    tables: dict[tuple[int, ...], list[Any]] = {}
+    rows_by_shape: dict[tuple[int, ...], list[Any]] = {}
     for node in _all(other.nodes):
-        tables.setdefault(node.shape, []).append(node.projections.reshape(-1, 3))
-    joined = {shape: np.concatenate(rows) for shape, rows in tables.items()}
+        rows_by_shape.setdefault(node.shape, []).append(node.projections.reshape(-1, 3)[:, :2])
+    tables = {shape: _sorted(np.concatenate(rows)) for shape, rows in rows_by_shape.items()}
     for node in _all(recording.nodes):
-        if node.eqn is None or node.shape not in joined:
+        if node.eqn is None or node.shape not in tables:
             node.is_found = np.full(node.projections.shape[:-1], node.eqn is None)
             continue
-        errors = np.abs(node.projections[..., None, :] - joined[node.shape])[..., :2].max(-1)
-        node.is_found = (errors <= tolerance * node.projections[..., None, 2]).any(-1)
+        is_found = _are_in(tables[node.shape], node.projections.reshape(-1, 3), tolerance)
+        node.is_found = is_found.reshape(node.projections.shape[:-1])
+
+
+def _sorted(rows: Any) -> Any:
+    """The different rows, in the order of their first entries."""
+    rows = rows[np.lexsort(rows.T[::-1])]
+    return rows[np.append(True, (rows[1:] != rows[:-1]).any(-1))]
+
+
+def _are_in(table: Any, projections: Any, tolerance: float) -> Any:
+    """Whether each of the values is in a table, by two projections; the table is `_sorted`."""
+    values, limits = projections[:, :2], tolerance * projections[:, 2]
+    # Those whose first projection is near: in loops of many turns most of the table is not.
+    places = np.searchsorted(table[:, 0], np.nextafter(values[:, 0] - limits, -np.inf))
+    ends = np.searchsorted(table[:, 0], np.nextafter(values[:, 0] + limits, np.inf), side="right")
+    is_found, left = np.zeros(len(values), bool), np.flatnonzero(places < ends)
+    while left.size:
+        is_found[left] = np.abs(values[left] - table[places[left]]).max(-1) <= limits[left]
+        places[left] += 1
+        left = left[~is_found[left] & (places[left] < ends[left])]
+    return is_found
 
 
 def _first(nodes: Sequence[Node], starts: Sequence[int], turn: tuple[int, ...] = ()) -> Node | None:
