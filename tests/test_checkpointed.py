@@ -96,11 +96,12 @@ def test_residuals_in_slots_are_used_where_they_save_three_percent():
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 64, 97, 4096, 4099, 10**6, 999_983])
-@pytest.mark.parametrize("levels", [1, 2, 3, 4])
+@pytest.mark.parametrize("levels", [1, 2, 3, 4, 7, 10**6])
 def test_nested_lengths(length, levels):
     lengths = schedule.nested_lengths(length, levels)
     inner = int(np.prod(lengths[1:], dtype=np.int64))
     assert inner * lengths[0] <= length < inner * (lengths[0] + 1)
+    assert len(lengths) <= levels and 1 not in lengths[1:]
     if length > 50 and levels <= 2:
         assert sum(lengths) <= 1.06 * levels * length ** (1 / levels) + 2
 

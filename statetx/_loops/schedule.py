@@ -255,8 +255,10 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
 
     Their product is at most `length`; the remainder is less than the product of all but the first. Divisors are
     preferred where the sum is no more than a twentieth larger: a remainder costs a copy of its part.
+    No inner loop has one step, which would only add runs: there may be fewer levels.
     """
-    if levels == 1 or length < 4:
+    levels = min(levels, length.bit_length() - 1)
+    if levels <= 1:
         return (length,)
     # Of d factors with the product T the sum is least if all are T**(1/d). One turn of the outermost loop then has T
     # / T**(1/d) steps: whole numbers near it are tried.
@@ -267,7 +269,7 @@ def nested_lengths(length: int, levels: int) -> tuple[int, ...]:
         inner_sum = (levels - 1) * inner ** (1 / (levels - 1))  # if they are equal
         return (length // inner + (length % inner > 0) + inner_sum) * (1.05 if length % inner else 1)
 
-    inner_lengths = nested_lengths(min(range(low, high + 1), key=states), levels - 1)
+    inner_lengths = [n for n in nested_lengths(min(range(low, high + 1), key=states), levels - 1) if n > 1]
     return (length // math.prod(inner_lengths), *inner_lengths)
 
 

@@ -268,7 +268,7 @@ class Levels(NestedLoops):
     def num_runs(self, length: int) -> int:
         # Once in the forward sweep, and once for each level whose turns are rematerialized: level i runs the steps of
         # a turn again to find the carries that level i + 1 starts from; the last one finds residuals.
-        return (self.num + 1) * length
+        return (len(self.lengths_for(length)) + 1) * length
 
 
 @recorded(headed(one_of("turn", "loop"), whole(1), 1))
