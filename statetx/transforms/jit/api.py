@@ -95,8 +95,8 @@ def jit(
             Unhashable values are allowed.
         static_argnames: the same by name.
         donate_argnums: positions of arguments whose memory the program may use for its results. Of states that an
-            argument holds, those that the function writes donate their old memory, as by `donate_states`. A Variable of
-            flax in a donated tree is not written if its new value is returned, as in JAX.
+            argument holds, those that the function writes donate their old memory, as by `donate_states`. Variables of
+            flax by themselves are donated as arrays, and not written if the new value is returned, as in JAX.
         donate_argnames: the same by name.
         donate_states: a filter, or True for all: the written states that it selects donate their old memory to the
             program. If JAX fails after it has taken this memory (a callback that raises, an interrupt in the first
