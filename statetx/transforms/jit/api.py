@@ -23,7 +23,6 @@ import jax
 
 from ... import _frames, _jax
 from ..._atomic import locked
-from ..._errors import StateAccessError
 from ..._lift.options import transform
 from ..._lift.run import run_eagerly
 from ..._lift.wrapper import Wrapper, name_of
@@ -400,7 +399,7 @@ class Compiled(_Stage):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not _frames.is_idle() or _jax.has_tracers((args, kwargs)):
-            raise StateAccessError(
+            raise TypeError(
                 f"{self._program.name} was compiled ahead of time, and cannot be differentiated, mapped or traced.\n"
                 f"Fix: call the jitted function itself."
             )
