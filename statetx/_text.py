@@ -222,8 +222,8 @@ MOST_BYTES = 2**63 - 1
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "": 1}
 
 
-def parse_bytes(size: int | str) -> int:
-    """Convert a size to bytes: a number, or a string with a unit.
+def parse_bytes(size: int | str, option: str = "") -> int:
+    """Convert a size to bytes: a number, or a string with a unit. `option`, such as "limit=", is for messages.
 
     Example:
         >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
@@ -231,15 +231,15 @@ def parse_bytes(size: int | str) -> int:
     """
     if not isinstance(size, str):
         if isinstance(size, bool) or not isinstance(size, numbers.Integral) or not 0 <= size <= MOST_BYTES:
-            raise PolicyError(f"{brief(size)} is not a size; use a number of bytes such as 2**31, or '2GiB'.")
+            raise PolicyError(f"{option}{brief(size)} is not a size; use a number of bytes such as 2**31, or '2GiB'.")
         return int(size)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", size)
     if match is None or match[2].lower() not in _UNITS:
         raise PolicyError(
-            f"{brief(size)} is not a size; use a number of bytes such as 2**31, or '2GiB' (units: B, KB, MB, GB, "
-            f"KiB, MiB, GiB)."
+            f"{option}{brief(size)} is not a size; use a number of bytes such as 2**31, or '2GiB' (units: B, KB, MB, "
+            f"GB, KiB, MiB, GiB)."
         )
     num_bytes = float(match[1]) * _UNITS[match[2].lower()]
     if num_bytes > MOST_BYTES:  # infinity, if there are hundreds of digits
-        raise PolicyError(f"{brief(size)} is not a size: it is more than 2**63 bytes.")
+        raise PolicyError(f"{option}{brief(size)} is not a size: it is more than 2**63 bytes.")
     return int(num_bytes)

@@ -86,7 +86,7 @@ def assert_memory(
             "assert_memory has nothing to compare with.\n"
             "Fix: give a size, at_most='3GiB', or a file, against='memory.json'."
         )
-    most, allowed = None if at_most is None else parse_bytes(at_most), read_tolerance(tolerance)
+    most, allowed = None if at_most is None else parse_bytes(at_most, "at_most="), read_tolerance(tolerance)
     profile = memory_profile(fun, *args, gradient=gradient, **kwargs)
     figures = MemoryBaseline.of(profile)
     if most is not None and figures.peak_bytes > most:

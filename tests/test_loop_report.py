@@ -94,7 +94,7 @@ def test_loops_that_are_not_differentiated_are_not_listed():
     assert only_row(two, W, H).length == 60
     for fun in (lambda: loss(W, H, XS), lambda n: loss(W, H, XS) * n, lambda w: loss(w, H, XS) > 0):
         args = [W][: fun.__code__.co_argcount]
-        assert str(statetx.loop_report(fun, *args)).endswith("0 differentiated loops with stored carries")
+        assert "no differentiated loop has slots" in str(statetx.loop_report(fun, *args))
 
 
 def test_a_loss_whose_steps_take_gradients_is_a_loss():

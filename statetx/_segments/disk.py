@@ -91,7 +91,7 @@ class Disk(Strategy):
         set_counts(self, "segment", "slots")
         put("host", as_count("Disk: host", self.host, 0))
         try:
-            put("limit", None if self.limit is None else parse_bytes(self.limit))
+            put("limit", None if self.limit is None else parse_bytes(self.limit, "limit="))
         except PolicyError as e:
             raise PolicyError(f"Disk: limit: {e}") from None
         put("checkpoint", None if self.checkpoint is None else as_strategy("Disk", self.checkpoint))

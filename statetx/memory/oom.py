@@ -335,7 +335,7 @@ def _explained(
 
     call = call or TracedCall("explain_oom", step, args, kwargs)
     text = "\n".join(texts)
-    limit_bytes, source, other_bytes = None if limit is None else parse_bytes(limit), "limit=", 0
+    limit_bytes, source, other_bytes = None if limit is None else parse_bytes(limit, "limit="), "limit=", 0
     stats = current.memory_stats() if limit_bytes is None else None
     if stats and "bytes_limit" in stats:
         limit_bytes, source = stats["bytes_limit"], "the device"

@@ -100,6 +100,8 @@ class LoopReport(Tabular):
     def _table(self) -> Table:
         num = sum(r.is_own for r in self.rows)
         title = f"{self.name}: {num} differentiated loop{'' if num == 1 else 's'} with stored carries"
+        if num == 0:
+            title = f"{self.name}: no differentiated loop has slots, a size or 'auto' as its checkpoint="
         columns = [
             Column("loop", rank=1),
             Column("policy", code=True),
