@@ -580,6 +580,7 @@ def test_ahead_of_time_stages_describe_the_arguments_and_outputs_of_the_function
     for options, donated in (({}, False), ({"donate_argnums": 0}, True)):
         ours = statetx.jit(f, static_argnums=1, **options).trace({"x": x}, "fast", scale=2.0)
         theirs = jax.jit(g, **options).trace({"x": x}, scale=2.0)
+        assert ours.out_avals == {**theirs.out_avals, "mode": "fast"}
         for compiled in (False, True):
             assert types(ours.args_info) == types(theirs.args_info) and ours.args_info[0][0]["x"].donated == donated
             assert ours.in_avals == theirs.in_avals and ours.in_tree == theirs.in_tree

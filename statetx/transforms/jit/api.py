@@ -317,7 +317,7 @@ class _Stage:
         if name in ("args_info", "in_avals", "input_shardings", "input_formats"):
             (_, _, operand, donated), _ = value
             return operand if self._call.is_direct else self._call.dynamic_with([*operand, *donated])
-        return self._program.output(value) if name in ("output_shardings", "output_formats") else value
+        return self._program.output(value) if name in ("out_avals", "output_shardings", "output_formats") else value
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._program.name}>"
