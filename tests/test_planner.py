@@ -1211,7 +1211,7 @@ def test_plan_with_a_python_number_is_told_of_jit():
 
     step, x = jax.value_and_grad(loss), jnp.ones((256, 16))
     plan = statetx.plan(step, x, -5.0, budget="1GiB")
-    with pytest.raises(statetx.PlanError, match=r"with Python numbers, .* plan and call statetx\.jit\(fun\)"):
+    with pytest.raises(statetx.PlanError, match=r"plan and call statetx\.jit\(fun\): without jit, .* Python numbers"):
         statetx.jit(plan.apply(step))(x, -5.0)
     of_jit = statetx.plan(statetx.jit(step), x, -5.0, budget="1GiB")
     np.testing.assert_allclose(statetx.jit(of_jit.apply(step))(x, -5.0)[0], loss(x, -5.0), rtol=1e-6)

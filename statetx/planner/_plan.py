@@ -146,12 +146,12 @@ class Plan(PlanData, Tabular, Rewriter):
         # Of several gradients the one that agrees for longest is the one that was meant.
         expected = max((g.equations for g in self.gradients), key=lambda e: _num_common(e, lines))
         n, total = _num_common(expected, lines), len(expected)
-        what, numbers = f"it has {len(lines)} equations, and had {total} when the plan was made.", ""
+        what, advice = f"it has {len(lines)} equations, and had {total} when the plan was made.", ""
         if n < min(total, len(lines)):
             what = f"equation {n} of {total} is\n  {lines[n]}\nand was, when the plan was made,\n  {expected[n]}"
-            numbers = _of_numbers(lines[n], expected[n])
+            advice = _of_inputs(lines[n], expected[n])
         raise PlanError(
-            f"The plan for {self.name} does not fit {name}: {what}\nFix: make a plan for this program{numbers}."
+            f"The plan for {self.name} does not fit {name}: {what}\nFix: make a plan for this program{advice}."
         )
 
     # -- storage ---------------------------------------------------------------------------------------------------
@@ -210,14 +210,14 @@ def _num_common(a: Sequence[str], b: Sequence[str]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _of_numbers(line: str, expected: str) -> str:
-    """Advice where two lines read other inputs only: numbers and equal arrays are inputs of a jitted function each,
-    and of no other.
+def _of_inputs(line: str, expected: str) -> str:
+    """Advice where two lines read other inputs only. Without jit, numbers, equal arrays, and what a library does with
+    concrete arrays alone are inputs.
     """
     anonymous = [re.sub(r"\bv[0-9]+", "v", text) for text in (line, expected)]
     if line == expected or anonymous[0] != anonymous[1]:
         return ""
     return (
-        "; with Python numbers, NumPy scalars or one array twice among its arguments or states plan and call "
-        "statetx.jit(fun)"
+        "; or plan and call statetx.jit(fun): without jit, concrete arrays, Python numbers and one array given twice "
+        "may have other equations"
     )
