@@ -294,6 +294,9 @@ for name, call in {
 }.items():
     mistake(f"{name}(f(x))", statetx.FunctionError, name, "f32[4]", f"{name}(f(x))")(call)
 mistake("remat(None of a module)", statetx.FunctionError, "needs a callable", "str")(lambda: statetx.remat("block"))
+mistake("grad of a tree with a flag", TypeError, "d['flag']", "bool", "leave it out of the tree", "argnums=")(
+    lambda: statetx.grad(lambda d: d["x"].sum())({"x": X, "flag": True})
+)
 mistake("grad(return_value=)", TypeError, "return_value", "statetx.value_and_grad")(
     lambda: statetx.grad(double, return_value=True)
 )

@@ -116,9 +116,10 @@ def refuse_arguments(transform: str, fun: Callable, args: tuple, argnums: Sequen
             ) from None
         if not allow_int and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             got = type_str(leaf) if is_array(leaf) else f"{type(leaf).__name__}: {leaf}"
+            left_out = "" if leaf is args[n] else ", leave it out of the tree, as equinox.partition does"
             raise TypeError(
                 f"{place} is {got}. Gradients need floating-point or complex values.\n"
-                f"Fix: convert it to float, or choose other arguments by argnums= or states by {by_states()}."
+                f"Fix: convert it to float{left_out}, or choose other arguments by argnums= or states by {by_states()}."
             ) from None
 
 
