@@ -244,17 +244,28 @@ def test_program_that_cannot_be_compiled(device):
     def calls_python(x):
         return jax.pure_callback(lambda x: x, f32(4), x).sum()
 
-    def prints(x):
-        jax.debug.print("{}", x[0])
-        return x.sum()
-
-    for fun, word in ((calls_python, "pure_callback"), (prints, "debug")):
-        with pytest.raises(TargetError, match=f"calls Python functions on the host.*{word}.*test_target_programs.py"):
-            statetx.measure(fun, jnp.ones(4), target=device, gradient=False)
+    with pytest.raises(TargetError, match="calls Python functions on the host.*pure_callback.*test_target_programs.py"):
+        statetx.measure(calls_python, jnp.ones(4), target=device, gradient=False)
     sharding = NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
     with pytest.raises(TargetError, match="is for 8 devices.*has 1") as e:
         statetx.measure(jnp.sum, f32(64, sharding=sharding), target=device, gradient=False)
     assert f"target='{device}:8'" in str(e.value)
+
+
+@pytest.mark.parametrize("device", ["h100", "tpu v5e"])
+def test_calls_for_debugging_are_left_out(device):
+    """brainstate's `Dropout` checks its probability in such a call."""
+
+    def loss(w, debug):
+        def step(h, _):
+            jax.lax.cond(h.sum() > 9, lambda: debug("{}", h.sum(), ordered=True), lambda: None)
+            return jnp.tanh(h @ w), None
+
+        return statetx.scan(step, w, None, 64, checkpoint=4)[0].sum()
+
+    w = jnp.eye(8)
+    costs = [statetx.measure(loss, w, debug, target=device) for debug in (jax.debug.print, lambda *_, **__: None)]
+    assert costs[0].peak_bytes == costs[1].peak_bytes
 
 
 def patch_embedding(kernel, dense, token, position, images):

@@ -238,6 +238,7 @@ def lower(traced: Any) -> Any:
 
 
 def _lowered_for(target: Target, traced: Any) -> ForTarget:
+    traced = _jax.with_jaxpr(traced, _jax.without_debug_calls(traced.jaxpr))
     called = _jax.callbacks(traced.jaxpr.jaxpr)
     if called and target.platform != "cpu":
         listed = "; ".join(dict.fromkeys(f"{name} at {line}" for name, line in called))

@@ -10,7 +10,8 @@ from jax._src import callback as _callback
 from jax._src import debugging as _debugging
 
 from . import patches
-from .equations import Jaxpr, equations_in
+from .editing import map_jaxprs
+from .equations import ClosedJaxpr, Jaxpr, equations_in, open_jaxpr
 from .traces import ArrayImpl
 
 _note: Callable[[], None] | None = None
@@ -52,6 +53,20 @@ def pure_callbacks(jaxpr: Jaxpr) -> list[Any]:
     """The functions of the user that a program calls by `jax.pure_callback`."""
     found = [eqn.params["callback"] for eqn in equations_in(jaxpr) if eqn.primitive is _callback.pure_callback_p]
     return [getattr(callback, "callback_func", callback) for callback in found]
+
+
+_DEBUG_EFFECTS = {_debugging.debug_effect, _debugging.ordered_debug_effect}
+
+
+def without_debug_calls(x: Any) -> Any:
+    """A jaxpr, closed or not, without its calls of `jax.debug` at any depth: nothing is computed from them."""
+    jaxpr = open_jaxpr(x)[0]
+    if not _DEBUG_EFFECTS & jaxpr.effects:
+        return x
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in ("debug_callback", "debug_print")]
+    eqns = [map_jaxprs(without_debug_calls, e).replace(effects=e.effects - _DEBUG_EFFECTS) for e in eqns]
+    jaxpr = jaxpr.replace(eqns=eqns, effects=jaxpr.effects - _DEBUG_EFFECTS)
+    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts)
 
 
 def wait_for(tree: Any) -> None:
