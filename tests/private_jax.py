@@ -45,6 +45,7 @@ core
 custom_derivatives
     __file__: frames that call derivative rules | none
 debugging
+    debug_effect ordered_debug_effect: programs for targets are without them | none
     debug_callback_p: as io_callback_p | none
 dispatch
     apply_primitive: runs a primitive that nothing traces | none
