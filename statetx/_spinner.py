@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,10 +12,14 @@ from typing import Any
 from ._environment import require
 
 
-def spinner(what: str, *, is_shown: bool) -> AbstractContextManager[Callable[[str], None]]:
-    """A context whose value reports a step; silently if it is not shown. It may be entered several
-    times.
+def spinner(what: str, *, is_shown: bool | None) -> AbstractContextManager[Callable[[str], None]]:
+    """A context whose value reports a step; silently if it is not shown. It may be entered several times.
+
+    Args:
+        is_shown: by default on a terminal, if rich is installed.
     """
+    if is_shown is None:
+        is_shown = getattr(sys.stdout, "isatty", bool)() and importlib.util.find_spec("rich") is not None
     return _Spinner(what) if is_shown else contextlib.nullcontext(lambda text: None)
 
 

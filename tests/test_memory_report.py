@@ -567,3 +567,10 @@ def test_progress_tells_what_is_compiled(fun, expected, monkeypatch):
     assert told == expected
     with pytest.raises(TypeError, match="progress= must be True or False"):
         fun(loss, jnp.eye(4), progress="yes")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_shown_on_a_terminal(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    statetx.memory_profile(jnp.sin, jnp.eye(4))
+    assert ("memory_profile: compiling" in capsys.readouterr().out) == is_terminal

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import sys
@@ -249,10 +248,9 @@ def _save(path: str, key: str, figures: MemoryBaseline) -> None:
 def _fit(target: UserFunction, options: argparse.Namespace) -> Output:
     from ..memory.oom import explain_oom
 
-    is_shown = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
     named = {"limit": options.limit, "gradient": options.gradient, "time_limit": options.time_limit}
     named["verify"] = options.verify
-    report = explain_oom(target.fun, *target.args, **named, progress=is_shown, **target.kwargs)
+    report = explain_oom(target.fun, *target.args, **named, **target.kwargs)
     if report.limit_bytes is None:
         raise BadInput(f"fit: {report.profile.backend} does not tell its memory; give --limit 16GiB, or --target h100")
     return _output(report)._replace(is_failed=not report.can_fit)

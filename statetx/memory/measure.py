@@ -134,10 +134,10 @@ def memory_profile(fun: Any, /, *args: Any, gradient: bool | None, **kwargs: Any
 @overload
 def memory_profile(fun: Any, /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryProfile: ...
 @overload
-def memory_profile(fun: Any, /, *args: Any, progress: bool, **kwargs: Any) -> MemoryProfile: ...
+def memory_profile(fun: Any, /, *args: Any, progress: bool | None, **kwargs: Any) -> MemoryProfile: ...
 @inspects
 def memory_profile(
-    fun: Any, /, *args: Any, gradient: bool | None = None, progress: bool = False, **kwargs: Any
+    fun: Any, /, *args: Any, gradient: bool | None = None, progress: bool | None = None, **kwargs: Any
 ) -> MemoryProfile:
     """Compile a function, and show what fills its memory at each step of the compiled program.
 
@@ -159,7 +159,7 @@ def memory_profile(
             argument and every float state. By default it does, unless the function is a training step, which takes
             gradients itself (as in `plan`). A function without float outputs, and a program that is staged already, are
             profiled unchanged.
-        progress: whether to show progress (with rich).
+        progress: whether to show progress (with rich); by default on a terminal.
 
     Returns:
         `MemoryProfile`: print it, or write ``.to_html(path)``.

@@ -251,7 +251,7 @@ def explain_oom(
     limit: int | str | None = None,
     gradient: bool | None = None,
     time_limit: float | None = 60.0,
-    progress: bool = False,
+    progress: bool | None = None,
     verify: bool = False,
     **kwargs: Any,
 ) -> OutOfMemory:
@@ -276,7 +276,7 @@ def explain_oom(
             changes that are told to fit are compiled in any case. No other compilation begins if one as long as the
             longest so far would not end in time, and a plan only if its last compilations would, too. 0 to name changes
             only, None for no limit.
-        progress: whether to show the trials (with rich).
+        progress: whether to show the trials (with rich); by default on a terminal.
         verify: whether the plan is run and held against the plain step, as in `plan`.
 
     Returns:
@@ -396,7 +396,7 @@ def _planned(
             f"statetx.plan finds none: constants take {constants} of {format_bytes(report.available_bytes)}"
         )
     try:
-        result = plan(step, *args, budget=budget, time_limit=seconds, verify=verify, **kwargs)
+        result = plan(step, *args, budget=budget, time_limit=seconds, progress=False, verify=verify, **kwargs)
     except StatetxError as e:
         return Alternative(f"statetx.plan finds none within {format_bytes(budget)}: {str(e).splitlines()[0]}")
     needed, added = result.total_bytes + report.profile.constant_bytes, result.extra_flops

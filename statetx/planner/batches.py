@@ -113,7 +113,7 @@ def max_batch(
     limit: int | None = None,
     gradient: bool = False,
     states: Mapping[Filter, Any] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     **kwargs: Any,
 ) -> BatchFit:
     """Find the largest batch whose compiled step keeps a budget. Nothing is run and no state changes.
@@ -138,7 +138,7 @@ def max_batch(
         states: from filters to rules, as in `microbatch`: an axis for states that have a value for each example, such
             as the hidden states of a recurrent network. They take as many examples as the batch. Other rules make no
             difference here.
-        progress: whether to show progress (with rich).
+        progress: whether to show progress (with rich); by default on a terminal.
 
     Returns:
         `BatchFit`: ``.size``, and the programs that were compiled. Print it.

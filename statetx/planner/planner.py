@@ -58,7 +58,7 @@ def plan(
     stored_as: str | Sequence[str] = ("bits",),
     argnums: int | Sequence[int] | None = None,
     time_limit: float | None = DEFAULT_TIME_LIMIT,
-    progress: bool = False,
+    progress: bool | None = None,
     verify: bool = False,
     **kwargs: Any,
 ) -> Plan:
@@ -101,7 +101,7 @@ def plan(
         time_limit: seconds; after that the best plan so far is returned. Until a first plan keeps the budget, it may
             take twice as long; if there is none then, or it adds more than a quarter of the operations, the cheapest
             programs that are predicted to keep the budget are compiled, two at most. None for no limit.
-        progress: whether to show progress (with rich).
+        progress: whether to show progress (with rich); by default on a terminal.
         verify: whether to run the planned program and the plain one, and compare, as `testing.assert_same_step` does:
             of a loss with its gradients. A ``jax.ShapeDtypeStruct`` is filled with numbers. Both must fit here.
 
@@ -170,7 +170,7 @@ class ProgramPlanner:
         of: the bytes that the budgets count, as for `plan`.
     """
 
-    def __init__(self, variants: list[Captured], of: str, options: SearchOptions, *, progress: bool):
+    def __init__(self, variants: list[Captured], of: str, options: SearchOptions, *, progress: bool | None):
         self._variants, self.captured, self._of = variants, variants[0], of
         self.name = self.captured.name
         self.target = current.current()
@@ -405,7 +405,7 @@ class Planner(ProgramPlanner):
         stored_as: str | Sequence[str] = ("bits",),
         argnums: int | Sequence[int] | None = None,
         time_limit: float | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
         treatments: Sequence[type[Treatment]] = TREATMENTS,
         **kwargs: Any,
     ):

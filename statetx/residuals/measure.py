@@ -295,7 +295,7 @@ def memory_report(
 @overload
 def memory_report(fun: Callable[..., Any], /, *args: Any, target: Target | str, **kwargs: Any) -> MemoryReport: ...
 @overload
-def memory_report(fun: Callable[..., Any], /, *args: Any, progress: bool, **kwargs: Any) -> MemoryReport: ...
+def memory_report(fun: Callable[..., Any], /, *args: Any, progress: bool | None, **kwargs: Any) -> MemoryReport: ...
 @inspects
 def memory_report(
     fun: Callable[..., Any],
@@ -304,7 +304,7 @@ def memory_report(
     policies: Policy | Sequence[Policy] = None,
     gradient: bool | None = None,
     compiler_options: dict[str, Any] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
     """Compile a training step, or a loss with its derivative, with and without rematerialization, and compare the
@@ -324,7 +324,7 @@ def memory_report(
             `plan`).
         compiler_options: as in ``jax.jit``; for example ``{"xla_disable_hlo_passes": "cse_barrier_expander"}`` shows on
             a CPU what unrolled rematerialization saves on other devices.
-        progress: whether to show progress (with rich).
+        progress: whether to show progress (with rich); by default on a terminal.
 
     Returns:
         `MemoryReport`; for a policy that does not reduce temporary memory, it has a diagnosis.
