@@ -629,6 +629,15 @@ def test_parts_that_the_devices_do_not_divide():
             assert_close(f(params, x, y), expected)
 
 
+@pytest.mark.parametrize("num", [2, 4])
+def test_consecutive_parts_of_a_batch_that_explicit_axes_divide(num):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("d")))
+        f = statetx.microbatch(jnp.sum, num, reduce="stack", interleave=False)
+        np.testing.assert_array_equal(f(x), np.arange(8.0).reshape(num, -1).sum(1))
+
+
 def test_interleaved_parts():
     rows = statetx.microbatch(lambda x: x, 5, reduce="stack", interleave=True)(jnp.arange(10))
     np.testing.assert_array_equal(rows, np.arange(10).reshape(2, 5).T)

@@ -48,8 +48,8 @@ class EqualParts(NamedTuple):
 
     def split(self, x: Any) -> Any:
         """The parts of an array whose first axis is the batch, stacked along a new first axis."""
-        if self.is_interleaved:
-            x = _jax.with_divisible_axis(x, self.size)
+        # Consecutive parts of an array that explicit axes divide are each on few devices: it is gathered.
+        x = _jax.with_divisible_axis(x, self.size if self.is_interleaved else 1)
         stop = self.start + self.num * self.size
         # Not by indexing, which on an explicit mesh is a gather.
         part = x if (self.start, stop) == (0, x.shape[0]) else jax.lax.slice_in_dim(x, self.start, stop)
