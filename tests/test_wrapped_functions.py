@@ -367,3 +367,13 @@ def test_function_and_every_option_may_be_given_by_name(name):
     transform = getattr(statetx, name)
     options = {p.name: p.default for p in inspect.signature(transform).parameters.values()} | {"fun": jnp.sum}
     transform(**options)(jnp.ones(2))
+
+
+@pytest.mark.parametrize("transform", [statetx.jit, statetx.grad, statetx.vmap, statetx.remat, statetx.functionalize])
+def test_signature_of_the_result_itself(transform):
+    def f(x, y=1.0):
+        return x * y
+
+    wrapped = transform(f)
+    assert inspect.signature(wrapped) == inspect.signature(f)
+    assert str(inspect.signature(wrapped, follow_wrapped=False)) == "(*args, **kwargs)"

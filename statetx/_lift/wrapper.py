@@ -41,6 +41,7 @@ class Wrapper(Generic[P, R]):
     """
 
     __qualname__: str
+    __text_signature__ = "(*args, **kwargs)"  # for `inspect.signature(follow_wrapped=False)`, to which it is a builtin
     _object: Any = None  # the wrapped callable object; set after `__init__`, whose attributes are the wrapper's
     maker: ClassVar[Any] = None
     defaults: ClassVar[dict[str, Any]] = {}
