@@ -112,6 +112,10 @@ def test_donated_arguments_are_named_in_errors():
         statetx.jit(f, donate_argnums=3)
     with pytest.raises(statetx.StaticArgumentError, match=r"^donate_argnames='laier'"):
         statetx.jit(layer_loss, donate_argnames="laier")
+    with pytest.raises(
+        statetx.StaticArgumentError, match=r"parameters \(\)\. .* as you call it: it takes none by position"
+    ):
+        statetx.jit(lambda: 0.0, donate_argnums=0)
 
 
 def test_errors_end_with_their_address():

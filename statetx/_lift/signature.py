@@ -97,9 +97,10 @@ class StaticArguments:
             self._from_end.add(i)
             return
         if not (-num <= i < num or (variadic and i >= 0)):
+            positions = f", from 0 to {num - 1} or from -{num} to -1" if num else ": it takes none by position"
             raise StaticArgumentError(
                 f"{self._argnums}={i} is out of range: {self._describe()}. Positions count the parameters of the "
-                f"function as you call it, from 0 to {num - 1} or from -{num} to -1."
+                f"function as you call it{positions}."
             )
         i %= max(num, 1) if i < 0 else max(num, i + 1)
         self.positions.add(i)
