@@ -40,6 +40,7 @@ from .._errors import StateAccessError
 from .._frames import Frame
 from .._frames.foreign import Held, restoring
 from .._objects.contents import children
+from .._objects.walk import num_inspections
 from .native import Invalidated
 
 _local = _frames._local
@@ -183,6 +184,8 @@ def _check_context(module: nnx.Pytree, message: Callable[[], str]) -> None:
     # Refused under a plain transform inside the frame: nothing would remove a tracer from an attribute.
     if frame is None or _jax.current_trace() is not frame.trace or trace_state.is_valid():
         return _plain_check_context(module, message)
+    if num_inspections():  # they put attributes back
+        return
     home = trace_state.frame if type(trace_state) is _FrameTraceState else None
     while frame is not None and frame is not home:
         frame.hold(module, functools.partial(_attributes_of, module, frame))
