@@ -198,7 +198,7 @@ class Jit(Wrapper[P, R], made_by=jit):
     def _run(self, call: Call) -> Any:
         programs = self.cache.of(call)
         # A single program need not be chosen: it raises `Restage` if the types differ.
-        if len(programs) == 1 and not programs[0].guards:
+        if len(programs) == 1 and not programs[0].states.guards:
             try:
                 return programs[0].run(call)
             except Restage:

@@ -1,32 +1,27 @@
 """`StagedProgram`: the result of staging a jitted function, which runs every call with the same types.
 
-A program gathers the values of its states, calls one `jax.jit`-ed function, and stores the returned values. The
-arguments come as a `Call`.
+A program takes the values of its states (`ProgramStates`), calls one `jax.jit`-ed function, and stores the returned
+values. The arguments come as a `Call`.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
-import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from ... import _frames, _jax, _states
-from ..._atomic import Store, commit, locked
+from ..._atomic import Store, commit
 from ..._equations.inline import inline
 from ..._equations.primitives import INLINED
 from ..._equations.structure import Body
-from ..._errors import ForeignStateError
 from ..._lift.carry import leaf_names
 from ..._lift.context import note_shardings
 from ..._lift.late_rules import guarded
 from ..._lift.order import OutputOrder
-from ..._lift.outcome import Outcome, pack_effects, publish_leaves
+from ..._lift.outcome import Outcome, pack_effects
 from ..._lift.run import frame_for
 from ..._lift.stage import Input, InputNames, Lifting, stage
 from ..._lift.wrapper import name_of, place_of
@@ -40,6 +35,7 @@ from .arguments import Call, Reread
 from .created import CreatedStates
 from .gradients import GradientRelease
 from .new_states import NewStates
+from .program_states import ProgramStates
 
 
 class Restage(Exception):
@@ -60,7 +56,7 @@ class StagedProgram:
     Attributes:
         is_reusable: whether other calls may run it: not if the staging closed over a tracer of another trace.
         is_direct: whether all inputs and outputs are arrays, and none is donated.
-        guards: inputs whose value has leaves other than arrays. The program holds for these leaves only.
+        states: that it reads and writes.
         created: the states that the call creates and that outlive it.
         compiled: the `jax.jit`-ed function.
         gradients: the release of the gradients of scanned layers.
@@ -103,14 +99,14 @@ class StagedProgram:
             return pack_effects(leaves, out_part, effects, _leaves_program)
 
         self._acceptance = Acceptance(arrays)
-        self._staging = owner.cache.staging
         names = InputNames(fun, call.with_arrays)
         try:
             staged, outcome, refs = stage(body, self._acceptance.avals, traced_for="jit", names=names, lifting=lifting)
         except Reread:  # Python runs again, and is to find no states that have no value
             self.created.undo()
             raise
-        self.outcome: Outcome = outcome.add(refs)
+        outcome = outcome.add(refs)
+        self._out = outcome.out
         staged = guarded(self.name, staged, [(i.state, i.kind) for i in lifting.inputs.values()])
 
         opened = {id(state): n for n, state in enumerate(call.opened_states())}
@@ -130,43 +126,56 @@ class StagedProgram:
         option = f"{self.name}: donate_states={brief(owner.donate_states)}"
         reached = lambda: dict.fromkeys([*paths.items(), *map(paths, touched)])
         check_paths(option, owner.donate_states, reached, "The function reaches")
-        self.kept, self.donated = (sorted(x, key=lambda i: _states.kinds().index(i.kind)) for x in (kept, donated))
-        self.guards = [i for i in self.kept if i.partition.static]
-        self._donated_paths = [paths(i.state) for i in self.donated]
-        self._kept_paths = {id(i.state): paths(i.state) for i in self.kept}
+        kept, donated = (sorted(x, key=lambda i: _states.kinds().index(i.kind)) for x in (kept, donated))
+        self._donated_paths = [paths(i.state) for i in donated]
+        self._kept_paths = {id(i.state): paths(i.state) for i in kept}
 
         self._calls_host = _jax.calls_host(staged.jaxpr)
         self.is_reusable = not any(isinstance(x, _jax.Tracer) for x in staged.operands)
-        states = [paths(i.state) + name for i in self._inputs() for name in leaf_names(i.partition, i.values)]
-        self.state_names = frozenset(states)
-        self._init_compiled(owner, staged, call, [*states, *call.names()], tried)
+        inputs = [*kept, *donated]
+        names = [paths(i.state) + name for i in inputs for name in leaf_names(i.partition, i.values)]
+        self.state_names = frozenset(names)
+        self._init_compiled(owner, call, staged, kept, donated, outcome, [*names, *call.names()], tried)
+        # The program would keep the staged values alive, and the states of the staged call.
+        for i in inputs:
+            i.values = []
+        for effect in outcome.effects:
+            effect.value_before = _frames.UNKNOWN
         for n, _ in self._opened:  # each call has its own
             outcome.effects[n].state = None
-        self._init_writers()
+        self.states = ProgramStates(kept, donated, outcome, owner.cache.staging)
 
-        self.created.finish(self._inputs(), outcome.effects)
-        is_simple = self._writers is not None and not (self._shardings.is_open or self._shardings.is_partial)
+        self.created.finish(inputs, outcome.effects)
+        is_simple = self.states.writers is not None and not (self._shardings.is_open or self._shardings.is_partial)
         is_simple = is_simple and not (self._opened or self._not_opened)
-        self.is_direct = is_simple and not (self.guards or self.donated or outcome.out.static or self.created)
+        self.is_direct = is_simple and not (self.states.guards or donated or outcome.out.static or self.created)
 
     def _init_compiled(
-        self, owner: Any, staged: Body, call: Call, names: list[str], tried: Sequence[StagedProgram]
+        self,
+        owner: Any,
+        call: Call,
+        staged: Body,
+        kept: list[Input],
+        donated: list[Input],
+        outcome: Outcome,
+        names: list[str],
+        tried: Sequence[StagedProgram],
     ) -> None:
-        inputs, arrays, operand_tree = self._inputs(), call.arrays, jax.tree.structure(call.operand)
+        inputs, arrays, operand_tree = [*kept, *donated], call.arrays, jax.tree.structure(call.operand)
         base = staged.num_operands + len(arrays)
         invars = staged.jaxpr.invars[:base] + [staged.jaxpr.invars[base + v] for i in inputs for v in i.variables]
         jaxpr = _jax.rebuild(staged.jaxpr, invars=invars, outvars=staged.jaxpr.outvars)
-        operands, num_out = staged.operands, self.outcome.num_out
+        operands, num_out = staged.operands, outcome.num_out
         avals = [*self._acceptance.avals, *(aval for i in inputs for aval in i.avals)]
-        treedefs = [None if i in self.guards else i.partition.treedef for i in inputs]
+        treedefs = [None if i.partition.static else i.partition.treedef for i in inputs]
 
-        out_part = self.outcome.out
+        out_part = outcome.out
         acceptance = self._acceptance
         out_avals = [v.aval for v in jaxpr.outvars[num_out:]]
-        pairs = zip(self.outcome.effects, self.outcome.values, strict=True)
+        pairs = zip(outcome.effects, outcome.values, strict=True)
         written = [(effect.state, part.num_dynamic) for effect, part in pairs]
-        self._order = order = OutputOrder(written, out_avals, self.donated)
-        num_donated = sum(len(i.avals) for i in self.donated)
+        self._order = order = OutputOrder(written, out_avals, donated)
+        num_donated = sum(len(i.avals) for i in donated)
         num_inputs = len(operands) + len(avals)
         first_arg = len(operands) + len(jax.tree.leaves(call.operand))
         overwritable = [*range(first_arg, base), *range(num_inputs - num_donated, num_inputs)]
@@ -200,7 +209,7 @@ class StagedProgram:
         # JAX shows this name in profiles, logs and the compiled module.
         inner.__name__ = inner.__qualname__ = name_of(owner.__wrapped__)
         _jax.name_function(inner, "jit", place_of(owner.__wrapped__), names)
-        self._shardings = StateShardings(arrays, inputs, self.outcome, out_avals, names_mesh(jaxpr))
+        self._shardings = StateShardings(arrays, inputs, outcome, out_avals, names_mesh(jaxpr))
         acceptance.inputs, acceptance.shardings = inputs, self._shardings
         output_shardings = self._shardings.out_shardings
         shardings = {} if output_shardings is None else {"out_shardings": order.arrange(None, output_shardings)}
@@ -212,18 +221,16 @@ class StagedProgram:
             treedefs,
             out_part.treedef,
             bool(out_part.static),
-            len(self.kept),
+            len(kept),
             order.updated,
             acceptance.settings,
         )
-        self._is_unshareable = bool(self.guards or output_shardings is not None)
+        self._is_unshareable = any(i.partition.static for i in inputs) or output_shardings is not None
         equal_program = next((p for p in tried if p.created and self.can_share_compiled(p)), None)
         if equal_program is not None:
             self.compiled = equal_program.compiled
         else:
             self.compiled = jax.jit(inner, donate_argnums=(1, 3), **shardings, **owner.jax_options)
-        for i in inputs:
-            i.values = []  # else the program would keep the staged values alive
 
     def can_share_compiled(self, other: StagedProgram) -> bool:
         """Whether the other program's compiled function is also correct for this one."""
@@ -231,31 +238,6 @@ class StagedProgram:
             return False
         body, other_body = self._body, other._body
         return [*map(id, body.operands)] == [*map(id, other_body.operands)] and body.key == other_body.key
-
-    def _init_writers(self) -> None:
-        """Group the states that are read, and those that are written, by kind. `_writers` is None if a value is not a
-        single array.
-        """
-        self._kept_states, self._donated_states = _states_by_kind(self.kept), _states_by_kind(self.donated)
-        self._writers: list[tuple[Any, list, list[int]]] | None = None
-        if all(p.num_dynamic == 1 and jax.tree_util.treedef_is_leaf(p.treedef) for p in self.outcome.values):
-            groups: dict[int, tuple[Any, list, list[int]]] = {}
-            for n, e in enumerate(self.outcome.effects):
-                kind, states, indices = groups.setdefault(id(e.kind), (e.kind, [], []))
-                states.append(e.state)
-                indices.append(n)
-            self._writers = list(groups.values())
-
-        # The positions of written states that are also inputs, among the effects and among the inputs.
-        input_indices = {id(i.state): n for n, i in enumerate(self._inputs()) if i.kind.is_watched}
-        pairs = [(n, input_indices.get(id(e.state))) for n, e in enumerate(self.outcome.effects)]
-        self._updated = [(n, index) for n, index in pairs if index is not None]
-        for effect in self.outcome.effects:
-            effect.value_before = _frames.UNKNOWN  # else the program would keep the staged values alive
-
-    def _inputs(self) -> list[Input]:
-        """The inputs in the order of the compiled function's operands."""
-        return [*self.kept, *self.donated]
 
     # -- running --
 
@@ -272,11 +254,7 @@ class StagedProgram:
         if not self._opened:
             return self
         program = copy.copy(self)
-        effects = [*self.outcome.effects]
-        for n, position in self._opened:
-            effects[n] = dataclasses.replace(effects[n], state=opened[position])
-        program.outcome = Outcome(self.outcome.out, effects, self.outcome.values)
-        program._init_writers()
+        program.states = self.states.writing({n: opened[position] for n, position in self._opened})
         return program
 
     def run(self, call: Call) -> Any:
@@ -289,21 +267,16 @@ class StagedProgram:
         if not _frames.is_idle():
             return self._run_watched(call)
         attribute_stores = self._attribute_stores()
-        kept = self._retry_when_released(_values_of, self._kept_states)
-        donated = self._retry_when_released(_donated_values_of, self._donated_states)
+        kept, donated = self.states.kept_values(), self.states.donated_values()
         if self._shardings and not self._acceptance.keeps_shardings(call.arrays, [*kept, *donated]):
             raise Restage
         values = [] if donated else kept
-        store = lambda writes: self._store(writes, values, attribute_stores)
+        store = lambda writes: self.states.store(writes, values, attribute_stores)
         return self._execute(self._operands(kept, donated, call), store)
 
     def _operands(self, kept: list, donated: list, call: Call) -> tuple[list, list, PyTree, list]:
         """The compiled function's operands, from the values of the states."""
-        if self.guards:
-            kept = [
-                partition(value, is_array_or_number)[0] if i.partition.static else value
-                for i, value in zip(self.kept, kept, strict=True)
-            ]
+        kept = self.states.without_guarded(kept)
         arguments = _copy_aliased(call.donated, (kept, call.kept)) if call.donated else []
         if donated:
             donated = _copy_aliased(donated, (kept, call.kept, arguments))
@@ -322,7 +295,7 @@ class StagedProgram:
             if self._calls_host:
                 _jax.wait_for(writes)
             store(writes)
-        return self.outcome.out.combine(out) if self.outcome.out.static else out
+        return self._out.combine(out) if self._out.static else out
 
     def _call(self, *operands: Any) -> Any:
         try:
@@ -336,7 +309,7 @@ class StagedProgram:
 
     def _name_deleted(self, kept: list, error: Exception) -> None:
         """Name a state in the exception whose array had been deleted before the call."""
-        for i, value in zip(self.kept, kept, strict=True):
+        for i, value in zip(self.states.kept, kept, strict=True):
             if has_deleted(value):
                 error.add_note(
                     f"{_states.describe(i.state, i.kind, self._kept_paths[id(i.state)])} holds an array that was "
@@ -347,7 +320,7 @@ class StagedProgram:
     def output(self, outs: tuple[list, Any, list]) -> Any:
         """The function's output, of the results of `compiled` or what JAX says of each."""
         out, _ = self._order.restore(*outs)
-        return self.outcome.out.combine(out) if self.outcome.out.static else out
+        return self._out.combine(out) if self._out.static else out
 
     def _attribute_stores(self) -> list[Store]:
         """`CreatedStates.attribute_stores`, or `Restage` if the program cannot run this call."""
@@ -358,23 +331,14 @@ class StagedProgram:
 
     def run_directly(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """`run` without open frames and with arrays only; JAX's dispatch checks the types."""
-        try:
-            kept = _values_of(self._kept_states)
-        except ForeignStateError:
-            kept = self._retry_when_released(_values_of, self._kept_states)
+        kept = self.states.kept_values()
         if self._shardings and not self._shardings.accept(kept):
             raise Restage
         out, writes = self._call(kept, [], (args, kwargs), [])
         if writes:
             if self._calls_host:
                 _jax.wait_for(writes)
-            # Values are compared only if the process has several threads (decision 18).
-            writers = self._writers
-            if writers is None or len(writers) > 1 or threading.active_count() > 1:
-                self._store(writes, kept)
-            else:
-                kind, states, _ = writers[0]
-                kind.set_results(states, writes)
+            self.states.store_directly(writes, kept)
         return out
 
     def _run_donating(self, operands: tuple, store: Callable[[list], None]) -> Any:
@@ -401,7 +365,7 @@ class StagedProgram:
 
     def _invalidate_donated(self, donated: list, error: BaseException) -> None:
         """Invalidate the states whose arrays a failed call has consumed, and name them in the exception."""
-        inputs = zip(self.donated, self._donated_paths, donated, strict=True)
+        inputs = zip(self.states.donated, self._donated_paths, donated, strict=True)
         invalid_inputs = [(i, path, x) for i, path, x in inputs if i.kind.get(i.state) is x and has_deleted(x)]
         if invalid_inputs:
             reason = f"its array was donated to {self.name}, which failed"
@@ -416,53 +380,13 @@ class StagedProgram:
                 f"old values."
             )
 
-    def _store(self, writes: list, values: list, attribute_stores: Sequence[Store] = ()) -> None:
-        """Store the values that a call returned; `values` are its inputs' values, to detect writes by other threads."""
-        if self._writers is None:
-            self._publish(writes, values, attribute_stores, live=False)
-        else:
-            self._retry_when_released(
-                functools.partial(locked, _frames.ownership, self._set_all, writes, attribute_stores), values
-            )
-
-    def _publish(self, writes: list, values: list, attribute_stores: Sequence[Store] = (), *, live: bool) -> None:
-        def publish(values: list) -> None:
-            # Threads may run the program at once: each call has records of its own. Later calls create no state.
-            effects = [dataclasses.replace(e, created=e.created and live) for e in self.outcome.effects]
-            for n, index in self._updated if values else ():
-                effects[n].value_before = values[index]
-            publish_leaves(effects, self.outcome.values, writes, live=live, also=attribute_stores)
-
-        self._retry_when_released(publish, values)
-
-    def _set_all(self, writes: list, attribute_stores: Sequence[Store], values: list) -> None:
-        writers = self._writers or ()
-        for kind, states, _ in writers if _frames.open_frames else ():
-            kind.check_free(states)  # checks come before the stores: all or none (decision 18)
-        if values and threading.active_count() > 1:
-            for n, index in self._updated:
-                effect = self.outcome.effects[n]
-                if effect.kind.get(effect.state) is not values[index]:
-                    raise _frames.changed_state_error(effect.state, effect.kind)
-        stores = [kind.store_results(states, [writes[n] for n in indices]) for kind, states, indices in writers]
-        commit([*stores, *attribute_stores])
-
-    def _retry_when_released(self, touch: Callable[[Any], Any], x: Any) -> Any:
-        """Touch states; if another thread owns one, retry once after the current staging of this function."""
-        try:
-            return touch(x)
-        except ForeignStateError:  # a thread that stages this function owns the states that it has touched
-            if not _frames.is_idle():
-                raise
-            return locked(self._staging, touch, x)
-
     def _run_watched(self, call: Call, *, live: bool = False) -> Any:
         attribute_stores = [] if live else self._attribute_stores()
         operands = self.operands_of(call)
         if not (live or self._acceptance.keeps_shardings(call.arrays, [*operands[0], *operands[1]])):
             raise Restage
-        values = [] if self.guards or operands[1] else operands[0]
-        out = self._execute(operands, lambda writes: self._publish(writes, values, attribute_stores, live=live))
+        values = [] if self.states.guards or operands[1] else operands[0]
+        out = self._execute(operands, lambda writes: self.states.publish(writes, values, attribute_stores, live=live))
         self.created.report()
         return out
 
@@ -475,15 +399,12 @@ class StagedProgram:
     def settle(self) -> None:
         """Let later calls read the states that have replaced others in the staged call."""
         if self.created.states:
-            for i in self._inputs():
-                i.state = self.created.successor(i.state)
-            self._init_writers()
-        self.created.settle(self._inputs())
+            self.states.replace_inputs(self.created.successor)
+        self.created.settle(self.states.inputs())
 
     def operands_of(self, call: Call) -> tuple[list, list, PyTree, list]:
         """The compiled function's operands. States are read as by a user, so that open frames see it."""
-        kept = [self._retry_when_released(i.kind.read, i.state) for i in self.kept]
-        donated = [self._retry_when_released(i.kind.read, i.state) for i in self.donated]
+        kept, donated = self.states.read()
         return self._operands(kept, donated, call)
 
     def is_for(self, call: Call) -> bool:
@@ -496,28 +417,8 @@ class StagedProgram:
             return False
         if self.created and self.created.stores() is None:
             return False
-        values = [self._retry_when_released(i.kind.read, i.state) for i in self._inputs()]
+        values = [x for some in self.states.read() for x in some]
         return self._acceptance.accepts(call.arrays, values)
-
-
-_KindStates = list[tuple[Any, list]]
-"""States, grouped by their kind."""
-
-
-def _values_of(groups: _KindStates) -> list:
-    if len(groups) == 1:
-        return groups[0][0].operands(groups[0][1])
-    return [v for kind, states in groups for v in kind.operands(states)]
-
-
-def _donated_values_of(groups: _KindStates) -> list:
-    # Of a Ref a copy: a program that fails may have consumed it, and a Ref without an array cannot be written.
-    return [v for kind, states in groups for v in kind.get_all(states)]
-
-
-def _states_by_kind(inputs: list[Input]) -> _KindStates:
-    groups = itertools.groupby(inputs, key=lambda i: i.kind)
-    return [(kind, [i.state for i in group]) for kind, group in groups]
 
 
 def _keep_type(effect: _frames.Effect, old_part: Partition, old_avals: Sequence[Any]) -> None:
