@@ -1,4 +1,4 @@
-"""`ProgramStates`: the states of a program, whose values it takes, and in which its results are stored."""
+"""`ProgramStates`: the states of a program, whose values are its operands, where its results are stored."""
 
 from __future__ import annotations
 
