@@ -573,4 +573,4 @@ def test_progress_tells_what_is_compiled(fun, expected, monkeypatch):
 def test_progress_is_shown_on_a_terminal(is_terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     statetx.memory_profile(jnp.sin, jnp.eye(4))
-    assert ("memory_profile: compiling" in capsys.readouterr().out) == is_terminal
+    assert bool(capsys.readouterr().out) == is_terminal
