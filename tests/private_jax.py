@@ -30,7 +30,7 @@ config
 core
     ClosedJaxpr Jaxpr Literal Var: the parts of programs | jax.extend.core
     DebugInfo DropVar: names of staged functions; results that nothing reads | none
-    InternalMutableArrayEffect internal_mutable_array_effect no_effects NamedAxisEffect: effects of equations that are made or hidden | none
+    InternalMutableArrayEffect internal_mutable_array_effect no_effects: effects of equations that are made or hidden | none
     OpaqueTraceState: flax's note of the trace of an object | jax.extend.core.get_opaque_trace_state
     Primitive: primitives of this package | jax.extend.core.Primitive
     ShapedArray Tracer: types of arrays and of traced values | jax.core.ShapedArray, jax.core.Tracer
@@ -55,6 +55,7 @@ dtypes
 earray
     EArray: arrays of extended dtypes | none
 effects
+    ordered_effects: branches are without them | none
     remat_allowed_effects: what may run again in a region | none
 flattree
     nones pack: the structure of a scan's operands, since jax 0.12 | none

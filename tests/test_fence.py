@@ -272,6 +272,18 @@ def test_callbacks_within():
     assert seen == [0.0, 0.0]
 
 
+def test_callbacks_do_not_keep_memory():
+    def layer(w, x):
+        jax.debug.callback(lambda v: None, x.sum())
+        return x + jnp.sin(jnp.exp(x @ w)) * jnp.cos(x)
+
+    def temp_bytes(layer):
+        loss = lambda ws, x: functools.reduce(lambda x, w: layer(w, x), ws, x).sum()
+        return statetx.measure(loss, list(jnp.ones((6, 16, 16))), jnp.ones((256, 16))).temp_bytes
+
+    assert temp_bytes(statetx.remat(layer, fence="cond")) < 0.6 * temp_bytes(layer)
+
+
 def test_mistakes():
     with pytest.raises(TypeError, match="fence must be 'auto', 'barrier', 'cond' or None, got 'wall'"):
         statetx.remat(f, fence="wall")

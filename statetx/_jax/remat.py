@@ -94,9 +94,9 @@ def num_devices(ctx: Any) -> int:
     return int(mesh.size if mesh is not None else getattr(axes, "num_devices", 1))
 
 
-def has_side_effects(jaxpr: Any) -> bool:
-    """Whether a program does more than to compute its outputs. Collectives are effects of JAX's types alone."""
-    return not all(isinstance(e, _core.NamedAxisEffect) for e in jaxpr.effects)
+def has_ordered_effects(jaxpr: Any) -> bool:
+    """Whether a program has side effects in an order, which a token passes from one to the next."""
+    return bool(_effects.ordered_effects.filter_in(jaxpr.effects))
 
 
 def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:

@@ -66,7 +66,7 @@ def _lower(
 def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
     """Whether a function can be lowered as a branch."""
     # It may contain collectives, as for a weight's cotangent in shard_map: all devices take the branch.
-    is_plain = not _jax.has_side_effects(jaxpr) and all(map(has_known_sizes, (*ctx.avals_in, *ctx.avals_out)))
+    is_plain = not _jax.has_ordered_effects(jaxpr) and all(map(has_known_sizes, (*ctx.avals_in, *ctx.avals_out)))
     return is_plain and any(map(_has_bits, ctx.avals_in))
 
 
