@@ -7,6 +7,7 @@ from jax.experimental import checkify
 
 import statetx
 from statetx import policies
+from statetx.planner import Planner
 
 W, X = jnp.eye(4) / 2, jnp.ones((8, 4))
 
@@ -91,3 +92,9 @@ def test_index_checks_fail_in_jax_itself(remat):
     """As docs/features.md says; if this no longer fails, that sentence goes."""
     with pytest.raises(ValueError, match="too many values to unpack"):
         error_of(remat(lambda x: x[jnp.argmax(x)].sum()), errors=checkify.index_checks)
+
+
+def test_plan_of_a_checked_step():
+    step = jax.jit(checkify.checkify(jax.grad(lambda w, x: jnp.sin(x @ w).sum()), checkify.float_checks))
+    planner = Planner(step, W, X)
+    assert planner.captured.is_step and len(planner.captured.gradients) == 1

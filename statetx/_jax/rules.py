@@ -19,7 +19,7 @@ from jax._src.interpreters import ad as _ad
 from . import patches
 from .editing import map_jaxprs, with_equations
 from .equations import Jaxpr, equations_in, inner_jaxprs, open_jaxpr
-from .primitives import loop_with_rules
+from .primitives import DeferredPullback, loop_with_rules
 from .traces import JAX_FOLDER
 
 
@@ -373,12 +373,14 @@ patches.replace(
     "differentiate. Elsewhere the function is JAX's own.",
 )
 
-# The functions that run a backward pass.
-_BACKWARD = frozenset([_ad.backward_pass.__code__, _ad.backward_pass3.__code__])
+# The functions that run a backward pass. The pullback of a deferred call runs where checkify looks into the call.
+_BACKWARD = frozenset([f.__code__ for f in (_ad.backward_pass, _ad.backward_pass3, DeferredPullback.__call__)])
 
 
 def in_backward_pass() -> bool:
-    """Whether a backward pass is running: a function that is differentiated now is part of a derivative rule."""
+    """Whether a backward pass is running: a function that is differentiated now is part of a derivative rule, or has
+    been seen.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _BACKWARD:
