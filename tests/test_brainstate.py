@@ -814,3 +814,15 @@ def test_settings_of_a_library_that_is_imported_later_are_part_of_the_key(monkey
     for dt in (2.0, 3.0):
         with brainstate.environ.context(dt=dt):
             assert step(1.0) == dt
+
+
+def test_states_in_the_cache_of_brainstates_jit_are_not_created_by_the_step():
+    """Its default random state is in no object of the user, and in the cache after the first call."""
+    w = brainstate.ParamState(jnp.ones(3))
+
+    def step(x):
+        w.value += x * brainstate.random.normal(size=(3,))
+
+    compiled = brainstate.transform.jit(step)
+    statetx.testing.assert_same_step(compiled, step, jnp.ones(3), steps=2)
+    assert list(statetx.states(compiled)) == ["w"]
