@@ -640,6 +640,31 @@ def test_a_state_that_one_of_them_creates_is_a_difference():
     assert not vars(model)
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, brainstate.transform.jit], ids=["plain", "jit"])
+def test_states_that_brainstate_leaves_without_a_value_are_no_results(jit):
+    """Of those that a loss creates, statetx keeps the values, and brainstate's `grad` and `jit` do not."""
+    w, model = brainstate.ParamState(jnp.arange(3.0)), types.SimpleNamespace()
+
+    def loss(x):
+        model.h = brainstate.HiddenState(jnp.sin(w.value * x))
+        return jnp.sum(model.h.value)
+
+    @jit
+    def reference(x):
+        w.value -= 0.1 * brainstate.transform.grad(loss, {"w": w})(x)["w"]
+
+    def step(x, rate=0.1):
+        w.value -= rate * statetx.grad(loss, wrt={"w": w})(x)["w"]
+
+    assert_same_step(reference, step, X[0, :3])
+    assert_same_step(reference, reference, X[0, :3])
+    with pytest.raises(AssertionError, match="state 'loss.w'"):
+        assert_same_step(reference, lambda x: step(x, 0.2), X[0, :3])
+    with pytest.raises(AssertionError, match="state 'loss.model.h': only one of them has it"):
+        assert_same_step(step, reference, X[0, :3])
+    assert not vars(model)
+
+
 def test_the_report_says_why_float64_is_not_possible():
     def step(total):
         add = lambda c, x: (c + total(x), None)

@@ -133,7 +133,9 @@ class _Sides:
             self._start = end_values
 
     def _run(self, n: int) -> dict[str, Any]:
-        return self._sides[n].run(self._start, self._states[n])
+        # What the reference leaves without a value, nothing can read afterwards.
+        without = self._sides[0].dropped if n else frozenset()
+        return self._sides[n].run(self._start, self._states[n], without)
 
     # -- differences ---------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ class Side:
         self._call = fun if self._may_donate else jit(fun)
         self._programs: dict[Any, Any] = {}
         self._created: dict[str, str] = {}  # the names of states that its calls create, by their paths from it
+        self.dropped: set[str] = set()  # the paths of those that a transform of their library has left without a value
         self.trace()
         self.paths = Paths(fun, args, kwargs)
         self._held = self.paths.items()  # before any call, which may create states
@@ -69,23 +70,26 @@ class Side:
         touched += [w.state for w in self.traced.writes if not w.created]
         return {id(state): (self.paths(state), state) for state in touched}
 
-    def run(self, values: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-        """Run from these values; the outputs and new values of states, leaf by leaf. The states that the call creates,
-        as one with ``init_all_states`` does, are results, and gone from their objects afterwards.
+    def run(
+        self, values: Mapping[str, Any], states: Mapping[str, Any], without: Set[str] = frozenset()
+    ) -> dict[str, Any]:
+        """Run from these values; the outputs and new values of states, leaf by leaf, without the states at some paths.
+        The states that the call creates, as one with ``init_all_states`` does, are results, and gone from their objects
+        afterwards.
         """
         args, kwargs, given = self.args, self.kwargs, values
         if self._may_donate:
             given, args, kwargs = _copied((dict(values), args, kwargs))
         store(states, given)
-        creates = any(w.created for w in self.traced.writes)
-        with created_undone(self.fun, self.args, self.kwargs, is_run=True) if creates else contextlib.nullcontext():
+        # Always: no frame sees a state that is created inside of a transform of its library.
+        with created_undone(self.fun, self.args, self.kwargs, is_run=True):
             try:
                 out = jax.block_until_ready(self._call(*args, **kwargs))
             except Exception as e:
                 e.add_note(f"Raised while statetx compared {self.name} with another step; all states are as before.")
                 raise
-            created = self._created_states() if creates else {}
-        if new_states := self._new(self.fun) if creates else {}:
+            created = self._created_states()
+        if new_states := {path: x for path, x in self._new(self.fun).items() if not has_no_value(x)}:
             raise FunctionError(
                 f"{self.name} creates a state that a list, a dict or a global variable holds after the call, "
                 f"{next(iter(new_states))!r}, so there is nothing to begin both from.\nFix: create the state outside, "
@@ -93,7 +97,9 @@ class Side:
             )
         results = {f"output{path}": x for path, x in _leaves(out)}
         self._output_names = [name for name, x in results.items() if is_array(x)]
-        now = {path: value_of(state) for path, state in {**created, **states}.items()}
+        self.dropped |= {path for path, state in created.items() if has_no_value(state)}
+        skipped = self.dropped | without
+        now = {path: value_of(state) for path, state in {**created, **states}.items() if path not in skipped}
         # A state in a donated argument has no value any more, and was not written.
         now |= {path: values[path] for path, x in now.items() if has_deleted(x)}
         leaves = {name_of_state(path): _leaves(value) for path, value in now.items()}
@@ -166,6 +172,10 @@ def restored(pairs: Any) -> Iterator[None]:
 
 def value_of(state: Any) -> Any:
     return _states.kind_of_state(state).get(state)
+
+
+def has_no_value(state: Any) -> bool:
+    return _states.kind_of_state(state).is_invalidated(state)
 
 
 def store(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
