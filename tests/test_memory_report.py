@@ -525,6 +525,14 @@ def test_operations_are_of_one_device():
     assert replicated.flops == costs[0].flops and replicated.compiled_flops == pytest.approx(costs[0].flops, rel=0.2)
 
 
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices; conftest asks for them")
+def test_gradient_taken_inside_of_shard_map():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    gradient = jax.grad(lambda w, x: jax.lax.pmean((jnp.sin(x @ w) ** 2).mean(), "d"))
+    step = jax.shard_map(gradient, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P())
+    assert statetx.memory_report(step, jnp.ones((16, 4)), jnp.ones((64, 16))).rows[0].residual_bytes > 0
+
+
 def test_operations_that_xla_does_not_tell_are_none(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", lambda self: None)
     step = statetx.remat(lambda x: jnp.sin(jnp.sin(x)).sum())

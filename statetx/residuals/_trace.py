@@ -24,7 +24,7 @@ from .._equations.structure import Body, table
 from .._frames import Effect
 from .._jax import Jaxpr
 from .._lift.carry import leaf_names
-from .._lift.context import note_shardings
+from .._lift.context import TraceContext, note_shardings
 from .._lift.options import notes_shapes
 from .._lift.order import OutputOrder
 from .._lift.outcome import partition_output
@@ -89,7 +89,13 @@ class Passes:
     """
 
     def __init__(
-        self, name: str, body: Jaxpr, outs: Sequence[int], chosen: Sequence[int], sources: Sequence[InputOrigin]
+        self,
+        name: str,
+        body: Jaxpr,
+        outs: Sequence[int],
+        chosen: Sequence[int],
+        sources: Sequence[InputOrigin],
+        context: TraceContext,
     ):
         self.name = short_name(name)
         self.num_out = len(outs)
@@ -105,7 +111,9 @@ class Passes:
         avals = [v.aval for v in body.invars]
 
         # Values that the body closes over become inputs in front of the others.
-        closed, self._pullback = forward_pass(run, avals, chosen, traced_for="statetx.residuals", name=name)
+        with context.bind_axes():
+            closed, self._pullback = forward_pass(run, avals, chosen, traced_for="statetx.residuals", name=name)
+        self._context = context
         self.forward = _jax.without_remat3(closed.jaxpr)
         self.sources = [InputOrigin("constant")] * closed.num_operands + list(sources)
         self.chosen = [closed.num_operands + i for i in chosen]
@@ -120,7 +128,8 @@ class Passes:
         """Equations of the backward pass: rematerialized regions and loops whole, other calls inlined."""
         avals = [v.aval for v in self.residuals], [v.aval for v in self.forward.outvars[: self.num_out]]
         name = f"backward of {self.name}"
-        jaxpr, consts = backward_pass(self._pullback, *avals, traced_for="statetx.residuals", name=name)
+        with self._context.bind_axes():
+            jaxpr, consts = backward_pass(self._pullback, *avals, traced_for="statetx.residuals", name=name)
         return inline(_jax.without_remat3(jaxpr), consts, calls=INLINED - REMAT)
 
 
@@ -325,7 +334,7 @@ class TracedCall:
         chosen = [first + i for i, w in enumerate(is_wanted) if w and is_float(jaxpr.invars[first + i].aval)]
         floats = [i for i, v in enumerate(self.outputs) if is_float(v)]
         sources = [InputOrigin("constant")] * first + [i.origin for i in self.inputs]
-        return [Passes(self.name, jaxpr, floats, chosen, sources)]
+        return [Passes(self.name, jaxpr, floats, chosen, sources, TraceContext())]
 
 
 @contextlib.contextmanager
@@ -426,7 +435,8 @@ class _GradientRecorder(Observer):
         chosen = [i for i, x in enumerate(inputs) if is_float(x) and _jax.is_differentiated(x)]
         floats = [i for i, aval in enumerate(outputs) if is_float(aval)]
         sources = [self._origin_of(x, i < num) for i, x in enumerate(inputs)]
-        self._found.setdefault((body.key, tuple(chosen)), (body.jaxpr, floats, chosen, sources))
+        context = TraceContext.of(inputs)
+        self._found.setdefault((body.key, tuple(chosen)), (body.jaxpr, floats, chosen, sources, context))
 
     def _origin_of(self, x: Any, is_closed_over: bool) -> InputOrigin:
         while (entry := self.origins.get(id(x))) is None and (primal := _jax.primal_of(x)) is not None:
