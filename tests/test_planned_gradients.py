@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import grad as bound_grad
+from jax.experimental import io_callback
 
 import statetx
 from helpers import assert_near, captured, temp_bytes
@@ -82,7 +83,12 @@ def by_accumulation(ws, x):
     return sgd(ws, jax.lax.scan(add, zeros, x.reshape(2, -1, D))[0])
 
 
-STEPS = [by_grad, by_bound_name, by_value_and_grad, by_vjp, by_statetx, by_jacrev, by_accumulation]
+def beside_callback(ws, x):
+    io_callback(lambda: None, None)
+    return by_grad(ws, x)
+
+
+STEPS = [by_grad, by_bound_name, by_value_and_grad, by_vjp, by_statetx, by_jacrev, by_accumulation, beside_callback]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

@@ -66,7 +66,12 @@ def apply(
     return _with_inputs(jaxpr, jax_policy, labels)
 
 
-def refuse_effects(jaxpr: Jaxpr, caller: str, when: str, scope: str) -> None:
+def refuse_effects(
+    jaxpr: Jaxpr,
+    caller: str,
+    when: str = "the function is recomputed",
+    scope: str = "the rematerialized function",
+) -> None:
     """Raise if equations that may run again have effects that must not be repeated.
 
     Args:

@@ -241,9 +241,8 @@ class Remat(Wrapper, made_by=remat):
             staged, outcome, refs = stage(body, avals, traced_for="statetx.remat", names=names, read=read)
         outcome.add(refs)
         staged = guarded(frame.name, staged, [(access.state, access.kind) for access in frame.accesses.values()])
-        is_plan = isinstance(self._policy, Rewriter) and self._policy.is_used_once
-        caller = f"{'plan' if is_plan else 'remat'}({name_of(fun)})"
-        decide.refuse_effects(staged.jaxpr, caller, "the function is recomputed", "the rematerialized function")
+        if not (isinstance(self._policy, Rewriter) and self._policy.is_used_once):
+            decide.refuse_effects(staged.jaxpr, f"remat({name_of(fun)})")
 
         prevent_cse = self._resolve_prevent_cse(dyn_args, dyn_kwargs, args_part.mask)
         formats = self._resolve_formats(dyn_args, dyn_kwargs, args_part.mask)

@@ -21,6 +21,7 @@ from ..._jax import ArrayFunction, Arrays, Aval, Jaxpr
 from ..._lift.context import TraceContext, close_over, device_bytes, sharding_of
 from ..._lift.targets import resolve_argnums
 from ..._lift.wrapper import name_of
+from ..._remat.decide import refuse_effects
 from ..._remat.override import rewritten_by
 from ..._remat.rewriter import Rewriter, Seen, is_training_step
 from ..._tree import is_array, is_array_or_type, is_float, num_bytes, partition
@@ -393,6 +394,8 @@ def capture(
         step = CapturedStep(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
         num_taken = sum(r.lines not in ignored for r in recorded)
         return Captured(gradients, ignored, step, num_taken=num_taken)
+
+    refuse_effects(function.jaxpr, f"plan({name_of(fun)})")
 
     # Inputs are the operands (values of states, all of them differentiated), then the arrays of the arguments.
     # `argnums` counts arguments as the user wrote them; an argument may be a tree of any number of arrays.
