@@ -179,3 +179,35 @@ def _install_retracing() -> None:
         "A function that brainstate has traced is traced again while a plan, a budget or a report of statetx "
         "rewrites what it differentiates.",
     )
+    _install_order_of_states()
+
+
+def _install_order_of_states() -> None:
+    """Give the written values of a gradient of brainstate by state in place of by number.
+
+    It traces its function before it differentiates it. Where that is traced once more inside, as above, it may touch
+    its states in another order: the values would go to other states.
+    """
+    cls: Any = brainstate.transform.GradientTransform
+    call, finish = cls._call_target, cls._return
+
+    def call_target(self: Any, grad_vals: Any, other_vals: Any, *args: Any, **kwargs: Any) -> Any:
+        values, out = call(self, grad_vals, other_vals, *args, **kwargs)
+        if _jax.cache_key_context.value is None:  # traced once
+            return values, out
+        states = self.stateful_target.get_state_trace(*args, **kwargs).states
+        return {id(state): value for state, value in zip(states, values, strict=True)}, out
+
+    def return_(self: Any, rets: Any, read_state_vals: Any, state_trace: Any) -> Any:
+        grads, (outputs, values) = rets
+        if isinstance(values, dict):
+            values = [values[id(state)] for state in state_trace.states]
+        return finish(self, (grads, (outputs, values)), read_state_vals, state_trace)
+
+    reason = (
+        "A gradient of brainstate whose function is traced once more for `statetx` gives each state its own value, "
+        "whatever the order."
+    )
+    target = "brainstate.transform.GradientTransform"
+    _jax.patches.replace(f"{target}._call_target", cls, call_target, reason)
+    _jax.patches.replace(f"{target}._return", cls, return_, reason)
