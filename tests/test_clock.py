@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 def patched(monkeypatch, name, replacement):
     """A function of the search, which is replaced by another for this test."""
-    name = f"statetx.planner._search.{name}"
+    name = f"statetx.planner.{name}"
     found = pkgutil.resolve_name(name)
     monkeypatch.setattr(name, replacement)
     return found
@@ -69,7 +69,7 @@ def test_half_of_the_time_is_left_for_compilations(clock, monkeypatch):
         clock.append(clock[-1] + 10)
         return front_of(*args)
 
-    front_of = patched(monkeypatch, "lattice.front_of", slow)
+    front_of = patched(monkeypatch, "_search.lattice.front_of", slow)
     assert not Planner(layers, WS, jnp.ones((1024, 16)), argnums=0)._search.lacks_regions
     num_regions = len(analyzed)
     analyzed.clear()
@@ -92,8 +92,8 @@ def test_half_of_the_time_is_left_for_whole_programs(clock, monkeypatch):
         begun.append(clock[-1])
         return measure(self, choice, *name)
 
-    compile_together = patched(monkeypatch, "layout.compile_together", slow)
-    measure = patched(monkeypatch, "candidates.Candidates.measure", seen)
+    compile_together = patched(monkeypatch, "_treatments.front.compile_together", slow)
+    measure = patched(monkeypatch, "_search.candidates.Candidates.measure", seen)
     plan = layers_planned(budget=0.65, time_limit=40.0)
     assert 0 < begun[0] <= 20 and not plan.complete and plan.temp_bytes <= plan.budget_bytes
 
@@ -109,7 +109,7 @@ def compilations(clock, monkeypatch):
             clock.append(clock[-1] + 40)
         return measure(self, choice, *name)
 
-    measure = patched(monkeypatch, "candidates.Candidates.measure", slow)
+    measure = patched(monkeypatch, "_search.candidates.Candidates.measure", slow)
     return compiled
 
 
