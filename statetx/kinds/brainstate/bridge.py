@@ -204,10 +204,7 @@ def _install_order_of_states() -> None:
             values = [values[id(state)] for state in state_trace.states]
         return finish(self, (grads, (outputs, values)), read_state_vals, state_trace)
 
-    reason = (
-        "A gradient of brainstate whose function is traced once more for `statetx` gives each state its own value, "
-        "whatever the order."
-    )
+    reason = "A gradient's second trace gives each state its own value."
     target = "brainstate.transform.GradientTransform"
     _jax.patches.replace(f"{target}._call_target", cls, call_target, reason)
     _jax.patches.replace(f"{target}._return", cls, return_, reason)
