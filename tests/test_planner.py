@@ -636,18 +636,6 @@ def test_behind_products_regions_begin_after_the_most_expensive_equation():
     assert planned[:4] == [(0, 6), (6, 12), (12, 18), (18, 24)], "the stock policies act on layers and loops"
 
 
-def test_products_that_repeat_in_less_than_two_thirds_of_a_layer_are_a_part_of_it():
-    def layers(ws, x):
-        for *inputs, out in ws:
-            q, k, v = ((x @ w).reshape(8, 2, 8).transpose(1, 0, 2) for w in inputs)
-            x = (q * k * v).transpose(1, 0, 2).reshape(8, 16) @ out
-        return x.sum()
-
-    flat = _flat.Flat(staged(layers, [[jnp.ones((16, 16))] * 4] * 4, jnp.ones((8, 16))))
-    assert len(flat) == 4 * 14 + 1
-    assert (0, 14, 4) in _cuts.candidates(flat).runs[0]
-
-
 def test_marked_programs_are_also_cut_as_without_marks():
     """The user's functions end one equation after the cut that fewest bytes cross."""
 

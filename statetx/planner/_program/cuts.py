@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
@@ -265,7 +264,7 @@ def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int, in_phase: _I
         if any(s < start + length and start < s + n for s, n in chosen):
             continue
         # Two stages of a residual network may be alike. The blocks that most of them consists of tell more.
-        if _stretches(tokens[start : start + period], heavy[start:], math.ceil(2 * period / 3)):
+        if _stretches(tokens[start : start + period], heavy[start:], 2 * period // 3):
             continue
         run = in_phase(start, period, length)
         if run.num > 1:
