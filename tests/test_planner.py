@@ -1465,7 +1465,7 @@ def test_regions_with_an_overhead_are_fewer():
     assert all(a.cost <= b.cost for a, b in zip(plain, others, strict=True))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plans_by_times_have_fewer_regions(monkeypatch):
     """Each region that is changed ends fusions. Where programs have times, one with more unchanged ones is compiled."""
 
