@@ -253,10 +253,9 @@ def assert_same_step(
 
     Both run, jitted, each time from the reference's states; at the end every state holds its value from before. States
     that a call creates, as with brainstate's ``init_all_states``, are results, and removed again. Results are compared
-    bit for bit. If some differ, the reference is compiled otherwise and run from inputs that differ by a unit
-    in the last place, and both run in float64 where their types allow it: a difference within this rounding counts as
-    none. For another the error names the first state by path, and the lines where the first value
-    that differs is computed.
+    bit for bit. If some differ, the reference is compiled otherwise and run from inputs that differ by a unit in the
+    last place, and both run in float64 where their types allow it: a difference within this rounding counts as none.
+    For another the error names the first state by path, and the lines where the first value that differs is computed.
 
     Args:
         reference, step: functions of the same arguments, jitted or not, on one model or on two, whose states have

@@ -36,8 +36,11 @@ def other_roundings() -> dict[str, Any]:
 
 
 def as_double(x: Any) -> Any:
-    wide = np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64
-    return jnp.asarray(x, wide) if is_float(x) else x
+    return jnp.asarray(x, _double_of(x)) if is_float(x) else x
+
+
+def _double_of(x: Any) -> type:
+    return np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64
 
 
 def unit_of(x: Any) -> float:
@@ -55,7 +58,7 @@ def nudged(x: Any, draw: np.random.Generator, unit: float) -> Any:
     """Floats that differ by `unit`, or by their own in the last place, up or down; whole numbers are exact."""
     if not is_float(x):
         return x
-    wide = np.asarray(x, np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64)
+    wide = np.asarray(x, _double_of(x))
     signs = draw.choice([-1.0, 1.0], wide.shape) * (wide != np.round(wide))
     return jax.device_put((wide * (1 + signs * max(unit, unit_of(x)))).astype(x.dtype), getattr(x, "sharding", None))
 

@@ -184,18 +184,18 @@ class _Sides:
                 near = reference.evaluate(
                     self._states[0], is_double=True, options=other_roundings(), num_nudged=_NUM_NUDGED
                 )
-                unfused = next(near)
-                measured = largest(*map(lambda x: differences(x, unfused), near))
+                other = next(near)
+                measured = largest(*map(lambda x: differences(x, other), near))
                 actual = next(step.evaluate(self._states[1], is_double=True, options=other_roundings()))
             except (TypeError, ValueError) as e:  # its own types do not fit to float64
                 self.report.double_problem = str(e).strip().partition("\n")[0].rstrip(":.")
             else:
-                double = {n: d for n, d in differences(actual, unfused).items() if n in unfused and n in actual}
+                double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
                 # It may compute parts in fewer bits all the same, and results, too.
-                least = {n: max(_DOUBLE, _FACTOR * unit_of(x)) for n, x in unfused.items()}
+                least = {n: max(_DOUBLE, _FACTOR * unit_of(x)) for n, x in other.items()}
                 if faults := {n: d for n, d in double.items() if not is_within(n, d, measured, least[n])}:
                     exact = next(reference.evaluate(self._states[0], is_double=True, options={}))
-                    measured = largest(measured, differences(unfused, exact))
+                    measured = largest(measured, differences(other, exact))
                     faults = {n: d for n, d in faults.items() if not is_within(n, d, measured, least[n])}
                 self.report.double_error = max((d.relative for d in double.values()), default=0.0)
                 if faults:
@@ -209,10 +209,10 @@ class _Sides:
         near = self._sides[0].evaluate(
             self._states[0], is_double=False, options=other_roundings(), num_nudged=_NUM_NUDGED
         )
-        unfused = next(near)
-        rounding = differences(unfused, {name: x for name, x in expected.items() if name in unfused})
-        typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in unfused] or [0.0]))
-        rounding = largest(rounding, *map(lambda x: differences(x, unfused), near))  # one at a time is in memory
+        other = next(near)
+        rounding = differences(other, {name: x for name, x in expected.items() if name in other})
+        typical = float(np.median([rounding[name].relative if name in rounding else 0.0 for name in other] or [0.0]))
+        rounding = largest(rounding, *map(lambda x: differences(x, other), near))  # one at a time is in memory
         self.report.rounding = max([d.relative for d in rounding.values() if np.isfinite(d.error)], default=0.0)
         return rounding, typical
 

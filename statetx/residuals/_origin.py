@@ -12,7 +12,7 @@ from .._equations.primitives import EAGER, ENTERED, REMAT, Forwards, row_of
 from .._jax import Jaxpr, Literal
 from .._remat.policy import StateRef
 from .._remat.survey import Survey
-from ._trace import Passes, regions_of
+from ._passes import Passes, regions_of
 
 
 @dataclasses.dataclass

@@ -1,8 +1,7 @@
-"""A call as equations, traced once for all reports; and its forward and backward pass.
+"""A call as equations, traced once for all reports.
 
 The function is staged once, with every argument, state and constant as an input: `TracedCall`. Nothing else runs the
-user's Python. Compiled programs evaluate these equations. ``jax.vjp`` returns its pullback as a pytree whose leaves are
-the residuals: `Passes` stages ``jax.vjp`` of the equations, with these leaves as additional outputs.
+user's Python. Compiled programs evaluate these equations.
 """
 
 from __future__ import annotations
@@ -10,19 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from .. import _jax, _states
-from .._equations.differentiate import backward_pass, forward_pass
-from .._equations.inline import inline
-from .._equations.primitives import INLINED, REMAT
 from .._equations.structure import Body, table
 from .._frames import Effect
-from .._jax import Jaxpr
 from .._lift.carry import leaf_names
 from .._lift.context import TraceContext, note_shardings
 from .._lift.options import notes_shapes
@@ -50,6 +44,7 @@ from .._tree import (
 )
 from .._typing import Filter, PyTree
 from ..transforms.jit.api import Jit
+from ._passes import InputOrigin, Passes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,78 +54,6 @@ def inspects(fun: F) -> F:
     tracebacks.
     """
     return _jax.api_boundary(notes_shapes(current.takes_target(fun)))
-
-
-class InputOrigin(NamedTuple):
-    """The argument, state or constant that an input of the function comes from.
-
-    Attributes:
-        origin: "argument", "state" or "constant".
-        path: the argument as written in Python (``params['w']``), or the path of the state.
-        kind: the state's type.
-    """
-
-    origin: str
-    path: str = ""
-    kind: str = ""
-
-
-class Passes:
-    """The forward and backward pass of a function.
-
-    Attributes:
-        name: the function's name.
-        forward: the jaxpr of the forward pass. Its outputs are the `num_out` outputs of the function, then the
-            residuals.
-        backward: the jaxpr of the backward pass. Its inputs are the residuals and the cotangents of the outputs; its
-            outputs are the cotangents of the inputs `chosen`.
-        sources: the origin of each input of `forward`.
-        regions: names of the rematerialized functions; `regions_of` gives those that an equation belongs to.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        body: Jaxpr,
-        outs: Sequence[int],
-        chosen: Sequence[int],
-        sources: Sequence[InputOrigin],
-        context: TraceContext,
-    ):
-        self.name = short_name(name)
-        self.num_out = len(outs)
-        self.regions: list[str] = []
-
-        # Before differentiation, which copies the scope of an equation to all equations that it makes from it.
-        body = _tag(body, self.regions)
-
-        def run(*inputs: Any) -> list[Any]:
-            results = _jax.evaluate(body, (), inputs)
-            return [results[i] for i in outs]
-
-        avals = [v.aval for v in body.invars]
-
-        # Values that the body closes over become inputs in front of the others.
-        with context.bind_axes():
-            closed, self._pullback = forward_pass(run, avals, chosen, traced_for="statetx.residuals", name=name)
-        self._context = context
-        self.forward = _jax.without_remat3(closed.jaxpr)
-        self.sources = [InputOrigin("constant")] * closed.num_operands + list(sources)
-        self.chosen = [closed.num_operands + i for i in chosen]
-
-    @property
-    def residuals(self) -> list[Any]:
-        """The leaves of the pullback: variables of `forward`, or literals."""
-        return self.forward.outvars[self.num_out :]
-
-    @functools.cached_property
-    def backward(self) -> Jaxpr:
-        """Equations of the backward pass: rematerialized regions and loops whole, other calls inlined."""
-        avals = [v.aval for v in self.residuals], [v.aval for v in self.forward.outvars[: self.num_out]]
-        name = f"backward of {self.name}"
-        with self._context.bind_axes():
-            jaxpr, consts = backward_pass(self._pullback, *avals, traced_for="statetx.residuals", name=name)
-        return inline(_jax.without_remat3(jaxpr), consts, calls=INLINED - REMAT)
 
 
 class TracedInput(NamedTuple):
@@ -457,28 +380,6 @@ class _GradientRecorder(Observer):
 
 
 # -- rematerialized regions ------------------------------------------------------------------------------------
-
-_TAG = "statetx-remat-"
-
-
-def _tag(x: Any, regions: list[str]) -> Any:
-    """Give each rematerialized region its own name scope, which all equations derived from it by differentiation
-    inherit.
-    """
-
-    def tagged(eqn: Any) -> Any:
-        if eqn.primitive.name in REMAT:
-            regions.append(short_name(_jax.open_jaxpr(eqn.params["jaxpr"])[0].debug_info.func_name))
-            eqn = _jax.with_scope(eqn, f"{_TAG}{len(regions) - 1}")
-        return _jax.map_jaxprs(lambda j: _tag(j, regions), eqn)
-
-    return _jax.map_equations(tagged, x)
-
-
-def regions_of(eqn: Any) -> list[int]:
-    """The indices of the rematerialized regions that an equation belongs to, outermost first."""
-    return [int(n) for n in re.findall(_TAG + r"(\d+)", _jax.scope(eqn))]
-
 
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 """Parts of the paths of installed packages, of this environment or another one."""

@@ -23,7 +23,8 @@ from .._text import counted, format_bytes, short_path, type_str
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import buffers
-from ._trace import Passes, regions_of, user_line
+from ._passes import Passes, regions_of
+from ._trace import user_line
 from .saved import traced_to_differentiate
 
 _MIN_WIDTH = 110  # columns; below it, the passes are printed one above the other

@@ -13,7 +13,8 @@ from .._lift.wrapper import check_callable, short_name
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import NOT_REMATERIALIZED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
-from ._trace import InputOrigin, Passes, TracedCall, inspects, unjitted, user_line
+from ._passes import InputOrigin, Passes
+from ._trace import TracedCall, inspects, unjitted, user_line
 from .table import Residual, Residuals, lines
 
 
