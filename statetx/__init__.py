@@ -210,9 +210,8 @@ _ELSEWHERE = {
     "for_loop": "statetx.map, or statetx.scan with a carry",
     "ifelse": "statetx.cond or statetx.switch",
     "jacobian": "statetx.jacrev or statetx.jacfwd",
-    "lax": "statetx.scan, statetx.cond, statetx.switch, statetx.while_loop, statetx.fori_loop and statetx.map; "
-    "jax.lax for "
-    "operations on arrays",
+    "lax": "statetx.scan, statetx.cond, statetx.switch, statetx.while_loop, statetx.fori_loop and statetx.map; jax.lax "
+    "for operations on arrays",
     "nn": "the layers of flax.nnx, brainstate or your own, and jax.nn for functions of arrays",
     "numpy": "jax.numpy",
     "pjit": "statetx.jit, which follows the shardings of its arguments and states",

@@ -183,17 +183,15 @@ TABLE: dict[str, PrimitiveRow] = {
     **_rows("imag iota pad real rev select_n slice stop_gradient", fuses=True, flops=_free),
     **_rows(
         "axis_index bitcast_convert_type concatenate create_token dynamic_slice dynamic_update_slice gather "
-        "random_seed random_unwrap "
-        "random_wrap scatter split statetx_notice symbolic_zeros tie_in unvmap_any",
+        "random_seed random_unwrap random_wrap scatter split statetx_notice symbolic_zeros tie_in unvmap_any",
         flops=_free,
     ),
     # Elementwise operations: one operation an entry (a sine counts as much as a sum).
     **_rows(
         "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div eq erf erf_inv erfc "
-        "exp exp2 expm1 floor ge gt "
-        "is_finite le lgamma log log1p log2 logistic lt max min mul ne neg not one_minus_square or pow rem round "
-        "rsqrt shift_left "
-        "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor",
+        "exp exp2 expm1 floor ge gt is_finite le lgamma log log1p log2 logistic lt max min mul ne neg not "
+        "one_minus_square or pow rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+        "sqrt square sub tan tanh xor",
         fuses=True,
         is_elementwise=True,
     ),
@@ -260,8 +258,7 @@ _set("scatter", bits=slice(None, None, 2))  # not the indices
 
 _set(
     "add add_any sub neg convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims reduce_sum "
-    "concatenate slice "
-    "dynamic_slice pad rev copy gather scatter-add cumsum real imag select_n",
+    "concatenate slice dynamic_slice pad rev copy gather scatter-add cumsum real imag select_n",
     is_linear=True,
 )
 

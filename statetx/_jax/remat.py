@@ -70,8 +70,7 @@ def set_remat_lowering(rule: Callable) -> None:
     patches.note(
         "the lowering of jax.checkpoint",
         "On CPUs the compiler merges a recomputation with the first computation. The lowering puts a branch around "
-        "regions that "
-        "`statetx.remat` has marked; any other `jax.checkpoint` is lowered as by JAX.",
+        "regions that `statetx.remat` has marked; any other `jax.checkpoint` is lowered as by JAX.",
     )
 
 
@@ -181,10 +180,8 @@ patches.replace(
     _ad_checkpoint,
     _insert_reduce_precision,
     "JAX copies every residual of a rematerialized function, to round it to its own precision. The compiler has no "
-    "excess precision for "
-    "float32 and float64, so values that statetx marks are not copied, nor are complex values, on which JAX's "
-    "function fails. A forward pass that stores values in "
-    "another form becomes one equation.",
+    "excess precision for float32 and float64, so values that statetx marks are not copied, nor are complex values, on "
+    "which JAX's function fails. A forward pass that stores values in another form becomes one equation.",
 )
 
 

@@ -369,8 +369,7 @@ patches.replace(
     _ad,
     _observed,
     "`statetx.plan` and `statetx.budget` see the functions that `jax.grad` and `jax.vjp` differentiate, and "
-    "`statetx.microbatch` the states whose values they "
-    "differentiate. Elsewhere the function is JAX's own.",
+    "`statetx.microbatch` the states whose values they differentiate. Elsewhere the function is JAX's own.",
 )
 
 # The functions that run a backward pass. The pullback of a deferred call runs where checkify looks into the call.

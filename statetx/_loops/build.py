@@ -49,8 +49,7 @@ def as_strategy(name: str, checkpoint: Any) -> Strategy:
     hint = suggestion(checkpoint, ["auto"]) if isinstance(checkpoint, str) else ""
     raise PolicyError(
         f"{name}: checkpoint={brief(checkpoint)} is not a strategy (policies.Levels, Lengths, Slots; Budget('64MiB') "
-        f"for a size) nor a "
-        f"short form of one: a number of slots, a tuple of lengths, or 'auto'.{hint}"
+        f"for a size) nor a short form of one: a number of slots, a tuple of lengths, or 'auto'.{hint}"
     )
 
 

@@ -299,8 +299,7 @@ def part_type(rules: Rules, state: Any, aval: Any, batch: int, size: int) -> Any
     if not -len(shape) <= axis < len(shape) or shape[axis] != batch:
         raise StateValueError(
             f"{rules.name}: {_states.describe(state, path=rules.path(state))} has its examples along axis {axis} by "
-            f"states=, and is "
-            f"{type_str(aval)}: the batch has {batch}."
+            f"states=, and is {type_str(aval)}: the batch has {batch}."
         )
     shape[axis] = size
     return aval.update(shape=tuple(shape), weak_type=False)

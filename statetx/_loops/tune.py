@@ -296,10 +296,9 @@ class Sized(DifferentiableLoop):
         least = self._temporary(Slots(1), context, diff_indices)
         if least > budget:
             raise PolicyError(
-                f"{step.name}: the gradient of this loop{_over(context)} needs {format_bytes(least + _SLACK)} with "
-                f"one slot, "
-                f"more than the budget of {format_bytes(budget + _SLACK)}.\n"
-                f"Fix: allow that much; or let a step compute less: give policy=, or rematerialize in it."
+                f"{step.name}: the gradient of this loop{_over(context)} needs {format_bytes(least + _SLACK)} with one "
+                f"slot, more than the budget of {format_bytes(budget + _SLACK)}.\n"
+                "Fix: allow that much; or let a step compute less: give policy=, or rematerialize in it."
             )
 
         # A linear model: bytes = least + (slots - 1) * carry, where a compiled program gives `least`. XLA adds copies
@@ -341,13 +340,11 @@ class Sized(DifferentiableLoop):
         if needed > self._budget:
             raise PolicyError(
                 f"{self.step.name}: checkpoint={self.strategy!r} is exceeded: the gradient of this "
-                f"loop{_over(context)} needs "
-                f"{format_bytes(needed + _SLACK)}. It was traced without that vmap, by a jit, a loop or a "
-                f"rematerialized function, which trace once, so "
-                f"that the examples could not be counted.\n"
-                f"Fix: put jit outside of the vmap; or differentiate outside of it, as in grad(lambda x: "
-                f"vmap(f)(x).sum()); or "
-                f"give policies.Slots(n), which does not depend on sizes."
+                f"loop{_over(context)} needs {format_bytes(needed + _SLACK)}. It was traced without that vmap, by a "
+                "jit, a loop or a rematerialized function, which trace once, so that the examples could not be "
+                "counted.\n"
+                "Fix: put jit outside of the vmap; or differentiate outside of it, as in grad(lambda x: "
+                "vmap(f)(x).sum()); or give policies.Slots(n), which does not depend on sizes."
             )
 
 

@@ -77,10 +77,9 @@ def as_policy(policy: Any) -> Policy | Rewriter:
     if not _takes_parameters(policy):
         raise PolicyError(
             f"The function {brief(policy)} cannot be a policy: JAX calls it for each equation, as policy(primitive, "
-            f"*types, **parameters), and it takes no "
-            f"**parameters.\n"
-            f"Fix: use statetx.policies, or write def policy(primitive, *types, **parameters): ..., which returns a "
-            f"bool."
+            "*types, **parameters), and it takes no **parameters.\n"
+            "Fix: use statetx.policies, or write def policy(primitive, *types, **parameters): ..., which returns a "
+            "bool."
         )
     return JaxPolicy(policy)
 
@@ -163,10 +162,9 @@ def refuse_formats(rewriter: Rewriter, formats: Any) -> None:
     """Raise if a format is given beside a policy that rewrites the whole function."""
     if jax.tree.leaves(formats):
         raise PolicyError(
-            f"remat: policy={rewriter!r} rewrites the whole function and chooses how its values are stored, so it "
-            f"does not combine with "
-            f"inputs_stored_as={formats!r}.\n"
-            f"Fix: give the formats to the plan, statetx.plan(..., stored_as=('bits', 'bfloat16'))."
+            f"remat: policy={rewriter!r} rewrites the whole function and chooses how its values are stored, so it does "
+            f"not combine with inputs_stored_as={formats!r}.\n"
+            "Fix: give the formats to the plan, statetx.plan(..., stored_as=('bits', 'bfloat16'))."
         )
 
 

@@ -185,11 +185,9 @@ class Policy:
         if sys._getframe(1).f_code.co_filename.startswith(_jax.JAX_FOLDER):
             return True  # `jax.checkpoint` has ``policy or nothing_saveable``
         raise PolicyError(
-            f"The policy {self!r} was used as a truth value, as `or`, `and`, `not` and `if` do: they would drop one "
-            f"of the "
-            f"policies.\n"
-            f"Fix: use | and & to combine policies and ~ for the complement; `policy is None` asks whether there is "
-            f"one."
+            f"The policy {self!r} was used as a truth value, as `or`, `and`, `not` and `if` do: they would drop one of "
+            "the policies.\n"
+            "Fix: use | and & to combine policies and ~ for the complement; `policy is None` asks whether there is one."
         )
 
     def then(self, other: Any) -> Policy:

@@ -53,8 +53,7 @@ T = TypeVar("T")
 _TORCH = "an option of torch.utils.checkpoint; leave it out: "
 _HINTS = {
     "concrete": "JAX has removed it, too; name the arguments that must stay concrete in static_argnums= or "
-    "static_argnames=, "
-    "and use jax.ensure_compile_time_eval() on them in the body",
+    "static_argnames=, and use jax.ensure_compile_time_eval() on them in the body",
     "use_reentrant": f"{_TORCH}there is one implementation",
     "preserve_rng_state": f"{_TORCH}a recomputation always sees the same random draws",
     "determinism_check": f"{_TORCH}a recomputation runs the same equations",
