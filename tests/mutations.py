@@ -1,8 +1,9 @@
 """Plant faults in the package, one at a time, and list those that no test finds: ``make mutations``.
 
-A fault is a small change of one expression or statement: another comparison, index or order, a dropped call or store,
-another axis, swapped arguments, an item left out. ``--draw 100 --seed 0`` draws a hundred from the folders below, the
-same ones each time. Each is planted in a copy of the checkout, and the tests that execute its statement run until one
+A fault is a small change of one expression or statement: another comparison, index or order, another flag or default,
+another axis, swapped arguments, a dropped call or store, an item, a condition or an option left out, no copy, no
+``with``. ``--draw 100 --seed 0`` draws a hundred from the folders below, the same ones each time; with ``--kinds flag
+copy`` only such. Each is planted in a copy of the checkout, and the tests that execute its statement run until one
 fails: first those of `make smoke`, then those of `make test`, each time the tests of the file's own name first, and the
 cheapest first. Which tests execute which statement is measured once, by a run of `make test` in a copy where a probe
 stands before the statement of each drawn fault (``--measure``). Tests run in forks of one process, which has imported
@@ -86,6 +87,7 @@ COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
+OPPOSITES = {"any": "all", "all": "any", "min": "max", "max": "min"}
 
 
 def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -113,9 +115,21 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             yield "index", node.left
         case ast.Call(func=ast.Name(id="reversed" | "sorted"), args=[items, *_]):
             yield "order", ast.Call(ast.Name("list", ast.Load()), [items], [])
-        case ast.Call(func=ast.Name(id="any" | "all")):
-            other = "all" if node.func.id == "any" else "any"
-            yield "comparison", ast.Call(ast.Name(other, ast.Load()), node.args, node.keywords)
+        case ast.Call(func=ast.Name(id=name)) if name in OPPOSITES:
+            yield "comparison", ast.Call(ast.Name(OPPOSITES[name], ast.Load()), node.args, node.keywords)
+        case (
+            ast.Call(func=ast.Name(id="list" | "dict" | "set"), args=[ast.Name() | ast.Attribute() as items])
+            | ast.List(elts=[ast.Starred(value=items)])
+            | ast.Dict(keys=[None], values=[items])
+        ):
+            yield "copy", items
+        case ast.Constant(value=bool(flag)):
+            yield "flag", ast.Constant(not flag)
+        case ast.Continue():
+            yield "dropped", ast.Pass()
+        case ast.With(items=[ast.withitem(optional_vars=None)]):
+            nothing = ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
+            yield "with", ast.With([ast.withitem(nothing)], node.body)
         case ast.Call(args=[ast.Name() | ast.Attribute() as a, ast.Name() | ast.Attribute() as b, *rest]):
             if not (isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass", "getattr")):
                 yield "swapped arguments", ast.Call(node.func, [b, a, *rest], node.keywords)
@@ -129,6 +143,8 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield "left out", kept
     if isinstance(node, ast.Call):
         for n, word in enumerate(node.keywords):
+            if word.arg != "strict":
+                yield "option left out", ast.Call(node.func, node.args, node.keywords[:n] + node.keywords[n + 1 :])
             if word.arg in ("axis", "out_axes", "in_axes") and isinstance(word.value, ast.Constant):
                 other = copy.deepcopy(node)
                 other.keywords[n].value = ast.Constant(1 if word.value.value == 0 else 0)
@@ -142,7 +158,20 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def left_out(node: ast.AST) -> Iterator[ast.AST]:
-    """A list without its last item: that of a comprehension, and that which a loop goes over."""
+    """A list without its last item: that of a comprehension, and that which a loop goes over; conditions without the
+    last one.
+    """
+    match node:
+        case ast.BoolOp(values=[*values, _]):
+            yield values[0] if len(values) == 1 else ast.BoolOp(node.op, values)
+        case ast.BinOp(op=ast.BitOr()):
+            yield node.left
+        case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.Tuple(elts=[*items, _])]):
+            yield ast.Compare(node.left, node.ops, [ast.Tuple(items, ast.Load())])
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp() if node.generators[-1].ifs:
+            other = copy.deepcopy(node)
+            other.generators[-1].ifs.pop()
+            yield other
     if isinstance(node, ast.ListComp):
         yield ast.Subscript(copy.deepcopy(node), ast.Slice(None, ast.Constant(-1)), ast.Load())
     if isinstance(node, ast.List) and isinstance(node.ctx, ast.Load) and len(node.elts) > 1:
@@ -157,24 +186,17 @@ def faults_of(file: pathlib.Path) -> Iterator[Fault]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
-        for node in (n for statement in function.body for n in _own(statement)):
-            if id(node) in skipped:
+        defaults = [d for d in (*function.args.defaults, *function.args.kw_defaults) if d is not None]
+        for node in (n for part in (*function.body, *defaults) for n in _own(part)):
+            if id(node) in skipped and node not in defaults:
                 continue
             for kind, other in mutations(node):
                 before = _text_of(lines, node)
                 after = ast.unparse(ast.fix_missing_locations(other))
                 if isinstance(node, ast.expr):
                     after = f"({after})"
-                yield Fault(
-                    str(file.relative_to(ROOT)),
-                    kind,
-                    node.lineno,
-                    node.col_offset,
-                    node.end_lineno or node.lineno,
-                    node.end_col_offset or 0,
-                    before,
-                    after,
-                )
+                place = node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0
+                yield Fault(str(file.relative_to(ROOT)), kind, *place, before, after)
 
 
 def _text_of(lines: list[bytes], node: ast.AST) -> str:
@@ -206,11 +228,18 @@ def _skipped(node: ast.AST) -> Iterator[ast.AST]:
                     yield from ast.walk(part)
 
 
-def drawn(num: int, seed: int) -> list[Fault]:
-    """Faults drawn with equal chances for folders, and in a folder for files by their size, one for each place."""
+def drawn(num: int, seed: int, kinds: list[str]) -> list[Fault]:
+    """Faults of some kinds or any, drawn with equal chances for folders, and in a folder for files by their size, one
+    for each place.
+    """
     rng = random.Random(seed)
     of_folder = {
-        folder: [f for path in sorted((ROOT / "statetx" / folder).rglob("*.py")) for f in faults_of(path)]
+        folder: [
+            fault
+            for path in sorted((ROOT / "statetx" / folder).rglob("*.py"))
+            for fault in faults_of(path)
+            if not kinds or fault.kind in kinds
+        ]
         for folder in FOLDERS
     }
     found: dict[tuple, Fault] = {}
@@ -265,17 +294,22 @@ def probe(root: pathlib.Path, faults: list[Fault]) -> None:
 
 
 def _before_statement(tree: ast.AST, lines: list[bytes], fault: Fault) -> tuple[int, int]:
-    """Line and column (in bytes) of the innermost statement around a fault that another may stand before."""
+    """Line and column (in bytes) of the innermost statement around a fault that another may stand before: for one in
+    the defaults of a function, the function's first.
+    """
     start, end = (fault.line, fault.column), (fault.end_line, fault.end_column)
     around = [
-        (node.lineno, node.col_offset)
+        node
         for node in ast.walk(tree)
         if isinstance(node, ast.stmt)
         and (node.lineno, node.col_offset) <= start
         and end <= (node.end_lineno or 0, node.end_col_offset or 0)
         and not lines[node.lineno - 1][node.col_offset :].startswith(b"elif")
     ]
-    return max(around)
+    inner = max(around, key=lambda node: (node.lineno, node.col_offset))
+    if isinstance(inner, ast.FunctionDef):
+        inner = next((s for s in inner.body if not isinstance(s, ast.Expr)), inner.body[-1])
+    return inner.lineno, inner.col_offset
 
 
 def measure(faults: list[Fault], words: list[str]) -> None:
@@ -326,11 +360,8 @@ def prepare() -> None:
     subprocess.run([sys.executable, "-m", "compileall", "-q", "statetx"], cwd=PLANTED, check=True)
     os.chdir(PLANTED)
     os.environ["PYTHONPATH"] = str(PLANTED)
-    sys.path[:] = [
-        str(PLANTED),
-        str(PLANTED / "tests"),
-        *(p for p in sys.path if pathlib.Path(p or ".") != ROOT / "tests"),
-    ]
+    rest = [p for p in sys.path if pathlib.Path(p or ".") != ROOT / "tests"]
+    sys.path[:] = [str(PLANTED), str(PLANTED / "tests"), *rest]
     for name in ("conftest", "flax.nnx", "flax.linen", "brainstate", "optax", "hypothesis", "xdist"):
         importlib.import_module(name)
     assert "statetx" not in sys.modules
@@ -436,6 +467,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="find out again which tests execute which fault")
     parser.add_argument("--draw", type=int, default=100, help="the number of faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", default=[], help="draw from faults of these kinds alone")
     parser.add_argument("--limit", type=float, default=30.0, help="CPU seconds of tests for each fault")
     parser.add_argument("--report", action="store_true", help="print what was found so far")
     parser.add_argument("words", nargs="*", help="further words for pytest in the run that is measured")
@@ -443,7 +475,7 @@ def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     kept = OUT / f"seed{options.seed}.json"
     results = json.loads(kept.read_text()) if kept.exists() else {}
-    faults = drawn(options.draw, options.seed)
+    faults = drawn(options.draw, options.seed, options.kinds)
     if options.report:
         print(report(results))
         return

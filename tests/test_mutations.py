@@ -8,15 +8,15 @@ import pytest
 
 import mutations
 
-TEXT = '''def first(a, b, items):
+TEXT = '''def first(a, b, items, deep=True):
     """Return something of everything."""
     if len(items) < a: return items[0]
     elif sorted(items)[0] == b:
         for item in [a, *items]:
-            store(b, a).x = item
+            store(b, a, kind=[*items]).x = item
     with_lambda = lambda n: n - a
     while a != b and b:
-        a += 1
+        with a: a += 1
     return reversed([with_lambda(n) for n in items])
 '''
 
@@ -37,14 +37,8 @@ def test_each_fault_changes_the_code_where_it_says(copy):
         fault.plant(copy)
         planted.add(ast.dump(ast.parse((copy / "code.py").read_text())))
     assert len(planted) == len(faults) > 12 and ast.dump(ast.parse(TEXT)) not in planted
-    assert {fault.kind for fault in faults} >= {
-        "comparison",
-        "index",
-        "order",
-        "left out",
-        "dropped",
-        "swapped arguments",
-    }
+    kinds = {"comparison", "index", "order", "left out", "option left out", "dropped", "swapped arguments", "flag"}
+    assert {fault.kind for fault in faults} == kinds | {"copy", "with"}
 
 
 def test_a_probe_notes_the_test_that_executes_its_statement(copy, monkeypatch):
@@ -58,4 +52,4 @@ def test_a_probe_notes_the_test_that_executes_its_statement(copy, monkeypatch):
     names["first"](1, 1, [1, 0])
     rows = [line.split("\t") for line in (copy / "reached").read_text().splitlines()]
     reached = {faults[int(number)].line for number, test in rows if test == "test_y (call)"}
-    assert reached == {3, 4, 7, 8, 10}  # an `elif` is reached with its `if`
+    assert reached == {1, 3, 4, 7, 8, 10}  # an `elif` is reached with its `if`
