@@ -140,24 +140,10 @@ def test_loop_budget_counts_bytes_per_device(kind):
             return jnp.mean(statetx.scan(body, x, None, 128, checkpoint=checkpoint)[0] ** 2)
 
         step = lambda checkpoint: statetx.value_and_grad(lambda x: loss(x, checkpoint), wrt=w)
-        # A carry has 16 KiB on a device, and 128 KiB in all.
-        budget = 2**18
-        sizes = {c: compiled_bytes(step(c), x) for c in (None, 1, Budget(budget))}
-        assert sizes[1] < sizes[Budget(budget)] <= budget + 2**15 < sizes[None]
-
-
-def test_loop_that_fits_on_a_device_stays_plain():
-    mesh = mesh_of()
-    w = statetx.Param(jax.device_put(jnp.full((64, 64), 0.01), NamedSharding(mesh, P())))
-    body = lambda c, _: (jnp.tanh(c @ w.value), None)
-    x = batch_on(mesh, num=512)
-    sizes = [
-        compiled_bytes(
-            statetx.value_and_grad(lambda x, c=c: statetx.scan(body, x, None, 128, checkpoint=c)[0].sum(), wrt=w), x
-        )
-        for c in (None, Budget("8MiB"))  # a device needs 4 MiB, all together 24
-    ]
-    assert sizes[0] == sizes[1]
+        # A carry has 16 KiB on a device, and 128 KiB in all; all of the loop 4 MiB, and 24 MiB.
+        budget, enough = Budget(2**18), Budget("8MiB")
+        sizes = {c: compiled_bytes(step(c), x) for c in (None, 1, budget, enough)}
+        assert sizes[1] < sizes[budget] <= 2**18 + 2**15 < sizes[None] == sizes[enough]
 
 
 # -- vmap and shard_map --

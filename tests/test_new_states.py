@@ -147,11 +147,7 @@ def test_state_created_in_a_failed_call_is_writable(kind, fails):
     gc.disable()  # the trace that ended must not have to be collected first
     try:
         for use in ("grad", "remat", "scan", "jit", "vmap"):
-            box = SimpleNamespace()
-
-            def make(x, box=box):
-                box.h = kind(jnp.zeros(()) + x)
-                raise KeyError("after it was made")
+            box, make = failing(kind)
 
             def body(x, box=box):
                 put(box.h, get(box.h) + 1)
@@ -168,40 +164,37 @@ def test_state_created_in_a_failed_call_is_writable(kind, fails):
         gc.enable()
 
 
-@each_kind
-def test_state_created_in_a_failed_call_is_writable_inside_a_transform(kind):
-    for write in (statetx.jit, statetx.grad, lambda f: statetx.grad(statetx.remat(f))):
-        box = SimpleNamespace()
-
-        def make(x, box=box):
-            box.h = kind(jnp.zeros(()) + x)
-            raise KeyError("after it was made")
-
-        def body(x, box=box):
-            put(box.h, x + 1.0)
-            return get(box.h) * x
-
-        with pytest.raises(KeyError):
-            statetx.grad(make)(1.0)
-        write(body)(1.0)
-        assert float(get(box.h)) == 2.0
-
-
-@each_kind
-def test_state_created_in_a_caught_failure_is_writable(kind):
+def failing(kind):
     box = SimpleNamespace()
 
     def make(x):
         box.h = kind(jnp.zeros(()) + x)
         raise KeyError("after it was made")
 
-    def step(x):
-        with pytest.raises(KeyError):
-            statetx.remat(make)(x)
-        put(box.h, 2 * x)
-        return statetx.grad(lambda x: get(box.h) * x)(x)
+    return box, make
 
-    assert float(statetx.jit(step)(1.0)) == 2.0 == float(get(box.h))
+
+@each_kind
+@pytest.mark.parametrize("fails", [statetx.grad, statetx.remat])
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("write", [statetx.jit, statetx.grad, lambda f: statetx.grad(statetx.remat(f))])
+def test_state_created_in_a_failed_call_is_writable_inside_a_transform(kind, fails, is_inside, write):
+    box, make = failing(kind)
+
+    def fail(x):
+        with pytest.raises(KeyError):
+            fails(make)(x)
+
+    def body(x):
+        if is_inside:
+            fail(x)
+        put(box.h, x + 1.0)
+        return get(box.h) * x
+
+    if not is_inside:
+        fail(1.0)
+    write(body)(1.0)
+    assert float(get(box.h)) == 2.0
 
 
 @pytest.mark.parametrize("failing", [False, True])

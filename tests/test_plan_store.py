@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from unittest import mock
 
 import damaged
 import jax
@@ -407,23 +408,16 @@ def test_store_is_off(word, monkeypatch, tmp_path):
     assert _store.load(KEY, anything) == {"n": 1}
 
 
-def test_store_is_off_without_a_home_folder(monkeypatch):
-    monkeypatch.delenv("STATETX_CACHE")
+@pytest.mark.parametrize("cache", [None, "file/below"])
+def test_store_is_off_without_a_folder_that_can_be_made(monkeypatch, tmp_path, cache):
+    (tmp_path / "file").write_text("")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(_store.pathlib.Path, "home", home)
-    assert _store.folder() is None
-    _store.save(KEY, {"n": 1})
-    assert _store.load(KEY, anything) is None
-
-
-def test_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("STATETX_CACHE", str(file / "below"))
+    monkeypatch.setattr(_store.pathlib.Path, "home", mock.Mock(side_effect=RuntimeError("no home directory")))
+    if cache is None:
+        monkeypatch.delenv("STATETX_CACHE")
+        assert _store.folder() is None
+    else:
+        monkeypatch.setenv("STATETX_CACHE", str(tmp_path / cache))
     _store.save(KEY, {"n": 1})
     assert _store.load(KEY, anything) is None
 
