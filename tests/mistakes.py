@@ -1397,6 +1397,7 @@ for text, (error, words, run) in {
     "stack([])": (ValueError, ("no layers", "at least one layer"), lambda: statetx.stack([])),
     "chunked(f, 2)": (ValueError, ("no axis 2", "size="), lambda: statetx.chunked(jnp.sum, 2, size=2)(X)),
     "Not(a, b)": (TypeError, ("Not takes one filter, got 2", "Not([...])"), lambda: Not(Param, State)),
+    "grad(f, array)": (TypeError, ("which cannot be", "f64[2]"), lambda: statetx.grad(double, np.ones(2))),
     "grad(f, states)": (TypeError, ("argnums", "wrt=states"), lambda: statetx.grad(add_w, {"w": W})),
     "two axes of vmap for one argument": (ValueError, ("1 in all, not 2",), lambda: statetx.vmap(double, (0, 0))(X)),
     "has_aux=True of a loss": (

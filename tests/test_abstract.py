@@ -1,5 +1,7 @@
 """`make_jaxpr` and `eval_shape`."""
 
+import types
+
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -74,7 +76,8 @@ def test_make_jaxpr_refuses_a_state_that_outlives_it():
 
 def test_eval_shape_returns_objects_without_arrays_unchanged():
     cell = Cell()
-    assert statetx.eval_shape(lambda x: (cell(x), "train"), X) == (jax.ShapeDtypeStruct((3,), "float32"), "train")
+    typed, made = types.SimpleNamespace(shape=(3,), dtype=np.float32), jax.ShapeDtypeStruct((3,), "float32")
+    assert statetx.eval_shape(lambda x, dtype: (cell(x), dtype), typed, np.float32) == (made, np.float32)
     assert cell.runs == 1 and int(cell.count.value["n"]) == 0
 
 

@@ -84,26 +84,19 @@ def test_layers_are_initialized_independently_and_stacked():
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_a_stack_applies_its_layers_in_turn(axis):
-    def make():
-        return [type("M", (), {})() for _ in range(5)]
-
-    modules = make()
-    for i, m in enumerate(modules):
-        m.w = statetx.Param(jnp.cos(jnp.arange(16.0).reshape(4, 4) + i))
-        m.n = statetx.State(jnp.zeros((4,)))
-    expected = functools.reduce(lambda x, m: jnp.tanh(x @ m.w.value), modules, X)
-
     class M:
-        def __init__(self, m):
-            self.w, self.n = statetx.Param(m.w.value), statetx.State(m.n.value)
+        def __init__(self, i):
+            self.w = statetx.Param(jnp.cos(jnp.arange(16.0).reshape(4, 4) + i))
+            self.n = statetx.State(jnp.zeros((4,)))
 
         def __call__(self, x):
             self.n.value = self.n.value + x
             return jnp.tanh(x @ self.w.value)
 
-    layers = statetx.stack([M(m) for m in modules], axis=axis)
-    np.testing.assert_allclose(layers(X), expected, rtol=1e-5)
+    layers = statetx.stack([M(i) for i in range(5)], axis=axis)
+    np.testing.assert_allclose(layers(X), loop([M(i) for i in range(5)], X), rtol=1e-5)
     np.testing.assert_allclose(layers[0].n.value, X, rtol=1e-6)
+    assert layers[1:].axis == axis
 
 
 def test_calls_equal_the_python_loop():

@@ -74,8 +74,9 @@ def test_seed_of_a_random_state_may_be_traced():
     expected = [draw(seed) for seed in range(3)]
     np.testing.assert_array_equal(jax.vmap(draw)(jnp.arange(3)), expected)
     np.testing.assert_array_equal(statetx.jit(draw)(2), expected[2])
-    with pytest.raises(statetx.StateValueError, match="RngState needs an integer seed or a random key, got float"):
-        statetx.RngState(0.5)
+    for run, got in (draw, "float"), (jax.jit(draw), "DynamicJaxprTracer"):
+        with pytest.raises(statetx.StateValueError, match=f"needs an integer seed or a random key, got {got}"):
+            run(0.5)
 
 
 def test_container_that_refuses_other_leaves_is_printed():

@@ -244,7 +244,7 @@ def _slots_of_subclasses(state: State) -> dict[str, Any]:
 
 def _as_key(key: Any) -> jax.Array:
     dtype: Any = getattr(key, "dtype", None)
-    is_traced_seed = isinstance(key, _jax.Tracer) and not key.shape and jnp.issubdtype(dtype, jnp.integer)
+    is_traced_seed = isinstance(key, _jax.Tracer) and jnp.issubdtype(dtype, jnp.integer)
     try:
         return jax.random.key(key if is_traced_seed else operator.index(key))
     except TypeError:  # not an integer
