@@ -202,6 +202,16 @@ def as_array(x: Any) -> Any:
     return x
 
 
+def host_array(x: Any) -> np.ndarray:
+    """An array's entries, gathered from all processes that hold some; of keys, their words."""
+    x = jax.random.key_data(x) if is_key(x) else x
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
 class Identity:
     """A key that compares an object by identity, and keeps it alive, so that its id is not reused."""
 

@@ -19,9 +19,9 @@ from ._lift.wrapper import Wrapper, name_of
 from ._remat.override import override
 from ._targets import current
 from ._text import format_bytes, parse_bytes, type_str
-from ._tree import is_float, is_integer, is_opaque, partition
+from ._tree import host_array, is_float, is_integer, is_opaque, partition
 from ._verify.functions import is_float_array, pulled_back
-from ._verify.results import entries_str, equal_entries, numbers
+from ._verify.results import entries_str, equal_entries
 from ._verify.same import SameStep, same_step
 from .memory.baseline import TOLERANCE, UPDATE, Difference, MemoryBaseline, find, key_of, read_tolerance, save
 from .memory.measure import MemoryProfile, memory_profile
@@ -213,7 +213,7 @@ def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, a
             continue
         if (np.shape(a), a.dtype) != (np.shape(b), b.dtype):
             return f"{name}: {type_str(a, weak=False)} in place of {type_str(b, weak=False)}"
-        a, b = numbers(a), numbers(b)
+        a, b = host_array(a), host_array(b)
         if is_float(b) and (rtol or atol):
             wide = np.complex128 if np.iscomplexobj(b) else np.float64
             is_equal = np.isclose(a.astype(wide), b.astype(wide), rtol=rtol, atol=atol, equal_nan=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from .._text import type_str
-from .._tree import is_float, is_key
+from .._tree import host_array, is_float
 
 
 class Mismatch(NamedTuple):
@@ -46,7 +45,7 @@ def _difference(a: Any, b: Any) -> Mismatch | None:
     if (np.shape(a), getattr(a, "dtype", None)) != (np.shape(b), b.dtype):
         return Mismatch(f": {type_str(a, weak=False)} in place of {type_str(b, weak=False)}")
     exact = not is_float(b)
-    a, b = numbers(a), numbers(b)
+    a, b = host_array(a), host_array(b)
     is_equal = equal_entries(a, b)
     if is_equal.all():
         return None
@@ -56,11 +55,6 @@ def _difference(a: Any, b: Any) -> Mismatch | None:
         sizes = np.abs(b.astype(wide))
     error = np.inf if exact or np.isnan(errors).any() else float(errors.max())
     return Mismatch(entries_str(a, b, is_equal), error, float(np.max(sizes, where=np.isfinite(sizes), initial=0.0)))
-
-
-def numbers(x: Any) -> np.ndarray:
-    """An array's entries; the words of keys."""
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def equal_entries(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax
-from .._tree import is_float
+from .._tree import host_array, is_float
 from .results import Mismatch
 
 _OTHER_ROUNDINGS: dict[str, Any] = {
@@ -58,7 +58,7 @@ def nudged(x: Any, draw: np.random.Generator, unit: float) -> Any:
     """Floats that differ by `unit`, or by their own in the last place, up or down; whole numbers are exact."""
     if not is_float(x):
         return x
-    wide = np.asarray(x, _double_of(x))
+    wide = host_array(x).astype(_double_of(x))
     signs = draw.choice([-1.0, 1.0], wide.shape) * (wide != np.round(wide))
     return jax.device_put((wide * (1 + signs * max(unit, unit_of(x)))).astype(x.dtype), getattr(x, "sharding", None))
 

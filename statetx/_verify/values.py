@@ -21,7 +21,7 @@ from .._equations.inline import inline
 from .._equations.primitives import INLINED
 from .._equations.structure import Body
 from .._text import type_str
-from .._tree import is_key
+from .._tree import host_array, is_key
 from ..residuals._trace import user_line
 
 _MOST_ENTRIES = 2**14  # of a value that a program returns as a whole
@@ -71,7 +71,7 @@ class Recording:
             return [node.projections for node in _all(self.nodes)]
 
         program = jax.jit(run).lower(*inputs).compile(compiler_options=dict(options))
-        for node, x in zip(_all(self.nodes), map(np.asarray, program(*inputs)), strict=True):
+        for node, x in zip(_all(self.nodes), map(host_array, program(*inputs)), strict=True):
             is_whole = math.prod(node.shape) <= _MOST_ENTRIES
             turns = x.shape[: x.ndim - (len(node.shape) if is_whole else 1)]
             node.projections = _projections(np, x.reshape(*turns, math.prod(node.shape))) if is_whole else x

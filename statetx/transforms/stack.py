@@ -28,10 +28,10 @@ from .._tree import (
     Identity,
     as_array,
     freeze,
+    host_array,
     is_array,
     is_array_or_number,
     is_integer,
-    is_key,
     partition,
     whole_number,
 )
@@ -392,7 +392,9 @@ def _check_content(a: Any, b: Any, path: str, which: str) -> None:
     """Raise if two objects of one type differ in their own data, apart from their children."""
     if _is_array(a):
         is_known = not isinstance(a, _jax.Tracer) and a.shape == b.shape
-        if not (is_known and np.array_equal(_words(a), _words(b), equal_nan=jnp.issubdtype(a.dtype, jnp.inexact))):
+        if not (
+            is_known and np.array_equal(host_array(a), host_array(b), equal_nan=jnp.issubdtype(a.dtype, jnp.inexact))
+        ):
             same_type = type_str(a) == type_str(b)
             raise _differs(
                 path, which, *(f"{type_str(x)} with {'other ' * n * same_type}values" for n, x in enumerate((a, b)))
@@ -426,10 +428,6 @@ def _content(obj: Any) -> Hashable:
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.generic)) or (isinstance(x, np.ndarray) and not x.dtype.hasobject)
-
-
-def _words(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def _text(x: Any) -> str:
