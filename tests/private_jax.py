@@ -30,6 +30,7 @@ config
 core
     ClosedJaxpr Jaxpr Literal Var: the parts of programs | jax.extend.core
     DebugInfo DropVar: names of staged functions; results that nothing reads | none
+    JaxprPpContext JaxprPpSettings pp_eqn: equations as JAX prints them, with names of ours | Jaxpr.pretty_print, whose names are letters
     InternalMutableArrayEffect internal_mutable_array_effect no_effects: effects of equations that are made or hidden | none
     OpaqueTraceState: flax's note of the trace of an object | jax.extend.core.get_opaque_trace_state
     Primitive: primitives of this package | jax.extend.core.Primitive

@@ -18,6 +18,7 @@ from .lowering import *
 from .marks import *
 from .meshes import *
 from .primitives import *
+from .printing import *
 from .refs import *
 from .remat import *
 from .rules import *

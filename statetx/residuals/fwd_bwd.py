@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-import jax
-
 from .. import _jax
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT, row_of
@@ -23,22 +21,23 @@ from .._text import counted, format_bytes, short_path, type_str
 from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import buffers
-from ._passes import Passes, regions_of
-from ._trace import user_line
+from ._passes import Passes
 from .saved import traced_to_differentiate
 
 _MIN_WIDTH = 110  # columns; below it, the passes are printed one above the other
+_HTML_WIDTH = 100  # of each pass
 
-# Styles of pieces.
-RESIDUAL, TYPE, OPERATION, DETAIL, PLACE = "bold reverse yellow", "cyan", "bold green", "dim", "dim italic"
-
-# Parameters that are printed. The dimension numbers of products are printed as letters, other parameters are omitted.
-_PRINTED_PARAMS = frozenset(
-    "axes axis dimension dimensions permutation new_dtype shape start_indices limit_indices strides dim index y length "
-    "reverse k lengths padding window_dimensions direction num_keys".split()
+_STYLES = {
+    "residual": "bold reverse yellow",
+    "place": "dim italic",
+    "type": "cyan",
+    "word": "bold green",
+}
+_PATTERN = re.compile(
+    r"(?P<residual>\*[^\s:,]+)|(?P<place>  # .*)|(?P<type>(?<=:)[a-z]\w*(<\w+>)?\[[^\]]*\])"
+    r"|(?P<word>^(given|return|keep)\b|(?<= = )\w+|\b(lambda|let)\b|\bin(?= \())"
 )
-_WITH_BODIES = ("scan", "cond", "while", "shard_map")
-_MAX_PARAM = 24  # columns of a printed parameter
+_WITH_PLACE = re.compile(r"\s+# ?(?:(.+):(\d+):\d+ \((.*)\))?$")  # as JAX prints it, or none
 
 
 class FwdBwd(Printed):
@@ -48,17 +47,19 @@ class FwdBwd(Printed):
 
     Attributes:
         name: the function's name.
-        forward, backward: lines, each a list of `Piece`.
         residuals: label, type and bytes of each residual, in the order of the forward pass.
     """
 
     def __init__(self, passes: Passes):
         self.name = passes.name
-
-        # Forward first: it gives names to values that the backward pass refers to.
-        printer = Printer(passes)
-        self.forward, self.backward = map(_printable, (printer.forward(), printer.backward()))
-        self.residuals = printer.crossing
+        self.residuals: list[tuple[str, str, int]] = []
+        self._passes = passes
+        self._names: dict[Any, str] = {}  # of inputs, cotangents and residuals
+        names_of_user: dict[Any, str] = {}
+        self._forward = _readable(_jax.without_dead_code(inline(passes.forward, calls=INLINED)), names=names_of_user)
+        self._backward = _readable(_jax.without_dead_code(passes.backward))
+        self._name(names_of_user)
+        self._printer = _jax.EquationPrinter(self._names)
 
     def text(self, width: int) -> str:
         """Plain text of at most `width` columns; below 110, the passes are one above the other."""
@@ -67,19 +68,15 @@ class FwdBwd(Printed):
     def _lines(self, width: int, prose: int) -> Iterator[Line]:
         yield from folded([Piece(self._title(), "bold")], prose, 0)
         if width < _MIN_WIDTH:
-            for title, lines in self._passes():
-                yield from ([Piece(title, "bold")], [Piece("-" * width, "dim")], *_fitted(lines, width), [])
+            for title, lines in self._both(width):
+                yield from ([Piece(title, "bold")], [Piece("-" * width, "dim")], *lines, [])
             return
         half = (width - 3) // 2  # three columns are the separator's
         forward, backward = (
-            [[Piece(title, "bold")], [Piece("-" * half, "dim")], *_fitted(lines, half)]
-            for title, lines in self._passes()
+            [[Piece(title, "bold")], [Piece("-" * half, "dim")], *lines] for title, lines in self._both(half)
         )
         for a, b in itertools.zip_longest(forward, backward, fillvalue=[]):
             yield [*a, Piece(" " * (half - sum(len(piece.text) for piece in a))), Piece(" | ", "dim"), *b]
-
-    def _passes(self) -> list[tuple[str, list[Line]]]:
-        return [("forward", self.forward), ("backward", self.backward)]
 
     def _title(self) -> str:
         size = format_bytes(sum(n for _, _, n in self.residuals))
@@ -96,20 +93,91 @@ class FwdBwd(Printed):
     def _html(self) -> str:
         sides = (
             f"<div><b>{title}</b><pre>{chr(10).join(''.join(p.html() for p in line) for line in lines)}</pre></div>"
-            for title, lines in self._passes()
+            for title, lines in self._both(_HTML_WIDTH)
         )
         return f'<p><b>{escape(self._title())}</b></p><div class="sides">{"".join(sides)}</div>'
 
+    # -- names --
 
-def _fitted(lines: list[Line], width: int) -> Iterator[Line]:
-    """Lines of at most `width` columns; the place of a long line is dropped first."""
-    for line in lines:
-        if sum(len(p.text) for p in line) > width:
-            line = [p for p in line if p.style != PLACE]
-        yield from folded(line, width)
+    def _name(self, names_of_user: dict[Any, str]) -> None:
+        """Name the inputs and cotangents, and label the residuals: inputs by their names, others by the name from
+        ``checkpoint_name`` or by a number.
+        """
+        used: set[str] = set()
+
+        def unique(base: str) -> str:
+            names = itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2)))
+            used.add(name := next(name for name in names if name not in used))
+            return name
+
+        constants, numbers = itertools.count(1), itertools.count(1)
+        for v, source in zip(self._forward.invars, self._passes.sources, strict=True):
+            self._names[v] = unique(source.path or f"constant{next(constants)}")
+        # Variables of one array share a label, on both sides.
+        for group in buffers(self._passes):
+            atom = self._forward.outvars[self._passes.num_out :][group[0]]
+            if isinstance(atom, Literal) or _jax.is_link(self._passes.residuals[group[0]].aval):  # a link has no bytes
+                continue
+            name = self._names.get(atom) or unique(names_of_user.get(atom) or f"r{next(numbers)}")
+            label = f"*{name.removeprefix('*')}"
+            self._names |= dict.fromkeys([atom, *(self._backward.invars[i] for i in group)], label)
+            self.residuals.append((label, type_str(atom.aval, weak=False), num_bytes(atom.aval)))
+        cotangents = self._backward.invars[len(self._passes.residuals) :]
+        for i, v in enumerate(cotangents, 1):
+            self._names[v] = unique("ct" if len(cotangents) == 1 else f"ct{i}")
+
+    # -- lines --
+
+    def _both(self, width: int) -> list[tuple[str, list[Line]]]:
+        """Title and lines of each pass."""
+        both = {"forward": self._forward_lines(width), "backward": self._backward_lines(width)}
+        return [(title, [*itertools.chain(*(_fitted(text, width) for text in texts))]) for title, texts in both.items()]
+
+    def _forward_lines(self, width: int) -> Iterator[str]:
+        jaxpr = self._forward
+        # A function may be given far more than it reads, such as a whole dict for one item.
+        read = {
+            a for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for a in atoms if isinstance(a, _jax.Var)
+        }
+        yield self._given([v for v in jaxpr.invars if v in read])
+        yield from self._equations(jaxpr, width)
+        yield f"return {', '.join(map(self._printer.atom, jaxpr.outvars[: self._passes.num_out]))}"
+        yield ""
+        for label, type_, size in self.residuals:
+            yield f"keep {label}:{type_}  {format_bytes(size)}"
+
+    def _backward_lines(self, width: int) -> Iterator[str]:
+        jaxpr = self._backward
+        yield self._given(jaxpr.invars[len(self._passes.residuals) :])
+        yield from self._equations(jaxpr, width)
+        for i, v in zip(self._passes.chosen, jaxpr.outvars, strict=True):
+            yield f"return gradient of {self._passes.sources[i].path} = {self._printer.atom(v)}"
+
+    def _given(self, variables: Sequence[Any]) -> str:
+        return f"given {', '.join(f'{self._printer.atom(v)}:{type_str(v.aval, weak=False)}' for v in variables)}"
+
+    def _equations(self, jaxpr: Jaxpr, width: int) -> Iterator[str]:
+        for eqn in jaxpr.eqns:
+            for text in self._printer.equation(eqn, width).splitlines():
+                yield _WITH_PLACE.sub(_short_place, text)
 
 
-# -- the functions ---------------------------------------------------------------------------------------------------
+def _short_place(match: re.Match[str]) -> str:
+    file, line, function = match.groups()
+    return f"  # {short_path(f'{file}:{line}')} {function.rsplit('.', 1)[-1]}" if file else ""
+
+
+def _fitted(text: str, width: int) -> Iterator[Line]:
+    """Styled lines of at most `width` columns; the place of a long line is dropped first."""
+    text = printable(text if len(text) <= width else text.split("  # ")[0])
+    line, end = [], 0
+    for match in _PATTERN.finditer(text):
+        line += [Piece(text[end : match.start()]), Piece(match[0], _STYLES[match.lastgroup or ""])]
+        end = match.end()
+    return folded([*line, Piece(text[end:])], width)
+
+
+# -- the function ----------------------------------------------------------------------------------------------------
 
 
 @_jax.api_boundary
@@ -125,10 +193,10 @@ def print_fwd_bwd(
 ) -> FwdBwd:
     """Print the forward and the backward pass of a function side by side, and mark the residuals.
 
-    Each line is an operation with the types of its outputs and its line of the source. Inputs have the names of
-    arguments and states. A residual is marked by a star and has the same label on both sides: its name from
-    ``checkpoint_name``, if it has one. ``recompute f`` on the right is the part of a rematerialized function that the
-    backward pass runs again. No array is computed, and no state changes.
+    Equations are as JAX prints them, each with its line of the source. Inputs have the names of arguments and states. A
+    residual is marked by a star and has the same label on both sides: its name from ``checkpoint_name``, if it has one.
+    ``remat2`` on the right is the part of a rematerialized function that the backward pass runs again. No array is
+    computed, and no state changes.
 
     Args:
         fun: the function, which may read and write states. Of a training step, which takes gradients itself, the passes
@@ -166,10 +234,6 @@ def print_fwd_bwd(
     return result
 
 
-def _printable(lines: list[Line]) -> list[Line]:
-    return [[piece._replace(text=printable(piece.text)) for piece in line] for line in lines]
-
-
 def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -187,245 +251,39 @@ def _print(result: FwdBwd) -> None:
     print(result)
 
 
-# -- lines -----------------------------------------------------------------------------------------------------------
+# -- equations that are easy to read --------------------------------------------------------------------------------
 
 
-class Printer:
-    """Formats the equations of both passes, with the same names for the same values.
+def _readable(x: Any, operands: Sequence[Any] = (), names: dict[Any, str] | None = None) -> Any:
+    """The jaxpr without the equations that label a value. Bodies have the variables of outside for what is the same
+    there.
 
-    Equations that only forward a value have no line of their own. The bodies of regions and branches use the outer
-    names of their inputs.
+    Args:
+        x: a jaxpr, closed or not.
+        operands: what its first inputs are, outside.
+        names: gets the names from ``checkpoint_name``.
     """
+    jaxpr, consts = _jax.open_jaxpr(x)
+    eqns: list[Any] = []
 
-    def __init__(self, passes: Passes):
-        self._passes = passes
-        self._names: dict[Any, str] = {}
-        self._residuals: dict[Any, str] = {}  # the labels of residuals, by their variables in either pass
-        self._aliases: dict[Any, Any] = {}  # variables that alias another
-        self._lines: dict[Any, Line] = {}  # the line that defines a variable
-        self._used: set[str] = set()
-        self._letters = (f"{a}{b}" for a in ["", *_ALPHABET] for b in _ALPHABET)
-        self.crossing: list[tuple[str, str, int]] = []
-
-        # Names of inputs and residuals come first, so that letters for other values avoid them.
-        self._forward = _without_dead(inline(passes.forward, calls=INLINED))
-        self._backward = _without_dead(passes.backward)
-        self._name_inputs()
-        self._name_residuals()
-
-    # -- names --
-
-    def _unique(self, base: str) -> str:
-        candidates = itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2)))
-        name = next(n for n in candidates if n not in self._used)
-        self._used.add(name)
-        return name
-
-    def _name_inputs(self) -> None:
-        constants = itertools.count(1)
-        for v, source in zip(self._forward.invars, self._passes.sources, strict=True):
-            self._names[v] = self._unique(source.path or f"constant{next(constants)}")
-
-    def _name_residuals(self) -> None:
-        """Label the residuals: inputs by their names, others by the name from ``checkpoint_name`` or by a number."""
-        # A label is an alias of the value that it labels, and a name belongs to that value.
-        user_names = {}
-        for eqn in self._forward.eqns:
-            if row_of(eqn).is_label:
-                self._aliases[eqn.outvars[0]] = eqn.invars[0]
-                if eqn.primitive is _jax.name_primitive:
-                    user_names[self._root(eqn.outvars[0])] = eqn.params["name"]
-
-        # Variables of one array share a label, on both sides.
-        atoms = self._forward.outvars[self._passes.num_out :]
-        numbers = itertools.count(1)
-        for group in buffers(self._passes):
-            atom = self._root(atoms[group[0]])
-            if isinstance(atom, Literal) or _jax.is_link(atoms[group[0]].aval):  # a link has no bytes
-                continue
-            if atom not in self._residuals:
-                name = self._names.get(atom) or self._unique(user_names.get(atom) or f"r{next(numbers)}")
-                self._residuals[atom] = f"*{name}"
-            for i in group:
-                self._residuals[self._backward.invars[i]] = self._residuals[atom]
-            self.crossing.append((self._residuals[atom], type_str(atom.aval, weak=False), num_bytes(atom.aval)))
-
-    def _root(self, atom: Any) -> Any:
-        while not isinstance(atom, Literal) and atom in self._aliases:
-            atom = self._aliases[atom]
-        return atom
-
-    def _atom(self, atom: Any) -> Piece:
-        atom = self._root(atom)
-        if isinstance(atom, Literal):
-            return Piece(f"{float(atom.val):g}" if _is_plain_float(atom) else _shorten(str(atom.val)), DETAIL)
-        if atom in self._residuals:
-            return Piece(self._residuals[atom], RESIDUAL)
-        if atom not in self._names:
-            self._names[atom] = self._unique(next(n for n in self._letters if n not in self._used))
-        return Piece(self._names[atom])
-
-    def _typed(self, v: Any) -> Line:
-        return [self._atom(v), Piece(":"), Piece(type_str(v.aval, weak=False), TYPE)]
-
-    def _list(self, word: str, atoms: Sequence[Any], *, types: bool = False) -> Line:
-        line = [Piece(f"{word} ", OPERATION)]
-        for i, v in enumerate(atoms):
-            line += [Piece(", ")] if i else []
-            line += self._typed(v) if types else [self._atom(v)]
-        return line
-
-    # -- the two passes --
-
-    def forward(self) -> list[Line]:
-        # A function may be given far more than it reads, such as a whole dict for one item.
-        read = {a for e in self._forward.eqns for a in e.invars if not isinstance(a, Literal)}
-        read.update(a for a in self._forward.outvars if not isinstance(a, Literal))
-        inputs = [v for v in self._forward.invars if v in read]
-        outs = self._forward.outvars[: self._passes.num_out]
-        lines = [
-            self._list("given", inputs, types=True),
-            *self._equations(self._forward, 0),
-            self._list("return", outs),
-        ]
-        return [*lines, [], *self._crossing()]
-
-    def backward(self) -> list[Line]:
-        cotangents = self._backward.invars[len(self._passes.residuals) :]
-        for i, v in enumerate(cotangents, 1):
-            self._names[v] = self._unique("ct" if len(cotangents) == 1 else f"ct{i}")
-        lines = [self._list("given", cotangents, types=True), *self._equations(self._backward, 0)]
-        for i, v in zip(self._passes.chosen, self._backward.outvars, strict=True):
-            path = self._passes.sources[i].path
-            lines.append([Piece("return ", OPERATION), Piece(f"gradient of {path} = "), self._atom(v)])
-        return lines
-
-    def _crossing(self) -> list[Line]:
-        return [
-            [Piece("keep ", OPERATION), Piece(label, RESIDUAL), Piece(":"), Piece(type_, TYPE)]
-            + [Piece(f"  {format_bytes(size)}", DETAIL)]
-            for label, type_, size in self.crossing
-        ]
-
-    # -- equations --
-
-    def _equations(self, jaxpr: Jaxpr, depth: int) -> list[Line]:
-        return [line for eqn in jaxpr.eqns for line in self._equation(eqn, depth)]
-
-    def _equation(self, eqn: Any, depth: int) -> list[Line]:
+    def rule(eqn: Any, operands: list[Any]) -> list[Any]:
         if row_of(eqn).is_label:
-            self._fold(eqn)
-            return []
-        line = [Piece("  " * depth)] if depth else []
-        for i, v in enumerate(eqn.outvars):
-            line += [Piece(", ")] if i else []
-            line += self._typed(v)
-            self._lines[v] = line
-        line += [Piece(" = "), Piece(self._operation(eqn), OPERATION), *self._params(eqn)]
-        for atom in eqn.invars:
-            if not _jax.is_link(atom.aval):
-                line += [Piece(" "), self._atom(atom)]
-        line.append(self._place(eqn))
-        return [line, *self._bodies(eqn, depth + 1)]
-
-    def _fold(self, eqn: Any) -> None:
-        # A value stored in fewer bits is the first operand; the others belong to its residual.
-        sources = eqn.invars if len(eqn.invars) == len(eqn.outvars) else eqn.invars[:1] * len(eqn.outvars)
-        self._aliases.update(zip(eqn.outvars, sources, strict=True))
-
-        # The name goes in front of the last piece, which is the place.
-        line = self._lines.get(self._root(sources[0]))
-        if line is not None and eqn.primitive is _jax.name_primitive:
-            line.insert(-1, Piece(f" named {eqn.params['name']!r}", DETAIL))
-
-    def _bodies(self, eqn: Any, depth: int) -> Iterator[Line]:
-        name = eqn.primitive.name
+            if eqn.primitive is _jax.name_primitive and names is not None:
+                names[operands[0]] = eqn.params["name"]
+            # A value stored in fewer bits is the first operand; the others belong to its residual.
+            return operands if len(operands) == len(eqn.outvars) else operands[:1] * len(eqn.outvars)
+        name, same = eqn.primitive.name, list[Any]()
         if name in REMAT:
-            body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
-            self._aliases.update(zip(body.invars, eqn.invars, strict=True))
+            same = operands
+        elif name == "cond":  # the first operand says which branch
+            same = operands[1:]
+        elif name == "scan":
+            same = operands[: _jax.scan_counts(eqn)[0]]
+        eqns.append(_jax.map_jaxprs(lambda inner: _readable(inner, same), eqn).replace(invars=operands))
+        return eqn.outvars
 
-            # An output takes the name of the outer variable, unless its inner variable has a name already.
-            defined = set(body.invars)
-            copies = []
-            for outer, inner in zip(eqn.outvars, body.outvars, strict=True):
-                if isinstance(inner, Literal) or inner in defined:
-                    copies.append([Piece("  " * depth), self._atom(outer), Piece(" = "), self._atom(inner)])
-                else:
-                    defined.add(inner)
-                    self._aliases[inner] = outer
-            yield from self._equations(body, depth)
-            yield from copies
-
-        elif name in _WITH_BODIES:
-            # Constants of a loop, and what branches are given, are the same inside, and have their outer names. The
-            # first operand of a branch is its index.
-            outer = eqn.invars[1:] if name == "cond" else eqn.invars
-            num_same = len(outer) if name == "cond" else _jax.scan_counts(eqn)[0] if name == "scan" else 0
-            for n, inner in enumerate(_jax.inner_jaxprs(eqn)):
-                body = _jax.open_jaxpr(inner)[0]
-                self._aliases.update(zip(body.invars[:num_same], outer[:num_same], strict=True))
-                word = f"branch {n}" if name == "cond" else "given"
-                yield [Piece("  " * depth), *self._list(word, body.invars[num_same:], types=True)]
-                yield from self._equations(body, depth + 1)
-                yield [Piece("  " * (depth + 1)), *self._list("return", body.outvars)]
-
-    def _operation(self, eqn: Any) -> str:
-        name = eqn.primitive.name
-        if name in REMAT:
-            # Of nested regions the innermost, which is the last in the equation's scope.
-            regions = regions_of(eqn)
-            return f"recompute {self._passes.regions[regions[-1]]}" if regions else "recompute"
-        return f"dot {_contraction(eqn)}" if name == "dot_general" else name
-
-    def _params(self, eqn: Any) -> Line:
-        params = {k: v for k, v in eqn.params.items() if k in _PRINTED_PARAMS and v not in (None, False, (), "")}
-        text = " ".join(f"{k}={_shorten(_compact(v))}" for k, v in params.items())
-        return [Piece(f"[{text}]", DETAIL)] if text else []
-
-    def _place(self, eqn: Any) -> Piece:
-        file, line, function = user_line(eqn)
-        text = f"  # {short_path(f'{file}:{line}')} {function.rsplit('.', 1)[-1]}" if file else ""
-        return Piece(text, PLACE)
-
-
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-
-
-def _is_plain_float(atom: Any) -> bool:
-    return not getattr(atom.aval, "shape", (1,)) and jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.floating)
-
-
-def _compact(value: Any) -> str:
-    return re.sub(r",\s*", ",", str(value)).replace(",)", ")")
-
-
-def _shorten(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_PARAM else text[: _MAX_PARAM - 1] + "…"
-
-
-def _contraction(eqn: Any) -> str:
-    """The dimension numbers of a product in the notation of ``jnp.einsum``: ``ab,bc->ac``."""
-    (contracted_l, contracted_r), (batch_l, batch_r) = eqn.params["dimension_numbers"]
-    # Each dimension of the left operand has a letter; a joined dimension of the right one has its partner's letter.
-    # The result has batch dimensions first, then the others of both operands, as XLA orders them.
-    letters = iter(_ALPHABET)
-    lhs = [next(letters) for _ in eqn.invars[0].aval.shape]
-    joined = dict(zip((*contracted_r, *batch_r), (*contracted_l, *batch_l), strict=True))
-    rhs = [lhs[joined[i]] if i in joined else next(letters) for i in range(len(eqn.invars[1].aval.shape))]
-    out = [lhs[i] for i in batch_l]
-    out += [c for i, c in enumerate(lhs) if i not in (*contracted_l, *batch_l)]
-    out += [c for i, c in enumerate(rhs) if i not in (*contracted_r, *batch_r)]
-    return f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}"
-
-
-def _without_dead(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr without equations whose outputs are unused; the bodies of loops are unchanged."""
-    # JAX's own elimination would also change the bodies of loops.
-    alive = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    eqns = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or alive.intersection(eqn.outvars):
-            eqns.append(eqn)
-            alive |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    return _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=eqns[::-1])
+    pairs = itertools.zip_longest(operands, jaxpr.invars)
+    invars = [outer if isinstance(outer, _jax.Var) else v for outer, v in pairs]
+    outvars = _jax.interpret(jaxpr, [*jaxpr.constvars, *invars], rule, literal=lambda atom: atom)
+    jaxpr = jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns)
+    return jaxpr if x is _jax.open_jaxpr(x)[0] else _jax.close(jaxpr, consts)
