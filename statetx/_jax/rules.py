@@ -175,14 +175,6 @@ def failed_rule(error: BaseException) -> str | None:
     return _rule_among(reversed(codes))
 
 
-def escaped_values(error: jax.errors.UnexpectedTracerError) -> list[Any]:
-    """Values that JAX had in hand where it raised: among them the value of a trace that has ended which an operation
-    was given.
-    """
-    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
-    return list(frame.f_locals.values())
-
-
 def _rule_among(codes: Iterable[CodeType]) -> str | None:
     """The innermost rule; `codes` are of the functions that run, the innermost first."""
     rule = None

@@ -150,17 +150,21 @@ def held_by_derivatives(frame: Frame) -> Held:
     ]
 
 
-def refuse_kept(name: str, held: Held, residuals: Iterable[Any]) -> None:
+def refuse_kept(name: str, held: Held, residuals: Iterable[Any] | None) -> None:
     """Refuse values of a derivative that has ended, which a derivative rule has kept: JAX fails when it runs the
     program.
 
     Args:
         held: `held_by_derivatives` of the call.
-        residuals: the derivative's residuals. The trace around it may have such values as constants, too.
+        residuals: the derivative's residuals. The trace around it may have such values as constants, too. None if JAX
+            has failed: then all that is kept counts.
     """
     if not held:
         return
-    values = [*residuals, *_jax.constants_of(_jax.staging_trace(_jax.current_trace()))]
+    values = [tracer() for _, _, tracers in held for tracer in tracers]
+    if residuals is not None:
+        kept = {*map(id, residuals), *map(id, _jax.constants_of(_jax.staging_trace(_jax.current_trace())))}
+        values = [x for x in values if id(x) in kept]
     ended = {id(x) for x in values if isinstance(x, _jax.Tracer) and not _jax.is_live(x._trace)}
     for state, kind, tracers in held:
         if any(id(tracer()) in ended for tracer in tracers):

@@ -118,11 +118,11 @@ class FramedRun:
         _frames.forget_differentiated(self._outcome.effects)
         return self._outcome.finish(leaves)
 
-    def explain(self, error: jax.errors.UnexpectedTracerError) -> None:
+    def explain(self) -> None:
         """Raise what `finish` raises, if JAX has met such a value earlier, in the backward pass of its transform."""
-        self._refuse_kept(_jax.escaped_values(error))
+        self._refuse_kept(None)
 
-    def _refuse_kept(self, residuals: Sequence[Any]) -> None:
+    def _refuse_kept(self, residuals: Sequence[Any] | None) -> None:
         refuse_kept(f"{self.name}({name_of(self.fun)})", self._held, residuals)
 
 

@@ -296,8 +296,8 @@ class Derivative(Wrapper):
         values = targets.values() if targets else []
         try:
             result, leaves = self.split_leaves(differentiate(values, tuple(args[i] for i in diff_argnums)))
-        except jax.errors.UnexpectedTracerError as e:
-            run.explain(e)
+        except jax.errors.UnexpectedTracerError:
+            run.explain()
             raise
         except (TypeError, ValueError, StateAccessError) as e:
             if _states.is_of_jax(e):
