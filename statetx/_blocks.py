@@ -1,4 +1,4 @@
-"""Blocks of the user's program that set something for their thread: `statetx.target` and `statetx.budget`."""
+"""Blocks of the user's program that set something for their thread: `statetx.target`, `statetx.budget`."""
 
 from __future__ import annotations
 

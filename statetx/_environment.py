@@ -1,4 +1,4 @@
-"""Settings from environment variables, and packages that statetx uses only if they are installed."""
+"""Settings from the environment: variables, optional packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of JAX and XLA that matter to states, loops, offload and donation: each with its thread and a check."""
+"""Faults of JAX or XLA that matter to states, loops, offload, donation: each with its thread, each with a check."""
 
 from __future__ import annotations
 

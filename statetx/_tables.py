@@ -1,4 +1,4 @@
-"""Renderer of all reports: as text with ``print``, in colors with ``rich.print``, as HTML in notebooks and
+"""Renderer of all reports: as text with ``print``, in colors with ``rich.print``, as HTML in notebooks or
 pages.
 
 Text and colors are the same lines of pieces with styles; rich only paints them. HTML has the same cells.

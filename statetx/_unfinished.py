@@ -1,4 +1,4 @@
-"""Generators and coroutines: results of a call whose body has not run."""
+"""Results of a call whose body has not run: generators, coroutines."""
 
 from __future__ import annotations
 

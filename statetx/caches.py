@@ -1,4 +1,4 @@
-"""Statistics of the cache that calls of equal structure share: `cache_info` and `clear_cache`."""
+"""Statistics of the cache that calls of equal structure share: `cache_info`, `clear_cache`."""
 
 from __future__ import annotations
 

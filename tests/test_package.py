@@ -22,7 +22,7 @@ from code_map import PAGE, TIERS, with_map
 from statetx.cli.help import QUESTIONS
 
 ROOT = pathlib.Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "statetx").rglob("*.py"))
+SOURCES = sorted(pathlib.Path(statetx.__file__).parent.rglob("*.py"))
 
 EXPORTS = """
 Broadcast CacheInfo Carry CarryTypeError CheckpointError CreatedStateError EffectError First
@@ -123,6 +123,13 @@ def test_code_map_matches_the_tree():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="other versions of JAX call back in other places")
+def test_a_module_has_one_subject():
+    """Its docstring begins with one sentence, which needs no "and"."""
+    for path in SOURCES:
+        subject = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+        assert subject and ". " not in subject and "and" not in subject.split(), path
+
+
 def test_data_in_motion_is_what_an_object_visits():
     """In a process of its own, in which no other library is loaded."""
     command = [sys.executable, ROOT / "tests" / "data_motion.py", "--print"]

@@ -1,4 +1,4 @@
-"""Memory and operation counts of compiled programs, without running them."""
+"""Costs of compiled programs, without running them: memory, operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward and backward pass of a function, as jaxprs.
+"""The passes of a function, forward then backward, as jaxprs.
 
 ``jax.vjp`` returns its pullback as a pytree whose leaves are the residuals. The forward pass is traced with these
 leaves as further outputs, the backward pass with these leaves as inputs; nothing is computed.

@@ -1,4 +1,4 @@
-"""Rewrite jaxprs: calls become the equations in them, and arrays in equations become inputs."""
+"""Rewriting of jaxprs without change of meaning: calls become equations, arrays become inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The innermost open frame of each thread, the owner of each state, and the publication of a call's writes.
+"""What threads have of frames: the innermost open one, the owner of each state, the publication of writes.
 
 `WatchedKind` is the part of a kind that is the same for every library whose states report their reads and writes to
 frames.

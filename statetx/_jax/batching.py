@@ -1,4 +1,4 @@
-"""Batched values and jaxprs of `jax.vmap`, and a primitive that reports when it is mapped."""
+"""`jax.vmap` from the inside: batched values, batched jaxprs, a primitive that reports when it is mapped."""
 
 from __future__ import annotations
 

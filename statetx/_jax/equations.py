@@ -1,4 +1,4 @@
-"""Jaxprs and their equations: classes, types, parts."""
+"""Jaxprs with their equations: classes, types, parts."""
 
 from __future__ import annotations
 

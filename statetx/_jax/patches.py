@@ -1,5 +1,4 @@
-"""Changes that importing statetx makes in JAX, and in brainstate or flax once a program imports it, each with its
-reason.
+"""Changes that importing statetx makes in JAX, or in a library once a program imports it, each with its reason.
 
 The page `docs/imports.md` shows this list, and a test compares them.
 """

@@ -1,4 +1,4 @@
-"""Find Refs in jaxprs, and discharge them."""
+"""Refs in jaxprs: where they are, how they are discharged."""
 
 from __future__ import annotations
 

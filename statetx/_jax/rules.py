@@ -1,4 +1,4 @@
-"""Derivative rules, in equations and in Python, and the functions that JAX differentiates."""
+"""Derivative rules, in equations or in Python, with the functions that JAX differentiates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs of jaxprs whose tangents may be nonzero."""
+"""The inputs or outputs of jaxprs whose tangents may be nonzero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The current trace and its parents, leaked tracers, and source lines of the user's code."""
+"""Traces: the current one, its parents, leaked tracers, source lines of the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The length that arrays have in common along their axes, and the batch in the arguments of a call."""
+"""The length that arrays have in common along their axes; the batch in the arguments of a call."""
 
 from __future__ import annotations
 

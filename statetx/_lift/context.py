@@ -1,5 +1,4 @@
-"""`TraceContext`: the transforms and shardings that a piece of a program runs under, to measure the piece under the
-same.
+"""`TraceContext`: the transforms that a piece of a program runs under, with shardings, to measure it under the same.
 
 A loop or a region is compiled alone to measure its memory. The memory of one device depends on three things that its
 equations do not show: every enclosing `jax.vmap`, the enclosing `jax.shard_map`, and the shardings of its inputs. Types

@@ -1,4 +1,4 @@
-"""Split a call's output and writes into arrays, which leave a JAX transform, and structure, which stays.
+"""A call's output with its writes, split: arrays leave a JAX transform, structure stays.
 
 `pack` splits inside the transform; after it `Outcome.finish` combines the output and stores the written values. In
 `OutputGroups` the arrays leave in groups: along axes (`vmap`), by shardings (`shard_map`).

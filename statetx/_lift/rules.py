@@ -1,4 +1,4 @@
-"""Rules of ``states=``: how states take part in loops and maps.
+"""Rules of ``states=``: how states take part in loops or maps.
 
 A rule is one of the classes below, or an axis. Each transform names the rules that it accepts and its default.
 """

@@ -1,4 +1,4 @@
-"""Stage a function: trace it to equations, with states and Refs as inputs and outputs.
+"""Staging of a function: a trace to equations, with states or Refs as inputs or outputs.
 
 One of the two ways to carry states through a transform. Transforms that need the function as a jaxpr use it (`remat`,
 `jit`, loops and branches). The other way, `run`, runs the function under JAX's transform. `InputNames` are the names of

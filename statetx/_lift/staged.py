@@ -1,4 +1,4 @@
-"""Stateful functions as bodies of loops and branches.
+"""Stateful functions as bodies of loops, or as branches.
 
 `Staged` traces a function once, to equations with an input for each state that is read and an output for each state
 that is written. Loops and branches differ only in how they arrange these: `Staged.arrange` makes a body with inputs and

@@ -1,4 +1,4 @@
-"""The callables that transforms return, and the names of functions in messages.
+"""The callables that transforms return, with the names of functions in messages.
 
 A transform of a callable object must not hide the object: libraries look for its states, check its type and set its
 attributes. So its result is a *twin*: an instance of a subclass that shares the object's ``__dict__``. An attribute

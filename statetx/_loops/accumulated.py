@@ -1,4 +1,4 @@
-"""A loop that adds up a scalar, and differentiates each turn at once.
+"""A loop that adds up a scalar: each turn is differentiated at once.
 
 For a sum of turns ``s = sum_k g(constants, x_k)`` the gradient is the sum of the turns' gradients. The loop that
 computes s can therefore add the gradients up as it goes: it needs the residuals of one turn at a time, and runs no turn

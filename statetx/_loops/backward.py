@@ -1,4 +1,4 @@
-"""A step in two parts: forward, which returns the residuals, and backward, which reads them."""
+"""A step in two parts: forward, which returns the residuals; backward, which reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bind loops and branches whose bodies are jaxprs.
+"""Binding of loops, or branches, whose bodies are jaxprs.
 
 `jax.lax.scan`, `while_loop` and `cond` trace the Python functions of their bodies. A function that only evaluates a
 jaxpr would be traced a second time, for the same equation. So the functions of this module bind the primitives to the

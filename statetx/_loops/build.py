@@ -1,4 +1,4 @@
-"""Build a loop from a staged body and the strategy of ``checkpoint=``."""
+"""A loop built from a staged body with the strategy of ``checkpoint=``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops with a derivative of their own, and functions with the derivative of another function.
+"""Operations with a derivative of their own: loops, functions with the derivative of another function.
 
 A loop with checkpoints is a primitive (`_jax.call_loop`), so it is still one loop when it is mapped or differentiated
 later. `vmap` makes it the loop of the mapped step, which runs all examples together. A derivative taken after that

@@ -1,5 +1,4 @@
-"""Loops under ``jax.disable_jit``: Python's own, whose bodies see concrete values and may print them or step through
-them.
+"""Loops under ``jax.disable_jit``: Python's own, whose bodies see concrete values, so that they may print them.
 
 States take part as in the compiled loop. A call is atomic here too: its writes are undone if a step fails.
 """

@@ -1,4 +1,4 @@
-"""Derivatives of loops whose steps are independent: by the derivative rules, in every order and mode.
+"""Derivatives of loops whose steps are independent: by the derivative rules, in every order or mode.
 
 Where JAX linearizes a loop it drops derivative rules (see `linearized`), and later derivatives differ from the unrolled
 loop's. A step of a plain loop may depend on the step before, so that nothing but JAX's `scan` defines the right ones.

@@ -1,4 +1,4 @@
-"""Schedule of the reversal of a loop with a bounded number of slots, and the reversal itself.
+"""Reversal of a loop with a bounded number of slots: its schedule, its run.
 
 A slot holds the state (the carry) before some step, or, while nothing else needs it, residuals of steps. To reverse `l`
 steps from a known first state, with `s` slots free for them, the first state's included:

@@ -1,5 +1,4 @@
-"""Strategies: how a loop stores less for its derivative, as ``checkpoint=`` of `scan`, `fori_loop` and `while_loop`
-says.
+"""Strategies: how a loop stores less for its derivative, as ``checkpoint=`` of a loop says.
 
 A strategy is a frozen value: comparable, hashable, and its repr is the call that makes it. `Budget` and `Auto`, which
 choose by sizes, are in `tune`.

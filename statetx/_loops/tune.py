@@ -1,4 +1,4 @@
-"""Loops whose strategy is decided by sizes: ``checkpoint="auto"`` and `Budget`.
+"""Loops whose strategy is decided by sizes: ``checkpoint="auto"``, `Budget`.
 
 The strategy is decided when the gradient is built. A loop that is not differentiated stays plain, and is not measured.
 When the gradient is built, every `jax.vmap` inside the derivative has mapped the loop's step (see `derivative`), and

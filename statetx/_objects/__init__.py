@@ -1,1 +1,1 @@
-"""Python objects as graphs: their children, the walk that finds states, paths and filters, opaque objects."""
+"""Python objects as graphs: their children, the walk that finds states, paths, filters, opaque objects."""

@@ -1,4 +1,4 @@
-"""The attributes of classes, and the module variables that the code of functions reads."""
+"""The attributes of classes; the module variables that the code of functions reads."""
 
 from __future__ import annotations
 

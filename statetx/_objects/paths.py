@@ -1,4 +1,4 @@
-"""`states`, the filters that select among them, and paths for messages.
+"""`states`, with the filters that select among them; paths for messages.
 
 A path joins attribute names, mapping keys and sequence indices by dots: ``encoder.layers.0.weight``. A bound method
 adds nothing to the path of its object; the path of a closed-over variable starts with the variable's name.

@@ -1,4 +1,4 @@
-"""Stored types: how a residual is stored in fewer bits between the forward and the backward pass.
+"""Stored types: how a residual is stored in fewer bits between the passes.
 
 A `StoredType` encodes a value as a smaller array and decodes it again. It is a frozen value, so that it can be part of
 a policy and of the parameters of an equation. All formats work along the last axis, so that they commute with loops and

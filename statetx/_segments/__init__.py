@@ -1,1 +1,1 @@
-"""Loops driven from the host: segments of steps, whose carries lie in memory and on disk."""
+"""Loops driven from the host: segments of steps, whose carries lie in memory or on disk."""

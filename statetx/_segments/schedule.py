@@ -1,4 +1,4 @@
-"""The fewest runs of a loop's segments for carries in memory and on disk: H-Revolve.
+"""The fewest runs of a loop's segments for carries in two tiers, memory, then disk: H-Revolve.
 
 A loop of n segments is reversed from carries that are stored, the first one included, in s slots in memory, which cost
 nothing, and in d files, each with a cost to write and to read. Costs are in runs of a segment. The pull-back of a

@@ -1,4 +1,4 @@
-"""The device that programs are compiled for: the only module that asks JAX for its backend and its devices.
+"""The device that programs are compiled for: the only module that asks JAX for its backend, for its devices.
 
 `statetx.target` replaces the machine's devices for a block, ``STATETX_TARGET`` for a process. Every decision by device
 asks here. The target is part of JAX's cache keys (``jax.make_user_context``), so nothing traced or compiled for one

@@ -1,6 +1,4 @@
-"""Kinds of devices: their figures, from a table or a file, and XLA's compilers for GPUs and TPUs, on machines that have
-neither: the packages, how they are loaded, and the devices they make.
-"""
+"""XLA's compilers for devices that a machine does not have: kinds with their figures, packages, loading."""
 
 from __future__ import annotations
 

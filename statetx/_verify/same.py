@@ -1,4 +1,4 @@
-"""`same_step`: run a step and its reference from equal states, and say where their results differ."""
+"""`same_step`: a step beside its reference, run from equal states, with the places where results differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Side`: one of two steps that are compared, as its user calls it and as equations."""
+"""`Side`: one of two steps that are compared, to be called or as equations."""
 
 from __future__ import annotations
 

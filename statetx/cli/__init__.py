@@ -1,1 +1,1 @@
-"""The command line, ``python -m statetx``: profiles, residuals, reports and plans of a function in a user's module."""
+"""The command line, ``python -m statetx``: reports on a function in a user's module."""

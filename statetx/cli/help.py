@@ -1,4 +1,4 @@
-"""``python -m statetx help``: public names by group, one of them in full, or names and pages nearest to some words."""
+"""``python -m statetx help``: public names by group, one of them in full, or what is nearest to some words."""
 
 from __future__ import annotations
 

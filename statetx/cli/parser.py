@@ -1,4 +1,4 @@
-"""The commands and options of `python -m statetx`, with their help."""
+"""The commands of `python -m statetx`: options, help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``MODULE:FUNCTION`` and ``--shapes``: a function of the user's, with its arguments."""
+"""``MODULE:FUNCTION`` with ``--shapes``: a function of the user's, with its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of the last read and write of each state, if ``STATETX_DEBUG`` is set when statetx is imported.
+"""Records of the last access of each state, if ``STATETX_DEBUG`` is set when statetx is imported.
 
 `install` wraps the functions that see an access, so the disabled path has no overhead. The records appear in errors
 that describe a state and in the table of `trace_states`.

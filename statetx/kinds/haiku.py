@@ -1,4 +1,4 @@
-"""Parameters, states and random keys that haiku holds while the function of an ``hk.transform`` runs."""
+"""What haiku holds while the function of an ``hk.transform`` runs: parameters, states, random keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables of flax.linen while an apply or init runs, and advice for its modules."""
+"""Variables of flax.linen while an apply or init runs, with advice for its modules."""
 
 from __future__ import annotations
 

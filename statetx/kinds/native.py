@@ -1,4 +1,4 @@
-"""`State`, `Param` and `RngState`: mutable cells that statetx's transforms see."""
+"""`State`, `Param`, `RngState`: mutable cells that statetx's transforms see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flax.nnx.Variable` and its subclasses.
+"""`flax.nnx.Variable` with its subclasses.
 
 Every access of a Variable's value, by `get_value`, `set_value`, ``[...]``, ``+=``, `copy_from`, flattening, or nnx's
 own transforms, goes through one slot, ``_raw_value``. This module replaces that slot, once and for good, by a property

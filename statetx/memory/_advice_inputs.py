@@ -1,4 +1,4 @@
-"""Changes of a program's inputs and outputs: donation, arguments for constants, the order of outputs."""
+"""Changes of what goes into a program or comes out: donation, arguments for constants, the order of outputs."""
 
 from __future__ import annotations
 

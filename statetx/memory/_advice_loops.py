@@ -1,4 +1,4 @@
-"""Changes of what loops keep: a rematerialized body, and strategies with fewer carries."""
+"""Changes of what loops keep: a rematerialized body, strategies with fewer carries."""
 
 from __future__ import annotations
 

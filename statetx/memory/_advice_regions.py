@@ -1,4 +1,4 @@
-"""Changes of what functions of the user keep: rematerialization, policies, and storage in bits."""
+"""Changes of what functions of the user keep: rematerialization, policies, storage in bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assembly of the buffers of a profile from a compiled program: lifetimes with names, kinds and owners."""
+"""Assembly of the buffers of a profile from a compiled program: lifetimes with names, kinds, owners."""
 
 from __future__ import annotations
 

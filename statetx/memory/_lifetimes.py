@@ -1,4 +1,4 @@
-"""Lifetimes: the first and the last live step of each value of a compiled program.
+"""Lifetimes of the values of a compiled program: the first live step, the last one.
 
 The schedule is made flat: the body of a loop, a conditional or a call comes once, before its instruction. A
 value lives from the step that defines it to the last step that reads it at any of its places: a tuple, a

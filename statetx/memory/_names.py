@@ -1,5 +1,4 @@
-"""Names in the compiled program that tell of the user's: phase, region, loop, function, line and module of each
-instruction.
+"""What names in a compiled program tell of the user's: phase, region, loop, function, line, module.
 
 XLA keeps the name stack of the operation, such as
 ``jit(step)/transpose(jvp(Block))/checkpoint/rematted_computation/dot_general``, and the user's stack of functions and

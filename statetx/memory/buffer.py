@@ -1,4 +1,4 @@
-"""Data of a memory profile: buffers with their lifetimes, the steps of the compiled program, and their timeline."""
+"""Data of a memory profile: buffers with their lifetimes, the steps of the compiled program, their timeline."""
 
 from __future__ import annotations
 

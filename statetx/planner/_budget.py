@@ -1,4 +1,4 @@
-"""Budgets: of memory, with what counts against it; and of time, which a search may take."""
+"""Budgets: of memory, with what counts against it; of time, which a search may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of a plan, which are its record in JSON: how each gradient of the program is rewritten, bytes and cost."""
+"""The data of a plan, which are its record in JSON: how each gradient is rewritten, at which cost."""
 
 from __future__ import annotations
 

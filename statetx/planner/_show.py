@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""A plan as a table and as a picture, and the rows and lines of its programs."""
+"""A plan as people see it: table, picture, lines of its programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`Fit`: the policy ``"fit:2GiB"``, which plans each function that it is used on; and `budget`, one for all functions
-of a block.
-"""
+"""`Fit`: the policy ``"fit:2GiB"``, which plans each function that it is used on; `budget`, one for a block."""
 
 from __future__ import annotations
 

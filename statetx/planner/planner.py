@@ -1,6 +1,4 @@
-"""`plan` and `Planner`: choose which values a program saves, recomputes or offloads, so that it fits a budget
-of bytes.
-"""
+"""`plan`, `Planner`: the choice of what a program saves, recomputes or offloads, so that it fits a budget of bytes."""
 
 from __future__ import annotations
 

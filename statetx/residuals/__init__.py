@@ -1,1 +1,1 @@
-"""Reports on residuals: the values that a function saves for its backward pass, and the reasons."""
+"""Reports on residuals: the values that a function saves for its backward pass, with the reasons."""

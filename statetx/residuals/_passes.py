@@ -1,4 +1,4 @@
-"""`Passes`: the forward and backward pass of a function, as jaxprs.
+"""`Passes`: a function's forward pass beside its backward pass, as jaxprs.
 
 ``jax.vjp`` returns its pullback as a pytree whose leaves are the residuals. It is staged with these leaves as
 additional outputs.

@@ -1,4 +1,4 @@
-"""Diagnoses of `memory_report`: why a policy saves no memory, and what to rematerialize."""
+"""Diagnoses of `memory_report`: why a policy saves no memory, what to rematerialize."""
 
 from __future__ import annotations
 

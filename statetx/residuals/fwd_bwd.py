@@ -1,4 +1,4 @@
-"""`print_fwd_bwd`: the forward and the backward pass of a function side by side, with the residuals marked."""
+"""`print_fwd_bwd`: the passes of a function side by side, with the residuals marked."""
 
 from __future__ import annotations
 

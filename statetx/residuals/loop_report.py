@@ -1,4 +1,4 @@
-"""Reports on loops with stored carries: stored bytes and runs of the steps, also under other policies.
+"""Reports on loops with stored carries: stored bytes, runs of the steps, also under other policies.
 
 A gradient has an equation for each loop that it differentiates, with a note of the loop and of its differentiated
 inputs. So the loops are found in the program that is traced, and counted as they run there.

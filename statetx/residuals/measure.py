@@ -1,6 +1,4 @@
-"""`measure` and `memory_report`: memory and operations of compiled programs, counted the same way everywhere; under
-several policies, with the reasons why a policy saves no memory.
-"""
+"""Costs of compiled programs, counted the same way everywhere: `measure` of one, `memory_report` under policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`saved_residuals`: which values a function saves for its backward pass, from where, and why."""
+"""`saved_residuals`: which values a function saves for its backward pass, from where, why."""
 
 from __future__ import annotations
 

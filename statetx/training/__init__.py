@@ -1,1 +1,1 @@
-"""Optimizers with their memory in a state, and the values of states as a dict of arrays."""
+"""What a training run needs beside transforms: optimizers with their memory in a state, values of states by path."""

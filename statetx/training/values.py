@@ -1,4 +1,4 @@
-"""`values` and `restore`: the values of states as a dict of arrays by path, for the libraries that write files."""
+"""The values of states as a dict of arrays by path, for the libraries that write files: `values`, `restore`."""
 
 from __future__ import annotations
 

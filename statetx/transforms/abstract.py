@@ -1,4 +1,4 @@
-"""`eval_shape` and `make_jaxpr`: the output types and the equations of a stateful function, without running it."""
+"""A stateful function without running it: `eval_shape` for its types, `make_jaxpr` for its equations."""
 
 from __future__ import annotations
 

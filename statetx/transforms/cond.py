@@ -1,4 +1,4 @@
-"""`cond` and `switch`: branches that read and write states."""
+"""Branches whose functions use states: `cond`, `switch`."""
 
 from __future__ import annotations
 

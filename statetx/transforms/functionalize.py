@@ -1,4 +1,4 @@
-"""`trace_states` reports the states that a call touches; `functionalize` makes them explicit inputs and outputs."""
+"""The states of a call, told by `trace_states`; explicit inputs or outputs by `functionalize`."""
 
 from __future__ import annotations
 

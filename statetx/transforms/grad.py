@@ -1,4 +1,4 @@
-"""Reverse-mode differentiation: `grad`, `value_and_grad` and `vjp`, with respect to arguments and to states."""
+"""Reverse-mode differentiation by arguments or states: `grad`, `value_and_grad`, `vjp`."""
 
 from __future__ import annotations
 

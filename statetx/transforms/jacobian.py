@@ -1,4 +1,4 @@
-"""Forward mode and full Jacobians: `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`."""
+"""Forward mode, full Jacobians: `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`."""
 
 from __future__ import annotations
 

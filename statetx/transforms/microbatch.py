@@ -1,4 +1,4 @@
-"""`microbatch`: run a function on the parts of a batch, one after the other, and reduce its outputs.
+"""`microbatch`: a function on the parts of a batch, one after the other, with its outputs reduced.
 
 The function is staged once for each size of a part. Its outputs are accumulated as the loop goes, so that a gradient
 function needs the memory of one part and of one gradient. A loss, too, has a gradient of that kind: see

@@ -1,4 +1,4 @@
-"""`remat`: recompute instead of storing in the backward pass, for functions that read and write states."""
+"""`remat`: functions with states that are recomputed in the backward pass, in the place of storing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scan`: a loop whose body reads and writes states.
+"""`scan`: a loop whose body uses states.
 
 The body is staged once. The states that it reads become inputs of the loop. By default a written state is carried and a
 state that is only read is the same in every step. ``states=`` gives other rules: `Carry` and `Broadcast` declare this

@@ -1,4 +1,4 @@
-"""`while_loop` and `fori_loop`: loops without stacked outputs, whose bodies read and write states."""
+"""Loops without stacked outputs, whose bodies use states: `while_loop`, `fori_loop`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`brainstate.State` and its subclasses.
+"""`brainstate.State` with its subclasses.
 
 brainstate reports every read and write of a state's value to the `StateTraceStack`s entered in this thread since
 the state was created, outermost first. Each frame enters its own stack, an observer that only reports to the frame

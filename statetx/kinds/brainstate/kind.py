@@ -1,4 +1,4 @@
-"""`brainstate.State` and its subclasses as a kind of state."""
+"""`brainstate.State` as a kind of state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Views, which are `statetx.State`s as brainstate's transforms see them (decision 5), and frames that observe
-brainstate's states.
+"""How brainstate's transforms see states of ours (decision 5), how frames see brainstate's.
 
 Relied upon beyond the documented interface, and tested in `tests/test_brainstate.py`: the attributes ``_value``,
 ``_level`` of a state, its methods ``_read_value`` and ``_invalidate_trace_value``; the functions that make a predicate

@@ -1,4 +1,4 @@
-"""A program as a sequence of parts: regions that may be rematerialized, loops, and unchanged equations."""
+"""A program as a sequence of parts: regions that may be rematerialized, loops, unchanged equations."""
 
 from __future__ import annotations
 

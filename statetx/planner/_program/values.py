@@ -1,5 +1,4 @@
-"""The values of a region that a plan may save, and the ways to hold a value between the forward and the backward pass:
-in memory, on the host, or in fewer bits.
+"""The values of a region that a plan may save, with the ways to hold one between the passes.
 
 Values are results of equations, and values inside the rule of a ``custom_vjp``. The residuals of such a rule (the sums
 of a flash attention, say) are no results of the function: without them a plan could only run the whole function again.

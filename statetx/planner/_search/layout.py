@@ -1,4 +1,4 @@
-"""A program cut into parts, with an option for each of them: their bytes and cost together."""
+"""A program cut into parts, with an option for each of them: what they take together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of a part of a program: a Pareto front, shared by all parts of equal structure and corrected by
+"""The options of a part of a program: a Pareto front, shared by all parts of equal structure, corrected by
 measurements.
 """
 

@@ -1,4 +1,4 @@
-"""A loop in groups of steps, each with its own saved values and levels: several loops in place of one.
+"""A loop in groups of steps, each with its own saved values, its own levels: several loops in place of one.
 
 The loops read the whole xs by the number of the step. Slices of the xs would be copies, as large as the carries of all
 steps.

@@ -1,6 +1,4 @@
-"""Loops: storage of their carries, at every step, in loops of loops or in slots; and the options of a loop, from the
-options of its step.
-"""
+"""The options of a loop, from those of its step: its carries at every step, in loops of loops, or in slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions on a part of a program: the values that it saves, with treatments, as options with bytes and cost.
+"""Decisions on a part of a program: what it saves, in which form, at which cost.
 
 A treatment is a class in a file of this folder, listed in `TREATMENTS` (`__init__`). It has all that a plan needs to
 know of it: its proposals, how it changes the program, its text, its record and the check of that.

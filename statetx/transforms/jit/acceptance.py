@@ -1,4 +1,4 @@
-"""`Acceptance`, the calls that a program is for, and `StateShardings`, the shardings of the states that it writes."""
+"""`Acceptance`: the calls that a program is for, with the shardings of the states that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jit`: compile a function that reads and writes states, with their values as inputs and outputs.
+"""`jit`: compilation of a function whose states are inputs of its program, or outputs.
 
 The first call stages the function: the user's Python runs once, and each state becomes an input at its first read, so
 that nothing has to be declared or searched for. A later call gathers the values of these states, calls one

@@ -1,4 +1,4 @@
-"""`NewStates`: what a function does with the states and models that it gets in the place of those in its arguments."""
+"""`NewStates`: what a function does with the states that it gets in the place of those in its arguments."""
 
 from __future__ import annotations
 
