@@ -216,12 +216,14 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _skipped(node: ast.AST) -> Iterator[ast.AST]:
-    """Messages, annotations and assertions: text of errors has tests of its own, which compare it with the pages."""
+    """Messages, annotations, assertions, and ``strict=``, which is one: text of errors has tests of its own, which
+    compare it with the pages.
+    """
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr():
             yield from ast.walk(node)
-        case ast.AnnAssign(annotation=annotation):
-            yield from ast.walk(annotation)
+        case ast.AnnAssign(annotation=part) | ast.keyword(arg="strict", value=part):
+            yield from ast.walk(part)
         case ast.FunctionDef():
             for part in (node.args, node.returns, *node.decorator_list):
                 if part is not None:
