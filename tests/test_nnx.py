@@ -580,7 +580,8 @@ def test_stacked_layers_have_the_axis_in_their_metadata(axis):
     class Layer(nnx.Module):
         def __init__(self, rngs):
             self.w = Noted(jax.random.normal(rngs.params(), (8, 4)), out_sharding=("d", None), eager_sharding=False)
-            self.short = nnx.Param(jnp.ones(3), out_sharding=("d",), eager_sharding=False)
+            self.short = nnx.Param(jnp.ones(3), out_sharding=["d"], eager_sharding=False)
+            self.spec = nnx.Param(jnp.ones(3), out_sharding=jax.P("d"), eager_sharding=False)
             self.plain = nnx.Param(jnp.ones(3))
 
     make = nnx.vmap(Layer, out_axes=axis if axis >= 0 else 0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -590,7 +591,8 @@ def test_stacked_layers_have_the_axis_in_their_metadata(axis):
     states = statetx.states(layers)
     expected = {0: (None, "d", None), 1: ("d", None, None), -1: ("d", None, None)}[axis]
     assert states["w"].get_metadata("out_sharding") == expected
-    assert states["short"].get_metadata("out_sharding") == ((None, "d") if axis == 0 else ("d", None))
+    names = [states[name].get_metadata("out_sharding") for name in ("short", "spec")]
+    assert names == 2 * [(None, "d") if axis == 0 else ("d", None)]
     assert "out_sharding" not in states["plain"].get_metadata()
     if axis >= 0:
         assert by_hand.w.get_metadata("out_sharding") == expected
