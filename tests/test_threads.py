@@ -916,7 +916,8 @@ def test_child_of_a_fork_has_the_states_that_another_thread_held(make):
         try:
             with pytest.raises(statetx.ForeignStateError):
                 _ = state.value
+            frames = [*_frames.frame.open_frames.values()]
             _frames.frame._release_lost_frames()
-            assert state.value == 2.0
+            assert state.value == 2.0 and not any(frame.is_open for frame in frames)
         finally:
             go_on.set()

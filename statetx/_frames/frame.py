@@ -330,8 +330,8 @@ class Frame:
             if first is None or (frame is not self and first.written):  # it has another container there
                 return
             for second in frame.accesses.values():
-                is_held = second.value_before is first.value_before and not is_leaf(first.value_before)
-                if is_held and second.copy is not first.copy and not (frame is not self and second.written):
+                is_held = second.value_before is first.value_before and second.copy is not first.copy
+                if is_held and not (frame is not self and second.written):
                     a, b = (describe(x.state, x.kind, value=first.value_before) for x in (first, second))
                     raise StateValueError(
                         f"{self.name} changed in place a {type(first.value_before).__name__} that two states hold: {a} "
