@@ -105,10 +105,11 @@ def _apply(
         return keep(jaxpr, dict(policy.marks))
 
     survey = Survey(jaxpr, origins)
-    matches = _check_matches(policy, survey.all_sites, jaxpr, name)
-    # A JAX policy that a user wrote may select values that only the derivative computes, which the survey does not see.
-    if matches and not (isinstance(policy, JaxPolicy) and not _jax.is_jax_policy(policy.fun)):
-        _check_difference(policy, survey.all_sites, name)
+    if not override.suppress_warnings and _check_matches(policy, survey.all_sites, jaxpr, name):
+        # A JAX policy that a user wrote may select values that only the derivative computes, which the survey does not
+        # see.
+        if not isinstance(policy, JaxPolicy) or _jax.is_jax_policy(policy.fun):
+            _check_difference(policy, survey.all_sites, name)
     if isinstance(policy, JaxPolicy) and not judges:
         return jaxpr, policy.fun
 
@@ -277,8 +278,6 @@ def _check_difference(policy: Policy, sites: Sequence[Site], name: str) -> None:
 
 def _check_matches(policy: Policy, sites: Sequence[Site], jaxpr: Jaxpr, name: str) -> bool:
     """Whether the function has all values that a policy names; warn or raise if not."""
-    if override.suppress_warnings:
-        return True
     matches = True
     values = [site.value for site in sites]
     for atom in policy.atoms():
@@ -310,6 +309,6 @@ _warned: set[str] = set()
 
 def _warn_once(message: str) -> None:
     # Once in the process: a function is staged in every call, perhaps from many lines.
-    if message not in _warned and not override.suppress_warnings:
+    if message not in _warned:
         _warned.add(message)
         warnings.warn(message, PolicyWarning, stacklevel=_states.user_stacklevel())
