@@ -86,6 +86,18 @@ def test_blocks_of_stages_are_found_though_two_stages_repeat():
     assert {run.period for run in runs} == {of_block}
 
 
+def test_products_that_repeat_in_a_layer_are_a_part_of_it():
+    def layers(ws, x):
+        for *inputs, out in ws:
+            q, k, v = ((x @ w).reshape(8, 2, 8).transpose(1, 0, 2) for w in inputs)
+            x = (q * k * v).transpose(1, 0, 2).reshape(8, 16) @ out
+        return x.sum()
+
+    program = flat(layers, [[jnp.ones((16, 16))] * 4] * 4, jnp.ones((8, 16)))
+    assert len(program) == 4 * 14 + 1
+    assert (0, 14, 4) in _cuts.candidates(program).runs[0]
+
+
 def test_layers_of_other_sizes_repeat():
     ws = [(jnp.ones((2 ** (i + 3), 256)), jnp.ones((256, 2 ** (i + 4)))) for i in range(4)]
 

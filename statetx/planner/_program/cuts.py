@@ -72,11 +72,16 @@ class CutCandidates(NamedTuple):
 
 def crossing_bytes(jaxpr: Jaxpr) -> list[int]:
     """Bytes of values computed before each equation and read by it or later."""
-    # A value crosses into the equations after its own, up to and including its last reader. Outputs are read at index
-    # `len(eqns)`, hence one more step.
-    reads, eqns = last_reads(jaxpr), jaxpr.eqns
-    values = [(i, v) for i, eqn in enumerate(eqns) for v in eqn.outvars if v in reads]
-    return alive_bytes(len(eqns) + 1, ((i + 1, reads[v], device_bytes(v.aval)) for i, v in values))[:-1].tolist()
+    # Outputs are read at index `len(eqns)`, hence one more step.
+    return alive_bytes(len(jaxpr.eqns) + 1, _values(jaxpr))[:-1].tolist()
+
+
+def _values(jaxpr: Jaxpr) -> list[tuple[int, int, int]]:
+    """The computed values: the first and the last equation that each crosses into, and its bytes."""
+    # A value crosses into the equations after its own, up to and including its last reader.
+    reads = last_reads(jaxpr)
+    values = [(i, v) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars if v in reads]
+    return [(i + 1, reads[v], device_bytes(v.aval)) for i, v in values]
 
 
 def candidates(program: Flat) -> CutCandidates:
@@ -239,17 +244,24 @@ def runs_of(
     heavy = np.cumsum([0, *(not row_of(e).fuses for e in eqns)])
 
     in_phase = functools.partial(_in_phase, program, live, marked, behind_products)
-    runs = _repetitions(tokens, heavy, len(tokens) // 10, in_phase)
+    most_crossing = functools.partial(_most_crossing, np.array(_values(program.jaxpr)).reshape(-1, 3).T)
+    runs = _repetitions(tokens, heavy, len(tokens) // 10, in_phase, most_crossing)
     inner: set[int] = set()
     for run in runs:
         period_tokens = tokens[run.start : run.start + run.period]
         in_period: _InPhase = lambda start, period, length, by=run.start: in_phase(by + start, period, length)
-        for inner_run in _repetitions(period_tokens, heavy[run.start :], run.period // 2, in_period):
+        for inner_run in _repetitions(period_tokens, heavy[run.start :], run.period // 2, in_period, most_crossing):
             inner |= {b + k * run.period for b in inner_run.boundaries for k in range(run.num)}
     return sorted(runs), inner
 
 
-def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int, in_phase: _InPhase) -> list[Run]:
+def _repetitions(
+    tokens: np.ndarray,
+    heavy: np.ndarray,
+    least: int,
+    in_phase: _InPhase,
+    most_crossing: Callable[[Sequence[int]], float],
+) -> list[Run]:
     """Periodic stretches of a sequence, as long as possible and of a least length, that do not overlap.
 
     Args:
@@ -257,16 +269,22 @@ def _repetitions(tokens: np.ndarray, heavy: np.ndarray, least: int, in_phase: _I
         heavy: the running number of equations that do not fuse.
         least: of the lengths.
         in_phase: ``(start, period, length) -> Run``, the periods of a stretch.
+        most_crossing: the values that cross one of some boundaries, as in `_most_crossing`.
     """
     chosen: list[tuple[int, int]] = []
     runs: list[Run] = []
     for start, period, length in _stretches(tokens, heavy, least):
         if any(s < start + length and start < s + n for s, n in chosen):
             continue
-        # Two stages of a residual network may be alike. The blocks that most of them consists of tell more.
-        if _stretches(tokens[start : start + period], heavy[start:], 2 * period // 3):
-            continue
         run = in_phase(start, period, length)
+        # Two stages of a residual network may be alike. The blocks that most of them consists of tell more, unless more
+        # values cross between these, as between the products for queries and keys in a layer of attention.
+        inner = _stretches(tokens[start : start + period], heavy[start:], 2 * period // 3)
+        if any(
+            most_crossing(in_phase(start + s, p, n).boundaries[1:-1]) <= most_crossing(run.boundaries)
+            for s, p, n in inner
+        ):
+            continue
         if run.num > 1:
             chosen.append((start, length))
             runs.append(run)
@@ -313,6 +331,14 @@ def _in_phase(
         if not all(is_linear(eqns[i]) for i in between if i < num):
             offset = late
     return Run(start + offset, period, (length - offset) // period)
+
+
+def _most_crossing(values: np.ndarray, boundaries: Sequence[int]) -> float:
+    """The most values that cross one of some boundaries: their bytes in those of the largest there."""
+    # In numbers, not bytes: the periods of a convolutional net get smaller.
+    first, last, sizes = values
+    crossing = (sizes[(first <= b) & (b <= last)] for b in boundaries)
+    return max((s.sum() / s.max() for s in crossing if s.any()), default=0.0)
 
 
 def _with_period(cuts: Sequence[int], run: Run, ends: set[int]) -> list[int]:
