@@ -98,3 +98,15 @@ def test_plan_of_a_checked_step():
     step = jax.jit(checkify.checkify(jax.grad(lambda w, x: jnp.sin(x @ w).sum()), checkify.float_checks))
     planner = Planner(step, W, X)
     assert planner.captured.is_step and len(planner.captured.gradients) == 1
+
+
+def test_checks_in_the_loss_of_a_planned_step_have_the_same_key_in_each_trace():
+    def key(message, limit=3.0):
+        def loss(x):
+            checkify.check(x.sum() < limit, message, s=x.sum())
+            return jnp.sin(x @ W).sum()
+
+        return Planner(checkify.checkify(jax.grad(loss)), X).captured.gradients[0].key
+
+    assert key("too large: {s}") == key("too large: {s}")
+    assert len({key("too large: {s}"), key("above 3: {s}"), key("too large: {s}", 4.0)}) == 3

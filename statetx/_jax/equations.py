@@ -16,6 +16,7 @@ from jax._src.ad_util import instantiate as _instantiate_zeros
 from jax._src.lax import lax as _lax
 from jax.api_util import shaped_abstractify
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental import checkify
 from jax.extend.core.primitives import closed_call_p
 
 from .versions import ClosedJaxpr as ClosedJaxpr
@@ -145,3 +146,23 @@ CLOSED_CALL = closed_call_p.name  # "closed_call" before JAX 0.12, "eval_jaxpr" 
 def scope(eqn: Eqn) -> str:
     """The name stack of an equation: names of ``jax.named_scope`` and of transforms, joined by slashes."""
     return str(eqn.source_info.name_stack)
+
+
+# -- equations of `jax.experimental.checkify.check` ------------------------------------------------------------------
+
+
+def error_numbers(jaxpr: Jaxpr) -> set[Var]:
+    """The variables of a jaxpr that hold nothing but the number of an error: 0.10 counts the errors of all traces."""
+    checks = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "check"]
+    if not checks:
+        return set()
+    errors = [jax.tree.unflatten(eqn.params["err_tree"], eqn.invars) for eqn in checks]
+    read = {v for error in errors for v in error.tree_flatten()[0][1].values() if isinstance(v, Var)}
+    literal = [eqn for eqn in jaxpr.eqns if all(isinstance(v, Literal) for v in eqn.invars)]
+    return read.intersection(v for eqn in literal for v in eqn.outvars)
+
+
+def error_messages(tree: Any) -> list[Any]:
+    """The messages of the errors in the tree of a check, in order, without their numbers; none of another object."""
+    node = tree.node_data() if isinstance(tree, jax.tree_util.PyTreeDef) else None
+    return list(node[1].values()) if node is not None and issubclass(node[0], checkify.Error) else []

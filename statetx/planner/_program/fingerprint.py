@@ -46,9 +46,10 @@ def full_fingerprint(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[str, ...]:
             return f"{np.asarray(atom.val).tolist() if np.ndim(atom.val) == 0 else 'constant'}:{_type(atom)}"
         return variables[atom]
 
+    numbers = _jax.error_numbers(jaxpr)
     lines: list[str] = []
     for eqn in jaxpr.eqns:
-        operands = " ".join(map(operand, eqn.invars))
+        operands = " ".join(map(operand, eqn.invars)) if numbers.isdisjoint(eqn.outvars) else "error number"
         types = [_type(v) for v in eqn.outvars]
         for v, type in zip(eqn.outvars, types, strict=True):
             variables[v] = f"v{len(variables)}:{type}"
@@ -87,7 +88,7 @@ def _param(x: Any, has_rules: bool) -> str:
         return f"({','.join(_param(item, has_rules) for item in cast(Sequence[Any], x))})"
     if callable(x) and not isinstance(x, type):
         return getattr(x, "__name__", type(x).__name__)
-    return _ADDRESS.sub("", str(x))
+    return _ADDRESS.sub("", str(_jax.error_messages(x) or x))
 
 
 def _rule(eqn: Eqn) -> str:
