@@ -56,7 +56,7 @@ def largest_within(
     points: dict[float, int] = {**known_bytes}
     # `low` keeps the budget, `high` does not.
     low, high = max((size for size, num_bytes in known_bytes.items() if num_bytes <= budget), default=0), math.inf
-    target, num_left, num_slow = float(first), len(sizes), 0
+    aim, num_left, num_slow = float(first), len(sizes), 0
     while len(measured) != tries:
         least = bisect.bisect_right(sizes, (1 + tolerance) * low)
         most = bisect.bisect_left(sizes, high / (1 + tolerance))
@@ -65,14 +65,14 @@ def largest_within(
         is_slow = high < math.inf and 2 * (most - least) >= num_left
         num_left, num_slow = most - least, num_slow + 1 if is_slow else 0
         if num_slow < _MAX_SLOW:
-            size = sizes[max(least, min(bisect.bisect_right(sizes, target), most) - 1)]
+            size = sizes[max(least, min(bisect.bisect_right(sizes, aim), most) - 1)]
         else:
             size, num_slow = sizes[(least + most - 1) // 2], 0
         points[size] = measured[size] = num_bytes = bytes_of(size)
         low, high = (size, high) if num_bytes <= budget else (low, size)
         if (1 - tolerance) * budget < num_bytes <= budget or is_enough(num_bytes):
             break
-        target = min(_crossing(points, budget, low, high), _MAX_GROWTH * max(measured))
+        aim = min(_crossing(points, budget, low, high), _MAX_GROWTH * max(measured))
     return low, measured
 
 
@@ -83,8 +83,8 @@ def _crossing(points: Mapping[float, int], budget: int, low: int, high: float) -
     nearest = sorted(sorted(points, key=lambda size: abs(points[size] - budget))[:2])
     for x0, x1 in (nearest, (low, high)):
         if x0 in points and x1 in points and points[x1] > points[x0]:
-            target = x0 + (budget - points[x0]) * (x1 - x0) / (points[x1] - points[x0])
-            if low <= target <= high:
-                return target
+            aim = x0 + (budget - points[x0]) * (x1 - x0) / (points[x1] - points[x0])
+            if low <= aim <= high:
+                return aim
     x0, x1 = sorted(points)[-2:]
     return x1 + 2 * (x1 - x0)

@@ -15,10 +15,10 @@ import pytest
 from searches import SEARCHES
 
 import statetx
+from statetx.cli.function import BadInput, parse_shapes
 from statetx.cli.help import show
 from statetx.cli.main import main
 from statetx.cli.parser import make_parser
-from statetx.cli.target import BadInput, parse_shapes
 
 HERE = pathlib.Path(__file__).parent
 LOSS = ["cli_model:loss", "--shapes", "f32[64,256], f32[128,64]"]

@@ -186,7 +186,7 @@ def test_import_side_effects_are_documented():
     code = (
         "import jax, brainstate, flax.nnx, statetx; from statetx import _states; from statetx._jax import patches; "
         "[getattr(statetx, name) for name in statetx.__all__]; _states.kinds(); "
-        "print(*sorted(f'| {c.target} | {c.reason} |' for c in patches.changes), sep='\\n')"
+        "print(*sorted(f'| {c.name} | {c.reason} |' for c in patches.changes), sep='\\n')"
     )
     listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     table = [line for line in (ROOT / "docs" / "imports.md").read_text().split("\n") if line.startswith("| ")][1:]

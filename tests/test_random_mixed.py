@@ -115,7 +115,7 @@ BREAKAGES = {
         "look_at('saved_residuals', f1017, ",
     ),
     "gradients of states are lost": (
-        "_lift.targets.Targets.on_read",
+        "_lift.differentiated.DifferentiatedStates.on_read",
         lambda self, values: lambda state, kind, value: value,
         "wrt=",
     ),

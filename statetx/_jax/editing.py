@@ -161,7 +161,7 @@ def named_like(closed: ClosedJaxpr, like: Jaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr.replace(debug_info=like.debug_info), consts)
 
 
-def spliced(jaxpr: Jaxpr, sources: Sequence[Atom], targets: Sequence[Var], like: Eqn) -> list[Eqn]:
+def spliced(jaxpr: Jaxpr, sources: Sequence[Atom], results: Sequence[Var], like: Eqn) -> list[Eqn]:
     """The equations of a jaxpr without constants between other variables, with the source line of the equation
     `like`.
     """
@@ -173,7 +173,7 @@ def spliced(jaxpr: Jaxpr, sources: Sequence[Atom], targets: Sequence[Var], like:
         return outvars
 
     outs = interpret(jaxpr, sources, copied, literal=lambda atom: atom)
-    renamed = dict(zip(outs, targets, strict=True))
+    renamed = dict(zip(outs, results, strict=True))
     return [e.replace(outvars=[renamed.get(v, v) for v in e.outvars]) for e in eqns]
 
 

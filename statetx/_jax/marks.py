@@ -52,10 +52,10 @@ policies ignore it.
 """
 
 
-def mark_equation(like: Any, source: Any, target: Any, *, region: int, what: str) -> Any:
-    """An equation ``target = mark(source)``, with the source line and context of the equation `like`."""
+def mark_equation(like: Any, source: Any, result: Any, *, region: int, what: str) -> Any:
+    """An equation ``result = mark(source)``, with the source line and context of the equation `like`."""
     params = {"region": region, "what": what}
-    return _core.new_jaxpr_eqn([source], [target], mark_primitive, params, _core.no_effects, like.source_info, like.ctx)
+    return _core.new_jaxpr_eqn([source], [result], mark_primitive, params, _core.no_effects, like.source_info, like.ctx)
 
 
 def mark(x: Any, *, region: int, what: str) -> Any:

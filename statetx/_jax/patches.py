@@ -12,11 +12,11 @@ class Patch(NamedTuple):
     """One changed name of another library.
 
     Attributes:
-        target: the qualified name, which begins with the library's.
+        name: the qualified name, which begins with the library's.
         reason: why the library's own behavior is not enough, and which behavior is unchanged.
     """
 
-    target: str
+    name: str
     reason: str
 
 
@@ -24,17 +24,17 @@ changes: list[Patch] = []
 _slots: dict[tuple[Any, str], Any] = {}
 
 
-def replace(target: str, owner: Any, value: Any, reason: str, *, is_content: bool = False) -> None:
+def replace(name: str, owner: Any, value: Any, reason: str, *, is_content: bool = False) -> None:
     """Replace a function or property of a library by `value`, and note the change.
 
     Args:
         is_content: whether it is a slot that may hold the user's objects, which `members` still finds.
     """
-    name = target.rpartition(".")[2]
+    member = name.rpartition(".")[2]
     if is_content:
-        _slots[owner, name] = vars(owner)[name]
-    setattr(owner, name, value)
-    note(target, reason)
+        _slots[owner, member] = vars(owner)[member]
+    setattr(owner, member, value)
+    note(name, reason)
 
 
 def members(cls: type) -> dict[str, Any]:
@@ -42,5 +42,5 @@ def members(cls: type) -> dict[str, Any]:
     return {name: _slots.get((cls, name), value) for name, value in vars(cls).items()}
 
 
-def note(target: str, reason: str) -> None:
-    changes.append(Patch(target, reason))
+def note(name: str, reason: str) -> None:
+    changes.append(Patch(name, reason))

@@ -23,10 +23,10 @@ from .._states import Kind
 from .._tree import Partition, is_array_or_number, is_opaque
 from .._typing import PyTree
 from .._unfinished import refuse_unfinished
+from .differentiated import DifferentiatedStates, refuse_lost_writes, split_aux
 from .late_rules import Held, guarded, held_by_derivatives, named_rules, refuse_kept
 from .outcome import Outcome, is_traced, pack, pack_effects, partition_output
 from .stage import InputNames, stage
-from .targets import Targets, refuse_lost_writes, split_aux
 from .wrapper import name_of
 
 T = TypeVar("T")
@@ -42,14 +42,14 @@ class FramedRun:
         name: the transform, for messages.
         fun: the user's function.
         has_aux: whether `fun` returns a pair, and JAX differentiates its first item only.
-        targets: the states that JAX differentiates, too.
+        diff_states: the states that JAX differentiates, too.
         out: the structure of the output: see `flat`.
     """
 
     name: str
     fun: Callable
     has_aux: bool
-    targets: Targets | None = None
+    diff_states: DifferentiatedStates | None = None
     _held: Held = dataclasses.field(default_factory=list)
     _outcome: Outcome = dataclasses.field(init=False)
     out: Partition = dataclasses.field(init=False)
@@ -67,16 +67,16 @@ class FramedRun:
 
         Args:
             args, kwargs: the arguments, with JAX's tracers in them.
-            state_values: the values of `targets`, from JAX.
+            state_values: the values of `diff_states`, from JAX.
             diff_args: the arguments that JAX has flattened: writes to states in them would be lost.
             of_output: maps the output in the frame, where states that the call has made have their values.
         """
-        targets = self.targets
-        frame = frame_for(self.name, self.fun, on_read=targets and targets.on_read(state_values))
-        frame.differentiates_states = targets is not None
+        diff_states = self.diff_states
+        frame = frame_for(self.name, self.fun, on_read=diff_states and diff_states.on_read(state_values))
+        frame.differentiates_states = diff_states is not None
 
         def watched_call() -> Any:
-            result = call(self.fun, args, kwargs, targets is not None and targets.has_refs)
+            result = call(self.fun, args, kwargs, diff_states is not None and diff_states.has_refs)
             self._held = list(held_by_derivatives(frame))
             out, aux = split_aux(result, self.fun) if self.has_aux else (result, None)
             return of_output(out), aux
@@ -96,14 +96,14 @@ class FramedRun:
 
     def flat(self, args: Sequence[Any], state_values: Any = ()) -> tuple[list, list]:
         """Run as a call of this object does, for the arrays of the output, whose structure is `out` from then on. JAX
-        has flattened all arguments, but not models whose states are `targets`.
+        has flattened all arguments, but not models whose states are `diff_states`.
         """
 
         def leaves_of(out: PyTree) -> list:
             out_leaves, self.out = partition_output(out, is_array_or_number, is_leaf=None)
             return [jnp.asarray(x) for x in out_leaves]
 
-        return self(args, {}, state_values, args if self.targets is None else (), leaves_of)
+        return self(args, {}, state_values, args if self.diff_states is None else (), leaves_of)
 
     def named(self, pure: Callable[..., T]) -> Callable[..., T]:
         """Tell the planner whose derivative JAX takes of `pure`, the function of arrays around the call."""

@@ -129,7 +129,7 @@ class DifferentiableLoop:
             self._mapped[key] = self.with_step(mapped.step), mapped
         loop, mapped = self._mapped[key]
         parts = zip(args, axes, mapped.in_axes, strict=True)
-        args = [x if target is None else _jax.with_batch_axis(x, axis, target, axis_data) for x, axis, target in parts]
+        args = [x if inner is None else _jax.with_batch_axis(x, axis, inner, axis_data) for x, axis, inner in parts]
         return _jax.call_loop(loop, [*mapped.consts, *args]), mapped.out_axes
 
 

@@ -138,18 +138,18 @@ class _EquationMarker(NamedTuple):
         """The equation, then a mark on each labeled result. Every other equation reads the marked variable."""
         outvars, marks = list(eqn.outvars), []
         for n, label in labels.items():
-            target = outvars[n]
-            if not _jax.is_dropped(target):
+            result = outvars[n]
+            if not _jax.is_dropped(result):
                 # The mark defines the old variable, so that the other equations need no change.
-                source = outvars[n] = Var(target.aval)
-                marks += self.mark(eqn, source, target, label)
+                source = outvars[n] = Var(result.aval)
+                marks += self.mark(eqn, source, result, label)
         return [eqn.replace(outvars=outvars), *marks]
 
-    def mark(self, eqn: Any, source: Any, target: Any, label: Label) -> list[Any]:
-        """The equations that make `target` the marked `source`, a result of `eqn`."""
+    def mark(self, eqn: Any, source: Any, result: Any, label: Label) -> list[Any]:
+        """The equations that make `result` the marked `source`, a result of `eqn`."""
         if isinstance(label, StoredLabel):
-            return _stored(eqn, source, target, label, self.region)
-        return [_jax.mark_equation(eqn, source, target, region=self.region, what=label)]
+            return _stored(eqn, source, result, label, self.region)
+        return [_jax.mark_equation(eqn, source, result, region=self.region, what=label)]
 
     def _with_inner_marks(self, eqn: Any, labels: Labels) -> Any:
         """The equation with marks in the jaxprs among its parameters."""
@@ -242,8 +242,8 @@ def mark_inputs(jaxpr: Jaxpr, labels: Mapping[int, StoredLabel], *, region: int)
     return _jax.rebuild(jaxpr, invars=invars, outvars=jaxpr.outvars, eqns=[*eqns, *jaxpr.eqns])
 
 
-def _stored(like: Any, source: Any, target: Any, label: StoredLabel, region: int) -> list[Any]:
-    """The equations that make `target` the value of `source`, but with the residual that the label says."""
+def _stored(like: Any, source: Any, result: Any, label: StoredLabel, region: int) -> list[Any]:
+    """The equations that make `result` the value of `source`, but with the residual that the label says."""
 
     def run(x: Any) -> list[Any]:
         return [_jax.store(x, label.type, region=region, what=label.what, is_ordered=label.is_ordered)]
@@ -251,7 +251,7 @@ def _stored(like: Any, source: Any, target: Any, label: StoredLabel, region: int
     with like.ctx.manager:
         jaxpr, consts = _jax.stage(run, [source.aval], traced_for="statetx.remat", name="stored")
     assert not consts
-    return _jax.spliced(jaxpr, [source], [target], like)
+    return _jax.spliced(jaxpr, [source], [result], like)
 
 
 def _labels_of_variables(jaxpr: Jaxpr, variables: Sequence[Any], labels: Mapping[int, Label]) -> dict[Address, Label]:

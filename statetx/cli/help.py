@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .._errors import ERRORS_PAGE
 from .._text import suggestion, text_width
-from .target import BadInput
+from .function import BadInput
 
 _GROUPS = {
     "Errors and warnings": ("._errors",),

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _files
 from .._tables import Cell, Column, Table, page
 from .._text import format_bytes
+from .function import BadInput, UserFunction, load_function
 from .help import show
 from .parser import make_parser
-from .target import BadInput, UserFunction, load_target
 
 if TYPE_CHECKING:
     from ..memory.baseline import MemoryBaseline
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
     except SystemExit as e:
-        return _fail(f"{options.target} ended the program with exit status {e.code}", FAILED)
+        return _fail(f"{options.function} ended the program with exit status {e.code}", FAILED)
     except Exception as e:
         traceback.print_exception(type(e), e, _users_part(e))
         return FAILED
@@ -89,9 +89,9 @@ def _execute(options: argparse.Namespace) -> int:
     if len({*real}) < len(real):
         raise BadInput(f"{' and '.join(f'--{name}' for name in files)} write to the same file")
 
-    with _device(getattr(options, "device", None)):
-        target = load_target(options.target, options.shapes, options.factory)
-        output = _RUN[options.command](target, options)
+    with _device(getattr(options, "target", None)):
+        function = load_function(options.function, options.shapes, options.factory)
+        output = _RUN[options.command](function, options)
     _print(output.text)
     for name, path in files.items():
         try:
@@ -192,11 +192,11 @@ class Output(NamedTuple):
     is_failed: bool = False
 
 
-def _memory(target: UserFunction, options: argparse.Namespace) -> Output:
+def _memory(function: UserFunction, options: argparse.Namespace) -> Output:
     from ..memory import baseline
     from ..memory.measure import memory_profile
 
-    profile = memory_profile(target.fun, *target.args, gradient=options.gradient, **target.kwargs)
+    profile = memory_profile(function.fun, *function.args, gradient=options.gradient, **function.kwargs)
     figures = baseline.MemoryBaseline.of(profile)
     key = baseline.key_of(profile.name, figures)
     report, is_failed, summary = str(profile), False, ""
@@ -245,49 +245,49 @@ def _save(path: str, key: str, figures: MemoryBaseline) -> None:
         raise BadInput(f"--save: {e}") from None
 
 
-def _fit(target: UserFunction, options: argparse.Namespace) -> Output:
+def _fit(function: UserFunction, options: argparse.Namespace) -> Output:
     from ..memory.oom import explain_oom
 
     named = {"limit": options.limit, "gradient": options.gradient, "time_limit": options.time_limit}
     named["verify"] = options.verify
-    report = explain_oom(target.fun, *target.args, **named, **target.kwargs)
+    report = explain_oom(function.fun, *function.args, **named, **function.kwargs)
     if report.limit_bytes is None:
         raise BadInput(f"fit: {report.profile.backend} does not tell its memory; give --limit 16GiB, or --target h100")
     return _output(report)._replace(is_failed=not report.can_fit)
 
 
-def _residuals(target: UserFunction, options: argparse.Namespace) -> Output:
+def _residuals(function: UserFunction, options: argparse.Namespace) -> Output:
     from ..residuals.saved import saved_residuals
 
     named = {"argnums": options.argnums, "wrt": options.wrt, "has_aux": options.has_aux}
-    return _output(saved_residuals(target.fun, *target.args, **named, **target.kwargs))
+    return _output(saved_residuals(function.fun, *function.args, **named, **function.kwargs))
 
 
-def _report(target: UserFunction, options: argparse.Namespace) -> Output:
+def _report(function: UserFunction, options: argparse.Namespace) -> Output:
     from ..residuals.measure import memory_report
 
     named: dict[str, Any] = {"gradient": options.gradient}
     named |= {} if options.policies is None else {"policies": options.policies}
-    return _output(memory_report(target.fun, *target.args, **named, **target.kwargs))
+    return _output(memory_report(function.fun, *function.args, **named, **function.kwargs))
 
 
-def _plan(target: UserFunction, options: argparse.Namespace) -> Output:
+def _plan(function: UserFunction, options: argparse.Namespace) -> Output:
     from ..planner.planner import plan
 
     names = ("budget", "of", "objective", "offload", "stored_as", "argnums", "time_limit", "verify")
-    result = plan(target.fun, *target.args, **{name: getattr(options, name) for name in names}, **target.kwargs)
+    result = plan(function.fun, *function.args, **{name: getattr(options, name) for name in names}, **function.kwargs)
     return Output(str(result), {"html": _html_writer(result), "json": result.save})
 
 
-def _verify(target: UserFunction, options: argparse.Namespace) -> Output:
+def _verify(function: UserFunction, options: argparse.Namespace) -> Output:
     from .._verify.functions import filled, plain
     from .._verify.same import same_step
 
-    args, kwargs = filled((target.args, target.kwargs))
-    reference = plain(target.fun)
+    args, kwargs = filled((function.args, function.kwargs))
+    reference = plain(function.fun)
     if options.against is not None:
-        reference = load_target(options.against, options.shapes, options.factory).fun
-    report = same_step(reference, target.fun, args, kwargs, steps=options.steps, tolerance=options.tolerance)
+        reference = load_function(options.against, options.shapes, options.factory).fun
+    report = same_step(reference, function.fun, args, kwargs, steps=options.steps, tolerance=options.tolerance)
     writers = {"json": lambda path: _write_json(path, report.to_dict())}
     return Output(str(report), writers, is_failed=bool(report.problem))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from .target import BadInput
+from .function import BadInput
 
 _COMMANDS = {
     "memory": "what is alive at the peak of the compiled program, who made it, and what to change",
@@ -111,7 +111,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_options(command: argparse.ArgumentParser, name: str) -> None:
-    command.add_argument("target", metavar="MODULE:FUNCTION", help="the function, such as train:loss or train.py:loss")
+    command.add_argument(
+        "function", metavar="MODULE:FUNCTION", help="the function, such as train:loss or train.py:loss"
+    )
     command.add_argument(
         "--shapes", metavar="TYPES", help="its arguments, such as \"f32[32,128], {'y': i32[32]}, scale=f32[]\""
     )
@@ -130,7 +132,6 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     else:
         command.add_argument(
             "--target",
-            dest="device",
             metavar="DEVICE",
             help="compile for a device that may not be here: h100, 'tpu v5e:2x4' (see targets)",
         )

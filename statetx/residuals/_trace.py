@@ -19,12 +19,12 @@ from .._equations.structure import Body, table
 from .._frames import Effect
 from .._lift.carry import leaf_names
 from .._lift.context import TraceContext, note_shardings
+from .._lift.differentiated import DifferentiatedStates, resolve_argnums, split_aux
 from .._lift.options import notes_shapes
 from .._lift.order import OutputOrder
 from .._lift.outcome import partition_output
 from .._lift.run import frame_for
 from .._lift.stage import InputNames, Lifting, stage
-from .._lift.targets import Targets, resolve_argnums, split_aux
 from .._lift.wrapper import name_of, short_name
 from .._objects.paths import Paths, argument_names
 from .._objects.walk import created_undone
@@ -132,28 +132,28 @@ class TracedCall:
         # Without a choice every float counts. With `wrt` alone, as in `grad`, no argument does.
         self._all_inputs = argnums is None and wrt is None
         nums, _ = resolve_argnums(argnums, len(args), fun)
-        self._targets = None if wrt is None else Targets(wrt, fun, args, kwargs)
+        self._diff_states = None if wrt is None else DifferentiatedStates(wrt, fun, args, kwargs)
 
         flatten((args, kwargs), _states.is_opaque)  # raises for a dict that JAX cannot flatten
         leaves_with_path, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
-        is_target = lambda keys: self._all_inputs or (keys[0].idx == 0 and keys[1].idx in nums)
+        is_differentiated = lambda keys: self._all_inputs or (keys[0].idx == 0 and keys[1].idx in nums)
 
         is_dynamic = lambda keys, x: (
-            is_array_or_type(x) or (traces_numbers and is_target(keys) and isinstance(x, (float, complex)))
+            is_array_or_type(x) or (traces_numbers and is_differentiated(keys) and isinstance(x, (float, complex)))
         )
         mask = tuple(is_dynamic(keys, x) for keys, x in leaves_with_path)
         static = tuple(x for (_, x), m in zip(leaves_with_path, mask, strict=True) if not m)
         static_part = Partition(treedef, mask, static)
         dynamic = [(keys, x) for (keys, x), m in zip(leaves_with_path, mask, strict=True) if m]
         arrays = [as_array(x) for _, x in dynamic]
-        self.wanted = [is_target(keys) for keys, _ in dynamic]
+        self.wanted = [is_differentiated(keys) for keys, _ in dynamic]
 
         paths, argument_name = Paths(fun, args, kwargs), argument_names(fun, args)
         origins = [InputOrigin("argument", argument_name(keys)) for keys, _ in dynamic]
         # A recorder bypasses JAX's caches. `MARKER` fills them with one trace.
         self._recorder = recorder = _GradientRecorder()
         observer = recorder if has_passes else MARKER
-        lifting = _InspectedReads(self._targets, paths, recorder, types)
+        lifting = _InspectedReads(self._diff_states, paths, recorder, types)
         num_out = 0
         self.writes: list[TracedWrite] = []
 
@@ -250,8 +250,10 @@ class TracedCall:
         """
         if may_be_step and self._all_inputs and self.is_step:
             return self._recorder.passes(f"gradient in {short_name(self.name)}")
-        is_target = lambda i: self._all_inputs or (self._targets is not None and self._targets.is_target(i.state))
-        is_wanted = [*self.wanted, *map(is_target, self.inputs[len(self.wanted) :])]
+        is_differentiated = lambda i: (
+            self._all_inputs or (self._diff_states is not None and self._diff_states.has(i.state))
+        )
+        is_wanted = [*self.wanted, *map(is_differentiated, self.inputs[len(self.wanted) :])]
         # Only floats have derivatives.
         jaxpr, first = self.body.jaxpr, self.body.num_operands
         chosen = [first + i for i, w in enumerate(is_wanted) if w and is_float(jaxpr.invars[first + i].aval)]
@@ -302,7 +304,7 @@ class _InspectedReads(Lifting):
 
     def __init__(
         self,
-        targets: Targets | None,
+        diff_states: DifferentiatedStates | None,
         paths: Paths,
         recorder: _GradientRecorder,
         types: Sequence[TracedInput] | None,
@@ -313,14 +315,14 @@ class _InspectedReads(Lifting):
         remaining = {key: iter(avals) for key, avals in of_state.items()}
         other_type = lambda state, aval: next(remaining.get(id(state), iter(())), aval)
         super().__init__(is_array, None if types is None else other_type)
-        self._targets, self._paths, self._recorder = targets, paths, recorder
+        self._diff_states, self._paths, self._recorder = diff_states, paths, recorder
 
     def on_read(self, state: Any, kind: Any, value: Any) -> Any:
         # As in `grad`: a number in a state is traced only if the state is differentiated.
         self.is_dynamic = is_array
-        if self._targets is not None:
-            self._targets.note_read(state, kind)
-            self.is_dynamic = is_array_or_number if self._targets.is_target(state) else is_array
+        if self._diff_states is not None:
+            self._diff_states.note_read(state, kind)
+            self.is_dynamic = is_array_or_number if self._diff_states.has(state) else is_array
         read = super().on_read(state, kind, value)
         leaves = jax.tree_util.tree_flatten_with_path(read, is_leaf=_states.is_opaque)[0]
         path, kind = self._paths(state), type(state).__name__

@@ -207,8 +207,8 @@ def _definitions(jaxpr: Jaxpr) -> dict[Any, Any]:
     return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
 
-def _slice(definitions: dict[Any, Any], targets: Iterable[Any], available: Collection[Any]) -> tuple[int, set]:
-    """The operations of the equations that compute `targets` from inputs and available values, and these inputs.
+def _slice(definitions: dict[Any, Any], results: Iterable[Any], available: Collection[Any]) -> tuple[int, set]:
+    """The operations of the equations that compute `results` from inputs and available values, and these inputs.
 
     Args:
         definitions: the equation that defines each variable.
@@ -217,7 +217,7 @@ def _slice(definitions: dict[Any, Any], targets: Iterable[Any], available: Colle
     # An equation that is met again for another output is looked at again: a scan may then need more of its body.
     needed: dict[int, tuple[Any, set]] = {}
     inputs = set()
-    work = list(targets)
+    work = list(results)
     while work:
         v = work.pop()
         if isinstance(v, Literal) or v in available:
@@ -242,15 +242,15 @@ def _partial(eqn: Any, outs: Collection[Any], available: Collection[Any]) -> tup
 
     body = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
     num_consts, num_carry = _jax.scan_counts(eqn)
-    targets = [inner for v, inner in zip(eqn.outvars, body.outvars, strict=True) if v in outs]
+    results = [inner for v, inner in zip(eqn.outvars, body.outvars, strict=True) if v in outs]
     carries = dict(zip(body.invars[num_consts : num_consts + num_carry], body.outvars[:num_carry], strict=True))
 
     # A step needs carries that the previous step must compute: add their outputs until there are no more.
     while True:
-        cost, inputs = _slice(_definitions(body), targets, available)
-        missing = [carries[v] for v in inputs if v in carries and carries[v] not in targets]
+        cost, inputs = _slice(_definitions(body), results, available)
+        missing = [carries[v] for v in inputs if v in carries and carries[v] not in results]
         if not missing:
             break
-        targets += missing
+        results += missing
 
     return eqn.params["length"] * cost, [a for a, v in zip(eqn.invars, body.invars, strict=True) if v in inputs]

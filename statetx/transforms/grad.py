@@ -25,16 +25,16 @@ import numpy as np
 
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
-from .._lift.options import check_flags, notes_shapes, transform
-from .._lift.run import FramedRun
-from .._lift.targets import (
-    Targets,
+from .._lift.differentiated import (
+    DifferentiatedStates,
     parse_argnums,
     refuse_arguments,
     refuse_types,
     resolve_argnums,
     state_argument_error,
 )
+from .._lift.options import check_flags, notes_shapes, transform
+from .._lift.run import FramedRun
 from .._lift.wrapper import Wrapper, check_callable, name_of
 from .._positions import replaced
 from .._text import brief, short_tree_type_str, tree_type_str, type_str
@@ -275,7 +275,9 @@ class Derivative(Wrapper):
         """
         fun, name = self.__wrapped__, self.maker.__name__
         allow_int = self._jax_options.get("allow_int", False)
-        targets = Targets(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
+        diff_states = (
+            DifferentiatedStates(self._wrt, fun, args, kwargs, allow_int=allow_int) if self._wrt is not None else None
+        )
         diff_argnums, as_tuple = resolve_argnums(self.argnums, len(args), fun)
         structure: Any = None
 
@@ -285,7 +287,7 @@ class Derivative(Wrapper):
             outputs, structure = jax.tree.flatten(out)
             return outputs if self.has_trees else out
 
-        run = FramedRun(self.frame_name, fun, has_aux=self.has_aux, targets=targets)
+        run = FramedRun(self.frame_name, fun, has_aux=self.has_aux, diff_states=diff_states)
 
         @run.named
         def pure(state_values: list, diff_args: tuple) -> tuple[Any, list]:
@@ -293,7 +295,7 @@ class Derivative(Wrapper):
 
         # States and arguments are two arguments of `pure`, so that the user's argnums need no shift.
         differentiate = self.of_jax(pure, argnums=(0, 1), has_aux=True, **self._jax_options)
-        values = targets.values() if targets else []
+        values = diff_states.values() if diff_states else []
         try:
             result, leaves = self.split_leaves(differentiate(values, tuple(args[i] for i in diff_argnums)))
         except jax.errors.UnexpectedTracerError:
@@ -307,9 +309,9 @@ class Derivative(Wrapper):
 
         def combine(of_states: Any, of_args: Any) -> Any:
             of_args = of_args if as_tuple else of_args[0]
-            if targets is None:
+            if diff_states is None:
                 return of_args
-            return targets.combine(of_states) if self.argnums is None else (targets.combine(of_states), of_args)
+            return diff_states.combine(of_states) if self.argnums is None else (diff_states.combine(of_states), of_args)
 
         return result, run.finish(leaves), combine, structure
 
@@ -416,21 +418,21 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     """
     check_callable("vjp", fun)
     check_flags("vjp", has_aux=has_aux)
-    targets = Targets(wrt, fun, primals, {}) if wrt is not None else None
-    arrays, primals_part = partition(primals, is_array_or_number, is_leaf=None if targets is None else is_opaque)
-    if not arrays and targets is None:
+    diff_states = DifferentiatedStates(wrt, fun, primals, {}) if wrt is not None else None
+    arrays, primals_part = partition(primals, is_array_or_number, is_leaf=None if diff_states is None else is_opaque)
+    if not arrays and diff_states is None:
         error = state_argument_error("vjp", fun, primals)
         if error is not None:
             raise error
-    run = FramedRun("vjp", fun, has_aux, targets)
+    run = FramedRun("vjp", fun, has_aux, diff_states)
     pure = run.named(lambda state_values, *diff: run.flat(primals_part.combine(diff), state_values))
-    out_leaves, vjp_fun, leaves = jax.vjp(pure, targets.values() if targets else [], *arrays, has_aux=True)
+    out_leaves, vjp_fun, leaves = jax.vjp(pure, diff_states.values() if diff_states else [], *arrays, has_aux=True)
     aux = run.finish(leaves, vjp_fun)
 
     # As in JAX, a Python bool, which is not differentiated, has a cotangent of type float0.
     static = [np.zeros((), jax.dtypes.float0) if isinstance(x, bool) else x for x in primals_part.static]
     primals_part = Partition(primals_part.treedef, primals_part.mask, tuple(static))
-    pull = _Pull(name_of(fun), run.out, [x.dtype for x in out_leaves], primals_part, targets)
+    pull = _Pull(name_of(fun), run.out, [x.dtype for x in out_leaves], primals_part, diff_states)
     pullback = jax.tree_util.Partial(pull, vjp_fun)
     out = run.out.combine(out_leaves)
     return (out, pullback, aux) if has_aux else (out, pullback)
@@ -450,7 +452,7 @@ class _Pull:
     out: Partition
     dtypes: list[Any]
     primals: Partition
-    targets: Targets | None
+    diff_states: DifferentiatedStates | None
 
     def __call__(self, vjp_fun: Callable, *cotangents: Any) -> Any:
         if len(cotangents) != 1:
@@ -472,7 +474,7 @@ class _Pull:
         ]
         state_cts, *array_cts = vjp_fun(converted)
         primal_cts = self.primals.combine(array_cts)
-        return primal_cts if self.targets is None else (self.targets.combine(state_cts), primal_cts)
+        return primal_cts if self.diff_states is None else (self.diff_states.combine(state_cts), primal_cts)
 
     def __repr__(self) -> str:
         return f"<pullback of {self.name}>"

@@ -21,11 +21,11 @@ from .._errors import FunctionError, StateAccessError, StateValueError, StaticAr
 from .._frames.foreign import held_by_libraries, undo_changes
 from .._lift.batch import Batch, BatchArguments
 from .._lift.carry import settle
+from .._lift.differentiated import resolve_argnums
 from .._lift.options import keeps_type, transform
 from .._lift.outcome import publish_leaves, with_new_states, without_new_states
 from .._lift.rules import Broadcast, Carry, First, Last, Mean, Rules, Split
 from .._lift.staged import Staged
-from .._lift.targets import resolve_argnums
 from .._lift.wrapper import Wrapper, name_of
 from .._loops.parts import REDUCTIONS, EqualParts, Progress, Turns, part_type
 from .._targets import current

@@ -22,7 +22,7 @@ from .stack import Stack, stack
 
 
 def remat_scan(
-    target: Any,
+    layer: Any,
     lengths: tuple[int, ...] | int | Literal["auto"] | Strategy = "auto",
     *,
     num: int | None = None,
@@ -39,7 +39,7 @@ def remat_scan(
     layer rematerialized, at the innermost level, too.
 
     Args:
-        target: the layer, applied as ``carry = layer(carry)``:
+        layer: the layer, applied as ``carry = layer(carry)``:
 
             - a `Stack`;
             - a class: call the result with the arguments of the class to make the layers;
@@ -56,11 +56,11 @@ def remat_scan(
         axes: the axis along which the states of a function's layers are stacked, for all states or by filter.
         split_rngs: a filter for the shared random states that give each layer a key of its own; True for all, False to
             draw the same in every layer. By default layers draw one after the other, as in a Python loop.
-        has_ys: whether the target returns ``(carry, y)``.
+        has_ys: whether the layer returns ``(carry, y)``.
 
     Returns:
         A callable ``(carry, xs=None, **kwargs)``. `xs` has a leading axis with one element for each layer, the second
-        argument of the target; keyword arguments go unchanged to every layer. It returns the last carry, or with
+        argument of the layer; keyword arguments go unchanged to every layer. It returns the last carry, or with
         ``has_ys`` ``(carry, ys)``. For a class, a function that makes this callable.
 
     State:
@@ -98,35 +98,35 @@ def remat_scan(
         check_whole("remat_scan", "num", num, 1)
     options = {"broadcast": broadcast, "carry": carry, "axes": axes, "split_rngs": split_rngs}
     strategy = _read_lengths(lengths, policy)
-    count = len(target) if isinstance(target, Stack) and num is None else num
+    count = len(layer) if isinstance(layer, Stack) and num is None else num
     count = strategy.num_steps if count is None else count
     if count is not None:
         strategy.check("remat_scan", "layers", count)
-    if isinstance(target, Stack):
-        if count != len(target):
-            raise ValueError(f"remat_scan: the stack has {len(target)} layers, but num or lengths asks for {count}.")
-        return RematScan(target, len(target), strategy, policy, options, has_ys)
-    if isinstance(target, (list, tuple)):
+    if isinstance(layer, Stack):
+        if count != len(layer):
+            raise ValueError(f"remat_scan: the stack has {len(layer)} layers, but num or lengths asks for {count}.")
+        return RematScan(layer, len(layer), strategy, policy, options, has_ys)
+    if isinstance(layer, (list, tuple)):
         raise TypeError(
             "remat_scan needs a Stack, a class, a factory or a function, got a sequence.\n"
             "Fix: statetx.remat_scan(statetx.stack(layers))."
         )
     if count is None:
         raise ValueError("remat_scan: give the number of layers by num= or lengths=.")
-    if not callable(target):
-        raise TypeError(f"remat_scan needs a Stack, a class, a factory or a function, got {type(target).__name__}.")
+    if not callable(layer):
+        raise TypeError(f"remat_scan needs a Stack, a class, a factory or a function, got {type(layer).__name__}.")
 
     def make(*args: Any, **kwargs: Any) -> RematScan:
         if isinstance(axes, Mapping):
             raise ValueError("remat_scan: axes= by filter is for functions, whose states are already stacked.")
         # Not the filters themselves, whose paths `RematScan` checks.
         shared = as_predicate([broadcast, carry])
-        layers = stack(lambda: target(*args, **kwargs), count, axis=axes, shared=shared)
+        layers = stack(lambda: layer(*args, **kwargs), count, axis=axes, shared=shared)
         return RematScan(layers, count, strategy, policy, options, has_ys)
 
-    if inspect.isclass(target):
-        return functools.update_wrapper(make, target, updated=())
-    return make() if _takes_nothing(target) else RematScan(target, count, strategy, policy, options, has_ys)
+    if inspect.isclass(layer):
+        return functools.update_wrapper(make, layer, updated=())
+    return make() if _takes_nothing(layer) else RematScan(layer, count, strategy, policy, options, has_ys)
 
 
 class RematScan:
@@ -155,8 +155,8 @@ class RematScan:
         return (out, ys) if has_ys else out
 
     def __repr__(self) -> str:
-        target = self.__wrapped__
-        name = type(target.__wrapped__).__name__ if isinstance(target, Stack) else name_of(target)
+        layer = self.__wrapped__
+        name = type(layer.__wrapped__).__name__ if isinstance(layer, Stack) else name_of(layer)
         return f"RematScan({self._num} x {name}, {self._strategy!r})"
 
 
@@ -202,9 +202,9 @@ def _read_lengths(lengths: Any, policy: Policy) -> Strategy:
     return strategy if policy is None else strategy.with_policy(policy)
 
 
-def _takes_nothing(target: Callable) -> bool:
+def _takes_nothing(layer: Callable) -> bool:
     try:
-        parameters = inspect.signature(target).parameters.values()
+        parameters = inspect.signature(layer).parameters.values()
     except (TypeError, ValueError):
         return False
     return not any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)

@@ -205,6 +205,6 @@ def _install_order_of_states() -> None:
         return finish(self, (grads, (outputs, values)), read_state_vals, state_trace)
 
     reason = "A gradient's second trace gives each state its own value."
-    target = "brainstate.transform.GradientTransform"
-    _jax.patches.replace(f"{target}._call_target", cls, call_target, reason)
-    _jax.patches.replace(f"{target}._return", cls, return_, reason)
+    gradient = "brainstate.transform.GradientTransform"
+    _jax.patches.replace(f"{gradient}._call_target", cls, call_target, reason)
+    _jax.patches.replace(f"{gradient}._return", cls, return_, reason)

@@ -19,7 +19,7 @@ from ..._equations.structure import Body
 from ..._errors import PlanError
 from ..._jax import ArrayFunction, Arrays, Aval, Jaxpr
 from ..._lift.context import TraceContext, close_over, device_bytes, sharding_of
-from ..._lift.targets import resolve_argnums
+from ..._lift.differentiated import resolve_argnums
 from ..._lift.wrapper import name_of
 from ..._remat.decide import refuse_effects
 from ..._remat.override import rewritten_by

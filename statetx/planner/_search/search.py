@@ -254,10 +254,10 @@ class Search:
         # The stock policies are surer than the cheapest choice by the model, and no plan should cost more.
         choices = [(choice, name) for name, choice in self._stock.items()]
         guides = self.candidates.known()
-        target = self._limit_for(budget, guides)
+        aim = self._limit_for(budget, guides)
         for family in self.lattice.families:
             least = 0.0 if best is not None else 1.001 * family.least_peak() + 1
-            family_choices = [family.choose(step * max(target, least)) for step in self._steps]
+            family_choices = [family.choose(step * max(aim, least)) for step in self._steps]
             choices += [(choice, "plan") for choice in family_choices if choice is not None]
         proposals: list[tuple[float, tuple[Choice, str]]] = []
         for choice, name in choices:

@@ -1,4 +1,4 @@
-"""`Targets`: the inputs that a function is differentiated with respect to, arguments or states."""
+"""`DifferentiatedStates`: the inputs that a function is differentiated with respect to, arguments or states."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def filter_for(states: Sequence[Any]) -> str:
     return next((name for name in names if "Param" in name), names[0] if names else "statetx.Param")
 
 
-class Targets:
+class DifferentiatedStates:
     """The states that a function is differentiated with respect to.
 
     Args:
@@ -187,8 +187,8 @@ class Targets:
         allow_int: whether integers may be among them.
 
     A filter selects among the states that the call touches. States that the function and its arguments hold are
-    targets. States further out, which the call may touch, are candidates: they are differentiated too, and are in the
-    result if they were read. If a state is read and selected but is neither, the read raises.
+    among them. States further out, which the call may touch, are candidates: they are differentiated too, and are in
+    the result if they were read. If a state is read and selected but is neither, the read raises.
     """
 
     def __init__(self, wrt: Any, fun: Callable, args: tuple, kwargs: dict[str, Any], *, allow_int: bool = False):
@@ -242,7 +242,8 @@ class Targets:
         return on_read
 
     def note_read(self, state: Any, kind: Any) -> None:
-        """Record that the call reads a state; raise if the filter selects the state but it is not a target."""
+        """Record that the call reads a state; raise if the filter selects the state but the function is not
+        differentiated with respect to it."""
         if id(state) in self._positions:
             self._read.add(id(state))
             return
@@ -256,7 +257,7 @@ class Targets:
             f"Fix: pass the states themselves, wrt={{**statetx.states(model, {brief(self._filter)}), 'name': state}}."
         )
 
-    def is_target(self, state: Any) -> bool:
+    def has(self, state: Any) -> bool:
         """Whether the function is differentiated with respect to this state."""
         return id(state) in self._positions
 
@@ -275,7 +276,7 @@ class Targets:
     def _select(self, paths: Paths) -> dict[str, Any]:
         selects = as_predicate(self._filter)
         selected = {path: state for path, state in paths.held.items() if selects(path, state)}
-        further = {path: state for path, state in paths.beyond.items() if self._may_be_target(path, state)}
+        further = {path: state for path, state in paths.beyond.items() if self._may_be_differentiated(path, state)}
         if selected:
             self._candidates = {id(state) for state in further.values()}
         self._selected = selected | further
@@ -290,7 +291,7 @@ class Targets:
         check_paths(call, self._filter, paths.items, f"The arguments and variables of {name_of(self._fun)} reach")
         return self._selected
 
-    def _may_be_target(self, path: str, state: Any) -> bool:
+    def _may_be_differentiated(self, path: str, state: Any) -> bool:
         """Whether a state further out, which the call may never touch, is selected and can be read and
         differentiated.
         """

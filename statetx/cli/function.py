@@ -34,7 +34,7 @@ class UserFunction(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def load_target(name: str, shapes: str | None, is_factory: bool) -> UserFunction:
+def load_function(name: str, shapes: str | None, is_factory: bool) -> UserFunction:
     """Import the user's module, and find or make the function and its arguments.
 
     Args:
