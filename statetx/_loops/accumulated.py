@@ -144,7 +144,7 @@ class TurnsAgain(DifferentiableLoop):
         def run(*args: Any) -> list[Any]:
             inputs = list(args[num:])
             constants = [
-                with_tangent_of(inputs[i], x.astype(inputs[i].dtype)) for i, x in zip(indices, args, strict=False)
+                _jax.with_tangent_of(x.astype(inputs[i].dtype), inputs[i]) for i, x in zip(indices, args, strict=False)
             ]
             return _jax.evaluate(self.body, (), replaced(inputs, indices, constants))
 
@@ -361,7 +361,7 @@ def with_left_out(
         of_copy = _masked(_jax.without_dead_code(copy), inputs, is_left_out(group))
         # Under `jax.vmap` both values must be mapped if one is.
         values = [jnp.where(is_left_out(group), outs[n], outs[n]) for n in positions]
-        outs = replaced(outs, positions, list(map(with_tangent_of, values, of_copy)))
+        outs = replaced(outs, positions, list(map(_jax.with_tangent_of, of_copy, values)))
     return outs
 
 
@@ -377,17 +377,3 @@ def _masked(jaxpr: _jax.Jaxpr, inputs: Sequence[Any], is_left_out: Any) -> list[
 def _masked_tangent(is_zero: Any, x: Any) -> Any:
     """`x`, with a tangent of 0 if `is_zero`."""
     return jnp.where(is_zero, jax.lax.stop_gradient(x), x)  # for XLA, `x`
-
-
-@jax.custom_jvp
-def with_tangent_of(x: Any, y: Any) -> Any:
-    """`x`, which equals `y`, with the tangent of `y`."""
-    return x
-
-
-def _with_tangent_of_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    return with_tangent_of(*primals), tangents[1]  # so that the tangent has the derivatives of `y`, too
-
-
-_with_tangent_of_jvp.reads_nothing = True  # type: ignore[attr-defined]  # see `_jax.derivative_rule`
-with_tangent_of.defjvp(_with_tangent_of_jvp, symbolic_zeros=True)
