@@ -33,7 +33,7 @@ from .._lift.staged import as_types
 from .._positions import replaced
 from .._tree import is_float
 from . import bind
-from .derivative import DifferentiableLoop, jvp_of
+from .derivative import DifferentiableLoop, jvp_of, kept
 from .independent import IndependentDerivative, is_independent
 from .linearized import ComposedLoop
 from .nested import nested
@@ -107,13 +107,9 @@ class TurnsAgain(DifferentiableLoop):
         avals = self.step.constant_avals
         dtypes = {i: sum_dtype(a, self._dtype) for i, a in enumerate(avals) if i in tangents}
         if self._is_by_rules:
-            key = tuple(tangents), _jax.trace_context()
-            by_rules = self._derivatives.get(key) or IndependentDerivative(
-                self.step, tuple(tangents), list(dtypes.values()), lambda step: TurnsAgain(step, self._dtype, True)
-            )
-            if by_rules.is_kept:
-                self._derivatives[key] = by_rules
-            return by_rules(primals, list(tangents.values()))
+            indices, turns = tuple(tangents), lambda step: TurnsAgain(step, self._dtype, True)
+            make = lambda: IndependentDerivative(self.step, indices, list(dtypes.values()), turns)
+            return kept(self._derivatives, indices, make)(primals, tangents)
         widened = [i for i, dtype in dtypes.items() if dtype != avals[i].dtype]
         # The tangents of these constants enter the loop in the wider type, and with them the sums of their cotangents.
         # So does each constant, to have a second derivative; its own value, which nothing reads, is dead code.
@@ -174,11 +170,8 @@ class AccumulatedLoop(TurnsAgain):
         if not self._is_sum(diff_carry):
             return super().derivative(primals, tangents, is_linearized=is_linearized)
 
-        # A loop that was traced under other settings, such as x64 or a mesh, is another one.
-        key = diff_indices, _jax.trace_context()
-        turns = self._gradients.get(key) or _SumWithGradients(self.step, self._strategy, index, diff_indices, primals)
-        if not turns.operands:  # a derivative rule may close over another value next time
-            self._gradients[key] = turns
+        make = lambda: _SumWithGradients(self.step, self._strategy, index, diff_indices, primals)
+        turns = kept(self._gradients, diff_indices, make)
         carry, ys, gradients = turns(primals)
         outs = [*carry, *ys]
 
@@ -233,10 +226,9 @@ class _SumWithGradients:
     def __init__(self, step: LoopStep, strategy: Accumulated, index: int, diff_indices: Sequence[int], primals: tuple):
         self._step, self._index = step, index
         self._weight, self._dtype = strategy.weight, strategy.dtype
-        first_x = step.num_constants + step.num_carry
         self._diff_constants = [i for i in diff_indices if i < step.num_constants]
-        self._diff_xs = [i - first_x for i in diff_indices if i >= first_x]
-        self._indices = [i for i in diff_indices if i < step.num_constants or i >= first_x]
+        self._diff_xs = [i - step.first_x for i in diff_indices if i >= step.first_x]
+        self._indices = [i for i in diff_indices if i < step.num_constants or i >= step.first_x]
         # In a shard_map, gradients of a device's own sum: the cotangent of what all devices share would be summed over
         # them in each turn.
         self._axes = tuple(_jax.varying_axes(step.avals[self._index]))

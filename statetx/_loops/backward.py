@@ -43,8 +43,8 @@ class BackwardStep:
         self._diff = diff_constants, diff_carry, diff_xs
         self.diff_xs = diff_xs
         self._float_ys = [i for i, a in enumerate(step.y_avals) if is_float(a)]
-        avals = [*step.constant_avals, *step.avals, *step.x_avals]
-        jaxpr, consts = _jax.stage(self._differentiated, avals, traced_for="scan", name=f"{step.name}, forward")
+        name = f"{step.name}, forward"
+        jaxpr, consts = _jax.stage(self._differentiated, step.in_avals, traced_for="scan", name=name)
         self._body = body = close_derivative(jaxpr, consts)
 
         # The leaves of the pullback come from values that are known without the step, and from the stored ones.

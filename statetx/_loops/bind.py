@@ -162,3 +162,23 @@ def compiled(fun: Callable) -> Callable:
         return jax.jit(fun, inline=_jax.INLINE)
 
     return lambda *args: jitted()(*args)
+
+
+class OfLeaves:
+    """A function of trees as a function of their leaves, which returns the leaves of its output.
+
+    Args:
+        treedef: of the arguments.
+
+    Attributes:
+        out_tree: the structure of the last output.
+    """
+
+    out_tree: Any
+
+    def __init__(self, fun: Callable, treedef: Any):
+        self._fun, self._treedef = fun, treedef
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        outs, self.out_tree = jax.tree.flatten(self._fun(*self._treedef.unflatten(leaves)))
+        return outs

@@ -26,9 +26,8 @@ from .backward import BackwardStep, starts_early
 from .derivative import (
     DifferentiableLoop,
     Differentiated,
-    floats_of,
     jvp_of_loop,
-    linear_in_tangents,
+    tangents_by_reversal,
     until_linearized,
     whole,
     with_derivative,
@@ -150,7 +149,7 @@ class LoopOfSlots(DifferentiableLoop):
             return (self._nested.linearized(indices) if is_linearized else self._nested.unchanged)(*primals)
 
         options: dict[str, Any] = {"forward": forward, "reverse": reverse, "note": note}
-        return outs, linear_in_tangents(primals, stored, outs, tangents, **options)
+        return outs, tangents_by_reversal(primals, stored, outs, tangents, **options)
 
     def _plan(self, diff_indices: tuple[int, ...], settings: Any) -> ReversalPlan:
         """Choose the reversal of the loop for these differentiated inputs.
@@ -200,19 +199,7 @@ class LoopOfSlots(DifferentiableLoop):
             return _jax.call_whole(_jax.close(body.jaxpr, ()), [*body.operands, *leaves], rows)
 
         def by_nesting(primals: tuple, cts: list) -> list:
-            nested = self._nested.linearized(diff_indices)
-            outs, pull = jax.vjp(
-                lambda *xs: floats_of(nested, primals, dict(zip(diff_indices, xs, strict=True))),
-                *[jax.tree.leaves(primals)[i] for i in diff_indices],
-            )
-            return list(
-                pull(
-                    [
-                        jnp.zeros_like(x) if ct is None else ct
-                        for ct, x in zip(_expanded(cts, has_ct), outs, strict=True)
-                    ]
-                )
-            )
+            return self._nested.pullback(primals, diff_indices, _expanded(cts, has_ct))
 
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
             # `by_nesting` computes the stored carries again.
@@ -319,11 +306,11 @@ class _Reversal:
         self._loop, self._plan, self._step = loop, plan, loop.step
         self._constants, carry, self._xs = primals
         self._first = as_types(carry, self._step.avals)
-        first_carry, first_x = self._step.num_constants, self._step.num_constants + self._step.num_carry
+        step = self._step
         self._diff_constants, self._diff_carry, self._diff_xs = loop.step.sorted_indices(diff_indices)
-        self._diff_init = [i - first_carry for i in diff_indices if first_carry <= i < first_x]
-        self._float_carry = [i for i, a in enumerate(self._step.avals) if is_float(a)]
-        self._float_ys = [i for i, a in enumerate(self._step.y_avals) if is_float(a)]
+        self._diff_init = [i - step.num_constants for i in diff_indices if step.num_constants <= i < step.first_x]
+        self._float_carry = [i for i, a in enumerate(step.avals) if is_float(a)]
+        self._float_ys = [i for i, a in enumerate(step.y_avals) if is_float(a)]
 
     def run(self, pools: list, cts: list, buffers: list | None, write: Callable) -> list:
         """The cotangents of the inputs, for cotangents of the loop's float outputs; None for a zero one.

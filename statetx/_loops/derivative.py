@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -27,6 +27,7 @@ from .._lift.context import TraceContext
 from .._positions import replaced
 from .._tree import is_float, num_bytes
 from . import bind
+from .bind import OfLeaves
 from .step import LoopStep, MappedStep
 
 
@@ -191,6 +192,43 @@ def with_derivative(fun: Callable, derivative: Callable, *, reads_nothing: bool 
 
 
 def linear_in_tangents(
+    step: LoopStep,
+    primals: tuple,
+    stored: Any,
+    outs: Any,
+    tangents: dict[int, Any],
+    *,
+    push: Callable,
+    pull: Callable,
+    operands: Sequence[Any] = (),
+) -> list[Any]:
+    """The tangents of a loop's float outputs, as a linear map of `tangents` with a transpose of its own.
+
+    Args:
+        step: of the loop.
+        primals: the loop's arguments; `stored`, further values for `pull`.
+        tangents: the nonzero ones, by leaf of `primals`.
+        push: ``(operands, primals, tangents) -> tangents`` of the float outputs, None for zero.
+        pull: ``(primals, stored, cotangents) -> cotangents of the tangents``; a cotangent that is zero is None.
+        operands: the values that `push` closes over.
+    """
+    # Not `jax.custom_vjp`: it has no forward mode. Not JAX's own `linear_call`: it cannot be mapped (decision 6).
+    leaves, treedef = jax.tree.flatten((primals, stored))
+    num, types = len(leaves), [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
+
+    def push_leaves(residuals: list, tangents: list) -> list[Any]:
+        out_tangents = push(residuals[num:], treedef.unflatten(residuals[:num])[0], tangents)
+        return [_jax.zeros(a) if t is None else t for t, a in zip(out_tangents, types, strict=True)]
+
+    def pull_leaves(residuals: list, cts: list) -> list[Any]:
+        return pull(*treedef.unflatten(residuals[:num]), cts)
+
+    rules_of = step.name if _jax.has_users_rule(step.body.jaxpr) else None
+    residuals, diff = [*leaves, *operands], list(tangents.values())
+    return _jax.linear_call(push_leaves, pull_leaves, residuals, diff, types, rules_of=rules_of)
+
+
+def tangents_by_reversal(
     primals: tuple,
     stored: Any,
     outs: Any,
@@ -213,28 +251,21 @@ def linear_in_tangents(
             that is zero is None.
         note: of the loop, for the program that reverses it.
     """
-    # Not `jax.custom_vjp`: it has no forward mode. Not JAX's own `linear_call`: it cannot be mapped (decision 6).
-    leaves, treedef = jax.tree.flatten((primals, stored))
-    diff_indices = tuple(tangents)
+    diff_indices, step = tuple(tangents), note.loop.step
 
-    def jvp(residuals: list, tangents: list) -> list[Any]:
-        primals, _ = treedef.unflatten(residuals)
+    def push(_: list, primals: tuple, tangents: list) -> list[Any]:
         return jvp_of(forward, primals, dict(zip(diff_indices, tangents, strict=True)))[1]
 
-    def transpose(residuals: list, cts: list) -> list[Any]:
-        primals, stored = treedef.unflatten(with_notice(residuals, note))
-        return reverse(primals, stored, diff_indices, cts)
+    def pull(primals: tuple, stored: Any, cts: list) -> list[Any]:
+        leaves, treedef = jax.tree.flatten((primals, stored))
+        return reverse(*treedef.unflatten(with_notice(leaves, note)), diff_indices, cts)
 
-    types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
-    diff, num, step = list(tangents.values()), len(leaves), note.loop.step
-    linear, operands = jvp, []
-    if _reads_late(step):  # JAX runs `jvp` when it lowers the program
-        body = _with_reads(step, lambda *xs: jvp(list(xs[:num]), list(xs[num:])), [*leaves, *diff])
-        linear, operands = lambda res, ts: body(res[num:], *res[:num], *ts), body.operands
-    residuals, rules_of = [*leaves, *operands], step.name if _jax.has_users_rule(step.body.jaxpr) else None
-    return _jax.linear_call(
-        linear, lambda res, cts: transpose(res[:num], cts), residuals, diff, types, rules_of=rules_of
-    )
+    run, operands = push, []
+    if _reads_late(step):  # JAX runs `push` when it lowers the program
+        leaves, treedef = jax.tree.flatten(([], primals, list(tangents.values())))
+        body = _with_reads(step, lambda *xs: push(*treedef.unflatten(xs)), leaves)
+        run, operands = lambda *args: body(args[0], *jax.tree.leaves(args[1:])), body.operands
+    return linear_in_tangents(step, primals, stored, outs, tangents, push=run, pull=pull, operands=operands)
 
 
 def _reads_late(step: LoopStep) -> bool:
@@ -255,19 +286,10 @@ def until_linearized(plain: Callable, linearized: Callable, args: tuple, name: s
     if _jax.is_eager():
         return plain(*args)
     leaves, treedef = jax.tree.flatten(args)
-    out_tree: Any = None
-
-    def flat(fun: Callable) -> Callable:
-        def run(*leaves: Any) -> list[Any]:
-            nonlocal out_tree
-            outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
-            return outs
-
-        return run
-
     stage = functools.partial(_jax.stage, traced_for="scan", name=name)
     avals, num = list(map(_jax.abstract, leaves)), len(leaves)
-    bodies = [Body.close(*stage(flat(fun), avals)) for fun in (plain, linearized)]
+    flat = [OfLeaves(fun, treedef) for fun in (plain, linearized)]
+    bodies = [Body.close(*stage(run, avals)) for run in flat]
     # Both take the values that the derivative rules of either read.
     operands = [x for body in bodies for x in body.operands]
     avals += map(_jax.abstract, operands)
@@ -277,7 +299,8 @@ def until_linearized(plain: Callable, linearized: Callable, args: tuple, name: s
         _jax.ClosedJaxpr(*stage(fun, avals))
         for fun in (lambda *xs: first(xs[num:end], *xs[:num]), lambda *xs: second(xs[end:], *xs[:num]))
     )
-    return out_tree.unflatten(_jax.call_until_linearized(closed_plain, closed_linearized, [*leaves, *operands]))
+    outs = _jax.call_until_linearized(closed_plain, closed_linearized, [*leaves, *operands])
+    return flat[0].out_tree.unflatten(outs)
 
 
 def whole(fun: Callable, name: str) -> Callable:
@@ -291,21 +314,30 @@ def whole(fun: Callable, name: str) -> Callable:
         types = [jax.typeof(x) for x in leaves]
         key = (treedef, tuple(types), _jax.trace_context())
         if key not in staged:
-            out_tree: Any = None
-
-            def run(*leaves: Any) -> list[Any]:
-                nonlocal out_tree
-                outs, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(treedef, leaves)))
-                return outs
-
+            run = OfLeaves(fun, treedef)
             jaxpr, consts = _jax.stage(run, types, traced_for="scan", name=name)
             if any(isinstance(x, _jax.Tracer) for x in consts):
                 return fun(*args)
-            staged[key] = _jax.ClosedJaxpr(jaxpr, consts), out_tree
+            staged[key] = _jax.ClosedJaxpr(jaxpr, consts), run.out_tree
         jaxpr, out_tree = staged[key]
         return jax.tree.unflatten(out_tree, _jax.call_whole(jaxpr, leaves))
 
     return call
+
+
+D = TypeVar("D")
+
+
+def kept(cache: dict[Any, D], key: Any, make: Callable[[], D]) -> D:
+    """`make()`, kept in a cache for this key and JAX's settings.
+
+    What has `operands` is not kept: a derivative rule may close over another value next time.
+    """
+    key = key, _jax.trace_context()
+    made = cache.get(key) or make()
+    if not made.operands:  # type: ignore[attr-defined]
+        cache[key] = made
+    return made
 
 
 def tangent_leaves(tangents: Any) -> list[Any]:
@@ -351,18 +383,10 @@ def jvp_of_loop(step: LoopStep, fun: Callable, args: tuple, tangents: dict[int, 
     """`jvp_of` a function that runs the step in loops."""
     if not _reads_late(step):
         return jvp_of(fun, args, tangents)
-    leaves, treedef = jax.tree.flatten(args)
-    diff, num = list(tangents.values()), len(leaves)
-    out_tree: Any = None
-
-    def run(*xs: Any) -> list[Any]:
-        nonlocal out_tree
-        out = jvp_of(fun, treedef.unflatten(xs[:num]), dict(zip(tangents, xs[num:], strict=True)))
-        outs, out_tree = jax.tree.flatten(out)
-        return outs
-
-    body = _with_reads(step, run, [*leaves, *diff])
-    return out_tree.unflatten(body(body.operands, *leaves, *diff))
+    leaves, treedef = jax.tree.flatten((args, list(tangents.values())))
+    jvp = OfLeaves(lambda args, diff: jvp_of(fun, args, dict(zip(tangents, diff, strict=True))), treedef)
+    body = _with_reads(step, jvp, leaves)
+    return jvp.out_tree.unflatten(body(body.operands, *leaves))
 
 
 def without_stored(args: tuple, tangents: dict[int, Any]) -> tuple[tuple, dict[int, Any]]:

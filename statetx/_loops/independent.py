@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import _jax
 from .._lift.stage import close_derivative
 from .._lift.staged import as_types
 from .._positions import replaced
 from .._tree import is_float
+from .derivative import kept, linear_in_tangents
 from .step import LoopStep
-from .tangents import PulledStep, PushedStep, with_equations
+from .tangents import PulledLoop, PushedLoop, with_equations
 
 
 def is_independent(step: LoopStep) -> bool:
@@ -60,7 +60,7 @@ class IndependentDerivative:
         make: makes the loop of a step, with derivatives of this kind.
 
     Attributes:
-        is_kept: whether it can be used again. A derivative rule may close over another value next time.
+        operands: the values that its derivative rules close over.
     """
 
     def __init__(
@@ -71,49 +71,32 @@ class IndependentDerivative:
         make: Callable[[LoopStep], Callable],
     ):
         self._step, self._diff_indices, self._sum_dtypes, self._make = step, diff_indices, sum_dtypes, make
-        self._pulled: dict[Any, tuple[PulledStep, Callable]] = {}
-        self._pushed = PushedStep.of(step, diff_indices)
-        self._push = make(self._pushed.step)
-        num_floats = sum(map(is_float, [*step.avals, *step.y_avals]))
-        pulled, _ = self._pulled_loop([True] * num_floats)
+        self._pulled: dict[Any, PulledLoop] = {}
+        self._pushed = PushedLoop.of(step, diff_indices, make)
+        pulled = self._pulled_loop([True] * len(step.float_outs))
         self._recorded = pulled.recorded
-        primal, self._operands = _primal(step, diff_indices, pulled.recorded)
+        primal, self._primal_operands = _primal(step, diff_indices, pulled.recorded)
         self._forward = make(primal)
-        self.is_kept = not (self._operands or self._pushed.operands or pulled.operands)
+        self.operands = [*self._primal_operands, *self._pushed.operands, *pulled.operands]
 
-    def _pulled_loop(self, has_ct: Sequence[bool]) -> tuple[PulledStep, Callable]:
-        key = tuple(has_ct), _jax.trace_context()
-        if key in self._pulled:
-            return self._pulled[key]
-        pulled = PulledStep(self._step, self._diff_indices, has_ct, self._sum_dtypes)
-        loop = self._make(pulled.step)
-        if not pulled.operands:
-            self._pulled[key] = pulled, loop
-        return pulled, loop
+    def _pulled_loop(self, has_ct: Sequence[bool]) -> PulledLoop:
+        make = lambda: PulledLoop(self._step, self._diff_indices, has_ct, self._sum_dtypes, self._make)
+        return kept(self._pulled, tuple(has_ct), make)
 
-    def __call__(self, primals: tuple, tangents: Sequence[Any]) -> tuple[tuple[list, list], list]:
+    def __call__(self, primals: tuple, tangents: dict[int, Any]) -> tuple[tuple[list, list], list]:
         """The outputs, and the tangents of the float ones."""
         constants, carry, xs = primals
-        carry, ys = self._forward([*self._operands, *constants], carry, xs)
+        carry, ys = self._forward([*self._primal_operands, *constants], carry, xs)
         ys, recorded = ys[: len(self._step.y_avals)], ys[len(self._step.y_avals) :]
-        leaves, treedef = jax.tree.flatten((primals, recorded))
-        num, operands = len(leaves), self._pushed.operands
-        types = [_jax.abstract(x) for x in (*carry, *ys) if is_float(x)]
 
-        def push(residuals: list, tangents: list) -> list[Any]:
-            primals, _ = treedef.unflatten(residuals[:num])
-            out_tangents = self._pushed.tangents(self._push, residuals[num:], primals, tangents)
-            return [jnp.zeros(a.shape, a.dtype) if t is None else t for t, a in zip(out_tangents, types, strict=True)]
-
-        def pull(residuals: list, cts: list) -> list[Any]:
-            primals, recorded = treedef.unflatten(residuals[:num])
-            pulled, loop = self._pulled_loop([ct is not None for ct in cts])
+        def pull(primals: tuple, recorded: list, cts: list) -> list[Any]:
+            pulled = self._pulled_loop([ct is not None for ct in cts])
             positions = [self._recorded.index(i) for i in pulled.recorded]
-            return pulled.cotangents(loop, primals, [recorded[n] for n in positions], cts)
+            return pulled.cotangents(primals, [recorded[n] for n in positions], cts)
 
-        rules_of = self._step.name if _jax.has_users_rule(self._step.body.jaxpr) else None
-        residuals = [*leaves, *operands]
-        return (carry, ys), _jax.linear_call(push, pull, residuals, list(tangents), types, rules_of=rules_of)
+        outs, pushed = (carry, ys), self._pushed
+        options: dict[str, Any] = {"push": pushed.tangents, "pull": pull, "operands": pushed.operands}
+        return outs, linear_in_tangents(self._step, primals, recorded, outs, tangents, **options)
 
 
 def _primal(step: LoopStep, diff_indices: tuple[int, ...], recorded: Sequence[int]) -> tuple[LoopStep, list[Any]]:
@@ -122,22 +105,18 @@ def _primal(step: LoopStep, diff_indices: tuple[int, ...], recorded: Sequence[in
     There the forward rule of a `jax.custom_vjp` function computes its result, and is differentiated itself. The values
     of the `recorded` carries before the step are further ys.
     """
-    diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
-    first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
-    diff = [*diff_constants, *(first_carry + i for i in diff_carry), *(first_x + i for i in diff_xs)]
-    floats = [i for i, aval in enumerate([*step.avals, *step.y_avals]) if is_float(aval)]
+    diff = step.diff_inputs(diff_indices)
 
     def primal(*inputs: Any) -> list[Any]:
         def run(*values: Any) -> tuple[list, list]:
             outs = _jax.evaluate(step.marked[0], (), replaced(inputs, diff, values))
-            return [outs[i] for i in floats], outs
+            return [outs[i] for i in step.float_outs], outs
 
         _, _, outs = jax.linearize(run, *(inputs[i] for i in diff), has_aux=True)
         carry = as_types(outs[: step.num_carry], step.avals)
-        return [*carry, *outs[step.num_carry :], *(inputs[first_carry + i] for i in recorded)]
+        return [*carry, *outs[step.num_carry :], *(inputs[step.num_constants + i] for i in recorded)]
 
-    avals = [*step.constant_avals, *step.avals, *step.x_avals]
-    body = close_derivative(*_jax.stage(primal, avals, traced_for="scan", name=step.name))
+    body = close_derivative(*_jax.stage(primal, step.in_avals, traced_for="scan", name=step.name))
     jaxpr = _jax.without_dead_code(body.jaxpr)
     num_constants = body.num_operands + step.num_constants
     return with_equations(step, jaxpr, num_constants, step.num_carry, step.carry_formats), body.operands

@@ -25,10 +25,17 @@ from .. import _jax
 from .._equations.structure import Body
 from .._lift.stage import close_derivative
 from .._positions import replaced
-from .._tree import is_float
-from .derivative import DifferentiableLoop, floats_of, jvp_of, until_linearized, with_derivative
+from .derivative import (
+    DifferentiableLoop,
+    floats_of,
+    jvp_of,
+    kept,
+    linear_in_tangents,
+    until_linearized,
+    with_derivative,
+)
 from .step import LoopStep
-from .tangents import PushedStep, with_equations
+from .tangents import PushedLoop, with_equations
 
 
 class ComposedLoop(DifferentiableLoop):
@@ -43,18 +50,14 @@ class ComposedLoop(DifferentiableLoop):
 
     def __init__(self, step: LoopStep, build: Callable[[LoopStep], Callable]):
         super().__init__(step)
-        self._build, self._composed = build, build(step)
+        self._build, self._plain = build, build(step)
         self._has_rules = _jax.has_rules(self.body)
-        self._halves: dict[Any, tuple[Halves, dict[bool, Callable]]] = {}
-        self._pushed: dict[Any, tuple[PushedStep, Callable]] = {}
-        self.unchanged: Callable = self if self._has_rules else self._composed
+        self._halves: dict[Any, Halves] = {}
+        self._pushed: dict[Any, PushedLoop] = {}
+        self.unchanged: Callable = self if self._has_rules else self._plain
 
     def with_step(self, step: LoopStep) -> DifferentiableLoop:
         return ComposedLoop(step, self._build)
-
-    def run(self, args: list) -> list:
-        carry, ys = self._composed(*self.step.sort(args))
-        return [*carry, *ys]
 
     def linearized(self, diff_indices: Sequence[int], *, is_primal: bool = False) -> Callable:
         """The loop whose first derivative with respect to these inputs is the one of JAX's linearization.
@@ -63,14 +66,11 @@ class ComposedLoop(DifferentiableLoop):
             is_primal: the loop of the primal half alone: its first derivative is the second one of the plain loop.
         """
         if not self._has_rules:
-            return self._composed
-        key = tuple(diff_indices), _jax.trace_context()
-        halves, loops = self._halves.get(key) or (Halves.of(self.step, diff_indices), {})
-        if not halves.operands:  # a derivative rule may close over another value next time
-            self._halves[key] = halves, loops
-        if is_primal not in loops:
-            loops[is_primal] = self._build(halves.primal if is_primal else halves.step)
-        run = loops[is_primal]
+            return self._plain
+        halves = kept(self._halves, tuple(diff_indices), lambda: Halves.of(self.step, diff_indices))
+        if is_primal not in halves.loops:
+            halves.loops[is_primal] = self._build(halves.primal if is_primal else halves.step)
+        run = halves.loops[is_primal]
         return lambda constants, carry, xs: run([*halves.operands, *constants], carry, xs)
 
     def derivative(
@@ -83,37 +83,21 @@ class ComposedLoop(DifferentiableLoop):
         diff_indices = tuple(tangents)
         linearized = self.linearized(diff_indices, is_primal=True)
         outs = until_linearized(self, linearized, primals, self.step.name)
-        leaves, treedef = jax.tree.flatten(primals)
-        pushed, loop = self._pushed_loop(diff_indices)
-        types = [_jax.abstract(x) for x in jax.tree.leaves(outs) if is_float(x)]
+        # Forward mode keeps the rules.
+        make = lambda step: composed(step, self._build)
+        pushed = kept(self._pushed, diff_indices, lambda: PushedLoop.of(self.step, diff_indices, make))
+        pull = lambda primals, _, cts: self.pullback(primals, diff_indices, cts)
+        options: dict[str, Any] = {"push": pushed.tangents, "pull": pull, "operands": pushed.operands}
+        return outs, linear_in_tangents(self.step, primals, (), outs, tangents, **options)
 
-        def push(residuals: list, tangents: list) -> list[Any]:
-            out_tangents = pushed.tangents(loop, residuals[num:], treedef.unflatten(residuals[:num]), tangents)
-            return [jnp.zeros(a.shape, a.dtype) if t is None else t for t, a in zip(out_tangents, types, strict=True)]
-
-        def pull(residuals: list, cts: list) -> list[Any]:
-            primals = treedef.unflatten(residuals[:num])
-            run = lambda *xs: floats_of(
-                self.linearized(diff_indices), primals, dict(zip(diff_indices, xs, strict=True))
-            )
-            _, pullback = jax.vjp(run, *(residuals[i] for i in diff_indices))
-            return list(pullback([_jax.zeros(a) if ct is None else ct for ct, a in zip(cts, types, strict=True)]))
-
-        num = len(leaves)
-        rules_of = self.step.name if _jax.has_users_rule(self.body) else None
-        residuals, diff = [*leaves, *pushed.operands], list(tangents.values())
-        return outs, _jax.linear_call(push, pull, residuals, diff, types, rules_of=rules_of)
-
-    def _pushed_loop(self, diff_indices: tuple[int, ...]) -> tuple[PushedStep, Callable]:
-        """The step with tangents, and its loop: forward mode keeps the rules."""
-        key = diff_indices, _jax.trace_context()
-        if key in self._pushed:
-            return self._pushed[key]
-        pushed = PushedStep.of(self.step, diff_indices)
-        loop = ComposedLoop(pushed.step, self._build).unchanged
-        if not pushed.operands:
-            self._pushed[key] = pushed, loop
-        return pushed, loop
+    def pullback(self, primals: tuple, diff_indices: tuple[int, ...], cts: Sequence[Any]) -> list[Any]:
+        """The cotangents of these inputs by JAX's linearization, for cotangents of the float outputs; None for a zero
+        one.
+        """
+        leaves, loop = jax.tree.leaves(primals), self.linearized(diff_indices)
+        run = lambda *xs: floats_of(loop, primals, dict(zip(diff_indices, xs, strict=True)))
+        outs, pull = jax.vjp(run, *(leaves[i] for i in diff_indices))
+        return list(pull([jnp.zeros_like(x) if ct is None else ct for ct, x in zip(cts, outs, strict=True)]))
 
 
 def composed(step: LoopStep, build: Callable[[LoopStep], Callable]) -> Callable:
@@ -129,20 +113,18 @@ class Halves:
         step: the step, with the tangents of the second half as its first derivative.
         primal: the first half.
         operands: values of the first constants of both steps, which the original one does not have.
+        loops: of `primal` and of `step`, by whether it is of the former.
     """
 
     step: LoopStep
     primal: LoopStep
     operands: list[Any]
+    loops: dict[bool, Callable] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, step: LoopStep, diff_indices: Sequence[int]) -> Halves:
-        diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
-        first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
-        diff = [*diff_constants, *(first_carry + i for i in diff_carry), *(first_x + i for i in diff_xs)]
-        avals, out_avals = [*step.constant_avals, *step.avals, *step.x_avals], [*step.avals, *step.y_avals]
-        num_inputs, num_outs = len(avals), len(out_avals)
-        floats = [i for i, aval in enumerate(out_avals) if is_float(aval)]
+        diff, floats, avals = step.diff_inputs(diff_indices), step.float_outs, step.in_avals
+        num_inputs, num_outs = len(avals), len(step.out_avals)
         stage = functools.partial(_jax.stage, traced_for="scan", name=step.name)
 
         # Two scans of one step: ``(*inputs, *tangents) -> (*outputs, *tangents of the float outputs)``.
@@ -159,7 +141,7 @@ class Halves:
             _, push, outs = jax.linearize(run, *[inputs[i] for i in diff], has_aux=True)
             return [*outs, *push(*tangents)]
 
-        is_x = [i >= first_x for i in (*range(num_inputs), *diff)]
+        is_x = [i >= step.first_x for i in (*range(num_inputs), *diff)]
         is_y = [i >= step.num_carry for i in (*range(num_outs), *floats)]
         all_avals = [*avals, *(avals[i].to_tangent_aval() for i in diff)]
         stacked = [_jax.stacked_type(aval, 1) if flag else aval for aval, flag in zip(all_avals, is_x, strict=True)]

@@ -216,16 +216,10 @@ def one_after_the_other(
 def rematerialized(fun: Callable, policy: Any, *args: Any, prevent_cse: bool = False) -> Any:
     """``fun(*args)`` as a rematerialized region; `policy` is JAX's. In a loop's body it needs no barrier."""
     leaves, treedef = jax.tree.flatten(args)
-    out_tree: Any = None
-
-    def flat(*leaves: Any) -> list[Any]:
-        nonlocal out_tree
-        outs, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
-        return outs
-
+    flat = bind.OfLeaves(fun, treedef)
     # Staged here and bound as equations: under ``jax_remat3`` the `jax.checkpoint` of jax 0.10 ignores `prevent_cse`
     # (decision 1).
     jaxpr, consts = _jax.stage(flat, [_jax.abstract(x) for x in leaves], traced_for="scan", name="chunk")
     body = Body.close(jaxpr, consts)
     outs = _jax.rematerialize(body.jaxpr, [*body.operands, *leaves], policy=policy, prevent_cse=prevent_cse)
-    return out_tree.unflatten(outs)
+    return flat.out_tree.unflatten(outs)

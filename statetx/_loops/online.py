@@ -34,8 +34,8 @@ from . import bind, schedule
 from .derivative import (
     Differentiated,
     jvp_of,
-    linear_in_tangents,
     nonzero_tangents,
+    tangents_by_reversal,
     tangents_of,
     until_linearized,
     with_derivative,
@@ -212,7 +212,7 @@ class OnlineLoop:
         # Forward mode runs the plain loop beside its tangents. Without a known length there is no nested form, so the
         # reversal itself can be differentiated in forward mode only (decision 6).
         options: dict[str, Any] = {"forward": self._run, "reverse": self._reverse, "note": note}
-        out_tangents = linear_in_tangents(primals, stored, outs, nonzero, **options)
+        out_tangents = tangents_by_reversal(primals, stored, outs, nonzero, **options)
         return outs, tangents_of(outs, self.step.without_zeros(note.diff_indices, out_tangents))
 
     def _linearized(self, diff_indices: Sequence[int]) -> tuple[OnlineLoop, list[Any]]:

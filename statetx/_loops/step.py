@@ -69,6 +69,10 @@ class LoopStep:
         self.x_avals: list[Any] = types(invars[self.num_constants + self.num_carry :])
         self.avals: list[Any] = types(outvars[: self.num_carry])
         self.y_avals: list[Any] = types(outvars[self.num_carry :])
+        self.in_avals: list[Any] = [*self.constant_avals, *self.avals, *self.x_avals]
+        self.out_avals: list[Any] = [*self.avals, *self.y_avals]
+        self.float_outs = [i for i, aval in enumerate(self.out_avals) if is_float(aval)]
+        self.first_x = self.num_constants + self.num_carry
 
     @property
     def is_shown(self) -> bool:
@@ -117,7 +121,7 @@ class LoopStep:
 
     def sort(self, values: Sequence[Any]) -> tuple[list, list, list]:
         """Split a list for all inputs of the body: the part of the constants, of the carry, of xs."""
-        first, last = self.num_constants, self.num_constants + self.num_carry
+        first, last = self.num_constants, self.first_x
         return list(values[:first]), list(values[first:last]), list(values[last:])
 
     def has_tangents(self, diff_indices: Iterable[int]) -> list[bool]:
@@ -127,7 +131,7 @@ class LoopStep:
         diff_set, jaxpr = set(diff_indices), self.body.jaxpr
         flags = [i in diff_set for i in range(len(jaxpr.invars))]
         of_inputs, of_outs = _jax.steps_with_tangents(jaxpr, flags, self.num_constants, self.num_carry)
-        carry = of_inputs[self.num_constants : self.num_constants + self.num_carry]
+        carry = of_inputs[self.num_constants : self.first_x]
         return [*carry, *of_outs[self.num_carry :]]
 
     def diff_carry(self, diff_indices: Iterable[int]) -> list[int]:
@@ -139,18 +143,21 @@ class LoopStep:
         """The tangents of the loop's float outputs, with None for those that are zero. JAX keeps these out of what
         follows: a callback takes no other.
         """
-        flags = zip(self.has_tangents(diff_indices), [*self.avals, *self.y_avals], strict=True)
-        is_nonzero = [flag for flag, aval in flags if is_float(aval)]
-        return [t if flag else None for t, flag in zip(tangents, is_nonzero, strict=True)]
+        has_tangent = self.has_tangents(diff_indices)
+        return [t if has_tangent[i] else None for i, t in zip(self.float_outs, tangents, strict=True)]
 
     def sorted_indices(self, diff_indices: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """The differentiated constants, carries and xs, if these inputs are; of carries those that depend on them."""
-        first_carry, first_x = self.num_constants, self.num_constants + self.num_carry
         return (
-            [i for i in diff_indices if i < first_carry],
+            [i for i in diff_indices if i < self.num_constants],
             self.diff_carry(diff_indices),
-            [i - first_x for i in diff_indices if i >= first_x],
+            [i - self.first_x for i in diff_indices if i >= self.first_x],
         )
+
+    def diff_inputs(self, diff_indices: Sequence[int]) -> list[int]:
+        """`sorted_indices` in one list, as indices among all inputs."""
+        diff_constants, diff_carry, diff_xs = self.sorted_indices(diff_indices)
+        return [*diff_constants, *(self.num_constants + i for i in diff_carry), *(self.first_x + i for i in diff_xs)]
 
     def _split(self, outs: list) -> tuple[list, list]:
         return as_types(outs[: self.num_carry], self.avals), outs[self.num_carry :]

@@ -17,59 +17,57 @@ from .._equations.structure import Body
 from .._lift.stage import close_derivative
 from .._lift.staged import as_types
 from .._positions import replaced
-from .._tree import is_float
 from .step import LoopStep
 
 
 @dataclasses.dataclass(frozen=True)
-class PushedStep:
-    """A step with tangents: each of constants, carry, xs and ys is followed by its nonzero tangents.
+class PushedLoop:
+    """The loop of a step with tangents: each of constants, carry, xs and ys is followed by its nonzero tangents.
 
     Attributes:
-        step: the step with tangents.
-        operands: values of its first constants, which the original one does not have.
+        step: the step without tangents.
+        operands: values of the first constants of `loop`, which the original one does not have.
     """
 
-    original: LoopStep
-    diff_indices: tuple[int, ...]
     step: LoopStep
+    diff_indices: tuple[int, ...]
+    loop: Callable
     operands: list[Any]
 
     @classmethod
-    def of(cls, step: LoopStep, diff_indices: tuple[int, ...]) -> PushedStep:
-        diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
-        body = _pushed(step, diff_constants, diff_carry, diff_xs)
+    def of(cls, step: LoopStep, diff_indices: tuple[int, ...], make: Callable[[LoopStep], Callable]) -> PushedLoop:
+        """`make`: makes the loop of a step."""
+        diff_constants, diff_carry, _ = step.sorted_indices(diff_indices)
+        body = _pushed(step, diff_indices)
         num_constants = body.num_operands + step.num_constants + len(diff_constants)
         formats = [*step.carry_formats, *[None] * len(diff_carry)]
         num_carry = step.num_carry + len(diff_carry)
         pushed = with_equations(step, body.jaxpr, num_constants, num_carry, formats)
         tangent_carry = (*step.tangent_carry, *range(step.num_carry, num_carry))
         pushed = dataclasses.replace(pushed, tangent_carry=tangent_carry)
-        return cls(step, diff_indices, pushed, body.operands)
+        return cls(step, diff_indices, make(pushed), body.operands)
 
-    def tangents(self, loop: Callable, operands: list, primals: tuple, tangents: Sequence[Any]) -> list[Any]:
-        """The tangents of the original loop's float outputs, None for zero, by a loop of `step`."""
-        step, (constants, carry, xs) = self.original, primals
+    def tangents(self, operands: list, primals: tuple, tangents: Sequence[Any]) -> list[Any]:
+        """The tangents of the original loop's float outputs, None for zero."""
+        step, (constants, carry, xs) = self.step, primals
         tangent_of = dict(zip(self.diff_indices, tangents, strict=True))
         diff_constants, diff_carry, diff_xs = step.sorted_indices(self.diff_indices)
-        first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
-        of_carry = [tangent_of.get(first_carry + i, jnp.zeros_like(carry[i])) for i in diff_carry]
-        carry, ys = loop(
+        of_carry = [tangent_of.get(step.num_constants + i, jnp.zeros_like(carry[i])) for i in diff_carry]
+        carry, ys = self.loop(
             [*operands, *constants, *(tangent_of[i] for i in diff_constants)],
             [*carry, *of_carry],
-            [*xs, *(tangent_of[first_x + i] for i in diff_xs)],
+            [*xs, *(tangent_of[step.first_x + i] for i in diff_xs)],
         )
         of_outs = iter([*carry[step.num_carry :], *ys[len(step.y_avals) :]])
-        flags = zip(step.has_tangents(self.diff_indices), [*step.avals, *step.y_avals], strict=True)
-        return [next(of_outs) if flag else None for flag, aval in flags if is_float(aval)]
+        has_tangent = step.has_tangents(self.diff_indices)
+        return [next(of_outs) if has_tangent[i] else None for i in step.float_outs]
 
 
-def _pushed(step: LoopStep, diff_constants: list[int], diff_carry: list[int], diff_xs: list[int]) -> Body:
-    first_carry, first_x = step.num_constants, step.num_constants + step.num_carry
-    diff = [*diff_constants, *(first_carry + i for i in diff_carry), *(first_x + i for i in diff_xs)]
-    flags = step.has_tangents(diff)[step.num_carry :]
-    diff_ys = [i for i, (flag, aval) in enumerate(zip(flags, step.y_avals, strict=True)) if flag and is_float(aval)]
-    jaxpr = step.marked[0]
+def _pushed(step: LoopStep, diff_indices: tuple[int, ...]) -> Body:
+    diff_constants, diff_carry, diff_xs = step.sorted_indices(diff_indices)
+    diff, first_carry, jaxpr = step.diff_inputs(diff_indices), step.num_constants, step.marked[0]
+    has_tangent = step.has_tangents(diff)
+    diff_ys = [i - step.num_carry for i in step.float_outs if i >= step.num_carry and has_tangent[i]]
 
     def push(constants: list, carry: list, x: list) -> list[Any]:
         of_constants, of_carry, of_x = constants[first_carry:], carry[step.num_carry :], x[len(step.x_avals) :]
@@ -99,8 +97,8 @@ def _pushed(step: LoopStep, diff_constants: list[int], diff_carry: list[int], di
     return close_derivative(*_jax.stage(run, leaves, traced_for="scan", name=step.name))
 
 
-class PulledStep:
-    """A step of the reversed loop, from cotangents of a loop's outputs to cotangents of its inputs.
+class PulledLoop:
+    """The reversed loop, from cotangents of a loop's outputs to cotangents of its inputs.
 
     If every step only adds to a carry, its cotangent is the same before every step: a constant of the reversed loop.
 
@@ -109,19 +107,24 @@ class PulledStep:
         diff_indices: the inputs to differentiate.
         has_ct: for each float output of the loop, whether it has a cotangent; the others are zero.
         sum_dtypes: for each differentiated constant, the dtype of the sum of its cotangents.
+        make: makes the loop of a step.
 
     Attributes:
-        step: the step of the reversed loop.
         operands: values of its first constants, which the original one does not have.
         recorded: the carries of the original loop whose values before each step are read.
     """
 
     def __init__(
-        self, step: LoopStep, diff_indices: tuple[int, ...], has_ct: Sequence[bool], sum_dtypes: Sequence[Any]
+        self,
+        step: LoopStep,
+        diff_indices: tuple[int, ...],
+        has_ct: Sequence[bool],
+        sum_dtypes: Sequence[Any],
+        make: Callable[[LoopStep], Callable],
     ):
         self._original, self._diff_indices, self._sum_dtypes = step, diff_indices, sum_dtypes
         self._diff_constants, diff_carry, self._diff_xs = step.sorted_indices(diff_indices)
-        nonzero = [i for i, flag in zip(_floats(step), has_ct, strict=True) if flag]
+        nonzero = [i for i, flag in zip(step.float_outs, has_ct, strict=True) if flag]
         self._ys = [i - step.num_carry for i in nonzero if i >= step.num_carry]
 
         body, self._fixed = self._staged(diff_carry)
@@ -137,16 +140,16 @@ class PulledStep:
         read = {v for v in atoms if isinstance(v, _jax.Var)}
         _, carry, _ = step.sort(jaxpr.invars[num : num + len(step.body.jaxpr.invars)])
         self.recorded = [i for i, v in enumerate(carry) if v in read]
-        self.step = self._arranged(jaxpr, num)
+        self._loop = make(self._arranged(jaxpr, num))
 
     def _staged(self, diff_carry: list[int]) -> tuple[Body, list[int]]:
         """``(*inputs, *cts of carries, *cts of ys) -> (*cts of carries, *cts of constants, *cts of xs)`` of one step,
         and the carries whose cotangent the step returns unchanged.
         """
         step = self._original
-        num, num_diff, first_x = len(step.body.jaxpr.invars), len(diff_carry), step.num_constants + step.num_carry
+        num, num_diff = len(step.in_avals), len(diff_carry)
         diff = [step.num_constants + i for i in diff_carry]
-        diff += [*self._diff_constants, *(first_x + i for i in self._diff_xs)]
+        diff += [*self._diff_constants, *(step.first_x + i for i in self._diff_xs)]
         outs = [*diff_carry, *(step.num_carry + i for i in self._ys)]
 
         def pull(*args: Any) -> list[Any]:
@@ -158,9 +161,8 @@ class PulledStep:
 
             return list(jax.vjp(run, *(inputs[i] for i in diff))[1](cts))
 
-        avals = [*step.constant_avals, *step.avals, *step.x_avals]
-        ct_avals = [[*step.avals, *step.y_avals][i].to_ct_aval() for i in outs]
-        body = close_derivative(*_jax.stage(pull, [*avals, *ct_avals], traced_for="scan", name=step.name))
+        ct_avals = [step.out_avals[i].to_ct_aval() for i in outs]
+        body = close_derivative(*_jax.stage(pull, [*step.in_avals, *ct_avals], traced_for="scan", name=step.name))
         jaxpr = _jax.without_dead_code(body.jaxpr)
         out_cts, in_cts = jaxpr.outvars[:num_diff], jaxpr.invars[body.num_operands + num :][:num_diff]
         unchanged = [i for i, v, w in zip(diff_carry, out_cts, in_cts, strict=True) if v is w]
@@ -200,21 +202,21 @@ class PulledStep:
         pulled = with_equations(step, turn_jaxpr, len(constants), num_carry, [None] * num_carry)
         return dataclasses.replace(pulled, reverse=not step.reverse, tangent_carry=())
 
-    def cotangents(self, loop: Callable, primals: tuple, recorded: list, cts: Sequence[Any]) -> list[Any]:
-        """The cotangents of the differentiated inputs, by a loop of `step`.
+    def cotangents(self, primals: tuple, recorded: list, cts: Sequence[Any]) -> list[Any]:
+        """The cotangents of the differentiated inputs.
 
         Args:
             recorded: the values of the carries `recorded` before each step.
             cts: of the float outputs; None for the others.
         """
         step, (constants, carry, xs) = self._original, primals
-        ct_of = {i: ct for i, ct in zip(_floats(step), cts, strict=True) if ct is not None}
+        ct_of = {i: ct for i, ct in zip(step.float_outs, cts, strict=True) if ct is not None}
         zeros = [
             jnp.zeros_like(constants[i], dtype) for i, dtype in zip(self._diff_constants, self._sum_dtypes, strict=True)
         ]
         of_carry = {i: ct_of[i] if i in ct_of else jnp.zeros_like(carry[i]) for i in (*self._fixed, *self._varying)}
         of_ys = [ct_of[step.num_carry + i] for i in self._ys]
-        last, of_xs = loop(
+        last, of_xs = self._loop(
             [*self.operands, *constants, *(of_carry[i] for i in self._fixed)],
             [*(of_carry[i] for i in self._varying), *zeros],
             [*xs, *recorded, *of_ys],
@@ -224,14 +226,9 @@ class PulledStep:
         sums = zip(self._diff_constants, last[len(self._varying) :], strict=True)
         input_cts = {i: x.astype(step.constant_avals[i].dtype) for i, x in sums}
         input_cts |= {step.num_constants + i: x for i, x in of_carry.items()}
-        input_cts |= {step.num_constants + step.num_carry + i: x for i, x in zip(self._diff_xs, of_xs, strict=True)}
+        input_cts |= {step.first_x + i: x for i, x in zip(self._diff_xs, of_xs, strict=True)}
         values = [*constants, *carry, *xs]
         return [input_cts[i] if i in input_cts else jnp.zeros_like(values[i]) for i in self._diff_indices]
-
-
-def _floats(step: LoopStep) -> list[int]:
-    """The float outputs of a loop, among carries and ys."""
-    return [i for i, aval in enumerate([*step.avals, *step.y_avals]) if is_float(aval)]
 
 
 def with_equations(step: LoopStep, jaxpr: _jax.Jaxpr, num_constants: int, num_carry: int, formats: list) -> LoopStep:

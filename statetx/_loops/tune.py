@@ -422,8 +422,7 @@ def temporary_bytes(step: LoopStep, loop: Callable, context: TraceContext, diff_
 def _differentiated(step: LoopStep, diff_indices: Diff) -> BackwardStep:
     """The step in two parts."""
     if diff_indices is None:
-        avals = [*step.constant_avals, *step.avals, *step.x_avals]
-        diff_indices = tuple([i for i, a in enumerate(avals) if is_float(a)])
+        diff_indices = tuple([i for i, a in enumerate(step.in_avals) if is_float(a)])
     return BackwardStep(step, *step.sorted_indices(diff_indices))
 
 

@@ -13,7 +13,7 @@ import jax
 from .. import _jax
 from .._errors import EffectError, PolicyError
 from .._loops.build import as_strategy
-from .._loops.derivative import DifferentiableLoop, Differentiated, jvp_of, linear_in_tangents
+from .._loops.derivative import DifferentiableLoop, Differentiated, jvp_of, tangents_by_reversal
 from .._loops.step import LoopStep
 from .._loops.strategy import Strategy, as_count, set_counts
 from .._text import format_bytes, parse_bytes
@@ -162,7 +162,7 @@ class LoopOnDisk(DifferentiableLoop):
 
         note = Differentiated.here(self, tangents)
         options: dict[str, Any] = {"forward": self._plain, "reverse": reverse, "note": note}
-        return outs, linear_in_tangents(primals, [], outs, tangents, **options)
+        return outs, tangents_by_reversal(primals, [], outs, tangents, **options)
 
     def refusal(self) -> PolicyError:
         return PolicyError(

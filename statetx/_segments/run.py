@@ -23,7 +23,6 @@ from .._objects.code import code_of
 from .._spinner import spinner
 from .._targets import current
 from .._text import format_bytes, type_str
-from .._tree import is_float
 from .schedule import AT_HAND, DISK, MEMORY, Advance, Drop, Keep, Load, Reverse
 from .store import Store, digest
 
@@ -226,8 +225,7 @@ class SegmentedRun:
         """The cotangents of the differentiated arguments, from cotangents of the float outputs; None for a zero one."""
         step = self.step
         diff_constants, diff_carry, diff_xs = step.sorted_indices(self.diff_indices)
-        floats = [i for i, aval in enumerate([*step.avals, *step.y_avals]) if is_float(aval)]
-        ct_of = {i: ct for i, ct in zip(floats, cts, strict=True) if ct is not None}
+        ct_of = {i: ct for i, ct in zip(step.float_outs, cts, strict=True) if ct is not None}
         of_carry = [ct_of.get(i, jnp.zeros_like(self.init[i])) for i in diff_carry]
         self.cts = [[jnp.zeros_like(self.constants[i]) for i in diff_constants], of_carry]
         self.of_ys = {i - step.num_carry: ct for i, ct in ct_of.items() if i >= step.num_carry}
